@@ -1,0 +1,76 @@
+"""JAX's stock splash attention for TPU, with true key lengths: padding is told apart by segment ids.
+
+Takes: no mask, key masks (bool), causal. Does not take: a bias, a mask that differs between queries (NotImplementedError:
+the caller goes to the reference). q is multiplied by the scale in float32 before it is rounded to the kernel's dtype.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+from jaxtyping import Array, Float
+
+from .masks import Mask
+
+
+BLOCK_Q = 1024
+BLOCK_KV = 1024
+LANES = 128
+
+
+def unsupported(mask: Mask | None, heads: int, kv_heads: int) -> str | None:
+    """What of this call splash does not take, or None."""
+    if heads != kv_heads:
+        return f"{heads} query heads over {kv_heads} key heads"
+    if mask is not None and (mask.kind != "keys" or mask.values.shape[1] != 1):
+        return "a mask that differs between queries or heads"
+    if mask is not None and mask.values.dtype != jnp.bool_:
+        return "a bias on the scores"
+    return None
+
+
+def splash_attention(
+    q: Float[Array, "B N T D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S D"],
+    *,
+    scale: float,
+    mask: Mask | None = None,
+    is_causal: bool = False,
+    kv_len: int | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B N T D"]:
+    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`)."""
+    if reason := unsupported(mask, q.shape[1], k.shape[1]):
+        raise NotImplementedError(f"splash attention does not take {reason}; use the reference")
+    batch, heads, q_len, dim = q.shape
+    s_len, kv_len = k.shape[2], k.shape[2] if kv_len is None else kv_len
+    block_q, block_kv = (min(limit, _round_up(n, LANES)) for limit, n in ((BLOCK_Q, q_len), (BLOCK_KV, s_len)))
+    q_padded, s_padded = _round_up(q_len, block_q), _round_up(s_len, block_kv)
+    padded_dim = _round_up(dim, LANES) if dim > LANES else dim
+
+    q = (q.astype(jnp.float32) * scale).astype(q.dtype)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, q_padded - q_len), (0, padded_dim - dim)))
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, s_padded - s_len), (0, padded_dim - dim))) for x in (k, v))
+    valid = jnp.broadcast_to(jnp.arange(s_padded) < kv_len, (batch, s_padded))
+    if mask is not None:
+        keys = jnp.broadcast_to(mask.values[:, 0, 0], (mask.values.shape[0], s_len))
+        valid = valid & jnp.pad(keys, ((0, 0), (0, s_padded - s_len)))
+    segments = splash.SegmentIds(
+        q=jnp.zeros((batch, q_padded), jnp.int32), kv=jnp.where(valid, 0, 1).astype(jnp.int32)
+    )
+    kernel = _kernel(heads, q_padded, s_padded, block_q, block_kv, is_causal, interpret)
+    out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
+    return jnp.where(valid.any(1)[:, None, None, None], out, 0).astype(q.dtype)
+
+
+def _kernel(heads, q_len, s_len, block_q, block_kv, is_causal, interpret):
+    one = splash.CausalMask((q_len, s_len)) if is_causal else splash.FullMask((q_len, s_len))
+    return splash.make_splash_mha_single_device(
+        mask=splash.MultiHeadMask([one] * heads),
+        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=min(block_kv, 512)),
+        interpret=interpret,
+    )
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,79 @@
+"""The bridge: the only room that imports torchax. A torch module becomes a pure function; tensors cross both ways."""
+
+import jax
+import torch
+
+from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
+from .blocks import RunBroken
+from .deferred import Deferred
+from .environment import DEVICE, DEVICE_TENSORS, Tensor, View, as_numpy, environment, from_numpy, on_device, quiet_integers
+from .function import INPUT, PureFunction
+
+
+__all__ = [
+    "DEVICE",
+    "DEVICE_TENSORS",
+    "INPUT",
+    "Deferred",
+    "PureFunction",
+    "RunBroken",
+    "as_numpy",
+    "deferred",
+    "dispatched_attention",
+    "environment",
+    "from_numpy",
+    "on_device",
+    "quiet_integers",
+    "to_jax",
+    "to_torch",
+]
+
+
+def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
+    """A device tensor's array, or a host tensor's values placed by `sharding`."""
+    array = tensor.jax() if isinstance(tensor, (Tensor, View)) else as_numpy(tensor)
+    return jax.device_put(array, sharding)
+
+
+def to_torch(array: jax.Array) -> torch.Tensor:
+    """A device tensor around an array."""
+    return Tensor(array, environment())
+
+
+def deferred(aval: jax.ShapeDtypeStruct, compute) -> Deferred:
+    """A device tensor of this shape and dtype whose value `compute()` gives when it is first needed."""
+    return Deferred(aval, environment(), compute)
+
+
+def dispatched_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_mask=None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> torch.Tensor:
+    """The dispatcher's TPU backend, [B, T, N, D] in and out; a mask [B, S] is a key mask, as for NATIVE.
+
+    Raises:
+        NotImplementedError: `return_lse`, dropout.
+        RuntimeError: host tensors: the backend works on the TPU path only.
+    """
+    from .operators import scaled_dot_product_attention
+
+    if return_lse:
+        raise NotImplementedError("the TPU attention backend does not return the log-sum-exp; expected return_lse=False")
+    if not on_device(query):
+        raise RuntimeError(
+            f"expected tensors on the TPU path, got {query.device}: run the model through a pipeline on the TPU path, or"
+            ' set_attention_backend("native") for plain torch'
+        )
+    if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None, :]
+    query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
+    out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return out.permute(0, 2, 1, 3)

@@ -1,0 +1,189 @@
+"""Blocks called one after another on each other's outputs, traced once and scanned.
+
+While a model is traced, each block of a group (`scan.find_groups`) answers a call with deferred outputs. The next
+block's call joins the run if its arguments are the previous block's outputs where they were before, and the very same
+objects elsewhere. Anything else - another argument, an operation on an output - ends the run, which is then computed:
+as a scan over its blocks' stacked weights. So a model that does more between its blocks is right by construction.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax import lax
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torchax.tensor import Tensor
+from torchax.view import View
+
+from ..scan import Group, scan_blocks
+from .deferred import Deferred
+
+
+class RunBroken(Exception):
+    """An output in the middle of a run was needed after the run went on: this model's blocks have to be unrolled."""
+
+
+class Run:
+    """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments."""
+
+    def __init__(self, group: Group, start: int, leaves: list, spec, outputs: list[Deferred], output_spec):
+        self.group, self.start, self.stop = group, start, start + 1
+        self.leaves, self.spec = leaves, spec
+        self.outputs, self.output_spec = outputs, output_spec
+        self.feeds: dict[int, int] | None = None
+
+    def continued_by(self, leaves: list, spec) -> dict[int, int] | None:
+        """Argument position -> output number if a call with these leaves goes on with this run, else None."""
+        if spec != self.spec:
+            return None
+        number = {id(output): n for n, output in enumerate(self.outputs)}
+        feeds = {}
+        for position, (leaf, first) in enumerate(zip(leaves, self.leaves)):
+            if id(leaf) in number:
+                if not isinstance(first, torch.Tensor) or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
+                    return None
+                feeds[position] = number[id(leaf)]
+            elif leaf is not first and (isinstance(leaf, torch.Tensor) or leaf != first):
+                return None
+        return feeds if feeds and self.feeds in (None, feeds) else None
+
+
+class BlockRuns:
+    """The runs of one trace. `weights` are the stacked arrays by group label; `pin` fixes layouts inside the scan.
+
+    Args:
+        pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
+        pin_carry: array -> array, applied to what is carried between blocks.
+    """
+
+    def __init__(self, model, groups: list[Group], weights: dict, env, pin_weights: Callable, pin_carry: Callable):
+        self.model, self.groups, self.weights, self.env = model, groups, weights, env
+        self.pin_weights, self.pin_carry = pin_weights, pin_carry
+        self.run: Run | None = None
+        self.forwards = {}
+
+    @contextlib.contextmanager
+    def installed(self):
+        """Blocks of all groups answer through `call` while this is open."""
+        blocks = []
+        for group in self.groups:
+            for index in range(group.start, group.stop):
+                block = self.model.get_submodule(f"{group.path}.{index}")
+                self.forwards[id(block)] = (block, vars(block).get("forward"))
+                block.forward = self._answer(group, index)
+                blocks.append(block)
+        try:
+            yield
+            self.flush()
+        finally:
+            self.run = None
+            for block in blocks:
+                self._restore(block)
+
+    def _restore(self, block):
+        own = self.forwards[id(block)][1]
+        if own is None:
+            vars(block).pop("forward", None)
+        else:
+            block.forward = own
+
+    def _answer(self, group: Group, index: int):
+        def forward(*args, **kwargs):
+            leaves, spec = tree_flatten((args, kwargs))
+            leaves = [leaf.torch() if isinstance(leaf, View) else leaf for leaf in leaves]
+            run = self.run
+            if run is not None and run.group is group and run.stop == index:
+                feeds = run.continued_by(leaves, spec)
+                if feeds is not None:
+                    run.feeds, run.stop = feeds, index + 1
+                    for passed in run.outputs:
+                        passed._compute = _broken
+                    run.outputs = [self._deferred(output._aval) for output in run.outputs]
+                    return tree_unflatten(run.outputs, run.output_spec)
+            self.flush()
+            return self._begin(group, index, leaves, spec)
+
+        return forward
+
+    def _begin(self, group: Group, index: int, leaves: list, spec):
+        arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
+        found = {}
+
+        def shapes(arrays, weights):
+            flat, found["spec"] = self._call(group, index, leaves, spec, arrays, weights)
+            return flat
+
+        avals = jax.eval_shape(shapes, arrays, self._weights_of(group, index))
+        if any(not isinstance(aval, jax.ShapeDtypeStruct) for aval in avals):
+            raise TypeError(f"expected {group.path}.{index} to return tensors, got {avals}")
+        outputs = [self._deferred(aval) for aval in avals]
+        self.run = Run(group, index, leaves, spec, outputs, found["spec"])
+        return tree_unflatten(outputs, found["spec"])
+
+    def _deferred(self, aval):
+        deferred = Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, lambda: self._computed(deferred))
+        return deferred
+
+    def _computed(self, deferred):
+        self.flush()
+        return deferred._value
+
+    def _weights_of(self, group: Group, index: int) -> dict:
+        return {name: array[index - group.start] for name, array in self.weights[group.label].items()}
+
+    def _call(self, group: Group, index: int, leaves: list, spec, arrays: list, weights: dict):
+        """One block's own forward on arrays: (flat output arrays, output spec)."""
+        block = self.model.get_submodule(f"{group.path}.{index}")
+        tensors = iter(arrays)
+        args, kwargs = tree_unflatten(
+            [Tensor(next(tensors), self.env) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
+        weights = {name: Tensor(self.pin_weights(group, name, w), self.env) for name, w in weights.items()}
+        stand_in = vars(block)["forward"]
+        self._restore(block)
+        try:
+            with self.env:
+                output = torch.func.functional_call(block, weights, args, kwargs)
+        finally:
+            block.forward = stand_in
+        flat, output_spec = tree_flatten(output)
+        return [x.jax() if isinstance(x, (Tensor, View)) else x for x in flat], output_spec
+
+    def flush(self):
+        """Compute the run that is open, if any, and give its last outputs their values."""
+        run, self.run = self.run, None
+        if run is None:
+            return
+        arrays = [leaf.jax() for leaf in run.leaves if isinstance(leaf, Tensor)]
+        if run.stop - run.start == 1:
+            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, arrays, self._weights_of(run.group, run.start))
+        else:
+            flat = self._scan(run, arrays)
+        for output, value in zip(run.outputs, flat):
+            output.settle(value)
+
+    def _scan(self, run: Run, arrays: list) -> list:
+        tensor_positions = [p for p, leaf in enumerate(run.leaves) if isinstance(leaf, Tensor)]
+        slots = {tensor_positions.index(position): number for position, number in run.feeds.items()}
+        source = {number: slot for slot, number in slots.items()}
+        carry = [
+            self.pin_carry(arrays[source[n]]) if n in source else jnp.zeros(o._aval.shape, o._aval.dtype)
+            for n, o in enumerate(run.outputs)
+        ]
+
+        def step(carry, weights):
+            inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
+            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, weights)
+            return [self.pin_carry(x) for x in flat]
+
+        first, last = run.start - run.group.start, run.stop - run.group.start
+        stacked = self.weights[run.group.label]
+        if (first, last) != (0, run.group.stop - run.group.start):
+            stacked = {name: lax.slice_in_dim(w, first, last) for name, w in stacked.items()}
+        return scan_blocks(step, carry, stacked)
+
+
+def _broken():
+    raise RunBroken

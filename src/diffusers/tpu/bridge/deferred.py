@@ -1,0 +1,44 @@
+"""A device tensor whose value is computed when someone first asks for it; its shape and dtype are known before."""
+
+from collections.abc import Callable
+
+import jax
+import torch
+from torchax.ops import mappings
+from torchax.tensor import Tensor
+
+
+class Deferred(Tensor):
+    """`compute()` returns the value; `settle(value)` gives it beforehand. Everything else is torchax's tensor."""
+
+    @staticmethod
+    def __new__(cls, aval: jax.ShapeDtypeStruct, env, compute: Callable[[], jax.Array]):
+        return Tensor.__new__(cls, aval, env)
+
+    def __init__(self, aval: jax.ShapeDtypeStruct, env, compute: Callable[[], jax.Array]):
+        self._aval, self._env, self._compute, self._value = aval, env, compute, None
+
+    @property
+    def _elem(self) -> jax.Array:
+        if self._value is None:
+            self.settle(self._compute())
+        return self._value
+
+    @_elem.setter
+    def _elem(self, value: jax.Array):
+        self._value = value
+
+    def settle(self, value: jax.Array):
+        self._value, self._compute = value, None
+
+    @property
+    def shape(self):
+        return torch.Size(self._aval.shape if self._value is None else self._value.shape)
+
+    @property
+    def ndim(self):
+        return len(self.shape)
+
+    @property
+    def dtype(self):
+        return mappings.j2t_dtype(self._aval.dtype if self._value is None else self._value.dtype)

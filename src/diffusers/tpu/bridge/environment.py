@@ -1,0 +1,144 @@
+"""torchax's environment with our rules for mixed tensors, random draws and operators."""
+
+import contextlib
+import functools
+import warnings
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torchax.ops import mappings
+from torchax.tensor import Environment as _Environment
+from torchax.tensor import OperatorNotFound, Tensor
+from torchax.view import View
+
+from .deferred import Deferred
+
+
+DEVICE = torch.device("jax")
+DEVICE_TENSORS = (Tensor, View)
+RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
+_WRITES_TO_FIRST = {torch.Tensor.__setitem__, torch.Tensor.copy_, torch.Tensor.fill_}
+
+
+def on_device(x) -> bool:
+    return isinstance(x, DEVICE_TENSORS)
+
+
+class Environment(_Environment):
+    """torchax's environment, entered around glue and traces.
+
+    - A host tensor that meets a device tensor is moved to the device, whatever its size; torchax fails deep inside.
+      Written into, a host tensor stays one: the destination decides.
+    - Random draws come from torch's CPU generators, so that seeds give the noise they give everywhere else.
+    - Host tensors that are moved land on all chips of the mesh in use.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self._depth = 0
+
+    def enable_torch_modes(self):
+        super().enable_torch_modes()
+        self._depth += 1
+
+    def disable_torch_modes(self, *exc):
+        super().disable_torch_modes(*exc)
+        self._depth -= 1
+        self.enabled = self._depth > 0
+
+    def dispatch(self, func, types, args, kwargs):
+        kwargs = kwargs or {}
+        if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
+            drawn = self._on_host(func, args, {**kwargs, "device": "cpu"})
+            return Tensor(self.t2j_copy(drawn), self)
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not tensors and isinstance(func, torch._ops.OpOverload) and "device" not in kwargs:
+            return self._without_tensors(func, types, args, kwargs)
+        for t in tensors:
+            if isinstance(t, Deferred):
+                t.jax()  # now: inside of an operator torch no longer decomposes what computing it may call
+        host = [t for t in tensors if not on_device(t)]
+        if host and len(host) == len(tensors) and not self._moves(func):
+            return self._on_host(func, args, kwargs)
+        if host and len(host) < len(tensors) and not self._moves(func):
+            if func in _WRITES_TO_FIRST and not on_device(args[0]):
+                return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
+            args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
+        return super().dispatch(func, types, args, kwargs)
+
+    def _without_tensors(self, func, types, args, kwargs):
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        except OperatorNotFound:  # a question about dtypes, say: torch answers it
+            return self._on_host(func, args, kwargs)
+
+    @staticmethod
+    def _moves(func) -> bool:
+        name = getattr(func, "__name__", str(func))
+        return func is torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name
+
+    @staticmethod
+    def _on_host(func, args, kwargs):
+        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            return func(*args, **kwargs)
+
+    def _promoted(self, t: torch.Tensor):
+        # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
+        return t if on_device(t) or t.ndim == 0 else Tensor(self.t2j_copy(t), self)
+
+    def t2j_copy(self, args):
+        """Host tensors as JAX arrays, on every chip of the mesh in use (`override_property(mesh=...)`)."""
+        mesh = self.param.mesh
+        put = jax.numpy.asarray if mesh is None else functools.partial(
+            jax.device_put, device=NamedSharding(mesh, PartitionSpec())
+        )
+        return tree_map_only(torch.Tensor, lambda t: put(as_numpy(t)), args)
+
+    def j2t_copy(self, args):
+        return tree_map_only(jax.Array, from_numpy, args)
+
+    def host(self, t) -> torch.Tensor:
+        """A device tensor as a host tensor."""
+        return from_numpy(t.jax())
+
+
+def as_numpy(t: torch.Tensor) -> np.ndarray:
+    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits."""
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        t = t.detach().contiguous()
+        dtype = mappings.NUMPY_UNSUPPORTED_DTYPES.get(t.dtype)
+        if dtype is None:
+            return t.numpy()
+        integer = torch.int16 if t.dtype.itemsize == 2 else torch.int8
+        return t.view(integer).numpy().view(np.dtype(dtype))
+
+
+def from_numpy(x) -> torch.Tensor:
+    """A JAX or numpy array as a host tensor of its own; bfloat16 and float8 keep their bits."""
+    values = np.array(x)
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        dtype = mappings.j2t_dtype(values.dtype)
+        if dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
+            return torch.from_numpy(values.view(np.int16 if values.itemsize == 2 else np.int8)).view(dtype)
+        return torch.from_numpy(values)
+
+
+@contextlib.contextmanager
+def quiet_integers():
+    """Without JAX's warning, once per call site, that torch's int64 becomes int32 here; indices and ids fit."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Explicitly requested dtype.*is not available")
+        yield
+
+
+@functools.cache
+def environment() -> Environment:
+    """The one environment of this process, our operators in it."""
+    from .operators import register
+
+    env = Environment()
+    register(env)
+    return env

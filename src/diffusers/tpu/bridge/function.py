@@ -1,0 +1,148 @@
+"""A torch module's method as a pure function of (weights, inputs), both JAX arrays."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import jax
+import torch
+from jax.sharding import Mesh
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
+from torchax.tensor import Tensor
+from torchax.view import View
+
+from ...models.autoencoders.vae import DiagonalGaussianDistribution
+from ..attention.api import Settings, using
+from ..scan import Group
+from ..sharding import gathered, named
+from .blocks import BlockRuns
+from .environment import environment, quiet_integers
+
+
+INPUT = object()
+_OUTPUT = object()
+
+
+class _Method(torch.nn.Module):
+    """`call`, any bound method of `module`, as a forward, so that functional_call can swap the module's weights."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable):
+        super().__init__()
+        self.module = module
+        self.__dict__["call"] = call
+
+    def forward(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
+
+
+@dataclass
+class PureFunction:
+    """`call` of `module` with everything but tensors fixed.
+
+    Args:
+        call: the bound method, upstream's own.
+        spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
+        specs: storage spec of each weight by its key; groups' keys start with the group's label.
+        carry: spec of what repeated blocks hand on.
+
+    After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value.
+    """
+
+    module: torch.nn.Module
+    call: Callable
+    spec: object
+    leaves: list
+    groups: list[Group]
+    specs: dict
+    mesh: Mesh
+    carry: object
+    attention: Settings
+    matmul_precision: str
+    output_spec: object = None
+    output_leaves: list = field(default_factory=list)
+
+    def __call__(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+        env = environment()
+        stacked, single = self._split(weights)
+        runs = BlockRuns(self.module, self.groups, stacked, env, self._pin_block_weight, self._pin_carry)
+        tensors = iter(inputs)
+        leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        method = _Method(self.module, self.call)
+        single = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in single.items()}
+        with contextlib.ExitStack() as stack:
+            for context in (
+                jax.default_matmul_precision(self.matmul_precision),
+                using(self.attention),
+                quiet_integers(),
+                torch.no_grad(),
+                _attributes_kept(self.module),
+                env,
+                runs.installed(),
+            ):
+                stack.enter_context(context)
+            output = torch.func.functional_call(method, single, args, kwargs)
+            flat, self.output_spec = tree_flatten(output)
+            arrays = [x.jax() for x in flat if isinstance(x, (Tensor, View))]
+        self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else _plain(x) for x in flat]
+        return arrays
+
+    def output(self, tensors: list):
+        """Upstream's return value with these tensors in the places of the traced ones."""
+        tensors = iter(tensors)
+        return tree_unflatten([next(tensors) if x is _OUTPUT else x for x in self.output_leaves], self.output_spec)
+
+    def _split(self, weights: dict):
+        stacked = {group.label: {} for group in self.groups}
+        single = {}
+        for key, array in weights.items():
+            label = next((label for label in stacked if key.startswith(label + ".")), None)
+            if label is None:
+                single[key] = array
+            else:
+                stacked[label][key[len(label) + 1 :]] = array
+        return stacked, single
+
+    def _gather(self, key: str, array):
+        return jax.lax.with_sharding_constraint(array, named(self.mesh, gathered(self.specs[key])))
+
+    def _pin_block_weight(self, group: Group, name: str, array):
+        return self._gather(f"{group.label}.{name}", array)
+
+    def _pin_carry(self, array):
+        if self.carry is None or array.ndim != len(self.carry):
+            return array
+        return jax.lax.with_sharding_constraint(array, named(self.mesh, self.carry))
+
+
+
+
+def _plain(leaf):
+    """A static part of a return value; an object that may hide tensors is refused, its values would be lost."""
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return leaf
+    raise NotImplementedError(
+        f"expected tensors, plain values or pytrees of them in a model's output, got {type(leaf).__name__}; register it with"
+        " torch.utils._pytree"
+    )
+
+
+# A VAE's posterior is its parameters; mean, variance and samples follow from them where the value is used.
+register_pytree_node(
+    DiagonalGaussianDistribution,
+    lambda posterior: ([posterior.parameters], posterior.deterministic),
+    lambda leaves, deterministic: DiagonalGaussianDistribution(*leaves, deterministic=deterministic),
+)
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: torch.nn.Module):
+    """Attributes that a forward writes (a VAE's feature cache) are put back, so that no tracer stays behind."""
+    kept = [(m, dict(vars(m))) for m in module.modules()]
+    try:
+        yield
+    finally:
+        for m, attributes in kept:
+            for name in vars(m).keys() - attributes.keys():
+                del vars(m)[name]
+            vars(m).update(attributes)

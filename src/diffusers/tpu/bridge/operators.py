@@ -1,0 +1,86 @@
+"""Operators that torchax 0.0.13 lacks or gets wrong for diffusers; each one has a test that fails without it."""
+
+import jax
+import jax.numpy as jnp
+import torch
+from torchax.ops import mappings
+from torchax.tensor import Tensor
+
+from ..attention.api import attention
+
+
+def register(env):
+    """Put every operator of this file into the environment."""
+    env.override_op_definition(torch.nn.functional.scaled_dot_product_attention, scaled_dot_product_attention)
+    env.override_op_definition(torch.ops.aten.scaled_dot_product_attention, scaled_dot_product_attention)
+    env.override_op_definition(torch.nn.functional.interpolate, _interpolate(env))
+    Tensor.type_as = type_as
+
+
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    """torch's SDPA on the TPU path: any leading axes, every argument with torch's meaning.
+
+    Raises NotImplementedError for dropout, which inference has not.
+    """
+    if dropout_p:
+        raise NotImplementedError(f"expected dropout_p 0 on the TPU path, got {dropout_p}; call .eval() on the model")
+    env = query._env
+    q, k, v = (x.jax() for x in (query, key, value))
+    mask = None if attn_mask is None else attn_mask.jax()
+    lead = jnp.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q4, k4, v4 = (_four_axes(x, lead) for x in (q, k, v))
+    if mask is not None and mask.ndim > 4:
+        mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
+    out = attention(q4, k4, v4, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    return Tensor(out.reshape(*q.shape[:-1], v.shape[-1]) if q.ndim != 4 else out, env)
+
+
+def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
+    if x.ndim == 4 and lead == x.shape[:-3]:
+        return x
+    x = x[None] if x.ndim == 2 else x
+    return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+
+
+def type_as(self, other):
+    """A new tensor in other's dtype. torchax changes `self` in place, and with it every other name of the tensor."""
+    return self._env.j2t_iso(self.jax().astype(mappings.t2j_dtype(other.dtype)))
+
+
+def _interpolate(env):
+    """`nearest` and `nearest-exact` in the input's dtype: torchax's way returns dtypes that disagree in bfloat16."""
+    torchax_interpolate = env._get_op_or_decomp(torch.nn.functional.interpolate).func
+
+    def interpolate(
+        input,
+        size=None,
+        scale_factor=None,
+        mode="nearest",
+        align_corners=None,
+        recompute_scale_factor=None,
+        antialias=False,
+    ):
+        x = input.jax()
+        if mode not in ("nearest", "nearest-exact"):
+            rest = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+            return Tensor(torchax_interpolate(x, *rest), input._env)
+        spatial = x.shape[2:]
+        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(spatial)
+        sizes = size if isinstance(size, (tuple, list)) else (size,) * len(spatial)
+        for axis, (length, wanted, factor) in enumerate(zip(spatial, sizes, factors), start=2):
+            target = int(length * factor) if wanted is None else int(wanted)
+            ratio = length / target if factor is None or recompute_scale_factor else 1.0 / factor
+            x = _nearest(x, axis, target, ratio, 0.5 if mode == "nearest-exact" else 0.0)
+        return Tensor(x, input._env)
+
+    return interpolate
+
+
+def _nearest(x: jax.Array, axis: int, target: int, ratio: float, offset: float) -> jax.Array:
+    length = x.shape[axis]
+    if target % length == 0 and ratio == length / target:
+        return jnp.repeat(x, target // length, axis=axis)
+    index = jnp.floor((jnp.arange(target) + offset) * ratio).astype(jnp.int32)
+    return jnp.take(x, jnp.minimum(index, length - 1), axis=axis)

@@ -1,0 +1,77 @@
+"""What the user asked for: `TPUConfig` for one pipeline, and the environment, read in this one place."""
+
+import os
+from dataclasses import dataclass
+
+
+MODES = ("auto", "off", "cpu")
+GLUES = ("auto", "resident", "host")
+PRECISIONS = ("highest", "high", "default")
+ATTENTIONS = ("auto", "reference", "splash")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The process-wide settings: `DIFFUSERS_TPU`, `DIFFUSERS_TPU_DEVICES`, `DIFFUSERS_TPU_MESH`, `DIFFUSERS_TPU_CACHE`."""
+
+    mode: str
+    simulated_devices: int
+    mesh: tuple[int, int, int] | None
+    cache_dir: str | None
+
+
+@dataclass(frozen=True)
+class TPUConfig:
+    """How one pipeline runs on the TPU.
+
+    Args:
+        mesh: degrees `(dp, sp, tp)`: guidance branches and prompts, sequence, heads and features. None chooses: dp 2
+            where the pipeline calls its denoiser once per guidance branch and the chips are even, the rest sp.
+        glue: where schedulers and guidance arithmetic run. "resident" keeps latents on the device for the whole loop,
+            "host" moves them once each way per step; "auto" is resident for pipelines with a plan, else host.
+        scan: trace a run of equal blocks once and scan it over stacked weights.
+        matmul_precision: of float32 products ("highest" is true float32; bfloat16 products are not affected).
+        attention: "auto" is JAX's splash kernel on a real TPU and the reference elsewhere.
+    """
+
+    mesh: tuple[int, int, int] | None = None
+    glue: str = "auto"
+    scan: bool = True
+    matmul_precision: str = "highest"
+    attention: str = "auto"
+
+    def __post_init__(self):
+        if self.mesh is not None:
+            object.__setattr__(self, "mesh", parse_mesh(self.mesh))
+        for name, allowed in (("glue", GLUES), ("matmul_precision", PRECISIONS), ("attention", ATTENTIONS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"expected TPUConfig.{name} to be one of {allowed}, got {getattr(self, name)!r}")
+
+
+def parse_mesh(value) -> tuple[int, int, int]:
+    """`"2,4,1"` or `(2, 4, 1)` as `(dp, sp, tp)`. Raises ValueError for anything but three positive integers."""
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        degrees = tuple(int(part) for part in parts)
+    except (TypeError, ValueError):
+        degrees = ()
+    if len(degrees) != 3 or min(degrees) < 1:
+        raise ValueError(f"expected a mesh of three positive integers dp,sp,tp such as 2,4,1, got {value!r}")
+    return degrees
+
+
+def read_environment() -> Environment:
+    """The environment variables, checked. Raises ValueError that lists what is allowed."""
+    mode = os.environ.get("DIFFUSERS_TPU", "auto").strip().lower() or "auto"
+    if mode not in MODES:
+        raise ValueError(
+            f"expected DIFFUSERS_TPU to be one of: auto (use a TPU if one is here), off (plain diffusers), "
+            f"cpu (the TPU path on simulated chips); got {mode!r}"
+        )
+    devices = os.environ.get("DIFFUSERS_TPU_DEVICES", "8")
+    if not devices.isdigit() or int(devices) < 1:
+        raise ValueError(f"expected DIFFUSERS_TPU_DEVICES to be a positive integer (default 8), got {devices!r}")
+    mesh = os.environ.get("DIFFUSERS_TPU_MESH")
+    return Environment(
+        mode, int(devices), parse_mesh(mesh) if mesh else None, os.environ.get("DIFFUSERS_TPU_CACHE") or None
+    )

@@ -1,0 +1,278 @@
+"""Install and uninstall the TPU path on one pipeline instance: the one place that knows every other room.
+
+An installed pipeline is an instance of a subclass of its own class, of the same name, whose `to`, `__call__` and device
+properties are ours; its models' methods are runners. Upstream's `__call__` runs as written: on device tensors where the
+pipeline has a plan ("resident" glue), on host tensors otherwise ("host" glue).
+"""
+
+import contextlib
+import functools
+import importlib
+from dataclasses import dataclass, field
+
+import torch
+from jax.sharding import Mesh
+from torch.utils._pytree import tree_map_only
+
+from ..models.modeling_utils import ModelMixin
+from ..utils import logging
+from . import bridge
+from .config import TPUConfig, read_environment
+from .devices import find_target, jax_devices
+from .mesh import make_mesh, plan_degrees
+from .runner import Runner
+from .sharding import ModelPlan
+
+
+logger = logging.get_logger(__name__)
+
+ACCELERATORS = ("cuda", "tpu", "xla", "jax")
+
+# Where the plan of an upstream class is: a module whose PLAN says what is special about it on the TPU.
+PLANS = {
+    "WanTransformer3DModel": "..models.transformers.transformer_wan_flax",
+    "HunyuanVideo15Transformer3DModel": "..models.transformers.transformer_hunyuan_video15_flax",
+    "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
+}
+VAE_ENTRIES = ("encode", "decode")
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What is special about one pipeline class on the TPU.
+
+    Args:
+        glue: "resident" if upstream's loop is known to run on device tensors.
+        guided_by_pairs: the denoiser is called once per guidance branch, so that dp 2 is of use.
+    """
+
+    glue: str = "host"
+    guided_by_pairs: bool = False
+
+
+@dataclass
+class Installation:
+    """What `install` made of one pipeline: configuration, mesh, and the runner of each model."""
+
+    config: TPUConfig
+    plan: PipelinePlan
+    original: type
+    mesh: Mesh
+    glue: str
+    runners: dict[str, Runner] = field(default_factory=dict)
+    depth: int = 0
+
+
+def plan_of(cls: type, default):
+    """The plan of the first class in cls's bases that has one, else `default`."""
+    for base in cls.__mro__:
+        if base.__name__ in PLANS and base.__module__.startswith("diffusers."):
+            return importlib.import_module(PLANS[base.__name__], __package__).PLAN
+    return default
+
+
+def install(pipe, config: TPUConfig | None = None):
+    """Route the models of this pipeline instance through JAX; returns the same instance.
+
+    Raises:
+        RuntimeError: the TPU path is off, or JAX has fewer devices than it needs.
+        ValueError: a mesh that does not fit the chips.
+    """
+    if installation(pipe) is not None:
+        if config is None or config == pipe._tpu.config:
+            return pipe
+        uninstall(pipe)
+    environment = read_environment()
+    target = find_target(environment)
+    if target is None:
+        raise RuntimeError(
+            "expected a TPU, found none on this host; set DIFFUSERS_TPU=cpu to run the TPU path on simulated chips"
+        )
+    config = config or TPUConfig(mesh=environment.mesh)
+    plan = plan_of(type(pipe), PipelinePlan())
+    devices = jax_devices(target)
+    degrees = plan_degrees(len(devices), config.mesh or environment.mesh, plan.guided_by_pairs)
+    glue = plan.glue if config.glue == "auto" else config.glue
+    pipe._tpu = Installation(config, plan, type(pipe), make_mesh(devices, degrees), glue)
+    pipe.__class__ = tpu_class(type(pipe))
+    _attach_all(pipe)
+    return pipe
+
+
+def uninstall(pipe):
+    """Undo `install`: upstream's class and methods, no arrays left on the device; returns the same instance."""
+    state = installation(pipe)
+    if state is None:
+        return pipe
+    for runner in state.runners.values():
+        runner.detach()
+    del pipe.__dict__["_tpu"]
+    pipe.__class__ = state.original
+    return pipe
+
+
+def installation(pipe) -> Installation | None:
+    """The installation of this instance, or None."""
+    return vars(pipe).get("_tpu")
+
+
+def report(pipe) -> dict:
+    """Mesh, glue and, by component, programs (entry, shapes, seconds, calls) and bytes per chip."""
+    state = installation(pipe)
+    if state is None:
+        raise ValueError("expected a pipeline on the TPU path, got one without: diffusers.tpu.install(pipe) first")
+    components = {}
+    for name, runner in state.runners.items():
+        components[name] = {
+            "compilations": runner.compilations,
+            "programs": [
+                {
+                    "entry": program.entry,
+                    "shapes": [list(shape) for shape, _ in program.shapes],
+                    "branches": program.branches,
+                    "compile_seconds": program.compile_seconds,
+                    "calls": program.calls,
+                }
+                for program in runner.programs.values()
+            ],
+            "weights": runner._placed and runner._placed.coverage,
+        }
+    return {"mesh": dict(state.mesh.shape), "glue": state.glue, "components": components}
+
+
+def _attach_all(pipe):
+    """A runner for every model of the pipeline that has none; a model shared with another pipeline keeps its own."""
+    state = pipe._tpu
+    for name, module in pipe.components.items():
+        if not isinstance(module, torch.nn.Module):
+            continue
+        runner = vars(module).get("_tpu_runner")
+        if runner is None:
+            runner = Runner(module, _module_plan(module), state.mesh, state.config, state.glue)
+            runner.attach()
+        elif runner.mesh != state.mesh or runner.glue != state.glue:
+            raise ValueError(
+                f"expected {name} on mesh {dict(state.mesh.shape)} with {state.glue} glue, got it from another pipeline on"
+                f" {dict(runner.mesh.shape)} with {runner.glue} glue; install both with one TPUConfig"
+            )
+        state.runners[name] = runner
+
+
+def _module_plan(module: torch.nn.Module) -> ModelPlan:
+    plan = plan_of(type(module), None)
+    if plan is not None:
+        return plan
+    is_autoencoder = isinstance(module, ModelMixin) and all(hasattr(module, entry) for entry in VAE_ENTRIES)
+    return ModelPlan(entries=("forward", *VAE_ENTRIES) if is_autoencoder else ("forward",))
+
+
+class TPUPipelineMixin:
+    """What an installed pipeline does differently. Mixed in before the upstream class; never instantiated alone."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        for name in ("__call__", "encode_prompt"):
+            if hasattr(cls, name):
+                setattr(cls, name, _entered(getattr(cls, name)))
+
+    def to(self, *args, **kwargs):
+        """As upstream's: an accelerator's name means the TPU, "cpu" leaves the TPU path, a dtype converts the weights."""
+        device, dtype, rest = _parse_to(args, kwargs)
+        if installation(self) is None:
+            if device in ACCELERATORS:
+                install(self)
+            elif device is not None:
+                return super().to(*args, **kwargs)
+        if dtype is not None:
+            super().to(dtype, **rest)
+        if device == "cpu":
+            logger.info("leaving the TPU path for the CPU; .to('cuda') or .to('tpu') comes back")
+            return uninstall(self)
+        if device is not None and device not in ACCELERATORS:
+            raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
+        if device is not None:
+            for runner in self._tpu.runners.values():
+                runner.place()
+        return self
+
+    @property
+    def _execution_device(self) -> torch.device:
+        state = installation(self)
+        if state is None:
+            return super()._execution_device
+        return bridge.DEVICE if state.glue == "resident" else torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return super().device if installation(self) is None else self._execution_device
+
+    def enable_model_cpu_offload(self, *args, **kwargs):
+        """Not needed: weights are sharded over all chips and stay there."""
+        logger.info("enable_model_cpu_offload: on the TPU path weights are sharded over all chips and stay there")
+
+    def enable_sequential_cpu_offload(self, *args, **kwargs):
+        """Not needed: weights are sharded over all chips and stay there."""
+        logger.info("enable_sequential_cpu_offload: on the TPU path weights are sharded over all chips and stay there")
+
+
+@functools.cache
+def tpu_class(cls: type) -> type:
+    """`cls` with the mixin in front, under the same name, so that saving and loading see upstream's class."""
+    if issubclass(cls, TPUPipelineMixin):
+        return cls
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
+
+
+def _entered(method):
+    """An upstream method that handles tensors, run in the environment of a call."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        with _running(self):
+            output = method(self, *args, **kwargs)
+        return _on_host(self, output)
+
+    return run
+
+
+@contextlib.contextmanager
+def _running(pipe):
+    """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh."""
+    state = installation(pipe)
+    if state is None:
+        yield
+        return
+    _attach_all(pipe)
+    if state.glue == "host":
+        yield
+        return
+    env = bridge.environment()
+    modes = env if state.depth == 0 else contextlib.nullcontext()
+    with env.override_property(mesh=state.mesh), bridge.quiet_integers(), modes:
+        state.depth += 1
+        try:
+            yield
+        finally:
+            state.depth -= 1
+
+
+def _on_host(pipe, output):
+    """Device tensors in what leaves the outermost call come to the host: they cannot be used outside of it."""
+    state = installation(pipe)
+    if state is None or state.glue == "host" or state.depth:
+        return output
+    return tree_map_only(bridge.DEVICE_TENSORS, lambda t: bridge.from_numpy(t.jax()), output)
+
+
+def _parse_to(args: tuple, kwargs: dict) -> tuple[str | None, torch.dtype | None, dict]:
+    """(device type, dtype, the rest) of `.to`'s arguments, in any of upstream's forms."""
+    rest = dict(kwargs)
+    device, dtype = rest.pop("device", None), rest.pop("dtype", None)
+    for arg in args:
+        if isinstance(arg, torch.dtype):
+            dtype = arg
+        elif arg is not None:
+            device = arg
+    kind = getattr(device, "type", None) or (str(device).split(":")[0] if device is not None else None)
+    return ("cuda" if isinstance(device, int) else kind), dtype, rest

@@ -1,0 +1,297 @@
+"""A module's methods as compiled programs: one executable per shape, static arguments and state of the module.
+
+Weights are arguments, placed once for all methods of a module. Two guidance calls that `dp` can hold side by side run
+as one program: the first answers with tensors whose values are computed when the second call, or a use of them, comes.
+"""
+
+import functools
+import inspect
+import time
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.sharding import Mesh, PartitionSpec
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from ..utils import logging
+from . import bridge
+from .attention.api import Settings
+from .config import TPUConfig
+from .scan import plain_attributes
+from .sharding import ModelPlan, named
+from .weights import PlacedWeights, plan_placement
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Call:
+    """One call taken apart. `key` tells calls apart; `batched` flags the tensors whose first axis is the batch."""
+
+    entry: str
+    leaves: list
+    spec: object
+    tensors: list[torch.Tensor]
+    key: tuple
+    batched: tuple[bool, ...]
+    batch: int | None
+
+    def pairs_with(self, other: "Call") -> bool:
+        """Whether both can run as one call of twice the batch: alike, and the same objects where not batched."""
+        shared = zip(self.tensors, other.tensors, self.batched)
+        return (self.key, self.batched) == (other.key, other.batched) and all(f or a is b for a, b, f in shared)
+
+
+@dataclass
+class Waiting:
+    """A call that has answered with deferred tensors and has not run."""
+
+    call: Call
+    outputs: list = field(default_factory=list)
+
+
+@dataclass
+class Program:
+    """One executable: what it was compiled for, and how its arrays make up upstream's return value."""
+
+    entry: str
+    shapes: tuple
+    branches: int
+    compiled: jax.stages.Compiled
+    function: bridge.PureFunction
+    compile_seconds: float
+    calls: int = 0
+
+
+class Runner:
+    """The compiled form of one module, shared by its entry methods and by the pipelines that share the module.
+
+    Args:
+        glue: "resident" gives device tensors back, "host" gives host tensors.
+    """
+
+    def __init__(self, module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, config: TPUConfig, glue: str):
+        self.module, self.plan, self.mesh, self.config, self.glue = module, plan, mesh, config, glue
+        self.scan = config.scan
+        self.programs: dict[tuple, Program] = {}
+        self._placed: PlacedWeights | None = None
+        self._waiting: Waiting | None = None
+        self._originals: dict[str, tuple] = {}
+        self._avals: dict[tuple, tuple] = {}
+
+    def attach(self):
+        """Take the module's entry methods over; the module says where it runs by an attribute."""
+        for entry in self.plan.entries:
+            self._originals[entry] = (getattr(self.module, entry), vars(self.module).get(entry))
+            setattr(self.module, entry, self._entry(entry))
+        self.module._tpu_runner = self
+
+    def detach(self):
+        """Give the entry methods back and let go of the arrays."""
+        for entry, (_, own) in self._originals.items():
+            vars(self.module).pop(entry, None)
+            if own is not None:
+                setattr(self.module, entry, own)
+        vars(self.module).pop("_tpu_runner", None)
+        self._placed, self._waiting = None, None
+        self._originals.clear()
+        self.programs.clear()
+
+    def _entry(self, entry: str):
+        original = self._originals[entry][0]
+
+        @functools.wraps(original)
+        def run(*args, **kwargs):
+            return self.run(entry, args, kwargs)
+
+        run.__signature__ = inspect.signature(original)
+        return run
+
+    def place(self) -> PlacedWeights:
+        """The weights on the mesh, up to date with the module's host tensors."""
+        if self._placed is None or self._placed.refresh():
+            self._placed = plan_placement(self.module, self.plan, self.mesh, self.scan)
+            self._placed.refresh()
+        return self._placed
+
+    def run(self, entry: str, args: tuple, kwargs: dict):
+        """Upstream's return value of the module's `entry(*args, **kwargs)`, computed on the mesh."""
+        call = self._take_apart(entry, args, kwargs)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and waiting.call.pairs_with(call):
+            first, second, program = self._execute(waiting.call, call)
+            self._settle(waiting, first)
+            return self._answer(program.function, second)
+        if waiting is not None:
+            self._finish(waiting)
+        if self._may_wait(call):
+            return self._defer(call)
+        arrays, program = self._execute(call)
+        return self._answer(program.function, arrays)
+
+    def _take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
+        signature = inspect.signature(self._originals[entry][0])
+        if self.plan.decide is not None:
+            kwargs = {**kwargs, **self.plan.decide(signature.bind(*args, **kwargs).arguments)}
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
+        batched, batch = (False,) * len(tensors), None
+        if self.plan.batched and self.mesh.shape["dp"] > 1:
+            bound = signature.bind(*args, **kwargs).arguments
+            named_batched = {id(t) for name in self.plan.batched for t in tree_leaves(bound.get(name))}
+            batched = tuple(id(t) in named_batched for t in tensors)
+            sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
+            batch = sizes.pop() if len(sizes) == 1 else None
+        return Call(entry, leaves, spec, tensors, key, batched, batch)
+
+    # Guidance branches side by side on dp
+
+    def _may_wait(self, call: Call) -> bool:
+        dp = self.mesh.shape["dp"]
+        return self.glue == "resident" and call.batch is not None and call.batch % dp != 0 and 2 * call.batch % dp == 0
+
+    def _defer(self, call: Call):
+        key = (call.key, self._state())
+        if key not in self._avals:
+            function = self._function(call)
+            weights = jax.tree.map(_aval, self.place().arrays)
+            self._avals[key] = (jax.eval_shape(function, weights, [_aval(t) for t in self._inputs(call)]), function)
+        avals, function = self._avals[key]
+        if any(aval.shape[:1] != (call.batch,) for aval in avals):
+            raise ValueError(
+                f"expected outputs of {type(self.module).__name__}.{call.entry} that lead with the batch {call.batch}, got"
+                f" {[a.shape for a in avals]}: this model cannot pair guidance calls, use a mesh with dp 1"
+            )
+        waiting = self._waiting = Waiting(call)
+        waiting.outputs = [bridge.deferred(a, functools.partial(self._finish, waiting, n)) for n, a in enumerate(avals)]
+        return function.output(waiting.outputs)
+
+    def _finish(self, waiting: Waiting, number: int = 0) -> jax.Array:
+        """Run a waiting call alone: its values are needed, or the next call is another one."""
+        if self._waiting is waiting:
+            self._waiting = None
+        arrays, _ = self._execute(waiting.call)
+        self._settle(waiting, arrays)
+        return arrays[number]
+
+    @staticmethod
+    def _settle(waiting: Waiting, arrays: list):
+        for output, array in zip(waiting.outputs, arrays):
+            output.settle(array)
+
+    # Programs
+
+    def _execute(self, *calls: Call) -> tuple:
+        """Flat output arrays of each call, and the program that gave them."""
+        program = self._program(calls)
+        outputs = program.compiled(self.place().arrays, [self._inputs(call) for call in calls])
+        program.calls += 1
+        return (*outputs, program)
+
+    def _inputs(self, call: Call) -> list[jax.Array]:
+        replicated = named(self.mesh, PartitionSpec())
+        return [bridge.to_jax(t, replicated) for t in call.tensors]
+
+    def _answer(self, function: bridge.PureFunction, arrays: list):
+        convert = bridge.to_torch if self.glue == "resident" else bridge.from_numpy
+        return function.output([convert(array) for array in arrays])
+
+    def _program(self, calls: tuple[Call, ...]) -> Program:
+        key = (calls[0].key, len(calls), self._state())
+        if key not in self.programs:
+            try:
+                self.programs[key] = self._compile(calls)
+            except bridge.RunBroken:
+                logger.warning(
+                    f"{type(self.module).__name__}: its blocks depend on each other in a way that one scanned block cannot"
+                    " show; they are compiled one by one, which takes longer"
+                )
+                self.scan, self._placed = False, None
+                return self._program(calls)
+        return self.programs[key]
+
+    def _compile(self, calls: tuple[Call, ...]) -> Program:
+        start = time.perf_counter()
+        lowered, function = self.lower(*calls)
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - start
+        logger.info(f"compiled {type(self.module).__name__}.{calls[0].entry} in {seconds:.1f} s")
+        return Program(calls[0].entry, calls[0].key[-1], len(calls), compiled, function, seconds)
+
+    def lower(self, *calls: Call) -> tuple[jax.stages.Lowered, bridge.PureFunction]:
+        """JAX's lowered program for these calls (two: side by side on dp), and the function traced for it."""
+        placed, function = self.place(), self._function(calls[0])
+        call = calls[0]
+        split = call.batch is not None and (len(calls) * call.batch) % self.mesh.shape["dp"] == 0
+
+        def join(parts: tuple[jax.Array, ...], batched: bool) -> jax.Array:
+            joined = jnp.concatenate(parts) if batched and len(parts) > 1 else parts[0]
+            return jax.lax.with_sharding_constraint(joined, self._named("dp")) if batched and split else joined
+
+        def program(weights, inputs):
+            outputs = function(weights, [join(parts, flag) for parts, flag in zip(zip(*inputs), call.batched)])
+            split_outputs = [jnp.split(x, len(calls)) if len(calls) > 1 else [x] for x in outputs]
+            return [[parts[branch] for parts in split_outputs] for branch in range(len(calls))]
+
+        jitted = jax.jit(program, out_shardings=self._named())
+        return jitted.lower(placed.arrays, [self._inputs(c) for c in calls]), function
+
+    def _named(self, *spec):
+        return named(self.mesh, PartitionSpec(*spec))
+
+    def _function(self, call: Call) -> bridge.PureFunction:
+        placed = self.place()
+        return bridge.PureFunction(
+            module=self.module,
+            call=self._originals[call.entry][0],
+            spec=call.spec,
+            leaves=[bridge.INPUT if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
+            groups=placed.groups,
+            specs=placed.specs,
+            mesh=self.mesh,
+            carry=self.plan.carry,
+            attention=Settings(
+                mesh=self.mesh if self.plan.carry is not None else None,
+                kernel=self.config.attention,
+                platform=self.mesh.devices.flat[0].platform,
+            ),
+            matmul_precision=self.config.matmul_precision,
+        )
+
+    def _state(self) -> tuple:
+        """What else a trace depends on: the module's own settings, its processors, its weights' names and dtypes."""
+        module = self.module
+        processors = tuple(
+            (type(p), getattr(p, "_attention_backend", None))
+            for p in (getattr(m, "processor", None) for m in module.modules())
+            if p is not None
+        )
+        weights = tuple((key, a.shape, a.dtype) for key, a in self.place().arrays.items())
+        return plain_attributes(module), processors, weights, self.scan
+
+    @property
+    def compilations(self) -> int:
+        """How many executables were compiled for this module."""
+        return len(self.programs)
+
+
+def _aval(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _static(leaf):
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype.str, leaf.tobytes()
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return type(leaf), leaf
+
+

@@ -1,0 +1,124 @@
+"""Where weights and activations lie: name patterns -> PartitionSpec, and the plan of one model class.
+
+A weight's spec names its storage. `tp` stays while the block computes; `dp` and `sp` are storage only (FSDP) and are
+gathered when the block runs, so one table serves both: `gathered(spec)` is the spec during compute.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+STORAGE_AXES = ("dp", "sp")
+LARGE_ELEMENTS = 1 << 16
+
+Rules = tuple[tuple[str, PartitionSpec], ...]
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is special about one model class on the TPU.
+
+    Args:
+        rules: (regular expression, spec) pairs tried in order against the weight's name, blocks as `blocks.*.`.
+            A weight that no rule names is stored over `dp` and `sp` if it is large, else replicated.
+        carry: spec of the hidden states between repeated blocks [B, T, C]; None leaves it to the compiler.
+        batched: names of the forward arguments whose first axis is the batch. Only with them can two guidance calls
+            run as one, their batches side by side on `dp`.
+        entries: the methods that run on the device.
+        decide: bound arguments -> further keyword arguments, for what a forward would read from tensor values: decided
+            outside the trace and passed as static arguments.
+    """
+
+    rules: Rules = ()
+    carry: PartitionSpec | None = None
+    batched: tuple[str, ...] = ()
+    entries: tuple[str, ...] = ("forward",)
+    decide: Callable[[dict], dict] | None = None
+
+
+@dataclass
+class Coverage:
+    """Which rule took which weights: `bytes_by_rule`, `replicated` (name -> bytes per chip), `stored_bytes_per_chip`."""
+
+    total_bytes: int = 0
+    bytes_per_chip: int = 0
+    bytes_by_rule: dict[str, int] = field(default_factory=dict)
+    replicated: dict[str, int] = field(default_factory=dict)
+
+
+def _axes(entry) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entry(axes: Iterable[str]):
+    axes = tuple(axes)
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def fit(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """`spec` without the axes that do not divide their dimension (outermost dropped last) and those of size one."""
+    entries = []
+    for size, entry in zip(shape, (*spec, *(None,) * (len(shape) - len(spec)))):
+        axes = [axis for axis in _axes(entry) if mesh.shape[axis] > 1]
+        while axes and size % math.prod(mesh.shape[axis] for axis in axes):
+            axes.pop()
+        entries.append(_entry(axes))
+    return PartitionSpec(*entries)
+
+
+def gathered(spec: PartitionSpec) -> PartitionSpec:
+    """The spec during compute: storage axes dropped, `tp` kept."""
+    return PartitionSpec(*(_entry(axis for axis in _axes(entry) if axis not in STORAGE_AXES) for entry in spec))
+
+
+def default_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    """Storage of a weight that no rule names: its largest divisible dimension over `dp` and `sp` if it is large."""
+    if math.prod(shape) < LARGE_ELEMENTS:
+        return PartitionSpec()
+    for axes in (STORAGE_AXES, ("sp",), ("dp",)):
+        for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+            spec = PartitionSpec(*(axes if d == dim else None for d in range(len(shape))))
+            fitted = fit(spec, shape, mesh)
+            if fitted[dim] is not None and len(_axes(fitted[dim])) == sum(mesh.shape[a] > 1 for a in axes):
+                return fitted
+    return PartitionSpec()
+
+
+def plan_weights(
+    shapes: Mapping[str, tuple[tuple[int, ...], int]], rules: Rules, mesh: Mesh
+) -> tuple[dict[str, PartitionSpec], Coverage]:
+    """Storage spec of every weight and the coverage report.
+
+    Args:
+        shapes: name -> (shape without the stacked axis, bytes of all of it).
+
+    Raises ValueError for a rule that matches no weight (a dead rule).
+    """
+    specs, coverage, used = {}, Coverage(), set()
+    compiled = [(re.compile(pattern), pattern, spec) for pattern, spec in rules]
+    for name, (shape, size_bytes) in shapes.items():
+        taken = next(((pattern, spec) for regex, pattern, spec in compiled if regex.search(name)), None)
+        if taken is None:
+            label, spec = "(no rule)", default_spec(shape, mesh)
+        else:
+            label, spec = taken[0], fit(taken[1], shape, mesh)
+            used.add(label)
+        specs[name] = spec
+        ways = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
+        coverage.total_bytes += size_bytes
+        coverage.bytes_per_chip += size_bytes // ways
+        coverage.bytes_by_rule[label] = coverage.bytes_by_rule.get(label, 0) + size_bytes
+        if ways == 1 and math.prod(shape) >= LARGE_ELEMENTS and mesh.size > 1:
+            coverage.replicated[name] = size_bytes
+    dead = [pattern for _, pattern, _ in compiled if pattern not in used]
+    if dead:
+        raise ValueError(f"expected every sharding rule to match a weight, got dead rules {dead}. Names look like {list(shapes)[:3]}")
+    return specs, coverage
+
+
+def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    return NamedSharding(mesh, spec)
