@@ -8,6 +8,7 @@ pipeline has a plan ("resident" glue), on host tensors otherwise ("host" glue).
 import contextlib
 import functools
 import importlib
+import inspect
 from dataclasses import dataclass, field
 
 import torch
@@ -162,8 +163,15 @@ def _module_plan(module: torch.nn.Module) -> ModelPlan:
     plan = plan_of(type(module), None)
     if plan is not None:
         return plan
-    is_autoencoder = isinstance(module, ModelMixin) and all(hasattr(module, entry) for entry in VAE_ENTRIES)
+    if not isinstance(module, ModelMixin):
+        return ModelPlan(decide=_without_cache if "use_cache" in inspect.signature(module.forward).parameters else None)
+    is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
     return ModelPlan(entries=("forward", *VAE_ENTRIES) if is_autoencoder else ("forward",))
+
+
+def _without_cache(arguments: dict) -> dict:
+    """A text encoder reads its prompt once: the key-value cache that a language model would fill is never read."""
+    return {} if arguments.get("use_cache") is not None else {"use_cache": False}
 
 
 class TPUPipelineMixin:

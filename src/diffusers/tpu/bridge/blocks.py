@@ -21,6 +21,9 @@ from ..scan import Group, scan_blocks
 from .deferred import Deferred
 
 
+_PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
 class RunBroken(Exception):
     """An output in the middle of a run was needed after the run went on: this model's blocks have to be unrolled."""
 
@@ -103,7 +106,13 @@ class BlockRuns:
                     run.outputs = [self._deferred(output._aval) for output in run.outputs]
                     return tree_unflatten(run.outputs, run.output_spec)
             self.flush()
-            return self._begin(group, index, leaves, spec)
+            if all(isinstance(leaf, _PLAIN) for leaf in leaves):
+                return self._begin(group, index, leaves, spec)
+            # An object among the arguments (a key-value cache) may be written to: this block runs here and once.
+            arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
+            flat, output_spec = self._call(group, index, leaves, spec, arrays, self._weights_of(group, index))
+            flat = [Tensor(x, self.env) if isinstance(x, jax.Array) else x for x in flat]
+            return tree_unflatten(flat, output_spec)
 
         return forward
 
