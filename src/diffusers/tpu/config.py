@@ -12,7 +12,14 @@ ATTENTIONS = ("auto", "reference", "splash")
 
 @dataclass(frozen=True)
 class Environment:
-    """The process-wide settings: `DIFFUSERS_TPU`, `DIFFUSERS_TPU_DEVICES`, `DIFFUSERS_TPU_MESH`, `DIFFUSERS_TPU_CACHE`."""
+    """The process-wide settings.
+
+    Attributes:
+        mode: `DIFFUSERS_TPU`: "auto" (a TPU if one is here), "off", or "cpu" (the same path on simulated chips).
+        simulated_devices: `DIFFUSERS_TPU_DEVICES`, how many chips "cpu" simulates.
+        mesh: `DIFFUSERS_TPU_MESH`, the degrees dp,sp,tp of pipelines whose TPUConfig names none.
+        cache_dir: `DIFFUSERS_TPU_CACHE`, where compiled programs are kept between processes; "off" keeps none.
+    """
 
     mode: str
     simulated_devices: int
@@ -72,6 +79,6 @@ def read_environment() -> Environment:
     if not devices.isdigit() or int(devices) < 1:
         raise ValueError(f"expected DIFFUSERS_TPU_DEVICES to be a positive integer (default 8), got {devices!r}")
     mesh = os.environ.get("DIFFUSERS_TPU_MESH")
-    return Environment(
-        mode, int(devices), parse_mesh(mesh) if mesh else None, os.environ.get("DIFFUSERS_TPU_CACHE") or None
-    )
+    default_cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "diffusers-tpu")
+    cache = os.environ.get("DIFFUSERS_TPU_CACHE") or default_cache
+    return Environment(mode, int(devices), parse_mesh(mesh) if mesh else None, None if cache == "off" else cache)

@@ -80,3 +80,12 @@ def _ask_for_simulated_chips(jax, count: int):
     except RuntimeError:  # JAX runs already: the caller looks whether its devices are enough
         return
     jax.config.update("jax_platforms", "cpu")
+
+
+def keep_compiled_programs(cache_dir: str | None):
+    """Keep what XLA compiles in this directory between processes, unless the user already told JAX where."""
+    import jax
+
+    if cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", cache_dir)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

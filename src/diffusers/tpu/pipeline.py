@@ -19,7 +19,7 @@ from ..models.modeling_utils import ModelMixin
 from ..utils import logging
 from . import bridge
 from .config import TPUConfig, read_environment
-from .devices import find_target, jax_devices
+from .devices import find_target, jax_devices, keep_compiled_programs
 from .mesh import make_mesh, plan_degrees
 from .runner import Runner
 from .sharding import ModelPlan
@@ -92,6 +92,7 @@ def install(pipe, config: TPUConfig | None = None):
     config = config or TPUConfig(mesh=environment.mesh)
     plan = plan_of(type(pipe), PipelinePlan())
     devices = jax_devices(target)
+    keep_compiled_programs(environment.cache_dir)
     degrees = plan_degrees(len(devices), config.mesh or environment.mesh, plan.guided_by_pairs)
     glue = plan.glue if config.glue == "auto" else config.glue
     pipe._tpu = Installation(config, plan, type(pipe), make_mesh(devices, degrees), glue)
@@ -149,12 +150,12 @@ def _attach_all(pipe):
             continue
         runner = vars(module).get("_tpu_runner")
         if runner is None:
-            runner = Runner(module, _module_plan(module), state.mesh, state.config, state.glue)
+            runner = Runner(module, _module_plan(module), state.mesh, state.config)
             runner.attach()
-        elif runner.mesh != state.mesh or runner.glue != state.glue:
+        elif runner.mesh != state.mesh:
             raise ValueError(
-                f"expected {name} on mesh {dict(state.mesh.shape)} with {state.glue} glue, got it from another pipeline on"
-                f" {dict(runner.mesh.shape)} with {runner.glue} glue; install both with one TPUConfig"
+                f"expected {name} on the mesh {dict(state.mesh.shape)}, got it from another pipeline on"
+                f" {dict(runner.mesh.shape)}; install both pipelines with one TPUConfig(mesh=...)"
             )
         state.runners[name] = runner
 

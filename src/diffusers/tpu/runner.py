@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from accelerate.hooks import ModelHook
 from jax.sharding import Mesh, PartitionSpec
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -70,25 +71,28 @@ class Program:
 class Runner:
     """The compiled form of one module, shared by its entry methods and by the pipelines that share the module.
 
-    Args:
-        glue: "resident" gives device tensors back, "host" gives host tensors.
+    It takes host and device tensors. It answers with device tensors where those can be worked with (the environment is
+    active: resident glue), else with host tensors.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, config: TPUConfig, glue: str):
-        self.module, self.plan, self.mesh, self.config, self.glue = module, plan, mesh, config, glue
+    def __init__(self, module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, config: TPUConfig):
+        self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
         self.scan = config.scan
         self.programs: dict[tuple, Program] = {}
         self._placed: PlacedWeights | None = None
         self._waiting: Waiting | None = None
         self._originals: dict[str, tuple] = {}
+        self._signatures: dict[str, inspect.Signature] = {}
         self._avals: dict[tuple, tuple] = {}
 
     def attach(self):
         """Take the module's entry methods over; the module says where it runs by an attribute."""
         for entry in self.plan.entries:
             self._originals[entry] = (getattr(self.module, entry), vars(self.module).get(entry))
+            self._signatures[entry] = inspect.signature(self._originals[entry][0])
             setattr(self.module, entry, self._entry(entry))
         self.module._tpu_runner = self
+        self.module._hf_hook = ExecutionDevice()
 
     def detach(self):
         """Give the entry methods back and let go of the arrays."""
@@ -97,6 +101,7 @@ class Runner:
             if own is not None:
                 setattr(self.module, entry, own)
         vars(self.module).pop("_tpu_runner", None)
+        vars(self.module).pop("_hf_hook", None)
         self._placed, self._waiting = None, None
         self._originals.clear()
         self.programs.clear()
@@ -106,16 +111,22 @@ class Runner:
 
         @functools.wraps(original)
         def run(*args, **kwargs):
-            return self.run(entry, args, kwargs)
+            return original(*args, **kwargs) if bridge.tracing() else self.run(entry, args, kwargs)
 
-        run.__signature__ = inspect.signature(original)
+        run.__signature__ = self._signatures[entry]
         return run
+
+    def plan_weights(self) -> PlacedWeights:
+        """Where the weights lie or will lie; moves nothing."""
+        if self._placed is None:
+            self._placed = plan_placement(self.module, self.plan, self.mesh, self.scan)
+        return self._placed
 
     def place(self) -> PlacedWeights:
         """The weights on the mesh, up to date with the module's host tensors."""
-        if self._placed is None or self._placed.refresh():
-            self._placed = plan_placement(self.module, self.plan, self.mesh, self.scan)
-            self._placed.refresh()
+        if self.plan_weights().refresh():
+            self._placed = None
+            self.plan_weights().refresh()
         return self._placed
 
     def run(self, entry: str, args: tuple, kwargs: dict):
@@ -134,7 +145,7 @@ class Runner:
         return self._answer(program.function, arrays)
 
     def _take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
-        signature = inspect.signature(self._originals[entry][0])
+        signature = self._signatures[entry]
         if self.plan.decide is not None:
             kwargs = {**kwargs, **self.plan.decide(signature.bind(*args, **kwargs).arguments)}
         leaves, spec = tree_flatten((args, kwargs))
@@ -154,14 +165,15 @@ class Runner:
 
     def _may_wait(self, call: Call) -> bool:
         dp = self.mesh.shape["dp"]
-        return self.glue == "resident" and call.batch is not None and call.batch % dp != 0 and 2 * call.batch % dp == 0
+        may_pair = call.batch is not None and call.batch % dp != 0 and 2 * call.batch % dp == 0
+        return may_pair and bridge.environment().active
 
     def _defer(self, call: Call):
         key = (call.key, self._state())
         if key not in self._avals:
             function = self._function(call)
-            weights = jax.tree.map(_aval, self.place().arrays)
-            self._avals[key] = (jax.eval_shape(function, weights, [_aval(t) for t in self._inputs(call)]), function)
+            avals = jax.eval_shape(function, self.plan_weights().avals(), self._input_avals(call))
+            self._avals[key] = (avals, function)
         avals, function = self._avals[key]
         if any(aval.shape[:1] != (call.batch,) for aval in avals):
             raise ValueError(
@@ -195,11 +207,15 @@ class Runner:
         return (*outputs, program)
 
     def _inputs(self, call: Call) -> list[jax.Array]:
-        replicated = named(self.mesh, PartitionSpec())
-        return [bridge.to_jax(t, replicated) for t in call.tensors]
+        return [bridge.to_jax(t, self._named()) for t in call.tensors]
+
+    def _input_avals(self, call: Call) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(t.shape, bridge.numpy_dtype(t.dtype), sharding=self._named()) for t in call.tensors
+        ]
 
     def _answer(self, function: bridge.PureFunction, arrays: list):
-        convert = bridge.to_torch if self.glue == "resident" else bridge.from_numpy
+        convert = bridge.to_torch if bridge.environment().active else bridge.from_numpy
         return function.output([convert(array) for array in arrays])
 
     def _program(self, calls: tuple[Call, ...]) -> Program:
@@ -225,8 +241,11 @@ class Runner:
         return Program(calls[0].entry, calls[0].key[-1], len(calls), compiled, function, seconds)
 
     def lower(self, *calls: Call) -> tuple[jax.stages.Lowered, bridge.PureFunction]:
-        """JAX's lowered program for these calls (two: side by side on dp), and the function traced for it."""
-        placed, function = self.place(), self._function(calls[0])
+        """JAX's lowered program for these calls (two: side by side on dp), and the function traced for it.
+
+        From shapes alone: nothing is placed, and the mesh may be one of chips that are not here.
+        """
+        placed, function = self.plan_weights(), self._function(calls[0])
         call = calls[0]
         split = call.batch is not None and (len(calls) * call.batch) % self.mesh.shape["dp"] == 0
 
@@ -236,17 +255,18 @@ class Runner:
 
         def program(weights, inputs):
             outputs = function(weights, [join(parts, flag) for parts, flag in zip(zip(*inputs), call.batched)])
-            split_outputs = [jnp.split(x, len(calls)) if len(calls) > 1 else [x] for x in outputs]
-            return [[parts[branch] for parts in split_outputs] for branch in range(len(calls))]
+            outputs = [jax.lax.with_sharding_constraint(x, self._named()) for x in outputs]
+            parts = [jnp.split(x, len(calls)) if len(calls) > 1 else [x] for x in outputs]
+            return [[part[branch] for part in parts] for branch in range(len(calls))]
 
         jitted = jax.jit(program, out_shardings=self._named())
-        return jitted.lower(placed.arrays, [self._inputs(c) for c in calls]), function
+        return jitted.lower(placed.avals(), [self._input_avals(c) for c in calls]), function
 
     def _named(self, *spec):
         return named(self.mesh, PartitionSpec(*spec))
 
     def _function(self, call: Call) -> bridge.PureFunction:
-        placed = self.place()
+        placed = self.plan_weights()
         return bridge.PureFunction(
             module=self.module,
             call=self._originals[call.entry][0],
@@ -281,8 +301,12 @@ class Runner:
         return len(self.programs)
 
 
-def _aval(x) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+class ExecutionDevice(ModelHook):
+    """Where upstream's glue has to put a module's inputs, asked through accelerate's hook: its host tensors do not tell."""
+
+    @property
+    def execution_device(self) -> torch.device | None:
+        return bridge.DEVICE if bridge.environment().active else None
 
 
 def _static(leaf):

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
-from .bridge import as_numpy
+from .bridge import as_numpy, numpy_dtype
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
 
@@ -44,7 +44,7 @@ class PlacedWeights:
             return True
         for key, names, version in stale:
             old = self.arrays.get(key)
-            new = self._place([tensors[name] for name in names], self.specs[key], stacked="*" in key or "[" in key)
+            new = self._place([tensors[name] for name in names], self.specs[key], stacked=_is_stacked(key))
             if old is not None and (old.shape, old.dtype) != (new.shape, new.dtype):
                 return True
             self.arrays[key] = new
@@ -63,8 +63,17 @@ class PlacedWeights:
 
         return _put((len(views), *views[0].shape), views[0].dtype, sharding, part)
 
-    def shardings(self) -> dict:
-        return {key: array.sharding for key, array in self.arrays.items()}
+    def avals(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes, dtypes and layouts of the arrays, from the host tensors alone."""
+        tensors = named_tensors(self.module)
+        avals = {}
+        for key, names in self.sources.items():
+            first = tensors[names[0]]
+            stacked = _is_stacked(key)
+            shape = (len(names), *first.shape) if stacked else tuple(first.shape)
+            spec = jax.sharding.PartitionSpec(None, *self.specs[key]) if stacked else self.specs[key]
+            avals[key] = jax.ShapeDtypeStruct(shape, numpy_dtype(first.dtype), sharding=named(self.mesh, spec))
+        return avals
 
 
 def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool) -> PlacedWeights:
@@ -89,6 +98,10 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name; tied ones once."""
     return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+def _is_stacked(key: str) -> bool:
+    return "*" in key or "[" in key
 
 
 def _version(tensors: dict, names: list[str]) -> tuple:

@@ -59,7 +59,9 @@ def splash_attention(
         q=jnp.zeros((batch, q_padded), jnp.int32), kv=jnp.where(valid, 0, 1).astype(jnp.int32)
     )
     kernel = _kernel(heads, q_padded, s_padded, block_q, block_kv, is_causal, interpret)
-    out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
+    # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
     return jnp.where(valid.any(1)[:, None, None, None], out, 0).astype(q.dtype)
 
 

@@ -6,8 +6,8 @@ import torch
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
 from .blocks import RunBroken
 from .deferred import Deferred
-from .environment import DEVICE, DEVICE_TENSORS, Tensor, View, as_numpy, environment, from_numpy, on_device, quiet_integers
-from .function import INPUT, PureFunction
+from .environment import DEVICE, DEVICE_TENSORS, Tensor, View, as_numpy, environment, from_numpy, numpy_dtype, on_device, quiet_integers
+from .function import INPUT, PureFunction, tracing
 
 
 __all__ = [
@@ -22,10 +22,12 @@ __all__ = [
     "dispatched_attention",
     "environment",
     "from_numpy",
+    "numpy_dtype",
     "on_device",
     "quiet_integers",
     "to_jax",
     "to_torch",
+    "tracing",
 ]
 
 

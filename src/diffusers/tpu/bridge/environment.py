@@ -49,6 +49,11 @@ class Environment(_Environment):
         self._depth -= 1
         self.enabled = self._depth > 0
 
+    @property
+    def active(self) -> bool:
+        """Whether device tensors can be worked with here: inside of a resident pipeline's call or a trace."""
+        return self._depth > 0
+
     def dispatch(self, func, types, args, kwargs):
         kwargs = kwargs or {}
         if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
@@ -114,6 +119,11 @@ def as_numpy(t: torch.Tensor) -> np.ndarray:
             return t.numpy()
         integer = torch.int16 if t.dtype.itemsize == 2 else torch.int8
         return t.view(integer).numpy().view(np.dtype(dtype))
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """The dtype that a host tensor of this dtype has on the device: 64-bit numbers become 32-bit."""
+    return jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(dtype))
 
 
 def from_numpy(x) -> torch.Tensor:

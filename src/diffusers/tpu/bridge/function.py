@@ -1,6 +1,7 @@
 """A torch module's method as a pure function of (weights, inputs), both JAX arrays."""
 
 import contextlib
+import contextvars
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,6 +22,21 @@ from .environment import environment, quiet_integers
 
 INPUT = object()
 _OUTPUT = object()
+_tracing = contextvars.ContextVar("diffusers_tpu_tracing", default=False)
+
+
+def tracing() -> bool:
+    """Whether a module is being traced: what it calls then runs as upstream wrote it, as a part of the trace."""
+    return _tracing.get()
+
+
+@contextlib.contextmanager
+def _marked():
+    token = _tracing.set(True)
+    try:
+        yield
+    finally:
+        _tracing.reset(token)
 
 
 class _Method(torch.nn.Module):
@@ -76,6 +92,7 @@ class PureFunction:
                 using(self.attention),
                 quiet_integers(),
                 torch.no_grad(),
+                _marked(),
                 _attributes_kept(self.module),
                 env,
                 runs.installed(),

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import torch
+import torch.nn.functional as F
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
@@ -11,9 +12,11 @@ from ..attention.api import attention
 
 def register(env):
     """Put every operator of this file into the environment."""
-    env.override_op_definition(torch.nn.functional.scaled_dot_product_attention, scaled_dot_product_attention)
+    env.override_op_definition(F.scaled_dot_product_attention, scaled_dot_product_attention)
     env.override_op_definition(torch.ops.aten.scaled_dot_product_attention, scaled_dot_product_attention)
-    env.override_op_definition(torch.nn.functional.interpolate, _interpolate(env))
+    env.override_op_definition(F.interpolate, _interpolate(env))
+    for function, norm in ((F.layer_norm, layer_norm), (F.rms_norm, rms_norm), (F.group_norm, group_norm)):
+        env.override_op_definition(function, norm)
     Tensor.type_as = type_as
 
 
@@ -44,6 +47,43 @@ def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """(x - mean) / sqrt(variance + eps) * weight + bias in float32, as torch computes it; torchax rounds every step."""
+    axes = tuple(range(-len(normalized_shape), 0))
+    x = input.jax().astype(jnp.float32)
+    x = x - x.mean(axes, keepdims=True)
+    x = x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
+    return _affine(input, x, weight, bias)
+
+
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    """x / sqrt(mean(x^2) + eps) * weight in float32."""
+    axes = tuple(range(-len(normalized_shape), 0))
+    x = input.jax().astype(jnp.float32)
+    eps = torch.finfo(input.dtype).eps if eps is None else eps
+    return _affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
+
+
+def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
+    """Layer norm over each group of channels of [N, C, ...] in float32."""
+    shape = input.shape
+    if shape[1] % num_groups:
+        raise ValueError(f"expected channels that {num_groups} groups divide, got input {list(shape)}")
+    x = input.jax().astype(jnp.float32).reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
+    axes = tuple(range(2, x.ndim))
+    x = x - x.mean(axes, keepdims=True)
+    x = (x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)).reshape(shape)
+    return _affine(input, x, weight, bias, trailing=len(shape) - 2)
+
+
+def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
+    if weight is not None:
+        x = x * weight.jax().reshape(*weight.shape, *(1,) * trailing)
+    if bias is not None:
+        x = x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
+    return Tensor(x.astype(input.jax().dtype), input._env)
+
+
 def type_as(self, other):
     """A new tensor in other's dtype. torchax changes `self` in place, and with it every other name of the tensor."""
     return self._env.j2t_iso(self.jax().astype(mappings.t2j_dtype(other.dtype)))
@@ -51,7 +91,7 @@ def type_as(self, other):
 
 def _interpolate(env):
     """`nearest` and `nearest-exact` in the input's dtype: torchax's way returns dtypes that disagree in bfloat16."""
-    torchax_interpolate = env._get_op_or_decomp(torch.nn.functional.interpolate).func
+    torchax_interpolate = env._get_op_or_decomp(F.interpolate).func
 
     def interpolate(
         input,

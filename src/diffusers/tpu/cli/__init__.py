@@ -1,0 +1,115 @@
+"""The command line, `diffusers-tpu`: the only room that prints.
+
+Exit status: 0 done; 1 something failed; 2 bad input, said in one line; 130 interrupted.
+"""
+
+import argparse
+import os
+import sys
+
+from .errors import BadInput
+
+
+DEVICES = ("auto", "tpu", "simulated", "upstream")
+DTYPES = ("float32", "bfloat16", "float16")
+
+# Arguments of most pipelines, for the help; any other name of a pipeline's __call__ is taken too.
+COMMON_ARGUMENTS = {
+    "prompt": "what to generate; give it again for more prompts in one batch",
+    "negative-prompt": "what to keep away from",
+    "height": "in pixels",
+    "width": "in pixels",
+    "num-frames": "4k+1 for most video models",
+    "num-inference-steps": "denoising steps",
+    "guidance-scale": "weight of the prompt",
+    "num-videos-per-prompt": "videos for each prompt",
+    "max-sequence-length": "tokens of text",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors as BadInput in place of the whole usage and an exit."""
+
+    def error(self, message):
+        raise BadInput(f"{message}. {self.prog} --help lists what there is.")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `diffusers-tpu`; each command's module is imported when it runs."""
+    parser = Parser(prog="diffusers-tpu", description="diffusers on TPU: run pipelines, and check them against upstream.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_compare(commands)
+    env = commands.add_parser("env", help="versions, chips and settings", allow_abbrev=False)
+    env.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _add_generate(commands):
+    generate = commands.add_parser(
+        "generate",
+        help="run a pipeline and write its video or images",
+        description="Runs any diffusers pipeline and writes an mp4 with a contact sheet beside it, or png images.",
+        epilog="Without a TPU: DIFFUSERS_TPU=cpu (or --device simulated) runs the same path on simulated chips.",
+        allow_abbrev=False,
+    )
+    _add_model(generate)
+    generate.add_argument("--device", choices=DEVICES, default="auto", help="auto: as DIFFUSERS_TPU says, else a TPU")
+    generate.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as from_pretrained)")
+    generate.add_argument("--mesh", metavar="DP,SP,TP", help="degrees: guidance branches, sequence, heads")
+    generate.add_argument("--output", metavar="FILE", help="out/NAME.mp4 or .png (default: out/, named after the prompt)")
+    generate.add_argument("--fps", type=int, default=16, help="frames per second of the mp4 (default 16)")
+    generate.add_argument("--seed", type=int, help="of the noise (default: drawn, and printed)")
+    generate.add_argument("--image", metavar="FILE", help="first frame or reference, for pipelines that take one")
+    _add_pipeline_arguments(generate)
+
+
+def _add_compare(commands):
+    compare = commands.add_parser(
+        "compare",
+        help="ours against upstream, module by module",
+        description="Runs upstream's modules and ours in one process on the same weights and inputs; exit status 1 if any row fails.",
+        allow_abbrev=False,
+    )
+    _add_model(compare)
+    compare.add_argument(
+        "--mesh", metavar="DP,SP,TP", action="append", help="again for more (default: one chip and four meshes of up to eight)"
+    )
+    compare.add_argument("--dtype", choices=DTYPES[:2], action="append", help="again for more (default: both)")
+    compare.add_argument("--seed", type=int, help="of prompt and noise (default: drawn, and printed)")
+    compare.add_argument("--json", action="store_true", help="rows as JSON")
+    _add_pipeline_arguments(compare)
+
+
+def _add_model(parser):
+    parser.add_argument("model", metavar="MODEL", help="a directory in diffusers layout, or a hub id")
+
+
+def _add_pipeline_arguments(parser):
+    group = parser.add_argument_group("arguments of the pipeline", "Upstream's names and defaults; any other one is taken too.")
+    for name, text in COMMON_ARGUMENTS.items():
+        group.add_argument(f"--{name}", action="append", metavar="VALUE", help=text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line and return its exit status."""
+    try:
+        options, rest = make_parser().parse_known_args(argv)
+        if options.command == "env":
+            from . import environment as command
+        elif options.command == "compare":
+            from . import compare as command
+        else:
+            from . import generate as command
+        return command.run(options, rest)
+    except BadInput as error:
+        print(f"diffusers-tpu: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("diffusers-tpu: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except SystemExit as stop:  # argparse's --help
+        return stop.code or 0

@@ -1,0 +1,115 @@
+"""What a pipeline returned, as files: mp4 with a contact sheet, or png; whole or not at all."""
+
+import contextlib
+import math
+import os
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ...utils import export_to_video
+from .errors import BadInput
+
+
+SUFFIXES = (".mp4", ".png")
+TILES_IN_A_ROW = 9
+MAX_TILES = 18
+TILE_WIDTHS = (128, 256)
+
+
+def output_path(wanted: str | None, prompt) -> Path:
+    """Where to write; its folder is made. Raises BadInput for another suffix or a folder that cannot be written to."""
+    words = prompt[0] if isinstance(prompt, list) else prompt
+    path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + ".mp4")
+    path = path if path.suffix else path.with_suffix(".mp4")
+    if path.suffix not in SUFFIXES:
+        raise BadInput(f"expected --output to end in {' or '.join(SUFFIXES)}, got {wanted!r}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"expected to write into {path.parent}, got {error.strerror}; choose another --output") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BadInput(f"expected --output to be a file in a writable folder, got {str(path)!r}")
+    return path
+
+
+def _file_name(words: str) -> str:
+    kept = "".join(c if c.isalnum() else " " for c in words.lower()).split()
+    return "-".join(kept)[:60].strip("-") or "generated"
+
+
+def pictures(output) -> tuple[list[np.ndarray], bool]:
+    """Videos [F, H, W, C] or images [H, W, C] in [0, 1], and whether they are videos.
+
+    Raises BadInput for a pipeline that returns neither.
+    """
+    for name, axes in (("frames", 5), ("images", 4)):
+        values = getattr(output, name, None)
+        if values is not None:
+            values = np.asarray(values)
+            if values.ndim == axes:
+                return list(values.astype(np.float32)), axes == 5
+    raise BadInput(f"expected a pipeline of videos or images, got one that returns {type(output).__name__}")
+
+
+def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int) -> list[Path]:
+    """Write every video with its contact sheet, or every image; returns the files."""
+    stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
+    videos = [path.with_name(f"{stem}.mp4") for stem in stems] if are_videos else []
+    sheets = [path.with_name(f"{stem}.png") for stem in stems]
+    # Without it imageio forks to shield ffmpeg from ctrl-C, which JAX warns of; an unfinished file is removed anyway.
+    os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
+    with whole_files([*videos, *sheets]) as drafts:
+        for value, draft in zip(values, drafts):
+            if are_videos:
+                export_to_video(list(value), str(draft), fps=fps)
+        for value, draft in zip(values, drafts[len(videos) :]):
+            (contact_sheet(value) if are_videos else picture(value)).save(draft)
+    return [*videos, *sheets]
+
+
+@contextlib.contextmanager
+def whole_files(paths: list[Path]):
+    """Hidden files beside `paths` to write to; they get their names at the end, or are removed if anything goes wrong.
+
+    While they exist, SIGTERM raises SystemExit, so that they are removed then too.
+    """
+    drafts = [path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}") for path in paths]
+    main_thread = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGTERM, _stop) if main_thread else None
+    try:
+        yield drafts
+        for draft, path in zip(drafts, paths):
+            os.replace(draft, path)
+    finally:
+        for draft in drafts:
+            draft.unlink(missing_ok=True)
+        if main_thread:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number, frame):
+    raise SystemExit(128 + number)
+
+
+def picture(value: np.ndarray) -> Image.Image:
+    """An image from values in [0, 1]."""
+    return Image.fromarray(np.round(255 * value.clip(0, 1)).astype(np.uint8).squeeze())
+
+
+def contact_sheet(video: np.ndarray) -> Image.Image:
+    """Up to `MAX_TILES` frames at even distances, in rows, small ones enlarged and large ones reduced."""
+    chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_TILES)).round().astype(int)
+    rows = math.ceil(len(chosen) / TILES_IN_A_ROW)
+    columns = math.ceil(len(chosen) / rows)
+    height, width = video.shape[1:3]
+    factor = min(max(width, TILE_WIDTHS[0]), TILE_WIDTHS[1]) / width
+    size = max(1, round(width * factor)), max(1, round(height * factor))
+    sheet = Image.new("RGB", (columns * (size[0] + 2) - 2, rows * (size[1] + 2) - 2), "white")
+    for place, index in enumerate(chosen):
+        tile = picture(video[index]).convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        sheet.paste(tile, (place % columns * (size[0] + 2), place // columns * (size[1] + 2)))
+    return sheet

@@ -1,0 +1,83 @@
+"""What commands share: the device asked for, compiled programs kept between runs, a pipeline loaded."""
+
+import os
+import re
+from pathlib import Path
+
+import diffusers
+
+from ..config import parse_mesh, read_environment
+from ..devices import Target, find_target, jax_devices
+from .errors import BadInput, loading
+
+
+MODES = {"auto": None, "tpu": "auto", "simulated": "cpu", "upstream": "off"}
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def choose_target(device: str) -> Target | None:
+    """What this process runs on, None for plain upstream; sets DIFFUSERS_TPU for the rest of the process.
+
+    Raises BadInput where a TPU is wanted, or nothing was said, and there is none.
+    """
+    if MODES[device] is not None:
+        os.environ["DIFFUSERS_TPU"] = MODES[device]
+    with loading():
+        environment = read_environment()
+    target = find_target(environment)
+    if target is None and environment.mode == "auto":
+        raise BadInput(
+            "expected a TPU, found none on this host. DIFFUSERS_TPU=cpu (or --device simulated) runs the same path on"
+            " simulated chips, slowly: for small models and checks. --device upstream runs plain diffusers."
+        )
+    return target
+
+
+def keep_compiled_programs(seconds: float = 0.5):
+    """Let JAX keep on disk what takes longer than `seconds` to compile.
+
+    The folder: `DIFFUSERS_TPU_CACHE`, JAX's own `JAX_COMPILATION_CACHE_DIR`, else the user's cache folder.
+    """
+    import jax
+
+    if jax.config.jax_compilation_cache_dir and not read_environment().cache_dir:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+def cache_folder() -> Path:
+    """Where compiled programs are kept."""
+    chosen = read_environment().cache_dir
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(chosen) if chosen else Path(home) / "diffusers-tpu"
+
+
+def pipeline_class(model: str) -> type:
+    """The class that the model's `model_index.json` names; only that file is read."""
+    if not Path(model).is_dir() and not HUB_ID.fullmatch(model):
+        raise BadInput(f"expected a model directory or a hub id (name/model), got {model!r}: there is no such directory")
+    with loading():
+        name = diffusers.DiffusionPipeline.load_config(model).get("_class_name")
+    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if found is None:
+        raise BadInput(f"expected model_index.json of {model} to name a pipeline of diffusers, got {name!r}")
+    return found
+
+
+def load(model: str, dtype=None):
+    """The pipeline as `from_pretrained` gives it, on the TPU path where that is active."""
+    with loading():
+        return diffusers.DiffusionPipeline.from_pretrained(model, **({} if dtype is None else {"dtype": dtype}))
+
+
+def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | None:
+    """`--mesh` as degrees that fit the chips of `target`, or None where none is given. Raises BadInput."""
+    if text is None:
+        return None
+    if target is None:
+        raise BadInput("expected no --mesh without the TPU path: plain diffusers has none")
+    from ..mesh import plan_degrees
+
+    with loading():
+        return plan_degrees(len(jax_devices(target)), parse_mesh(text), paired=False)
