@@ -1,0 +1,102 @@
+"""What the tests share: the root of the tree, the patch set's modules, and upstream's own modules beside the patched ones."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+
+# Before any test starts JAX: eight simulated chips, and no probe for a TPU.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "patches"))
+
+from small_fork import make_fork  # noqa: E402
+from upstream import open_store  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def pristine():
+    """Every file of the pinned release by its name in the wheel."""
+    return open_store(ROOT)
+
+
+@pytest.fixture(scope="session")
+def upstream(pristine):
+    """A function from a module's name to upstream's unpatched module, in this process, under a name of its own."""
+
+    def load(name: str) -> ModuleType:
+        package, _, leaf = name.rpartition(".")
+        alias = f"{package}._upstream_{leaf}"
+        if alias not in sys.modules:
+            spec = importlib.util.spec_from_loader(alias, loader=None, origin=f"upstream {name}")
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[alias] = module
+            source = pristine[name.replace(".", "/") + ".py"]
+            exec(compile(source, spec.origin, "exec"), module.__dict__)
+        return sys.modules[alias]
+
+    return load
+
+
+@pytest.fixture
+def one_thread():
+    """For models so small that a second thread only waits: 0.02 s a forward instead of 1.3 s on two busy cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def assert_same(ours, theirs):
+    """Equal to the last bit, NaN where the other has NaN, of one dtype."""
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def fork(root, tmp_path):
+    """A small fork, laid (see small_fork.py)."""
+    return make_fork(root, tmp_path / "fork")
+
+
+@pytest.fixture(scope="session")
+def compiled_programs(tmp_path_factory) -> str:
+    """Where XLA keeps what this run compiled: the same tiny program is compiled once, whatever test asks for it."""
+    return str(tmp_path_factory.mktemp("compiled"))
+
+
+@pytest.fixture
+def chips(monkeypatch, compiled_programs) -> tuple:
+    """The TPU path on 8 simulated chips, for one test: its devices."""
+    monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
+    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", compiled_programs)
+    from diffusers.tpu.config import read_environment
+    from diffusers.tpu.devices import find_target, jax_devices
+
+    return jax_devices(find_target(read_environment()))
+
+
+@pytest.fixture
+def make_mesh(chips):
+    """A function from degrees dp, sp, tp to a mesh of simulated chips."""
+    from diffusers.tpu import mesh
+
+    return lambda *degrees: mesh.make_mesh(chips, degrees)
+
+
+def relative(ours, oracle) -> float:
+    """|ours - oracle| / |oracle| in the Euclidean norm, in float64."""
+    ours, oracle = (np.asarray(x.detach() if isinstance(x, torch.Tensor) else x, np.float64) for x in (ours, oracle))
+    return float(np.linalg.norm(ours - oracle) / np.linalg.norm(oracle))

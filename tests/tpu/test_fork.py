@@ -1,0 +1,106 @@
+"""The laid tree, and what it costs without a TPU. Oracle: the pinned release, byte for byte; patches/UPSTREAM's digest."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+import diffusers.tpu
+import laying
+import series
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
+from upstream import digest, read_pin
+
+
+def test_files_no_patch_names_are_upstreams(root, pristine):
+    patched = {diff.path for patch in series.read_series(root / "patches") for diff in patch.diffs}
+    assert digest(pristine) == read_pin(root).files_sha256
+    package = {name for name in pristine if name.startswith("diffusers/")}
+    assert patched < package and len(package) == 1107
+    for name in package - patched:
+        assert (root / "src" / name).read_bytes() == pristine[name], name
+
+
+def test_patched_files_are_upstream_plus_series(root, pristine):
+    for name, content in series.patched(series.read_series(root / "patches"), pristine).items():
+        assert (root / "src" / name).read_bytes() == content != pristine[name], name
+
+
+def test_manifest_holds_the_laid_files(root):
+    manifest = laying.read_manifest(root)
+    assert len(manifest) == 1107
+    for name, hashes in manifest.items():
+        assert [hashlib.sha256((root / "src" / name).read_bytes()).hexdigest()] == hashes, name
+
+
+def test_overlay_shadows_nothing(root, pristine):
+    ours = [path.relative_to(root / "src").as_posix() for path in (root / "src/diffusers").rglob("*.py")]
+    ours = [name for name in ours if laying.is_overlay(name)]
+    assert ours and not [name for name in ours if name in pristine]
+
+
+def run(root, code: str, **environment: str) -> subprocess.CompletedProcess:
+    variables = {**os.environ, "PYTHONPATH": str(root / "src"), **environment}
+    return subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True)
+
+
+OFF = """
+import json, sys, tempfile
+import torch
+from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel, tpu
+
+model = UNet2DModel(sample_size=8, block_out_channels=(8,), norm_num_groups=4, down_block_types=("DownBlock2D",),
+                    up_block_types=("UpBlock2D",), layers_per_block=1)
+with tempfile.TemporaryDirectory() as folder:
+    DDPMPipeline(model, DDPMScheduler()).save_pretrained(folder)
+    pipe = DDPMPipeline.from_pretrained(folder).to("cpu", torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    pipe(num_inference_steps=2)
+print(json.dumps([tpu.is_active(), sorted({"jax", "torchax", "jaxlib"} & set(sys.modules))]))
+"""
+
+
+@pytest.mark.parametrize("variable", ["off", "auto"])
+def test_without_a_tpu_a_pipeline_runs_without_jax(root, variable):
+    result = run(root, OFF, DIFFUSERS_TPU=variable)
+    assert result.returncode == 0, result.stderr
+    active, modules = json.loads(result.stdout.splitlines()[-1])
+    if active and variable == "auto":
+        pytest.skip("a TPU is here")
+    assert (active, modules) == (False, [])
+
+
+ENVIRONMENT = """
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+dispatch_attention_fn(*torch.zeros(3, 1, 2, 1, 4))
+"""
+
+
+def test_environment_variable_selects_the_tpu(root):
+    result = run(root, ENVIRONMENT, DIFFUSERS_ATTN_BACKEND="tpu", DIFFUSERS_TPU="off")
+    assert result.returncode == 1 and "'tpu' expects the TPU path, which is off here" in result.stderr
+
+
+def test_a_loaded_pipeline_passes_the_seams(monkeypatch, tmp_path):
+    model = UNet2DModel(
+        sample_size=8,
+        block_out_channels=(8,),
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D",),
+        up_block_types=("UpBlock2D",),
+        layers_per_block=1,
+    )
+    DDPMPipeline(model, DDPMScheduler()).save_pretrained(tmp_path)
+    seen = []
+    monkeypatch.setattr(diffusers.tpu, "loaded", lambda pipe, device_map: seen.append(device_map) or pipe)
+    monkeypatch.setattr(diffusers.tpu, "takes", lambda *args, **kwargs: args == ("cuda",))
+    monkeypatch.setattr(diffusers.tpu, "install", lambda pipe: types.SimpleNamespace(to=lambda *a, **k: (pipe, a, k)))
+    pipe = DDPMPipeline.from_pretrained(tmp_path)
+    assert seen == [None]
+    assert pipe.to("cpu") is pipe
+    assert pipe.to("cuda", silence_dtype_warnings=True) == (pipe, ("cuda",), {"silence_dtype_warnings": True})

@@ -1,0 +1,204 @@
+"""Laying and where upstream comes from. Oracle: a release of three files made here, whose laid tree is known by hand."""
+
+import base64
+import hashlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+import check
+import laying
+import refresh
+import upstream as store
+from laying import lay
+from small_fork import FILES, LINES, OURS, PATCHED, laid, make_wheel, run_apply
+from unified import ForkError
+
+
+def test_laying_is_upstream_patches_and_overlay(fork):
+    assert laid(fork) == PATCHED
+    assert check.problems_of(fork) == []
+    again = lay(fork)
+    assert (again.written, again.removed, again.total) == ((), (), 3)
+
+
+def test_a_deleted_file_is_laid_again(fork):
+    (fork / "src/diffusers/a.py").unlink()
+    assert lay(fork).written == ("diffusers/a.py",)
+    assert laid(fork) == PATCHED
+
+
+@pytest.mark.parametrize("name", ["diffusers/sub/b.py", "diffusers/a.py"])
+def test_a_hand_edited_file_stops_laying_and_survives(fork, name):
+    (fork / "src" / name).write_text("by hand\n")
+    (fork / "src/diffusers/__init__.py").unlink()
+    before = laid(fork)
+    result = run_apply(fork, "apply")
+    assert result.returncode == 1
+    assert f"  src/{name}\n" in result.stderr
+    assert "apply.py refresh" in result.stderr and "apply --discard" in result.stderr
+    assert laid(fork) == before
+    assert any(f"src/{name}: edited by hand" in problem for problem in check.problems_of(fork))
+
+
+def test_discard_drops_what_it_names(fork):
+    for name in ("a.py", "sub/b.py"):
+        (fork / "src/diffusers" / name).write_text("by hand\n")
+    with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py") as error:
+        lay(fork, discard=["src/diffusers/a.py"])
+    assert "diffusers/a.py" not in str(error.value)
+    with pytest.raises(ForkError, match="src/diffusers/a.py, src/diffusers/sub/b.py.*got diffusers/__init__.py"):
+        lay(fork, discard=["src/diffusers/__init__.py"])
+    assert run_apply(fork, "apply", "--discard").returncode == 0
+    assert laid(fork) == PATCHED
+
+
+def test_a_tree_without_manifest_is_not_overwritten(fork):
+    shutil.rmtree(fork / ".upstream")
+    (fork / "src/diffusers/sub/b.py").write_text("by hand\n")
+    with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py"):
+        lay(fork, fork / "diffusers-1.0-py3-none-any.whl")
+
+
+def test_a_stray_file_is_named(fork):
+    (fork / "src/diffusers/sub/lost.py").write_text("work\n")
+    lay(fork)
+    assert (fork / "src/diffusers/sub/lost.py").exists()
+    assert any("src/diffusers/sub/lost.py: neither upstream's nor overlay" in line for line in check.problems_of(fork))
+
+
+def test_a_new_release_moves_the_tree(fork):
+    files = {**FILES, "diffusers/c.py": b"new\n", "diffusers/a.py": LINES + b"line 21\n"}
+    del files["diffusers/sub/b.py"]
+    done = lay(fork, make_wheel(fork, "1.1", files))
+    assert done.removed == ("diffusers/sub/b.py",) and not (fork / "src/diffusers/sub").exists()
+    assert laid(fork) == {**files, "diffusers/a.py": PATCHED["diffusers/a.py"] + b"line 21\n", **OURS}
+    assert [path.name[:14] for path in (fork / ".upstream").glob("*.zip")] == ["diffusers-1.1-"]
+
+
+def test_an_edit_of_a_file_the_new_release_lacks_survives(fork):
+    (fork / "src/diffusers/sub/b.py").write_text("by hand\n")
+    wheel = make_wheel(fork, "1.1", {name: content for name, content in FILES.items() if "sub" not in name})
+    with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py"):
+        lay(fork, wheel)
+    with pytest.raises(ForkError, match="not in this upstream release: diffusers/sub/b.py"):
+        refresh.refresh(fork)
+    assert (fork / "src/diffusers/sub/b.py").read_text() == "by hand\n"
+
+
+@pytest.mark.parametrize("stop", range(5))
+def test_an_interrupted_laying_is_repeated(fork, monkeypatch, stop):
+    """Stopped at any write, even when the next laying is for another series than the one that was stopped."""
+    two = b"".join(b"line %d of 2\n" % n for n in range(5))
+    wheel = make_wheel(fork, "1.1", {name: two for name in FILES} | {"diffusers/a.py": LINES})
+    write, done = laying.write_whole, []
+
+    def interrupted(*arguments):
+        if len(done) == stop:
+            raise KeyboardInterrupt
+        done.append(arguments)
+        write(*arguments)
+
+    monkeypatch.setattr(laying, "write_whole", interrupted)
+    try:
+        lay(fork, wheel)
+    except KeyboardInterrupt:
+        pass
+    monkeypatch.setattr(laying, "write_whole", write)
+    for path in (fork / "src").rglob("*.py"):
+        assert path.read_bytes() in {*PATCHED.values(), two, LINES}
+    three = {name: b"three\n" for name in FILES} | {"diffusers/a.py": LINES}
+    lay(fork, make_wheel(fork, "1.2", three))
+    assert laid(fork) == {**three, "diffusers/a.py": PATCHED["diffusers/a.py"], **OURS}
+
+
+def test_upstream_may_not_stand_where_the_overlay_stands(fork):
+    wheel = make_wheel(fork, "1.1", {**FILES, "diffusers/tpu/__init__.py": b"theirs\n"})
+    with pytest.raises(ForkError, match="where the overlay stands: diffusers/tpu/__init__.py"):
+        lay(fork, wheel)
+    assert any("ours stands where upstream has a file" in problem for problem in check.problems_of(fork, wheel))
+    assert laid(fork) == PATCHED
+
+
+# Where upstream comes from
+
+
+def test_another_wheel_is_refused(fork):
+    other = fork / "other.whl"
+    other.write_bytes((fork / "diffusers-1.0-py3-none-any.whl").read_bytes() + b"x")
+    result = run_apply(fork, "apply", "--wheel", str(other))
+    assert result.returncode == 1 and "expected the wheel of diffusers==1.0 with sha256" in result.stderr
+
+
+def install(fork, folder):
+    """What pip leaves of the wheel: its files, and a RECORD with more in it than the wheel had."""
+    with zipfile.ZipFile(fork / "diffusers-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(folder)
+    (folder / "diffusers/__pycache__").mkdir()
+    (folder / "diffusers/__pycache__/a.cpython-311.pyc").write_bytes(b"compiled")
+    info = "diffusers-1.0.dist-info"
+    (folder / info / "INSTALLER").write_text("pip\n")
+    names = [*FILES, f"{info}/METADATA", f"{info}/INSTALLER"]
+    lines = [f"{name},sha256={record_hash(folder / name)},1" for name in names]
+    lines += ["diffusers/__pycache__/a.cpython-311.pyc,,", f"{info}/RECORD,,"]
+    (folder / info / "RECORD").write_text("\n".join(lines) + "\n")
+
+
+def record_hash(path) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+
+
+@pytest.fixture
+def installed(fork, tmp_path, monkeypatch):
+    """The release installed where Python finds it, and no store yet."""
+    folder = tmp_path / "site"
+    install(fork, folder)
+    monkeypatch.syspath_prepend(str(folder))
+    for path in (fork / ".upstream").glob("*.zip"):
+        path.unlink()
+    return folder
+
+
+def test_an_installed_release_is_taken(fork, installed):
+    (fork / "src/diffusers/a.py").unlink()
+    assert lay(fork).written == ("diffusers/a.py",)
+    assert laid(fork) == PATCHED
+    shutil.rmtree(installed)
+    assert lay(fork).written == ()  # from the store
+
+
+def test_an_edited_installation_is_refused_by_name(fork, installed):
+    (installed / "diffusers/sub/b.py").write_text("edited\n")
+    with pytest.raises(store.UpstreamError, match=r"sub/b.py: expected sha256 \S+ as its RECORD says"):
+        lay(fork)
+
+
+def test_an_installation_with_another_content_is_refused(fork, installed):
+    """RECORD agrees with the files, but neither is what was pinned."""
+    (installed / "diffusers/sub/b.py").write_text("another build\n")
+    record = installed / "diffusers-1.0.dist-info/RECORD"
+    lines = [line for line in record.read_text().splitlines() if "sub/b.py" not in line]
+    lines.append(f"diffusers/sub/b.py,sha256={record_hash(installed / 'diffusers/sub/b.py')},1")
+    record.write_text("\n".join(lines) + "\n")
+    with pytest.raises(store.UpstreamError, match="expected diffusers==1.0 with content digest"):
+        lay(fork)
+    assert not list((fork / ".upstream").glob("*.zip"))
+
+
+def test_no_upstream_anywhere_says_where_to_get_it(fork):
+    for path in (fork / ".upstream").glob("*.zip"):
+        path.unlink()
+    with pytest.raises(store.UpstreamError, match=r"found neither; `pip install -e \.` fetches"):
+        lay(fork)
+
+
+def test_the_build_requires_upstream_until_it_is_kept(fork):
+    code = "import backend; print(backend.get_requires_for_build_editable(), backend.get_requires_for_build_wheel())"
+    command = [sys.executable, "-c", code]
+    for expected in ("[] []", "['diffusers==1.0'] ['diffusers==1.0']"):
+        result = subprocess.run(command, capture_output=True, text=True, cwd=fork / "patches")
+        assert result.stdout.strip() == expected, result.stderr
+        shutil.rmtree(fork / ".upstream", ignore_errors=True)
