@@ -105,7 +105,8 @@ def _is_stacked(key: str) -> bool:
 
 
 def _version(tensors: dict, names: list[str]) -> tuple:
-    return tuple((id(tensors[name]), tensors[name]._version) for name in names)
+    """Changes when a tensor is replaced, written to, or given other data (as `module.to(dtype)` does)."""
+    return tuple((id(t), t._version, t.dtype, t.data_ptr()) for t in (tensors[name] for name in names))
 
 
 def _put(shape, dtype, sharding, part) -> jax.Array:

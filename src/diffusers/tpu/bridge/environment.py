@@ -49,6 +49,13 @@ class Environment(_Environment):
         self._depth -= 1
         self.enabled = self._depth > 0
 
+    def _to_copy(self, the_tensor, new_dtype, new_device):
+        # On the way to the device torch's 64-bit numbers become 32-bit: a host tensor is converted before, not after
+        # (a scheduler's 999.99999999 in float64 is timestep 999, not 1000).
+        if new_dtype is not None and not on_device(the_tensor):
+            the_tensor = self._on_host(torch.Tensor.to, (the_tensor,), {"dtype": new_dtype})
+        return super()._to_copy(the_tensor, new_dtype, new_device)
+
     @property
     def active(self) -> bool:
         """Whether device tensors can be worked with here: inside of a resident pipeline's call or a trace."""

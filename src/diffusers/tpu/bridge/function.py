@@ -51,7 +51,7 @@ class _Method(torch.nn.Module):
         return self.call(*args, **kwargs)
 
 
-@dataclass
+@dataclass(eq=False)
 class PureFunction:
     """`call` of `module` with everything but tensors fixed.
 

@@ -1,0 +1,182 @@
+"""Oracle: torch on the host, the same operation on the same numbers. One test for each of our operators and rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import relative
+
+from diffusers import AutoencoderKLWan
+from diffusers.tpu import bridge
+from diffusers.tpu.attention.api import Settings
+
+
+@pytest.fixture
+def env(chips):
+    environment = bridge.environment()
+    with bridge.quiet_integers(), environment:
+        yield environment
+
+
+def on_chip(t: torch.Tensor) -> torch.Tensor:
+    return bridge.to_torch(jnp.asarray(bridge.as_numpy(t)))
+
+
+def on_host(t: torch.Tensor) -> torch.Tensor:
+    return bridge.from_numpy(t.jax())
+
+
+def test_type_as_leaves_its_tensor_alone(env):
+    x, other = on_chip(torch.randn(3)), on_chip(torch.randn(2).bfloat16())
+    y = x.type_as(other)
+    assert (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+@pytest.mark.parametrize("how", [{"scale_factor": 2.0}, {"scale_factor": (2.0, 1.5)}, {"size": (7, 3)}])
+def test_nearest_upsampling(env, dtype, mode, how):
+    x = torch.randn(2, 3, 5, 6).to(dtype)
+    ours = F.interpolate(on_chip(x), mode=mode, **how)
+    assert torch.equal(on_host(ours), F.interpolate(x, mode=mode, **how))
+    assert on_host(F.conv2d(ours, on_chip(torch.randn(4, 3, 3, 3).to(dtype)))).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms(env, dtype, limit, affine):
+    # In bfloat16 both round a float32 result once; torchax, rounding every step, is at 6e-3.
+    x = (torch.randn(2, 6, 5, 8) * 3 + 1).to(dtype)
+    w, b = (torch.randn(8).to(dtype), torch.randn(8).to(dtype)) if affine else (None, None)
+    gw, gb = (torch.randn(6).to(dtype), torch.randn(6).to(dtype)) if affine else (None, None)
+    put = lambda t: None if t is None else on_chip(t)  # noqa: E731
+    rows = [
+        (F.layer_norm(on_chip(x), (8,), put(w), put(b), 1e-6), F.layer_norm(x, (8,), w, b, 1e-6)),
+        (F.rms_norm(on_chip(x), (8,), put(w), 1e-6), F.rms_norm(x, (8,), w, 1e-6)),
+        (F.rms_norm(on_chip(x), (8,), put(w)), F.rms_norm(x, (8,), w)),
+        (F.group_norm(on_chip(x), 3, put(gw), put(gb), 1e-6), F.group_norm(x, 3, gw, gb, 1e-6)),
+    ]
+    for ours, theirs in rows:
+        assert ours.dtype == theirs.dtype
+        assert relative(on_host(ours).float(), theirs.float()) < limit
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("mask", ["none", "bool", "bias", "causal"])
+def test_scaled_dot_product_attention_in_both_forms(env, lead, mask):
+    if not lead and mask == "bias":
+        lead = (1,)
+    q, k, v = torch.randn(*lead, 5, 8), torch.randn(*lead, 7, 8), torch.randn(*lead, 7, 8)
+    keywords = {"scale": 0.4, "is_causal": mask == "causal"}
+    if mask == "bool":
+        keywords["attn_mask"] = torch.rand(5, 7) < 0.7
+        keywords["attn_mask"][:, 0] = True
+    if mask == "bias":
+        keywords["attn_mask"] = torch.randn(*lead[:-1], 1, 5, 7)
+    theirs = F.scaled_dot_product_attention(q, k, v, **keywords)
+    chip = {name: on_chip(x) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
+    ours = F.scaled_dot_product_attention(query=on_chip(q), key=on_chip(k), value=on_chip(v), **chip)
+    assert relative(on_host(ours), theirs) < 1e-6
+    positional = (chip.get("attn_mask"), 0.0, keywords["is_causal"])
+    aten = torch.ops.aten.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), *positional, scale=0.4)
+    assert relative(on_host(aten), theirs) < 1e-6
+    with pytest.raises(NotImplementedError, match="dropout"):
+        F.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), dropout_p=0.1)
+
+
+def test_dispatched_attention_takes_a_key_mask_and_refuses_the_rest(env):
+    q, k = torch.randn(2, 5, 3, 8), torch.randn(2, 7, 3, 8)
+    mask = torch.tensor([[True] * 4 + [False] * 3, [True] * 7])
+    ours = bridge.dispatched_attention(on_chip(q), on_chip(k), on_chip(k), attn_mask=on_chip(mask))
+    q, k = q.transpose(1, 2), k.transpose(1, 2)
+    theirs = F.scaled_dot_product_attention(q, k, k, attn_mask=mask[:, None, None]).transpose(1, 2)
+    assert relative(on_host(ours), theirs) < 1e-6
+    with pytest.raises(NotImplementedError, match="log-sum-exp"):
+        bridge.dispatched_attention(on_chip(q), on_chip(k), on_chip(k), return_lse=True)
+    with pytest.raises(RuntimeError, match="TPU path"):
+        bridge.dispatched_attention(q, k, k)
+
+
+def test_a_host_tensor_moves_to_the_device_tensor_it_meets(env):
+    table, index, x = torch.randn(10), on_chip(torch.tensor([3, 7])), on_chip(torch.randn(10))
+    assert torch.equal(on_host(table[index]), table[[3, 7]])
+    assert relative(on_host(table * x), table * on_host(x)) < 1e-7
+    assert relative(on_host(torch.cat([table, x])), torch.cat([table, on_host(x)])) == 0
+    # A scalar does not widen the other side, as in torch.
+    assert (torch.tensor(2.0) * on_chip(torch.ones(2).bfloat16())).dtype == torch.bfloat16
+
+
+def test_written_into_a_host_tensor_stays_one(env):
+    target, source = torch.zeros(4), on_chip(torch.arange(4.0))
+    target[1:3] = source[1:3]
+    assert type(target) is torch.Tensor and target.tolist() == [0, 1, 2, 0]
+    assert target.copy_(source).tolist() == [0, 1, 2, 3]
+
+
+def test_host_tensors_among_themselves_stay_on_the_host(env):
+    q = torch.randn(1, 2, 3, 4)
+    out = F.scaled_dot_product_attention(query=q, key=q, value=q)
+    assert type(out) is torch.Tensor and out.device.type == "cpu"
+
+
+def test_a_dtype_is_converted_before_the_way_to_the_device(env):
+    t = torch.tensor([999.999999999, 1.5], dtype=torch.float64)
+    assert on_host(t.to(device="jax", dtype=torch.int64)).tolist() == [999, 1]
+
+
+def test_random_draws_are_torchs_own(env):
+    torch.manual_seed(3)
+    theirs = torch.randn(4)
+    torch.manual_seed(3)
+    assert torch.equal(on_host(torch.randn(4, device="jax")), theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.uint8, torch.int64])
+def test_values_cross_and_come_back(chips, dtype):
+    t = torch.randint(0, 2, (3, 5)).to(dtype) if dtype in (torch.bool,) else (torch.rand(5, 3) * 9).to(dtype).t()
+    back = bridge.from_numpy(jnp.asarray(bridge.as_numpy(t)))
+    assert torch.equal(back.to(dtype), t) and (back.dtype == dtype or dtype is torch.int64)
+
+
+def test_a_deferred_tensor_is_computed_once_and_only_when_used(env):
+    calls = []
+    x = bridge.deferred(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), lambda: calls.append(1) or jnp.ones((2, 3), jnp.bfloat16))
+    assert (x.shape, x.ndim, x.dtype, x.device.type, calls) == ((2, 3), 2, torch.bfloat16, "jax", [])
+    y = x.chunk(3, dim=1)[2] + x.unflatten(0, (1, 2)).sum()
+    assert float(on_host(y).float()[0, 0]) == 7 and calls == [1]
+
+
+def test_a_trace_leaves_no_tracer_in_the_module(make_mesh):
+    vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True]).eval()
+    before = {name: set(vars(m)) for name, m in vae.named_modules()}
+    leaves, spec = torch.utils._pytree.tree_flatten(((bridge.INPUT,), {"return_dict": False}))
+    tensors = dict((*vae.named_parameters(), *vae.named_buffers()))
+    function = bridge.PureFunction(
+        module=vae, call=vae.decode, spec=spec, leaves=leaves, groups=[],
+        specs={name: jax.sharding.PartitionSpec() for name in tensors}, mesh=make_mesh(1, 1, 1), carry=None,
+        attention=Settings(), matmul_precision="highest",
+    )  # fmt: skip
+    z = torch.randn(1, 4, 2, 4, 4)
+    weights = {name: jnp.asarray(bridge.as_numpy(t)) for name, t in tensors.items()}
+    (ours,) = jax.jit(function)(weights, [jnp.asarray(z.numpy())])
+    assert {name: set(vars(m)) for name, m in vae.named_modules()} == before
+    with torch.no_grad():
+        assert relative(ours, vae.decode(z).sample) < 1e-5
+    assert isinstance(function.output([torch.zeros(1)]), tuple)
+
+
+def test_an_output_that_hides_tensors_is_refused(make_mesh):
+    class Odd(torch.nn.Module):
+        def forward(self, x):
+            return x, np.random.default_rng()
+
+    leaves, spec = torch.utils._pytree.tree_flatten(((bridge.INPUT,), {}))
+    odd = Odd()
+    function = bridge.PureFunction(
+        module=odd, call=odd.forward, spec=spec, leaves=leaves, groups=[], specs={}, mesh=make_mesh(1, 1, 1), carry=None,
+        attention=Settings(), matmul_precision="highest",
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="Generator"):
+        jax.eval_shape(function, {}, [jnp.ones(2)])

@@ -1,0 +1,88 @@
+"""Oracle: none; what a user can get wrong before anything runs, and what detection says of a host."""
+
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from diffusers.tpu import devices, is_active
+from diffusers.tpu.config import TPUConfig, read_environment
+from diffusers.tpu.devices import Target, find_target
+from diffusers.tpu.mesh import plan_degrees
+from diffusers.tpu.sharding import default_spec, fit, gathered, plan_weights
+
+
+@pytest.mark.parametrize(
+    "variable, value, words",
+    [
+        ("DIFFUSERS_TPU", "nonsense", "auto .*off .*cpu .*'nonsense'"),
+        ("DIFFUSERS_TPU_DEVICES", "0", "positive integer"),
+        ("DIFFUSERS_TPU_DEVICES", "eight", "positive integer"),
+        ("DIFFUSERS_TPU_MESH", "2,4", "dp,sp,tp"),
+    ],
+)
+def test_environment_is_checked(monkeypatch, variable, value, words):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=words):
+        read_environment()
+
+
+@pytest.mark.parametrize(
+    "keywords, words",
+    [
+        ({"mesh": (2, 4)}, "three positive integers"),
+        ({"mesh": "2,0,1"}, "three positive integers"),
+        ({"glue": "sticky"}, "resident"),
+        ({"matmul_precision": "low"}, "highest"),
+        ({"attention": "flash"}, "splash"),
+    ],
+)
+def test_config_is_checked_when_made(keywords, words):
+    with pytest.raises(ValueError, match=words):
+        TPUConfig(**keywords)
+
+
+def test_a_mesh_is_planned_or_refused():
+    assert plan_degrees(8, None, paired=True) == (2, 4, 1)
+    assert plan_degrees(8, None, paired=False) == (1, 8, 1)
+    assert plan_degrees(1, None, paired=True) == (1, 1, 1)
+    assert plan_degrees(8, (1, 3, 1), paired=True) == (1, 3, 1)
+    with pytest.raises(ValueError, match="8 chips here, got 2,4,2 = 16"):
+        plan_degrees(8, (2, 4, 2), paired=True)
+
+
+def test_a_tpu_is_found_on_the_pci_bus(tmp_path, monkeypatch):
+    bus = tmp_path / "devices"
+    for slot, (vendor, device) in enumerate([("0x8086", "0x006f"), ("0x1ae0", "0xffff"), ("0x1ae0", "0x006f")]):
+        (bus / str(slot)).mkdir(parents=True)
+        (bus / str(slot) / "vendor").write_text(vendor + "\n")
+        (bus / str(slot) / "device").write_text(device + "\n")
+    assert devices._generation_on_this_host(str(bus)) == "v6e"
+    assert devices._generation_on_this_host(str(tmp_path / "none")) is None
+    monkeypatch.delenv("DIFFUSERS_TPU", raising=False)
+    monkeypatch.setattr(devices, "_generation_on_this_host", lambda: "v6e")
+    assert find_target(read_environment()) == Target("tpu", "v6e") and is_active()
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    assert not is_active()
+
+
+def test_more_chips_than_jax_was_started_with(chips):
+    with pytest.raises(RuntimeError, match="16 simulated chips, got 8"):
+        devices.jax_devices(Target("cpu", simulated=16))
+
+
+def test_specs_fit_their_weights(make_mesh):
+    mesh = make_mesh(2, 2, 2)
+    assert fit(P("tp", ("dp", "sp")), (6, 12), mesh) == P("tp", ("dp", "sp"))
+    assert fit(P("tp", ("dp", "sp")), (7, 6), mesh) == P(None, "dp")
+    assert gathered(P("tp", ("dp", "sp"))) == P("tp", None) and gathered(P(("sp", "tp"))) == P("tp")
+    assert default_spec((512, 1024), mesh) == P(None, ("dp", "sp"))
+    assert default_spec((511, 1024), mesh) == P(None, ("dp", "sp"))
+    assert default_spec((511, 1021), mesh) == P() and default_spec((8, 8), mesh) == P()
+
+
+def test_dead_rules_are_refused_and_replication_is_reported(make_mesh):
+    shapes = {"blocks.*.to_q.weight": ((512, 512), 4 << 20), "odd.weight": ((511, 1021), 2 << 20), "b": ((4,), 16)}
+    _, coverage = plan_weights(shapes, ((r"to_q\.weight$", P(("dp", "sp"))),), make_mesh(2, 4, 1))
+    assert coverage.replicated == {"odd.weight": 2 << 20}
+    assert coverage.bytes_per_chip == (4 << 20) // 8 + (2 << 20) + 16
+    with pytest.raises(ValueError, match="dead rules"):
+        plan_weights(shapes, ((r"to_qkv\.weight$", P("tp")),), make_mesh(2, 4, 1))

@@ -1,0 +1,266 @@
+"""Oracle: the same pipeline without the TPU path, in the same process, with the same weights and generator."""
+
+import copy
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from conftest import relative
+
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, WanPipeline, tpu
+from diffusers.tpu import bridge
+
+
+@pytest.fixture(scope="module")
+def wan():
+    """One tiny Wan for the module's tests; each leaves it without the TPU path."""
+    pipe = tiny.wan()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture
+def installed(chips, wan):
+    """The tiny Wan on the TPU path, dp 2 x sp 4."""
+    yield tpu.install(wan)
+    tpu.uninstall(wan)
+
+
+def upstream(pipe, **call):
+    """Frames of the pipeline without the TPU path."""
+    state, config = pipe._tpu, pipe._tpu.config
+    tpu.uninstall(pipe)
+    frames = pipe(**call).frames
+    again = tpu.install(pipe, config)
+    assert again is pipe and state is not pipe._tpu
+    return np.asarray(frames)
+
+
+def call(name="wan", **changes):
+    return {**tiny.arguments(name), **changes}
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan15", "hunyuan15_i2v", "cogvideox"])
+@pytest.mark.parametrize("mesh", [(1, 1, 1), None], ids=["one chip", "eight"])
+def test_video_equals_upstreams(chips, name, mesh):
+    pipe = tiny.BUILDERS[name]()
+    pipe.set_progress_bar_config(disable=True)
+    given = call(name)
+    theirs = np.asarray(pipe(**given).frames)
+    tpu.install(pipe, tpu.TPUConfig(mesh=mesh))
+    ours = np.asarray(pipe(**{**given, "generator": call(name)["generator"]}).frames)
+    assert np.isfinite(theirs).all() and theirs.std() > 0.01
+    assert relative(ours, theirs) < 1e-5  # measured: 5e-7
+    assert pipe._tpu.glue == ("resident" if name == "wan" else "host")
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 3, 1), (1, 8, 1)])
+def test_wan_on_any_mesh(chips, wan, mesh):
+    theirs = np.asarray(wan(**call(height=48)).frames)
+    try:
+        tpu.install(wan, tpu.TPUConfig(mesh=mesh))
+        assert relative(wan(**call(height=48)).frames, theirs) < 1e-5
+    finally:
+        tpu.uninstall(wan)
+
+
+def test_one_compilation_for_all_steps_and_none_for_a_second_prompt(installed):
+    installed(**call())
+    before = {name: part["compilations"] for name, part in tpu.report(installed)["components"].items()}
+    assert before == {"text_encoder": 1, "transformer": 1, "vae": 1}
+    installed(**call(prompt="a red circle", num_inference_steps=5))
+    parts = tpu.report(installed)["components"]
+    assert {name: part["compilations"] for name, part in parts.items()} == before
+    (program,) = parts["transformer"]["programs"]
+    assert (program["branches"], program["calls"]) == (2, 3 + 5)
+    installed(**call(height=48))
+    assert tpu.report(installed)["components"]["transformer"]["compilations"] == 2
+
+
+def test_latents_stay_on_the_device_between_first_and_last_step(installed, monkeypatch):
+    moved, steps = [], []
+    on_the_way = bridge.environment().__class__
+
+    def watch(name):
+        original = getattr(on_the_way, name)
+
+        def watched(self, args):
+            sizes = [x.size if hasattr(x, "size") and not callable(x.size) else x.numel() for x in _leaves(args)]
+            moved.extend((name, size) for size in sizes if size > 1)
+            return original(self, args)
+
+        monkeypatch.setattr(on_the_way, name, watched)
+
+    watch("j2t_copy")
+    watch("t2j_copy")
+
+    def at_step_end(pipe, step, timestep, tensors):
+        steps.append(len(moved))
+        assert bridge.on_device(tensors["latents"])
+        return tensors
+
+    installed(**call(callback_on_step_end=at_step_end, num_inference_steps=4))
+    assert [after - before for before, after in zip(steps, steps[1:])] == [0, 0, 0] or max(
+        size for _, size in moved[steps[0] : steps[-1]]
+    ) < 16  # scheduler coefficients, never latents
+
+
+def _leaves(args):
+    return [x for x in torch.utils._pytree.tree_leaves(args) if hasattr(x, "shape")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"guidance_scale": 1.0},
+        {"prompt": ["a red circle", "moving left"], "num_videos_per_prompt": 1},
+        {"num_videos_per_prompt": 3},
+        {"num_frames": 1},
+        {"output_type": "latent"},
+        {"output_type": "pt"},
+        {"generator": [torch.Generator().manual_seed(5)]},
+    ],
+    ids=lambda c: "-".join(c),
+)
+def test_ways_to_call(installed, changes):
+    def given():
+        generators = changes.get("generator")
+        fresh = {"generator": [torch.Generator().manual_seed(5)]} if generators else {}
+        return call(**{**changes, **fresh})
+
+    ours = installed(**given()).frames
+    assert relative(ours, upstream(installed, **given())) < 1e-5
+
+
+def test_embeddings_given_latents_given_and_encode_prompt(installed):
+    embeds, negative = installed.encode_prompt("a red circle", "left", max_sequence_length=24)
+    assert type(embeds) is torch.Tensor and embeds.device.type == "cpu"
+    latents = torch.randn(1, 16, 2, 4, 6)
+    given = call(prompt=None, prompt_embeds=embeds, negative_prompt_embeds=negative, latents=latents)
+    assert relative(installed(**given).frames, upstream(installed, **given)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        lambda config: FlowMatchEulerDiscreteScheduler(shift=3.0),
+        lambda config: DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
+    ],
+    ids=["euler", "dpm"],
+)
+def test_a_swapped_scheduler(installed, scheduler):
+    kept, installed.scheduler = installed.scheduler, scheduler(None)
+    try:
+        assert relative(installed(**call()).frames, upstream(installed, **call())) < 1e-5
+    finally:
+        installed.scheduler = kept
+
+
+def test_a_swapped_model_is_taken_over_at_the_next_call(installed):
+    kept, installed.transformer = installed.transformer, tiny.wan(seed=5).transformer
+    try:
+        assert relative(installed(**call()).frames, upstream(installed, **call())) < 1e-5
+    finally:
+        installed.transformer = kept
+
+
+def test_a_callback_that_changes_the_latents(installed):
+    def halve(pipe, step, timestep, tensors):
+        return {"latents": tensors["latents"] * 0.5}
+
+    given = {"callback_on_step_end": halve}
+    assert relative(installed(**call(**given)).frames, upstream(installed, **call(**given))) < 1e-5
+
+
+def test_the_host_glue_gives_the_same(chips, wan):
+    theirs = np.asarray(wan(**call()).frames)
+    try:
+        tpu.install(wan, tpu.TPUConfig(glue="host"))
+        assert relative(wan(**call()).frames, theirs) < 1e-5
+    finally:
+        tpu.uninstall(wan)
+
+
+def test_install_and_uninstall_touch_one_instance(chips, wan):
+    other = WanPipeline(**wan.components)
+    cls, forward = type(wan), wan.transformer.forward
+    tpu.install(wan)
+    assert type(wan) is not cls and isinstance(wan, cls) and type(wan).__name__ == "WanPipeline" and type(other) is cls
+    assert tpu.install(wan) is wan
+    tpu.uninstall(wan)
+    assert type(wan) is cls and wan.transformer.forward == forward and "_tpu" not in vars(wan)
+    assert "_tpu_runner" not in vars(wan.transformer) and not hasattr(wan.transformer, "_hf_hook")
+    assert tpu.uninstall(wan) is wan
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", "tpu", "xla", "jax", 0, torch.device("cuda", 0)])
+def test_to_an_accelerator_means_the_tpu(chips, wan, device):
+    assert wan.to(device) is wan
+    assert wan.device.type == "jax" and all(r._placed.arrays for r in wan._tpu.runners.values())
+    assert wan.to("cpu") is wan and wan.device.type == "cpu" and "_tpu" not in vars(wan)
+
+
+def test_to_a_dtype_and_to_nowhere(chips, wan):
+    pipe = WanPipeline(**{**wan.components, "transformer": copy.deepcopy(wan.transformer)})
+    pipe.to("cuda", torch.bfloat16)
+    assert pipe.transformer.proj_out.weight.dtype == torch.bfloat16
+    array = pipe.transformer._tpu_runner.place().arrays["proj_out.weight"]
+    assert array.dtype == "bfloat16"
+    with pytest.raises(ValueError, match="'mps'"):
+        pipe.to("mps")
+    pipe.to(torch.float32)
+    assert pipe.transformer.proj_out.weight.dtype == torch.float32
+    pipe.to("cpu")
+
+
+def test_saved_and_loaded_by_its_upstream_name(installed, tmp_path):
+    ours = installed(**call()).frames
+    installed.save_pretrained(tmp_path / "wan")
+    assert '"_class_name": "WanPipeline"' in (tmp_path / "wan" / "model_index.json").read_text()
+    again = WanPipeline.from_pretrained(tmp_path / "wan")
+    again.set_progress_bar_config(disable=True)
+    assert again._tpu.glue == "resident"
+    assert relative(again(**call()).frames, ours) < 1e-6
+    with pytest.raises(NotImplementedError, match="device_map"):
+        WanPipeline.from_pretrained(tmp_path / "wan", device_map="balanced")
+
+
+def test_the_class_by_its_own_name_installs_itself(chips, wan, monkeypatch):
+    from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline as Flax
+
+    theirs = np.asarray(wan(**call()).frames)
+    pipe = Flax(**wan.components)
+    pipe.set_progress_bar_config(disable=True)
+    assert relative(pipe(**call()).frames, theirs) < 1e-5 and "_tpu" in vars(pipe)
+    tpu.uninstall(pipe)
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    assert "_tpu" not in vars(Flax(**wan.components))
+
+
+def test_components_shared_between_pipelines_share_their_programs(installed):
+    installed(**call())
+    other = tpu.install(WanPipeline(**installed.components))
+    other.set_progress_bar_config(disable=True)
+    other(**call())
+    assert tpu.report(other)["components"]["transformer"]["compilations"] == 1
+    with pytest.raises(ValueError, match="from another pipeline on"):
+        tpu.install(WanPipeline(**installed.components), tpu.TPUConfig(mesh=(1, 1, 1)))
+
+
+def test_idioms_of_cuda_scripts(installed):
+    theirs = upstream(installed, **call())
+    installed.enable_model_cpu_offload()
+    installed.enable_sequential_cpu_offload()
+    installed.transformer.set_attention_backend("tpu")
+    with torch.inference_mode():
+        assert relative(installed(**call()).frames, theirs) < 1e-5
+    installed.transformer.reset_attention_backend()
+
+
+def test_what_is_missing_is_said(wan, monkeypatch):
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    with pytest.raises(RuntimeError, match="DIFFUSERS_TPU=cpu"):
+        tpu.install(wan)
+    with pytest.raises(ValueError, match="install"):
+        tpu.report(wan)

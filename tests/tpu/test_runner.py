@@ -1,0 +1,154 @@
+"""Oracle: the module in torch. What is compiled, how often, and that a changed module is never answered from before."""
+
+import jax
+import pytest
+import torch
+from conftest import relative
+
+from diffusers.tpu import bridge
+from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.runner import Runner
+from diffusers.tpu.sharding import ModelPlan
+
+
+class Denoiser(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+        self.gain = 1.0
+
+    def forward(self, hidden_states, timestep, table=None, return_dict=True):
+        out = self.linear(hidden_states) * timestep[:, None] * self.gain
+        out = out if table is None else out + table
+        return {"sample": out} if return_dict else (out,)
+
+    def encode(self, x):
+        return self.forward(x, torch.ones(x.shape[0]))["sample"]
+
+
+@pytest.fixture
+def attach(make_mesh):
+    """A function that puts a runner on a module."""
+
+    def attach(module, *degrees, **plan):
+        runner = Runner(module.eval(), ModelPlan(**plan), make_mesh(*degrees), TPUConfig())
+        runner.attach()
+        return runner
+
+    return attach
+
+
+def test_one_program_per_shape_and_static_argument(attach):
+    module = Denoiser()
+    x, t = torch.randn(2, 8), torch.rand(2)
+    theirs = module(x, t)["sample"]
+    runner = attach(module, 1, 2, 1)
+    assert relative(module(x, t)["sample"], theirs) < 1e-6
+    module(torch.randn(2, 8), timestep=torch.rand(2))  # by keyword: the same values in another structure
+    module(x, torch.rand(2))
+    assert runner.compilations == 2
+    assert isinstance(module(x, t, return_dict=False), tuple) and runner.compilations == 3
+    module(torch.randn(3, 8), torch.rand(3))
+    assert runner.compilations == 4
+
+
+def test_changes_of_the_module_are_seen(attach):
+    module = Denoiser()
+    runner = attach(module, 1, 1, 1)
+    x, t = torch.randn(2, 8), torch.rand(2)
+    upstream = lambda: Denoiser.forward(module, x, t)["sample"]  # noqa: E731
+    assert relative(module(x, t)["sample"], upstream()) < 1e-6
+    with torch.no_grad():
+        module.linear.weight.mul_(2)
+    assert relative(module(x, t)["sample"], upstream()) < 1e-6 and runner.compilations == 1
+    module.linear = torch.nn.Linear(8, 8)
+    assert relative(module(x, t)["sample"], upstream()) < 1e-6 and runner.compilations == 1
+    module.gain = 3.0
+    assert relative(module(x, t)["sample"], upstream()) < 1e-6 and runner.compilations == 2
+    module.linear = torch.nn.Linear(8, 8, bias=False)
+    assert relative(module(x, t)["sample"], upstream()) < 1e-6 and runner.compilations == 3
+    module.to(torch.bfloat16)
+    assert module(x.bfloat16(), t.bfloat16())["sample"].dtype == torch.bfloat16
+
+
+def test_a_method_that_calls_another_is_one_program(attach):
+    module = Denoiser()
+    x = torch.randn(2, 8)
+    theirs = module.encode(x)
+    runner = attach(module, 1, 1, 1, entries=("forward", "encode"))
+    assert relative(module.encode(x), theirs) < 1e-6 and runner.compilations == 1
+
+
+def test_detach_gives_the_module_back():
+    # No fixture: nothing here needs a device.
+    module = Denoiser()
+    before = dict(vars(module))
+    runner = Runner(module, ModelPlan(), None, TPUConfig())
+    runner.attach()
+    assert module.forward.__wrapped__.__func__ is Denoiser.forward
+    runner.detach()
+    assert vars(module) == before
+
+
+PAIRED = {"batched": ("hidden_states", "timestep")}
+
+
+def resident(mesh):
+    env = bridge.environment()
+    return env.override_property(mesh=mesh), env
+
+
+def guided(module, x, t, table=None):
+    """Two guidance branches as upstream's pipelines call them, and what they make of them."""
+    first = module(x, t, table, return_dict=False)[0]
+    second = module(x * 2, t, table, return_dict=False)[0]
+    return second + 3.0 * (first - second)
+
+
+def on_chips(mesh, *tensors):
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return [bridge.to_torch(bridge.to_jax(t, sharding)) for t in tensors]
+
+
+@pytest.mark.parametrize("batch, programs", [(1, {2: 1}), (2, {1: 2}), (3, {2: 1})])
+def test_two_branches_run_side_by_side_where_dp_holds_them(attach, batch, programs):
+    module = Denoiser()
+    x, t = torch.randn(batch, 8), torch.rand(batch)
+    theirs = guided(module, x, t)
+    runner = attach(module, 2, 2, 1, **PAIRED)
+    mesh, env = resident(runner.mesh)
+    with mesh, env, torch.no_grad():
+        for _ in range(2):
+            ours = guided(module, *on_chips(runner.mesh, x, t))
+            assert relative(bridge.from_numpy(ours.jax()), theirs) < 1e-6
+    assert runner.compilations == 1
+    (program,) = runner.programs.values()
+    assert {program.branches: program.calls / 2} == programs
+
+
+def test_a_branch_alone_and_branches_that_share_nothing_run_alone(attach):
+    module = Denoiser()
+    x, t, tables = torch.randn(1, 8), torch.rand(1), torch.randn(2, 8)
+    theirs = [module(x, t, table, return_dict=False)[0] for table in tables]
+    runner = attach(module, 2, 1, 1, **PAIRED)
+    mesh, env = resident(runner.mesh)
+    with mesh, env, torch.no_grad():
+        x, t, a, b = on_chips(runner.mesh, x, t, *tables)
+        alone = module(x, t, a, return_dict=False)[0]
+        assert relative(bridge.from_numpy((alone * 1.0).jax()), theirs[0]) < 1e-6
+        pair = [module(x, t, table, return_dict=False)[0] for table in (a, b)]  # another table: not one call
+        for ours, oracle in zip(pair, theirs):
+            assert relative(bridge.from_numpy(ours.jax()), oracle) < 1e-6
+    assert [p.branches for p in runner.programs.values()] == [1]
+
+
+def test_outputs_without_a_batch_are_refused_where_branches_pair(attach):
+    class Odd(Denoiser):
+        def forward(self, hidden_states, timestep):
+            return self.linear(hidden_states).sum()
+
+    module = Odd()
+    runner = attach(module, 2, 1, 1, **PAIRED)
+    mesh, env = resident(runner.mesh)
+    with mesh, env, pytest.raises(ValueError, match="mesh with dp 1"):
+        module(*on_chips(runner.mesh, torch.randn(1, 8), torch.rand(1)))

@@ -1,0 +1,189 @@
+"""Oracle: the same model run block by block in torch. Models that do odd things between their blocks are the point."""
+
+import pytest
+import torch
+from conftest import relative
+
+from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.runner import Runner
+from diffusers.tpu.scan import find_groups
+from diffusers.tpu.sharding import ModelPlan
+
+
+WIDTH, BLOCKS = 6, 5
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.register_buffer("shift", torch.randn(width))
+
+    def forward(self, x, context, gain=1.0):
+        return x + torch.tanh(self.linear(x) * context + self.shift) * gain
+
+
+class TwoStreams(Block):
+    def forward(self, x, context, gain=1.0):
+        y = super().forward(x, context, gain)
+        return y, context + y.mean()
+
+
+class Model(torch.nn.Module):
+    """Blocks in a loop; `loop` says what happens between them."""
+
+    _repeated_blocks = ["Block", "TwoStreams"]
+
+    def __init__(self, loop, block=Block):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(block() for _ in range(BLOCKS))
+        self.loop = loop
+
+    def forward(self, x, context):
+        return self.loop(self.blocks, x, context)
+
+
+def plain(blocks, x, context):
+    for block in blocks:
+        x = block(x, context)
+    return x
+
+
+def two_streams(blocks, x, context):
+    for block in blocks:
+        x, context = block(x, context)
+    return x + context
+
+
+def addition_in_the_middle(blocks, x, context):
+    for index, block in enumerate(blocks):
+        x = block(x, context)
+        if index == 2:
+            x = x + context
+    return x
+
+
+def other_argument_at_the_end(blocks, x, context):
+    for index, block in enumerate(blocks):
+        x = block(x, context, gain=1.0 if index < 3 else 0.5)
+    return x
+
+
+def skips_a_block(blocks, x, context):
+    for index, block in enumerate(blocks):
+        if index != 1:
+            x = block(x, context)
+    return x
+
+
+def backwards(blocks, x, context):
+    for block in reversed(blocks):
+        x = block(x, context)
+    return x
+
+
+def context_renewed(blocks, x, context):
+    for block in blocks:
+        x = block(x, context * 1.0)
+    return x
+
+
+def wide_input(blocks, x, context):
+    # The first block makes [1, W] into [3, W]: what is carried has another shape from the second block on.
+    x = blocks[0](x[:1], context)
+    for block in blocks[1:]:
+        x = block(x, context)
+    return x
+
+
+def long_skip(blocks, x, context):
+    kept = []
+    for block in blocks:
+        x = block(x, context)
+        kept.append(x)
+    return x + kept[1]
+
+
+def run(model, mesh, scan=True):
+    x, context = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    with torch.no_grad():
+        theirs = model(x, context)
+        runner = Runner(model, ModelPlan(), mesh, TPUConfig(scan=scan))
+        runner.attach()
+        ours = model(x, context)
+        call = runner._take_apart("forward", (x, context), {})
+        program = runner.lower(call)[0].as_text()
+    runner.detach()
+    return relative(ours, theirs), program.count("stablehlo.while"), runner
+
+
+@pytest.mark.parametrize(
+    "loop, block, loops",
+    [
+        (plain, Block, 1),
+        (two_streams, TwoStreams, 1),
+        (addition_in_the_middle, Block, 2),
+        (other_argument_at_the_end, Block, 2),
+        (skips_a_block, Block, 1),
+        (backwards, Block, 0),
+        (context_renewed, Block, 0),
+        (wide_input, Block, 1),
+    ],
+)
+def test_runs_are_found_and_values_kept(make_mesh, loop, block, loops):
+    error, whiles, _ = run(Model(loop, block), make_mesh(1, 1, 1))
+    assert error < 1e-6 and whiles == loops
+
+
+def test_an_output_needed_after_its_run_went_on_unrolls_the_blocks(make_mesh):
+    model = Model(long_skip)
+    x, context = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    with torch.no_grad():
+        theirs = model(x, context)
+        runner = Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+        runner.attach()
+        assert relative(model(x, context), theirs) < 1e-6
+    assert runner.scan is False and runner.compilations == 1
+
+
+def test_blocks_that_differ_are_not_one_group():
+    model = Model(plain)
+    assert [(g.start, g.stop, g.label) for g in find_groups(model)] == [(0, BLOCKS, "blocks.*")]
+    model.blocks[2].linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    assert [(g.start, g.stop, g.label) for g in find_groups(model)] == [(0, 2, "blocks.[0:2]"), (3, 5, "blocks.[3:5]")]
+    model.blocks[4].linear.out_scale = 2.0
+    assert [(g.start, g.stop) for g in find_groups(model)] == [(0, 2)]
+
+
+def test_differing_blocks_keep_their_values(make_mesh):
+    model = Model(plain)
+    model.blocks[2].linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    error, whiles, _ = run(model, make_mesh(1, 2, 1))
+    assert error < 1e-6 and whiles == 2
+
+
+def test_lists_that_a_class_does_not_name_are_left_alone():
+    model = Model(plain)
+    model._repeated_blocks = []
+    assert find_groups(model) == []
+
+
+def test_a_block_given_an_object_runs_where_it_is_called(make_mesh):
+    class Notes:
+        def __init__(self):
+            self.total = 0
+
+    class Writing(Block):
+        def forward(self, x, context, notes):
+            notes.total = notes.total + x.sum()
+            return super().forward(x, context)
+
+    def writes(blocks, x, context):
+        notes = Notes()
+        for block in blocks:
+            x = block(x, context, notes)
+        return x + notes.total
+
+    Model._repeated_blocks.append("Writing")
+    error, whiles, _ = run(Model(writes, Writing), make_mesh(1, 1, 1))
+    assert error < 1e-6 and whiles == 0
