@@ -97,10 +97,16 @@ def test_a_loaded_pipeline_passes_the_seams(monkeypatch, tmp_path):
     )
     DDPMPipeline(model, DDPMScheduler()).save_pretrained(tmp_path)
     seen = []
-    monkeypatch.setattr(diffusers.tpu, "loaded", lambda pipe, device_map: seen.append(device_map) or pipe)
+    monkeypatch.setattr(diffusers.tpu, "mapped", lambda device_map: (None, device_map == "cuda"))
     monkeypatch.setattr(diffusers.tpu, "takes", lambda *args, **kwargs: args == ("cuda",))
-    monkeypatch.setattr(diffusers.tpu, "install", lambda pipe: types.SimpleNamespace(to=lambda *a, **k: (pipe, a, k)))
-    pipe = DDPMPipeline.from_pretrained(tmp_path)
-    assert seen == [None]
+    monkeypatch.setattr(diffusers.tpu, "install", lambda pipe: seen.append(pipe) or types.SimpleNamespace(to=_record))
+    assert DDPMPipeline.from_pretrained(tmp_path) and seen == []
+    pipe = DDPMPipeline.from_pretrained(tmp_path, device_map="cuda")
+    assert seen == [pipe]
     assert pipe.to("cpu") is pipe
-    assert pipe.to("cuda", silence_dtype_warnings=True) == (pipe, ("cuda",), {"silence_dtype_warnings": True})
+    assert pipe.to("cuda", silence_dtype_warnings=True) == (("cuda",), {"silence_dtype_warnings": True})
+    assert seen == [pipe, pipe]
+
+
+def _record(*args, **kwargs):
+    return args, kwargs

@@ -222,8 +222,10 @@ def test_saved_and_loaded_by_its_upstream_name(installed, tmp_path):
     again.set_progress_bar_config(disable=True)
     assert again._tpu.glue == "resident"
     assert relative(again(**call()).frames, ours) < 1e-6
+    assert "_tpu" in vars(WanPipeline.from_pretrained(tmp_path / "wan", device_map="cuda"))
+    assert "_tpu" not in vars(WanPipeline.from_pretrained(tmp_path / "wan", device_map="cpu"))
     with pytest.raises(NotImplementedError, match="device_map"):
-        WanPipeline.from_pretrained(tmp_path / "wan", device_map="balanced")
+        WanPipeline.from_pretrained(tmp_path / "wan", device_map={"vae": 0})
 
 
 def test_the_class_by_its_own_name_installs_itself(chips, wan, monkeypatch):
@@ -256,6 +258,13 @@ def test_idioms_of_cuda_scripts(installed):
     with torch.inference_mode():
         assert relative(installed(**call()).frames, theirs) < 1e-5
     installed.transformer.reset_attention_backend()
+
+
+@pytest.mark.parametrize("offload", ["enable_model_cpu_offload", "enable_sequential_cpu_offload"])
+def test_offloading_a_pipeline_built_by_hand_means_the_tpu(chips, wan, offload):
+    getattr(wan, offload)()
+    assert "_tpu" in vars(wan) and not hasattr(wan.transformer, "_old_forward")
+    tpu.uninstall(wan)
 
 
 def test_what_is_missing_is_said(wan, monkeypatch):

@@ -1,6 +1,6 @@
 """diffusers on TPU: the public face. Importing this module imports neither JAX nor torchax and needs no TPU.
 
-`loaded` and `takes` are what the patched upstream files call; everything else is for users:
+`mapped` and `takes` are what the patched upstream files call; everything else is for users:
 
     install(pipe)      run this pipeline's models on the TPU        uninstall(pipe)   undo it, the pipeline as it was
     is_active()        is the TPU path in use in this process?      report(pipe)      compilations, seconds, bytes
@@ -10,7 +10,7 @@ from .config import TPUConfig, read_environment
 from .devices import find_target
 
 
-__all__ = ["TPUConfig", "install", "is_active", "loaded", "report", "takes", "uninstall"]
+__all__ = ["TPUConfig", "install", "is_active", "mapped", "report", "takes", "uninstall"]
 
 _ACCELERATORS = ("cuda", "tpu", "xla", "jax")
 
@@ -20,23 +20,24 @@ def is_active() -> bool:
     return find_target(read_environment()) is not None
 
 
-def loaded(pipeline, device_map=None):
-    """The seam at the end of `DiffusionPipeline.from_pretrained`: the same pipeline, on the TPU path if that is active.
+def mapped(device_map):
+    """The seam in `DiffusionPipeline.from_pretrained`: (what upstream is to do about `device_map`, is it for the TPU).
 
-    A `device_map` is upstream's own placement over CUDA devices and cannot be combined with ours.
+    On the TPU path weights are sharded over all chips: "cuda", "auto" and "balanced" ask for just that. "cpu" stays
+    upstream's. Raises NotImplementedError for a map by component, before anything is loaded.
     """
-    if not is_active():
-        return pipeline
-    if device_map is not None:
-        raise NotImplementedError(
-            f"expected no `device_map` on the TPU path, got {device_map!r}: weights are sharded over all chips without"
-            " it. Leave it out, or set DIFFUSERS_TPU=off."
-        )
-    return install(pipeline)
+    if device_map == "cpu" or not is_active():
+        return device_map, False
+    if device_map is None or str(device_map).split(":")[0] in (*_ACCELERATORS, "auto", "balanced"):
+        return None, True
+    raise NotImplementedError(
+        f"expected device_map None, 'cuda', 'balanced' or 'cpu' on the TPU path, got {device_map!r}: weights are sharded"
+        " over all chips, component by component. Leave it out, or set DIFFUSERS_TPU=off."
+    )
 
 
 def takes(*args, **kwargs) -> bool:
-    """The seam at the start of `DiffusionPipeline.to`: whether these arguments name an accelerator that we stand for."""
+    """The seam of `DiffusionPipeline.to` and offloading: whether these arguments name an accelerator that we stand for."""
     device = kwargs.get("device", args[0] if args else None)
     return (isinstance(device, int) or str(device).split(":")[0] in _ACCELERATORS) and is_active()
 

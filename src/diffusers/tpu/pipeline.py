@@ -233,6 +233,19 @@ def tpu_class(cls: type) -> type:
     return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
 
 
+def self_installing(cls: type, module: str) -> type:
+    """The class that `module` exports for `cls`: the same name and signature; an instance installs itself if it can."""
+
+    @functools.wraps(cls.__init__)
+    def __init__(self, *args, **kwargs):
+        cls.__init__(self, *args, **kwargs)
+        if find_target(read_environment()) is not None:
+            install(self)
+
+    namespace = {"__module__": module, "__qualname__": cls.__name__, "__doc__": cls.__doc__, "__init__": __init__}
+    return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
+
+
 def _entered(method):
     """An upstream method that handles tensors, run in the environment of a call."""
 
@@ -258,7 +271,7 @@ def _running(pipe):
         return
     env = bridge.environment()
     modes = env if state.depth == 0 else contextlib.nullcontext()
-    with env.override_property(mesh=state.mesh), bridge.quiet_integers(), modes:
+    with env.override_property(mesh=state.mesh), bridge.quiet_integers(), bridge.decomposing(), modes:
         state.depth += 1
         try:
             yield

@@ -5,18 +5,10 @@
 `from diffusers import WanPipeline` does the same through `from_pretrained` and `.to`; this is the class by name.
 """
 
-from ... import tpu
-from ...tpu.pipeline import PipelinePlan, TPUPipelineMixin
+from ...tpu.pipeline import PipelinePlan, self_installing
 from .pipeline_wan import WanPipeline as UpstreamWanPipeline
 
 
 PLAN = PipelinePlan(glue="resident", guided_by_pairs=True)
 
-
-class WanPipeline(TPUPipelineMixin, UpstreamWanPipeline):
-    __doc__ = UpstreamWanPipeline.__doc__
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if tpu.is_active():
-            tpu.install(self)
+WanPipeline = self_installing(UpstreamWanPipeline, __name__)

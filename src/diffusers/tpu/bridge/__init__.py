@@ -6,7 +6,7 @@ import torch
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
 from .blocks import RunBroken
 from .deferred import Deferred
-from .environment import DEVICE, DEVICE_TENSORS, Tensor, View, as_numpy, environment, from_numpy, numpy_dtype, on_device, quiet_integers
+from .environment import DEVICE, DEVICE_TENSORS, Tensor, View, as_numpy, decomposing, environment, from_numpy, numpy_dtype, on_device, quiet_integers
 from .function import INPUT, PureFunction, tracing
 
 
@@ -18,6 +18,7 @@ __all__ = [
     "PureFunction",
     "RunBroken",
     "as_numpy",
+    "decomposing",
     "deferred",
     "dispatched_attention",
     "environment",

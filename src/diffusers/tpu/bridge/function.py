@@ -17,7 +17,7 @@ from ..attention.api import Settings, using
 from ..scan import Group
 from ..sharding import gathered, named
 from .blocks import BlockRuns
-from .environment import environment, quiet_integers
+from .environment import decomposing, environment, quiet_integers
 
 
 INPUT = object()
@@ -91,7 +91,7 @@ class PureFunction:
                 jax.default_matmul_precision(self.matmul_precision),
                 using(self.attention),
                 quiet_integers(),
-                torch.no_grad(),
+                decomposing(),
                 _marked(),
                 _attributes_kept(self.module),
                 env,

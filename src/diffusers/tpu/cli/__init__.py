@@ -36,7 +36,9 @@ class Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser of `diffusers-tpu`; each command's module is imported when it runs."""
-    parser = Parser(prog="diffusers-tpu", description="diffusers on TPU: run pipelines, and check them against upstream.")
+    parser = Parser(
+        prog="diffusers-tpu", description="diffusers on TPU: run pipelines, and check them against upstream."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_compare(commands)
@@ -57,7 +59,9 @@ def _add_generate(commands):
     generate.add_argument("--device", choices=DEVICES, default="auto", help="auto: as DIFFUSERS_TPU says, else a TPU")
     generate.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as from_pretrained)")
     generate.add_argument("--mesh", metavar="DP,SP,TP", help="degrees: guidance branches, sequence, heads")
-    generate.add_argument("--output", metavar="FILE", help="out/NAME.mp4 or .png (default: out/, named after the prompt)")
+    generate.add_argument(
+        "--output", metavar="FILE", help="out/NAME.mp4 or .png (default: out/, named after the prompt)"
+    )
     generate.add_argument("--fps", type=int, default=16, help="frames per second of the mp4 (default 16)")
     generate.add_argument("--seed", type=int, help="of the noise (default: drawn, and printed)")
     generate.add_argument("--image", metavar="FILE", help="first frame or reference, for pipelines that take one")
@@ -73,7 +77,10 @@ def _add_compare(commands):
     )
     _add_model(compare)
     compare.add_argument(
-        "--mesh", metavar="DP,SP,TP", action="append", help="again for more (default: one chip and four meshes of up to eight)"
+        "--mesh",
+        metavar="DP,SP,TP",
+        action="append",
+        help="again for more (default: one chip and four meshes of up to eight)",
     )
     compare.add_argument("--dtype", choices=DTYPES[:2], action="append", help="again for more (default: both)")
     compare.add_argument("--seed", type=int, help="of prompt and noise (default: drawn, and printed)")
@@ -86,7 +93,9 @@ def _add_model(parser):
 
 
 def _add_pipeline_arguments(parser):
-    group = parser.add_argument_group("arguments of the pipeline", "Upstream's names and defaults; any other one is taken too.")
+    group = parser.add_argument_group(
+        "arguments of the pipeline", "Upstream's names and defaults; any other one is taken too."
+    )
     for name, text in COMMON_ARGUMENTS.items():
         group.add_argument(f"--{name}", action="append", metavar="VALUE", help=text)
 

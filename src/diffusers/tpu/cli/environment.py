@@ -6,14 +6,14 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import diffusers
 from rich.console import Console
 from rich.table import Table
+
+import diffusers
 
 from ..config import Environment, read_environment
 from ..devices import Target, find_target
 from .errors import BadInput, loading
-from .session import cache_folder
 
 
 PACKAGES = ("diffusers", "torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "accelerate")
@@ -47,7 +47,7 @@ def gather() -> dict[str, dict[str, str]]:
         "chips": chips(environment, find_target(environment)),
         "settings": {
             **{name: os.environ.get(name, "(not set)") for name in VARIABLES},
-            "compiled programs": str(cache_folder()),
+            "compiled programs": environment.cache_dir or "not kept",
         },
         "patches": {name: subject for name, subject in patches()},
     }
@@ -90,5 +90,7 @@ def patches() -> list[tuple[str, str]]:
 
 def _subject(patch: Path) -> str:
     lines = patch.read_text().splitlines() if patch.exists() else []
-    subjects = [line.removeprefix("Subject: ").removeprefix("[PATCH] ") for line in lines if line.startswith("Subject: ")]
+    subjects = [
+        line.removeprefix("Subject: ").removeprefix("[PATCH] ") for line in lines if line.startswith("Subject: ")
+    ]
     return subjects[0] if subjects else "missing"

@@ -61,18 +61,18 @@ def call_extras(cls: type, options, seed: int) -> dict:
 
 def loaded(options, target, mesh):
     """The pipeline, its weights where they will be used."""
-    if target is not None:
-        session.keep_compiled_programs()
     pipe = session.load(options.model, options.dtype and getattr(torch, options.dtype))
     if target is None:
         return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
     import jax
 
+    from ..pipeline import installation
+
     with calling():
         if mesh is not None:
             tpu.install(pipe, TPUConfig(mesh=mesh))
         pipe.to("tpu")
-    jax.block_until_ready([runner.place().arrays for runner in pipe._tpu.runners.values()])
+    jax.block_until_ready([runner.place().arrays for runner in installation(pipe).runners.values()])
     return pipe
 
 

@@ -30,7 +30,9 @@ def output_path(wanted: str | None, prompt) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(f"expected to write into {path.parent}, got {error.strerror}; choose another --output") from error
+        raise BadInput(
+            f"expected to write into {path.parent}, got {error.strerror}; choose another --output"
+        ) from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise BadInput(f"expected --output to be a file in a writable folder, got {str(path)!r}")
     return path

@@ -1,4 +1,4 @@
-"""What commands share: the device asked for, compiled programs kept between runs, a pipeline loaded."""
+"""What commands share: the device asked for, and a pipeline loaded."""
 
 import os
 import re
@@ -33,30 +33,12 @@ def choose_target(device: str) -> Target | None:
     return target
 
 
-def keep_compiled_programs(seconds: float = 0.5):
-    """Let JAX keep on disk what takes longer than `seconds` to compile.
-
-    The folder: `DIFFUSERS_TPU_CACHE`, JAX's own `JAX_COMPILATION_CACHE_DIR`, else the user's cache folder.
-    """
-    import jax
-
-    if jax.config.jax_compilation_cache_dir and not read_environment().cache_dir:
-        return
-    jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
-
-
-def cache_folder() -> Path:
-    """Where compiled programs are kept."""
-    chosen = read_environment().cache_dir
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(home) / "diffusers-tpu"
-
-
 def pipeline_class(model: str) -> type:
     """The class that the model's `model_index.json` names; only that file is read."""
     if not Path(model).is_dir() and not HUB_ID.fullmatch(model):
-        raise BadInput(f"expected a model directory or a hub id (name/model), got {model!r}: there is no such directory")
+        raise BadInput(
+            f"expected a model directory or a hub id (name/model), got {model!r}: there is no such directory"
+        )
     with loading():
         name = diffusers.DiffusionPipeline.load_config(model).get("_class_name")
     found = getattr(diffusers, name, None) if isinstance(name, str) else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..pipeline import installation
+from ... import tpu
 
 
 @dataclass
@@ -40,12 +40,12 @@ def wait(values):
 
 def compile_seconds(pipe) -> dict[str, float]:
     """Seconds spent tracing and compiling so far, by component and entry."""
-    state = installation(pipe)
     seconds: dict[str, float] = {}
-    for name, runner in (state.runners if state else {}).items():
-        for program in runner.programs.values():
-            label = name if program.entry == "forward" else f"{name}.{program.entry}"
-            seconds[label] = seconds.get(label, 0.0) + program.compile_seconds
+    components = tpu.report(pipe)["components"] if tpu.is_active() else {}
+    for name, component in components.items():
+        for program in component["programs"]:
+            label = name if program["entry"] == "forward" else f"{name}.{program['entry']}"
+            seconds[label] = seconds.get(label, 0.0) + program["compile_seconds"]
     return seconds
 
 

@@ -1,0 +1,50 @@
+# demo and test set everything up in .venv first; a second time that costs nothing.
+#
+#   make demo      a prompt becomes a video on eight simulated chips: out/
+#   make test      the fast tests
+#   make test-all  every test
+#   make lint      ruff, on our files
+#   make clean     removes .venv and out
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/installed
+
+MODEL := examples/tpu/models/wan-shapes
+PROMPT := a red circle moving right
+SHOWS := red circle right
+VIDEO := out/red-circle-right.mp4
+
+.PHONY: demo test test-all lint clean
+
+demo: $(INSTALLED)
+	@DIFFUSERS_TPU=cpu $(BIN)/diffusers-tpu generate $(MODEL) --prompt "$(PROMPT)" --height 64 --width 64 \
+	  --num-frames 9 --num-inference-steps 16 --guidance-scale 4 --seed 0 --output $(VIDEO)
+	@echo "The scorer, which knows nothing of the model, looks at the video; asked for was: $(PROMPT)"
+	@$(BIN)/python examples/tpu/models/score_wan_shapes.py $(VIDEO) | tee out/score.txt
+	@grep -q "$(SHOWS)" out/score.txt || { echo "expected the video to show: $(SHOWS)" >&2; exit 1; }
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -q -m "not slow" tests/tpu
+
+test-all: $(INSTALLED)
+	$(BIN)/python -m pytest -q tests/tpu
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+clean:
+	rm -rf .venv out
+
+# Lays upstream's release into src/, applies patches/series and installs the tree for editing, with the versions that were tested.
+$(INSTALLED): setup.py pyproject.toml requirements-lock.txt $(wildcard patches/*)
+	@echo "Setting up .venv (once, a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@PYTHONUNBUFFERED=1 $(BIN)/python -m pip install -e '.[test]' -c requirements-lock.txt | awk ' \
+	  /^ *(Collecting|Building|Getting|Installing)/ { n++; printf "\r  %d %-60.60s", n, $$0; fflush() } \
+	  /^ERROR|^ *error|edited by hand/ { print } END { print "" }'
+	@touch $@

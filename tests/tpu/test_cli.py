@@ -1,0 +1,267 @@
+"""The command line. Oracle: exit statuses and files by hand; for the example script, upstream's frames of the same seed."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import diffusers.tpu.devices
+import tiny
+from conftest import relative
+from diffusers import WanImageToVideoPipeline, WanPipeline
+from diffusers.tpu.cli import arguments, main, make_parser, output
+from diffusers.tpu.cli.errors import BadInput
+
+
+CALL = ["--prompt", "a red circle moving left", "--height", "32", "--width", "48", "--num-frames", "5"]
+CALL += ["--num-inference-steps", "3"]
+RUN = "import sys; from diffusers.tpu.cli import main; sys.exit(main())"
+LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where a shell ignores it
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    """A directory with a tiny Wan in it."""
+    folder = tmp_path_factory.mktemp("model")
+    tiny.wan().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """A host without a TPU and without settings; the working directory is empty."""
+    monkeypatch.setenv("DIFFUSERS_TPU", "auto")
+    monkeypatch.setattr(diffusers.tpu.devices, "_generation_on_this_host", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def environment(root, **changes) -> dict:
+    return {**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1", **changes}
+
+
+BAD = {
+    "no TPU": (["--prompt", "x"], "DIFFUSERS_TPU=cpu"),
+    "unknown device": (["--prompt", "x", "--device", "gpu"], "simulated"),
+    "a TPU where none is": (["--prompt", "x", "--device", "tpu"], "expected a TPU"),
+    "mesh of two": (["--prompt", "x", "--device", "simulated", "--mesh", "2,4"], "expected a mesh"),
+    "mesh too large": (["--prompt", "x", "--device", "simulated", "--mesh", "3,9,1"], "at most the 8 chips"),
+    "mesh without the path": (["--prompt", "x", "--device", "upstream", "--mesh", "1,1,1"], "no --mesh"),
+    "unknown argument": (["--prompt", "x", "--device", "upstream", "--sharpness", "3"], "takes no --sharpness"),
+    "word for a number": (["--prompt", "x", "--device", "upstream", "--height", "tall"], "of type int, got 'tall'"),
+    "no value": (["--device", "upstream", "--guidance-scale-2"], "a value after --guidance-scale-2"),
+    "tensor argument": (["--prompt", "x", "--device", "upstream", "--latents", "3"], "no"),
+    "image for text-to-video": (["--prompt", "x", "--device", "upstream", "--image", "x.png"], "picture"),
+    "other suffix": (["--prompt", "x", "--device", "upstream", "--output", "x.avi"], ".mp4 or .png"),
+    "folder that is a file": (["--prompt", "x", "--device", "upstream", "--output", "/dev/null/x.mp4"], "/dev/null"),
+    "no prompt": (["--device", "upstream"], "Provide either `prompt`"),
+    "size that 16 does not divide": (["--prompt", "x", "--device", "upstream", "--height", "33"], "divisible by 16"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_status_2(bare, model, capsys, name):
+    words, expected = BAD[name]
+    capsys.readouterr()
+    assert main(["generate", model, *words]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("diffusers-tpu: ") and expected in error
+    assert not list(bare.rglob("*.mp4"))
+
+
+def test_bad_models(bare, model, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (bare / "empty").mkdir()
+    broken = bare / "broken"
+    subprocess.run(["cp", "-r", model, broken], check=True)
+    (broken / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    expected = {
+        "empty": "no file named model_index.json",
+        "broken": "no file named diffusion_pytorch_model",
+        "not/a/folder": "there is no such directory",
+    }
+    for name, message in expected.items():
+        assert main(["generate", name, "--prompt", "x", "--device", "upstream"]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_nonsense_in_the_environment_is_refused_with_the_list(bare, model, capsys, monkeypatch):
+    monkeypatch.setenv("DIFFUSERS_TPU", "nonsense")
+    for words in (["env"], ["generate", model, "--prompt", "x"]):
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(mode in error for mode in ("auto", "off", "cpu", "nonsense"))
+
+
+def test_an_error_of_our_own_keeps_its_traceback(bare, model, monkeypatch, one_thread):
+    def fails(*args, **kwargs):
+        raise ValueError("inside")
+
+    monkeypatch.setattr(WanPipeline, "encode_prompt", fails)
+    with pytest.raises(ValueError, match="inside"):
+        main(["generate", model, *CALL, "--device", "upstream"])
+
+
+def test_frames_that_are_not_4k_plus_1_are_rounded_as_upstream_does(bare, model, capsys, one_thread):
+    words = [*CALL, "--device", "upstream", "--seed", "1", "--output", "six.mp4"]
+    words[words.index("--num-frames") + 1] = "6"
+    assert main(["generate", model, *words]) == 0
+    assert sorted(os.listdir()) == ["six.mp4", "six.png"]
+    assert "plain diffusers on" in capsys.readouterr().out
+
+
+def test_generate_on_simulated_chips(chips, bare, model, capsys, monkeypatch):
+    monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
+    assert main(["generate", model, *CALL, "--mesh", "2,4,1", "--seed", "1"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "load",
+        "compile transformer",
+        "compile vae.decode",
+        "text encode",
+        "first step",
+        "VAE decode",
+        "total",
+    ):
+        assert part in out
+    assert "mesh dp 2, sp 4, tp 1; 8 chips simulated on the CPU: these are not TPU times" in out
+    assert sorted(os.listdir("out")) == ["a-red-circle-moving-left.mp4", "a-red-circle-moving-left.png"]
+    with Image.open("out/a-red-circle-moving-left.png") as sheet:
+        assert sheet.size == (5 * 130 - 2, 85)
+
+
+def test_a_writer_that_fails_leaves_nothing(bare, model, monkeypatch, one_thread):
+    def half(frames, path, fps):
+        Path(path).write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(output, "export_to_video", half)
+    (bare / "kept.mp4").write_text("an earlier video")
+    assert main(["generate", model, *CALL, "--device", "upstream", "--output", "kept.mp4"]) == 130
+    assert os.listdir() == ["kept.mp4"] and Path("kept.mp4").read_text() == "an earlier video"
+
+
+SLOW_WRITER = """
+import sys, time
+from pathlib import Path
+from diffusers.tpu.cli import main, output
+def half(frames, path, fps):
+    Path(path).write_bytes(b"half")
+    print("WRITING", file=sys.stderr, flush=True)
+    time.sleep(60)
+output.export_to_video = half
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "code, steps, moment, number, status",
+    [
+        (SLOW_WRITER, "1", b"WRITING", signal.SIGTERM, 143),
+        (RUN, "1000000", b"it/s", signal.SIGINT, 130),
+        (RUN, "1000000", b"it/s", signal.SIGTERM, -signal.SIGTERM),
+    ],
+    ids=["SIGTERM writing", "SIGINT denoising", "SIGTERM denoising"],
+)
+def test_an_interrupted_run_leaves_nothing(root, model, tmp_path, code, steps, moment, number, status):
+    words = ["generate", model, *CALL, "--device", "upstream", "--output", str(tmp_path / "x.mp4")]
+    words[words.index("--num-inference-steps") + 1] = steps
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTEN + code, *words],
+        env=environment(root),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
+    seen, deadline = b"", time.monotonic() + 120
+    while moment not in seen.split(b"Loading")[-1] and time.monotonic() < deadline:
+        seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(seen.decode())
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == status
+    assert os.listdir(tmp_path) == []
+
+
+def test_env_without_a_tpu_imports_no_jax(root):
+    code = RUN.replace(
+        "sys.exit(main())", "main(['env', '--json']); print(sorted({'jax', 'torchax'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(root, DIFFUSERS_TPU="off"), capture_output=True, text=True
+    )
+    facts, _, imported = result.stdout.rpartition("}")
+    facts = json.loads(facts + "}")
+    assert imported.strip() == "[]"
+    assert facts["chips"] == {"TPU path": "off: DIFFUSERS_TPU=off; plain diffusers runs"}
+    assert facts["settings"]["DIFFUSERS_TPU"] == "off"
+    listed = [line for line in (root / "patches/series").read_text().split() if line.endswith(".patch")]
+    assert [name[:4] for name in listed] == list(facts["patches"])
+
+
+def test_env_on_simulated_chips(chips, capsys):
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "8, simulated on the CPU" in out and "2,4,1" in out and "attention" in out
+
+
+def test_arguments_follow_the_signature():
+    given = {"prompt": ["a", "b"], "height": ["32"], "guidance_scale": ["2"], "num_frames": ["5"]}
+    assert arguments.call_arguments(WanPipeline, given) == {
+        "prompt": ["a", "b"],
+        "height": 32,
+        "guidance_scale": 2.0,
+        "num_frames": 5,
+    }
+    with pytest.raises(BadInput, match="needs --image"):
+        arguments.require(WanImageToVideoPipeline, ["prompt"])
+    with pytest.raises(BadInput, match="WanPipeline takes no --image"):
+        arguments.require(WanPipeline, ["image"])
+
+
+SCRIPT = """
+import runpy, sys
+import numpy as np
+import diffusers.utils
+diffusers.utils.export_to_video = lambda frames, path, fps: np.save(path, frames)
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_example_gives_upstreams_frames(root, model, tmp_path, compiled_programs):
+    script = root / "examples/tpu/wan/text_to_video.py"
+    assert not re.search(r"\b(tpu|jax|torchax)\b", script.read_text(), re.IGNORECASE)
+    videos = {}
+    for mode, device in (("cpu", "cuda"), ("off", "cpu")):
+        file = tmp_path / f"{mode}.npy"
+        words = [*CALL, "--dtype", "float32", "--device", device]
+        subprocess.run(
+            [sys.executable, "-c", SCRIPT, str(script), "--model", model, "--output", str(file), *words],
+            env=environment(root, DIFFUSERS_TPU=mode, DIFFUSERS_TPU_CACHE=compiled_programs),
+            check=True,
+        )
+        videos[mode] = np.load(file)
+    assert videos["cpu"].shape == (5, 32, 48, 3)
+    assert relative(videos["cpu"], videos["off"]) < 1e-4  # 5e-7
+
+
+def test_readme_commands_are_those_that_run(root):
+    readme = (root / "README.md").read_text()
+    assert (root / "README.md").is_symlink() and readme == (root / "README_TPU.md").read_text()
+    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)).replace("\\\n", " ")
+    targets = set(re.findall(r"^([\w-]+):(?!=)", (root / "Makefile").read_text(), re.M))
+    assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", blocks, re.M)) <= targets
+    assert (root / ".ci/run").read_text().splitlines()[-1] == "exec make test" and os.access(root / ".ci/run", os.X_OK)
+    commands = re.findall(r"^(?:DIFFUSERS_TPU=cpu )?diffusers-tpu (.*)$", blocks, re.M)
+    assert {command.split()[0] for command in commands} == {"generate", "compare", "env"}
+    for command in commands:
+        make_parser().parse_args(re.findall(r'"[^"]*"|\S+', command))
+    for script in re.findall(r"^(?:DIFFUSERS_TPU=cpu )?python (\S+)", blocks, re.M):
+        assert (root / script).is_file(), script
