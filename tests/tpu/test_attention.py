@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import relative
 
+from conftest import relative
 from diffusers.tpu.attention import api, splash
 from diffusers.tpu.attention.masks import Mask, classify
 from diffusers.tpu.attention.reference import reference_attention
@@ -51,7 +51,14 @@ def test_reference_equals_the_formula(kind, q_len, kv_len):
     q, k, v = draw(2, 4, q_len, 24), draw(2, 2, kv_len, 24), draw(2, 2, kv_len, 24)
     mask = masks_of("none" if kind == "causal" else kind, 2, 4, q_len, kv_len, rng)
     ours = reference_attention(
-        q, k, v, scale=0.3, mask=classify(mask, 2, 4, q_len, kv_len), is_causal=kind == "causal", block_q=16, block_kv=32
+        q,
+        k,
+        v,
+        scale=0.3,
+        mask=classify(mask, 2, 4, q_len, kv_len),
+        is_causal=kind == "causal",
+        block_q=16,
+        block_kv=32,
     )
     assert relative(ours, dense(q, k, v, mask, kind == "causal", 0.3)) < 1e-6  # measured: 2e-7
 
@@ -67,7 +74,9 @@ def test_nothing_of_tokens_by_tokens_is_made():
     tokens = 4096
     q = jax.ShapeDtypeStruct((1, 2, tokens, 16), jnp.bfloat16)
     mask = Mask("keys", jax.ShapeDtypeStruct((1, 1, 1, tokens), jnp.bool_))
-    lowered = jax.jit(lambda q, m: reference_attention(q, q, q, scale=0.25, mask=Mask("keys", m))).lower(q, mask.values)
+    lowered = jax.jit(lambda q, m: reference_attention(q, q, q, scale=0.25, mask=Mask("keys", m))).lower(
+        q, mask.values
+    )
     assert lowered.compile().memory_analysis().temp_size_in_bytes < tokens * tokens  # a byte per score would be that
 
 
@@ -102,7 +111,14 @@ def test_splash_has_true_key_lengths(kind):
     mask = masks_of("none" if kind == "causal" else kind, 2, 2, 150, 150, np.random.default_rng())
     kv_len = 131 if kind == "none" else 150
     ours = splash.splash_attention(
-        q, k, v, scale=0.125, mask=classify(mask, 2, 2, 150, 150), is_causal=kind == "causal", kv_len=kv_len, interpret=True
+        q,
+        k,
+        v,
+        scale=0.125,
+        mask=classify(mask, 2, 2, 150, 150),
+        is_causal=kind == "causal",
+        kv_len=kv_len,
+        interpret=True,
     )
     oracle = dense(q, k[:, :, :kv_len], v[:, :, :kv_len], mask, kind == "causal", 0.125)
     assert relative(ours, oracle) < 5e-6  # measured: 6e-7
@@ -112,7 +128,9 @@ def test_bfloat16_error_is_that_of_its_inputs():
     q, k, v = (draw(1, 4, 100, 32, dtype=jnp.bfloat16) for _ in range(3))
     rounded = jnp.asarray(dense(q, k, v), jnp.bfloat16)  # the best a bfloat16 result can be
     ours = reference_attention(q, k, v, scale=32**-0.5)
-    assert relative(ours.astype(jnp.float32), dense(q, k, v)) < 1.25 * relative(rounded.astype(jnp.float32), dense(q, k, v))
+    assert relative(ours.astype(jnp.float32), dense(q, k, v)) < 1.25 * relative(
+        rounded.astype(jnp.float32), dense(q, k, v)
+    )
 
 
 def test_the_reference_is_said_where_splash_was_expected(caplog, monkeypatch):
@@ -151,5 +169,3 @@ def test_bad_calls_are_refused(change, error, words):
 def test_a_host_mask_of_all_true_is_dropped():
     assert classify(np.ones((1, 1, 4, 5), bool), 1, 2, 4, 5) is None
     assert classify(np.array([[True, False]]), 1, 2, 4, 2).kind == "keys"
-
-

@@ -4,10 +4,10 @@ import copy
 
 import numpy as np
 import pytest
-import tiny
 import torch
-from conftest import relative
 
+import tiny
+from conftest import relative
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, WanPipeline, tpu
 from diffusers.tpu import bridge
 

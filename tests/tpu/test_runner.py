@@ -3,8 +3,8 @@
 import jax
 import pytest
 import torch
-from conftest import relative
 
+from conftest import relative
 from diffusers.tpu import bridge
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.runner import Runner

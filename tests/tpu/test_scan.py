@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from conftest import relative
 
+from conftest import relative
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.scan import find_groups

@@ -141,7 +141,12 @@ def hunyuan15_i2v(seed: int = 0) -> HunyuanVideo15ImageToVideoPipeline:
         **_hunyuan_parts(seed, "i2v"),
         image_encoder=SiglipVisionModel(
             SiglipVisionConfig(
-                hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=28,
+                patch_size=14,
             )
         ).eval(),
         feature_extractor=SiglipImageProcessor(size={"height": 28, "width": 28}),

@@ -165,7 +165,9 @@ def _module_plan(module: torch.nn.Module) -> ModelPlan:
     if plan is not None:
         return plan
     if not isinstance(module, ModelMixin):
-        return ModelPlan(decide=_without_cache if "use_cache" in inspect.signature(module.forward).parameters else None)
+        return ModelPlan(
+            decide=_without_cache if "use_cache" in inspect.signature(module.forward).parameters else None
+        )
     is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
     return ModelPlan(entries=("forward", *VAE_ENTRIES) if is_autoencoder else ("forward",))
 

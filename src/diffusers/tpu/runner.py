@@ -181,7 +181,9 @@ class Runner:
                 f" {[a.shape for a in avals]}: this model cannot pair guidance calls, use a mesh with dp 1"
             )
         waiting = self._waiting = Waiting(call)
-        waiting.outputs = [bridge.deferred(a, functools.partial(self._finish, waiting, n)) for n, a in enumerate(avals)]
+        waiting.outputs = [
+            bridge.deferred(a, functools.partial(self._finish, waiting, n)) for n, a in enumerate(avals)
+        ]
         return function.output(waiting.outputs)
 
     def _finish(self, waiting: Waiting, number: int = 0) -> jax.Array:
@@ -317,5 +319,3 @@ def _static(leaf):
     except TypeError:
         return repr(leaf)
     return type(leaf), leaf
-
-

@@ -54,9 +54,7 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
 
 def signature(block: torch.nn.Module) -> tuple:
     """What must agree between two blocks for one trace to stand for both."""
-    weights = [
-        (name, tuple(t.shape), t.dtype) for name, t in (*block.named_parameters(), *block.named_buffers())
-    ]
+    weights = [(name, tuple(t.shape), t.dtype) for name, t in (*block.named_parameters(), *block.named_buffers())]
     settings = [(name, type(m), plain_attributes(m), _processor(m)) for name, m in block.named_modules()]
     return type(block), tuple(weights), tuple(settings)
 

@@ -116,7 +116,9 @@ def plan_weights(
             coverage.replicated[name] = size_bytes
     dead = [pattern for _, pattern, _ in compiled if pattern not in used]
     if dead:
-        raise ValueError(f"expected every sharding rule to match a weight, got dead rules {dead}. Names look like {list(shapes)[:3]}")
+        raise ValueError(
+            f"expected every sharding rule to match a weight, got dead rules {dead}. Names look like {list(shapes)[:3]}"
+        )
     return specs, coverage
 
 

@@ -38,7 +38,9 @@ def parallel_attention(q, k, v, mask: Mask | None, *, is_causal: bool, scale: fl
     kv_spec = P(on_dp, on_tp, "sp" if split_keys else None)
     operands, specs = [q, k, v], [P(on_dp, on_tp, "sp"), kv_spec, kv_spec]
     if mask is not None:
-        values, spec = _mask_operand(mask.values, batch, heads, q_len, kv_len, q.shape[2], k.shape[2], on_dp, on_tp, ulysses)
+        values, spec = _mask_operand(
+            mask.values, batch, heads, q_len, kv_len, q.shape[2], k.shape[2], on_dp, on_tp, ulysses
+        )
         operands.append(values)
         specs.append(spec)
     body = functools.partial(

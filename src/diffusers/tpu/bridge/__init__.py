@@ -3,10 +3,23 @@
 import jax
 import torch
 
+
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
 from .blocks import RunBroken
 from .deferred import Deferred
-from .environment import DEVICE, DEVICE_TENSORS, Tensor, View, as_numpy, decomposing, environment, from_numpy, numpy_dtype, on_device, quiet_integers
+from .environment import (
+    DEVICE,
+    DEVICE_TENSORS,
+    Tensor,
+    View,
+    as_numpy,
+    decomposing,
+    environment,
+    from_numpy,
+    numpy_dtype,
+    on_device,
+    quiet_integers,
+)
 from .function import INPUT, PureFunction, tracing
 
 
@@ -69,7 +82,9 @@ def dispatched_attention(
     from .operators import scaled_dot_product_attention
 
     if return_lse:
-        raise NotImplementedError("the TPU attention backend does not return the log-sum-exp; expected return_lse=False")
+        raise NotImplementedError(
+            "the TPU attention backend does not return the log-sum-exp; expected return_lse=False"
+        )
     if not on_device(query):
         raise RuntimeError(
             f"expected tensors on the TPU path, got {query.device}: run the model through a pipeline on the TPU path, or"

@@ -167,7 +167,9 @@ class BlockRuns:
             return
         arrays = [leaf.jax() for leaf in run.leaves if isinstance(leaf, Tensor)]
         if run.stop - run.start == 1:
-            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, arrays, self._weights_of(run.group, run.start))
+            flat, _ = self._call(
+                run.group, run.start, run.leaves, run.spec, arrays, self._weights_of(run.group, run.start)
+            )
         else:
             flat = self._scan(run, arrays)
         for output, value in zip(run.outputs, flat):

@@ -104,8 +104,10 @@ class Environment(_Environment):
     def t2j_copy(self, args):
         """Host tensors as JAX arrays, on every chip of the mesh in use (`override_property(mesh=...)`)."""
         mesh = self.param.mesh
-        put = jax.numpy.asarray if mesh is None else functools.partial(
-            jax.device_put, device=NamedSharding(mesh, PartitionSpec())
+        put = (
+            jax.numpy.asarray
+            if mesh is None
+            else functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec()))
         )
         return tree_map_only(torch.Tensor, lambda t: put(as_numpy(t)), args)
 

@@ -132,8 +132,6 @@ class PureFunction:
         return jax.lax.with_sharding_constraint(array, named(self.mesh, self.carry))
 
 
-
-
 def _plain(leaf):
     """A static part of a return value; an object that may hide tensors is refused, its values would be lost."""
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
