@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conftest import relative
+from diffusers.tpu import bridge
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.scan import find_groups
@@ -187,3 +188,16 @@ def test_a_block_given_an_object_runs_where_it_is_called(make_mesh):
     Model._repeated_blocks.append("Writing")
     error, whiles, _ = run(Model(writes, Writing), make_mesh(1, 1, 1))
     assert error < 1e-6 and whiles == 0
+
+
+def test_branches_that_wait_can_be_unrolled_too(make_mesh):
+    model, mesh = Model(long_skip), make_mesh(2, 1, 1)
+    x, context = torch.randn(1, WIDTH), torch.randn(1, WIDTH)
+    with torch.no_grad():
+        theirs = model(x, context)
+        runner = Runner(model, ModelPlan(batched=("x", "context")), mesh, TPUConfig())
+        runner.attach()
+        with bridge.environment().override_property(mesh=mesh), bridge.environment():
+            pair = [model(x, context) for _ in range(2)]
+            errors = [relative(bridge.from_numpy(ours.jax()), theirs) for ours in pair]
+    assert max(errors) < 1e-6 and runner.scan is False and [p.branches for p in runner.programs.values()] == [2]

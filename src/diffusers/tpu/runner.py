@@ -7,6 +7,7 @@ as one program: the first answers with tensors whose values are computed when th
 import functools
 import inspect
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -169,11 +170,10 @@ class Runner:
         return may_pair and bridge.environment().active
 
     def _defer(self, call: Call):
+        self.place()
         key = (call.key, self._state())
         if key not in self._avals:
-            function = self._function(call)
-            avals = jax.eval_shape(function, self.plan_weights().avals(), self._input_avals(call))
-            self._avals[key] = (avals, function)
+            self._avals[key] = self._scanned_or_unrolled(self._output_avals, call)
         avals, function = self._avals[key]
         if any(aval.shape[:1] != (call.batch,) for aval in avals):
             raise ValueError(
@@ -185,6 +185,10 @@ class Runner:
             bridge.deferred(a, functools.partial(self._finish, waiting, n)) for n, a in enumerate(avals)
         ]
         return function.output(waiting.outputs)
+
+    def _output_avals(self, call: Call) -> tuple[list, bridge.PureFunction]:
+        function = self._function(call)
+        return jax.eval_shape(function, self.plan_weights().avals(), self._input_avals(call)), function
 
     def _finish(self, waiting: Waiting, number: int = 0) -> jax.Array:
         """Run a waiting call alone: its values are needed, or the next call is another one."""
@@ -203,8 +207,9 @@ class Runner:
 
     def _execute(self, *calls: Call) -> tuple:
         """Flat output arrays of each call, and the program that gave them."""
+        self.place()
         program = self._program(calls)
-        outputs = program.compiled(self.place().arrays, [self._inputs(call) for call in calls])
+        outputs = program.compiled(self._placed.arrays, [self._inputs(call) for call in calls])
         program.calls += 1
         return (*outputs, program)
 
@@ -223,18 +228,23 @@ class Runner:
     def _program(self, calls: tuple[Call, ...]) -> Program:
         key = (calls[0].key, len(calls), self._state())
         if key not in self.programs:
-            try:
-                self.programs[key] = self._compile(calls)
-            except bridge.RunBroken:
-                logger.warning(
-                    f"{type(self.module).__name__}: its blocks depend on each other in a way that one scanned block cannot"
-                    " show; they are compiled one by one, which takes longer"
-                )
-                self.scan, self._placed = False, None
-                return self._program(calls)
+            self.programs[key] = self._scanned_or_unrolled(self._compile, *calls)
         return self.programs[key]
 
-    def _compile(self, calls: tuple[Call, ...]) -> Program:
+    def _scanned_or_unrolled(self, trace: Callable, *calls: Call):
+        """`trace(*calls)`; with the blocks one by one, from now on, if their runs turn out not to be runs."""
+        try:
+            return trace(*calls)
+        except bridge.RunBroken:
+            logger.warning(
+                f"{type(self.module).__name__}: its blocks depend on each other in a way that one scanned block cannot show;"
+                " they are compiled one by one, which takes longer"
+            )
+            self.scan, self._placed = False, None
+            self.place()
+            return trace(*calls)
+
+    def _compile(self, *calls: Call) -> Program:
         start = time.perf_counter()
         lowered, function = self.lower(*calls)
         compiled = lowered.compile()
@@ -294,7 +304,7 @@ class Runner:
             for p in (getattr(m, "processor", None) for m in module.modules())
             if p is not None
         )
-        weights = tuple((key, a.shape, a.dtype) for key, a in self.place().arrays.items())
+        weights = tuple((key, a.shape, a.dtype) for key, a in self._placed.arrays.items())
         return plain_attributes(module), processors, weights, self.scan
 
     @property
