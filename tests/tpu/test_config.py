@@ -79,6 +79,12 @@ def test_specs_fit_their_weights(make_mesh):
     assert default_spec((511, 1021), mesh) == P() and default_spec((8, 8), mesh) == P()
 
 
+def test_a_weight_that_peft_wraps_keeps_its_rule(make_mesh):
+    shapes = {"to_q.base_layer.weight": ((512, 512), 1 << 20), "to_q.lora_A.default.weight": ((8, 512), 1 << 14)}
+    specs, _ = plan_weights(shapes, ((r"to_q\.weight$", P(None, ("dp", "sp"))),), make_mesh(2, 4, 1))
+    assert specs == {"to_q.base_layer.weight": P(None, ("dp", "sp")), "to_q.lora_A.default.weight": P()}
+
+
 def test_dead_rules_are_refused_and_replication_is_reported(make_mesh):
     shapes = {"blocks.*.to_q.weight": ((512, 512), 4 << 20), "odd.weight": ((511, 1021), 2 << 20), "b": ((4,), 16)}
     _, coverage = plan_weights(shapes, ((r"to_q\.weight$", P(("dp", "sp"))),), make_mesh(2, 4, 1))

@@ -197,9 +197,11 @@ def cogvideox(seed: int = 0) -> CogVideoXPipeline:
     )
 
 
+GLYPHS = 'a red circle moving "left"'  # quoted words go through the second text encoder
+
 ARGUMENTS = {
     "wan": {"height": 32, "width": 48, "num_frames": 5, "guidance_scale": 4.0, "max_sequence_length": 24},
-    "hunyuan15": {"height": 32, "width": 48, "num_frames": 5},
+    "hunyuan15": {"height": 32, "width": 48, "num_frames": 5, "prompt": GLYPHS},
     "hunyuan15_i2v": {"num_frames": 5},
     "cogvideox": {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 4.0, "max_sequence_length": 16},
 }

@@ -101,7 +101,8 @@ def plan_weights(
     specs, coverage, used = {}, Coverage(), set()
     compiled = [(re.compile(pattern), pattern, spec) for pattern, spec in rules]
     for name, (shape, size_bytes) in shapes.items():
-        taken = next(((pattern, spec) for regex, pattern, spec in compiled if regex.search(name)), None)
+        plain = name.replace(".base_layer", "")  # PEFT's name for a weight that it wraps
+        taken = next(((pattern, spec) for regex, pattern, spec in compiled if regex.search(plain)), None)
         if taken is None:
             label, spec = "(no rule)", default_spec(shape, mesh)
         else:

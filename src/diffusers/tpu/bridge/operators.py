@@ -17,7 +17,16 @@ def register(env):
     env.override_op_definition(F.interpolate, _interpolate(env))
     for function, norm in ((F.layer_norm, layer_norm), (F.rms_norm, rms_norm), (F.group_norm, group_norm)):
         env.override_op_definition(function, norm)
+    aten = torch.ops.aten
+    for overload in (aten.silu.default, aten.gelu.default, aten.sigmoid.default):
+        env.override_op_definition(overload, _in_float32(env._get_op_or_decomp(overload).func))
+    for function in (F.linear, aten.linear.default):
+        env.override_op_definition(function, linear)
+    env.override_op_definition(aten.convolution.default, _convolution(env))
+    env.override_op_definition(aten._softmax.default, _softmax)
+    env.override_op_definition(aten.softmax.int, softmax)
     Tensor.type_as = type_as
+    Tensor.__setitem__ = set_item
 
 
 def scaled_dot_product_attention(
@@ -82,6 +91,75 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
     if bias is not None:
         x = x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
     return Tensor(x.astype(input.jax().dtype), input._env)
+
+
+def linear(input, weight, bias=None):
+    """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
+    x, w = input.jax(), weight.jax()
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
+    result = result if bias is None else result + bias.jax()
+    return Tensor(result.astype(dtype), input._env)
+
+
+def _convolution(env):
+    """Convolution summed in float32 with its bias and rounded once; transposed ones are torchax's, in float32."""
+    torchax_convolution = env._get_op_or_decomp(torch.ops.aten.convolution.default).func
+
+    def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
+        x, w = input.jax(), weight.jax()
+        b = None if bias is None else bias.jax()
+        if transposed or x.dtype == jnp.float32 or x.ndim != w.ndim:
+            wide = [None if a is None else a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w, b)]
+            result = torchax_convolution(*wide, stride, padding, dilation, transposed, output_padding, groups)
+            return Tensor(result.astype(x.dtype), input._env)
+        axes = w.ndim - 2
+        numbers = tuple(range(w.ndim))
+        result = jax.lax.conv_general_dilated(
+            x,
+            w,
+            window_strides=tuple(stride) * (axes if len(stride) == 1 else 1),
+            padding=[(p, p) for p in tuple(padding) * (axes if len(padding) == 1 else 1)],
+            rhs_dilation=tuple(dilation) * (axes if len(dilation) == 1 else 1),
+            dimension_numbers=jax.lax.ConvDimensionNumbers(numbers, numbers, numbers),
+            feature_group_count=groups,
+            preferred_element_type=jnp.float32,
+        )
+        if b is not None:
+            result = result + b.reshape(-1, *(1,) * axes)
+        return Tensor(result.astype(x.dtype), input._env)
+
+    return convolution
+
+
+def _in_float32(jax_function):
+    """The operator computed in float32 and rounded once, as torch does it; JAX rounds every step inside."""
+
+    def run(x, *args, **kwargs):
+        array = x.jax()
+        wide = array.astype(jnp.float32) if array.dtype in (jnp.bfloat16, jnp.float16) else array
+        result = jax_function(wide, *args, **kwargs)
+        return Tensor(result.astype(array.dtype) if wide is not array else result, x._env)
+
+    return run
+
+
+def softmax(x, dim, dtype=None):
+    """Softmax in float32, given in `dtype`; torchax forgets that argument."""
+    array = x.jax()
+    result = jax.nn.softmax(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=dim)
+    return Tensor(result.astype(array.dtype if dtype is None else mappings.t2j_dtype(dtype)), x._env)
+
+
+def _softmax(x, dim, half_to_float=False):
+    return softmax(x, dim, torch.float32 if half_to_float else None)
+
+
+def set_item(self, key, value, _upstream=Tensor.__setitem__):
+    """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast."""
+    if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
+        value = value.to(dtype=self.dtype)
+    _upstream(self, key, value)
 
 
 def type_as(self, other):
