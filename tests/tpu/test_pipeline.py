@@ -163,6 +163,9 @@ def test_a_swapped_model_is_taken_over_at_the_next_call(installed):
         assert relative(installed(**call()).frames, upstream(installed, **call())) < 1e-5
     finally:
         installed.transformer = kept
+    tpu.uninstall(installed)
+    assert "_tpu_runner" not in vars(kept) and "forward" not in vars(kept)
+    tpu.install(installed)
 
 
 def test_a_callback_that_changes_the_latents(installed):
@@ -246,8 +249,10 @@ def test_components_shared_between_pipelines_share_their_programs(installed):
     other.set_progress_bar_config(disable=True)
     other(**call())
     assert tpu.report(other)["components"]["transformer"]["compilations"] == 1
+    third = WanPipeline(**installed.components)
     with pytest.raises(ValueError, match="from another pipeline on"):
-        tpu.install(WanPipeline(**installed.components), tpu.TPUConfig(mesh=(1, 1, 1)))
+        tpu.install(third, tpu.TPUConfig(mesh=(1, 1, 1)))
+    assert type(third) is WanPipeline and "_tpu" not in vars(third)
 
 
 def test_idioms_of_cuda_scripts(installed):

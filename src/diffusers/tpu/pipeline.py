@@ -53,7 +53,7 @@ class PipelinePlan:
 
 @dataclass
 class Installation:
-    """What `install` made of one pipeline: configuration, mesh, and the runner of each model."""
+    """What `install` made of one pipeline: configuration, mesh, the runner of each model, and those of models since replaced."""
 
     config: TPUConfig
     plan: PipelinePlan
@@ -61,6 +61,7 @@ class Installation:
     mesh: Mesh
     glue: str
     runners: dict[str, Runner] = field(default_factory=dict)
+    replaced: list[Runner] = field(default_factory=list)
     depth: int = 0
 
 
@@ -95,9 +96,10 @@ def install(pipe, config: TPUConfig | None = None):
     keep_compiled_programs(environment.cache_dir)
     degrees = plan_degrees(len(devices), config.mesh or environment.mesh, plan.guided_by_pairs)
     glue = plan.glue if config.glue == "auto" else config.glue
-    pipe._tpu = Installation(config, plan, type(pipe), make_mesh(devices, degrees), glue)
+    state = Installation(config, plan, type(pipe), make_mesh(devices, degrees), glue)
+    _attach_all(pipe, state)
+    pipe._tpu = state
     pipe.__class__ = tpu_class(type(pipe))
-    _attach_all(pipe)
     return pipe
 
 
@@ -106,7 +108,7 @@ def uninstall(pipe):
     state = installation(pipe)
     if state is None:
         return pipe
-    for runner in state.runners.values():
+    for runner in (*state.runners.values(), *state.replaced):
         runner.detach()
     del pipe.__dict__["_tpu"]
     pipe.__class__ = state.original
@@ -142,22 +144,26 @@ def report(pipe) -> dict:
     return {"mesh": dict(state.mesh.shape), "glue": state.glue, "components": components}
 
 
-def _attach_all(pipe):
-    """A runner for every model of the pipeline that has none; a model shared with another pipeline keeps its own."""
-    state = pipe._tpu
-    for name, module in pipe.components.items():
-        if not isinstance(module, torch.nn.Module):
-            continue
-        runner = vars(module).get("_tpu_runner")
-        if runner is None:
-            runner = Runner(module, _module_plan(module), state.mesh, state.config)
-            runner.attach()
-        elif runner.mesh != state.mesh:
+def _attach_all(pipe, state: Installation):
+    """A runner for every model of the pipeline that has none; a model shared with another pipeline keeps its own.
+
+    Raises ValueError, before any runner is attached, where a shared model is on another mesh.
+    """
+    modules = {name: module for name, module in pipe.components.items() if isinstance(module, torch.nn.Module)}
+    shared = {name: vars(m)["_tpu_runner"] for name, m in modules.items() if "_tpu_runner" in vars(m)}
+    for name, runner in shared.items():
+        if runner.mesh != state.mesh:
             raise ValueError(
                 f"expected {name} on the mesh {dict(state.mesh.shape)}, got it from another pipeline on"
                 f" {dict(runner.mesh.shape)}; install both pipelines with one TPUConfig(mesh=...)"
             )
-        state.runners[name] = runner
+    for name, module in modules.items():
+        if name not in shared:
+            runner = shared[name] = Runner(module, _module_plan(module), state.mesh, state.config)
+            runner.attach()
+        if state.runners.get(name, shared[name]) is not shared[name]:
+            state.replaced.append(state.runners[name])
+        state.runners[name] = shared[name]
 
 
 def _module_plan(module: torch.nn.Module) -> ModelPlan:
@@ -267,7 +273,7 @@ def _running(pipe):
     if state is None:
         yield
         return
-    _attach_all(pipe)
+    _attach_all(pipe, state)
     if state.glue == "host":
         yield
         return
