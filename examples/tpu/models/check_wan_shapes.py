@@ -17,7 +17,7 @@ from score_wan_shapes import Score, score
 from wan_shapes_clips import NUM_FRAMES, SIZE, Subject, make_vocabulary
 
 
-STEPS, GUIDANCE_SCALE = 16, 4.0
+STEPS, GUIDANCE_SCALE = 16, 2.0
 
 
 def generate(pipeline: WanPipeline, subjects: list[Subject], seeds: list[int], steps: int, guidance_scale: float):
