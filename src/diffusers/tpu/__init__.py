@@ -6,13 +6,11 @@
     is_active()        is the TPU path in use in this process?      report(pipe)      compilations, seconds, bytes
 """
 
-from .config import TPUConfig, read_environment
+from .config import ACCELERATORS, TPUConfig, read_environment
 from .devices import find_target
 
 
 __all__ = ["TPUConfig", "install", "is_active", "mapped", "report", "takes", "uninstall"]
-
-_ACCELERATORS = ("cuda", "tpu", "xla", "jax")
 
 
 def is_active() -> bool:
@@ -28,7 +26,7 @@ def mapped(device_map):
     """
     if device_map == "cpu" or not is_active():
         return device_map, False
-    if device_map is None or str(device_map).split(":")[0] in (*_ACCELERATORS, "auto", "balanced"):
+    if device_map is None or str(device_map).split(":")[0] in (*ACCELERATORS, "auto", "balanced"):
         return None, True
     raise NotImplementedError(
         f"expected device_map None, 'cuda', 'balanced' or 'cpu' on the TPU path, got {device_map!r}: weights are sharded"
@@ -39,7 +37,7 @@ def mapped(device_map):
 def takes(*args, **kwargs) -> bool:
     """The seam of `DiffusionPipeline.to` and offloading: whether these arguments name an accelerator that we stand for."""
     device = kwargs.get("device", args[0] if args else None)
-    return (isinstance(device, int) or str(device).split(":")[0] in _ACCELERATORS) and is_active()
+    return (isinstance(device, int) or str(device).split(":")[0] in ACCELERATORS) and is_active()
 
 
 def install(pipeline, config: TPUConfig | None = None):

@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 
 
+ACCELERATORS = ("cuda", "tpu", "xla", "jax")  # names of devices that mean the TPU on the TPU path
 MODES = ("auto", "off", "cpu")
 GLUES = ("auto", "resident", "host")
 PRECISIONS = ("highest", "high", "default")

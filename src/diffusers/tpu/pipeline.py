@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from ..models.modeling_utils import ModelMixin
 from ..utils import logging
-from . import bridge
-from .config import TPUConfig, read_environment
+from . import bridge, is_active
+from .config import ACCELERATORS, TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
 from .mesh import make_mesh, plan_degrees
 from .runner import Runner
@@ -26,8 +26,6 @@ from .sharding import ModelPlan
 
 
 logger = logging.get_logger(__name__)
-
-ACCELERATORS = ("cuda", "tpu", "xla", "jax")
 
 # Where the plan of an upstream class is: a module whose PLAN says what is special about it on the TPU.
 PLANS = {
@@ -247,7 +245,7 @@ def self_installing(cls: type, module: str) -> type:
     @functools.wraps(cls.__init__)
     def __init__(self, *args, **kwargs):
         cls.__init__(self, *args, **kwargs)
-        if find_target(read_environment()) is not None:
+        if is_active():
             install(self)
 
     namespace = {"__module__": module, "__qualname__": cls.__name__, "__doc__": cls.__doc__, "__init__": __init__}

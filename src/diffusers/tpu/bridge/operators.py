@@ -59,10 +59,7 @@ def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """(x - mean) / sqrt(variance + eps) * weight + bias in float32, as torch computes it; torchax rounds every step."""
     axes = tuple(range(-len(normalized_shape), 0))
-    x = input.jax().astype(jnp.float32)
-    x = x - x.mean(axes, keepdims=True)
-    x = x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
-    return _affine(input, x, weight, bias)
+    return _affine(input, _standardised(input.jax().astype(jnp.float32), axes, eps), weight, bias)
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
@@ -79,10 +76,13 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
     if shape[1] % num_groups:
         raise ValueError(f"expected channels that {num_groups} groups divide, got input {list(shape)}")
     x = input.jax().astype(jnp.float32).reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
-    axes = tuple(range(2, x.ndim))
-    x = x - x.mean(axes, keepdims=True)
-    x = (x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)).reshape(shape)
+    x = _standardised(x, tuple(range(2, x.ndim)), eps).reshape(shape)
     return _affine(input, x, weight, bias, trailing=len(shape) - 2)
+
+
+def _standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:
+    x = x - x.mean(axes, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
 
 
 def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
