@@ -34,8 +34,9 @@ def program(make_mesh):
             "encoder_hidden_states": torch.empty(1, TEXT, 32),
             "return_dict": False,
         }
-        call = runner._take_apart("forward", (), inputs)
-        lowered, _ = runner.lower(*[call] * degrees[0])
+        call = runner.take_apart("forward", (), inputs)
+        traced, _ = runner.trace(*[call] * degrees[0])
+        lowered = traced.lower()
         runner.detach()
         return re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())
 

@@ -112,8 +112,8 @@ def run(model, mesh, scan=True):
         runner = Runner(model, ModelPlan(), mesh, TPUConfig(scan=scan))
         runner.attach()
         ours = model(x, context)
-        call = runner._take_apart("forward", (x, context), {})
-        program = runner.lower(call)[0].as_text()
+        call = runner.take_apart("forward", (x, context), {})
+        program = runner.trace(call)[0].lower().as_text()
     runner.detach()
     return relative(ours, theirs), program.count("stablehlo.while"), runner
 

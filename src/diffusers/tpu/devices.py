@@ -1,4 +1,4 @@
-"""Is there a TPU, which generation, or are chips simulated on the CPU?
+"""Is there a TPU, which generation, or are chips simulated on the CPU? And what is known of every chip and slice.
 
 Detection reads the PCI bus, so that asking costs nothing and imports nothing. Device ids: JAX 0.10.2,
 `jax/_src/hardware_utils.py`.
@@ -20,6 +20,91 @@ GENERATION_OF_PCI_DEVICE = {
     "0x006f": "v6e",
     "0x0076": "v7x",
 }
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One JAX device of a generation: a chip; of v7x one of its two halves. Peak figures, per second and in bytes.
+
+    Sources: Google's pages "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)" for `flops` (bfloat16) and
+    `hbm_bandwidth`; for `link_bandwidth` (one way of one ICI link) "How To Scale Your Model", chapter on TPUs, and for
+    v7x the page's 1.2 TB/s over six links both ways; `die_bandwidth`, between the halves of a v7x: its page, six times a link.
+    `clock`: of that chapter (v5e), else peak / (4 * side^2 * passes per cycle) of the matrix units, which measured
+    kernels agree with. `hbm_bytes`: what the compiler (libtpu 0.0.42.1) lets a program use, from its own message.
+    """
+
+    generation: str
+    flops: float
+    clock: float
+    hbm_bytes: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    matrix_side: int
+    die_bandwidth: float = 0.0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A slice by the name users know. `shape`: chips along x, y and perhaps z; `host_shape`: those of one host.
+
+    No slice here reaches the length at which an axis is closed to a ring (16 on v5e and v6e, 4 on v5p and v7x).
+    """
+
+    name: str
+    chip: Chip
+    shape: tuple[int, ...]
+    host_shape: tuple[int, int, int]
+    devices: int
+
+    @property
+    def compiler_name(self) -> str:
+        """The generation as the compiler calls it."""
+        return {"v7x": "tpu7x"}.get(self.chip.generation, self.chip.generation)
+
+
+GIB = 2**30
+CHIPS = {
+    chip.generation: chip
+    for chip in (
+        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128),
+        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128),
+        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256),
+        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, die_bandwidth=600e9),
+    )
+}
+
+
+def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:
+    return Topology(name, CHIPS[name.split("-")[0]], shape, host_shape, devices)
+
+
+TOPOLOGIES = {
+    topology.name: topology
+    for topology in (
+        _slice("v5e-1", (1, 1), (1, 1, 1), 1),
+        _slice("v5e-4", (2, 2), (2, 2, 1), 4),
+        _slice("v5e-8", (2, 4), (2, 4, 1), 8),
+        _slice("v5e-16", (4, 4), (2, 2, 1), 16),
+        _slice("v5p-8", (2, 2, 1), (2, 2, 1), 4),  # v5p counts cores, two a chip, which JAX sees as one device
+        _slice("v6e-1", (1, 1), (1, 1, 1), 1),
+        _slice("v6e-4", (2, 2), (2, 2, 1), 4),
+        _slice("v6e-8", (2, 4), (2, 4, 1), 8),
+        _slice("v6e-16", (4, 4), (2, 2, 1), 16),
+        _slice("v6e-32", (4, 8), (2, 2, 1), 32),
+        _slice("v7x-8", (2, 2, 1), (2, 2, 1), 8),  # v7x counts cores, two a chip, each a device of JAX
+        _slice("v7x-16", (2, 2, 2), (2, 2, 1), 16),
+    )
+}
+TOPOLOGY_ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x", "v7": "v7x"}
+
+
+def find_topology(name: str) -> Topology:
+    """The slice of this name. Raises ValueError that lists the names."""
+    generation, _, count = name.strip().lower().partition("-")
+    topology = TOPOLOGIES.get(f"{TOPOLOGY_ALIASES.get(generation, generation)}-{count}")
+    if topology is None:
+        raise ValueError(f"expected a topology among {' '.join(TOPOLOGIES)}, got {name!r}")
+    return topology
 
 
 @dataclass(frozen=True)

@@ -157,14 +157,14 @@ def _attach_all(pipe, state: Installation):
             )
     for name, module in modules.items():
         if name not in shared:
-            runner = shared[name] = Runner(module, _module_plan(module), state.mesh, state.config)
+            runner = shared[name] = Runner(module, module_plan(module), state.mesh, state.config)
             runner.attach()
         if state.runners.get(name, shared[name]) is not shared[name]:
             state.replaced.append(state.runners[name])
         state.runners[name] = shared[name]
 
 
-def _module_plan(module: torch.nn.Module) -> ModelPlan:
+def module_plan(module: torch.nn.Module) -> ModelPlan:
     plan = plan_of(type(module), None)
     if plan is not None:
         return plan

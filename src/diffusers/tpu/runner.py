@@ -132,7 +132,7 @@ class Runner:
 
     def run(self, entry: str, args: tuple, kwargs: dict):
         """Upstream's return value of the module's `entry(*args, **kwargs)`, computed on the mesh."""
-        call = self._take_apart(entry, args, kwargs)
+        call = self.take_apart(entry, args, kwargs)
         waiting, self._waiting = self._waiting, None
         if waiting is not None and waiting.call.pairs_with(call):
             first, second, program = self._execute(waiting.call, call)
@@ -145,7 +145,7 @@ class Runner:
         arrays, program = self._execute(call)
         return self._answer(program.function, arrays)
 
-    def _take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
+    def take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
         signature = self._signatures[entry]
         if self.plan.decide is not None:
             kwargs = {**kwargs, **self.plan.decide(signature.bind(*args, **kwargs).arguments)}
@@ -154,7 +154,7 @@ class Runner:
         static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
         key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
         batched, batch = (False,) * len(tensors), None
-        if self.plan.batched and self.mesh.shape["dp"] > 1:
+        if self.plan.batched:
             bound = signature.bind(*args, **kwargs).arguments
             named_batched = {id(t) for name in self.plan.batched for t in tree_leaves(bound.get(name))}
             batched = tuple(id(t) in named_batched for t in tensors)
@@ -173,7 +173,7 @@ class Runner:
         self.place()
         key = (call.key, self._state())
         if key not in self._avals:
-            self._avals[key] = self._scanned_or_unrolled(self._output_avals, call)
+            self._avals[key] = self.scanned_or_unrolled(self._output_avals, call)
         avals, function = self._avals[key]
         if any(aval.shape[:1] != (call.batch,) for aval in avals):
             raise ValueError(
@@ -209,6 +209,7 @@ class Runner:
         """Flat output arrays of each call, and the program that gave them."""
         self.place()
         program = self._program(calls)
+        self.place()  # again: the trace may have found that the weights must lie otherwise
         outputs = program.compiled(self._placed.arrays, [self._inputs(call) for call in calls])
         program.calls += 1
         return (*outputs, program)
@@ -228,10 +229,10 @@ class Runner:
     def _program(self, calls: tuple[Call, ...]) -> Program:
         key = (calls[0].key, len(calls), self._state())
         if key not in self.programs:
-            self.programs[key] = self._scanned_or_unrolled(self._compile, *calls)
+            self.programs[key] = self.scanned_or_unrolled(self._compile, *calls)
         return self.programs[key]
 
-    def _scanned_or_unrolled(self, trace: Callable, *calls: Call):
+    def scanned_or_unrolled(self, trace: Callable, *calls: Call):
         """`trace(*calls)`; with the blocks one by one, from now on, if their runs turn out not to be runs."""
         try:
             return trace(*calls)
@@ -241,19 +242,18 @@ class Runner:
                 " they are compiled one by one, which takes longer"
             )
             self.scan, self._placed = False, None
-            self.place()
             return trace(*calls)
 
     def _compile(self, *calls: Call) -> Program:
         start = time.perf_counter()
-        lowered, function = self.lower(*calls)
-        compiled = lowered.compile()
+        traced, function = self.trace(*calls)
+        compiled = traced.lower().compile()
         seconds = time.perf_counter() - start
         logger.info(f"compiled {type(self.module).__name__}.{calls[0].entry} in {seconds:.1f} s")
         return Program(calls[0].entry, calls[0].key[-1], len(calls), compiled, function, seconds)
 
-    def lower(self, *calls: Call) -> tuple[jax.stages.Lowered, bridge.PureFunction]:
-        """JAX's lowered program for these calls (two: side by side on dp), and the function traced for it.
+    def trace(self, *calls: Call) -> tuple[jax.stages.Traced, bridge.PureFunction]:
+        """JAX's trace of the program for these calls (two: side by side on dp), and the function traced for it.
 
         From shapes alone: nothing is placed, and the mesh may be one of chips that are not here.
         """
@@ -272,7 +272,7 @@ class Runner:
             return [[part[branch] for part in parts] for branch in range(len(calls))]
 
         jitted = jax.jit(program, out_shardings=self._named())
-        return jitted.lower(placed.avals(), [self._input_avals(c) for c in calls]), function
+        return jitted.trace(placed.avals(), [self._input_avals(c) for c in calls]), function
 
     def _named(self, *spec):
         return named(self.mesh, PartitionSpec(*spec))

@@ -10,6 +10,7 @@ import functools
 import math
 from dataclasses import dataclass
 
+import jax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -69,10 +70,16 @@ def attention(
     settings = _settings.get()
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    local = _local(settings, q, k, mask)
-    if settings.mesh is None or settings.mesh.size == 1:
-        return local(q, k, v, mask=mask, is_causal=is_causal, scale=scale)
-    return parallel_attention(q, k, v, mask, is_causal=is_causal, scale=scale, mesh=settings.mesh, local=local)
+    run = _local(settings, q, k, mask)
+    if settings.mesh is not None and settings.mesh.size > 1:
+        run = functools.partial(parallel_attention, mesh=settings.mesh, local=run)
+
+    def scaled_dot_product_attention(q, k, v):
+        return run(q, k, v, mask=mask, is_causal=is_causal, scale=scale)
+
+    if not isinstance(q, jax.core.Tracer):
+        return scaled_dot_product_attention(q, k, v)
+    return jax.jit(scaled_dot_product_attention)(q, k, v)  # one named call in the trace: what the planner counts
 
 
 def _local(settings: Settings, q, k, mask):

@@ -18,7 +18,7 @@ from .masks import Mask
 from .reference import reference_attention
 
 
-def parallel_attention(q, k, v, mask: Mask | None, *, is_causal: bool, scale: float, mesh: Mesh, local: Callable):
+def parallel_attention(q, k, v, *, mask: Mask | None, is_causal: bool, scale: float, mesh: Mesh, local: Callable):
     """q [B, N, T, D], k and v [B, K, S, D] as one device would see them; `local` is the attention of one chip."""
     batch, heads, q_len, _ = q.shape
     kv_heads, kv_len = k.shape[1], k.shape[2]

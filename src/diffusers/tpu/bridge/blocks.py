@@ -21,6 +21,7 @@ from ..scan import Group, scan_blocks
 from .deferred import Deferred
 
 
+_TENSOR = object()  # in a flat return value, where a tensor was
 _PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -29,12 +30,15 @@ class RunBroken(Exception):
 
 
 class Run:
-    """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments."""
+    """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments.
 
-    def __init__(self, group: Group, start: int, leaves: list, spec, outputs: list[Deferred], output_spec):
+    `answer` makes a block's return value of its output tensors.
+    """
+
+    def __init__(self, group: Group, start: int, leaves: list, spec, outputs: list[Deferred], answer: Callable):
         self.group, self.start, self.stop = group, start, start + 1
         self.leaves, self.spec = leaves, spec
-        self.outputs, self.output_spec = outputs, output_spec
+        self.outputs, self.answer = outputs, answer
         self.feeds: dict[int, int] | None = None
 
     def continued_by(self, leaves: list, spec) -> dict[int, int] | None:
@@ -104,15 +108,14 @@ class BlockRuns:
                     for passed in run.outputs:
                         passed._compute = _broken
                     run.outputs = [self._deferred(output._aval) for output in run.outputs]
-                    return tree_unflatten(run.outputs, run.output_spec)
+                    return run.answer(run.outputs)
             self.flush()
             if all(isinstance(leaf, _PLAIN) for leaf in leaves):
                 return self._begin(group, index, leaves, spec)
             # An object among the arguments (a key-value cache) may be written to: this block runs here and once.
             arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
-            flat, output_spec = self._call(group, index, leaves, spec, arrays, self._weights_of(group, index))
-            flat = [Tensor(x, self.env) if isinstance(x, jax.Array) else x for x in flat]
-            return tree_unflatten(flat, output_spec)
+            arrays, answer = self._call(group, index, leaves, spec, arrays, self._weights_of(group, index))
+            return answer([Tensor(x, self.env) for x in arrays])
 
         return forward
 
@@ -121,15 +124,13 @@ class BlockRuns:
         found = {}
 
         def shapes(arrays, weights):
-            flat, found["spec"] = self._call(group, index, leaves, spec, arrays, weights)
-            return flat
+            outputs, found["answer"] = self._call(group, index, leaves, spec, arrays, weights)
+            return outputs
 
         avals = jax.eval_shape(shapes, arrays, self._weights_of(group, index))
-        if any(not isinstance(aval, jax.ShapeDtypeStruct) for aval in avals):
-            raise TypeError(f"expected {group.path}.{index} to return tensors, got {avals}")
         outputs = [self._deferred(aval) for aval in avals]
-        self.run = Run(group, index, leaves, spec, outputs, found["spec"])
-        return tree_unflatten(outputs, found["spec"])
+        self.run = Run(group, index, leaves, spec, outputs, found["answer"])
+        return self.run.answer(outputs)
 
     def _deferred(self, aval):
         deferred = Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, lambda: self._computed(deferred))
@@ -143,7 +144,7 @@ class BlockRuns:
         return {name: array[index - group.start] for name, array in self.weights[group.label].items()}
 
     def _call(self, group: Group, index: int, leaves: list, spec, arrays: list, weights: dict):
-        """One block's own forward on arrays: (flat output arrays, output spec)."""
+        """One block's own forward on arrays: (flat output arrays, what makes its return value of tensors for them)."""
         block = self.model.get_submodule(f"{group.path}.{index}")
         tensors = iter(arrays)
         args, kwargs = tree_unflatten(
@@ -158,7 +159,13 @@ class BlockRuns:
         finally:
             block.forward = stand_in
         flat, output_spec = tree_flatten(output)
-        return [x.jax() if isinstance(x, (Tensor, View)) else x for x in flat], output_spec
+        plain = [_TENSOR if isinstance(x, (Tensor, View)) else x for x in flat]
+
+        def answer(tensors: list):
+            tensors = iter(tensors)
+            return tree_unflatten([next(tensors) if x is _TENSOR else x for x in plain], output_spec)
+
+        return [x.jax() for x in flat if isinstance(x, (Tensor, View))], answer
 
     def flush(self):
         """Compute the run that is open, if any, and give its last outputs their values."""

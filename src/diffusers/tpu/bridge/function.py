@@ -18,6 +18,7 @@ from ..scan import Group
 from ..sharding import gathered, named
 from .blocks import BlockRuns
 from .environment import decomposing, environment, quiet_integers
+from .scopes import module_scopes
 
 
 INPUT = object()
@@ -95,6 +96,7 @@ class PureFunction:
                 _marked(),
                 _attributes_kept(self.module),
                 env,
+                module_scopes(self.module, self.groups),
                 runs.installed(),
             ):
                 stack.enter_context(context)

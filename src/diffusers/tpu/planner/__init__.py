@@ -1,0 +1,102 @@
+"""Asking the TPU compiler before renting the TPU: does a model fit a slice, how fast is a step, and why.
+
+    plan(...)     the answer for one model on one slice, from the cache if it was asked before
+
+The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
+run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
+program read), `worker` (all of it, in the compiler's process), `report` (the page).
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ..aot import run_in_child
+from ..config import read_environment
+
+
+DTYPES = ("bfloat16", "float32")
+TIME_LIMIT = 900.0
+PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def plan(
+    model: str,
+    topology: str,
+    *,
+    mesh: str | tuple[int, int, int] | None = None,
+    dtype: str = "bfloat16",
+    batch: int = 1,
+    arguments: dict | None = None,
+    everything: bool = False,
+    config: dict | None = None,
+    only: list[str] | None = None,
+    seconds: float = TIME_LIMIT,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> dict:
+    """The plan of a model on a slice, as `diffusers-tpu plan --json` prints it.
+
+    Args:
+        model: a directory, a model in the hub's cache, or a published model's id or short name.
+        topology: a name of `devices.TOPOLOGIES`.
+        mesh: degrees dp, sp, tp; None: what the pipeline chooses itself; "auto": the best of several.
+        batch: prompts at once.
+        arguments: of the pipeline's call; what is left out is the model card's or the pipeline's default.
+        everything: compile also programs that take the compiler minutes, instead of modelling them.
+        config: further fields of `TPUConfig`.
+        only: names of components; None: all.
+        seconds: the compiler's process is stopped after these.
+
+    Raises:
+        ValueError: what was asked for cannot be; the message says what can.
+        aot.NoCompiler, aot.ChildError: see `aot.run_in_child`.
+    """
+    request = {
+        "model": os.path.abspath(model) if os.path.isdir(model) else model,
+        "topology": topology,
+        "mesh": list(mesh) if isinstance(mesh, tuple) else mesh,
+        "dtype": dtype,
+        "batch": batch,
+        "arguments": arguments or {},
+        "everything": everything,
+        "config": config or {},
+        "only": only,
+    }
+    result = remembered("diffusers.tpu.planner.worker:answer", request, seconds, on_progress)
+    return {**result, "model": model}
+
+
+def remembered(
+    function: str, request: dict, seconds: float = TIME_LIMIT, on_progress: Callable[[str], None] = lambda text: None
+) -> dict:
+    """`aot.run_in_child(function, request)`, once: the same question to the same code and versions is read from disk."""
+    folder = read_environment().cache_dir
+    path = Path(folder) / "plans" / f"{_key(function, request)}.json" if folder is not None else None
+    if path is not None and path.is_file():
+        return json.loads(path.read_text())
+    result = run_in_child(function, request, seconds=seconds, on_progress=on_progress)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(result))
+        draft.replace(path)
+    return result
+
+
+def _key(function: str, request: dict) -> str:
+    """Changes with the question, with our code, with the packages and with a local model's configuration."""
+    digest = hashlib.sha256(json.dumps([function, request], sort_keys=True).encode())
+    for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers"):
+        try:
+            digest.update(f"{name} {importlib.metadata.version(name)}".encode())
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    sources = [*sorted((PACKAGE / "tpu").rglob("*.py")), *sorted(PACKAGE.glob("*/**/*_flax.py"))]
+    if os.path.isdir(request.get("model", "")):
+        sources += sorted(Path(request["model"]).rglob("*.json"))
+    for source in sources:
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,169 @@
+"""A pipeline from its configuration alone: real classes, weights that have a shape and a dtype and take no memory.
+
+Where the configuration comes from: a directory, the hub's cache, or the table of published models.
+"""
+
+import importlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import diffusers
+
+from .published import ALIASES, MODELS
+
+
+# Markup that chat models' processing wraps a prompt in; the words do not matter here, only how many there are.
+CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+UNKNOWN, PAD = "<unk>", "<pad>"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a pipeline is made of.
+
+    Attributes:
+        pipeline: its class in diffusers.
+        components: name -> (class, configuration).
+        settings: further arguments of its `__init__`.
+        call: arguments of its model card's call.
+        tokens: text tokens that a tokenizer pads to where its pipeline asks it.
+        tiled: the card's script decodes in tiles.
+        directory: where it was read from; None: the table of published models.
+    """
+
+    pipeline: str
+    components: dict[str, tuple[str, dict]]
+    settings: dict
+    call: dict
+    tokens: dict[str, int] = field(default_factory=dict)
+    tiled: bool = False
+    directory: str | None = None
+
+
+def configuration_of(model: str) -> Configuration:
+    """The configuration of a directory, of a hub id in the local cache, or of a published model, by id or short name.
+
+    Raises ValueError for a model that is none of these, or a directory whose model_index.json is not one.
+    """
+    if Path(model).is_dir():
+        return _read(Path(model))
+    try:
+        return _read(Path(snapshot_download(model, local_files_only=True, allow_patterns="*.json")))
+    except (LocalEntryNotFoundError, ValueError, OSError):
+        pass  # not cached, or not the form of an id: the table may know it
+    published = MODELS.get(ALIASES.get(model.lower(), ALIASES.get(model, model)))
+    if published is None:
+        raise ValueError(
+            f"expected a directory in diffusers layout, a model in the hub's cache or one of the published models, got"
+            f" {model!r}. Published: {', '.join(sorted(name for name in ALIASES if '/' not in name))}"
+        )
+    p = published
+    return Configuration(p.pipeline, p.components, p.settings, p.call, p.tokens, p.tiled)
+
+
+def _read(directory: Path) -> Configuration:
+    index_file = directory / "model_index.json"
+    try:
+        index = json.loads(index_file.read_text())
+        name = index["_class_name"]
+    except (OSError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"expected {index_file} to name a pipeline of diffusers: {error!r}") from error
+    components, settings = {}, {}
+    for key, value in index.items():
+        if key.startswith("_"):
+            continue
+        if not isinstance(value, list):
+            settings[key] = value
+        elif value[0] is not None:
+            components[key] = (".".join(value), _component_config(directory / key))
+    return Configuration(name, components, settings, {}, directory=str(directory))
+
+
+def _component_config(folder: Path) -> dict:
+    for name in ("config.json", "scheduler_config.json", "preprocessor_config.json", "guider_config.json"):
+        if (folder / name).is_file():
+            return json.loads((folder / name).read_text())
+    return {}
+
+
+def build(configuration: Configuration, dtype: torch.dtype):
+    """The pipeline; its models' weights are views of one zero each, on the host, of the dtype they would be loaded in.
+
+    Raises ValueError for a class that diffusers or transformers do not have.
+    """
+    cls = getattr(diffusers, configuration.pipeline, None)
+    if cls is None:
+        raise ValueError(f"expected a pipeline of diffusers, got {configuration.pipeline!r}")
+    made = {
+        name: _component(name, class_name, dict(config), configuration, dtype)
+        for name, (class_name, config) in configuration.components.items()
+    }
+    expected = cls._get_signature_keys(cls)[0]
+    missing = {name: None for name in expected - made.keys()}
+    pipe = cls(**made, **missing, **configuration.settings)
+    if configuration.tiled:
+        pipe.vae.enable_tiling()
+    return pipe
+
+
+def _component(name: str, class_name: str, config: dict, configuration: Configuration, dtype: torch.dtype):
+    library, _, cls_name = class_name.rpartition(".")
+    cls = _class(library, cls_name, configuration.pipeline)
+    if "Tokenizer" in cls_name or cls_name.endswith("Processor"):
+        if configuration.directory is not None:
+            return cls.from_pretrained(configuration.directory, subfolder=name)
+        return _tokenizer(configuration.tokens.get(name, 512)) if "Tokenizer" in cls_name else cls(**config)
+    if not issubclass(cls, torch.nn.Module):
+        return cls.from_config(config)
+    with init_empty_weights():
+        if issubclass(cls, PreTrainedModel):
+            module = cls(cls.config_class(**config))
+        else:
+            module = cls.from_config(config)
+    _weightless(module.eval(), dtype)
+    return module
+
+
+def _class(library: str, name: str, pipeline: str) -> type:
+    """A class as model_index.json names it: of a package, or of a module beside the pipeline's."""
+    try:
+        return getattr(importlib.import_module(library), name)
+    except (ImportError, AttributeError):
+        home = importlib.import_module(getattr(diffusers, pipeline).__module__.rpartition(".")[0])
+        found = getattr(home, name, None) or getattr(diffusers, name, None)
+        if found is None:
+            raise ValueError(f"expected a class of diffusers or transformers, got {library}.{name}") from None
+        return found
+
+
+def _weightless(module: torch.nn.Module, dtype: torch.dtype):
+    """Every parameter as a view of one zero, in the dtype `from_pretrained` would give it; buffers keep their values."""
+    kept = (*(getattr(module, "_keep_in_fp32_modules", None) or ()),)
+    if isinstance(module, PreTrainedModel):  # transformers keeps those for float16 only, the strict ones always
+        kept = (*(getattr(module, "_keep_in_fp32_modules_strict", None) or ()),)
+    seen: dict[int, torch.nn.Parameter] = {}
+    for path, owner in module.named_modules():
+        for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(old) not in seen:
+                parts = f"{path}.{name}".split(".")
+                own = torch.float32 if any(part in kept for part in parts) else dtype
+                seen[id(old)] = torch.nn.Parameter(torch.zeros((), dtype=own).expand(old.shape), requires_grad=False)
+            owner._parameters[name] = seen[id(old)]
+
+
+def _tokenizer(max_length: int) -> PreTrainedTokenizerFast:
+    """A tokenizer that pads and cuts as the real one does; every word and every punctuation mark is one token."""
+    tokenizer = Tokenizer(models.WordLevel({PAD: 0, UNKNOWN: 1}, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=UNKNOWN, pad_token=PAD, eos_token=PAD)
+    fast.chat_template = CHAT_TEMPLATE
+    fast.model_max_length = max_length
+    return fast

@@ -1,0 +1,110 @@
+"""Cycles of one operation from its final schedule: bundles times how often each runs.
+
+A TPU core issues one bundle per cycle; the schedule is static, so the bundles of a straight piece of it are its cycles
+(waiting for memory apart, see `timing`). Loops are read with their trip counts. A piece that a condition guards runs
+always, unless the condition is that a counter has its first or last value: then once per round of that counter.
+"""
+
+import re
+from dataclasses import dataclass
+
+
+LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:")
+BRANCH = re.compile(r"sbr\.rel \((!?)%(p\d+(?:_p\d+)?)\) target = \$region(\d+)")
+COMPARE = re.compile(r"%(p\d+(?:_p\d+)?) = scmp\.(\w+)\.s32\.totalorder (%?[\w.]+), (%?[\w.]+)")
+ADD = re.compile(r"%(s\d+(?:_s\d+)?) = sadd\.s32 (\d+), ")
+REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
+PIPELINE = "iteration index, stage = 1"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """Bundles `start` to `stop` (of which the last is the branch back) run `trips` times."""
+
+    start: int
+    stop: int
+    trips: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the schedule of one operation comes to.
+
+    Attributes:
+        cycles: bundles times runs, all pieces together.
+        bundles: of the whole text.
+        loops: outermost first.
+        steps: trips of a kernel's grid (the outermost loop, without the rounds that only fill and drain its pipeline).
+        body: bundles of the largest straight piece, the part that every step runs.
+    """
+
+    cycles: float
+    bundles: int
+    loops: tuple[Loop, ...]
+    steps: int
+    body: int
+
+
+def read(text: str) -> Schedule:
+    """The schedule of a `final_bundles` text."""
+    lines, marks = [], set()
+    for line in text.splitlines():
+        found = LINE.match(line)
+        if found:
+            lines.append(line)
+            if found[2]:
+                marks.add(len(lines) - 1)
+        elif lines:
+            lines[-1] += " " + line.strip()
+    where = {region: n for n, line in enumerate(lines) for region in _regions(line)}
+    compares, adds = {}, {}
+    for line in lines:
+        compares.update({name: (op, a, b) for name, op, a, b in COMPARE.findall(line)})
+        adds.update({name: int(step) for name, step in ADD.findall(line)})
+
+    loops, guards = [], []
+    for n, line in enumerate(lines):
+        for negated, predicate, region in BRANCH.findall(line):
+            target = where.get(region)
+            if target is None:
+                continue
+            op, a, b = compares.get(predicate, (None, "", ""))
+            if target <= n:
+                loops.append(Loop(target, n, _trips(op, a, b, adds, lines[target : n + 1])))
+            else:
+                guards.append((n, target, None if negated else _equals(op, a, b)))
+    loops.sort(key=lambda loop: (loop.start, -loop.stop))
+    last = max((value for _, _, value in guards if value), default=0)
+
+    weight = [1.0] * len(lines)
+    for loop in loops:
+        for n in range(loop.start, loop.stop + 1):
+            weight[n] *= loop.trips
+    edges = sorted({0, len(lines), *marks, *(g[0] for g in guards), *(g[1] for g in guards)})
+    body_start, body_stop = max(zip(edges, [*edges[1:], len(lines)]), key=lambda piece: piece[1] - piece[0])
+    for start, stop, value in guards:
+        # `!=` a constant jumps over the piece: it runs in the first (0) or the last round of the counter. What holds
+        # the body is no such piece: that condition asks whether there is anything to do.
+        holds_body = start < body_start and body_stop <= stop
+        if value is not None and last > 0 and value in (0, last) and not holds_body:
+            for n in range(start + 1, stop):
+                weight[n] /= last + 1
+    steps = loops[0].trips if loops else 1
+    return Schedule(sum(weight), len(lines), tuple(loops), steps, body_stop - body_start)
+
+
+def _regions(line: str):
+    return [a or b for a, b in REGION.findall(line)]
+
+
+def _trips(op, a: str, b: str, adds: dict[str, int], body: list[str]) -> int:
+    """Rounds of a loop that goes on until its counter, from 0 in steps of what is added to it, reaches a constant."""
+    if op not in ("ge", "eq") or not b.isdigit():
+        return 1
+    rounds = -(-int(b) // adds.get(a.lstrip("%"), 1))
+    # A pipelined grid takes two rounds more: the first only fetches, the last only stores.
+    return rounds - 2 if rounds > 2 and any(PIPELINE in line for line in body[:40]) else rounds
+
+
+def _equals(op, a: str, b: str) -> int | None:
+    return int(b) if op == "ne" and b.isdigit() else None

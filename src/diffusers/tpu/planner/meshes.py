@@ -1,0 +1,75 @@
+"""Which meshes a slice allows, and which look fast before anything is compiled."""
+
+import math
+from dataclasses import dataclass
+
+from ..devices import Topology
+from ..sharding import ModelPlan
+from .work import Work
+
+
+@dataclass(frozen=True)
+class Denoiser:
+    """What the ranking knows of a denoiser: its plan, its work for one call, whether calls come in pairs, its weights."""
+
+    plan: ModelPlan
+    work: Work
+    batch: int | None
+    pairs: bool
+    weight_bytes: int
+
+
+def allowed(topology: Topology, denoisers: list[Denoiser]) -> list[tuple[int, int, int]]:
+    """Every (dp, sp, tp) of all the slice's devices that splits batch and heads evenly."""
+    n = topology.devices
+    meshes = [(dp, sp, n // dp // sp) for dp in _divisors(n) for sp in _divisors(n // dp)]
+    return [mesh for mesh in meshes if all(refusal(mesh, d) is None for d in denoisers)]
+
+
+def refusal(mesh: tuple[int, int, int], denoiser: Denoiser) -> str | None:
+    """Why this mesh cannot be used, or None."""
+    dp, _, tp = mesh
+    rows = (denoiser.batch or 1) * (2 if denoiser.pairs else 1)
+    if rows % dp:
+        return f"expected dp to divide the {rows} rows of a step (prompts times guidance branches), got dp {dp}"
+    heads = sorted({heads for _, heads, _, _, _ in denoiser.work.calls})
+    odd = [h for h in heads if h % tp]
+    if odd:
+        return f"expected tp to divide the attention heads ({', '.join(map(str, heads))}), got tp {tp}; use sp in its place"
+    return None
+
+
+def guess(mesh: tuple[int, int, int], denoiser: Denoiser, topology: Topology) -> float:
+    """Seconds of a step by a cheap model: work over the chips that share it, and bytes over one link of each chip."""
+    dp, sp, tp = mesh
+    chip, calls = topology.chip, 2 if denoiser.pairs else 1
+    if denoiser.plan.carry is None:
+        return calls * denoiser.work.seconds(chip, 1)  # nobody says how its activations lie: every chip does all
+    together = dp if denoiser.pairs and (denoiser.batch or 1) % dp else 1  # branches that run side by side
+    compute = calls / together * denoiser.work.seconds(chip, sp * tp * (dp // together))
+    sent = denoiser.weight_bytes * (1 - 1 / (dp * sp)) / tp
+    for (batch, heads, queries, keys, size), runs in denoiser.work.calls.items():
+        part = runs * (calls / together) * batch * heads * size * 2 / (dp // together) / tp
+        if queries != keys or sp == 1:
+            pass
+        elif (heads // tp) % sp == 0:
+            sent += 4 * part * queries / sp * sp / 4  # four exchanges, each across the middle of a line of sp chips
+        else:
+            sent += 2 * part * keys * (1 - 1 / sp)
+        if tp > 1:
+            sent += 4 * part * tp * queries / sp * (1 - 1 / tp)
+    return compute + sent / chip.link_bandwidth
+
+
+def rank(topology: Topology, denoisers: list[Denoiser]) -> list[tuple[float, tuple[int, int, int]]]:
+    """(guessed seconds of a step, mesh), fastest first."""
+    meshes = allowed(topology, denoisers)
+    return sorted((sum(guess(mesh, d, topology) for d in denoisers) / len(denoisers), mesh) for mesh in meshes)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def product(mesh: tuple[int, int, int]) -> int:
+    return math.prod(mesh)

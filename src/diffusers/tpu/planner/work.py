@@ -1,0 +1,136 @@
+"""What a trace asks for, counted before any compiler: floating point operations, and a first guess of time and memory.
+
+Counted are products (a multiplication and an addition each): matrix products, convolutions and attention, whose two
+products are taken over all queries and keys, whichever kernel does them.
+"""
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from jax.extend import core
+
+from ..devices import Chip
+from .timing import ATTENTION, module_of
+
+
+# Which share of their peak compiled programs reach, by what we have seen of them (Wan 14B, 720p, v6e-8): products of
+# bfloat16 in blocks, the attention kernel, and the bandwidth of what is not fused away.
+PRODUCTS_REACH, ATTENTION_REACH, MEMORY_REACH = 0.6, 0.35, 0.8
+KEPT_APART = {"reduce_sum", "reduce_max", "concatenate", "pad", "gather", "scatter", "transpose", "dynamic_slice", "sort"}
+
+
+@dataclass
+class Work:
+    """Of one trace, over all devices.
+
+    Attributes:
+        products, attention: floating point operations by kind, and `by_module`.
+        padded: of `products`, what the matrix unit does for them when channels are filled up to its side.
+        bytes: read and written by operations that compilers keep apart (products, reductions, moves).
+        calls: of attention: (batch, heads, queries, keys, head size) -> how often.
+        operations: equations as they run, blocks in a scan once.
+        live: the most bytes of intermediate values alive at once.
+    """
+
+    products: float = 0.0
+    attention: float = 0.0
+    padded: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    bytes: float = 0.0
+    operations: int = 0
+    live: int = 0
+    by_module: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: dict[tuple[int, ...], int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def flops(self) -> float:
+        return self.products + self.attention
+
+    def seconds(self, chip: Chip, chips: int) -> float:
+        """A guess for `chips` that share the work evenly, transfers left out."""
+        products = self.padded[chip.matrix_side] / chip.flops / PRODUCTS_REACH
+        attention = self.attention / chip.flops / ATTENTION_REACH
+        return (products + attention + self.bytes / chip.hbm_bandwidth / MEMORY_REACH) / chips
+
+
+def count(jaxpr: core.ClosedJaxpr) -> Work:
+    """The work of a trace (`jax.stages.Traced.jaxpr`)."""
+    work = Work()
+    work.live = _count(jaxpr.jaxpr, 1, work, "")
+    return work
+
+
+def _count(jaxpr, runs: int, work: Work, path: str) -> int:
+    """Adds a jaxpr's work, `runs` times; returns the bytes alive at its fullest, its inputs left out."""
+    last_use = {}
+    for n, eqn in enumerate(jaxpr.eqns):
+        last_use.update({var: n for var in eqn.invars if isinstance(var, core.Var)})
+    made, alive, fullest = {}, 0, 0
+    results = {var for var in jaxpr.outvars if isinstance(var, core.Var)}
+    for n, eqn in enumerate(jaxpr.eqns):
+        inner = _one(eqn, runs, work, f"{path}/{eqn.source_info.name_stack}")
+        for var in eqn.outvars:
+            made[var] = _bytes(var.aval)
+            alive += made[var]
+        fullest = max(fullest, alive + inner)
+        for var in (*eqn.invars, *eqn.outvars):
+            if isinstance(var, core.Var) and var in made and last_use.get(var, n) <= n and var not in results:
+                alive -= made.pop(var)
+    return fullest
+
+
+def _one(eqn, runs: int, work: Work, path: str) -> int:
+    name, params = eqn.primitive.name, eqn.params
+    if name in ("pjit", "jit") and params.get("name") == ATTENTION:
+        q, k, v = (var.aval for var in eqn.invars[-3:])
+        flops = runs * 2.0 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+        work.attention += flops
+        work.calls[(*q.shape[:3], k.shape[2], q.shape[3])] += runs
+        work.by_module[module_of(path)] += flops
+        work.operations += 1
+        return 0
+    inner = [x for value in params.values() for x in _jaxprs(value)]
+    if inner:
+        times = runs * (params.get("length", 1) if name == "scan" else 1)
+        return max(_count(x, times, work, path) for x in inner)
+    work.operations += 1
+    flops, sides = _product(eqn)
+    if flops:
+        work.products += runs * flops
+        work.by_module[module_of(path)] += runs * flops
+        for side in (128, 256):
+            waste = math.prod(-(-size // side) * side / size for size in sides)
+            work.padded[side] += runs * flops * min(waste, side)
+    if flops or name in KEPT_APART:
+        work.bytes += runs * sum(_bytes(var.aval) for var in (*eqn.invars, *eqn.outvars))
+    return 0
+
+
+def _product(eqn) -> tuple[float, tuple[int, int]]:
+    """Floating point operations, and the two sizes that lie on the sides of the matrix unit."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), (batched, _) = eqn.params["dimension_numbers"]
+        left, right = (var.aval for var in eqn.invars)
+        depth = math.prod(left.shape[axis] for axis in contracted)
+        columns = math.prod(right.shape) // max(depth * math.prod(left.shape[a] for a in batched), 1)
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth, (depth, columns)
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"].rhs_spec
+        out, inside = kernel[numbers[0]], kernel[numbers[1]]
+        taps = math.prod(kernel[axis] for axis in numbers[2:])
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * inside * taps, (inside * taps, out)
+    return 0.0, (1, 1)
+
+
+def _jaxprs(value):
+    if isinstance(value, core.ClosedJaxpr):
+        yield value.jaxpr
+    elif isinstance(value, core.Jaxpr):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _jaxprs(item)
+
+
+def _bytes(aval) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize if hasattr(aval, "shape") and hasattr(aval, "dtype") else 0

@@ -1,0 +1,405 @@
+"""One question to the planner, answered in the compiler's process: `answer` is what `planner.plan` runs in a child."""
+
+import importlib.metadata
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
+from ..config import TPUConfig
+from ..devices import TOPOLOGIES, Topology, find_topology
+from ..mesh import make_mesh, plan_degrees
+from ..pipeline import PipelinePlan, module_plan, plan_of
+from ..runner import Runner
+from . import meshes, timing
+from .building import build, configuration_of
+from .recording import RecordedCall, Recording, record
+from .work import Work, count
+
+
+GIB = 2**30
+STAGES = {"text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "vae": "vae"}
+# A trace of more operations than this takes the compiler minutes: it is modelled unless asked for.
+COMPILED_OPERATIONS = 2500
+TRIED_MESHES = 3
+TRIED_SLICES = 2
+VERSIONS = ("diffusers", "torch", "torchax", "jax", "libtpu", "transformers")
+
+
+@dataclass
+class Part:
+    """One program of the run: a component's call, alone or as the two branches of guidance, on one mesh."""
+
+    recorded: RecordedCall
+    branches: int
+    runs: int
+    work: Work
+    weights: int
+    inputs: int
+    compiled: CompiledProgram | None = None
+    timed: timing.Timing | None = None
+    refused: OutOfMemory | None = None
+    modelled_seconds: float = 0.0
+
+    @property
+    def stage(self) -> str:
+        name, entry = self.recorded.component, self.recorded.call.entry
+        stage = next((s for prefix, s in STAGES.items() if name.startswith(prefix)), name)
+        return entry if stage == "vae" else stage
+
+    @property
+    def seconds(self) -> float:
+        """Of one run."""
+        return self.timed.seconds["total"] if self.timed is not None else self.modelled_seconds
+
+    @property
+    def activations(self) -> int:
+        """Bytes on a chip beyond weights and program while it runs."""
+        if self.compiled is not None:
+            m = self.compiled.memory
+            return m["arguments"] - self.weights + m["temporaries"] + m["outputs"] - m["aliased"]
+        if self.refused is not None and self.refused.asked:
+            return max(self.refused.asked - self.weights, 0)
+        return self.work.live + self.inputs
+
+    @property
+    def program(self) -> int:
+        return self.compiled.memory["program"] if self.compiled is not None else 0
+
+
+def answer(request: dict, progress: Callable) -> dict:
+    """The plan of one request on one topology.
+
+    Args:
+        request: `model`, `topology`, `mesh` (None: as the pipeline would choose; "auto"; or degrees), `dtype`, `batch`,
+            `arguments` of the pipeline's call, `everything` (compile also what takes minutes), `only` (components).
+
+    Raises BadRequest for what cannot be planned.
+    """
+    topology = find_topology(request["topology"])
+    progress(f"building {request['model']} without weights")
+    recording = _recorded(request, progress)
+    works = {id(r): count(r.traced.jaxpr) for r in recording.calls}
+    planner = _Planner(request, topology, recording, works, progress)
+    chosen, ranking = planner.choose()
+    result = planner.as_json(*chosen)
+    result["ranking"] = ranking
+    if not result["fits"]:
+        result["advice"] = planner.advice(*chosen)
+    return result
+
+
+def versions() -> dict[str, str]:
+    """Of what decides a plan."""
+    return {name: importlib.metadata.version(name) for name in VERSIONS}
+
+
+def _recorded(request: dict, progress: Callable) -> Recording:
+    try:
+        configuration = configuration_of(request["model"])
+        pipe = build(configuration, getattr(torch, request["dtype"]))
+        arguments = {**configuration.call, **request["arguments"]}
+        if request["batch"] > 1:
+            arguments["prompt"] = ["word"] * request["batch"]
+        recording = record(pipe, arguments, progress)
+    except (ValueError, TypeError) as error:
+        raise BadRequest(" ".join(str(error).split())) from error
+    if not recording.steps:
+        raise BadRequest(f"expected a pipeline that denoises in steps, got {type(pipe).__name__} without any")
+    _check_size(arguments, recording)
+    recording.arguments = {k: v for k, v in arguments.items() if isinstance(v, (int, float, str, bool))}
+    return recording
+
+
+def _check_size(arguments: dict, recording: Recording):
+    """Upstream rounds some sizes in silence: what was asked for must be what comes out."""
+    decoded = [r for r in recording.calls if r.call.entry == "decode"]
+    if not decoded:
+        return
+    shape = decoded[-1].outputs[0][0].shape
+    got = dict(zip(("height", "width", "num_frames"), (shape[-2], shape[-1], shape[2] if len(shape) == 5 else None)))
+    for name, size in got.items():
+        asked = arguments.get(name)
+        if asked is not None and size is not None and asked != size:
+            raise BadRequest(
+                f"expected a {name} that the model can make, got {asked}: its VAE would give {size}."
+                f" Ask for {size}" + (" (4k+1 for most video models)." if name == "num_frames" else ".")
+            )
+
+
+class _Planner:
+    def __init__(self, request, topology: Topology, recording: Recording, works: dict, progress: Callable):
+        self.request, self.topology, self.recording, self.works = request, topology, recording, works
+        self.progress = progress
+        self.modules = {n: m for n, m in recording.pipe.components.items() if isinstance(m, torch.nn.Module)}
+        self.denoising = [r for r in recording.calls if self._stage(r) == "denoise"]
+        if not self.denoising:
+            raise BadRequest(f"expected a pipeline with a transformer or unet, got {sorted(self.modules)}")
+
+    @staticmethod
+    def _stage(recorded: RecordedCall) -> str:
+        return next((s for prefix, s in STAGES.items() if recorded.component.startswith(prefix)), recorded.component)
+
+    def _denoisers(self) -> list[meshes.Denoiser]:
+        return [
+            meshes.Denoiser(
+                module_plan(self.modules[r.component]),
+                self.works[id(r)],
+                r.call.batch,
+                r.pairs > 0,
+                sum(p.nbytes for p in self.modules[r.component].parameters()),
+            )
+            for r in self.denoising
+        ]
+
+    def choose(self) -> tuple[tuple, list[dict]]:
+        """((mesh, its parts), the ranking): the mesh asked for, or the best of those that were compiled."""
+        denoisers, wanted = self._denoisers(), self.request["mesh"]
+        if wanted != "auto":
+            mesh = tuple(wanted) if wanted else self._default_mesh(self.topology)
+            if meshes.product(mesh) != self.topology.devices:
+                raise BadRequest(
+                    f"expected a mesh dp,sp,tp whose product is the {self.topology.devices} devices of"
+                    f" {self.topology.name}, got {','.join(map(str, mesh))} = {meshes.product(mesh)}"
+                )
+            for denoiser in denoisers:
+                if wanted and (reason := meshes.refusal(mesh, denoiser)):
+                    raise BadRequest(reason)
+            return (mesh, self.parts(self.topology, mesh)), []
+        ranked = meshes.rank(self.topology, denoisers)
+        tried = [(mesh, self.parts(self.topology, mesh, only="denoise")) for _, mesh in ranked[:TRIED_MESHES]]
+        fitting = [t for t in tried if self._fits(t[1], self.topology)] or tried
+        best, _ = min(fitting, key=lambda t: sum(p.runs * p.seconds for p in t[1]))
+        compiled = {mesh: parts for mesh, parts in tried}
+        ranking = [
+            {
+                "mesh": dict(zip(("dp", "sp", "tp"), mesh)),
+                "guessed_seconds_per_step": guessed,
+                "seconds_per_step": self._per_step(compiled[mesh]) if mesh in compiled else None,
+                "fits": self._fits(compiled[mesh], self.topology) if mesh in compiled else None,
+            }
+            for guessed, mesh in ranked
+        ]
+        rest = self.parts(self.topology, best, only="rest")
+        return (best, [*compiled[best], *rest]), ranking
+
+    def _default_mesh(self, topology: Topology) -> tuple[int, int, int]:
+        plan = plan_of(type(self.recording.pipe).__mro__[1], PipelinePlan())
+        return plan_degrees(topology.devices, None, plan.guided_by_pairs)
+
+    def parts(self, topology: Topology, mesh: tuple[int, int, int], only: str | None = None) -> list[Part]:
+        """The programs of the run on one mesh, compiled or modelled. `only` "denoise" or "rest"."""
+        compiler = Compiler(topology)
+        devices = compiler.devices
+        jax_mesh = make_mesh(devices, mesh)
+        places = [(*d.coords, d.core_on_chip) for d in jax_mesh.devices.flat]
+        made = []
+        for name, module in self.modules.items():
+            calls = [r for r in self.recording.calls if r.component == name]
+            if self.request.get("only") and name not in self.request["only"]:
+                continue
+            if not calls or (only is not None and (self._stage(calls[0]) == "denoise") != (only == "denoise")):
+                continue
+            runner = Runner(module, module_plan(module), jax_mesh, TPUConfig(**self.request.get("config", {})))
+            runner.attach()
+            try:
+                for recorded in calls:
+                    made += self._programs(recorded, runner, compiler, places, topology)
+            finally:
+                runner.detach()
+        return made
+
+    def _programs(self, recorded, runner: Runner, compiler, places, topology: Topology) -> list[Part]:
+        dp, batch = runner.mesh.shape["dp"], recorded.call.batch
+        paired = recorded.pairs if batch and batch % dp and 2 * batch % dp == 0 else 0
+        made = []
+        for branches, runs in ((2, paired), (1, recorded.count - 2 * paired)):
+            if runs:
+                inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
+                weights = runner.plan_weights().coverage.bytes_per_chip
+                part = Part(recorded, branches, runs, self.works[id(recorded)], weights, inputs)
+                self._compile(part, runner, compiler, places, topology)
+                made.append(part)
+        return made
+
+    def _compile(self, part: Part, runner: Runner, compiler, places, topology: Topology):
+        name = f"{part.recorded.component}.{part.recorded.call.entry}"
+        small = part.work.operations <= COMPILED_OPERATIONS
+        if not (small or part.stage == "denoise" or self.request.get("everything")):
+            shared = topology.devices if runner.plan.carry is not None else 1
+            part.modelled_seconds = part.branches * part.work.seconds(topology.chip, shared)
+            return
+        self.progress(f"compiling {name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}")
+        traced, _ = runner.scanned_or_unrolled(runner.trace, *[part.recorded.call] * part.branches)
+        try:
+            part.compiled = compiler.compile(traced.lower())
+        except OutOfMemory as error:
+            part.refused = error
+            return
+        part.weights = part.compiled.memory["arguments"] - part.inputs
+        start = time.perf_counter()
+        part.timed = timing.time_program(part.compiled, topology.chip, places)
+        self.progress(f"read {name} in {time.perf_counter() - start:.1f} s")
+
+    # What it comes to
+
+    def _per_step(self, parts: list[Part]) -> float:
+        return sum(p.runs * p.seconds for p in parts if p.stage == "denoise") / self.recording.steps
+
+    def _hbm(self, parts: list[Part], topology: Topology) -> dict[str, float]:
+        weights = {p.recorded.component: p.weights for p in parts}
+        programs = sum(p.program for p in parts)
+        activations = max((p.activations for p in parts), default=0)
+        total = sum(weights.values())
+        return {
+            "weights": total / GIB,
+            "activations": activations / GIB,
+            "program": programs / GIB,
+            "peak": (total + activations + programs) / GIB,
+            "limit": topology.chip.hbm_bytes / GIB,
+        }
+
+    def _fits(self, parts: list[Part], topology: Topology) -> bool:
+        hbm = self._hbm(parts, topology)
+        return hbm["peak"] <= hbm["limit"] and not any(p.refused for p in parts)
+
+    def as_json(self, mesh: tuple[int, int, int], parts: list[Part]) -> dict:
+        """The plan as `plan --json` prints it."""
+        topology, steps = self.topology, self.recording.steps
+        denoise = [p for p in parts if p.stage == "denoise"]
+        known = all(p.timed is not None for p in denoise)
+        per_step = {
+            kind: sum(p.runs * p.timed.seconds[kind] for p in denoise) / steps if known else None
+            for kind in (*timing.KINDS, "total")
+        }
+        flops = sum(p.runs * p.branches * p.work.flops for p in denoise) / steps
+        peak_flops = topology.chip.flops * topology.devices
+        return {
+            "model": self.request["model"],
+            "topology": topology.name,
+            "mesh": dict(zip(("dp", "sp", "tp"), mesh)),
+            "fits": self._fits(parts, topology),
+            "hbm_gib_per_chip": self._hbm(parts, topology),
+            "seconds_per_step": per_step,
+            "seconds_total": sum(p.runs * p.seconds for p in parts) if known else None,
+            "flops_per_step": flops,
+            "mfu": flops / peak_flops / per_step["total"] if known else None,
+            "compile_seconds": sum(p.compiled.seconds for p in parts if p.compiled is not None),
+            "versions": versions(),
+            "pipeline": type(self.recording.pipe).__name__,
+            "dtype": self.request["dtype"],
+            "steps": steps,
+            "call": self.recording.arguments,
+            "chip": {"devices": topology.devices, "flops": topology.chip.flops, "hbm": topology.chip.hbm_bytes},
+            "parts": [self._part_json(p) for p in parts],
+            "notes": self._notes(mesh, parts),
+            "advice": [],
+        }
+
+    def _part_json(self, part: Part) -> dict:
+        compiled = part.compiled
+        return {
+            "component": part.recorded.component,
+            "entry": part.recorded.call.entry,
+            "stage": part.stage,
+            "how": "compiled" if compiled else "refused" if part.refused else "modelled",
+            "branches": part.branches,
+            "runs": part.runs,
+            "shapes": [list(t.shape) for t in part.recorded.call.tensors],
+            "seconds": None if part.refused else part.seconds,
+            "flops": part.branches * part.work.flops,
+            "flops_by_module": _largest(part.work.by_module),
+            "hbm_gib": {
+                "weights": part.weights / GIB,
+                "activations": part.activations / GIB,
+                "program": part.program / GIB,
+                "peak": (part.weights + part.activations + part.program) / GIB,
+            },
+            "memory_analysis": compiled.memory if compiled else None,
+            "compile_seconds": compiled.seconds if compiled else None,
+            "timing": part.timed.as_json() if part.timed else None,
+            "refused": part.refused and {"message": str(part.refused), "asked": part.refused.asked},
+        }
+
+    def _notes(self, mesh: tuple[int, int, int], parts: list[Part]) -> list[str]:
+        notes = []
+        for name in sorted({f"{p.recorded.component}.{p.recorded.call.entry}" for p in parts if not p.compiled and not p.refused}):
+            notes.append(
+                f"{name} is modelled from its operations, not compiled: its trace is so long that the compiler takes"
+                " minutes (--everything compiles it)"
+            )
+        sp, tp = mesh[1:]
+        for recorded in self.denoising:
+            heads = {n for _, n, t, s, _ in self.works[id(recorded)].calls if t == s}
+            if sp > 1 and any(n // tp % sp for n in heads) and module_plan(self.modules[recorded.component]).carry:
+                notes.append(
+                    f"{recorded.component}: {', '.join(map(str, sorted(heads)))} heads do not divide by sp {sp}, so every"
+                    " chip gathers all keys; a mesh whose sp divides them exchanges less"
+                )
+            if module_plan(self.modules[recorded.component]).carry is None and self.topology.devices > 1:
+                notes.append(f"{recorded.component} has no plan yet: the compiler alone decides how chips share its work")
+        return list(dict.fromkeys(notes))
+
+    def advice(self, mesh: tuple[int, int, int], parts: list[Part]) -> list[str]:
+        """What would fit, each with its figure."""
+        hbm = self._hbm(parts, self.topology)
+        over = (hbm["peak"] - hbm["limit"]) * GIB
+        weights = {p.recorded.component: p.weights for p in parts}
+        found = []
+        texts = {n: w for n, w in weights.items() if n.startswith("text_encoder")}
+        if sum(texts.values()) >= over:
+            found.append(
+                f"compute the prompt's embeddings apart and load with text_encoder=None: {sum(texts.values()) / GIB:.2f} GiB"
+                " per chip less"
+            )
+        experts = sorted(n for n in weights if n.startswith("transformer"))
+        if len(experts) > 1 and min(weights[n] for n in experts) >= over:
+            found.append(f"keep the idle one of {', '.join(experts)} on the host: {weights[experts[-1]] / GIB:.2f} GiB per chip less")
+        fullest = max(parts, key=lambda p: p.activations)
+        room = hbm["limit"] - hbm["weights"] - hbm["program"]
+        if room > 0:
+            share = room / hbm["activations"]
+            found.append(
+                f"ask for less at once: {fullest.recorded.component}.{fullest.recorded.call.entry} needs"
+                f" {hbm['activations']:.2f} GiB beside the weights and {room:.2f} are left, so about {share:.0%} of the"
+                " frames or pixels"
+            )
+        if self.request["dtype"] == "float32":
+            found.append("use bfloat16 (--dtype bfloat16): half the weights")
+        slice_ = self._smallest_slice(parts)
+        if slice_ is not None:
+            found.insert(0, slice_)
+        return found
+
+    def _smallest_slice(self, parts: list[Part]) -> str | None:
+        """The smallest slice, of this generation first, whose compiled denoiser and the rest fit; compiled to be sure."""
+        whole = {p.recorded.component: sum(w.nbytes for w in self.modules[p.recorded.component].parameters()) for p in parts}
+        activations = max(p.activations for p in parts) * self.topology.devices
+        spread = module_plan(self.modules[self.denoising[0].component]).carry is not None
+        same = self.topology.chip.generation
+        candidates = sorted(
+            (t for t in TOPOLOGIES.values() if t.name != self.topology.name),
+            key=lambda t: (t.chip.generation != same, t.devices),
+        )
+        tried = 0
+        for topology in candidates:
+            need = sum(whole.values()) / topology.devices
+            need += activations / topology.devices if spread else max(p.activations for p in parts)
+            if need > topology.chip.hbm_bytes or tried == TRIED_SLICES:
+                continue
+            tried += 1
+            mesh = self._default_mesh(topology)
+            made = self.parts(topology, mesh)
+            if self._fits(made, topology):
+                hbm = self._hbm(made, topology)
+                return (
+                    f"use {topology.name}: {hbm['peak']:.2f} of {hbm['limit']:.2f} GiB per chip, "
+                    f"{self._per_step(made):.2f} s per step (compiled, mesh {','.join(map(str, mesh))})"
+                )
+        return None
+
+
+def _largest(sums: dict[str, float], kept: int = 12) -> dict[str, float]:
+    return dict(sorted(sums.items(), key=lambda item: -item[1])[:kept])
