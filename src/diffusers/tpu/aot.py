@@ -139,6 +139,7 @@ def _environment(schedules: Path) -> dict[str, str]:
     flags = {
         "xla_jf_dump_to": schedules,
         "xla_jf_dump_llo_text": "true",
+        "xla_jf_dump_category_filter": "codegen",
         "xla_jf_dump_llo_pass_label_regex": "^final_bundles",
     }
     arguments = [*os.environ.get("LIBTPU_INIT_ARGS", "").split(), *(f"--{name}={flags[name]}" for name in flags)]

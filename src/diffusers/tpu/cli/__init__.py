@@ -42,6 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_compare(commands)
+    _add_plan(commands)
     env = commands.add_parser("env", help="versions, chips and settings", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -88,6 +89,30 @@ def _add_compare(commands):
     _add_pipeline_arguments(compare)
 
 
+def _add_plan(commands):
+    plan = commands.add_parser(
+        "plan",
+        help="does a model fit a slice, how fast is a step, and why: no TPU, no weights, no network",
+        description="Compiles the model's denoiser for a TPU that is not here and reads the program. Exit status 1 if it fits nowhere.",
+        epilog="Published models need no files; a directory or the hub's cache is used if there.",
+        allow_abbrev=False,
+    )
+    plan.add_argument("model", metavar="MODEL", help="a directory, a hub id, or a short name such as wan2.1-t2v-14b")
+    plan.add_argument(
+        "--topology", metavar="SLICE", action="append", required=True, help="such as v6e-8; several: again, or with commas"
+    )
+    plan.add_argument("--mesh", metavar="auto|DP,SP,TP", help="auto: rank all, compile the best few (default: the pipeline's own)")
+    plan.add_argument("--dtype", choices=DTYPES[:2][::-1], default="bfloat16", help="of the weights (default bfloat16)")
+    plan.add_argument("--batch", type=int, default=1, help="prompts at once (default 1)")
+    plan.add_argument("--everything", action="store_true", help="compile text encoders and VAE too (minutes), not only the denoiser")
+    plan.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the answer as JSON, to FILE or the output")
+    plan.add_argument("--report", metavar="FILE.html", help="the answer as a page with pictures")
+    plan.add_argument("--time-limit", type=float, default=900, metavar="SECONDS", help="for one slice (default 900)")
+    group = plan.add_argument_group("arguments of the pipeline", "Default: the model card's; any other one is taken too.")
+    for name in ("height", "width", "num-frames", "num-inference-steps", "guidance-scale", "max-sequence-length"):
+        group.add_argument(f"--{name}", action="append", metavar="VALUE", help=COMMON_ARGUMENTS[name])
+
+
 def _add_model(parser):
     parser.add_argument("model", metavar="MODEL", help="a directory in diffusers layout, or a hub id")
 
@@ -108,6 +133,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import environment as command
         elif options.command == "compare":
             from . import compare as command
+        elif options.command == "plan":
+            from . import plan as command
         else:
             from . import generate as command
         return command.run(options, rest)

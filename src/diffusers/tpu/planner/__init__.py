@@ -45,7 +45,7 @@ def plan(
         mesh: degrees dp, sp, tp; None: what the pipeline chooses itself; "auto": the best of several.
         batch: prompts at once.
         arguments: of the pipeline's call; what is left out is the model card's or the pipeline's default.
-        everything: compile also programs that take the compiler minutes, instead of modelling them.
+        everything: compile also what is not the denoiser, instead of modelling it (a VAE takes the compiler minutes).
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
         seconds: the compiler's process is stopped after these.

@@ -21,8 +21,6 @@ from .work import Work, count
 
 GIB = 2**30
 STAGES = {"text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "vae": "vae"}
-# A trace of more operations than this takes the compiler minutes: it is modelled unless asked for.
-COMPILED_OPERATIONS = 2500
 TRIED_MESHES = 3
 TRIED_SLICES = 2
 VERSIONS = ("diffusers", "torch", "torchax", "jax", "libtpu", "transformers")
@@ -74,7 +72,8 @@ def answer(request: dict, progress: Callable) -> dict:
 
     Args:
         request: `model`, `topology`, `mesh` (None: as the pipeline would choose; "auto"; or degrees), `dtype`, `batch`,
-            `arguments` of the pipeline's call, `everything` (compile also what takes minutes), `only` (components).
+            `arguments` of the pipeline's call, `everything` (compile more than the denoiser), `config` (further fields
+            of TPUConfig), `only` (components).
 
     Raises BadRequest for what cannot be planned.
     """
@@ -226,8 +225,7 @@ class _Planner:
 
     def _compile(self, part: Part, runner: Runner, compiler, places, topology: Topology):
         name = f"{part.recorded.component}.{part.recorded.call.entry}"
-        small = part.work.operations <= COMPILED_OPERATIONS
-        if not (small or part.stage == "denoise" or self.request.get("everything")):
+        if not (part.stage == "denoise" or self.request.get("everything")):
             shared = topology.devices if runner.plan.carry is not None else 1
             part.modelled_seconds = part.branches * part.work.seconds(topology.chip, shared)
             return
@@ -327,8 +325,8 @@ class _Planner:
         notes = []
         for name in sorted({f"{p.recorded.component}.{p.recorded.call.entry}" for p in parts if not p.compiled and not p.refused}):
             notes.append(
-                f"{name} is modelled from its operations, not compiled: its trace is so long that the compiler takes"
-                " minutes (--everything compiles it)"
+                f"{name} is modelled from its operations: what is not the denoiser is compiled with --everything only"
+                " (a VAE takes the compiler minutes)"
             )
         sp, tp = mesh[1:]
         for recorded in self.denoising:
