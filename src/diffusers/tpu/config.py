@@ -8,7 +8,7 @@ ACCELERATORS = ("cuda", "tpu", "xla", "jax")  # names of devices that mean the T
 MODES = ("auto", "off", "cpu")
 GLUES = ("auto", "resident", "host")
 PRECISIONS = ("highest", "high", "default")
-ATTENTIONS = ("auto", "reference", "splash")
+ATTENTIONS = ("auto", "reference", "splash", "online")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,9 @@ class TPUConfig:
             "host" moves them once each way per step; "auto" is resident for pipelines with a plan, else host.
         scan: trace a run of equal blocks once and scan it over stacked weights.
         matmul_precision: of float32 products ("highest" is true float32; bfloat16 products are not affected).
-        attention: "auto" is JAX's splash kernel on a real TPU and the reference elsewhere.
+        attention: "auto" is JAX's splash kernel on a real TPU and the reference elsewhere; "online" is a kernel with
+            transposed scores and exp2, for attention without a mask.
+        attention_blocks: queries, keys, and keys per inner step of the kernel's blocks; None: the kernel's own.
     """
 
     mesh: tuple[int, int, int] | None = None
@@ -47,6 +49,7 @@ class TPUConfig:
     scan: bool = True
     matmul_precision: str = "highest"
     attention: str = "auto"
+    attention_blocks: tuple[int, int, int] | None = None
 
     def __post_init__(self):
         if self.mesh is not None:
@@ -54,6 +57,14 @@ class TPUConfig:
         for name, allowed in (("glue", GLUES), ("matmul_precision", PRECISIONS), ("attention", ATTENTIONS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected TPUConfig.{name} to be one of {allowed}, got {getattr(self, name)!r}")
+        if self.attention_blocks is not None:
+            blocks = tuple(self.attention_blocks)
+            if len(blocks) != 3 or any(not isinstance(b, int) or b < 1 for b in blocks) or blocks[1] % blocks[2]:
+                raise ValueError(
+                    "expected TPUConfig.attention_blocks of three positive integers, queries, keys and a divisor of those,"
+                    f" got {self.attention_blocks!r}"
+                )
+            object.__setattr__(self, "attention_blocks", blocks)
 
 
 def parse_mesh(value) -> tuple[int, int, int]:

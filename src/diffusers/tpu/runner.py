@@ -291,6 +291,7 @@ class Runner:
             attention=Settings(
                 mesh=self.mesh if self.plan.carry is not None else None,
                 kernel=self.config.attention,
+                blocks=self.config.attention_blocks,
                 platform=self.mesh.devices.flat[0].platform,
             ),
             matmul_precision=self.config.matmul_precision,

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ...utils import logging
-from . import masks, splash
+from . import masks, online, splash
 from .parallel import parallel_attention
 from .reference import reference_attention
 
@@ -25,10 +25,11 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """`mesh` of the sequence-split layout, None where the compiler lays out; `kernel` as in `TPUConfig.attention`."""
+    """`mesh` of the sequence-split layout, None where the compiler lays out; `kernel`, `blocks` as in `TPUConfig`."""
 
     mesh: Mesh | None = None
     kernel: str = "auto"
+    blocks: tuple[int, int, int] | None = None
     platform: str = "cpu"
     interpret: bool = False
 
@@ -84,9 +85,11 @@ def attention(
 
 def _local(settings: Settings, q, k, mask):
     """The attention of one chip: the kernel asked for; with "auto" the one that takes this call, said once if slower."""
-    fast = functools.partial(splash.splash_attention, interpret=settings.interpret)
+    fast = functools.partial(splash.splash_attention, interpret=settings.interpret, blocks=settings.blocks)
     if settings.kernel == "splash":
         return fast
+    if settings.kernel == "online":
+        return functools.partial(online.online_attention, interpret=settings.interpret, blocks=settings.blocks)
     if settings.kernel == "reference" or settings.platform != "tpu":
         return reference_attention
     reason = splash.unsupported(mask, q.shape[1], k.shape[1])

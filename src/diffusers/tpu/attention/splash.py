@@ -12,8 +12,7 @@ from jaxtyping import Array, Float
 from .masks import Mask
 
 
-BLOCK_Q = 1024
-BLOCK_KV = 1024
+BLOCKS = (1024, 1024, 512)
 LANES = 128
 
 
@@ -37,14 +36,20 @@ def splash_attention(
     mask: Mask | None = None,
     is_causal: bool = False,
     kv_len: int | None = None,
+    blocks: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N T D"]:
-    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`)."""
+    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`).
+
+    `blocks`: queries, keys, and keys of one inner step.
+    """
     if reason := unsupported(mask, q.shape[1], k.shape[1]):
         raise NotImplementedError(f"splash attention does not take {reason}; use the reference")
     batch, heads, q_len, dim = q.shape
     s_len, kv_len = k.shape[2], k.shape[2] if kv_len is None else kv_len
-    block_q, block_kv = (min(limit, _round_up(n, LANES)) for limit, n in ((BLOCK_Q, q_len), (BLOCK_KV, s_len)))
+    wanted_q, wanted_kv, inner = blocks or BLOCKS
+    block_q, block_kv = (min(limit, _round_up(n, LANES)) for limit, n in ((wanted_q, q_len), (wanted_kv, s_len)))
+    inner = min(inner, block_kv)
     q_padded, s_padded = _round_up(q_len, block_q), _round_up(s_len, block_kv)
     padded_dim = _round_up(dim, LANES) if dim > LANES else dim
 
@@ -58,18 +63,19 @@ def splash_attention(
     segments = splash.SegmentIds(
         q=jnp.zeros((batch, q_padded), jnp.int32), kv=jnp.where(valid, 0, 1).astype(jnp.int32)
     )
-    kernel = _kernel(heads, q_padded, s_padded, block_q, block_kv, is_causal, interpret)
+    kernel = _kernel(heads, q_padded, s_padded, (block_q, block_kv, inner), is_causal, interpret)
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
     return jnp.where(valid.any(1)[:, None, None, None], out, 0).astype(q.dtype)
 
 
-def _kernel(heads, q_len, s_len, block_q, block_kv, is_causal, interpret):
+def _kernel(heads, q_len, s_len, blocks, is_causal, interpret):
+    block_q, block_kv, inner = blocks
     one = splash.CausalMask((q_len, s_len)) if is_causal else splash.FullMask((q_len, s_len))
     return splash.make_splash_mha_single_device(
         mask=splash.MultiHeadMask([one] * heads),
-        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=min(block_kv, 512)),
+        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner),
         interpret=interpret,
     )
 

@@ -11,6 +11,7 @@ from .errors import BadInput
 
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
+BENCHES = ("attention", "step", "vae", "calibration")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Arguments of most pipelines, for the help; any other name of a pipeline's __call__ is taken too.
@@ -43,6 +44,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_compare(commands)
     _add_plan(commands)
+    _add_bench(commands)
     env = commands.add_parser("env", help="versions, chips and settings", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -113,6 +115,19 @@ def _add_plan(commands):
         group.add_argument(f"--{name}", action="append", metavar="VALUE", help=COMMON_ARGUMENTS[name])
 
 
+def _add_bench(commands):
+    bench = commands.add_parser(
+        "bench",
+        help="what the TPU compiler says of our kernels and steps, beside what others use",
+        description="Every row is compiled for a TPU that is not here, or read from the cache; nothing is measured.",
+        allow_abbrev=False,
+    )
+    bench.add_argument("kind", choices=BENCHES, help="what to compile; calibration: beside measurements of others")
+    bench.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the rows as JSON, to FILE or the output")
+    for name in ("chip", "shape", "path", "model", "topology", "variant", "name"):
+        bench.add_argument(f"--{name}", metavar="VALUE", help="only rows with this value")
+
+
 def _add_model(parser):
     parser.add_argument("model", metavar="MODEL", help="a directory in diffusers layout, or a hub id")
 
@@ -135,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import compare as command
         elif options.command == "plan":
             from . import plan as command
+        elif options.command == "bench":
+            from . import bench as command
         else:
             from . import generate as command
         return command.run(options, rest)

@@ -74,6 +74,19 @@ def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int) -> l
 
 
 @contextlib.contextmanager
+def whole_file(wanted: str, suffix: str):
+    """A hidden file beside `wanted` to write to, which gets its name at the end.
+
+    Raises BadInput for another suffix or a folder that is not there or cannot be written to.
+    """
+    path = Path(wanted)
+    if path.suffix != suffix or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BadInput(f"expected a file that ends in {suffix}, in a writable folder that is there, got {wanted!r}")
+    with whole_files([path]) as (draft,):
+        yield draft
+
+
+@contextlib.contextmanager
 def whole_files(paths: list[Path]):
     """Hidden files beside `paths` to write to; they get their names at the end, or are removed if anything goes wrong.
 

@@ -1,5 +1,6 @@
 """`diffusers-tpu plan`: does a model fit a slice, how fast is a step, and why."""
 
+import contextlib
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ from ..config import parse_mesh
 from ..devices import find_topology
 from .arguments import given_arguments
 from .errors import BadInput, one_line
+from .output import whole_file
 
 
 PIPELINE_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
@@ -29,8 +31,10 @@ def run(options, rest: list[str]) -> int:
         raise BadInput(one_line(error)) from error
     if options.batch < 1:
         raise BadInput(f"expected --batch of at least 1, got {options.batch}")
-    report = _writable(options.report, ".html") if options.report else None
-    file = _writable(options.json, ".json") if options.json and options.json != "-" else None
+    if options.report:
+        _checked(options.report, ".html")
+    if options.json and options.json != "-":
+        _checked(options.json, ".json")
     arguments = {name: _number(name, words) for name, words in given_arguments(options, PIPELINE_ARGUMENTS, rest).items()}
     console = Console(stderr=options.json == "-")
     plans = []
@@ -40,15 +44,17 @@ def run(options, rest: list[str]) -> int:
             _show(plans[-1], console)
     if options.json:
         text = json.dumps(plans[0] if len(plans) == 1 else plans, indent=1)
-        if file is None:
+        if options.json == "-":
             print(text)
         else:
-            _write(file, text + "\n", console)
-    if report is not None:
-        from ..planner import report as page
+            with whole_file(options.json, ".json") as draft:
+                draft.write_text(text + "\n")
+            console.print(f"wrote {options.json}", soft_wrap=True)
+    if options.report:
+        from ..planner import report
 
-        page.write(plans, report)
-        console.print(f"wrote {report}", soft_wrap=True)
+        report.write(plans, Path(options.report))
+        console.print(f"wrote {options.report}", soft_wrap=True)
     return 0 if any(plan["fits"] for plan in plans) else 1
 
 
@@ -86,18 +92,14 @@ def _number(name: str, words: list[str]):
     return words[0]
 
 
-def _writable(path: str, suffix: str) -> Path:
-    target = Path(path)
-    if target.suffix != suffix or target.is_dir() or not target.parent.is_dir():
-        raise BadInput(f"expected a file that ends in {suffix}, in a folder that is there, got {path!r}")
-    return target
+def _checked(wanted: str, suffix: str):
+    """Says now, not after minutes, that a file cannot be written."""
+    with contextlib.suppress(_NotYet), whole_file(wanted, suffix):
+        raise _NotYet
 
 
-def _write(path: Path, text: str, console: Console):
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)
-    console.print(f"wrote {path}", soft_wrap=True)
+class _NotYet(Exception):
+    pass
 
 
 def _show(plan: dict, console: Console):

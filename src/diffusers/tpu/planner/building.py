@@ -126,6 +126,7 @@ def _component(name: str, class_name: str, config: dict, configuration: Configur
     with init_empty_weights():
         if issubclass(cls, PreTrainedModel):
             module = cls(cls.config_class(**config))
+            module.tie_weights()  # making weights empty has made two of one
         else:
             module = cls.from_config(config)
     _weightless(module.eval(), dtype)

@@ -1,0 +1,134 @@
+"""An attention kernel for TPU with transposed scores: keys along the sublanes, queries along the lanes.
+
+Maximum and sum of a query then run down the sublanes, without a transposition, and e^x is taken as 2^(x log2 e), the
+factor folded into q in float32 together with the scale. Online softmax (Milakov and Gimelshein 2018). The last block of
+keys is masked by the true length. Takes: no mask, as many key heads as query heads (else NotImplementedError).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from .masks import Mask
+
+
+BLOCKS = (2048, 2048, 256)
+LANES, SUBLANES = 128, 8
+LOWEST = -1e30
+VMEM_BYTES = 100 << 20
+
+
+def unsupported(mask: Mask | None, is_causal: bool, heads: int, kv_heads: int) -> str | None:
+    """What of this call the kernel does not take, or None."""
+    if mask is not None or is_causal:
+        return "a mask"
+    return f"{heads} query heads over {kv_heads} key heads" if heads != kv_heads else None
+
+
+def online_attention(
+    q: Float[Array, "B N T D"],
+    k: Float[Array, "B N S D"],
+    v: Float[Array, "B N S D"],
+    *,
+    scale: float,
+    mask: Mask | None = None,
+    is_causal: bool = False,
+    kv_len: int | None = None,
+    blocks: tuple[int, int, int] | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B N T D"]:
+    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`).
+
+    `blocks`: queries, keys, and keys of one inner step. VMEM: two buffers of each block of q, k, v and the output, and
+    per query D + 16 float32 of state.
+    """
+    if reason := unsupported(mask, is_causal, q.shape[1], k.shape[1]):
+        raise NotImplementedError(f"the online kernel does not take {reason}; use the reference")
+    batch, heads, q_len, dim = q.shape
+    kv_len = k.shape[2] if kv_len is None else kv_len
+    k, v = k[:, :, :kv_len], v[:, :, :kv_len]  # what was padding may hold anything; the padding below is zeros
+    wanted_q, wanted_kv, inner = blocks or BLOCKS
+    block_q, inner = min(wanted_q, _round_up(q_len, LANES)), min(inner, _round_up(kv_len, LANES))
+    block_kv = min(wanted_kv, _round_up(kv_len, inner))
+    q = (q.astype(jnp.float32) * (scale * math.log2(math.e))).astype(q.dtype)
+    q, k, v = (
+        jnp.pad(x.reshape(batch * heads, n, dim), ((0, 0), (0, -n % block), (0, 0)))
+        for x, n, block in ((q, q_len, block_q), (k, kv_len, block_kv), (v, kv_len, block_kv))
+    )
+    kv_blocks = k.shape[1] // block_kv
+    kv_spec = pl.BlockSpec((None, block_kv, dim), lambda h, i, j: (h, j, 0))
+    call = pl.pallas_call(
+        functools.partial(_kernel, inner=inner, kv_len=kv_len, kv_blocks=kv_blocks),
+        grid=(batch * heads, q.shape[1] // block_q, kv_blocks),
+        in_specs=[pl.BlockSpec((None, block_q, dim), lambda h, i, j: (h, i, 0)), kv_spec, kv_spec],
+        out_specs=pl.BlockSpec((None, dim, block_q), lambda h, i, j: (h, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((batch * heads, dim, q.shape[1]), q.dtype),
+        scratch_shapes=[
+            pltpu.VMEM((SUBLANES, block_q), jnp.float32),
+            pltpu.VMEM((SUBLANES, block_q), jnp.float32),
+            pltpu.VMEM((dim, block_q), jnp.float32),
+        ],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+        interpret=interpret,
+        name="online_attention",
+    )
+    # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
+    with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
+        out = call(q, k, v)
+    return jnp.swapaxes(out, 1, 2)[:, :q_len].reshape(batch, heads, q_len, dim)
+
+
+def _kernel(q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, inner: int, kv_len: int, kv_blocks: int):
+    step = pl.program_id(2)
+    block_kv = k_ref.shape[0]
+
+    @pl.when(step == 0)
+    def _():
+        m_ref[...] = jnp.full_like(m_ref, LOWEST)
+        l_ref[...] = jnp.zeros_like(l_ref)
+        acc_ref[...] = jnp.zeros_like(acc_ref)
+
+    def visit(first_key: int | None):
+        q = q_ref[...]
+        for start in range(0, block_kv, inner):
+            if first_key is not None and first_key + start >= kv_len:
+                break
+            k, v = k_ref[start : start + inner, :], v_ref[start : start + inner, :]
+            s = lax.dot_general(k, q, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            if first_key is not None and first_key + start + inner > kv_len:
+                keys = first_key + start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+                s = jnp.where(keys < kv_len, s, LOWEST)
+            # State goes through VMEM at every inner step: kept in registers over the block it would spill.
+            m = m_ref[...]
+            m_next = jnp.maximum(m, s.max(axis=0)[None])
+            rescale = jnp.exp2(m - m_next)
+            p = jnp.exp2(s - m_next[:1])
+            m_ref[...] = m_next
+            l_ref[...] = l_ref[...] * rescale + p.sum(axis=0)[None]
+            acc_ref[...] = acc_ref[...] * rescale[:1] + lax.dot_general(
+                v, p.astype(v.dtype), (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+            )
+
+    last_key = (kv_blocks - 1) * block_kv
+    if last_key + block_kv == kv_len:
+        visit(None)
+    else:
+        pl.when(step < kv_blocks - 1)(lambda: visit(None))
+        pl.when(step == kv_blocks - 1)(lambda: visit(last_key))
+
+    @pl.when(step == kv_blocks - 1)
+    def _():
+        o_ref[...] = (acc_ref[...] / l_ref[:1]).astype(o_ref.dtype)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

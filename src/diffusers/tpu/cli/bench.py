@@ -1,0 +1,62 @@
+"""`diffusers-tpu bench`: rows of a benchmark, each compiled for a TPU that is not here."""
+
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from ..aot import ChildError, NoCompiler
+from ..planner.benches import select
+from .errors import BadInput, one_line
+from .output import whole_file
+
+
+FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "name")
+
+
+def run(options, rest: list[str]) -> int:
+    """Run the command; exit status 1 if a row could not be had (it then says why)."""
+    if rest:
+        raise BadInput(f"expected filters such as --chip v6e, got {' '.join(rest)}")
+    filters = {name: value for name in FILTERS if (value := getattr(options, name)) is not None}
+    try:
+        cases = select(options.kind, filters)
+    except ValueError as error:
+        raise BadInput(one_line(error)) from error
+    rows = []
+    quiet = Console(stderr=True)
+    for number, case in enumerate(cases, 1):
+        what = ", ".join(map(str, case.row.values()))
+        with quiet.status(f"{number} of {len(cases)}: {what}"):
+            rows.append({**case.row, **_ask(case)})
+    if options.json == "-":
+        print(json.dumps(rows, indent=1))
+    elif options.json:
+        with whole_file(options.json, ".json") as draft:
+            draft.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.json != "-":
+        Console().print(_table(rows))
+    return 1 if any("failed" in row for row in rows) else 0
+
+
+def _ask(case) -> dict:
+    try:
+        return case.ask(lambda text: None)
+    except NoCompiler as error:
+        raise BadInput(one_line(error)) from error
+    except (ValueError, ChildError) as error:
+        print(f"diffusers-tpu: {case.row}: {error}", file=sys.stderr)
+        return {"failed": one_line(error)}
+
+
+def _table(rows: list[dict]) -> Table:
+    names = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, (dict, list))))
+    table = Table(*names)
+    for row in rows:
+        table.add_row(*(_cell(row.get(name)) for name in names))
+    return table
+
+
+def _cell(value) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

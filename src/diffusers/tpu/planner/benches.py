@@ -1,0 +1,196 @@
+"""The benchmarks of `diffusers-tpu bench`: what the compiler says of one case, as a row; every row from one compilation.
+
+A bench is a list of cases, each a row's identity (what filters select by) and the question that gives the rest of it.
+Comparisons are cases of the same bench, asked the same way.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..devices import find_topology
+from . import plan, remembered
+from .calibration import PUBLISHED
+
+
+VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
+VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
+
+# name: batch, heads, queries, keys, head size: what one chip computes in one call
+ATTENTION_SHAPES = {
+    "wan-720p-self": (1, 10, 75600, 75600, 128),
+    "wan-480p-self": (1, 10, 32760, 32760, 128),
+    "wan-720p-cross": (1, 40, 18900, 512, 128),
+    "hunyuanvideo-1.5-720p": (1, 2, 112856, 112856, 128),
+    "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
+    "flux-1024": (1, 24, 4608, 4608, 128),
+}
+ATTENTION_PATHS = {"stock": "splash", "online": "online"}
+CHIP_SLICES = {"v5e": "v5e-1", "v6e": "v6e-1", "v7x": "v7x-8"}
+MTILE = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """`row`: what it is; `ask(on_progress)`: the rest of the row."""
+
+    row: dict
+    ask: Callable[[Callable], dict]
+
+
+def attention_cases() -> list[Case]:
+    """Attention kernels by chip, shape and path: bundles per 1024 x 1024 scores."""
+    return [
+        Case({"chip": chip, "shape": shape, "path": path}, _attention(chip, shape, kernel))
+        for chip in CHIP_SLICES
+        for shape in ATTENTION_SHAPES
+        for path, kernel in ATTENTION_PATHS.items()
+    ]
+
+
+def _attention(chip: str, shape: str, kernel: str, blocks: tuple[int, int, int] | None = None) -> Callable:
+    def ask(on_progress):
+        request = {
+            "topology": CHIP_SLICES[chip],
+            "shape": ATTENTION_SHAPES[shape],
+            "kernel": kernel,
+            "blocks": blocks,
+        }
+        return remembered("diffusers.tpu.planner.attention_row:answer", request, 300, on_progress)
+
+    return ask
+
+
+def step_cases() -> list[Case]:
+    """A denoising step with guidance, as we run it and with blocks unrolled."""
+    cases = [
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "online kernel", {"attention": "online"}),
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "unrolled", {"scan": False}),
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_480P, "ours", {}),
+        ("v6e-16", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
+        ("v7x-8", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
+        ("v5e-8", "wan2.1-t2v-14b", VIDEO_480P, "ours", {}),
+        ("v6e-8", "wan2.2-t2v-a14b", VIDEO_720P, "ours", {}),
+        ("v6e-8", "wan2.2-ti2v-5b", {"height": 704, "width": 1280, "num_frames": 121}, "ours", {}),
+        ("v5e-1", "wan2.1-t2v-1.3b", VIDEO_480P, "ours", {}),
+        ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P, "ours", {}),
+    ]
+    return [
+        Case(
+            {"topology": topology, "model": model, **size, "variant": variant},
+            _step(topology, model, size, config=config),
+        )
+        for topology, model, size, variant, config in cases
+    ]
+
+
+def _step(topology: str, model: str, arguments: dict, mesh=None, config=None) -> Callable:
+    def ask(on_progress):
+        answer = plan(
+            model,
+            topology,
+            mesh=mesh,
+            arguments=arguments,
+            config=config,
+            only=["transformer", "transformer_2"],
+            seconds=1800,
+            on_progress=on_progress,
+        )
+        return {
+            "seconds_per_step": answer["seconds_per_step"]["total"],
+            "seconds": answer["seconds_per_step"],
+            "mesh": answer["mesh"],
+            "mfu": answer["mfu"],
+            "hbm_gib_per_chip": answer["hbm_gib_per_chip"],
+            "compile_seconds": answer["compile_seconds"],
+            "versions": answer["versions"],
+        }
+
+    return ask
+
+
+def vae_cases() -> list[Case]:
+    """Decoding one video. A VAE takes the compiler long: its time here is modelled unless compiled (`how`)."""
+    cases = [("v6e-8", "wan2.1-t2v-14b", VIDEO_720P), ("v6e-8", "cogvideox1.5-5b", {}), ("v6e-1", "ltx-video", {})]
+    return [
+        Case({"topology": topology, "model": model, **size, "variant": "ours"}, _vae(topology, model, size))
+        for topology, model, size in cases
+    ]
+
+
+def _vae(topology: str, model: str, arguments: dict) -> Callable:
+    def ask(on_progress):
+        answer = plan(model, topology, arguments=arguments, only=["vae"], on_progress=on_progress)
+        part = next(p for p in answer["parts"] if p["entry"] == "decode")
+        return {
+            "how": part["how"],
+            "seconds": part["seconds"],
+            "hbm_gib": part["hbm_gib"],
+            "compile_seconds": part["compile_seconds"],
+            "versions": answer["versions"],
+        }
+
+    return ask
+
+
+def calibration_cases() -> list[Case]:
+    """Our sum for configurations that others measured on hardware, and its error."""
+    return [Case(p.row, _calibration(p)) for p in PUBLISHED]
+
+
+def _calibration(published) -> Callable:
+    def ask(on_progress):
+        if published.attention is not None:
+            request = {
+                "topology": published.topology,
+                "shape": published.attention,
+                "kernel": published.config["attention"],
+                "blocks": published.config.get("attention_blocks"),
+            }
+            answer = remembered("diffusers.tpu.planner.attention_row:answer", request, 300, on_progress)
+            ours = answer["seconds"]
+        else:
+            ask_step = _step(
+                published.topology,
+                published.model,
+                published.arguments,
+                mesh=published.mesh,
+                config=published.config,
+            )
+            answer = ask_step(on_progress)
+            ours = answer["seconds_per_step"]
+        return {
+            "measured_seconds": published.seconds,
+            "our_seconds": ours,
+            "error": ours / published.seconds - 1,
+            "source": published.source,
+            "versions": answer["versions"],
+        }
+
+    return ask
+
+
+BENCHES = {
+    "attention": attention_cases,
+    "step": step_cases,
+    "vae": vae_cases,
+    "calibration": calibration_cases,
+}
+
+
+def select(kind: str, filters: dict[str, str]) -> list[Case]:
+    """The cases of a bench whose row has these values.
+
+    Raises ValueError for a filter that no case has, or that leaves none.
+    """
+    cases = BENCHES[kind]()
+    for name, value in filters.items():
+        known = sorted({str(case.row[name]) for case in cases if name in case.row})
+        if not known:
+            raise ValueError(f"expected a filter that rows of {kind} have ({', '.join(cases[0].row)}), got --{name}")
+        if name == "topology":
+            value = find_topology(value).name
+        cases = [case for case in cases if str(case.row.get(name)) == value]
+        if not cases:
+            raise ValueError(f"expected --{name} to be one of {', '.join(known)}, got {value!r}")
+    return cases

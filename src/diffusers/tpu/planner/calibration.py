@@ -1,0 +1,105 @@
+"""What others measured on hardware, as configurations that we can compile: how near our sum comes.
+
+Rows are measurements whose configuration is public in enough detail: mesh, sharding, kernel, blocks. Figures are their
+authors'. Repositories: yangwhale/gpu-tpu-pedia (Wan, CogVideoX), AI-Hypercomputer/maxdiffusion is not among them: its
+transformer is another program.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Published:
+    """One measurement. `attention`: of one kernel call (batch, heads, queries, keys, head size) instead of a step."""
+
+    name: str
+    topology: str
+    seconds: float
+    source: str
+    model: str = ""
+    arguments: dict = field(default_factory=dict)
+    mesh: tuple[int, int, int] | None = None
+    config: dict = field(default_factory=dict)
+    attention: tuple[int, ...] | None = None
+
+    @property
+    def row(self) -> dict:
+        """What filters select by."""
+        return {"name": self.name, "topology": self.topology, "model": self.model or "attention"}
+
+
+WAN = {"height": 720, "width": 1280, "num_frames": 81}
+COG = {"height": 640, "width": 1280, "num_frames": 61, "guidance_scale": 1.0}
+STOCK = {"attention": "splash", "attention_blocks": [3328, 2816, 256]}
+EXP2 = {"attention": "online", "attention_blocks": [3328, 2816, 256]}
+
+PUBLISHED = (
+    Published(
+        "splash kernel, 5 heads of Wan 720p",
+        "v6e-1",
+        0.04393,
+        "gpu-tpu-pedia, Wan on TPU guide: profiler, 43.93 ms a call",
+        attention=(1, 5, 75600, 75776, 128),
+        config={"attention": "splash", "attention_blocks": [3024, 2048, 1024]},
+    ),
+    Published(
+        "Wan 2.1 14B, stock splash",
+        "v6e-8",
+        6.26,
+        "gpu-tpu-pedia, Wan 2.1 optimisation guide (3 steps, progress bar)",
+        "wan2.1-t2v-14b",
+        WAN,
+        (2, 1, 4),
+        STOCK,
+    ),
+    Published(
+        "Wan 2.1 14B, exp2 kernel",
+        "v6e-8",
+        5.35,
+        "gpu-tpu-pedia, Wan 2.1 optimisation guide (3 steps, progress bar)",
+        "wan2.1-t2v-14b",
+        WAN,
+        (2, 1, 4),
+        EXP2,
+    ),
+    Published(
+        "Wan 2.1 14B, exp2 kernel, 50 steps",
+        "v6e-8",
+        4.59,
+        "gpu-tpu-pedia, Wan2.1 README (229.29 s / 50, text and VAE included)",
+        "wan2.1-t2v-14b",
+        WAN,
+        (2, 1, 4),
+        EXP2,
+    ),
+    Published(
+        "Wan 2.1 14B, stock splash",
+        "v6e-16",
+        2.63,
+        "gpu-tpu-pedia, Wan on TPU guide: profiler, 40 calls of 43.93 ms are 66.8 % of a step",
+        "wan2.1-t2v-14b",
+        WAN,
+        (2, 1, 8),
+        {"attention": "splash", "attention_blocks": [3024, 2048, 1024]},
+    ),
+    Published(
+        "CogVideoX1.5 5B, stock splash",
+        "v6e-1",
+        3.38,
+        "gpu-tpu-pedia, CogVideoX README (640x1280, 61 frames, no guidance)",
+        "cogvideox1.5-5b",
+        COG,
+        (1, 1, 1),
+        {"attention": "splash", "attention_blocks": [2048, 1024, 512]},
+    ),
+    Published(
+        "CogVideoX1.5 5B, exp2 kernel",
+        "v6e-1",
+        2.73,
+        "gpu-tpu-pedia, CogVideoX README (640x1280, 61 frames, no guidance)",
+        "cogvideox1.5-5b",
+        COG,
+        (1, 1, 1),
+        EXP2,
+    ),
+)
