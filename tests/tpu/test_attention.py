@@ -8,6 +8,7 @@ import pytest
 from conftest import relative
 from diffusers.tpu.attention import api, splash
 from diffusers.tpu.attention.masks import Mask, classify
+from diffusers.tpu.attention.online import online_attention
 from diffusers.tpu.attention.reference import reference_attention
 
 
@@ -122,6 +123,37 @@ def test_splash_has_true_key_lengths(kind):
     )
     oracle = dense(q, k[:, :, :kv_len], v[:, :, :kv_len], mask, kind == "causal", 0.125)
     assert relative(ours, oracle) < 5e-6  # measured: 6e-7
+
+
+@pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_kernel_is_split_by_heads_where_nobody_lays_out(degrees, masked, make_mesh):
+    """Eight heads, or as many chips as divide six; the kernel in interpret mode, as on a TPU inside shard_map."""
+    for heads in (8, 6):
+        q, k, v = draw(2, heads, 40, 64), draw(2, heads, 130, 64), draw(2, heads, 130, 64)
+        mask = np.arange(130)[None, None, None] < np.array([130, 77]).reshape(2, 1, 1, 1) if masked else None
+        settings = api.Settings(mesh=make_mesh(*degrees), sequence=False, kernel="splash", interpret=True)
+        with api.using(settings):
+            ours = jax.jit(lambda q, k, v: api.attention(q, k, v, mask=mask))(q, k, v)
+        assert relative(ours, dense(q, k, v, mask, False, 0.125)) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "padding", "dim", "blocks"),
+    [
+        (130, 300, 0, 64, (128, 256, 128)),
+        (257, 500, 13, 128, (128, 256, 128)),
+        (1, 7, 1, 72, None),
+        (256, 512, 256, 128, None),
+    ],
+)
+def test_the_online_kernel_by_the_formula(q_len, kv_len, padding, dim, blocks):
+    q, k, v = draw(2, 3, q_len, dim), draw(2, 3, kv_len, dim), draw(2, 3, kv_len, dim)
+    full_k, full_v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=jnp.nan) for x in (k, v))
+    ours = online_attention(q, full_k, full_v, scale=dim**-0.5, kv_len=kv_len, blocks=blocks, interpret=True)
+    assert relative(ours, dense(q, k, v)) < 5e-6  # measured: 4e-7
+    with pytest.raises(NotImplementedError, match="a mask"):
+        online_attention(q, k, v, scale=1.0, is_causal=True)
 
 
 def test_bfloat16_error_is_that_of_its_inputs():

@@ -12,7 +12,20 @@ import pytest
 ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 
 # Each room may import those before it.
-ORDER = ["config", "devices", "mesh", "sharding", "attention", "scan", "bridge", "weights", "runner", "pipeline"]
+ORDER = [
+    "config",
+    "devices",
+    "mesh",
+    "sharding",
+    "attention",
+    "scan",
+    "bridge",
+    "weights",
+    "runner",
+    "pipeline",
+    "aot",
+    "planner",
+]
 TOP = ["fidelity", "cli"]
 
 

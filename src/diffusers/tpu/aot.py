@@ -178,7 +178,9 @@ def _last_lines(errors) -> str:
     errors.flush()
     errors.seek(0)
     lines = [line.rstrip() for line in errors if line.strip()]
-    return "Its last lines:\n" + "\n".join(f"  {line}" for line in lines[-LAST_LINES:]) if lines else "It said nothing."
+    return (
+        "Its last lines:\n" + "\n".join(f"  {line}" for line in lines[-LAST_LINES:]) if lines else "It said nothing."
+    )
 
 
 # In the child
@@ -244,9 +246,7 @@ def _out_of_memory(error: Exception) -> OutOfMemory | None:
         rf"\({number}\) exceeds available HBM \({number}\)", text
     )
     units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    asked, limit = (
-        (int(float(sizes[n]) * units[sizes[n + 1]]) for n in (1, 3)) if sizes is not None else (None, None)
-    )
+    asked, limit = (int(float(sizes[n]) * units[sizes[n + 1]]) for n in (1, 3)) if sizes is not None else (None, None)
     return OutOfMemory(text.split("\n")[0], asked, limit)
 
 

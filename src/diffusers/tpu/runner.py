@@ -289,7 +289,8 @@ class Runner:
             mesh=self.mesh,
             carry=self.plan.carry,
             attention=Settings(
-                mesh=self.mesh if self.plan.carry is not None else None,
+                mesh=self.mesh,
+                sequence=self.plan.carry is not None,
                 kernel=self.config.attention,
                 blocks=self.config.attention_blocks,
                 platform=self.mesh.devices.flat[0].platform,

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from ...utils import logging
 from . import masks, online, splash
-from .parallel import parallel_attention
+from .parallel import attention_by_heads, parallel_attention
 from .reference import reference_attention
 
 
@@ -25,9 +25,10 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Settings:
-    """`mesh` of the sequence-split layout, None where the compiler lays out; `kernel`, `blocks` as in `TPUConfig`."""
+    """`mesh`: the chips; `sequence`: activations lie split over it by the sequence; `kernel`, `blocks` as in `TPUConfig`."""
 
     mesh: Mesh | None = None
+    sequence: bool = True
     kernel: str = "auto"
     blocks: tuple[int, int, int] | None = None
     platform: str = "cpu"
@@ -73,7 +74,8 @@ def attention(
     mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     run = _local(settings, q, k, mask)
     if settings.mesh is not None and settings.mesh.size > 1:
-        run = functools.partial(parallel_attention, mesh=settings.mesh, local=run)
+        spread = parallel_attention if settings.sequence else attention_by_heads
+        run = functools.partial(spread, mesh=settings.mesh, local=run)
 
     def scaled_dot_product_attention(q, k, v):
         return run(q, k, v, mask=mask, is_causal=is_causal, scale=scale)

@@ -3,9 +3,13 @@
 Queries arrive split over the sequence. With heads that `sp` divides, an all-to-all trades sequence for heads and back
 (Ulysses; Jacobs et al. 2023); else, and for keys of another length (cross-attention), every chip sees all keys.
 A sequence that `sp` does not divide is padded; its true length goes to the local attention.
+
+Where nobody says how activations lie, heads are split over as many chips as divide them: a kernel cannot be left to the
+compiler to split.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -24,7 +28,7 @@ def parallel_attention(q, k, v, *, mask: Mask | None, is_causal: bool, scale: fl
     kv_heads, kv_len = k.shape[1], k.shape[2]
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     if q_len < sp:
-        return local(q, k, v, mask=mask, is_causal=is_causal, scale=scale)
+        return attention_by_heads(q, k, v, mask=mask, is_causal=is_causal, scale=scale, mesh=mesh, local=local)
     on_dp = "dp" if batch % dp == 0 else None
     on_tp = "tp" if heads % tp == 0 and kv_heads % tp == 0 else None
     share = tp if on_tp else 1
@@ -55,6 +59,28 @@ def parallel_attention(q, k, v, *, mask: Mask | None, is_causal: bool, scale: fl
     )
     out = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(*operands)
     return out[:, :, :q_len]
+
+
+def attention_by_heads(q, k, v, *, mask: Mask | None, is_causal: bool, scale: float, mesh: Mesh, local: Callable):
+    """As `parallel_attention`, for activations that lie anywhere: batch on `dp`, heads on `sp` and `tp` where they divide."""
+    if local is reference_attention:  # plain operations: the compiler splits them as what is around them
+        return local(q, k, v, mask=mask, is_causal=is_causal, scale=scale)
+    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    on_dp = "dp" if batch % mesh.shape["dp"] == 0 else None
+    choices = (("sp", "tp"), ("sp",), ("tp",), ())
+    axes = next(a for a in choices if not any(n % math.prod(mesh.shape[x] for x in a) for n in (heads, kv_heads)))
+    spec = P(on_dp, axes or None)
+    operands, specs = [q, k, v], [spec] * 3
+    if mask is not None:
+        b, n = mask.values.shape[:2]
+        operands.append(mask.values)
+        specs.append(P(on_dp if b == batch and b > 1 else None, axes or None if n == heads and n > 1 else None))
+
+    def per_chip(q, k, v, *values):
+        part = Mask(mask.kind, *values) if values else None
+        return local(q, k, v, mask=part, is_causal=is_causal, scale=scale)
+
+    return jax.shard_map(per_chip, mesh=mesh, in_specs=tuple(specs), out_specs=spec, check_vma=False)(*operands)
 
 
 def _per_chip(q, k, v, mask=None, *, kind, is_causal, scale, kv_len, ulysses, gather, local):

@@ -101,16 +101,28 @@ def _add_plan(commands):
     )
     plan.add_argument("model", metavar="MODEL", help="a directory, a hub id, or a short name such as wan2.1-t2v-14b")
     plan.add_argument(
-        "--topology", metavar="SLICE", action="append", required=True, help="such as v6e-8; several: again, or with commas"
+        "--topology",
+        metavar="SLICE",
+        action="append",
+        required=True,
+        help="such as v6e-8; several: again, or with commas",
     )
-    plan.add_argument("--mesh", metavar="auto|DP,SP,TP", help="auto: rank all, compile the best few (default: the pipeline's own)")
-    plan.add_argument("--dtype", choices=DTYPES[:2][::-1], default="bfloat16", help="of the weights (default bfloat16)")
+    plan.add_argument(
+        "--mesh", metavar="auto|DP,SP,TP", help="auto: rank all, compile the best few (default: the pipeline's own)"
+    )
+    plan.add_argument(
+        "--dtype", choices=DTYPES[:2][::-1], default="bfloat16", help="of the weights (default bfloat16)"
+    )
     plan.add_argument("--batch", type=int, default=1, help="prompts at once (default 1)")
-    plan.add_argument("--everything", action="store_true", help="compile text encoders and VAE too (minutes), not only the denoiser")
+    plan.add_argument(
+        "--everything", action="store_true", help="compile text encoders and VAE too (minutes), not only the denoiser"
+    )
     plan.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the answer as JSON, to FILE or the output")
     plan.add_argument("--report", metavar="FILE.html", help="the answer as a page with pictures")
     plan.add_argument("--time-limit", type=float, default=900, metavar="SECONDS", help="for one slice (default 900)")
-    group = plan.add_argument_group("arguments of the pipeline", "Default: the model card's; any other one is taken too.")
+    group = plan.add_argument_group(
+        "arguments of the pipeline", "Default: the model card's; any other one is taken too."
+    )
     for name in ("height", "width", "num-frames", "num-inference-steps", "guidance-scale", "max-sequence-length"):
         group.add_argument(f"--{name}", action="append", metavar="VALUE", help=COMMON_ARGUMENTS[name])
 

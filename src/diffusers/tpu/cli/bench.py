@@ -51,7 +51,9 @@ def _ask(case) -> dict:
 
 
 def _table(rows: list[dict]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, (dict, list))))
+    names = list(
+        dict.fromkeys(name for row in rows for name, value in row.items() if not isinstance(value, (dict, list)))
+    )
     table = Table(*names)
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in names))

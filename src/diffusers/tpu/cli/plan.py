@@ -35,7 +35,9 @@ def run(options, rest: list[str]) -> int:
         _checked(options.report, ".html")
     if options.json and options.json != "-":
         _checked(options.json, ".json")
-    arguments = {name: _number(name, words) for name, words in given_arguments(options, PIPELINE_ARGUMENTS, rest).items()}
+    arguments = {
+        name: _number(name, words) for name, words in given_arguments(options, PIPELINE_ARGUMENTS, rest).items()
+    }
     console = Console(stderr=options.json == "-")
     plans = []
     for topology in topologies:
@@ -122,7 +124,9 @@ def _show(plan: dict, console: Console):
     for text in plan["ranking"]:
         shape = ",".join(str(degree) for degree in text["mesh"].values())
         exact = "" if text["seconds_per_step"] is None else f", compiled {text['seconds_per_step']:.3f} s"
-        console.print(f"mesh {shape}: guessed {text['guessed_seconds_per_step']:.3f} s per step{exact}", soft_wrap=True)
+        console.print(
+            f"mesh {shape}: guessed {text['guessed_seconds_per_step']:.3f} s per step{exact}", soft_wrap=True
+        )
     for note in plan["notes"]:
         console.print(f"note: {note}", soft_wrap=True)
     for advice in plan["advice"]:
@@ -131,7 +135,9 @@ def _show(plan: dict, console: Console):
 
 
 def _parts(plan: dict) -> Table:
-    table = Table("part", "how", "runs", "s each", "weights", "activations", "TFLOP", title="per chip", title_justify="left")
+    table = Table(
+        "part", "how", "runs", "s each", "weights", "activations", "TFLOP", title="per chip", title_justify="left"
+    )
     for column in table.columns[2:]:
         column.justify = "right"
     for part in plan["parts"]:

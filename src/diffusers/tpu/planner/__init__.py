@@ -10,12 +10,14 @@ program read), `worker` (all of it, in the compiler's process), `report` (the pa
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from ..aot import run_in_child
 from ..config import read_environment
+from ..devices import find_topology
 
 
 DTYPES = ("bfloat16", "float32")
@@ -54,6 +56,12 @@ def plan(
         ValueError: what was asked for cannot be; the message says what can.
         aot.NoCompiler, aot.ChildError: see `aot.run_in_child`.
     """
+    devices = find_topology(topology).devices
+    if isinstance(mesh, tuple) and math.prod(mesh) != devices:
+        raise ValueError(
+            f"expected a mesh dp,sp,tp whose product is the {devices} devices of {topology}, got"
+            f" {','.join(map(str, mesh))} = {math.prod(mesh)}"
+        )
     request = {
         "model": os.path.abspath(model) if os.path.isdir(model) else model,
         "topology": topology,

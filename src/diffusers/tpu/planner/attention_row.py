@@ -31,9 +31,7 @@ def answer(request: dict, progress: Callable) -> dict:
     mesh = make_mesh(compiler.devices[:1], (1, 1, 1))
 
     def operand(length: int):
-        return jax.ShapeDtypeStruct(
-            (batch, heads, length, dim), jnp.bfloat16, sharding=named(mesh, PartitionSpec())
-        )
+        return jax.ShapeDtypeStruct((batch, heads, length, dim), jnp.bfloat16, sharding=named(mesh, PartitionSpec()))
 
     def scaled_dot_product_attention(q, k, v):
         return kernel(q, k, v, scale=dim**-0.5, blocks=blocks)
@@ -43,7 +41,9 @@ def answer(request: dict, progress: Callable) -> dict:
     try:
         compiled = compiler.compile(whole.lower(operand(q_len), operand(kv_len), operand(kv_len)))
     except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
-        raise BadRequest(f"{request['kernel']} with blocks {blocks} does not compile: {str(error).splitlines()[0]}") from error
+        raise BadRequest(
+            f"{request['kernel']} with blocks {blocks} does not compile: {str(error).splitlines()[0]}"
+        ) from error
     timed = timing.time_program(compiled, topology.chip, [(0, 0, 0)])
     kernels = [o for o in timed.operations if o.steps]
     if len(kernels) != 1:

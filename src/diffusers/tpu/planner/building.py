@@ -126,9 +126,10 @@ def _component(name: str, class_name: str, config: dict, configuration: Configur
     with init_empty_weights():
         if issubclass(cls, PreTrainedModel):
             module = cls(cls.config_class(**config))
-            module.tie_weights()  # making weights empty has made two of one
         else:
             module = cls.from_config(config)
+    if isinstance(module, PreTrainedModel):
+        module.tie_weights()  # making weights empty has made two of one
     _weightless(module.eval(), dtype)
     return module
 

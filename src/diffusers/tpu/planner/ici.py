@@ -65,7 +65,9 @@ def transfer(instruction: Instruction, places: list[Place], chip: Chip) -> Trans
 def _spread(load: dict, places: list[Place], source: int, group: list[int], amount: float):
     """One part from its source to the whole group, over every link at most once per order of axes."""
     for backwards in (False, True):
-        links = {link for other in group if other != source for link in _route(places[source], places[other], backwards)}
+        links = {
+            link for other in group if other != source for link in _route(places[source], places[other], backwards)
+        }
         for link in links:
             load[link] += amount / 2
 
@@ -101,6 +103,12 @@ def groups_of(instruction: Instruction, devices: int) -> list[list[int]]:
     if listed:
         groups = [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
         return groups or [list(range(devices))]
+    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if counted:
+        grid = np.arange(devices).reshape([int(d) for d in counted[3].split(",")])
+        if counted[4]:
+            grid = grid.transpose([int(d) for d in counted[4].split(",")])
+        return grid.reshape(int(counted[1]), int(counted[2])).tolist()
     meshed = re.search(r"replica_groups=@?\w*\[([^\]]*)\][^{]*\{([^}]*)\}", text)
     if meshed:
         axes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", meshed[1])}
@@ -109,12 +117,6 @@ def groups_of(instruction: Instruction, devices: int) -> list[list[int]]:
         order = [n for n, name in enumerate(axes) if name not in chosen] + [list(axes).index(name) for name in chosen]
         width = int(np.prod([axes[name] for name in chosen]))
         return grid.transpose(order).reshape(-1, width).tolist()
-    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if counted:
-        grid = np.arange(devices).reshape([int(d) for d in counted[3].split(",")])
-        if counted[4]:
-            grid = grid.transpose([int(d) for d in counted[4].split(",")])
-        return grid.reshape(int(counted[1]), int(counted[2])).tolist()
     if "replica_groups" not in text:
         return [list(range(devices))]
     raise ValueError(f"expected replica groups in a form of XLA's, got {text[:200]!r}")

@@ -1,6 +1,5 @@
 """Which meshes a slice allows, and which look fast before anything is compiled."""
 
-import math
 from dataclasses import dataclass
 
 from ..devices import Topology
@@ -49,15 +48,12 @@ def guess(mesh: tuple[int, int, int], denoiser: Denoiser, topology: Topology) ->
     compute = calls / together * denoiser.work.seconds(chip, sp * tp * (dp // together))
     sent = denoiser.weight_bytes * (1 - 1 / (dp * sp)) / tp
     for (batch, heads, queries, keys, size), runs in denoiser.work.calls.items():
-        part = runs * (calls / together) * batch * heads * size * 2 / (dp // together) / tp
-        if queries != keys or sp == 1:
-            pass
-        elif (heads // tp) % sp == 0:
-            sent += 4 * part * queries / sp * sp / 4  # four exchanges, each across the middle of a line of sp chips
-        else:
-            sent += 2 * part * keys * (1 - 1 / sp)
-        if tp > 1:
-            sent += 4 * part * tp * queries / sp * (1 - 1 / tp)
+        row = runs * (calls / together) * batch * heads * size * 2 / (dp // together)  # bytes of one token, all heads
+        if queries == keys and sp > 1:
+            exchanged = (heads // tp) % sp == 0
+            # Four exchanges, each across the middle of a line of sp chips; or keys and values to every chip.
+            sent += row / tp * (queries if exchanged else 2 * keys * (1 - 1 / sp))
+        sent += 4 * row * queries / sp * (1 - 1 / tp)
     return compute + sent / chip.link_bandwidth
 
 
@@ -69,7 +65,3 @@ def rank(topology: Topology, denoisers: list[Denoiser]) -> list[tuple[float, tup
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def product(mesh: tuple[int, int, int]) -> int:
-    return math.prod(mesh)

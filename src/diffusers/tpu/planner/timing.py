@@ -147,7 +147,10 @@ class _Clock:
                 if kind in ici.COLLECTIVES and i.operands[0] in pending:
                     ends, operation, moved = pending.pop(i.operands[0])
                     waited = max(0.0, ends - now)
-                    operation.seconds, operation.hidden = runs * waited, runs * (moved.seconds - min(waited, moved.seconds))
+                    operation.seconds, operation.hidden = (
+                        runs * waited,
+                        runs * (moved.seconds - min(waited, moved.seconds)),
+                    )
                     now += waited
             elif kind in ici.COLLECTIVES:
                 moved = ici.transfer(self._collective(i), self.places, self.chip)
@@ -186,7 +189,9 @@ class _Clock:
             operation.steps, operation.body = schedule.steps, schedule.body
         return seconds
 
-    def _operation(self, i: hlo.Instruction, kind: str, runs: int, seconds: float, limit: str, moved: int) -> Operation:
+    def _operation(
+        self, i: hlo.Instruction, kind: str, runs: int, seconds: float, limit: str, moved: int
+    ) -> Operation:
         module = module_of(i.op_name)
         what = i.op_name.split(";")[0].rpartition("/")[2] or i.opcode
         operation = Operation(

@@ -17,7 +17,17 @@ from .timing import ATTENTION, module_of
 # Which share of their peak compiled programs reach, by what we have seen of them (Wan 14B, 720p, v6e-8): products of
 # bfloat16 in blocks, the attention kernel, and the bandwidth of what is not fused away.
 PRODUCTS_REACH, ATTENTION_REACH, MEMORY_REACH = 0.6, 0.35, 0.8
-KEPT_APART = {"reduce_sum", "reduce_max", "concatenate", "pad", "gather", "scatter", "transpose", "dynamic_slice", "sort"}
+KEPT_APART = {
+    "reduce_sum",
+    "reduce_max",
+    "concatenate",
+    "pad",
+    "gather",
+    "scatter",
+    "transpose",
+    "dynamic_slice",
+    "sort",
+}
 
 
 @dataclass

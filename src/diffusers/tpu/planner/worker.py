@@ -158,11 +158,6 @@ class _Planner:
         denoisers, wanted = self._denoisers(), self.request["mesh"]
         if wanted != "auto":
             mesh = tuple(wanted) if wanted else self._default_mesh(self.topology)
-            if meshes.product(mesh) != self.topology.devices:
-                raise BadRequest(
-                    f"expected a mesh dp,sp,tp whose product is the {self.topology.devices} devices of"
-                    f" {self.topology.name}, got {','.join(map(str, mesh))} = {meshes.product(mesh)}"
-                )
             for denoiser in denoisers:
                 if wanted and (reason := meshes.refusal(mesh, denoiser)):
                     raise BadRequest(reason)
@@ -323,7 +318,9 @@ class _Planner:
 
     def _notes(self, mesh: tuple[int, int, int], parts: list[Part]) -> list[str]:
         notes = []
-        for name in sorted({f"{p.recorded.component}.{p.recorded.call.entry}" for p in parts if not p.compiled and not p.refused}):
+        for name in sorted(
+            {f"{p.recorded.component}.{p.recorded.call.entry}" for p in parts if not p.compiled and not p.refused}
+        ):
             notes.append(
                 f"{name} is modelled from its operations: what is not the denoiser is compiled with --everything only"
                 " (a VAE takes the compiler minutes)"
@@ -337,7 +334,9 @@ class _Planner:
                     " chip gathers all keys; a mesh whose sp divides them exchanges less"
                 )
             if module_plan(self.modules[recorded.component]).carry is None and self.topology.devices > 1:
-                notes.append(f"{recorded.component} has no plan yet: the compiler alone decides how chips share its work")
+                notes.append(
+                    f"{recorded.component} has no plan yet: the compiler alone decides how chips share its work"
+                )
         return list(dict.fromkeys(notes))
 
     def advice(self, mesh: tuple[int, int, int], parts: list[Part]) -> list[str]:
@@ -354,7 +353,9 @@ class _Planner:
             )
         experts = sorted(n for n in weights if n.startswith("transformer"))
         if len(experts) > 1 and min(weights[n] for n in experts) >= over:
-            found.append(f"keep the idle one of {', '.join(experts)} on the host: {weights[experts[-1]] / GIB:.2f} GiB per chip less")
+            found.append(
+                f"keep the idle one of {', '.join(experts)} on the host: {weights[experts[-1]] / GIB:.2f} GiB per chip less"
+            )
         fullest = max(parts, key=lambda p: p.activations)
         room = hbm["limit"] - hbm["weights"] - hbm["program"]
         if room > 0:
@@ -373,7 +374,9 @@ class _Planner:
 
     def _smallest_slice(self, parts: list[Part]) -> str | None:
         """The smallest slice, of this generation first, whose compiled denoiser and the rest fit; compiled to be sure."""
-        whole = {p.recorded.component: sum(w.nbytes for w in self.modules[p.recorded.component].parameters()) for p in parts}
+        whole = {
+            p.recorded.component: sum(w.nbytes for w in self.modules[p.recorded.component].parameters()) for p in parts
+        }
         activations = max(p.activations for p in parts) * self.topology.devices
         spread = module_plan(self.modules[self.denoising[0].component]).carry is not None
         same = self.topology.chip.generation

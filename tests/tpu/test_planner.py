@@ -1,0 +1,270 @@
+"""Oracles: upstream's own run of a tiny pipeline, torch's FLOP counter, published parameter counts, memory_analysis."""
+
+import json
+import math
+import re
+from collections import Counter
+
+import pytest
+import tiny
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
+from diffusers.tpu import cli
+from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.devices import TOPOLOGIES, find_topology
+from diffusers.tpu.mesh import make_mesh
+from diffusers.tpu.planner import plan
+from diffusers.tpu.planner.building import build, configuration_of
+from diffusers.tpu.planner.meshes import Denoiser, allowed, guess
+from diffusers.tpu.planner.published import ALIASES, MODELS
+from diffusers.tpu.planner.recording import record
+from diffusers.tpu.planner.work import count
+from diffusers.tpu.runner import Runner
+from diffusers.tpu.sharding import ModelPlan
+
+
+SHAPES = "examples/tpu/models/wan-shapes"
+SMALL = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 3}
+FIELDS = {
+    "model": str,
+    "topology": str,
+    "mesh": dict,
+    "fits": bool,
+    "hbm_gib_per_chip": dict,
+    "seconds_per_step": dict,
+    "seconds_total": float,
+    "flops_per_step": float,
+    "mfu": float,
+    "compile_seconds": float,
+    "versions": dict,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> str:
+    folder = str(tmp_path_factory.mktemp("models") / "wan")
+    tiny.wan().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def cached(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path_factory.getbasetemp() / "plans"))
+
+
+# A pipeline without weights
+
+
+def test_a_built_pipeline_has_the_weights_of_a_loaded_one(saved):
+    from diffusers import DiffusionPipeline
+
+    loaded = DiffusionPipeline.from_pretrained(saved, dtype=torch.bfloat16)
+    built = build(configuration_of(saved), torch.bfloat16)
+    assert type(built) is type(loaded)
+    for name in ("transformer", "vae", "text_encoder"):
+        ours, theirs = (
+            {n: (tuple(t.shape), t.dtype) for n, t in getattr(p, name).named_parameters()} for p in (built, loaded)
+        )
+        assert ours == theirs
+        assert all(p.untyped_storage().nbytes() <= 8 for p in getattr(built, name).parameters())
+
+
+# Billions of parameters, as their authors state them.
+@pytest.mark.parametrize(
+    ("name", "component", "billions"),
+    [
+        ("wan2.1-t2v-14b", "transformer", 14.3),
+        ("wan2.1-t2v-1.3b", "transformer", 1.4),
+        ("wan2.2-ti2v-5b", "transformer", 5.0),
+        ("hunyuanvideo-1.5-720p-t2v", "transformer", 8.3),
+        ("cogvideox-2b", "transformer", 1.7),
+        ("cogvideox1.5-5b", "transformer", 5.6),
+        ("flux.1-dev", "transformer", 11.9),
+        ("qwen-image", "transformer", 20.4),
+        ("ltx-video", "transformer", 1.9),
+        ("wan2.1-t2v-14b", "text_encoder", 5.7),
+    ],
+)
+def test_published_models_have_their_published_size(name, component, billions):
+    module = getattr(build(configuration_of(name), torch.bfloat16), component)
+    assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, abs=0.06)
+
+
+def test_every_alias_names_a_model():
+    assert set(ALIASES.values()) <= set(MODELS)
+
+
+# What a run asks of its models
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan15", "hunyuan15_i2v", "cogvideox"])
+def test_recorded_calls_are_those_of_upstreams_run(name, one_thread, monkeypatch):
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    arguments = {**tiny.arguments(name), "output_type": "pt"}
+    real, seen = tiny.BUILDERS[name](), Counter()
+    for component, module in real.components.items():
+        if isinstance(module, torch.nn.Module):
+            for entry in ("decode", "encode") if component == "vae" else ("forward",):
+                _watch(module, component, entry, seen)
+    real(**arguments)
+    recording = record(tiny.BUILDERS[name](), arguments)
+    ours = Counter()
+    for r in recording.calls:
+        ours[(r.component, r.call.entry, *sorted(tuple(t.shape) for t in r.call.tensors))] += r.count
+    assert ours == seen
+    assert recording.steps == arguments["num_inference_steps"]
+
+
+def _watch(module, component: str, entry: str, seen: Counter):
+    method = getattr(module, entry)
+
+    def run(*args, **kwargs):
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        seen[(component, entry, *sorted(tuple(t.shape) for t in tensors))] += 1
+        return method(*args, **kwargs)
+
+    setattr(module, entry, run)
+
+
+def test_guidance_branches_are_seen_as_pairs(one_thread):
+    (wan,) = [r for r in record(tiny.wan(), {**SMALL, "guidance_scale": 4.0}).calls if r.component == "transformer"]
+    assert (wan.count, wan.pairs) == (6, 3)
+
+
+# Counts
+
+
+def test_floating_point_operations_are_torchs(chips):
+    transformer = tiny.wan(layers=3, heads=4).transformer
+    inputs = {
+        "hidden_states": torch.randn(2, 16, 3, 10, 14),
+        "timestep": torch.tensor([3.0, 3.0]),
+        "encoder_hidden_states": torch.randn(2, 20, 32),
+        "return_dict": False,
+    }
+    with FlopCounterMode(display=False) as counter:
+        transformer(**inputs)
+    runner = Runner(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
+    runner.attach()
+    work = count(runner.trace(runner.take_apart("forward", (), inputs))[0].jaxpr)
+    runner.detach()
+    assert work.products == counter.get_total_flops()  # it leaves fused attention out
+    assert work.attention == 3 * 2 * 2 * (2 * 4 * 105 * 12) * (105 + 20)
+    assert work.by_module["blocks.*.ffn.net.2"] == 3 * 2 * 2 * 105 * 64 * 48
+
+
+def test_the_cheap_model_prefers_what_compiled_programs_show(chips):
+    transformer = tiny.wan(heads=40).transformer
+    inputs = {
+        "hidden_states": torch.zeros(()).expand(1, 16, 5, 60, 80),
+        "timestep": torch.tensor([3.0]),
+        "encoder_hidden_states": torch.zeros(()).expand(1, 20, 32),
+    }
+    runner = Runner(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
+    runner.attach()
+    work = count(runner.trace(runner.take_apart("forward", (), inputs))[0].jaxpr)
+    runner.detach()
+    slice_ = find_topology("v6e-8")
+    pairs = Denoiser(WAN, work, 1, True, 10**8)
+    assert (2, 4, 1) in allowed(slice_, [pairs]) and (8, 1, 1) not in allowed(slice_, [pairs])
+    assert all(40 % tp == 0 and math.prod((dp, sp, tp)) == 8 for dp, sp, tp in allowed(slice_, [pairs]))
+    assert guess((2, 4, 1), pairs, slice_) < guess((2, 1, 4), pairs, slice_)
+    without = Denoiser(WAN, work, 1, False, 10**8)
+    assert (2, 4, 1) not in allowed(slice_, [without])
+
+
+# The answer
+
+
+def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, capsys):
+    arguments = [
+        "plan",
+        str(root / SHAPES),
+        "--topology",
+        "v6e-8",
+        "--height",
+        "64",
+        "--width",
+        "64",
+        "--num-frames",
+        "9",
+    ]
+    assert cli.main([*arguments, "--num-inference-steps", "4", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {name: type(answer[name]) for name in FIELDS} == FIELDS
+    assert (answer["topology"], answer["mesh"], answer["steps"]) == ("v6e-8", {"dp": 2, "sp": 4, "tp": 1}, 4)
+    parts = {(p["component"], p["entry"]): p for p in answer["parts"]}
+    assert set(parts) == {("text_encoder", "forward"), ("transformer", "forward"), ("vae", "decode")}
+    denoise = parts["transformer", "forward"]
+    assert (denoise["how"], denoise["branches"], denoise["runs"]) == ("compiled", 2, 4)
+    hbm, m = answer["hbm_gib_per_chip"], denoise["memory_analysis"]
+    held = m["arguments"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["program"]
+    assert round(denoise["hbm_gib"]["peak"] * 2**30) == held
+    assert hbm["weights"] == pytest.approx(sum(p["hbm_gib"]["weights"] for p in parts.values()))
+    assert hbm["program"] == pytest.approx(sum(p["hbm_gib"]["program"] for p in parts.values()))
+    assert hbm["peak"] == pytest.approx(hbm["weights"] + hbm["activations"] + hbm["program"])
+    step = answer["seconds_per_step"]
+    assert step["total"] == pytest.approx(sum(step[k] for k in ("attention", "matmul", "other", "collectives")))
+    assert min(step.values()) > 0
+    assert answer["flops_per_step"] == denoise["flops"]
+    assert answer["mfu"] == pytest.approx(denoise["flops"] / step["total"] / 8 / 918e12)
+    assert answer["seconds_total"] == pytest.approx(sum(p["runs"] * p["seconds"] for p in parts.values()))
+    by_module = denoise["timing"]["by_module"]
+    assert {"blocks.*.attn1", "blocks.*.attn2", "blocks.*.ffn"} <= set(by_module)
+    assert sum(by_module.values()) == pytest.approx(step["total"])
+    capsys.readouterr()
+    assert cli.main([*arguments, "--num-inference-steps", "4"]) == 0  # from the cache
+    shown = capsys.readouterr().out
+    assert f"{step['total']:.3f} s per step" in shown and "dp 2, sp 4, tp 1" in shown
+
+
+def test_the_best_mesh_is_chosen_from_compiled_ones(root, cached):
+    answer = plan(str(root / SHAPES), "v6e-4", mesh="auto", arguments={"height": 64, "width": 64, "num_frames": 9})
+    compiled = [r for r in answer["ranking"] if r["seconds_per_step"] is not None]
+    assert len(compiled) >= 2 and len(answer["ranking"]) > len(compiled)
+    assert min(r["seconds_per_step"] for r in compiled) == pytest.approx(answer["seconds_per_step"]["total"])
+    assert next(r["mesh"] for r in compiled if r["mesh"] == answer["mesh"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "wan3", "--topology", "v6e-8"], "published models, got 'wan3'.*wan2.1-t2v-14b"),
+        (["plan", SHAPES, "--topology", "v6e-7"], "expected a topology among v5e-1 .*got 'v6e-7'"),
+        (["plan", SHAPES, "--topology", "v6e-8", "--mesh", "2,2,1"], "8 devices of v6e-8, got 2,2,1 = 4"),
+        (
+            ["plan", SHAPES, "--topology", "v6e-16", "--mesh", "1,1,16"],
+            "tp to divide the attention heads .8.*, got tp 16",
+        ),
+        (
+            ["plan", SHAPES, "--topology", "v6e-8", "--num-frames", "8"],
+            "num_frames that the model can make, got 8: its VAE would give 9",
+        ),
+        (["plan", SHAPES, "--topology", "v6e-8", "--height", "65"], "divisible by"),
+        (["plan", SHAPES, "--topology", "v6e-8", "--batch", "0"], "batch of at least 1"),
+        (["plan", SHAPES, "--topology", "v6e-8", "--report", "nowhere/x.html"], "folder that is there"),
+        (["bench", "attention", "--shape", "round"], "--shape to be one of .*wan-720p-self"),
+        (["bench", "step", "--chip", "v6e"], "got --chip"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, message, root, cached, capsys, monkeypatch):
+    monkeypatch.chdir(root)
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err.strip()
+    assert len(said.splitlines()) == 1 and re.search(message, said), said
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_says_by_how_much_and_what_would(cached, capsys):
+    assert cli.main(["plan", "wan2.1-t2v-14b", "--topology", "v5e-1", "--height", "480", "--width", "832"]) == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"does not fit by \d+\.\d+ GiB per chip", shown)
+    assert re.search(r"what would fit: use v5e-\d+: \d+\.\d+ of 15.75 GiB per chip", shown)
+
+
+def test_slices_have_as_many_devices_as_the_compiler_says(cached):
+    for topology in TOPOLOGIES.values():
+        per_chip = 2 if topology.chip.generation == "v7x" else 1
+        assert topology.devices == math.prod(topology.shape) * per_chip

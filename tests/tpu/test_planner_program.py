@@ -1,0 +1,305 @@
+"""Oracles: programs counted by hand. The compiler itself runs, in the child, for a TPU that is not here.
+
+The functions below run in the compiler's process; they are named to it as "test_planner_program:name".
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from diffusers.tpu import aot
+from diffusers.tpu.devices import CHIPS, find_topology
+from diffusers.tpu.planner import bundles, hlo, ici
+
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+
+
+def ask(function: str, argument: dict | None = None, seconds: float = 120) -> dict:
+    return aot.run_in_child(f"test_planner_program:{function}", argument or {}, seconds=seconds)
+
+
+# In the child
+
+
+def _mesh(topology: str, shape: tuple[int, int, int]):
+    from diffusers.tpu.mesh import make_mesh
+
+    compiler = aot.Compiler(find_topology(topology))
+    return compiler, make_mesh(compiler.devices[: shape[0] * shape[1] * shape[2]], shape)
+
+
+def copying_kernel(argument, progress):
+    """A kernel over a grid, and another over one of another size, in a loop of seven."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.sharding import PartitionSpec as P
+
+    from diffusers.tpu.planner import timing
+    from diffusers.tpu.sharding import named
+
+    compiler, mesh = _mesh("v6e-1", (1, 1, 1))
+
+    def double(x_ref, o_ref):
+        o_ref[...] = x_ref[...] * 2 + 1
+
+    def over(x, grid, block):
+        spec = pl.BlockSpec(block, lambda i, j: (i, j))
+        return pl.pallas_call(double, grid=grid, in_specs=[spec], out_specs=spec, out_shape=x)(x)
+
+    def scaled_dot_product_attention(x):
+        return over(x, (5, 3), (256, 128))
+
+    def program(x):
+        x = jax.lax.fori_loop(0, 7, lambda i, x: scaled_dot_product_attention(x), x)
+        return over(x, (10, 3), (128, 128))
+
+    x = jax.ShapeDtypeStruct((1280, 384), jnp.float32, sharding=named(mesh, P()))
+    named_call = jax.jit(program)
+    compiled = compiler.compile(named_call.lower(x))
+    timed = timing.time_program(compiled, CHIPS["v6e"], [(0, 0, 0)])
+    kernels = [[o.steps, o.runs, o.body, o.seconds] for o in timed.operations if o.steps]
+    return {
+        "kernels": kernels,
+        "total": timed.seconds["total"],
+        "peak": compiled.peak_bytes,
+        "memory": compiled.memory,
+    }
+
+
+def split_product(argument, progress):
+    """x [4096, 2048] split over sp 4, w [2048, 1024] stored over sp and gathered: y = x w."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from diffusers.tpu.planner import timing, work
+    from diffusers.tpu.sharding import named
+
+    compiler, mesh = _mesh("v6e-8", (2, 4, 1))
+
+    def program(x, w):
+        w = jax.lax.with_sharding_constraint(w, named(mesh, P()))
+        return jax.lax.with_sharding_constraint(x @ w, named(mesh, P("sp")))
+
+    x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=named(mesh, P("sp")))
+    w = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16, sharding=named(mesh, P("sp")))
+    traced = jax.jit(program).trace(x, w)
+    compiled = compiler.compile(traced.lower())
+    places = [(*d.coords, d.core_on_chip) for d in mesh.devices.flat]
+    timed = timing.time_program(compiled, CHIPS["v6e"], places)
+    gathers = [[o.bytes, o.seconds + o.hidden] for o in timed.operations if o.kind == "collectives"]
+    return {
+        "gathers": gathers,
+        "flops": work.count(traced.jaxpr).flops,
+        "matmul": timed.seconds["matmul"],
+        "memory": compiled.memory,
+        "peak": compiled.peak_bytes,
+    }
+
+
+def too_large(argument, progress):
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from diffusers.tpu.sharding import named
+
+    compiler, mesh = _mesh("v5e-1", (1, 1, 1))
+    x = jax.ShapeDtypeStruct((40 << 10, 1 << 20), jnp.bfloat16, sharding=named(mesh, P()))
+    compiler.compile(jax.jit(lambda x: x + 1).lower(x))
+
+
+def crash(argument, progress):
+    print("about to end badly", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def hang(argument, progress):
+    import subprocess
+
+    sleeper = subprocess.Popen(["sleep", "600"])
+    progress(str(sleeper.pid))
+    sleeper.wait()
+
+
+def refuse(argument, progress):
+    raise aot.BadRequest(f"expected nothing, got {argument}")
+
+
+# Here
+
+
+def test_kernels_count_as_by_hand_and_the_same_twice():
+    first = ask("copying_kernel")
+    (steps, runs, body, seconds), (steps_2, runs_2, *_) = first["kernels"]
+    assert (steps, runs) == (5 * 3, 7)
+    assert (steps_2, runs_2) == (10 * 3, 1)
+    # 256 x 128 float32 are 32 registers: a load and a store each at least, at most three loads or two stores a bundle.
+    assert 16 <= body <= 200
+    assert seconds >= 7 * 15 * body / CHIPS["v6e"].clock
+    m = first["memory"]
+    assert m["arguments"] == m["outputs"] == 1280 * 384 * 4
+    assert first["peak"] == m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["program"]
+    assert ask("copying_kernel") == first
+
+
+def test_a_split_product_counts_as_by_hand():
+    result = ask("split_product")
+    flops = 2 * 4096 * 2048 * 1024
+    assert result["flops"] == flops
+    # Four chips share it, both dp halves do the same.
+    assert flops / 4 / CHIPS["v6e"].flops < result["matmul"] < 4 * flops / 4 / CHIPS["v6e"].flops
+    whole = 2048 * 1024 * 2
+    ((sent, seconds),) = result["gathers"]
+    assert sent == whole * 3 // 4
+    # sp lies along the slice's axis of four: the link into either end carries three of four parts.
+    assert seconds == pytest.approx(whole * 3 / 4 / CHIPS["v6e"].link_bandwidth, rel=1e-6)
+    assert result["memory"]["arguments"] == (4096 * 2048 + 2048 * 1024) * 2 // 4
+
+
+def test_no_room_is_an_answer():
+    with pytest.raises(aot.OutOfMemory) as caught:
+        ask("too_large")
+    assert caught.value.asked >= 80 * 2**30
+    assert caught.value.limit == CHIPS["v5e"].hbm_bytes
+
+
+def test_a_crash_is_an_error_with_its_last_lines():
+    with pytest.raises(aot.ChildError, match="SIGABRT(.|\n)*about to end badly"):
+        ask("crash")
+
+
+def test_a_hang_ends_with_everything_it_started():
+    started = []
+    with pytest.raises(aot.ChildError, match="within 8 s"):
+        aot.run_in_child("test_planner_program:hang", {}, seconds=8, on_progress=started.append)
+    (pid,) = started
+    state = Path(f"/proc/{pid}/stat")
+    assert not state.exists() or state.read_text().split(")")[1].split()[0] == "Z"
+
+
+def test_a_refusal_is_a_value_error():
+    with pytest.raises(ValueError, match="expected nothing, got {'x': 1}"):
+        ask("refuse", {"x": 1})
+
+
+def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(aot.NoCompiler, match="pip install"):
+        ask("refuse")
+
+
+# Readers
+
+
+HLO = """HloModule m, is_scheduled=true
+
+%fused (p0: bf16[40,128,64], p1: s32[]) -> bf16[1,128,64] {
+  %p0 = bf16[40,128,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = s32[]{:T(128)} parameter(1)
+  ROOT %ds = bf16[1,128,64]{2,1,0:T(8,128)(2,1)} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={1,128,64}
+}
+
+%body (s: (s32[], bf16[40,128,64])) -> (s32[], bf16[40,128,64]) {
+  %s = (s32[], bf16[40,128,64]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %i = s32[] get-tuple-element(%s), index=0
+  %w = bf16[40,128,64]{2,1,0:T(8,128)(2,1)} get-tuple-element(%s), index=1
+  %start = (bf16[1,128,64]{2,1,0:T(8,128)(2,1)S(1)}, bf16[1,128,256]{2,1,0:T(8,128)(2,1)S(1)}) all-gather-start(%w), replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={2}
+  %slice = bf16[1,128,64]{2,1,0:T(8,128)(2,1)} fusion(%w, %i), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/while/body/[blocks.*]/[attn1]/[to_q]/slice"}, backend_config={"window_config":{"estimated_cycles":"17500","iteration_bounds":["2","3"]}}
+  %done = bf16[1,128,256]{2,1,0:T(8,128)(2,1)S(1)} all-gather-done(%start)
+  ROOT %t = (s32[], bf16[40,128,64]{2,1,0:T(8,128)(2,1)}) tuple(%i, %w)
+}
+
+%cond (c: (s32[], bf16[40,128,64])) -> pred[] {
+  %c = (s32[], bf16[40,128,64]{2,1,0:T(8,128)(2,1)}) parameter(0)
+  %limit = s32[] constant(40)
+  ROOT %lt = pred[] compare(%limit, %limit), direction=LT
+}
+
+ENTRY %main (a: bf16[40,128,64]) -> bf16[40,128,64] {
+  %a = bf16[40,128,64]{2,1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %loop = (s32[], bf16[40,128,64]{2,1,0:T(8,128)(2,1)}) while(%a), condition=%cond, body=%body
+}
+"""
+
+
+def test_a_program_is_read_with_loops_parts_and_hidden_transfers():
+    from diffusers.tpu.planner import timing
+
+    chip = CHIPS["v6e"]
+    compiled = aot.CompiledProgram(HLO, {}, {}, 0)
+    places = [(x, y, 0, 0) for x in range(2) for y in range(4)]
+    timed = timing.time_program(compiled, chip, places)
+    part = next(o for o in timed.operations if o.name == "slice")
+    # One of forty slices is read, 64 lanes padded to 128, and one written; the index is four bytes.
+    assert (part.module, part.runs, part.bytes) == ("blocks.*.attn1.to_q", 40, 2 * 128 * 128 * 2 + 4)
+    assert part.seconds == pytest.approx(40 * 17500 / chip.clock)
+    gather = next(o for o in timed.operations if o.kind == "collectives")
+    assert gather.seconds == 0 and gather.hidden == pytest.approx(40 * 128 * 256 * 2 * 3 / 4 / chip.link_bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("notation", "groups"),
+    [
+        ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
+        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
+        ("replica_groups={}", [[0, 1, 2, 3]]),
+        ("source_target_pairs={{0,1},{3,2}}", [[0, 1], [3, 2]]),
+    ],
+)
+def test_groups_of_a_collective(notation, groups):
+    instruction = hlo.Instruction("x", "all-gather", "f32[4]", [], f", {notation}, dimensions={{0}}", False)
+    assert ici.groups_of(instruction, 4) == groups
+
+
+@pytest.mark.parametrize(
+    ("opcode", "link_loads"),
+    # On a line of four chips, in units of one message's bytes: what the fullest link carries.
+    [("all-gather", 3 / 4), ("all-reduce", 6 / 4), ("all-to-all", 4 / 4), ("reduce-scatter", 3)],
+)
+def test_a_line_of_four_chips_by_hand(opcode, link_loads):
+    chip = CHIPS["v5e"]
+    instruction = hlo.Instruction("x", opcode, "f32[8192]{0:T(1024)}", [], ", replica_groups={{0,1,2,3}}", False)
+    moved = ici.transfer(instruction, [(0, y, 0, 0) for y in range(4)], chip)
+    assert moved.seconds == pytest.approx(link_loads * 8192 * 4 / chip.link_bandwidth)
+
+
+SCHEDULE = """= control target key end
+
+     0   :  { %s1_s0 = smov 0 } /* Start region 1 */
+   0x1 LB: > { %s2_s1 = sphi %s1_s0, %s3_s1 /* iteration index, stage = 0 */  ;;  %s9_s9 = sadd.s32 4294967295, %s2_s1 /* iteration index, stage = 1 */ } /* Start region 7 */
+   0x2   : > { %p1_p0 = scmp.ne.s32.totalorder %s5_s5, 0 }
+   0x3   : > { %10 = sbr.rel (%p1_p0) target = $region9 }
+   0x4   : > { %v1 = vld [vmem:[#a] sm:$0xff]
+   continued text of the same bundle } /* Start region 8 */
+   0x5   : > { %v2 = vld [vmem:[#a] sm:$0xff] }
+   0x6 PF: > { %v3 = vadd.f32 %v1, %v2 } /* Start region 9 */
+   0x7   : > { %v4 = vadd.f32 %v1, %v2 }
+   0x8   : > { %v5 = vadd.f32 %v1, %v2 }
+   0x9   : > { %p2_p1 = scmp.ne.s32.totalorder %s5_s5, 4 }
+   0xa   : > { %11 = sbr.rel (%p2_p1) target = $region10 }
+   0xb   : > { %v6 = vst %v5 }
+   0xc PF: > { %s3_s1 = sadd.s32 1, %s2_s1 } /* Start region 10 */
+   0xd   : > { %p3_p2 = scmp.ge.s32.totalorder %s3_s1, 32 /* loop exit test */ }
+   0xe   :  { %12 = sbr.rel (!%p3_p2) target = $region7 }
+   0xf   :  { %13 = vsyncpa 0 }
+"""
+
+
+def test_a_schedule_by_hand():
+    schedule = bundles.read(SCHEDULE)
+    # 32 rounds of a pipelined grid are 30 steps. The counter takes five values: first and last piece run in a fifth.
+    assert (schedule.bundles, schedule.steps) == (16, 30)
+    assert [(loop.start, loop.stop, loop.trips) for loop in schedule.loops] == [(1, 14, 30)]
+    assert schedule.cycles == pytest.approx(2 + 30 * (14 - 3) + 30 * 3 / 5)
