@@ -2,8 +2,8 @@
 
 import functools
 
-import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
 
@@ -32,5 +32,7 @@ def make_mesh(devices: tuple, degrees: tuple[int, int, int]) -> Mesh:
     """The mesh of these degrees over the first devices; on a real TPU in the order of its interconnect."""
     count = degrees[0] * degrees[1] * degrees[2]
     if devices[0].platform == "tpu" and count == len(devices):
-        return jax.make_mesh(degrees, AXES, devices=devices, axis_types=(jax.sharding.AxisType.Auto,) * 3)
+        # Degrees need not be those of the interconnect's axes: (2, 8, 1) on 4 x 4 chips.
+        devices = mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True)
+        return Mesh(devices, AXES)
     return Mesh(np.array(devices[:count]).reshape(degrees), AXES)

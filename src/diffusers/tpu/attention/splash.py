@@ -60,14 +60,18 @@ def splash_attention(
     if mask is not None:
         keys = jnp.broadcast_to(mask.values[:, 0, 0], (mask.values.shape[0], s_len))
         valid = valid & jnp.pad(keys, ((0, 0), (0, s_padded - s_len)))
-    segments = splash.SegmentIds(
-        q=jnp.zeros((batch, q_padded), jnp.int32), kv=jnp.where(valid, 0, 1).astype(jnp.int32)
-    )
+    segments = _segments(valid, q_padded)
     kernel = _kernel(heads, q_padded, s_padded, (block_q, block_kv, inner), is_causal, interpret)
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
     return jnp.where(valid.any(1)[:, None, None, None], out, 0).astype(q.dtype)
+
+
+def _segments(valid: Array, q_len: int) -> splash.SegmentIds:
+    """Keys that are not valid, as another segment than all queries."""
+    queries = jnp.zeros((valid.shape[0], q_len), jnp.int32)
+    return splash.SegmentIds(q=queries, kv=jnp.where(valid, 0, 1).astype(jnp.int32))
 
 
 def _kernel(heads, q_len, s_len, blocks, is_causal, interpret):

@@ -36,6 +36,7 @@ def plan(
     everything: bool = False,
     config: dict | None = None,
     only: list[str] | None = None,
+    as_theirs: bool = False,
     seconds: float = TIME_LIMIT,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict:
@@ -50,6 +51,7 @@ def plan(
         everything: compile also what is not the denoiser, instead of modelling it (a VAE takes the compiler minutes).
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
+        as_theirs: with the padding of the scripts that others measured (`calibration`), not for use.
         seconds: the compiler's process is stopped after these.
 
     Raises:
@@ -72,6 +74,7 @@ def plan(
         "everything": everything,
         "config": config or {},
         "only": only,
+        "as_theirs": as_theirs,
     }
     result = remembered("diffusers.tpu.planner.worker:answer", request, seconds, on_progress)
     return {**result, "model": model}

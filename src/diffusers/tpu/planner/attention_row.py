@@ -1,6 +1,6 @@
 """One attention call on one chip, compiled, in the compiler's process: `answer` is what `bench attention` runs in a child."""
 
-import functools
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -15,6 +15,7 @@ from ..devices import find_topology
 from ..mesh import make_mesh
 from ..sharding import PartitionSpec, named
 from . import timing
+from .calibration import padding_as_theirs
 from .worker import versions
 
 
@@ -37,9 +38,12 @@ def answer(request: dict, progress: Callable) -> dict:
         return kernel(q, k, v, scale=dim**-0.5, blocks=blocks)
 
     progress(f"compiling {request['kernel']} for {topology.chip.generation}")
-    whole = jax.jit(functools.partial(jax.jit(scaled_dot_product_attention)))
+    whole = jax.jit(scaled_dot_product_attention)
+    as_theirs = padding_as_theirs() if request.get("as_theirs") else contextlib.nullcontext()
     try:
-        compiled = compiler.compile(whole.lower(operand(q_len), operand(kv_len), operand(kv_len)))
+        with as_theirs:
+            lowered = whole.lower(operand(q_len), operand(kv_len), operand(kv_len))
+        compiled = compiler.compile(lowered)
     except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
         raise BadRequest(
             f"{request['kernel']} with blocks {blocks} does not compile: {str(error).splitlines()[0]}"

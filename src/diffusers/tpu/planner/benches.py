@@ -84,7 +84,7 @@ def step_cases() -> list[Case]:
     ]
 
 
-def _step(topology: str, model: str, arguments: dict, mesh=None, config=None) -> Callable:
+def _step(topology: str, model: str, arguments: dict, mesh=None, config=None, as_theirs=False) -> Callable:
     def ask(on_progress):
         answer = plan(
             model,
@@ -93,6 +93,7 @@ def _step(topology: str, model: str, arguments: dict, mesh=None, config=None) ->
             arguments=arguments,
             config=config,
             only=["transformer", "transformer_2"],
+            as_theirs=as_theirs,
             seconds=1800,
             on_progress=on_progress,
         )
@@ -146,6 +147,7 @@ def _calibration(published) -> Callable:
                 "shape": published.attention,
                 "kernel": published.config["attention"],
                 "blocks": published.config.get("attention_blocks"),
+                "as_theirs": True,
             }
             answer = remembered("diffusers.tpu.planner.attention_row:answer", request, 300, on_progress)
             ours = answer["seconds"]
@@ -156,6 +158,7 @@ def _calibration(published) -> Callable:
                 published.arguments,
                 mesh=published.mesh,
                 config=published.config,
+                as_theirs=True,
             )
             answer = ask_step(on_progress)
             ours = answer["seconds_per_step"]
@@ -163,6 +166,7 @@ def _calibration(published) -> Callable:
             "measured_seconds": published.seconds,
             "our_seconds": ours,
             "error": ours / published.seconds - 1,
+            "our_seconds_by_kind": answer["seconds"] if published.attention is None else None,
             "source": published.source,
             "versions": answer["versions"],
         }

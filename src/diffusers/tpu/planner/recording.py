@@ -13,11 +13,11 @@ import PIL.Image
 import torch
 
 from ...image_processor import VaeImageProcessor
+from ..config import TPUConfig
+from ..mesh import make_mesh
 from ..pipeline import module_plan
 from ..runner import Call, Runner
 from ..sharding import ModelPlan
-from ..config import TPUConfig
-from ..mesh import make_mesh
 
 
 PROMPT = " ".join(["word"] * 64)

@@ -13,7 +13,7 @@ from ..devices import TOPOLOGIES, Topology, find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..pipeline import PipelinePlan, module_plan, plan_of
 from ..runner import Runner
-from . import meshes, timing
+from . import calibration, meshes, timing
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
 from .work import Work, count
@@ -73,13 +73,20 @@ def answer(request: dict, progress: Callable) -> dict:
     Args:
         request: `model`, `topology`, `mesh` (None: as the pipeline would choose; "auto"; or degrees), `dtype`, `batch`,
             `arguments` of the pipeline's call, `everything` (compile more than the denoiser), `config` (further fields
-            of TPUConfig), `only` (components).
+            of TPUConfig), `only` (components), `as_theirs` (see calibration.padding_as_theirs).
 
     Raises BadRequest for what cannot be planned.
     """
     topology = find_topology(request["topology"])
     progress(f"building {request['model']} without weights")
     recording = _recorded(request, progress)
+    if request.get("as_theirs"):
+        with calibration.padding_as_theirs():
+            return _answer(request, topology, recording, progress)
+    return _answer(request, topology, recording, progress)
+
+
+def _answer(request: dict, topology: Topology, recording: Recording, progress: Callable) -> dict:
     works = {id(r): count(r.traced.jaxpr) for r in recording.calls}
     planner = _Planner(request, topology, recording, works, progress)
     chosen, ranking = planner.choose()
@@ -117,15 +124,18 @@ def _check_size(arguments: dict, recording: Recording):
     decoded = [r for r in recording.calls if r.call.entry == "decode"]
     if not decoded:
         return
-    shape = decoded[-1].outputs[0][0].shape
-    got = dict(zip(("height", "width", "num_frames"), (shape[-2], shape[-1], shape[2] if len(shape) == 5 else None)))
-    for name, size in got.items():
+    shape, pipe = decoded[-1].outputs[0][0].shape, recording.pipe
+    ratio = getattr(pipe, "vae_scale_factor_temporal", getattr(pipe, "vae_temporal_compression_ratio", 1))
+    frames = arguments.get("num_frames")
+    if len(shape) == 5 and frames and (frames - 1) % ratio:
+        below = (frames - 1) // ratio * ratio + 1
+        raise BadRequest(
+            f"expected a num_frames that the VAE can take, {ratio}k+1, got {frames}; ask for {below} or {below + ratio}"
+        )
+    for name, size in (("height", shape[-2]), ("width", shape[-1])):
         asked = arguments.get(name)
-        if asked is not None and size is not None and asked != size:
-            raise BadRequest(
-                f"expected a {name} that the model can make, got {asked}: its VAE would give {size}."
-                f" Ask for {size}" + (" (4k+1 for most video models)." if name == "num_frames" else ".")
-            )
+        if asked is not None and asked != size:
+            raise BadRequest(f"expected a {name} that the VAE can take, got {asked}; it would give {size}")
 
 
 class _Planner:
