@@ -1,7 +1,8 @@
 """What others measured on hardware, as configurations that we can compile: how near our sum comes.
 
-Rows are measurements whose configuration is public in enough detail: mesh, sharding, kernel, blocks. Figures are their
-authors', from the repository yangwhale/gpu-tpu-pedia. Those of AI-Hypercomputer/maxdiffusion are not among them: its
+Rows are measurements whose configuration is public in enough detail: mesh, sharding, kernel, blocks. Scripts that pin
+only the batch and the heads of q, k, v, and whose profile shows all-to-all, are compiled with the sequence split (sp); the
+one that names a tensor axis for its activations, with tp. Figures are their authors', from the repository yangwhale/gpu-tpu-pedia. Those of AI-Hypercomputer/maxdiffusion are not among them: its
 transformer is another program.
 """
 
@@ -80,7 +81,7 @@ PUBLISHED = (
         "gpu-tpu-pedia, Wan2.1 README (229.29 s / 50, text and VAE included)",
         "wan2.1-t2v-14b",
         WAN,
-        (2, 1, 4),
+        (2, 4, 1),
         EXP2,
     ),
     Published(
@@ -90,7 +91,7 @@ PUBLISHED = (
         "gpu-tpu-pedia, Wan on TPU guide: profiler, 40 calls of 43.93 ms are 66.8 % of a step",
         "wan2.1-t2v-14b",
         WAN,
-        (2, 1, 8),
+        (2, 8, 1),
         {"attention": "splash", "attention_blocks": [3024, 2048, 1024]},
     ),
     Published(
