@@ -190,7 +190,7 @@ class _Planner:
         return (best, [*compiled[best], *rest]), ranking
 
     def _default_mesh(self, topology: Topology) -> tuple[int, int, int]:
-        plan = plan_of(type(self.recording.pipe).__mro__[1], PipelinePlan())
+        plan = plan_of(type(self.recording.pipe), PipelinePlan())
         return plan_degrees(topology.devices, None, plan.guided_by_pairs)
 
     def parts(self, topology: Topology, mesh: tuple[int, int, int], only: str | None = None) -> list[Part]:
