@@ -51,6 +51,15 @@ def upstream(pristine):
     return load
 
 
+@pytest.fixture(autouse=True)
+def attention_backend_as_before(monkeypatch):
+    """Upstream's `set_attention_backend` also changes the backend of every model to come."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is not None:
+        registry = dispatch._AttentionBackendRegistry
+        monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
+
+
 @pytest.fixture
 def one_thread():
     """For models so small that a second thread only waits: 0.02 s a forward instead of 1.3 s on two busy cores."""

@@ -260,7 +260,7 @@ def test_readme_commands_are_those_that_run(root):
     assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", blocks, re.M)) <= targets
     assert (root / ".ci/run").read_text().splitlines()[-1] == "exec make test" and os.access(root / ".ci/run", os.X_OK)
     commands = re.findall(r"^(?:DIFFUSERS_TPU=cpu )?diffusers-tpu (.*)$", blocks, re.M)
-    assert {command.split()[0] for command in commands} == {"generate", "compare", "env"}
+    assert {command.split()[0] for command in commands} == {"generate", "compare", "env", "plan", "bench"}
     for command in commands:
         make_parser().parse_args(re.findall(r'"[^"]*"|\S+', command))
     for script in re.findall(r"^(?:DIFFUSERS_TPU=cpu )?python (\S+)", blocks, re.M):
