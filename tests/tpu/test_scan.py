@@ -1,6 +1,7 @@
 """Oracle: the same model run block by block in torch. Models that do odd things between their blocks are the point."""
 
 import pytest
+import tiny
 import torch
 
 from conftest import relative
@@ -201,3 +202,9 @@ def test_branches_that_wait_can_be_unrolled_too(make_mesh):
             pair = [model(x, context) for _ in range(2)]
             errors = [relative(bridge.from_numpy(ours.jax()), theirs) for ours in pair]
     assert max(errors) < 1e-6 and runner.scan is False and [p.branches for p in runner.programs.values()] == [2]
+
+
+def test_a_model_that_names_only_its_unsplit_modules_is_scanned():
+    (group,) = find_groups(tiny.cogvideox().transformer)
+    assert (group.label, group.start, group.stop) == ("transformer_blocks.*", 0, 3)
+    assert find_groups(tiny.cogvideox().vae) == []

@@ -1,7 +1,6 @@
 """One question to the planner, answered in the compiler's process: `answer` is what `planner.plan` runs in a child."""
 
 import importlib.metadata
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -142,6 +141,7 @@ class _Planner:
     def __init__(self, request, topology: Topology, recording: Recording, works: dict, progress: Callable):
         self.request, self.topology, self.recording, self.works = request, topology, recording, works
         self.progress = progress
+        self.compiled: dict[int, tuple[CompiledProgram, timing.Timing]] = {}
         self.modules = {n: m for n, m in recording.pipe.components.items() if isinstance(m, torch.nn.Module)}
         self.denoising = [r for r in recording.calls if self._stage(r) == "denoise"]
         if not self.denoising:
@@ -236,15 +236,17 @@ class _Planner:
             return
         self.progress(f"compiling {name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}")
         traced, _ = runner.scanned_or_unrolled(runner.trace, *[part.recorded.call] * part.branches)
-        try:
-            part.compiled = compiler.compile(traced.lower())
-        except OutOfMemory as error:
-            part.refused = error
-            return
+        lowered = traced.lower()
+        program = hash((topology.name, lowered.as_text()))  # two experts are one program
+        if program not in self.compiled:
+            try:
+                compiled = compiler.compile(lowered)
+            except OutOfMemory as error:
+                part.refused = error
+                return
+            self.compiled[program] = compiled, timing.time_program(compiled, topology.chip, places)
+        part.compiled, part.timed = self.compiled[program]
         part.weights = part.compiled.memory["arguments"] - part.inputs
-        start = time.perf_counter()
-        part.timed = timing.time_program(part.compiled, topology.chip, places)
-        self.progress(f"read {name} in {time.perf_counter() - start:.1f} s")
 
     # What it comes to
 
@@ -289,7 +291,9 @@ class _Planner:
             "seconds_total": sum(p.runs * p.seconds for p in parts) if known else None,
             "flops_per_step": flops,
             "mfu": flops / peak_flops / per_step["total"] if known else None,
-            "compile_seconds": sum(p.compiled.seconds for p in parts if p.compiled is not None),
+            "compile_seconds": sum(
+                {id(p.compiled): p.compiled.seconds for p in parts if p.compiled is not None}.values()
+            ),
             "versions": versions(),
             "pipeline": type(self.recording.pipe).__name__,
             "dtype": self.request["dtype"],
