@@ -1,9 +1,9 @@
 """Oracle: the same model run block by block in torch. Models that do odd things between their blocks are the point."""
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from conftest import relative
 from diffusers.tpu import bridge
 from diffusers.tpu.config import TPUConfig

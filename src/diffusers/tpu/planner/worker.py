@@ -42,9 +42,8 @@ class Part:
 
     @property
     def stage(self) -> str:
-        name, entry = self.recorded.component, self.recorded.call.entry
-        stage = next((s for prefix, s in STAGES.items() if name.startswith(prefix)), name)
-        return entry if stage == "vae" else stage
+        stage = stage_of(self.recorded.component)
+        return self.recorded.call.entry if stage == "vae" else stage
 
     @property
     def seconds(self) -> float:
@@ -96,6 +95,11 @@ def _answer(request: dict, topology: Topology, recording: Recording, progress: C
     return result
 
 
+def stage_of(component: str) -> str:
+    """What part of a run a component does; its own name where that is not known."""
+    return next((stage for prefix, stage in STAGES.items() if component.startswith(prefix)), component)
+
+
 def versions() -> dict[str, str]:
     """Of what decides a plan."""
     return {name: importlib.metadata.version(name) for name in VERSIONS}
@@ -143,13 +147,9 @@ class _Planner:
         self.progress = progress
         self.compiled: dict[int, tuple[CompiledProgram, timing.Timing]] = {}
         self.modules = {n: m for n, m in recording.pipe.components.items() if isinstance(m, torch.nn.Module)}
-        self.denoising = [r for r in recording.calls if self._stage(r) == "denoise"]
+        self.denoising = [r for r in recording.calls if stage_of(r.component) == "denoise"]
         if not self.denoising:
             raise BadRequest(f"expected a pipeline with a transformer or unet, got {sorted(self.modules)}")
-
-    @staticmethod
-    def _stage(recorded: RecordedCall) -> str:
-        return next((s for prefix, s in STAGES.items() if recorded.component.startswith(prefix)), recorded.component)
 
     def _denoisers(self) -> list[meshes.Denoiser]:
         return [
@@ -204,7 +204,7 @@ class _Planner:
             calls = [r for r in self.recording.calls if r.component == name]
             if self.request.get("only") and name not in self.request["only"]:
                 continue
-            if not calls or (only is not None and (self._stage(calls[0]) == "denoise") != (only == "denoise")):
+            if not calls or (only is not None and (stage_of(name) == "denoise") != (only == "denoise")):
                 continue
             runner = Runner(module, module_plan(module), jax_mesh, TPUConfig(**self.request.get("config", {})))
             runner.attach()
@@ -372,6 +372,8 @@ class _Planner:
             )
         fullest = max(parts, key=lambda p: p.activations)
         room = hbm["limit"] - hbm["weights"] - hbm["program"]
+        if fullest.stage in ("decode", "encode") and not getattr(self.modules["vae"], "use_tiling", True):
+            found.append("let the VAE work in tiles, pipe.vae.enable_tiling(): its activations are the largest part")
         if room > 0:
             share = room / hbm["activations"]
             found.append(
