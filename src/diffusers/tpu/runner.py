@@ -146,6 +146,7 @@ class Runner:
         return self._answer(program.function, arrays)
 
     def take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
+        """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
         signature = self._signatures[entry]
         if self.plan.decide is not None:
             kwargs = {**kwargs, **self.plan.decide(signature.bind(*args, **kwargs).arguments)}
