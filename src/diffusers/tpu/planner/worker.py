@@ -372,7 +372,8 @@ class _Planner:
             )
         fullest = max(parts, key=lambda p: p.activations)
         room = hbm["limit"] - hbm["weights"] - hbm["program"]
-        if fullest.stage in ("decode", "encode") and not getattr(self.modules["vae"], "use_tiling", True):
+        in_tiles = fullest.stage in ("decode", "encode") and not getattr(self.modules["vae"], "use_tiling", True)
+        if room > 0 and in_tiles:
             found.append("let the VAE work in tiles, pipe.vae.enable_tiling(): its activations are the largest part")
         if room > 0:
             share = room / hbm["activations"]
