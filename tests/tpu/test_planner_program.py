@@ -118,6 +118,18 @@ def too_large(argument, progress):
     compiler.compile(jax.jit(lambda x: x + 1).lower(x))
 
 
+def meshes(argument, progress):
+    """Every slice's devices, and meshes whose degrees are not those of its axes."""
+    from diffusers.tpu.devices import TOPOLOGIES
+
+    made = {}
+    for name, topology in TOPOLOGIES.items():
+        n = topology.devices
+        shapes = [(1, n, 1), *([(2, n // 2, 1), (1, 2, n // 2)] if n > 1 else [])]
+        made[name] = [sorted({d.id for d in _mesh(name, shape)[1].devices.flat}) for shape in shapes]
+    return made
+
+
 def crash(argument, progress):
     print("about to end badly", file=sys.stderr, flush=True)
     os.abort()
@@ -164,6 +176,15 @@ def test_a_split_product_counts_as_by_hand():
     # sp lies along the slice's axis of four: the link into either end carries three of four parts.
     assert seconds == pytest.approx(whole * 3 / 4 / CHIPS["v6e"].link_bandwidth, rel=1e-6)
     assert result["memory"]["arguments"] == (4096 * 2048 + 2048 * 1024) * 2 // 4
+
+
+def test_every_slice_takes_every_mesh_of_its_devices():
+    from diffusers.tpu.devices import TOPOLOGIES
+
+    made = ask("meshes")
+    assert set(made) == set(TOPOLOGIES)
+    for name, meshes in made.items():
+        assert all(len(ids) == TOPOLOGIES[name].devices for ids in meshes)
 
 
 def test_no_room_is_an_answer():

@@ -31,10 +31,17 @@ class TwoStreams(Block):
         return y, context + y.mean()
 
 
+class WithNothing(Block):
+    """As T5's: some of what it returns is no tensor."""
+
+    def forward(self, x, context, gain=1.0):
+        return super().forward(x, context, gain), None, 3
+
+
 class Model(torch.nn.Module):
     """Blocks in a loop; `loop` says what happens between them."""
 
-    _repeated_blocks = ["Block", "TwoStreams"]
+    _repeated_blocks = ["Block", "TwoStreams", "WithNothing"]
 
     def __init__(self, loop, block=Block):
         super().__init__()
@@ -55,6 +62,13 @@ def two_streams(blocks, x, context):
     for block in blocks:
         x, context = block(x, context)
     return x + context
+
+
+def first_of_three(blocks, x, context):
+    for block in blocks:
+        x, nothing, three = block(x, context)
+        assert nothing is None and three == 3
+    return x
 
 
 def addition_in_the_middle(blocks, x, context):
@@ -123,6 +137,7 @@ def run(model, mesh, scan=True):
     "loop, block, loops",
     [
         (plain, Block, 1),
+        (first_of_three, WithNothing, 1),
         (two_streams, TwoStreams, 1),
         (addition_in_the_middle, Block, 2),
         (other_argument_at_the_end, Block, 2),
@@ -208,3 +223,13 @@ def test_a_model_that_names_only_its_unsplit_modules_is_scanned():
     (group,) = find_groups(tiny.cogvideox().transformer)
     assert (group.label, group.start, group.stop) == ("transformer_blocks.*", 0, 3)
     assert find_groups(tiny.cogvideox().vae) == []
+
+
+def test_a_trace_that_must_be_unrolled_places_nothing(make_mesh):
+    model = Model(long_skip)
+    runner = Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+    runner.attach()
+    call = runner.take_apart("forward", (torch.randn(3, WIDTH), torch.randn(3, WIDTH)), {})
+    runner.scanned_or_unrolled(runner.trace, call)
+    assert not runner.scan and not runner.plan_weights().arrays
+    runner.detach()
