@@ -74,14 +74,12 @@ def run_in_child(
     *,
     seconds: float,
     on_progress: Callable[[str], None] = lambda text: None,
-    on_result: Callable[[dict], None] = lambda result: None,
 ) -> dict:
     """What `function(argument, progress)` returns in a new process that is ready to compile for TPUs.
 
     Args:
         function: "module:name", importable there.
-        argument: goes there as JSON; the result and every `progress(text or dict)` come back so: texts to
-            `on_progress`, dicts (parts of the result that are ready) to `on_result`.
+        argument: goes there as JSON; the result comes back so, and the text of every `progress(text)`, to `on_progress`.
         seconds: after these the child and all its processes are killed.
 
     Raises:
@@ -119,7 +117,7 @@ def run_in_child(
         for line in child.stdout:
             kind, value = json.loads(line)
             if kind == "progress":
-                (on_progress if isinstance(value, str) else on_result)(value)
+                on_progress(value)
             else:
                 answer = kind, value
         status = child.wait()
@@ -260,7 +258,7 @@ def _leave_with_the_parent():
     threading.Thread(target=wait, daemon=True).start()
 
 
-def main() -> int:
+def main():
     """The child: one request from standard input, answers as JSON lines to what was standard output."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever prints from here on must not mix with the answers

@@ -16,10 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from .masks import Mask
+from .splash import LANES, round_up
 
 
 BLOCKS = (2048, 2048, 256)
-LANES, SUBLANES = 128, 8
+SUBLANES = 8
 LOWEST = -1e30
 VMEM_BYTES = 100 << 20
 
@@ -54,8 +55,8 @@ def online_attention(
     kv_len = k.shape[2] if kv_len is None else kv_len
     k, v = k[:, :, :kv_len], v[:, :, :kv_len]  # what was padding may hold anything; the padding below is zeros
     wanted_q, wanted_kv, inner = blocks or BLOCKS
-    block_q, inner = min(wanted_q, _round_up(q_len, LANES)), min(inner, _round_up(kv_len, LANES))
-    block_kv = min(wanted_kv, _round_up(kv_len, inner))
+    block_q, inner = min(wanted_q, round_up(q_len, LANES)), min(inner, round_up(kv_len, LANES))
+    block_kv = min(wanted_kv, round_up(kv_len, inner))
     q = (q.astype(jnp.float32) * (scale * math.log2(math.e))).astype(q.dtype)
     q, k, v = (
         jnp.pad(x.reshape(batch * heads, n, dim), ((0, 0), (0, -n % block), (0, 0)))
@@ -128,7 +129,3 @@ def _kernel(q_ref, k_ref, v_ref, o_ref, m_ref, l_ref, acc_ref, *, inner: int, kv
     @pl.when(step == kv_blocks - 1)
     def _():
         o_ref[...] = (acc_ref[...] / l_ref[:1]).astype(o_ref.dtype)
-
-
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

@@ -48,10 +48,10 @@ def splash_attention(
     batch, heads, q_len, dim = q.shape
     s_len, kv_len = k.shape[2], k.shape[2] if kv_len is None else kv_len
     wanted_q, wanted_kv, inner = blocks or BLOCKS
-    block_q, block_kv = (min(limit, _round_up(n, LANES)) for limit, n in ((wanted_q, q_len), (wanted_kv, s_len)))
+    block_q, block_kv = (min(limit, round_up(n, LANES)) for limit, n in ((wanted_q, q_len), (wanted_kv, s_len)))
     inner = min(inner, block_kv)
-    q_padded, s_padded = _round_up(q_len, block_q), _round_up(s_len, block_kv)
-    padded_dim = _round_up(dim, LANES) if dim > LANES else dim
+    q_padded, s_padded = round_up(q_len, block_q), round_up(s_len, block_kv)
+    padded_dim = round_up(dim, LANES) if dim > LANES else dim
 
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, q_padded - q_len), (0, padded_dim - dim)))
@@ -84,5 +84,6 @@ def _kernel(heads, q_len, s_len, blocks, is_causal, interpret):
     )
 
 
-def _round_up(n: int, multiple: int) -> int:
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is not less than n."""
     return -(-n // multiple) * multiple

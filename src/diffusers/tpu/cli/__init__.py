@@ -12,6 +12,8 @@ from .errors import BadInput
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
 BENCHES = ("attention", "step", "vae", "calibration")
+BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "name")
+PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Arguments of most pipelines, for the help; any other name of a pipeline's __call__ is taken too.
@@ -123,7 +125,7 @@ def _add_plan(commands):
     group = plan.add_argument_group(
         "arguments of the pipeline", "Default: the model card's; any other one is taken too."
     )
-    for name in ("height", "width", "num-frames", "num-inference-steps", "guidance-scale", "max-sequence-length"):
+    for name in (argument.replace("_", "-") for argument in PLAN_ARGUMENTS):
         group.add_argument(f"--{name}", action="append", metavar="VALUE", help=COMMON_ARGUMENTS[name])
 
 
@@ -136,7 +138,7 @@ def _add_bench(commands):
     )
     bench.add_argument("kind", choices=BENCHES, help="what to compile; calibration: beside measurements of others")
     bench.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the rows as JSON, to FILE or the output")
-    for name in ("chip", "shape", "path", "model", "topology", "variant", "name"):
+    for name in BENCH_FILTERS:
         bench.add_argument(f"--{name}", metavar="VALUE", help="only rows with this value")
 
 

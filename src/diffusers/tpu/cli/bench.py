@@ -8,18 +8,16 @@ from rich.table import Table
 
 from ..aot import ChildError, NoCompiler
 from ..planner.benches import select
+from . import BENCH_FILTERS
 from .errors import BadInput, one_line
 from .output import whole_file
-
-
-FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "name")
 
 
 def run(options, rest: list[str]) -> int:
     """Run the command; exit status 1 if a row could not be had (it then says why)."""
     if rest:
         raise BadInput(f"expected filters such as --chip v6e, got {' '.join(rest)}")
-    filters = {name: value for name in FILTERS if (value := getattr(options, name)) is not None}
+    filters = {name: value for name in BENCH_FILTERS if (value := getattr(options, name)) is not None}
     try:
         cases = select(options.kind, filters)
     except ValueError as error:

@@ -13,12 +13,10 @@ from .. import planner
 from ..aot import ChildError, NoCompiler
 from ..config import parse_mesh
 from ..devices import find_topology
+from . import PLAN_ARGUMENTS
 from .arguments import given_arguments
 from .errors import BadInput, one_line
 from .output import whole_file
-
-
-PIPELINE_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 
 
 def run(options, rest: list[str]) -> int:
@@ -35,9 +33,7 @@ def run(options, rest: list[str]) -> int:
         _checked(options.report, ".html")
     if options.json and options.json != "-":
         _checked(options.json, ".json")
-    arguments = {
-        name: _number(name, words) for name, words in given_arguments(options, PIPELINE_ARGUMENTS, rest).items()
-    }
+    arguments = {name: _number(name, words) for name, words in given_arguments(options, PLAN_ARGUMENTS, rest).items()}
     console = Console(stderr=options.json == "-")
     plans = []
     for topology in topologies:

@@ -20,7 +20,6 @@ from ..config import read_environment
 from ..devices import find_topology
 
 
-DTYPES = ("bfloat16", "float32")
 TIME_LIMIT = 900.0
 PACKAGE = Path(__file__).resolve().parents[2]
 

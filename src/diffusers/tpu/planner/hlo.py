@@ -30,10 +30,6 @@ class Array:
         return ITEM_BYTES.get(self.dtype) or int(re.sub(r"\D", "", self.dtype) or 8) / 8
 
     @property
-    def elements(self) -> int:
-        return math.prod(self.dims)
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes with the padding that tiles bring."""
         dims = [self.dims[axis] for axis in reversed(self.order)]  # outermost first
@@ -89,13 +85,6 @@ class Instruction:
     def estimated_cycles(self) -> int | None:
         found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
         return int(found[1]) if found else None
-
-    @cached_property
-    def iterations(self) -> int | None:
-        """How often the compiler's own loop over windows runs."""
-        found = re.search(r'"iteration_bounds":\[([^\]]*)\]', self.rest)
-        bounds = re.findall(r"\d+", found[1]) if found else []
-        return math.prod(map(int, bounds)) if bounds else None
 
     def called(self, key: str) -> str | None:
         """The computation that attribute `key` (calls, body, condition, to_apply) names."""

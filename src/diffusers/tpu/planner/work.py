@@ -39,7 +39,6 @@ class Work:
         padded: of `products`, what the matrix unit does for them when channels are filled up to its side.
         bytes: read and written by operations that compilers keep apart (products, reductions, moves).
         calls: of attention: (batch, heads, queries, keys, head size) -> how often.
-        operations: equations as they run, blocks in a scan once.
         live: the most bytes of intermediate values alive at once.
     """
 
@@ -47,7 +46,6 @@ class Work:
     attention: float = 0.0
     padded: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     bytes: float = 0.0
-    operations: int = 0
     live: int = 0
     by_module: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: dict[tuple[int, ...], int] = field(default_factory=lambda: defaultdict(int))
@@ -97,13 +95,11 @@ def _one(eqn, runs: int, work: Work, path: str) -> int:
         work.attention += flops
         work.calls[(*q.shape[:3], k.shape[2], q.shape[3])] += runs
         work.by_module[module_of(path)] += flops
-        work.operations += 1
         return 0
     inner = [x for value in params.values() for x in _jaxprs(value)]
     if inner:
         times = runs * (params.get("length", 1) if name == "scan" else 1)
         return max(_count(x, times, work, path) for x in inner)
-    work.operations += 1
     flops, sides = _product(eqn)
     if flops:
         work.products += runs * flops

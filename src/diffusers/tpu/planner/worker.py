@@ -12,6 +12,7 @@ from ..devices import TOPOLOGIES, Topology, find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..pipeline import PipelinePlan, module_plan, plan_of
 from ..runner import Runner
+from ..sharding import ModelPlan
 from . import calibration, meshes, timing
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
@@ -151,10 +152,13 @@ class _Planner:
         if not self.denoising:
             raise BadRequest(f"expected a pipeline with a transformer or unet, got {sorted(self.modules)}")
 
+    def _plan(self, recorded: RecordedCall) -> ModelPlan:
+        return module_plan(self.modules[recorded.component])
+
     def _denoisers(self) -> list[meshes.Denoiser]:
         return [
             meshes.Denoiser(
-                module_plan(self.modules[r.component]),
+                self._plan(r),
                 self.works[id(r)],
                 r.call.batch,
                 r.pairs > 0,
@@ -342,12 +346,12 @@ class _Planner:
         sp, tp = mesh[1:]
         for recorded in self.denoising:
             heads = {n for _, n, t, s, _ in self.works[id(recorded)].calls if t == s}
-            if sp > 1 and any(n // tp % sp for n in heads) and module_plan(self.modules[recorded.component]).carry:
+            if sp > 1 and any(n // tp % sp for n in heads) and self._plan(recorded).carry:
                 notes.append(
                     f"{recorded.component}: {', '.join(map(str, sorted(heads)))} heads do not divide by sp {sp}, so every"
                     " chip gathers all keys; a mesh whose sp divides them exchanges less"
                 )
-            if module_plan(self.modules[recorded.component]).carry is None and self.topology.devices > 1:
+            if self._plan(recorded).carry is None and self.topology.devices > 1:
                 notes.append(
                     f"{recorded.component} has no plan yet: the compiler alone decides how chips share its work"
                 )
@@ -395,7 +399,7 @@ class _Planner:
             p.recorded.component: sum(w.nbytes for w in self.modules[p.recorded.component].parameters()) for p in parts
         }
         activations = max(p.activations for p in parts) * self.topology.devices
-        spread = module_plan(self.modules[self.denoising[0].component]).carry is not None
+        spread = self._plan(self.denoising[0]).carry is not None
         same = self.topology.chip.generation
         candidates = sorted(
             (t for t in TOPOLOGIES.values() if t.name != self.topology.name),
