@@ -8,7 +8,7 @@ ACCELERATORS = ("cuda", "tpu", "xla", "jax")  # names of devices that mean the T
 MODES = ("auto", "off", "cpu")
 GLUES = ("auto", "resident", "host")
 PRECISIONS = ("highest", "high", "default")
-ATTENTIONS = ("auto", "reference", "splash", "online")
+ATTENTIONS = ("auto", "kernel", "online", "splash", "cudnn", "reference")
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,14 @@ class TPUConfig:
             "host" moves them once each way per step; "auto" is resident for pipelines with a plan, else host.
         scan: trace a run of equal blocks once and scan it over stacked weights.
         matmul_precision: of float32 products ("highest" is true float32; bfloat16 products are not affected).
-        attention: "auto" is JAX's splash kernel on a real TPU and the reference elsewhere; "online" is a kernel with
-            transposed scores and exp2, for attention without a mask.
-        attention_blocks: queries, keys, and keys per inner step of the kernel's blocks; None: the kernel's own.
+        attention: the attention of one chip. "auto": our kernel on a TPU, cuDNN's on a GPU, the reference on the CPU and
+            (said once) for what those do not take. By name, what it does not take is an error: "kernel"; "online", the
+            kernel with a running maximum only; "splash", JAX's own; "cudnn"; "reference".
+        attention_blocks: queries, keys, and keys of one product of the kernel's blocks; None: tuned, or by rule.
+        attention_smoothing: bound the scores around the mean of the keys, with which more heads take the kernel's fast
+            way. Values are the same either way.
+        attention_window: (left, right): queries of self-attention see only so many tokens before and after them.
+        attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
     """
 
     mesh: tuple[int, int, int] | None = None
@@ -50,6 +55,9 @@ class TPUConfig:
     matmul_precision: str = "highest"
     attention: str = "auto"
     attention_blocks: tuple[int, int, int] | None = None
+    attention_smoothing: bool = True
+    attention_window: tuple[int, int] | None = None
+    attention_ring: int | None = None
 
     def __post_init__(self):
         if self.mesh is not None:
@@ -65,6 +73,16 @@ class TPUConfig:
                     f" got {self.attention_blocks!r}"
                 )
             object.__setattr__(self, "attention_blocks", blocks)
+        if self.attention_window is not None:
+            window = tuple(self.attention_window)
+            if len(window) != 2 or any(not isinstance(w, int) or w < 0 for w in window):
+                raise ValueError(
+                    "expected TPUConfig.attention_window of two integers, tokens before and after, got"
+                    f" {self.attention_window!r}"
+                )
+            object.__setattr__(self, "attention_window", window)
+        if self.attention_ring is not None and (not isinstance(self.attention_ring, int) or self.attention_ring < 1):
+            raise ValueError(f"expected TPUConfig.attention_ring of a positive integer, got {self.attention_ring!r}")
 
 
 def parse_mesh(value) -> tuple[int, int, int]:

@@ -31,6 +31,7 @@ class Chip:
     v7x the page's 1.2 TB/s over six links both ways; `die_bandwidth`, between the halves of a v7x: its page, six times a link.
     `clock`: of that chapter (v5e), else peak / (4 * side^2 * passes per cycle) of the matrix units, which measured
     kernels agree with. `hbm_bytes`: what the compiler (libtpu 0.0.42.1) lets a program use, from its own message.
+    `vmem_bytes` of one core: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
     """
 
     generation: str
@@ -40,6 +41,7 @@ class Chip:
     hbm_bandwidth: float
     link_bandwidth: float
     matrix_side: int
+    vmem_bytes: int
     die_bandwidth: float = 0.0
 
 
@@ -62,16 +64,29 @@ class Topology:
         return {"v7x": "tpu7x"}.get(self.chip.generation, self.chip.generation)
 
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 CHIPS = {
     chip.generation: chip
     for chip in (
-        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128),
-        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128),
-        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256),
-        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, die_bandwidth=600e9),
+        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 128 * MIB),
+        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 64 * MIB),
+        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 128 * MIB),
+        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 64 * MIB, die_bandwidth=600e9),
     )
 }
+
+
+GENERATION_OF_DEVICE_KIND = {
+    "TPU v3": "v3",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+}  # JAX 0.10.2, the same file
 
 
 def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:

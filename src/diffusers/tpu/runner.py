@@ -22,6 +22,7 @@ from ..utils import logging
 from . import bridge
 from .attention.api import Settings
 from .config import TPUConfig
+from .devices import GENERATION_OF_DEVICE_KIND
 from .scan import plain_attributes
 from .sharding import ModelPlan, named
 from .weights import PlacedWeights, plan_placement
@@ -294,7 +295,11 @@ class Runner:
                 sequence=self.plan.carry is not None,
                 kernel=self.config.attention,
                 blocks=self.config.attention_blocks,
+                smoothing=self.config.attention_smoothing,
+                window=self.config.attention_window,
+                ring=self.config.attention_ring,
                 platform=self.mesh.devices.flat[0].platform,
+                generation=GENERATION_OF_DEVICE_KIND.get(self.mesh.devices.flat[0].device_kind),
             ),
             matmul_precision=self.config.matmul_precision,
         )

@@ -1,41 +1,241 @@
-"""What an attention mask is: checked against the scores it must cover, brought to four axes, named by kind."""
+"""What an attention mask takes away from the scores, in parts that stay small: by key, by query, by band.
 
+Query i sees key j where every part that is there allows it. Only `Mask.dense` is of tokens x tokens.
+"""
+
+import dataclasses
+import functools
+import itertools
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from . import lineage
+
+
+BELOW = -1e30  # a bias at or below it takes the key away: -inf, and the lowest float32 and bfloat16
+
+Band = tuple[int | None, int | None]
+
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of the scores, each axis full or one: [B|1, N|1, T|1, S|1].
+    """The parts of a mask; b and n are the batch and the heads, or one.
 
-    `kind` is "keys" (the same for every query, so nothing of tokens x tokens exists) or "dense"; `values` are bool
-    (True takes part) or a bias to be added to the scaled scores.
+    Args:
+        keys: bool (True takes part), or a bias added to the scaled scores (natural units).
+        queries: rows that are False give zeros.
+        dense: as `keys`, for every pair.
+        band: static (left, right): query i sees keys i - left to i + right; None is open. Causal is (None, 0).
     """
 
-    kind: str
-    values: Bool[Array, "b n t s"] | Float[Array, "b n t s"]
+    keys: Bool[Array, "b n 1 S"] | Float[Array, "b n 1 S"] | None = None
+    queries: Bool[Array, "b n T 1"] | None = None
+    dense: Bool[Array, "b n T S"] | Float[Array, "b n T S"] | None = None
+    band: Band | None = None
+
+    @property
+    def kind(self) -> str:
+        """ "keys", "outer" (of queries, and keys if any), "causal", "window", "dense" or "bias", joined by +."""
+        names = []
+        if self.keys is not None or self.queries is not None:
+            names.append("keys" if self.queries is None else "outer")
+        if self.band is not None:
+            names.append("causal" if self.band == (None, 0) else "window")
+        if self.dense is not None:
+            names.append("dense" if self.dense.dtype == jnp.bool_ else "bias")
+        return "+".join(names)
 
 
-def classify(mask, batch: int, heads: int, q_len: int, kv_len: int) -> Mask | None:
-    """The mask as upstream may give it, or None where it takes nothing away (None itself; a host array of all True).
+jax.tree_util.register_dataclass(Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band"])
+
+
+def classify(
+    mask,
+    batch: int,
+    heads: int,
+    q_len: int,
+    kv_len: int,
+    is_causal: bool = False,
+    window: Band | None = None,
+) -> Mask | None:
+    """The parts of a mask as upstream may give it, or None where nothing is taken away.
+
+    Args:
+        mask: None, bool (True takes part) or a bias, broadcastable to [batch, heads, q_len, kv_len].
+        window: (left, right) as `Mask.band`.
 
     Raises:
-        ValueError: it does not broadcast to [batch, heads, q_len, kv_len].
+        ValueError: it does not broadcast; a mask together with `is_causal`.
         TypeError: neither bool nor floating.
     """
-    if mask is None:
-        return None
-    target = (batch, heads, q_len, kv_len)
+    band = _narrowed((None, 0) if is_causal else (None, None), window or (None, None))
+    parts = Mask() if mask is None else _parts(mask, (batch, heads, q_len, kv_len), is_causal)
+    parts = dataclasses.replace(parts, band=_bounded(_narrowed(band, parts.band or (None, None)), q_len, kv_len))
+    return parts if parts.kind else None
+
+
+def _parts(mask, target: tuple[int, int, int, int], is_causal: bool) -> Mask:
+    if is_causal:
+        raise ValueError("expected either attn_mask or is_causal, got both; fold causality into the mask")
     if mask.ndim > 4 or any(m not in (1, t) for m, t in zip(mask.shape[::-1], target[::-1])):
         raise ValueError(
             f"expected an attention mask that broadcasts to [B, N, T, S] = {list(target)}, got {list(mask.shape)}"
         )
     if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.floating):
         raise TypeError(f"expected a bool or floating attention mask, got {mask.dtype}; cast it with .to(torch.bool)")
-    if isinstance(mask, np.ndarray) and mask.dtype == np.bool_ and mask.all():
-        return None
-    values = jnp.asarray(mask).reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
-    return Mask("keys" if values.shape[2] == 1 else "dense", values)
+    shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if isinstance(mask, np.ndarray) or (_is_concrete(mask) and mask.is_fully_addressable):
+        found = _of_values(np.asarray(mask).reshape(shape))
+    else:
+        found = _of_lineage(mask.reshape(shape))
+    if found.keys is not None:
+        found = dataclasses.replace(found, keys=jnp.broadcast_to(found.keys, (*found.keys.shape[:3], target[3])))
+    if found.queries is not None:
+        queries = jnp.broadcast_to(found.queries, (*found.queries.shape[:2], target[2], 1))
+        found = dataclasses.replace(found, queries=queries)
+    return found
+
+
+def _is_concrete(mask) -> bool:
+    return isinstance(mask, jax.Array) and not isinstance(mask, jax.core.Tracer)
+
+
+def _of_lineage(mask: jax.Array) -> Mask:
+    """The parts of a traced mask, axis of keys or queries full or one, by the way it was computed."""
+    value = lineage.read(mask)
+    if isinstance(value, lineage.Choice):
+        on, off = _taken(value.on), _taken(value.off)
+        if on and off:
+            return Mask()
+        if on is not None and off is not None and on != off:
+            return _of_parts(value.parts if on else (value.where(value.off),))
+        value = value.part()
+    if 2 not in value.varies:
+        return Mask(keys=value.make())
+    if 3 not in value.varies:
+        return Mask(queries=value.make() > BELOW)
+    return Mask(dense=mask)
+
+
+def _taken(number) -> bool | None:
+    """Whether a key with this entry of a mask takes part; None if it is a bias."""
+    if number.dtype == np.bool_:
+        return bool(number)
+    return True if number == 0 else False if number <= BELOW else None
+
+
+def _of_parts(parts: tuple[lineage.Part, ...]) -> Mask:
+    keys, queries, dense, band = [], [], [], (None, None)
+    for part in parts:
+        stripe = part.stripe
+        if 2 not in part.varies:
+            keys.append(part)
+        elif 3 not in part.varies:
+            queries.append(part)
+        elif stripe is None or {stripe.behind, stripe.ahead} != {2, 3}:
+            dense.append(part)
+        else:
+            ends = (stripe.low, stripe.high) if stripe.ahead == 3 else (_minus(stripe.high), _minus(stripe.low))
+            band = _narrowed(band, (_minus(ends[0]), ends[1]))
+    keys, queries, dense = (
+        functools.reduce(jnp.logical_and, [p.make() for p in some]) if some else None
+        for some in (keys, queries, dense)
+    )
+    return Mask(keys, queries, dense, None if band == (None, None) else band)
+
+
+def _minus(x: int | None) -> int | None:
+    return None if x is None else -x
+
+
+def _of_values(mask: np.ndarray) -> Mask:
+    """The parts of a mask whose values are known, axis of keys or queries full or one.
+
+    The candidates are no less than what is seen: the seen rows, the seen columns, the band around them. One that holds
+    as many pairs as are seen is the mask.
+    """
+    b, n, t, s = mask.shape
+    columns, rows = np.zeros((b, n, s), bool), np.zeros((b, n, t), bool)
+    seen, left, right = 0, -s, -t
+    for at, start, values in _blocks(mask):
+        allowed = values if values.dtype == np.bool_ else values == 0
+        if values.dtype != np.bool_ and not (allowed | (values <= BELOW)).all():
+            return _of_bias(mask)
+        some = allowed.any(1)
+        rows[at][start : start + len(values)] = some
+        columns[at] |= allowed.any(0)
+        seen += np.count_nonzero(allowed)
+        places = np.flatnonzero(some) + start
+        left = max(left, (places - allowed[some].argmax(1)).max(initial=left))
+        right = max(right, (s - 1 - allowed[some, ::-1].argmax(1) - places).max(initial=right))
+    left, right = int(left), int(right)
+    for band in ((None, None), (None, right), (left, None), (left, right)):
+        for queries, keys in itertools.product((None, rows), (None, columns)):
+            if _pairs(keys, queries, band, mask.shape) == seen:
+                return Mask(
+                    None if keys is None else jnp.asarray(keys[:, :, None]),
+                    None if queries is None else jnp.asarray(queries[..., None]),
+                    None,
+                    None if band == (None, None) else band,
+                )
+    return Mask(dense=jnp.asarray(mask if mask.dtype == np.bool_ else mask == 0))
+
+
+def _blocks(mask: np.ndarray):
+    """(batch and head, first row, rows) of a mask, a few megabytes at a time."""
+    step = max(1, (1 << 22) // mask.shape[3])
+    for at in np.ndindex(mask.shape[:2]):
+        for start in range(0, mask.shape[2], step):
+            yield at, start, mask[at][start : start + step]
+
+
+def _pairs(keys, queries, band: Band, shape) -> int:
+    """How many pairs a mask of bool keys [b, n, s], queries [b, n, t] and a band allows."""
+    b, n, t, s = shape
+    ones = np.ones((b, n, s), bool) if keys is None else keys
+    before = np.concatenate([np.zeros((b, n, 1), np.int64), np.cumsum(ones, -1, dtype=np.int64)], -1)
+    places, (left, right) = np.arange(t), band
+    first = np.zeros(t, int) if left is None else np.clip(places - left, 0, s)
+    stop = np.full(t, s) if right is None else np.clip(places + right + 1, 0, s)
+    counts = before[..., np.maximum(first, stop)] - before[..., first]
+    return int((counts if queries is None else counts * queries).sum())
+
+
+def _of_bias(mask: np.ndarray) -> Mask:
+    if all(np.array_equal(rows, np.broadcast_to(mask[at][:1], rows.shape)) for at, _, rows in _blocks(mask)):
+        return Mask(keys=jnp.asarray(mask[:, :, :1]))
+    if all(np.array_equal(rows, np.broadcast_to(rows[:, :1], rows.shape)) for _, _, rows in _blocks(mask)):
+        queries = mask[..., :1] > BELOW
+        return Mask() if queries.all() else Mask(queries=jnp.asarray(queries))
+    return Mask(dense=jnp.asarray(mask))
+
+
+def with_length(mask: Mask | None, kv_len: int | jax.Array, s_len: int) -> Mask | None:
+    """The mask, and keys from `kv_len` on taken away, of `s_len` (a bias becomes -inf there)."""
+    if isinstance(kv_len, int) and kv_len == s_len:
+        return mask
+    mask = mask or Mask()
+    valid = (jnp.arange(s_len) < kv_len)[None, None, None]
+    if mask.keys is None:
+        keys = valid
+    else:
+        keys = mask.keys & valid if mask.keys.dtype == jnp.bool_ else jnp.where(valid, mask.keys, -jnp.inf)
+    return dataclasses.replace(mask, keys=keys)
+
+
+def _narrowed(one: Band, other: Band) -> Band:
+    """What both bands allow."""
+    left, right = ([x for x in side if x is not None] for side in zip(one, other))
+    return min(left, default=None), min(right, default=None)
+
+
+def _bounded(band: Band, q_len: int, kv_len: int) -> Band | None:
+    """The band, open where it takes no key away; None if that is both sides."""
+    left, right = band
+    left = None if left is None or left >= q_len - 1 else left
+    right = None if right is None or right >= kv_len - 1 else right
+    return None if left is right is None else (left, right)

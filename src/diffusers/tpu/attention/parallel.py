@@ -1,13 +1,19 @@
-"""Attention over a mesh: heads on `tp`, batch on `dp`, the sequence on `sp`.
+"""Attention over a mesh: batch on `dp`, heads on `tp`, the sequence on `sp`.
 
-Queries arrive split over the sequence. With heads that `sp` divides, an all-to-all trades sequence for heads and back
-(Ulysses; Jacobs et al. 2023); else, and for keys of another length (cross-attention), every chip sees all keys.
-A sequence that `sp` does not divide is padded; its true length goes to the local attention.
+Keys as long as the queries are split with them, and `sp` is ring x ulysses chips. In each group of `ulysses` chips, as
+many as divide the heads, an all-to-all trades sequence for heads and back (Ulysses; Jacobs et al. 2023). Around the ring
+of the groups the keys travel (Ring Attention; Liu et al. 2023): hop h gives out_h and lse_h of one chunk of the keys, and
+
+    lse' = log(e^lse + e^lse_h);   out' = out e^(lse - lse') + out_h e^(lse_h - lse')        in float32.
+
+`ulysses` is the inner factor: what a chip holds after the all-to-all is one chunk of the sequence without gaps. A sequence
+that `sp` does not divide is padded, and its padding masked. Keys of another length (cross-attention) lie whole on every chip.
 
 Where nobody says how activations lie, heads are split over as many chips as divide them: a kernel cannot be left to the
 compiler to split.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -17,98 +23,186 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
+from . import masks
 from .masks import Mask
 from .reference import reference_attention
 
 
-def parallel_attention(q, k, v, *, mask: Mask | None, is_causal: bool, scale: float, mesh: Mesh, local: Callable):
-    """q [B, N, T, D], k and v [B, K, S, D] as one device would see them; `local` is the attention of one chip."""
+AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp with sp in its two factors
+
+
+def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None) -> tuple[int, int]:
+    """`sp` as (ring, ulysses): as much ulysses as heads and kv heads (of one share of `tp`) allow, or the ring asked for.
+
+    Raises ValueError where `ring` does not divide `sp`, or what it leaves of `sp` does not divide the heads.
+    """
+    most = math.gcd(sp, heads, kv_heads)
+    if ring is None:
+        return sp // most, most
+    if ring < 1 or sp % ring:
+        raise ValueError(f"expected a ring that divides sp {sp}, got ring {ring}")
+    if most % (sp // ring):
+        raise ValueError(
+            f"expected heads that ulysses {sp // ring} (sp {sp} over ring {ring}) divides, got {heads} query and"
+            f" {kv_heads} key heads a chip; use ring {sp // most}, or None"
+        )
+    return ring, sp // ring
+
+
+def parallel_attention(
+    q: Float[Array, "B N T D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S E"],
+    *,
+    mask: Mask | None,
+    scale: float,
+    mesh: Mesh,
+    local: Callable,
+    ring: int | None = None,
+) -> Float[Array, "B N T E"]:
+    """Attention of whole arrays, the sequence split over `sp`. Fewer queries than that go to `attention_by_heads`.
+
+    Args:
+        local: attention of one chip, with the arguments of `reference_attention`.
+        ring: chips of `sp` around which keys travel, where T = S; None as few as the heads allow. See `plan_ring`, which
+            raises.
+    """
     batch, heads, q_len, _ = q.shape
-    kv_heads, kv_len = k.shape[1], k.shape[2]
+    kv_heads, kv_len = k.shape[1:3]
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     if q_len < sp:
-        return attention_by_heads(q, k, v, mask=mask, is_causal=is_causal, scale=scale, mesh=mesh, local=local)
+        return attention_by_heads(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
     on_dp = "dp" if batch % dp == 0 else None
     on_tp = "tp" if heads % tp == 0 and kv_heads % tp == 0 else None
     share = tp if on_tp else 1
     split_keys = kv_len == q_len
-    ulysses = sp > 1 and split_keys and not (heads // share) % sp and not (kv_heads // share) % sp
-    if is_causal and not ulysses:
-        local = reference_attention  # the one that can start its rows in the middle of the sequence
+    ring, ulysses = plan_ring(sp, heads // share, kv_heads // share, ring) if split_keys else (sp, 1)
+    travel = split_keys and ring > 1
 
-    q = _pad_sequence(q, sp)
-    k, v = (_pad_sequence(x, sp if split_keys else 1) for x in (k, v))
-    kv_spec = P(on_dp, on_tp, "sp" if split_keys else None)
-    operands, specs = [q, k, v], [P(on_dp, on_tp, "sp"), kv_spec, kv_spec]
-    if mask is not None:
-        values, spec = _mask_operand(
-            mask.values, batch, heads, q_len, kv_len, q.shape[2], k.shape[2], on_dp, on_tp, ulysses
-        )
-        operands.append(values)
-        specs.append(spec)
-    body = functools.partial(
-        _per_chip,
-        kind=mask and mask.kind,
-        is_causal=is_causal,
-        scale=scale,
-        kv_len=kv_len,
-        ulysses=ulysses,
-        gather=split_keys and not ulysses and sp > 1,
-        local=local,
-    )
-    out = jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=specs[0], check_vma=False)(*operands)
-    return out[:, :, :q_len]
+    rows = None if mask is None else mask.queries
+    if rows is not None:  # such a row is zeros whatever its keys: its place is after the merge
+        mask = dataclasses.replace(mask, queries=None)
+        mask = mask if mask.kind else None
+    padded = q_len + -q_len % sp
+    q = _pad(q, 2, padded)
+    k, v = (_pad(x, 2, padded if split_keys else kv_len) for x in (k, v))
+    mask = jax.tree.map(lambda x: _pad(x, 2, padded) if x.shape[2] > 1 else x, mask)
+    mask = jax.tree.map(lambda x: _pad(x, 3, padded), mask) if travel else mask
+
+    spec = P(on_dp, on_tp, ("ring", "ulysses"))
+    kv_spec = spec if split_keys else P(on_dp, on_tp)
+    traded = ("tp", "ulysses") if on_tp else "ulysses"  # where heads are after the all-to-all, and rows on the ring
+    out = jax.shard_map(
+        functools.partial(
+            _per_chip, scale=scale, local=local, kv_len=kv_len, ring=ring, ulysses=ulysses, travel=travel
+        ),
+        mesh=Mesh(mesh.devices.reshape(dp, ring, ulysses, tp), AXES),
+        in_specs=(spec, kv_spec, kv_spec, _mask_specs(mask, on_dp, traded, "ring")),
+        out_specs=spec,
+        check_vma=False,
+    )(q, k, v, mask)[:, :, :q_len]
+    return out if rows is None else jnp.where(rows, out, 0)
 
 
-def attention_by_heads(q, k, v, *, mask: Mask | None, is_causal: bool, scale: float, mesh: Mesh, local: Callable):
+def attention_by_heads(
+    q: Float[Array, "B N T D"],
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S E"],
+    *,
+    mask: Mask | None,
+    scale: float,
+    mesh: Mesh,
+    local: Callable,
+) -> Float[Array, "B N T E"]:
     """As `parallel_attention`, for activations that lie anywhere: batch on `dp`, heads on `sp` and `tp` where they divide."""
-    if local is reference_attention:  # plain operations: the compiler splits them as what is around them
-        return local(q, k, v, mask=mask, is_causal=is_causal, scale=scale)
-    batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
-    on_dp = "dp" if batch % mesh.shape["dp"] == 0 else None
+    if (local.func if isinstance(local, functools.partial) else local) is reference_attention:
+        # Plain operations: the compiler splits them as what is around them.
+        return local(q, k, v, mask=mask, scale=scale)
+    on_dp = "dp" if q.shape[0] % mesh.shape["dp"] == 0 else None
     choices = (("sp", "tp"), ("sp",), ("tp",), ())
-    axes = next(a for a in choices if not any(n % math.prod(mesh.shape[x] for x in a) for n in (heads, kv_heads)))
-    spec = P(on_dp, axes or None)
-    operands, specs = [q, k, v], [spec] * 3
-    if mask is not None:
-        b, n = mask.values.shape[:2]
-        operands.append(mask.values)
-        specs.append(P(on_dp if b == batch and b > 1 else None, axes or None if n == heads and n > 1 else None))
-
-    def per_chip(q, k, v, *values):
-        part = Mask(mask.kind, *values) if values else None
-        return local(q, k, v, mask=part, is_causal=is_causal, scale=scale)
-
-    return jax.shard_map(per_chip, mesh=mesh, in_specs=tuple(specs), out_specs=spec, check_vma=False)(*operands)
+    heads = math.gcd(q.shape[1], k.shape[1])
+    axes = next(a for a in choices if heads % math.prod(mesh.shape[axis] for axis in a) == 0)
+    spec = P(on_dp, axes)
+    return jax.shard_map(
+        lambda q, k, v, mask: local(q, k, v, mask=mask, scale=scale),
+        mesh=mesh,
+        in_specs=(spec, spec, spec, _mask_specs(mask, on_dp, axes, None)),
+        out_specs=spec,
+        check_vma=False,
+    )(q, k, v, mask)
 
 
-def _per_chip(q, k, v, mask=None, *, kind, is_causal, scale, kv_len, ulysses, gather, local):
-    if ulysses:
-        q, k, v = (lax.all_to_all(x, "sp", split_axis=1, concat_axis=2, tiled=True) for x in (q, k, v))
-    elif gather:
-        k, v = (lax.all_gather(x, "sp", axis=2, tiled=True) for x in (k, v))
-    mask = None if mask is None else Mask(kind, mask)
-    if is_causal and not ulysses:
-        local = functools.partial(local, first_row=lax.axis_index("sp") * q.shape[2])
-    out = local(q, k, v, mask=mask, is_causal=is_causal, scale=scale, kv_len=kv_len)
-    return lax.all_to_all(out, "sp", split_axis=2, concat_axis=1, tiled=True) if ulysses else out
+def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool):
+    """`kv_len`: keys of all chips that are no padding. `travel`: every chip of the ring holds one chunk of them."""
+    if ulysses > 1:
+        q, k, v = (lax.all_to_all(x, "ulysses", split_axis=1, concat_axis=2, tiled=True) for x in (q, k, v))
+    place = lax.axis_index("ring") if ring > 1 else 0
+    local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
+    if travel:
+        out = _around_ring(q, k, v, mask, local=local, kv_len=kv_len, ring=ring, place=place)
+    else:
+        out = local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask)
+    return _to_sequence(out, ulysses) if ulysses > 1 else out
 
 
-def _pad_sequence(x, ways: int):
-    extra = -x.shape[2] % ways
-    return jnp.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))) if extra else x
+def _around_ring(q, k, v, mask: Mask | None, *, local, kv_len: int, ring: int, place):
+    chunk = k.shape[2]
+    hops = _hops(mask and mask.band, ring, chunk)
+    state = None
+    for hop, following in zip(hops, [*hops[1:], None]):
+        if following is not None:
+            steps = [(i, (i + following - hop) % ring) for i in range(ring)]
+            sent = [lax.ppermute(x, "ring", steps) for x in (k, v)]
+        first_key = (place - hop) % ring * chunk
+        part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first_key, chunk, 3), mask)
+        if kv_len < ring * chunk:
+            part = masks.with_length(part, kv_len - first_key, chunk)
+        seen = local(q, k, v, mask=part, first_key=first_key, with_lse=True)
+        state = seen if state is None else _merge(*state, *seen)
+        if following is not None:
+            # One chunk is in flight while one is computed with. Unbound, the compiler (v5e, libtpu 0.0.42) sends all of
+            # them ahead of the kernels, whose time it does not know, and keeps every hop's result to the end.
+            (k, v), state = lax.optimization_barrier((sent, state))
+    return state[0].astype(q.dtype)
 
 
-def _mask_operand(values, batch, heads, q_len, kv_len, q_padded, s_padded, on_dp, on_tp, ulysses):
-    """The mask padded as q and k are, and its spec: split with the queries, or with the heads they were traded for."""
-    b, n, t, s = values.shape
-    widths = ((0, 0), (0, 0), (0, q_padded - q_len if t > 1 else 0), (0, s_padded - kv_len if s > 1 else 0))
-    heads_axes = tuple(axis for axis in (on_tp, "sp" if ulysses else None) if axis)
-    spec = P(
-        on_dp if b == batch and b > 1 else None,
-        heads_axes or None if n == heads and n > 1 else None,
-        "sp" if t > 1 and not ulysses else None,
-        None,
+def _hops(band: tuple[int | None, int | None] | None, ring: int, chunk: int) -> list[int]:
+    """The hops that are of use to some chip: on hop h its keys lie h chunks before its queries, or ring - h after them."""
+    left, right = band or (None, None)
+
+    def reach(chunks: int, side: int | None) -> bool:
+        return side is None or (chunks - 1) * chunk < side
+
+    return [hop for hop in range(ring) if hop == 0 or reach(hop, left) or reach(ring - hop, right)]
+
+
+def _merge(out, lse, out_h, lse_h):
+    """Two parts of the keys as one. A row without keys has lse -inf and stays zeros: exp(-inf - 0)."""
+    both = jnp.logaddexp(lse, lse_h)
+    base = jnp.where(jnp.isneginf(both), 0.0, both)[..., None]
+    return out * jnp.exp(lse[..., None] - base) + out_h * jnp.exp(lse_h[..., None] - base), both
+
+
+def _to_sequence(out, ways: int):
+    """The way back of the all-to-all, through a leading axis, so that tokens x D stay the minor ones.
+
+    Asked to split the tokens, XLA makes them the major axis and pads the heads of a chip, 5 to 8 (v5e, libtpu 0.0.42).
+    """
+    batch, heads, tokens, dim = out.shape
+    out = jnp.moveaxis(out.reshape(batch, heads, ways, tokens // ways, dim), 2, 0)
+    out = lax.all_to_all(out, "ulysses", split_axis=0, concat_axis=0, tiled=True)
+    return jnp.moveaxis(out, 0, 1).reshape(batch, ways * heads, tokens // ways, dim)
+
+
+def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:
+    """The spec of every part: an axis of one is whole on every chip, and so are all keys."""
+    return jax.tree.map(
+        lambda x: P(*(on if n > 1 else None for n, on in zip(x.shape, (on_batch, on_heads, on_rows)))), mask
     )
-    return jnp.pad(values, widths), spec
+
+
+def _pad(x: Array, axis: int, size: int) -> Array:
+    widths = [(0, size - n if a == axis else 0) for a, n in enumerate(x.shape)]
+    return jnp.pad(x, widths) if size != x.shape[axis] else x

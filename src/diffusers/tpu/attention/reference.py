@@ -2,7 +2,7 @@
 
 Per query block, key blocks are visited in order with a running maximum m, sum l and accumulator a (Milakov and
 Gimelshein 2018, algorithm 3):  m' = max(m, max_j s_j);  l' = l e^(m-m') + sum_j e^(s_j-m');  a' = a e^(m-m') + e^(s-m') v.
-A row whose keys are all masked gives zeros, as torch's scaled_dot_product_attention does.
+A row whose keys are all masked gives zeros, as torch's scaled_dot_product_attention does; its log-sum-exp is -inf.
 """
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .masks import Mask
+from .masks import BELOW, Mask
 
 
 BLOCK_Q = 512
@@ -24,67 +24,85 @@ def reference_attention(
     *,
     scale: float,
     mask: Mask | None = None,
-    is_causal: bool = False,
-    kv_len: int | None = None,
     first_row: int | jax.Array = 0,
+    first_key: int | jax.Array = 0,
+    with_lse: bool = False,
     block_q: int = BLOCK_Q,
     block_kv: int = BLOCK_KV,
-) -> Float[Array, "B N T E"]:
-    """Attention in q's dtype. N is a multiple of K (grouped queries); keys from `kv_len` on are padding.
+) -> Float[Array, "B N T E"] | tuple[Float[Array, "B N T E"], Float[Array, "B N T"]]:
+    """Attention in q's dtype; with `with_lse` in float32, and the natural log of each row's sum of e^score.
 
-    `first_row` is the position of the first query, for causality where one chip holds a part of the rows.
+    N is a multiple of K (grouped queries). A key that no query may see can hold anything, NaN included.
+
+    Args:
+        first_row, first_key: positions of the first query and the first key, for the mask's band where one chip holds
+            a part of the rows or keys.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, s_len = k.shape[1], k.shape[2]
     groups = heads // kv_heads
-    kv_len = s_len if kv_len is None else kv_len
     block_q, block_kv = min(block_q, q_len), min(block_kv, s_len)
     q_blocks, kv_blocks = -(-q_len // block_q), -(-s_len // block_kv)
+    mask = mask or Mask()
 
     q32 = _pad(q.reshape(batch, kv_heads, groups, q_len, dim).astype(jnp.float32) * scale, 3, q_blocks * block_q)
     k32, v32 = (_pad(x.astype(jnp.float32), 2, kv_blocks * block_kv) for x in (k, v))
-    bias = None if mask is None else _grouped(mask.values, kv_heads, groups, q_blocks * block_q, kv_blocks * block_kv)
+    parts = [
+        _grouped(part, kv_heads, groups, q_blocks * block_q, kv_blocks * block_kv)
+        for part in (mask.keys, mask.queries, mask.dense)
+        if part is not None
+    ]
+
+    def scores(i, j):
+        """Of one block, [B, K, N/K, block_q, block_kv], -inf where a key is masked."""
+        q_i, k_j = _block(q32, 3, i, block_q), _block(k32, 2, j, block_kv)
+        s = jnp.einsum("bkgtd,bksd->bkgts", q_i, k_j, precision=lax.Precision.HIGHEST)
+        rows, columns = i * block_q + jnp.arange(block_q)[:, None], j * block_kv + jnp.arange(block_kv)
+        allowed = (rows < q_len) & (columns < s_len)
+        if mask.band is not None:
+            ahead = (first_key + columns) - (first_row + rows)
+            left, right = mask.band
+            allowed = allowed if left is None else allowed & (ahead >= -left)
+            allowed = allowed if right is None else allowed & (ahead <= right)
+        for part in parts:
+            block = _block(_block(part, 3, i, block_q), 4, j, block_kv)
+            if block.dtype != jnp.bool_:
+                s = s + block.astype(jnp.float32)
+                block = block > BELOW
+            allowed = allowed & block
+        return jnp.where(allowed, s, -jnp.inf)
 
     def visit_keys(i, state, j):
         m, l, a = state  # noqa: E741
-        k_j, v_j = (lax.dynamic_slice_in_dim(x, j * block_kv, block_kv, 2) for x in (k32, v32))
-        q_i = lax.dynamic_slice_in_dim(q32, i * block_q, block_q, 3)
-        s = jnp.einsum("bkgtd,bksd->bkgts", q_i, k_j, precision=lax.Precision.HIGHEST)
-        columns = j * block_kv + jnp.arange(block_kv)
-        allowed = columns < kv_len
-        if is_causal:
-            allowed = allowed & (columns <= (first_row + i * block_q + jnp.arange(block_q))[:, None])
-        if bias is not None:
-            block = _block(_block(bias, 3, i, block_q), 4, j, block_kv)
-            if block.dtype == jnp.bool_:
-                allowed = allowed & block
-            else:
-                s = s + block.astype(jnp.float32)
-        s = jnp.where(allowed, s, -jnp.inf)
+        s, v_j = scores(i, j), _block(v32, 2, j, block_kv)
         m_next = jnp.maximum(m, s.max(-1))
         m_safe = jnp.where(jnp.isneginf(m_next), 0.0, m_next)
         p = jnp.exp(s - m_safe[..., None])
         rescale = jnp.exp(m - m_safe)
-        # Padding may hold anything, NaN included: 0 * NaN must not reach the sum.
-        v_j = jnp.where(columns[:, None] < kv_len, v_j, 0.0)
+        # A key that nobody sees may hold anything: 0 * NaN must not reach the sum.
+        seen = ~jnp.isneginf(s).all((2, 3))
+        v_j = jnp.where(seen[..., None], v_j, 0.0)
         a = a * rescale[..., None] + jnp.einsum("bkgts,bkse->bkgte", p, v_j, precision=lax.Precision.HIGHEST)
         return m_next, l * rescale + p.sum(-1), a
 
-    def rows(i):
+    def visit_rows(i):
         shape = (batch, kv_heads, groups, block_q)
         state = (jnp.full(shape, -jnp.inf), jnp.zeros(shape), jnp.zeros((*shape, v.shape[-1])))
         if kv_blocks == 1:
-            _, l, a = visit_keys(i, state, 0)  # noqa: E741
+            m, l, a = visit_keys(i, state, 0)  # noqa: E741
         else:
-            (_, l, a), _ = lax.scan(lambda c, j: (visit_keys(i, c, j), None), state, jnp.arange(kv_blocks))  # noqa: E741
-        return (a / jnp.where(l == 0, 1.0, l)[..., None]).astype(q.dtype)
+            (m, l, a), _ = lax.scan(lambda c, j: (visit_keys(i, c, j), None), state, jnp.arange(kv_blocks))  # noqa: E741
+        out = a / jnp.where(l == 0, 1.0, l)[..., None]
+        return (out, m + jnp.log(l)) if with_lse else out.astype(q.dtype)
 
     if q_blocks == 1:
-        out = rows(0)
+        out = visit_rows(0)
     else:
-        out = jnp.moveaxis(lax.map(rows, jnp.arange(q_blocks)), 0, 3)
-        out = out.reshape(batch, kv_heads, groups, q_blocks * block_q, v.shape[-1])[..., :q_len, :]
-    return out.reshape(batch, heads, q_len, v.shape[-1])
+        out = jax.tree.map(
+            lambda x: jnp.moveaxis(x, 0, 3).reshape(*x.shape[1:4], q_blocks * block_q, *x.shape[5:])[:, :, :, :q_len],
+            lax.map(visit_rows, jnp.arange(q_blocks)),
+        )
+    return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[3:]), out)
 
 
 def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """JAX's stock splash attention for TPU, with true key lengths: padding is told apart by segment ids.
 
-Takes: no mask, key masks (bool), causal. Does not take: a bias, a mask that differs between queries (NotImplementedError:
-the caller goes to the reference). q is multiplied by the scale in float32 before it is rounded to the kernel's dtype.
+Takes: no mask, key masks (bool), causal. q is multiplied by the scale in float32 before it is rounded to the kernel's
+dtype. Ours is `kernel`; this is what it is compared with.
 """
 
 import jax
@@ -9,22 +9,24 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array, Float
 
+from .blocks import LANES, round_up
 from .masks import Mask
 
 
 BLOCKS = (1024, 1024, 512)
-LANES = 128
 
 
-def unsupported(mask: Mask | None, heads: int, kv_heads: int) -> str | None:
+def unsupported(q, k, v, mask: Mask | None) -> str | None:
     """What of this call splash does not take, or None."""
-    if heads != kv_heads:
-        return f"{heads} query heads over {kv_heads} key heads"
-    if mask is not None and (mask.kind != "keys" or mask.values.shape[1] != 1):
+    if q.shape[1] != k.shape[1]:
+        return f"{q.shape[1]} query heads over {k.shape[1]} key heads"
+    if mask is None:
+        return None
+    if mask.dense is not None or (mask.keys is not None and mask.keys.shape[1] != 1):
         return "a mask that differs between queries or heads"
-    if mask is not None and mask.values.dtype != jnp.bool_:
+    if mask.keys is not None and mask.keys.dtype != jnp.bool_:
         return "a bias on the scores"
-    return None
+    return None if mask.band in (None, (None, 0)) else "a window"
 
 
 def splash_attention(
@@ -34,19 +36,21 @@ def splash_attention(
     *,
     scale: float,
     mask: Mask | None = None,
-    is_causal: bool = False,
-    kv_len: int | None = None,
+    first_row: int | Array = 0,
+    first_key: int | Array = 0,
+    with_lse: bool = False,
     blocks: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N T D"]:
-    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`).
+    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`; a ring).
 
     `blocks`: queries, keys, and keys of one inner step.
     """
-    if reason := unsupported(mask, q.shape[1], k.shape[1]):
-        raise NotImplementedError(f"splash attention does not take {reason}; use the reference")
+    mask = mask or Mask()
+    if reason := "with_lse" if with_lse else unsupported(q, k, v, mask):
+        raise NotImplementedError(f"splash attention does not take {reason}; use 'kernel' or the reference")
     batch, heads, q_len, dim = q.shape
-    s_len, kv_len = k.shape[2], k.shape[2] if kv_len is None else kv_len
+    s_len = k.shape[2]
     wanted_q, wanted_kv, inner = blocks or BLOCKS
     block_q, block_kv = (min(limit, round_up(n, LANES)) for limit, n in ((wanted_q, q_len), (wanted_kv, s_len)))
     inner = min(inner, block_kv)
@@ -56,16 +60,16 @@ def splash_attention(
     q = (q.astype(jnp.float32) * scale).astype(q.dtype)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, q_padded - q_len), (0, padded_dim - dim)))
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, s_padded - s_len), (0, padded_dim - dim))) for x in (k, v))
-    valid = jnp.broadcast_to(jnp.arange(s_padded) < kv_len, (batch, s_padded))
-    if mask is not None:
-        keys = jnp.broadcast_to(mask.values[:, 0, 0], (mask.values.shape[0], s_len))
-        valid = valid & jnp.pad(keys, ((0, 0), (0, s_padded - s_len)))
+    valid = jnp.broadcast_to(jnp.arange(s_padded) < s_len, (batch, s_padded))
+    if mask.keys is not None:
+        valid = valid & jnp.pad(mask.keys[:, 0, 0], ((0, 0), (0, s_padded - s_len)))
     segments = _segments(valid, q_padded)
-    kernel = _kernel(heads, q_padded, s_padded, (block_q, block_kv, inner), is_causal, interpret)
+    kernel = _kernel(heads, q_padded, s_padded, (block_q, block_kv, inner), mask.band is not None, interpret)
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
-    return jnp.where(valid.any(1)[:, None, None, None], out, 0).astype(q.dtype)
+    seen = valid.any(1)[:, None, None, None]
+    return jnp.where(seen if mask.queries is None else seen & mask.queries, out, 0).astype(q.dtype)
 
 
 def _segments(valid: Array, q_len: int) -> splash.SegmentIds:
@@ -82,8 +86,3 @@ def _kernel(heads, q_len, s_len, blocks, is_causal, interpret):
         block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner),
         interpret=interpret,
     )
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not less than n."""
-    return -(-n // multiple) * multiple

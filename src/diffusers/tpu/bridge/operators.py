@@ -25,6 +25,7 @@ def register(env):
     env.override_op_definition(aten.convolution.default, _convolution(env))
     env.override_op_definition(aten._softmax.default, _softmax)
     env.override_op_definition(aten.softmax.int, softmax)
+    env.override_op_definition(torch.Tensor.repeat_interleave, repeat_interleave)
     Tensor.type_as = type_as
     Tensor.__setitem__ = set_item
 
@@ -54,6 +55,15 @@ def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
         return x
     x = x[None] if x.ndim == 2 else x
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
+
+
+def repeat_interleave(input, repeats, dim=None, *, output_size=None):
+    """Each element `repeats` times; torchax gathers where a size is given, and what a mask was made of is lost there."""
+    if isinstance(repeats, int):
+        output_size = None
+    else:
+        repeats = repeats.jax()
+    return Tensor(jnp.repeat(input.jax(), repeats, axis=dim, total_repeat_length=output_size), input._env)
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):

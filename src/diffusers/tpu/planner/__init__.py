@@ -104,7 +104,11 @@ def _key(function: str, request: dict) -> str:
             digest.update(f"{name} {importlib.metadata.version(name)}".encode())
         except importlib.metadata.PackageNotFoundError:
             continue
-    sources = [*sorted((PACKAGE / "tpu").rglob("*.py")), *sorted(PACKAGE.glob("*/**/*_flax.py"))]
+    sources = [
+        *sorted((PACKAGE / "tpu").rglob("*.py")),
+        *(PACKAGE / "tpu").rglob("*.json"),
+        *sorted(PACKAGE.glob("*/**/*_flax.py")),
+    ]
     if os.path.isdir(request.get("model", "")):
         sources += sorted(Path(request["model"]).rglob("*.json"))
     for source in sources:

@@ -14,6 +14,7 @@ BRANCH = re.compile(r"sbr\.rel \((!?)%(p\d+(?:_p\d+)?)\) target = \$region(\d+)"
 COMPARE = re.compile(r"%(p\d+(?:_p\d+)?) = scmp\.(\w+)\.s32\.totalorder (%?[\w.]+), (%?[\w.]+)")
 ADD = re.compile(r"%(s\d+(?:_s\d+)?) = sadd\.s32 (\d+), ")
 REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
+MOST_ROUNDS = 1_000_000  # constants from here on count nothing (`kernel_body.WAYS`)
 PIPELINE = "iteration index, stage = 1"
 
 
@@ -72,9 +73,9 @@ def read(text: str) -> Schedule:
             if target <= n:
                 loops.append(Loop(target, n, _trips(op, a, b, adds, lines[target : n + 1])))
             else:
-                guards.append((n, target, None if negated else _equals(op, a, b)))
+                guards.append((n, target, _passes(op, b, negated)))
     loops.sort(key=lambda loop: (loop.start, -loop.stop))
-    last = max((value for _, _, value in guards if value), default=0)
+    last = max((abs(value) for _, _, value in guards if value), default=0)
 
     weight = [1.0] * len(lines)
     for loop in loops:
@@ -83,12 +84,20 @@ def read(text: str) -> Schedule:
     edges = sorted({0, len(lines), *marks, *(g[0] for g in guards), *(g[1] for g in guards)})
     body_start, body_stop = max(zip(edges, [*edges[1:], len(lines)]), key=lambda piece: piece[1] - piece[0])
     for start, stop, value in guards:
-        # `!=` a constant jumps over the piece: it runs in the first (0) or the last round of the counter. What holds
-        # the body is no such piece: that condition asks whether there is anything to do.
-        holds_body = start < body_start and body_stop <= stop
-        if value is not None and last > 0 and value in (0, last) and not holds_body:
-            for n in range(start + 1, stop):
-                weight[n] /= last + 1
+        # `!=` a constant jumps over the piece: it runs in the first (0) or the last round of the counter; `==` over
+        # what runs in all the others. What holds the body is no such piece, unless another body runs in the other
+        # rounds: that condition asks whether there is anything to do.
+        holds_body = start < body_start and body_stop <= stop and -last not in (g[2] for g in guards)
+        if value is None or last == 0:
+            continue
+        if value == -last:
+            share = last / (last + 1)
+        elif value in (0, last) and not holds_body:
+            share = 1 / (last + 1)
+        else:
+            continue
+        for n in range(start + 1, stop):
+            weight[n] *= share
     steps = loops[0].trips if loops else 1
     return Schedule(sum(weight), len(lines), tuple(loops), steps, body_stop - body_start)
 
@@ -106,5 +115,8 @@ def _trips(op, a: str, b: str, adds: dict[str, int], body: list[str]) -> int:
     return rounds - 2 if rounds > 2 and any(PIPELINE in line for line in body[:40]) else rounds
 
 
-def _equals(op, a: str, b: str) -> int | None:
-    return int(b) if op == "ne" and b.isdigit() else None
+def _passes(op, b: str, negated: str) -> int | None:
+    """The one round of a counter in which a guarded piece runs, as it is; in which alone it does not, negative."""
+    if op not in ("eq", "ne") or not b.isdigit() or int(b) >= MOST_ROUNDS:
+        return None
+    return int(b) if (op == "ne") != bool(negated) else -int(b)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from ..attention.parallel import plan_ring
 from ..devices import Topology
 from ..sharding import ModelPlan
 from .work import Work
@@ -50,9 +51,9 @@ def guess(mesh: tuple[int, int, int], denoiser: Denoiser, topology: Topology) ->
     for (batch, heads, queries, keys, size), runs in denoiser.work.calls.items():
         row = runs * (calls / together) * batch * heads * size * 2 / (dp // together)  # bytes of one token, all heads
         if queries == keys and sp > 1:
-            exchanged = (heads // tp) % sp == 0
-            # Four exchanges, each across the middle of a line of sp chips; or keys and values to every chip.
-            sent += row / tp * (queries if exchanged else 2 * keys * (1 - 1 / sp))
+            ring, ulysses = plan_ring(sp, heads // tp, heads // tp)
+            # Four exchanges, each across the middle of a line of chips; keys and values once around the ring.
+            sent += row / tp * (queries * (ulysses > 1) / ring + 2 * keys * (ring - 1) / sp)
         sent += 4 * row * queries / sp * (1 - 1 / tp)
     return compute + sent / chip.link_bandwidth
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
+from ..attention.api import assuming
 from ..config import TPUConfig
 from ..devices import TOPOLOGIES, Topology, find_topology
 from ..mesh import make_mesh, plan_degrees
@@ -72,17 +73,15 @@ def answer(request: dict, progress: Callable) -> dict:
     Args:
         request: `model`, `topology`, `mesh` (None: as the pipeline would choose; "auto"; or degrees), `dtype`, `batch`,
             `arguments` of the pipeline's call, `everything` (compile more than the denoiser), `config` (further fields
-            of TPUConfig), `only` (components), `as_theirs` (see calibration.padding_as_theirs).
+            of TPUConfig), `only` (components), `as_theirs` (see calibration.as_theirs).
 
     Raises BadRequest for what cannot be planned.
     """
     topology = find_topology(request["topology"])
     progress(f"building {request['model']} without weights")
     recording = _recorded(request, progress)
-    if request.get("as_theirs"):
-        with calibration.padding_as_theirs():
-            return _answer(request, topology, recording, progress)
-    return _answer(request, topology, recording, progress)
+    with calibration.as_theirs() if request.get("as_theirs") else assuming("bound"):
+        return _answer(request, topology, recording, progress)
 
 
 def _answer(request: dict, topology: Topology, recording: Recording, progress: Callable) -> dict:
@@ -348,8 +347,8 @@ class _Planner:
             heads = {n for _, n, t, s, _ in self.works[id(recorded)].calls if t == s}
             if sp > 1 and any(n // tp % sp for n in heads) and self._plan(recorded).carry:
                 notes.append(
-                    f"{recorded.component}: {', '.join(map(str, sorted(heads)))} heads do not divide by sp {sp}, so every"
-                    " chip gathers all keys; a mesh whose sp divides them exchanges less"
+                    f"{recorded.component}: {', '.join(map(str, sorted(heads)))} heads do not divide by sp {sp}, so keys"
+                    " travel around a ring of chips; a mesh whose sp divides them exchanges less"
                 )
             if self._plan(recorded).carry is None and self.topology.devices > 1:
                 notes.append(

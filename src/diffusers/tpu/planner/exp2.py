@@ -1,8 +1,7 @@
-"""An attention kernel for TPU with transposed scores: keys along the sublanes, queries along the lanes.
+"""A kernel like those whose times others published: transposed scores, exp2, a running maximum. For calibration only.
 
-Maximum and sum of a query then run down the sublanes, without a transposition, and e^x is taken as 2^(x log2 e), the
-factor folded into q in float32 together with the scale. Online softmax (Milakov and Gimelshein 2018). The last block of
-keys is masked by the true length. Takes: no mask, as many key heads as query heads (else NotImplementedError).
+Nothing here is tuned: its schedule is to be that of the measured kernels, so that our sum can be held against their
+clocks. Ours is `attention.kernel`. Takes: no mask, as many key heads as query heads (else NotImplementedError).
 """
 
 import functools
@@ -15,8 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from .masks import Mask
-from .splash import LANES, round_up
+from ..attention.blocks import LANES, round_up
+from ..attention.masks import Mask
 
 
 BLOCKS = (2048, 2048, 256)
@@ -25,35 +24,28 @@ LOWEST = -1e30
 VMEM_BYTES = 100 << 20
 
 
-def unsupported(mask: Mask | None, is_causal: bool, heads: int, kv_heads: int) -> str | None:
-    """What of this call the kernel does not take, or None."""
-    if mask is not None or is_causal:
-        return "a mask"
-    return f"{heads} query heads over {kv_heads} key heads" if heads != kv_heads else None
-
-
-def online_attention(
+def exp2_attention(
     q: Float[Array, "B N T D"],
     k: Float[Array, "B N S D"],
     v: Float[Array, "B N S D"],
     *,
     scale: float,
     mask: Mask | None = None,
-    is_causal: bool = False,
-    kv_len: int | None = None,
+    first_row: int = 0,
+    first_key: int = 0,
+    with_lse: bool = False,
     blocks: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N T D"]:
-    """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`).
+    """Attention in q's dtype on one chip.
 
     `blocks`: queries, keys, and keys of one inner step. VMEM: two buffers of each block of q, k, v and the output, and
     per query D + 16 float32 of state.
     """
-    if reason := unsupported(mask, is_causal, q.shape[1], k.shape[1]):
-        raise NotImplementedError(f"the online kernel does not take {reason}; use the reference")
+    if mask is not None or with_lse or q.shape[1] != k.shape[1]:
+        raise NotImplementedError("the exp2 kernel takes plain attention only")
     batch, heads, q_len, dim = q.shape
-    kv_len = k.shape[2] if kv_len is None else kv_len
-    k, v = k[:, :, :kv_len], v[:, :, :kv_len]  # what was padding may hold anything; the padding below is zeros
+    kv_len = k.shape[2]
     wanted_q, wanted_kv, inner = blocks or BLOCKS
     block_q, inner = min(wanted_q, round_up(q_len, LANES)), min(inner, round_up(kv_len, LANES))
     block_kv = min(wanted_kv, round_up(kv_len, inner))
@@ -80,7 +72,7 @@ def online_attention(
             vmem_limit_bytes=VMEM_BYTES,
         ),
         interpret=interpret,
-        name="online_attention",
+        name="exp2_attention",
     )
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):

@@ -1,0 +1,216 @@
+"""Sizes of the attention kernel's blocks: a rule from VMEM and from what pieces of its schedule cost, and tuned ones.
+
+`tuned.json` holds what `diffusers-tpu bench attention --tune` found with the compiler as judge; the rule does the rest.
+"""
+
+import functools
+import json
+import math
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from ..devices import CHIPS, MIB
+
+
+LANES = 128
+TUNED = Path(__file__).with_name("tuned.json")
+
+# What the rule's prices are, in bundles; schedules of v6e at Wan's shapes (other generations: the same order).
+PER_SCORE = 1540 / 2**20
+PER_PIECE = 250  # the matrix units run dry at the end of straight code
+PER_STEP = 180  # of the grid
+PER_QUERY = 0.25  # before the first key and after the last
+
+MOST_SCORES = {"v7x": 4_500_000}  # of one piece of code: as many as compile in some 15 s on two cores
+MOST_SCORES_ELSEWHERE = 9_500_000
+MOST_QUERIES = 8192
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of one product; `lag`: how many tiles scores are computed ahead of their exponentials."""
+
+    queries: int
+    keys: int
+    lag: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the kernel goes through queries and keys; all in tokens.
+
+    Attributes:
+        queries, keys: of one grid step.
+        piece: queries whose tiles, with all keys of the step, are one straight piece of code; pieces are looped over.
+        bound, online: the tiles of the two ways to subtract (see `kernel`).
+    """
+
+    queries: int
+    keys: int
+    piece: int
+    bound: Tile
+    online: Tile
+
+    def tile(self, path: str) -> Tile:
+        """The tiles of this way."""
+        return self.bound if path == "bound" else self.online
+
+
+# By generation: tiles for the two ways. Schedules of head size 128; see examples/tpu/results/attention-tiles.json.
+TILES = {
+    "v5e": (Tile(128, 256, 6), Tile(128, 256, 6)),
+    "v5p": (Tile(128, 256, 6), Tile(128, 256, 6)),
+    "v6e": (Tile(256, 256, 6), Tile(256, 256, 6)),
+    "v7x": (Tile(512, 512, 1), Tile(256, 256, 6)),
+}
+DEFAULT = "v6e"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the sizes depend on. `dense_bytes`: of one entry of a mask of queries x keys; 0 without one."""
+
+    q_len: int
+    kv_len: int
+    dim: int
+    out_dim: int
+    bytes: int = 2
+    out_bytes: int = 2
+    keys: bool = False
+    dense_bytes: int = 0
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is not less than n."""
+    return -(-n // multiple) * multiple
+
+
+def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
+    """VMEM of a kernel with these blocks, from above.
+
+    Two buffers of each block of q^T [D, queries], k [keys, D], v^T [E, keys], the mask's parts and the output
+    [E, queries]; the state: two rows of eight sublanes and E float32 per query; values without padding [E, keys]; the key
+    mask's column [keys, 128]; and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
+    """
+    wide, out_wide = round_up(shape.dim, LANES), round_up(shape.out_dim, LANES)
+    tall, out_tall = round_up(shape.dim, 16), round_up(shape.out_dim, 16)
+    operands = blocks.queries * tall * shape.bytes + blocks.keys * (wide + out_tall) * shape.bytes
+    operands += blocks.queries * out_tall * shape.out_bytes + blocks.queries * 8 * 4
+    operands += blocks.keys * 8 * 4 * shape.keys + blocks.queries * blocks.keys * shape.dense_bytes
+    state = blocks.queries * (16 + out_tall) * 4 + blocks.keys * out_tall * shape.bytes
+    state += blocks.keys * LANES * 4 * shape.keys
+    spilled = max(
+        (tile.lag + 2) * tile.queries * tile.keys * 8 + tile.queries * (out_wide + wide) * 8
+        for tile in (blocks.bound, blocks.online)
+    )
+    return 2 * operands + state + spilled
+
+
+def vmem_limit(generation: str) -> int:
+    """Bytes a kernel may ask for: some are the compiler's own."""
+    return CHIPS[generation if generation in CHIPS else DEFAULT].vmem_bytes - 12 * MIB
+
+
+def choose(shape: Shape, generation: str = DEFAULT, wanted: tuple[int, int, int] | None = None) -> Blocks:
+    """The blocks for a shape: those asked for, else tuned ones, else the rule's first.
+
+    Args:
+        wanted: queries, keys, and keys of one product (`TPUConfig.attention_blocks`).
+
+    Raises:
+        ValueError: what is wanted does not fit VMEM.
+    """
+    if wanted is not None:
+        blocks = _wanted(shape, generation, wanted)
+        if vmem_bytes(blocks, shape) > vmem_limit(generation):
+            raise ValueError(
+                f"expected attention blocks that fit {vmem_limit(generation) / MIB:.0f} MiB of VMEM on {generation}, got"
+                f" {wanted}, which take {vmem_bytes(blocks, shape) / MIB:.0f} MiB; use smaller ones, or None"
+            )
+        return blocks
+    tuned = _tuned().get(tuned_key(shape, generation))
+    return tuned or candidates(shape, generation)[0]
+
+
+def tuned_key(shape: Shape, generation: str) -> str:
+    """The name of a shape in `tuned.json`."""
+    return "-".join(map(str, (generation, *astuple(shape))))
+
+
+@functools.cache
+def _tuned() -> dict[str, Blocks]:
+    if not TUNED.exists():
+        return {}
+    return {key: from_list(value["blocks"]) for key, value in json.loads(TUNED.read_text()).items()}
+
+
+def as_list(blocks: Blocks) -> list:
+    """The blocks as JSON holds them."""
+    return [blocks.queries, blocks.keys, blocks.piece, list(astuple(blocks.bound)), list(astuple(blocks.online))]
+
+
+def from_list(values: list) -> Blocks:
+    """The inverse of `as_list`."""
+    return Blocks(*values[:3], Tile(*values[3]), Tile(*values[4]))
+
+
+def candidates(shape: Shape, generation: str) -> list[Blocks]:
+    """Blocks that fit VMEM, the cheapest by the rule's prices first."""
+    return list(_candidates(shape, generation if generation in TILES else DEFAULT))
+
+
+@functools.lru_cache(1024)
+def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
+    bound, online = (_fitted(tile, shape) for tile in TILES[generation])
+    unit_q, unit_k = (math.lcm(getattr(bound, axis), getattr(online, axis)) for axis in ("queries", "keys"))
+    found = []
+    # float32 products are six of bfloat16: the same schedule needs a sixth of the code
+    most = MOST_SCORES.get(generation, MOST_SCORES_ELSEWHERE) // (1 if shape.bytes == 2 else 6)
+    for keys in range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k):
+        for piece in range(unit_q, min(2048, round_up(shape.q_len, unit_q)) + 1, unit_q):
+            if piece // unit_q % 2 and piece > unit_q:
+                continue  # an odd number of tiles leaves one of two matrix units without work
+            if piece * keys > max(most, unit_q * unit_k):
+                break
+            for queries in range(piece, min(MOST_QUERIES, round_up(shape.q_len, piece)) + 1, piece):
+                blocks = Blocks(queries, keys, piece, bound, online)
+                if vmem_bytes(blocks, shape) > vmem_limit(generation):
+                    break
+                found.append((_price(blocks, shape), astuple(blocks)[:3], blocks))
+    if not found:
+        raise ValueError(f"expected heads whose smallest blocks fit VMEM on {generation}, got head size {shape.dim}")
+    return tuple(blocks for _, _, blocks in sorted(found, key=lambda x: x[:2]))
+
+
+def _fitted(tile: Tile, shape: Shape) -> Tile:
+    """The tile, no larger than the queries and keys there are; smaller where scores of wide heads would fill VMEM."""
+    return Tile(
+        min(tile.queries, round_up(shape.q_len, LANES)), min(tile.keys, round_up(shape.kv_len, LANES)), tile.lag
+    )
+
+
+def _wanted(shape: Shape, generation: str, wanted: tuple[int, int, int]) -> Blocks:
+    queries, keys, depth = wanted
+    bound, online = (_fitted(tile, shape) for tile in TILES[generation if generation in TILES else DEFAULT])
+    width = math.lcm(bound.queries, online.queries)
+    depth = min(round_up(depth, LANES), round_up(shape.kv_len, LANES))
+    queries = min(round_up(queries, width), round_up(shape.q_len, width))
+    keys = min(round_up(keys, depth), round_up(shape.kv_len, depth))
+    pieces = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= MOST_SCORES_ELSEWHERE)
+    return Blocks(
+        queries,
+        keys,
+        max(pieces, default=width),
+        Tile(bound.queries, depth, bound.lag),
+        Tile(online.queries, depth, online.lag),
+    )
+
+
+def _price(blocks: Blocks, shape: Shape) -> float:
+    """Bundles of one head, by what schedules of such kernels cost."""
+    full, rest = divmod(shape.kv_len, blocks.keys)
+    pieces = blocks.queries // blocks.piece
+    step = blocks.queries * blocks.keys * PER_SCORE + pieces * PER_PIECE + PER_STEP
+    last = blocks.queries * round_up(rest, blocks.bound.keys) * PER_SCORE + pieces * PER_PIECE + PER_STEP
+    blocks_of_queries = -(-shape.q_len // blocks.queries)
+    return blocks_of_queries * (full * step + (last if rest else 0) + blocks.queries * PER_QUERY)
