@@ -5,33 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import relative
-from diffusers.tpu.attention.masks import BELOW, Mask, with_length
+from conftest import attention_formula, relative
+from diffusers.tpu.attention.masks import Mask, with_length
 from diffusers.tpu.attention.reference import reference_attention
 
 
 LOWEST = float(np.finfo(np.float32).min)
-
-
-def dense(q, k, v, scale, mask: Mask | None):
-    """(out, lse); the mask's parts, whole."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    k, v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
-    s = np.einsum("bntd,bnsd->bnts", q, k) * scale
-    for part in (mask.keys, mask.queries, mask.dense) if mask else ():
-        if part is not None:
-            part = np.asarray(part)
-            s = np.where(part, s, -np.inf) if part.dtype == bool else np.where(part <= BELOW, -np.inf, s + part)
-    if mask and mask.band:
-        left, right = (np.inf if side is None else side for side in mask.band)
-        ahead = np.arange(s.shape[3]) - np.arange(s.shape[2])[:, None]
-        s = np.where((ahead >= -left) & (ahead <= right), s, -np.inf)
-    top = s.max(-1, keepdims=True)
-    p = np.exp(s - np.where(np.isinf(top), 0, top))
-    total = p.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (np.where(np.isinf(top), 0, top) + np.log(total))[..., 0]
-    return np.einsum("bnts,bnse->bnte", p / np.where(total == 0, 1, total), v), lse
 
 
 def draw(t, s, heads=4, kv_heads=2, dim=24, v_dim=10):
@@ -86,7 +65,7 @@ run = jax.jit(
 def test_equals_the_formula(kind, t, s):
     q, k, v = draw(t, s)
     mask = parts(kind, t, s)
-    assert_equal(run(q, k, v, mask), dense(q, k, v, 0.3, mask))
+    assert_equal(run(q, k, v, mask), attention_formula(q, k, v, 0.3, mask))
 
 
 @pytest.mark.parametrize("kind", ["keys", "outer", "dense", "window", "key bias"])
@@ -111,14 +90,14 @@ def test_what_masked_keys_hold_changes_nothing(kind):
     ):
         for ours, theirs in zip(run(q, x, y, mask), expected):
             np.testing.assert_array_equal(ours, theirs)
-    assert_equal(expected, dense(q, k, v, 0.3, mask))
+    assert_equal(expected, attention_formula(q, k, v, 0.3, mask))
 
 
 @pytest.mark.parametrize("length", [20, jnp.int32(1)])
 def test_keys_past_a_length_never_join(length):
     q, k, v = draw(5, 48)
     q, k = q - 1, k + 1  # scores around -7, where a key of zeros would have 0
-    oracle = dense(q, k[:, :, : int(length)], v[:, :, : int(length)], 0.3, None)
+    oracle = attention_formula(q, k[:, :, : int(length)], v[:, :, : int(length)], 0.3, None)
     k, v = (x.at[:, :, int(length) :].set(jnp.nan) for x in (k, v))
     assert_equal(run(q, k, v, with_length(None, length, 48)), oracle)
 
@@ -147,7 +126,7 @@ def test_parts_of_rows_and_keys_merge_by_lse(kind):
         with np.errstate(divide="ignore", invalid="ignore"):
             lse.append(np.logaddexp.reduce(lses, axis=0))
             out.append((np.where(np.isneginf(lses), 0, np.exp(lses - lse[-1]))[..., None] * outs).sum(0))
-    assert_equal((np.concatenate(out, 2), np.concatenate(lse, 2)), dense(q, k, v, 0.3, mask))
+    assert_equal((np.concatenate(out, 2), np.concatenate(lse, 2)), attention_formula(q, k, v, 0.3, mask))
 
 
 def test_first_row_and_first_key_say_where_the_band_lies():
@@ -159,7 +138,7 @@ def test_first_row_and_first_key_say_where_the_band_lies():
         whole_v.at[:, :, 8:17].set(v),
     )
     seen = Mask(keys=jnp.asarray((np.arange(30) >= 8) & (np.arange(30) < 17))[None, None, None], band=(3, 1))
-    out, lse = dense(whole_q, whole_k, whole_v, 0.3, seen)
+    out, lse = attention_formula(whole_q, whole_k, whole_v, 0.3, seen)
     assert_equal(run(q, k, v, Mask(band=(3, 1)), first_row=11, first_key=8), (out[:, :, 11:17], lse[:, :, 11:17]))
 
 
@@ -168,7 +147,7 @@ def test_a_result_in_qs_dtype_is_the_float32_one_rounded():
     wide, _ = run(q, k, v, None)
     ours = reference_attention(q, k, v, scale=0.3, block_q=16, block_kv=32)
     assert (ours.dtype, wide.dtype) == (jnp.bfloat16, jnp.float32)
-    oracle = dense(q, k, v, 0.3, None)[0]
+    oracle = attention_formula(q, k, v, 0.3, None)[0]
     assert relative(wide, oracle) < 1e-6
     assert relative(ours.astype(jnp.float32), oracle) < 1.01 * relative(
         jnp.asarray(oracle, jnp.bfloat16).astype(jnp.float32), oracle

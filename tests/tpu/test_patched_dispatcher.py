@@ -11,6 +11,7 @@ import diffusers.tpu
 from diffusers import WanTransformer3DModel
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
+from diffusers.tpu.config import ATTENTIONS
 
 
 def attention_inputs(heads: int = 4, kv_heads: int = 2) -> dict[str, torch.Tensor]:
@@ -35,7 +36,8 @@ def dispatched(monkeypatch) -> list[dict]:
     return calls
 
 
-def test_every_argument_reaches_the_tpu(dispatched):
+@pytest.mark.parametrize("backend, kernel", [("tpu", None), ("tpu_online", "online"), ("tpu_splash", "splash")])
+def test_every_argument_reaches_the_tpu(dispatched, backend, kernel):
     inputs = attention_inputs()
     options = {
         "attn_mask": torch.ones(2, 7, dtype=torch.bool),
@@ -44,9 +46,9 @@ def test_every_argument_reaches_the_tpu(dispatched):
         "scale": 0.5,
         "enable_gqa": True,
     }
-    output = dispatch_attention_fn(**inputs, **options, attention_kwargs={"return_lse": True}, backend="tpu")
+    output = dispatch_attention_fn(**inputs, **options, attention_kwargs={"return_lse": True}, backend=backend)
     assert torch.equal(output, inputs["query"] + 1)
-    assert dispatched == [{**inputs, **options, "return_lse": True}]
+    assert dispatched == [{**inputs, **options, "return_lse": True, "kernel": kernel}]
     for name in (*inputs, "attn_mask"):
         assert dispatched[0][name] is {**inputs, **options}[name]
 
@@ -57,15 +59,16 @@ def test_the_tpu_function_names_every_argument_of_the_dispatcher():
         "backend",
         "parallel_config",
     }
-    for backend in (AttentionBackendName.TPU, AttentionBackendName.NATIVE):
+    for backend in (AttentionBackendName.TPU, AttentionBackendName.TPU_ONLINE, AttentionBackendName.NATIVE):
         taken = attention_dispatch._AttentionBackendRegistry._supported_arg_names[backend]
-        assert taken == offered | {"return_lse", "_parallel_config"}
+        assert taken - {"_backend"} == offered | {"return_lse", "_parallel_config"}
 
 
-def test_tpu_is_one_more_backend(upstream):
+def test_the_tpus_are_more_backends(upstream):
     theirs = upstream("diffusers.models.attention_dispatch")
     assert {name.value for name in AttentionBackendName} - {name.value for name in theirs.AttentionBackendName} == {
-        "tpu"
+        "tpu",
+        *(f"tpu_{name}" for name in ATTENTIONS if name not in ("auto", "cudnn")),
     }
     assert set(attention_dispatch._AttentionBackendRegistry._backends) == set(AttentionBackendName)
 

@@ -125,7 +125,7 @@ DAMAGE = {
     "a header left to do": (lambda p: edit(p / FIRST, "Remove-When: ", "Remove-When: TODO "), "`Remove-When: ...`"),
     "no date": (lambda p: edit(p / FIRST, "Last-Update: 20", "Last-Update: in 20"), "Last-Update: Invalid isoformat"),
     "no body": (lambda p: edit(p / FIRST, "Models that set", "Origin: x\nModels that set"), "a body that says why"),
-    "no area": (lambda p: edit(p / FIRST, "[PATCH] attention: one", "[PATCH] one"), "`Subject: [PATCH] area: what`"),
+    "no area": (lambda p: edit(p / FIRST, "[PATCH] attention: backends", "[PATCH] backends"), "`Subject: [PATCH] area: what`"),
     "a real commit id": (
         lambda p: edit(p / FIRST, "From 0000", "From 0001"),
         "expected a first line 'From 0000000000",
@@ -135,11 +135,11 @@ DAMAGE = {
         "line 259: expected '    XFORMERS = \"xformer\"', got '    XFORMERS = \"xformers\"'",
     ),
     "an offset": (
-        lambda p: edit(p / FIRST, "@@ -258,4 +258,7 @@", "@@ -257,4 +257,7 @@"),
+        lambda p: edit(p / FIRST, "@@ -258,4 +258,11 @@", "@@ -257,4 +257,11 @@"),
         "hunk 1 of diffusers/models/attention_dispatch.py does not fit at line 257",
     ),
     "another offset": (
-        lambda p: edit(p / FIRST, "@@ -258,4 +258,7 @@", "@@ -258,4 +259,7 @@"),
+        lambda p: edit(p / FIRST, "@@ -258,4 +258,11 @@", "@@ -258,4 +259,11 @@"),
         "says its result starts at line 259, it is 258",
     ),
     "an unknown file": (

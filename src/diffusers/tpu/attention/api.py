@@ -8,7 +8,7 @@ import contextlib
 import contextvars
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh
@@ -32,7 +32,7 @@ class Settings:
         sequence: activations lie split over `sp` by the sequence.
         kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`.
         platform: "tpu", "gpu" or "cpu"; `generation` of a TPU.
-        interpret: kernels run in Pallas's interpret mode, for tests.
+        interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
     """
 
     mesh: Mesh | None = None
@@ -58,6 +58,13 @@ def using(settings: Settings):
         yield
     finally:
         _settings.reset(token)
+
+
+@contextlib.contextmanager
+def choosing(kernel: str | None):
+    """Attention calls inside run with this kernel, by name as in `TPUConfig.attention`; None leaves it as it is."""
+    with using(_settings.get() if kernel is None else replace(_settings.get(), kernel=kernel)):
+        yield
 
 
 _paths = contextvars.ContextVar("diffusers_tpu_attention_paths", default=kernel.PATHS)
@@ -145,16 +152,17 @@ def attention(
 
 def _local(settings: Settings, q, k, v, mask):
     """(name, attention of one chip, why no faster one): what was asked for by name, or with "auto" the fastest that takes this call."""
+    interpret = settings.interpret or settings.platform == "cpu"
     ours = functools.partial(
         kernel.tpu_attention,
         generation=settings.generation,
         wanted=settings.blocks,
         smoothing=settings.smoothing,
         paths=_paths.get(),
-        interpret=settings.interpret,
+        interpret=interpret,
     )
     online = functools.partial(ours, paths=("online",))
-    stock = functools.partial(splash.splash_attention, interpret=settings.interpret, blocks=settings.blocks)
+    stock = functools.partial(splash.splash_attention, interpret=interpret, blocks=settings.blocks)
     known = {
         "kernel": (ours, kernel.unsupported),
         "online": (online, kernel.unsupported),
@@ -172,6 +180,13 @@ def _local(settings: Settings, q, k, v, mask):
             else ("reference", reference_attention, f"{name} does not take {reason}")
         )
     run, unsupported = known[name]
+    if (
+        settings.platform == "gpu"
+        and name not in ("cudnn", "reference")
+        or settings.platform != "gpu"
+        and name == "cudnn"
+    ):
+        raise NotImplementedError(f"attention {name!r} does not run on {settings.platform}; use 'auto' or 'reference'")
     if reason := unsupported(q, k, v, mask):
         raise NotImplementedError(f"attention {name!r} does not take {reason}; use 'auto' or 'reference'")
     return name, run, ""

@@ -72,13 +72,17 @@ def dispatched_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     return_lse: bool = False,
+    kernel: str | None = None,
 ) -> torch.Tensor:
-    """The dispatcher's TPU backend, [B, T, N, D] in and out; a mask [B, S] is a key mask, as for NATIVE.
+    """The dispatcher's TPU backends, [B, T, N, D] in and out; a mask [B, S] is a key mask, as for NATIVE.
+
+    `kernel` as `TPUConfig.attention`; None: what that says.
 
     Raises:
         NotImplementedError: `return_lse`, dropout.
         RuntimeError: host tensors: the backend works on the TPU path only.
     """
+    from ..attention.api import choosing
     from .operators import scaled_dot_product_attention
 
     if return_lse:
@@ -93,5 +97,6 @@ def dispatched_attention(
     if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
     query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
-    out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    with choosing(kernel):
+        out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     return out.permute(0, 2, 1, 3)

@@ -7,12 +7,13 @@ import argparse
 import os
 import sys
 
+from ..config import ATTENTIONS
 from .errors import BadInput
 
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
-BENCHES = ("attention", "step", "vae", "calibration")
-BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "name")
+BENCHES = ("attention", "sweep", "step", "vae", "calibration")
+BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "name", "dtype", "mask")
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -65,6 +66,9 @@ def _add_generate(commands):
     generate.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as from_pretrained)")
     generate.add_argument("--mesh", metavar="DP,SP,TP", help="degrees: guidance branches, sequence, heads")
     generate.add_argument(
+        "--attention", choices=ATTENTIONS, default="auto", help="see TPUConfig; kernels are interpreted without a TPU"
+    )
+    generate.add_argument(
         "--output", metavar="FILE", help="out/NAME.mp4 or .png (default: out/, named after the prompt)"
     )
     generate.add_argument("--fps", type=int, default=16, help="frames per second of the mp4 (default 16)")
@@ -115,6 +119,7 @@ def _add_plan(commands):
     plan.add_argument(
         "--dtype", choices=DTYPES[:2][::-1], default="bfloat16", help="of the weights (default bfloat16)"
     )
+    plan.add_argument("--attention", choices=ATTENTIONS, default="auto", help="see TPUConfig (default: auto)")
     plan.add_argument("--batch", type=int, default=1, help="prompts at once (default 1)")
     plan.add_argument(
         "--everything", action="store_true", help="compile text encoders and VAE too (minutes), not only the denoiser"
@@ -138,6 +143,11 @@ def _add_bench(commands):
     )
     bench.add_argument("kind", choices=BENCHES, help="what to compile; calibration: beside measurements of others")
     bench.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the rows as JSON, to FILE or the output")
+    bench.add_argument(
+        "--tune",
+        action="store_true",
+        help="attention: compile several sizes of blocks and keep the best in tuned.json",
+    )
     for name in BENCH_FILTERS:
         bench.add_argument(f"--{name}", metavar="VALUE", help="only rows with this value")
 

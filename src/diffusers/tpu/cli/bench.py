@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..aot import ChildError, NoCompiler
-from ..planner.benches import select
+from ..planner.benches import keep_tuned, select, tune
 from . import BENCH_FILTERS
 from .errors import BadInput, one_line
 from .output import whole_file
@@ -22,12 +22,18 @@ def run(options, rest: list[str]) -> int:
         cases = select(options.kind, filters)
     except ValueError as error:
         raise BadInput(one_line(error)) from error
+    if options.tune:
+        cases = [case for case in cases if case.row.get("path") == "bound"]
+        if not cases:
+            raise BadInput(f"expected --tune with attention and no --path but bound, got {options.kind}")
     rows = []
     quiet = Console(stderr=True)
     for number, case in enumerate(cases, 1):
         what = ", ".join(map(str, case.row.values()))
         with quiet.status(f"{number} of {len(cases)}: {what}"):
-            rows.append({**case.row, **_ask(case)})
+            rows.append({**case.row, **_ask(case, options.tune)})
+    if options.tune:
+        keep_tuned([row for row in rows if "failed" not in row])
     if options.json == "-":
         print(json.dumps(rows, indent=1))
     elif options.json:
@@ -38,9 +44,9 @@ def run(options, rest: list[str]) -> int:
     return 1 if any("failed" in row for row in rows) else 0
 
 
-def _ask(case) -> dict:
+def _ask(case, tuned: bool) -> dict:
     try:
-        return case.ask(lambda text: None)
+        return tune(case, lambda text: None) if tuned else case.ask(lambda text: None)
     except NoCompiler as error:
         raise BadInput(one_line(error)) from error
     except (ValueError, ChildError) as error:

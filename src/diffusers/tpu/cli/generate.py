@@ -69,8 +69,8 @@ def loaded(options, target, mesh):
     from ..pipeline import installation
 
     with calling():
-        if mesh is not None:
-            tpu.install(pipe, TPUConfig(mesh=mesh))
+        if mesh is not None or options.attention != "auto":
+            tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
         pipe.to("tpu")
     jax.block_until_ready([runner.place().arrays for runner in installation(pipe).runners.values()])
     return pipe

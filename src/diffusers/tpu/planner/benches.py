@@ -4,9 +4,11 @@ A bench is a list of cases, each a row's identity (what filters select by) and t
 Comparisons are cases of the same bench, asked the same way.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..attention.blocks import TUNED, Shape, tuned_key
 from ..devices import find_topology
 from . import plan, remembered
 from .calibration import PUBLISHED
@@ -80,11 +82,69 @@ def tune(case: Case, on_progress: Callable) -> dict:
     }
 
 
+def keep_tuned(rows: list[dict]):
+    """Put rows of `tune` into `attention/tuned.json`, in place of those it has of the same chip and shape."""
+    table = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    for row in rows:
+        _, _, q_len, kv_len, dim = ATTENTION_SHAPES[row["shape"]]
+        table[tuned_key(Shape(q_len, kv_len, dim, dim), row["chip"])] = row
+    draft = TUNED.with_suffix(".draft")
+    lines = (f" {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(table.items()))
+    draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    draft.replace(TUNED)
+
+
+# What a sweep compiles: sizes of today's pipelines and odd ones, every head size, VAEs' single wide heads, short and long.
+SWEEP_SHAPES = (
+    (1, 10, 75600, 75600, 128),
+    (1, 40, 18900, 512, 128),
+    (1, 2, 112856, 112856, 128),
+    (1, 12, 45106, 45106, 64),
+    (1, 24, 4608, 4608, 128),
+    (2, 10, 4096, 77, 64),
+    (2, 8, 4096, 4096, 40),
+    (2, 8, 1025, 1025, 80),
+    (1, 16, 1000, 300, 72),
+    (1, 20, 1500, 1501, 96),
+    (1, 8, 8191, 8191, 256),
+    (1, 1, 16384, 16384, 512),
+    (1, 1, 3600, 3600, 384),
+    (1, 2, 1, 7, 128),
+    (1, 8, 129, 1, 64),
+)
+SWEEP_MASKS = ("keys", "keys-bias", "causal", "window", "dense", "bias")
+SWEEP_MASKED = (2, 8, 4321, 4321, 128)
+
+
+def sweep_cases() -> list[Case]:
+    """Does the attention kernel, both its ways at once, compile: by chip, shape, dtype and mask; not timed."""
+    rows = [(shape, dtype, "none") for shape in SWEEP_SHAPES for dtype in ("bfloat16", "float32")]
+    rows += [(SWEEP_MASKED, dtype, mask) for mask in SWEEP_MASKS for dtype in ("bfloat16", "float32")]
+    return [
+        Case(
+            {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask},
+            _sweep(CHIP_SLICES[chip], shape, dtype, mask),
+        )
+        for chip in CHIP_SLICES
+        for shape, dtype, mask in rows
+    ]
+
+
+def _sweep(topology: str, shape: tuple[int, ...], dtype: str, mask: str) -> Callable:
+    def ask(on_progress):
+        request = {"topology": topology, "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
+        answer = remembered("diffusers.tpu.planner.attention_row:answer", request, 600, on_progress)
+        return {name: answer[name] for name in ("compile_seconds", "blocks", "versions")}
+
+    return ask
+
+
 def step_cases() -> list[Case]:
     """A denoising step with guidance, as we run it and with blocks unrolled."""
     cases = [
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "online kernel", {"attention": "online"}),
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "all heads online", {"attention": "online"}),
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "stock splash", {"attention": "splash"}),
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "unrolled", {"scan": False}),
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_480P, "ours", {}),
         ("v6e-16", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
@@ -196,6 +256,7 @@ def _calibration(published) -> Callable:
 
 BENCHES = {
     "attention": attention_cases,
+    "sweep": sweep_cases,
     "step": step_cases,
     "vae": vae_cases,
     "calibration": calibration_cases,

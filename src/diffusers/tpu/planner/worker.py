@@ -342,6 +342,11 @@ class _Planner:
                 f"{name} is modelled from its operations: what is not the denoiser is compiled with --everything only"
                 " (a VAE takes the compiler minutes)"
             )
+        if self.request.get("config", {}).get("attention", "auto") in ("auto", "kernel"):
+            notes.append(
+                "attention is timed as for heads whose scores are bounded (README_TPU.md, Attention); --attention online"
+                " is the other end"
+            )
         sp, tp = mesh[1:]
         for recorded in self.denoising:
             heads = {n for _, n, t, s, _ in self.works[id(recorded)].calls if t == s}
