@@ -1,203 +1,287 @@
-"""Oracle: softmax(scale q k^T + bias) v in float64 numpy, the whole matrix at once."""
+"""Oracle: softmax(scale q k^T + mask) v in float64 numpy, the mask whole. Kernels run in interpret mode."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import relative
-from diffusers.tpu.attention import api, splash
+from conftest import attention_formula, relative
+from diffusers.tpu.attention import api, gpu
 from diffusers.tpu.attention.masks import Mask, classify
-from diffusers.tpu.attention.online import online_attention
-from diffusers.tpu.attention.reference import reference_attention
+from diffusers.tpu.attention.splash import splash_attention
+from diffusers.utils import logging
 
 
-def dense(q, k, v, mask=None, is_causal=False, scale=None):
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    groups = q.shape[1] // k.shape[1]
-    k, v = (np.repeat(x, groups, axis=1) for x in (k, v))
-    s = np.einsum("bntd,bnsd->bnts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        s = np.where(np.tril(np.ones(s.shape[-2:], bool)), s, -np.inf)
-    if mask is not None:
-        mask = np.asarray(mask)
-        s = np.where(mask, s, -np.inf) if mask.dtype == bool else s + mask
-    top = s.max(-1, keepdims=True)
-    p = np.exp(s - np.where(np.isinf(top), 0, top))
-    total = p.sum(-1, keepdims=True)
-    return np.einsum("bnts,bnsd->bntd", p / np.where(total == 0, 1, total), v)
+LOWEST = float(np.finfo(np.float32).min)
+KERNEL = api.Settings(kernel="kernel", blocks=(128, 256, 128), interpret=True)
 
 
-def draw(*shape, dtype=jnp.float32, rng=np.random.default_rng()):
-    return jnp.asarray(rng.standard_normal(shape), dtype)
+def draw(t, s, heads=4, kv_heads=4, dim=64, dtype=jnp.float32):
+    shapes = (2, heads, t, dim), (2, kv_heads, s, dim), (2, kv_heads, s, dim)
+    return [jnp.asarray(np.random.default_rng().standard_normal(shape), dtype) for shape in shapes]
 
 
-def masks_of(kind, batch, heads, q_len, kv_len, rng):
-    if kind == "none":
-        return None
-    if kind == "keys":
-        lengths = rng.integers(1, kv_len + 1, batch)
-        return (np.arange(kv_len) < lengths[:, None])[:, None, None]
-    if kind == "dense":
-        mask = rng.random((batch, 1, q_len, kv_len)) < 0.6
-        mask[0, 0, 0] = False  # a row without keys
-        return mask
-    return rng.standard_normal((1, heads, q_len, kv_len)).astype(np.float32)
+def run(settings, *operands, **arguments):
+    """The answer of one jitted call, a fourth operand its mask; level 0 compiles in half the time, to values as good."""
 
-
-@pytest.mark.parametrize("kind", ["none", "keys", "dense", "bias", "causal"])
-@pytest.mark.parametrize("q_len, kv_len", [(1, 1), (7, 13), (33, 33), (70, 129)])
-def test_reference_equals_the_formula(kind, q_len, kv_len):
-    rng = np.random.default_rng()
-    q, k, v = draw(2, 4, q_len, 24), draw(2, 2, kv_len, 24), draw(2, 2, kv_len, 24)
-    mask = masks_of("none" if kind == "causal" else kind, 2, 4, q_len, kv_len, rng)
-    ours = reference_attention(
-        q,
-        k,
-        v,
-        scale=0.3,
-        mask=classify(mask, 2, 4, q_len, kv_len),
-        is_causal=kind == "causal",
-        block_q=16,
-        block_kv=32,
-    )
-    assert relative(ours, dense(q, k, v, mask, kind == "causal", 0.3)) < 1e-6  # measured: 2e-7
-
-
-def test_keys_past_the_true_length_never_join_even_as_nan():
-    q, k, v = draw(1, 2, 5, 8) - 4, draw(1, 2, 48, 8) + 4, draw(1, 2, 48, 8)  # all scores strongly negative
-    oracle = dense(q, k[:, :, :37], v[:, :, :37])
-    k, v = k.at[:, :, 37:].set(jnp.nan), v.at[:, :, 37:].set(jnp.nan)
-    assert relative(reference_attention(q, k, v, scale=8**-0.5, kv_len=37, block_kv=16), oracle) < 1e-6
-
-
-def test_nothing_of_tokens_by_tokens_is_made():
-    tokens = 4096
-    q = jax.ShapeDtypeStruct((1, 2, tokens, 16), jnp.bfloat16)
-    mask = Mask("keys", jax.ShapeDtypeStruct((1, 1, 1, tokens), jnp.bool_))
-    lowered = jax.jit(lambda q, m: reference_attention(q, q, q, scale=0.25, mask=Mask("keys", m))).lower(
-        q, mask.values
-    )
-    assert lowered.compile().memory_analysis().temp_size_in_bytes < tokens * tokens  # a byte per score would be that
-
-
-@pytest.mark.parametrize("degrees", [(1, 8, 1), (2, 4, 1), (2, 2, 2), (1, 3, 1), (1, 1, 3)])
-@pytest.mark.parametrize("heads, kv_heads", [(16, 8), (30, 30), (1, 1), (8, 2)])
-def test_any_mesh_gives_what_one_chip_gives(make_mesh, degrees, heads, kv_heads):
-    rng = np.random.default_rng()
-    kind = str(rng.choice(["none", "keys", "dense", "causal"]))
-    length, batch = int(rng.integers(9, 40)), int(rng.integers(1, 3))
-    q, k, v = draw(batch, heads, length, 8), draw(batch, kv_heads, length, 8), draw(batch, kv_heads, length, 8)
-    mask = masks_of("none" if kind == "causal" else kind, batch, heads, length, length, rng)
-    settings = api.Settings(mesh=make_mesh(*degrees), kernel="reference")
-
-    @jax.jit
-    def ours(q, k, v):
+    def call(q, k, v, mask=arguments.pop("mask", None)):
         with api.using(settings):
-            return api.attention(q, k, v, mask=mask, is_causal=kind == "causal", enable_gqa=heads != kv_heads)
+            return api.attention(q, k, v, mask=mask, **arguments)
 
-    assert relative(ours(q, k, v), dense(q, k, v, mask, kind == "causal")) < 1e-6, (kind, batch, length)
-
-
-@pytest.mark.parametrize("q_len, kv_len", [(21, 5), (3, 40)])
-def test_cross_attention_over_a_mesh(make_mesh, q_len, kv_len):
-    q, k, v = draw(1, 6, q_len, 8), draw(1, 6, kv_len, 8), draw(1, 6, kv_len, 8)
-    with api.using(api.Settings(mesh=make_mesh(1, 4, 2))):
-        assert relative(jax.jit(api.attention)(q, k, v), dense(q, k, v)) < 1e-6
+    return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})(*operands)
 
 
-@pytest.mark.parametrize("kind", ["none", "keys", "causal"])
-def test_splash_has_true_key_lengths(kind):
-    q, k, v = draw(2, 2, 150, 64), draw(2, 2, 150, 64), draw(2, 2, 150, 64)
-    mask = masks_of("none" if kind == "causal" else kind, 2, 2, 150, 150, np.random.default_rng())
-    kv_len = 131 if kind == "none" else 150
-    ours = splash.splash_attention(
-        q,
-        k,
-        v,
-        scale=0.125,
-        mask=classify(mask, 2, 2, 150, 150),
-        is_causal=kind == "causal",
-        kv_len=kv_len,
-        interpret=True,
-    )
-    oracle = dense(q, k[:, :, :kv_len], v[:, :, :kv_len], mask, kind == "causal", 0.125)
-    assert relative(ours, oracle) < 5e-6  # measured: 6e-7
+def formula(q, k, v, mask=None, scale=None):
+    """With a mask as upstream gives it."""
+    whole = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return attention_formula(
+        *(x.astype(jnp.float32) for x in (q, k, v)), scale, whole if whole is None else Mask(dense=whole)
+    )[0]
 
 
+def given(kind, t, s):
+    """A mask as upstream gives it."""
+    rng = np.random.default_rng()
+    keys = np.arange(s) < rng.integers(1, s, 2)[:, None]
+    some, rows = rng.random((2, 1, 1, s)) < 0.6, rng.random((2, 1, t, 1)) < 0.7
+    bias = rng.standard_normal((1, 4, t, s)).astype(np.float32)
+    bias[:, :, : t // 2, s // 2 :] = LOWEST
+    return {
+        "none": None,
+        "true": np.ones((t, s), bool),
+        "prefix": keys[:, None, None],
+        "keys, expanded": np.broadcast_to(some, (2, 4, t, s)),
+        "key bias": bias[:, :, -1:],
+        "outer": rows & some,
+        "triangle": np.tri(t, s, dtype=bool),
+        "band, padded": np.tri(t, s, 7, dtype=bool) & ~np.tri(t, s, -300, dtype=bool) & some,
+        "dense": rng.random((2, 1, t, s)) < 0.5,
+        "bias": bias,
+    }[kind]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "true", "prefix", "keys, expanded", "key bias", "outer", "triangle", "band, padded", "dense", "bias"],
+)
+def test_masks_as_given_by_the_kernel(kind, traced):
+    t, s = np.random.default_rng().integers(1, 600, 2)
+    q, k, v = draw(t, s, kv_heads=2)
+    mask = given(kind, t, s)
+    more = {"enable_gqa": True, "scale": 0.1}
+    ours = run(KERNEL, q, k, v, mask, **more) if traced else run(KERNEL, q, k, v, mask=mask, **more)
+    assert relative(ours, formula(q, k, v, mask, 0.1)) < 3e-6, (t, s)  # measured: 5e-7
+
+
+def test_causality_and_the_window_of_the_settings():
+    q, k, v = draw(300, 300)
+    x, y = draw(300, 290)[1:]
+    ahead = np.arange(300) - np.arange(300)[:, None]
+    settings = dataclasses.replace(KERNEL, window=(70, 5))
+    for causal, right in ((False, 5), (True, 0)):
+        mask = (ahead <= right) & (ahead >= -70)
+        assert relative(run(settings, q, k, v, is_causal=causal), formula(q, k, v, mask)) < 3e-6
+    assert relative(run(settings, q, x, y), formula(q, x, y)) < 3e-6  # keys of another length have no window
+
+
+@pytest.mark.parametrize("kernel", ["kernel", "splash"])
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 2, 2), (1, 1, 8)])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_kernel_is_split_by_heads_where_nobody_lays_out(degrees, masked, make_mesh):
+def test_a_kernel_is_split_by_heads_where_nobody_lays_out(degrees, kernel, make_mesh):
     """Eight heads, or as many chips as divide six; the kernel in interpret mode, as on a TPU inside shard_map."""
-    for heads in (8, 6):
-        q, k, v = draw(2, heads, 40, 64), draw(2, heads, 130, 64), draw(2, heads, 130, 64)
-        mask = np.arange(130)[None, None, None] < np.array([130, 77]).reshape(2, 1, 1, 1) if masked else None
-        settings = api.Settings(mesh=make_mesh(*degrees), sequence=False, kernel="splash", interpret=True)
-        with api.using(settings):
-            ours = jax.jit(lambda q, k, v: api.attention(q, k, v, mask=mask))(q, k, v)
-        assert relative(ours, dense(q, k, v, mask, False, 0.125)) < 5e-6
+    settings = api.Settings(mesh=make_mesh(*degrees), sequence=False, kernel=kernel, interpret=True)
+    heads, masked = np.random.default_rng().permutation([8, 6]), np.random.default_rng().permutation([True, False])
+    for n, padded in zip(heads, masked):
+        q, k, v = draw(40, 130, n, n)
+        mask = np.arange(130) < np.array([130, 77]).reshape(2, 1, 1, 1) if padded else None
+        assert relative(run(settings, q, k, v, mask=mask), formula(q, k, v, mask)) < 3e-6, (n, padded)
+    way = api.Way((2, n, 40, 64), (2, n, 130, 64), "float32", "keys" if padded else "", kernel, "by heads")
+    assert api.explain()[way] > 0
+
+
+@pytest.mark.parametrize("heads, kind", [(2, "none"), (1, "triangle")])
+def test_the_kernel_around_a_ring(make_mesh, heads, kind):
+    """Parts of the keys are merged by the kernel's own lse; the last chip holds padding."""
+    t = 251
+    q, k, v = draw(t, t, heads, heads, dim=16)
+    mask = given(kind, t, t)
+    settings = api.Settings(mesh=make_mesh(1, 4, 1), kernel="kernel", interpret=True)
+    assert relative(run(settings, q, k, v, mask=mask), formula(q, k, v, mask)) < 3e-6
+
+
+@pytest.mark.parametrize("mask", ["none", "prefix", "outer", "triangle"])
+@pytest.mark.parametrize("dim", [64, 72])
+def test_splash_has_true_key_lengths(mask, dim):
+    q, k, v = draw(150, 133, 2, 2, dim)
+    mask = given(mask, 150, 133)
+    parts = classify(mask, 2, 2, 150, 133)
+    ours = splash_attention(q, k, v, scale=0.125, mask=parts, interpret=True)
+    assert relative(ours, formula(q, k, v, mask, 0.125)) < 5e-6  # measured: 6e-7
 
 
 @pytest.mark.parametrize(
-    ("q_len", "kv_len", "padding", "dim", "blocks"),
+    "kernel, call, words",
     [
-        (130, 300, 0, 64, (128, 256, 128)),
-        (257, 500, 13, 128, (128, 256, 128)),
-        (1, 7, 1, 72, None),
-        (256, 512, 256, 128, None),
+        ("splash", {"mask": np.tri(5, 6, 1, dtype=bool)}, "'splash' does not take a window"),
+        ("splash", {"mask": np.zeros((5, 6), np.float32) + np.arange(6)}, "'splash' does not take a bias"),
+        ("splash", {"mask": np.random.default_rng().standard_normal((4, 5, 6))}, "differs between queries or heads"),
+        ("splash", {"k": 2}, "'splash' does not take 4 query heads over 2 key heads"),
+        ("kernel", {"dtype": jnp.float16}, "'kernel' does not take float16"),
+        ("online", {"dtype": jnp.float16}, "'online' does not take float16"),
+        ("cudnn", {}, "'cudnn' does not take float32"),
+        ("cudnn", {"dtype": jnp.float16, "dim": 136}, "heads of 136"),
+        ("cudnn", {"dtype": jnp.float16, "dim": 12}, "heads of 12 "),
+        ("cudnn", {"dtype": jnp.float16, "mask": np.arange(6) < 4}, "a key mask"),
+        ("cudnn", {"dtype": jnp.float16, "mask": np.tri(5, 6, 1, dtype=bool)}, "a window"),
     ],
 )
-def test_the_online_kernel_by_the_formula(q_len, kv_len, padding, dim, blocks):
-    q, k, v = draw(2, 3, q_len, dim), draw(2, 3, kv_len, dim), draw(2, 3, kv_len, dim)
-    full_k, full_v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0)), constant_values=jnp.nan) for x in (k, v))
-    ours = online_attention(q, full_k, full_v, scale=dim**-0.5, kv_len=kv_len, blocks=blocks, interpret=True)
-    assert relative(ours, dense(q, k, v)) < 5e-6  # measured: 4e-7
-    with pytest.raises(NotImplementedError, match="a mask"):
-        online_attention(q, k, v, scale=1.0, is_causal=True)
+def test_a_kernel_by_name_takes_the_call_or_says_why_not(kernel, call, words):
+    q, k, v = draw(5, 6, kv_heads=call.get("k", 4), dim=call.get("dim", 64), dtype=call.get("dtype", jnp.float32))
+    settings = api.Settings(kernel=kernel, platform="gpu" if kernel == "cudnn" else "tpu")
+    with api.using(settings), pytest.raises(NotImplementedError, match=words):
+        api.attention(q, k, v, mask=call.get("mask"), enable_gqa=True)
 
 
-def test_bfloat16_error_is_that_of_its_inputs():
-    q, k, v = (draw(1, 4, 100, 32, dtype=jnp.bfloat16) for _ in range(3))
-    rounded = jnp.asarray(dense(q, k, v), jnp.bfloat16)  # the best a bfloat16 result can be
-    ours = reference_attention(q, k, v, scale=32**-0.5)
-    assert relative(ours.astype(jnp.float32), dense(q, k, v)) < 1.25 * relative(
-        rounded.astype(jnp.float32), dense(q, k, v)
-    )
+@pytest.mark.parametrize(
+    "kernel, platform", [("cudnn", "cpu"), ("cudnn", "tpu"), ("kernel", "gpu"), ("splash", "gpu")]
+)
+def test_a_kernel_of_another_platform_is_refused(kernel, platform):
+    q, k, v = draw(5, 6, dtype=jnp.bfloat16)
+    with api.using(api.Settings(kernel=kernel, platform=platform)):
+        with pytest.raises(NotImplementedError, match=f"'{kernel}' does not run on {platform}"):
+            api.attention(q, k, v)
 
 
-def test_the_reference_is_said_where_splash_was_expected(caplog, monkeypatch):
-    from diffusers.utils import logging
-
+@pytest.mark.parametrize(
+    "platform, dtype, words",
+    [("tpu", jnp.float16, "kernel does not take float16"), ("gpu", jnp.float32, "cudnn does not")],
+)
+def test_the_reference_is_said_once_where_a_kernel_was_expected(platform, dtype, words, caplog):
+    q, k, v = draw(4, 5, dtype=dtype)
     api._say_once.cache_clear()
     logging.enable_propagation()
-    with api.using(api.Settings(kernel="auto", platform="tpu")):
-        api.attention(draw(1, 2, 4, 8), draw(1, 2, 4, 8), draw(1, 2, 4, 8), mask=np.zeros((1, 1, 4, 4), np.float32))
+    with api.using(api.Settings(platform=platform)):
+        for _ in range(2):
+            ours = api.attention(q, k, v)
     logging.disable_propagation()
-    assert "differs between queries" in caplog.text
-    with api.using(api.Settings(kernel="splash")), pytest.raises(NotImplementedError, match="differs between queries"):
-        api.attention(draw(1, 2, 4, 8), draw(1, 2, 4, 8), draw(1, 2, 4, 8), mask=np.zeros((1, 1, 4, 4), np.float32))
+    assert len({*caplog.records}) == 1 and words in caplog.text
+    assert relative(ours, formula(q, k, v)) < 1e-3
+    assert any(w.q == q.shape and w.kernel == "reference" and words in w.reason for w in api.explain())
+
+
+def test_what_became_of_calls_can_be_asked(make_mesh):
+    q, k, v = draw(24, 24, heads=3, kv_heads=3, dim=8)
+    before = api.explain()
+    settings = api.Settings(mesh=make_mesh(2, 4, 1))
+    for _ in range(2):
+        run(settings, q, k, v, mask=np.tri(24, dtype=bool))
+    run(settings, q, k[:, :, :7], v[:, :, :7])
+    new = {way: n - before.get(way, 0) for way, n in api.explain().items() if n != before.get(way, 0)}
+    shape = (2, 3, 24, 8)
+    assert new == {
+        api.Way(shape, shape, "float32", "causal", "reference", "ring 4 x ulysses 1"): 2,
+        api.Way(shape, (2, 3, 7, 8), "float32", "", "reference", "queries over 4, whole keys"): 1,
+    }
+
+
+def test_a_planner_compiles_one_way():
+    q, k, v = draw(40, 50, dim=128)
+    with api.using(KERNEL):
+        lengths = [len(str(jax.make_jaxpr(api.attention)(q, k, v)))]
+        for path in ("bound", "online"):
+            with api.assuming(path):
+                lengths.append(len(str(jax.make_jaxpr(lambda *x: api.attention(*x))(q, k, v))))
+                assert relative(run(KERNEL, q, k, v), formula(q, k, v)) < 3e-6
+    assert lengths[0] > max(lengths[1:])
 
 
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"mask": np.ones((3, 4), bool)}, ValueError, "broadcasts to"),
+        ({"mask": np.ones((3, 4), bool)}, ValueError, r"\[1, 2, 4, 5\], got \[3, 4\]"),
         ({"mask": np.ones((1, 1, 4, 5), np.int32)}, TypeError, "bool or floating"),
         ({"mask": np.ones((4, 5), bool), "is_causal": True}, ValueError, "either attn_mask or is_causal"),
-        ({"k": jnp.zeros((1, 3, 5, 8))}, ValueError, "3 key heads"),
-        ({"v": jnp.zeros((1, 2, 6, 8))}, ValueError, "expected q"),
-        ({"k": jnp.zeros((1, 2, 5, 8), jnp.bfloat16)}, TypeError, "one dtype"),
+        ({"k": jnp.zeros((1, 3, 5, 8)), "v": jnp.zeros((1, 3, 5, 8))}, ValueError, "2 query and 3 key heads"),
+        ({"k": jnp.zeros((1, 1, 5, 8)), "v": jnp.zeros((1, 1, 5, 8))}, ValueError, "1 key heads, enable_gqa=False"),
+        (
+            {"k": jnp.zeros((1, 3, 5, 8)), "v": jnp.zeros((1, 3, 5, 8)), "enable_gqa": True},
+            ValueError,
+            "2 query and 3 key heads, enable_gqa=True",
+        ),
+        (
+            {"v": jnp.zeros((1, 2, 6, 8))},
+            ValueError,
+            r"expected q .* got \(1, 2, 4, 8\), \(1, 2, 5, 8\), \(1, 2, 6, 8\)",
+        ),
+        ({"q": jnp.zeros((1, 2, 4, 9))}, ValueError, r"got \(1, 2, 4, 9\), \(1, 2, 5, 8\)"),
+        ({"q": jnp.zeros((3, 2, 4, 8))}, ValueError, r"got \(3, 2, 4, 8\), \(1, 2, 5, 8\)"),
+        ({"k": jnp.zeros((1, 2, 5, 8), jnp.bfloat16)}, TypeError, "q float32, k bfloat16"),
         ({"q": jnp.zeros((2, 4, 8))}, ValueError, "four axes"),
     ],
 )
 def test_bad_calls_are_refused(change, error, words):
     call = {"q": jnp.zeros((1, 2, 4, 8)), "k": jnp.zeros((1, 2, 5, 8)), "v": jnp.zeros((1, 2, 5, 8)), **change}
-    if "k" in change and change["k"].shape[1] == 3:
-        call["v"] = jnp.zeros((1, 3, 5, 8))
-    with pytest.raises(error, match=words):
-        api.attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+    for kernel in ("reference", "kernel"):
+        arguments = dict(call)
+        with api.using(api.Settings(kernel=kernel)), pytest.raises(error, match=words):
+            api.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
-def test_a_host_mask_of_all_true_is_dropped():
-    assert classify(np.ones((1, 1, 4, 5), bool), 1, 2, 4, 5) is None
-    assert classify(np.array([[True, False]]), 1, 2, 4, 2).kind == "keys"
+def test_blocks_that_do_not_fit_are_refused():
+    q = jax.ShapeDtypeStruct((1, 2, 40000, 128), jnp.bfloat16)
+    with api.using(api.Settings(kernel="kernel", blocks=(32768, 32768, 512), generation="v7x")):
+        with pytest.raises(ValueError, match=r"MiB of VMEM on v7x, got \(32768, 32768, 512\), which take \d+ MiB"):
+            jax.eval_shape(api.attention, q, q, q)
+
+
+@pytest.fixture
+def cudnn(monkeypatch) -> list[dict]:
+    """JAX's own computation in the place of cuDNN's; what it was called with."""
+    calls, dot_product_attention = [], jax.nn.dot_product_attention
+
+    def record(*operands, implementation, **arguments):
+        calls.append({"implementation": implementation, **arguments})
+        return dot_product_attention(*operands, implementation="xla", **arguments)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
+    return calls
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("kind", ["none", "triangle", "dense", "bias", "queries"])
+def test_cudnn_gets_what_it_takes(cudnn, kind, with_lse):
+    t, s = 20, 33
+    q, k, v = draw(t, s, kv_heads=2, dtype=jnp.bfloat16)
+    mask = np.random.default_rng().random((2, 1, t, 1)) < 0.5 if kind == "queries" else given(kind, t, s)
+    if kind in ("dense", "bias"):
+        mask = mask.copy()
+        mask[:, :, 3] = False if kind == "dense" else LOWEST
+    parts = classify(mask, 2, 4, t, s)
+    assert gpu.unsupported(q, k, v, parts) is None
+    ours = gpu.cudnn_attention(q, k, v, scale=0.2, mask=parts, with_lse=with_lse)
+    (call,) = cudnn
+    named = {"dense": "mask", "bias": "bias"}.get(kind)
+    assert {name for name in ("mask", "bias") if call.get(name) is not None} == ({named} if named else set())
+    assert (call["implementation"], call["is_causal"]) == ("cudnn", kind == "triangle")
+    whole = None if mask is None else Mask(dense=np.broadcast_to(mask, (2, 4, t, s)))
+    out, lse = attention_formula(*(x.astype(jnp.float32) for x in (q, k, v)), 0.2, whole)
+    if with_lse:
+        ours, our_lse = ours
+        assert ours.dtype == our_lse.dtype == jnp.float32
+        np.testing.assert_allclose(our_lse, lse, atol=0.02)
+    empty = np.isneginf(lse)
+    assert empty.any() == (kind in ("dense", "bias", "queries"))
+    assert not np.asarray(ours, np.float32)[empty].any()
+    assert relative(ours.astype(jnp.float32), out) < 6e-3
+
+
+def test_cudnn_over_a_ring_is_refused_where_it_is_causal(cudnn):
+    q, k, v = draw(5, 6, dtype=jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="causality over a ring"):
+        gpu.cudnn_attention(q, k, v, scale=1.0, mask=Mask(band=(None, 0)), first_row=jnp.int32(5), with_lse=True)
+    with pytest.raises(NotImplementedError, match="float32"):
+        gpu.cudnn_attention(*draw(5, 6), scale=1.0)
+    assert not cudnn

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from conftest import relative
 from diffusers import AutoencoderKLWan
+from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.tpu import bridge
 from diffusers.tpu.attention.api import Settings
 
@@ -141,17 +142,82 @@ def test_scaled_dot_product_attention_in_both_forms(env, lead, mask):
         F.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), dropout_p=0.1)
 
 
-def test_dispatched_attention_takes_a_key_mask_and_refuses_the_rest(env):
-    q, k = torch.randn(2, 5, 3, 8), torch.randn(2, 7, 3, 8)
-    mask = torch.tensor([[True] * 4 + [False] * 3, [True] * 7])
-    ours = bridge.dispatched_attention(on_chip(q), on_chip(k), on_chip(k), attn_mask=on_chip(mask))
-    q, k = q.transpose(1, 2), k.transpose(1, 2)
-    theirs = F.scaled_dot_product_attention(q, k, k, attn_mask=mask[:, None, None]).transpose(1, 2)
-    assert relative(on_host(ours), theirs) < 1e-6
-    with pytest.raises(NotImplementedError, match="log-sum-exp"):
-        bridge.dispatched_attention(on_chip(q), on_chip(k), on_chip(k), return_lse=True)
+def dispatched_mask(form, batch, heads, t, s):
+    keys = torch.arange(s) < torch.tensor([s - 3, s])[:, None]
+    pairs = torch.rand(batch, 1, t, s) < 0.6
+    pairs[..., 0] = True
+    return {
+        "none": None,
+        "[B, S]": keys,
+        "[B, 1, 1, S]": keys[:, None, None],
+        "[B, 1, T, S]": pairs,
+        "[B, N, T, S]": pairs & (torch.rand(1, heads, t, s) < 2),
+        "[T, S]": pairs[0, 0],
+        "a row without keys": pairs & (torch.arange(t) > 0)[:, None],
+        "bias": torch.randn(batch, heads, t, s),
+        "bias [B, S]": torch.randn(batch, s),
+        "-inf": torch.zeros(batch, 1, t, s).masked_fill(~pairs, float("-inf")),
+    }[form]
+
+
+@pytest.mark.parametrize("t, s", [(5, 7), (6, 6)])
+@pytest.mark.parametrize(
+    "form, more",
+    [
+        ("none", {}),
+        ("none", {"is_causal": True}),
+        ("none", {"scale": 0.7}),
+        ("none", {"enable_gqa": True}),
+        ("[B, S]", {}),
+        ("[B, 1, 1, S]", {"enable_gqa": True}),
+        ("[B, 1, T, S]", {"scale": 0.2}),
+        ("[B, N, T, S]", {}),
+        ("[T, S]", {}),
+        ("a row without keys", {}),
+        ("bias", {"enable_gqa": True, "scale": 0.2}),
+        ("bias [B, S]", {}),
+        ("-inf", {}),
+    ],
+)
+def test_the_dispatcher_gives_what_native_gives(env, form, more, t, s):
+    q, k, v = torch.randn(2, t, 4, 8), *torch.randn(2, 2, s, 2 if more.get("enable_gqa") else 4, 8)
+    mask = dispatched_mask(form, 2, 4, t, s)
+    theirs = dispatch_attention_fn(q, k, v, attn_mask=mask, backend="native", **more)
+    on_chips = (None if x is None else on_chip(x) for x in (q, k, v, mask))
+    ours = dispatch_attention_fn(*on_chips, backend="tpu", **more)
+    assert ours.shape == theirs.shape and relative(on_host(ours), theirs) < 1e-6
+
+
+def test_the_dispatcher_refuses_what_the_tpu_cannot(env):
+    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 3, 8)
+    x, y = on_chip(q), on_chip(k)
+    for more, error, words in [
+        ({"attention_kwargs": {"return_lse": True}}, NotImplementedError, "log-sum-exp"),
+        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p 0 on the TPU path, got 0.1"),
+        ({}, ValueError, "4 query and 3 key heads"),
+        ({"enable_gqa": True}, ValueError, "4 query and 3 key heads, enable_gqa=True"),
+    ]:
+        with pytest.raises(error, match=words):
+            dispatch_attention_fn(x, y, y, backend="tpu", **more)
+    for mask, error, words in [
+        (torch.ones(5, 6, dtype=torch.bool), ValueError, r"\[2, 4, 5, 5\], got \[5, 6\]"),
+        (torch.ones(5, 5, dtype=torch.int32), TypeError, "bool or floating attention mask, got int32"),
+    ]:
+        with pytest.raises(error, match=words):
+            dispatch_attention_fn(x, x, x, attn_mask=on_chip(mask), backend="tpu")
     with pytest.raises(RuntimeError, match="TPU path"):
-        bridge.dispatched_attention(q, k, k)
+        dispatch_attention_fn(q, q, q, backend="tpu")
+
+
+@pytest.mark.parametrize("repeats, dim", [(3, 1), (2, None), ([2, 0, 3], 1), ([1, 4], 0)])
+@pytest.mark.parametrize("sized", [False, True])
+def test_repeat_interleave(env, repeats, dim, sized):
+    x = torch.randn(2, 3)
+    count = torch.tensor(repeats) if isinstance(repeats, list) else repeats
+    theirs = x.repeat_interleave(count, dim=dim)
+    more = {"output_size": theirs.shape[dim or 0]} if sized else {}
+    ours = on_chip(x).repeat_interleave(on_chip(count) if isinstance(repeats, list) else count, dim=dim, **more)
+    assert torch.equal(on_host(ours), theirs)
 
 
 def test_a_host_tensor_moves_to_the_device_tensor_it_meets(env):

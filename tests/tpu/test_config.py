@@ -32,7 +32,17 @@ def test_environment_is_checked(monkeypatch, variable, value, words):
         ({"mesh": "2,0,1"}, "three positive integers"),
         ({"glue": "sticky"}, "resident"),
         ({"matmul_precision": "low"}, "highest"),
-        ({"attention": "flash"}, "splash"),
+        ({"attention": "flash"}, "splash.* got 'flash'"),
+        ({"attention_blocks": (256, 512)}, r"three positive integers.* got \(256, 512\)"),
+        ({"attention_blocks": (256, 512, 0)}, "three positive integers"),
+        ({"attention_blocks": (256, 512, 384)}, "a divisor of those"),
+        ({"attention_window": (3,)}, r"attention_window of two integers.* got \(3,\)"),
+        ({"attention_window": (3, -1)}, "attention_window of two integers"),
+        ({"attention_window": (3.0, 1)}, "attention_window of two integers"),
+        ({"attention_window": 5}, "attention_window of two integers.* got 5"),
+        ({"attention_ring": 0}, "attention_ring of a positive integer, got 0"),
+        ({"attention_ring": "2"}, "attention_ring of a positive integer, got '2'"),
+        ({"attention_blocks": 256}, "three positive integers.* got 256"),
     ],
 )
 def test_config_is_checked_when_made(keywords, words):

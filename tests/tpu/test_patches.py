@@ -125,7 +125,10 @@ DAMAGE = {
     "a header left to do": (lambda p: edit(p / FIRST, "Remove-When: ", "Remove-When: TODO "), "`Remove-When: ...`"),
     "no date": (lambda p: edit(p / FIRST, "Last-Update: 20", "Last-Update: in 20"), "Last-Update: Invalid isoformat"),
     "no body": (lambda p: edit(p / FIRST, "Models that set", "Origin: x\nModels that set"), "a body that says why"),
-    "no area": (lambda p: edit(p / FIRST, "[PATCH] attention: backends", "[PATCH] backends"), "`Subject: [PATCH] area: what`"),
+    "no area": (
+        lambda p: edit(p / FIRST, "[PATCH] attention: backends", "[PATCH] backends"),
+        "`Subject: [PATCH] area: what`",
+    ),
     "a real commit id": (
         lambda p: edit(p / FIRST, "From 0000", "From 0001"),
         "expected a first line 'From 0000000000",

@@ -66,7 +66,7 @@ class TPUConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected TPUConfig.{name} to be one of {allowed}, got {getattr(self, name)!r}")
         if self.attention_blocks is not None:
-            blocks = tuple(self.attention_blocks)
+            blocks = _as_tuple(self.attention_blocks)
             if len(blocks) != 3 or any(not isinstance(b, int) or b < 1 for b in blocks) or blocks[1] % blocks[2]:
                 raise ValueError(
                     "expected TPUConfig.attention_blocks of three positive integers, queries, keys and a divisor of those,"
@@ -74,7 +74,7 @@ class TPUConfig:
                 )
             object.__setattr__(self, "attention_blocks", blocks)
         if self.attention_window is not None:
-            window = tuple(self.attention_window)
+            window = _as_tuple(self.attention_window)
             if len(window) != 2 or any(not isinstance(w, int) or w < 0 for w in window):
                 raise ValueError(
                     "expected TPUConfig.attention_window of two integers, tokens before and after, got"
@@ -83,6 +83,10 @@ class TPUConfig:
             object.__setattr__(self, "attention_window", window)
         if self.attention_ring is not None and (not isinstance(self.attention_ring, int) or self.attention_ring < 1):
             raise ValueError(f"expected TPUConfig.attention_ring of a positive integer, got {self.attention_ring!r}")
+
+
+def _as_tuple(value) -> tuple:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
 def parse_mesh(value) -> tuple[int, int, int]:

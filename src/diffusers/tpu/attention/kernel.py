@@ -133,8 +133,8 @@ def tpu_attention(
         centre, radius = _centre_and_radius(k, mask.keys, smoothing)
         scalars["radius"] = radius.reshape(-1)
         inputs["centre"] = (
-            centre[:, :, None],
-            pl.BlockSpec((None, 1, dim), lambda h, i, j, *s: (lax.div(h, groups), 0, 0)),
+            centre,
+            pl.BlockSpec((None, SUBLANES, dim), lambda h, i, j, *s: (lax.div(h, groups), 0, 0)),
         )
     if bias is not None:
         inputs["bias"] = (
@@ -225,8 +225,11 @@ def _bias(keys) -> Float[Array, "b n 1 S"]:
 
 
 def _centre_and_radius(k, keys, smoothing: bool):
-    """c [B, K, D] in k's dtype, the mean of the true keys or zeros, and R [B, K] float32, the largest distance from it."""
-    batch, kv_heads, s_len, _ = k.shape
+    """c, the mean of the true keys or zeros, as rows [B, K, 8, D] in k's dtype that add up to it, and R [B, K] float32.
+
+    R is the largest distance of a true key from c. One row of bfloat16 would be off by as much as keys may differ.
+    """
+    batch, kv_heads, s_len, dim = k.shape
     true = jnp.ones((s_len, 1), bool)
     if keys is not None and keys.dtype == jnp.bool_:
         # [b|1, n|1, 1, S] to [b|1, K|1, S, 1]: a key of a group counts if any of its query heads sees it
@@ -235,9 +238,14 @@ def _centre_and_radius(k, keys, smoothing: bool):
         true = seen[..., None]
     k32 = jnp.where(true, k.astype(jnp.float32), 0.0)
     count = jnp.maximum(jnp.broadcast_to(true, (batch, kv_heads, s_len, 1)).sum(2), 1)
-    centre = (k32.sum(2) / count * smoothing).astype(k.dtype)
-    distance = jnp.where(true, k32 - centre.astype(jnp.float32)[:, :, None], 0.0)
-    return centre, jnp.sqrt((distance * distance).sum(-1).max(-1))
+    left, rows = k32.sum(2) / count * smoothing, []
+    for _ in range(1 if k.dtype == jnp.float32 else 3):
+        rows.append(left.astype(k.dtype))
+        left = left - rows[-1].astype(jnp.float32)
+    centre = sum(row.astype(jnp.float32) for row in rows)
+    distance = jnp.where(true, k32 - centre[:, :, None], 0.0)
+    rows += [jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))
+    return jnp.stack(rows, 2), jnp.sqrt((distance * distance).sum(-1).max(-1))
 
 
 def _states(bias, block: int):

@@ -133,16 +133,17 @@ def _start(r, call: Call, first_query, radius):
         r.m[...] = jnp.full_like(r.m, LOWEST)
         return
     q = r.q[...]
-    centre = jnp.broadcast_to(r.centre[...], (SUBLANES, q.shape[0]))
     mean = lax.dot_general(
-        centre, q, (((1,), (0,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
+        r.centre[...], q, (((1,), (0,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
     )
+    mean = mean.sum(axis=0, keepdims=True)
     square = jnp.square(q.astype(jnp.float32))
     bound = jnp.sqrt(square.sum(axis=0, keepdims=True)) * radius
     rows = first_query + lax.broadcasted_iota(jnp.int32, bound.shape, 1)
     safe = jnp.max(jnp.where(rows < call.q_len, bound, 0.0)) <= call.limit
     r.way[0] = jnp.where(safe, WAYS["bound"], WAYS["online"])
-    r.m[...] = jnp.where(safe, mean + jnp.maximum(bound - FREE, 0.0), LOWEST)
+    offset = jnp.where(safe, mean + jnp.maximum(bound - FREE, 0.0), LOWEST)
+    r.m[...] = jnp.broadcast_to(offset, r.m.shape)
 
 
 def _finish(r):
