@@ -44,7 +44,9 @@ def test_the_kernel_gives_the_video_of_the_reference(chips, root, kept, ring):
     ways = [way for way in api.explain() if way.kernel == "kernel"]
     assert {way.mask for way in ways} == {"", "bias"}  # the denoiser and the VAE; the text encoder
     assert any(way.chips == f"ring {ring or 1} x ulysses {4 // (ring or 1)}" for way in ways)
-    assert relative(ours, reference(kept, model, torch.float32)) < 1e-4  # measured: 9e-6 to 1.9e-5; of another mesh 2e-6
+    assert (
+        relative(ours, reference(kept, model, torch.float32)) < 1e-4
+    )  # measured: 9e-6 to 1.9e-5; of another mesh 2e-6
 
 
 def test_in_bfloat16_within_its_error(chips, root, kept):

@@ -56,7 +56,7 @@ class Blocks:
         return self.bound if path == "bound" else self.online
 
 
-# By generation: tiles for the two ways. Schedules of head size 128; see examples/tpu/results/attention-tiles.json.
+# By generation: tiles for the two ways. By schedules of head size 128.
 TILES = {
     "v5e": (Tile(128, 256, 6), Tile(128, 256, 6)),
     "v5p": (Tile(128, 256, 6), Tile(128, 256, 6)),
@@ -183,7 +183,7 @@ def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
 
 
 def _fitted(tile: Tile, shape: Shape) -> Tile:
-    """The tile, no larger than the queries and keys there are; smaller where scores of wide heads would fill VMEM."""
+    """The tile, no larger than the queries and keys there are."""
     return Tile(
         min(tile.queries, round_up(shape.q_len, LANES)), min(tile.keys, round_up(shape.kv_len, LANES)), tile.lag
     )

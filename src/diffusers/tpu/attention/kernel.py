@@ -40,6 +40,21 @@ def unsupported(q, k, v, mask: Mask | None) -> str | None:
     return None if q.dtype in (jnp.bfloat16, jnp.float32) else f"{q.dtype}"
 
 
+def shape_of(q, k, v, mask: Mask | None, with_lse: bool = False) -> Shape:
+    """What the sizes of blocks for this call depend on; arrays, or their shapes and dtypes."""
+    mask = mask or Mask()
+    return Shape(
+        q_len=q.shape[2],
+        kv_len=k.shape[2],
+        dim=q.shape[3],
+        out_dim=v.shape[3],
+        bytes=q.dtype.itemsize,
+        out_bytes=4 if with_lse else q.dtype.itemsize,
+        keys=mask.keys is not None,
+        dense_bytes=0 if mask.dense is None else mask.dense.dtype.itemsize,
+    )
+
+
 def tpu_attention(
     q: Float[Array, "B N T D"],
     k: Float[Array, "B K S D"],
@@ -77,29 +92,21 @@ def tpu_attention(
     batch, heads, q_len, dim = q.shape
     kv_heads, kv_len, out_dim = k.shape[1], k.shape[2], v.shape[3]
     groups = heads // kv_heads
-    out_dtype = jnp.dtype(jnp.float32) if with_lse else q.dtype
-    shape = Shape(
-        q_len,
-        kv_len,
-        dim,
-        out_dim,
-        q.dtype.itemsize,
-        out_dtype.itemsize,
-        mask.keys is not None,
-        0 if mask.dense is None else mask.dense.dtype.itemsize,
-    )
+    shape = shape_of(q, k, v, mask, with_lse)
     blocks = blocks or choose(shape, generation or DEFAULT, wanted)
     bias = None if mask.keys is None else _bias(mask.keys)
     if mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_):
         paths = ("online",)  # what is added to scores has no bound
 
+    # Where rows see different keys, their largest score may lie as far below the mean as the bound is above it.
+    alike = mask.band is None and smoothing and (bias is None or bias.shape[1] == 1 or groups == 1)
     call = Call(
         blocks=blocks,
         names=(),
         q_len=q_len,
         kv_len=kv_len,
         paths=paths,
-        limit=FREE + SMALLEST,
+        limit=(FREE + SMALLEST) / (1 if alike else 2),
         band=mask.band,
         keys=bias is not None,
         dense=mask.dense is not None,
@@ -151,7 +158,7 @@ def tpu_attention(
         )
     outputs = {
         "o": (
-            jax.ShapeDtypeStruct((batch * heads, out_dim, q_len), out_dtype),
+            jax.ShapeDtypeStruct((batch * heads, out_dim, q_len), jnp.float32 if with_lse else q.dtype),
             pl.BlockSpec((None, out_dim, blocks.queries), lambda h, i, j, *s: (h, 0, i)),
         ),
         "lse": (
@@ -169,9 +176,7 @@ def tpu_attention(
         "column": pltpu.VMEM((blocks.keys if bias is not None else SUBLANES, LANES), jnp.float32),
         "way": pltpu.SMEM((1,), jnp.int32),
     }
-    # Where rows see different keys, their largest score may lie as far below the mean as the bound is above it.
-    alike = mask.band is None and smoothing and (bias is None or bias.shape[1] == 1 or groups == 1)
-    call = replace(call, names=(*scalars, *inputs, *outputs, *scratch), limit=call.limit if alike else call.limit / 2)
+    call = replace(call, names=(*scalars, *inputs, *outputs, *scratch))
     out, *rest = pl.pallas_call(
         functools.partial(kernel_body.run, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -229,7 +234,7 @@ def _centre_and_radius(k, keys, smoothing: bool):
 
     R is the largest distance of a true key from c. One row of bfloat16 would be off by as much as keys may differ.
     """
-    batch, kv_heads, s_len, dim = k.shape
+    batch, kv_heads, s_len, _ = k.shape
     true = jnp.ones((s_len, 1), bool)
     if keys is not None and keys.dtype == jnp.bool_:
         # [b|1, n|1, 1, S] to [b|1, K|1, S, 1]: a key of a group counts if any of its query heads sees it

@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..aot import ChildError, NoCompiler
-from ..planner.benches import keep_tuned, select, tune
+from ..attention.blocks import TUNED
+from ..planner.benches import select, tune, tuned_table
 from . import BENCH_FILTERS
 from .errors import BadInput, one_line
 from .output import whole_file
@@ -33,7 +34,8 @@ def run(options, rest: list[str]) -> int:
         with quiet.status(f"{number} of {len(cases)}: {what}"):
             rows.append({**case.row, **_ask(case, options.tune)})
     if options.tune:
-        keep_tuned([row for row in rows if "failed" not in row])
+        with whole_file(str(TUNED), ".json") as draft:
+            draft.write_text(tuned_table([row for row in rows if "failed" not in row]))
     if options.json == "-":
         print(json.dumps(rows, indent=1))
     elif options.json:

@@ -106,7 +106,7 @@ def _key(function: str, request: dict) -> str:
             continue
     sources = [
         *sorted((PACKAGE / "tpu").rglob("*.py")),
-        *(PACKAGE / "tpu").rglob("*.json"),
+        *sorted((PACKAGE / "tpu").rglob("*.json")),
         *sorted(PACKAGE.glob("*/**/*_flax.py")),
     ]
     if os.path.isdir(request.get("model", "")):

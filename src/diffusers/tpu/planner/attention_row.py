@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..aot import BadRequest, Compiler, OutOfMemory
 from ..attention.blocks import Shape, as_list, candidates, choose, from_list
-from ..attention.kernel import tpu_attention
+from ..attention.kernel import PATHS, shape_of, tpu_attention
 from ..attention.masks import Mask
 from ..attention.splash import splash_attention
 from ..devices import find_topology
@@ -21,8 +21,8 @@ from .exp2 import exp2_attention
 from .worker import versions
 
 
-MASKS = {  # name: the mask's part and its shape for [B, N, T, S]
-    "none": None,
+BANDS = {"causal": (None, 0), "window": (1000, 1000)}
+PARTS = {  # name: the mask's part and its shape for [B, N, T, S]
     "keys": ("keys", lambda b, n, t, s: (b, 1, 1, s), jnp.bool_),
     "keys-bias": ("keys", lambda b, n, t, s: (b, n, 1, s), jnp.float32),
     "dense": ("dense", lambda b, n, t, s: (1, 1, t, s), jnp.bool_),
@@ -36,8 +36,8 @@ def answer(request: dict, progress: Callable) -> dict:
     Args:
         request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "bound" or "online" (ours, one
             of its ways), "kernel" (ours, both: compiled, not timed), "splash", "exp2"; `blocks`, as `Blocks` in a list
-            for ours and three sizes for the others, None for the kernel's own; `kv_heads`, `dtype`, `mask` (of `MASKS`,
-            "causal" or "window"); `as_theirs` (see calibration); `with_lse`.
+            for ours and three sizes for the others, None for the kernel's own; `kv_heads`, `dtype`, `mask` ("none", or of
+            `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`.
 
     Raises BadRequest for what does not compile.
     """
@@ -52,37 +52,27 @@ def answer(request: dict, progress: Callable) -> dict:
 
     q = operand((batch, heads, q_len, dim))
     k = operand((batch, request.get("kv_heads") or heads, kv_len, dim))
-    mask, parts = Mask(), {}
-    if request.get("mask") == "causal":
-        mask = Mask(band=(None, 0))
-    elif request.get("mask") == "window":
-        mask = Mask(band=(1000, 1000))
-    elif MASKS[request.get("mask", "none")]:
-        part, shape_of, kind = MASKS[request["mask"]]
-        parts = {part: operand(shape_of(batch, heads, q_len, kv_len), kind)}
+    kind, parts = request.get("mask", "none"), {}
+    if kind in PARTS:
+        part, shape_in, kind_of_values = PARTS[kind]
+        parts = {part: operand(shape_in(batch, heads, q_len, kv_len), kind_of_values)}
+    mask = None if kind == "none" else Mask(**parts, band=BANDS.get(kind))
+    with_lse = request.get("with_lse", False)
     if name in ("splash", "exp2"):
         run = splash_attention if name == "splash" else exp2_attention
+        wanted = blocks and tuple(blocks)
     else:
-        if blocks is None:
-            dense = parts.get("dense")
-            out = 4 if request.get("with_lse") else dtype.itemsize
-            shape = Shape(
-                *(q_len, kv_len, dim, dim, dtype.itemsize, out, "keys" in parts, dense.dtype.itemsize if dense else 0)
-            )
-            blocks = as_list(choose(shape, topology.chip.generation))
-        ways = ("bound", "online") if name == "kernel" else (name,)
-        run = functools.partial(tpu_attention, paths=ways, generation=topology.chip.generation)
+        wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask, with_lse), topology.chip.generation)
+        blocks = as_list(wanted)
+        run = functools.partial(tpu_attention, paths=PATHS if name == "kernel" else (name,))
 
-    def scaled_dot_product_attention(q, k, v, parts):
-        wanted = from_list(blocks) if name not in ("splash", "exp2") else blocks and tuple(blocks)
-        whole = Mask(**parts, band=mask.band)
-        options = {"with_lse": True} if request.get("with_lse") else {}
-        return run(q, k, v, scale=dim**-0.5, mask=whole if whole.kind else None, blocks=wanted, **options)
+    def scaled_dot_product_attention(q, k, v, mask):
+        return run(q, k, v, scale=dim**-0.5, mask=mask, blocks=wanted, with_lse=with_lse)
 
     progress(f"compiling {name} for {topology.chip.generation}")
     try:
         with as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
-            lowered = jax.jit(scaled_dot_product_attention).lower(q, k, k, parts)
+            lowered = jax.jit(scaled_dot_product_attention).lower(q, k, k, mask)
         compiled = compiler.compile(lowered)
     except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
         raise BadRequest(f"{name} with blocks {blocks} does not compile: {str(error).splitlines()[0]}") from error

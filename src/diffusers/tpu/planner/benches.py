@@ -76,22 +76,18 @@ def tune(case: Case, on_progress: Callable) -> dict:
         question = {**request, "kernel": path, "blocks": blocks}
         rows.append(remembered("diffusers.tpu.planner.attention_row:answer", question, 600, on_progress))
     best = min(rows, key=lambda row: row["bundles_per_mtile"])
-    return {
-        **case.row,
-        **{name: best[name] for name in ("blocks", "bundles_per_mtile", "compile_seconds", "versions")},
-    }
+    kept = ("blocks", "bundles_per_mtile", "compile_seconds", "versions")
+    return {**case.row, **{name: best[name] for name in kept}}
 
 
-def keep_tuned(rows: list[dict]):
-    """Put rows of `tune` into `attention/tuned.json`, in place of those it has of the same chip and shape."""
+def tuned_table(rows: list[dict]) -> str:
+    """`attention/tuned.json` with rows of `tune` in place of those it has of the same chip and shape."""
     table = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     for row in rows:
         _, _, q_len, kv_len, dim = ATTENTION_SHAPES[row["shape"]]
         table[tuned_key(Shape(q_len, kv_len, dim, dim), row["chip"])] = row
-    draft = TUNED.with_suffix(".draft")
     lines = (f" {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(table.items()))
-    draft.write_text("{\n" + ",\n".join(lines) + "\n}\n")
-    draft.replace(TUNED)
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 # What a sweep compiles: sizes of today's pipelines and odd ones, every head size, VAEs' single wide heads, short and long.

@@ -15,12 +15,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ..attention.blocks import LANES, round_up
+from ..attention.kernel_body import LOWEST, SUBLANES
 from ..attention.masks import Mask
 
 
 BLOCKS = (2048, 2048, 256)
-SUBLANES = 8
-LOWEST = -1e30
 VMEM_BYTES = 100 << 20
 
 
