@@ -43,8 +43,8 @@ class TPUConfig:
             (said once) for what those do not take. By name, what it does not take is an error: "kernel"; "online", the
             kernel with a running maximum only; "splash", JAX's own; "cudnn"; "reference".
         attention_blocks: queries, keys, and keys of one product of the kernel's blocks; None: tuned, or by rule.
-        attention_smoothing: bound the scores around the mean of the keys, with which more heads take the kernel's fast
-            way. Values are the same either way.
+        attention_smoothing: heads whose scores have no small bound may have one around the mean of the keys, and go
+            without a running maximum too. Values are the same either way.
         attention_window: (left, right): queries of self-attention see only so many tokens before and after them.
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
     """

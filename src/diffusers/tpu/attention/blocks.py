@@ -42,7 +42,7 @@ class Blocks:
     Attributes:
         queries, keys: of one grid step.
         piece: queries whose tiles, with all keys of the step, are one straight piece of code; pieces are looped over.
-        bound, online: the tiles of the two ways to subtract (see `kernel`).
+        bound, online: the tiles of the way "bound" and of the two others (see `kernel`).
     """
 
     queries: int
@@ -85,12 +85,22 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def folded_parts(shape: Shape, generation: str) -> int:
+    """How many matrices, one below the other, hold q times a factor (see `kernel`): one of float32, two of bfloat16 where
+    the depth of the matrix unit has room for them; else 0."""
+    if shape.bytes == 4:
+        return 1
+    side = CHIPS[generation if generation in CHIPS else DEFAULT].matrix_side
+    return 2 if 2 * shape.dim <= side and shape.dim % 16 == 0 else 0
+
+
 def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
     """VMEM of a kernel with these blocks, from above.
 
     Two buffers of each block of q^T [D, queries], k [keys, D], v^T [E, keys], the mask's parts and the output
-    [E, queries]; the state: two rows of eight sublanes and E float32 per query; values without padding [E, keys]; the key
-    mask's column [keys, 128]; and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
+    [E, queries]; the state: two rows of eight sublanes and E float32 per query; q with its factor [2 D, queries] and keys
+    twice [keys, 2 D], whether or not the call has them; values without padding [E, keys]; the key mask's column [keys, 128];
+    and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
     """
     wide, out_wide = round_up(shape.dim, LANES), round_up(shape.out_dim, LANES)
     tall, out_tall = round_up(shape.dim, 16), round_up(shape.out_dim, 16)
@@ -98,6 +108,7 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
     operands += blocks.queries * out_tall * shape.out_bytes + blocks.queries * 8 * 4
     operands += blocks.keys * 8 * 4 * shape.keys + blocks.queries * blocks.keys * shape.dense_bytes
     state = blocks.queries * (16 + out_tall) * 4 + blocks.keys * out_tall * shape.bytes
+    state += (blocks.queries * tall + blocks.keys * (wide if shape.dim % LANES else 0)) * 2 * shape.bytes
     state += blocks.keys * LANES * 4 * shape.keys
     spilled = max(
         (tile.lag + 2) * tile.queries * tile.keys * 8 + tile.queries * (out_wide + wide) * 8

@@ -1,15 +1,21 @@
 """Attention for one TPU chip: scores transposed (keys along sublanes, queries along lanes), exponentials to base 2.
 
-Sums over keys then run down the sublanes without a transposition, and e^x is 2^(x log2 e) with the factor folded into q
-in float32 together with the scale. Scores are computed some tiles ahead of their exponentials (`Blocks.lag`), so that
-the matrix units never wait: that, not the number of operations, is what the time hangs on.
+Sums over keys then run down the sublanes without a transposition, and e^x is 2^(x log2 e). Scores are computed some tiles
+ahead of their exponentials (`Blocks.lag`), so that the matrix units never wait: that, not the number of operations, is
+what the time hangs on.
 
-Softmax may subtract any number per query. Two ways to choose it, per head and block of queries, on the device:
+Where scores need the factor scale * log2 e: instead of a subtraction (way "bound"), which costs the same; else, as q
+times the factor is no bfloat16, in a second half of the matrix unit's depth, which heads of 128 leave unused on v6e and
+later: [q_high; q_low] against [k, k]. One bfloat16 rounding of q more would double the error of scores of deviation 4.
 
-* bound: with c the mean of the true keys and R = max_j |k_j - c|, q.k_j = q.c + e_j with |e_j| <= |q| R, and max_j e_j >= 0
+Softmax may subtract any number per query, nothing included. Which, is chosen per head and block of queries, on the
+device, by what scores (here times scale * log2 e) can be at most:
+
+* bound: |q| max_j |k_j|, at most 100 and so small that sums stay finite: nothing is subtracted, no maximum, no rescaling.
+* centred: with c the mean of the true keys and R = max_j |k_j - c|, q.k_j = q.c + e_j with |e_j| <= |q| R, and max_j e_j >= 0
   as the mean of e is 0 up to rounding. Subtracting q.c + max(0, |q| R - FREE) keeps every exponential below 2^FREE and the
-  largest above 2^-(|q| R - FREE): exact in float32 as long as |q| R is at most `limit`. No running maximum, no rescaling.
-* online: the running maximum (Milakov and Gimelshein 2018), for blocks whose bound is larger.
+  largest above 2^-(|q| R - FREE): exact in float32 as long as |q| R is at most `limit`.
+* online: the running maximum (Milakov and Gimelshein 2018), for all others.
 
 Blocks of keys that no query may see are neither fetched nor computed; those that a mask or the end of the keys cuts take
 a body with masking, all others one without.
@@ -23,15 +29,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from . import kernel_body
-from .blocks import DEFAULT, LANES, Blocks, Shape, choose, vmem_bytes
+from .blocks import DEFAULT, LANES, Blocks, Shape, choose, folded_parts, vmem_bytes
 from .kernel_body import FREE, LOG2_E, MASKED, SMALLEST, SUBLANES, Call, band_ends
 from .masks import BELOW, Mask
 
 
-PATHS = ("bound", "online")
+PATHS = ("bound", "centred", "online")
+LARGEST = 126.0  # exponent of the largest sum
 VMEM_MARGIN = 8 << 20  # the compiler's own, beside what `blocks.vmem_bytes` counts
 
 
@@ -77,7 +84,7 @@ def tpu_attention(
     Args:
         generation: of the chip, for the sizes of blocks.
         wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
-        smoothing: bound scores around the mean of the keys; False: around zero, which fewer heads are tame enough for.
+        smoothing: with the way "centred"; False: without, for which fewer heads are tame enough and less is compiled.
         paths: ways to subtract that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
 
     Raises:
@@ -98,22 +105,32 @@ def tpu_attention(
     if mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_):
         paths = ("online",)  # what is added to scores has no bound
 
+    elif not smoothing and len(paths) > 1:
+        paths = tuple(path for path in paths if path != "centred")
+    if scale < 0:
+        q, scale = -q, -scale
+    folded = folded_parts(shape, generation or DEFAULT) if set(paths) - {"bound"} else 0
     # Where rows see different keys, their largest score may lie as far below the mean as the bound is above it.
-    alike = mask.band is None and smoothing and (bias is None or bias.shape[1] == 1 or groups == 1)
+    alike = mask.band is None and (bias is None or bias.shape[1] == 1 or groups == 1)
     call = Call(
         blocks=blocks,
         names=(),
         q_len=q_len,
         kv_len=kv_len,
         paths=paths,
+        factor=scale * LOG2_E,
+        folded=folded,
+        twice=folded == 2 and dim % LANES != 0,
         limit=(FREE + SMALLEST) / (1 if alike else 2),
         band=mask.band,
         keys=bias is not None,
         dense=mask.dense is not None,
         dtype=q.dtype,
         row_of_keys=None if bias is None else functools.partial(_row, bias.shape, heads),
-        row_of_radius=lambda h: lax.div(h, groups),
+        row_of_kv=lambda h: lax.div(h, groups),
     )
+    seen = _seen(mask, first_row - first_key, q_len, k)
+    v = jnp.where(seen, v, jnp.zeros_like(v))  # a weight of zero times NaN would be NaN
     scalars = {}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(first_row - first_key, jnp.int32).reshape(1)
@@ -122,26 +139,28 @@ def tpu_attention(
     fetched = functools.partial(_block_to_fetch, call, tuple(scalars))
     inputs = {
         "q": (
-            jnp.swapaxes((q.astype(jnp.float32) * (scale * LOG2_E)).astype(q.dtype), 2, 3),
+            jnp.swapaxes(q, 2, 3),
             pl.BlockSpec((None, dim, blocks.queries), lambda h, i, j, *s: (h, 0, i)),
         ),
         "k": (
             k,
-            pl.BlockSpec((None, blocks.keys, dim), lambda h, i, j, *s: (lax.div(h, groups), fetched(h, i, j, s), 0)),
+            pl.BlockSpec((None, blocks.keys, dim), lambda h, i, j, *s: (call.row_of_kv(h), fetched(h, i, j, s), 0)),
         ),
         "v": (
             jnp.swapaxes(v, 2, 3),
             pl.BlockSpec(
-                (None, out_dim, blocks.keys), lambda h, i, j, *s: (lax.div(h, groups), 0, fetched(h, i, j, s))
+                (None, out_dim, blocks.keys), lambda h, i, j, *s: (call.row_of_kv(h), 0, fetched(h, i, j, s))
             ),
         ),
     }
-    if "bound" in paths:
-        centre, radius = _centre_and_radius(k, mask.keys, smoothing)
+    if "bound" in paths and len(paths) > 1:
+        scalars["reach"] = _reach(k, v, seen).reshape(-1)
+    if "centred" in paths:
+        centre, radius = _centre_and_radius(k, seen)
         scalars["radius"] = radius.reshape(-1)
         inputs["centre"] = (
             centre,
-            pl.BlockSpec((None, SUBLANES, dim), lambda h, i, j, *s: (lax.div(h, groups), 0, 0)),
+            pl.BlockSpec((None, SUBLANES, dim), lambda h, i, j, *s: (call.row_of_kv(h), 0, 0)),
         )
     if bias is not None:
         inputs["bias"] = (
@@ -174,6 +193,8 @@ def tpu_attention(
         "acc": pltpu.VMEM((out_dim, blocks.queries), jnp.float32),
         "true_v": pltpu.VMEM((out_dim, blocks.keys), v.dtype),
         "column": pltpu.VMEM((blocks.keys if bias is not None else SUBLANES, LANES), jnp.float32),
+        "folded": pltpu.VMEM((dim * folded or SUBLANES, blocks.queries if folded else LANES), q.dtype),
+        "twice": pltpu.VMEM((blocks.keys, 2 * dim) if call.twice else (SUBLANES, LANES), k.dtype),
         "way": pltpu.SMEM((1,), jnp.int32),
     }
     call = replace(call, names=(*scalars, *inputs, *outputs, *scratch))
@@ -229,26 +250,43 @@ def _bias(keys) -> Float[Array, "b n 1 S"]:
     return jnp.where(keys > BELOW, keys * LOG2_E, MASKED)
 
 
-def _centre_and_radius(k, keys, smoothing: bool):
-    """c, the mean of the true keys or zeros, as rows [B, K, 8, D] in k's dtype that add up to it, and R [B, K] float32.
-
-    R is the largest distance of a true key from c. One row of bfloat16 would be off by as much as keys may differ.
-    """
+def _seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"]:
+    """Keys that some query sees, of any head of the group. Others may hold anything, NaN too."""
     batch, kv_heads, s_len, _ = k.shape
-    true = jnp.ones((s_len, 1), bool)
-    if keys is not None and keys.dtype == jnp.bool_:
-        # [b|1, n|1, 1, S] to [b|1, K|1, S, 1]: a key of a group counts if any of its query heads sees it
-        b, n = keys.shape[:2]
-        seen = keys.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)
-        true = seen[..., None]
-    k32 = jnp.where(true, k.astype(jnp.float32), 0.0)
-    count = jnp.maximum(jnp.broadcast_to(true, (batch, kv_heads, s_len, 1)).sum(2), 1)
-    left, rows = k32.sum(2) / count * smoothing, []
+    seen = jnp.ones((1, 1, 1, s_len), bool)
+    if mask.keys is not None:
+        seen = seen & (mask.keys if mask.keys.dtype == jnp.bool_ else mask.keys > BELOW)
+    if mask.dense is not None:
+        seen = seen & (mask.dense if mask.dense.dtype == jnp.bool_ else mask.dense > BELOW).any(2, keepdims=True)
+    if mask.band is not None:
+        key, (low, high) = jnp.arange(s_len), band_ends(mask.band, shift, 0, q_len)
+        seen = seen if low is None else seen & (key >= low)
+        seen = seen if high is None else seen & (key <= high)
+    b, n = seen.shape[:2]
+    seen = seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)
+    return jnp.broadcast_to(seen[..., None], (batch, kv_heads, s_len, 1))
+
+
+def _reach(k, v, seen) -> Float[Array, "B K"]:
+    """max |k| over the keys that are seen; larger where exponentials of 2^SMALLEST times the values do not add up to a float32."""
+    k, v = (jnp.where(seen, x.astype(jnp.float32), 0.0) for x in (k, v))
+    room = LARGEST - jnp.log2(k.shape[2] * jnp.maximum(jnp.abs(v).max((2, 3)), 1.0))
+    longest = jnp.sqrt((k * k).sum(-1).max(-1))
+    return jnp.where(room > 0, longest * jnp.maximum(SMALLEST / room, 1.0), jnp.inf)
+
+
+def _centre_and_radius(k, seen):
+    """c, the mean of the keys that are seen, as rows [B, K, 8, D] in k's dtype that add up to it, and R [B, K] float32.
+
+    R is the largest distance of such a key from c. One row of bfloat16 would be off by as much as keys may differ.
+    """
+    k32 = jnp.where(seen, k.astype(jnp.float32), 0.0)
+    left, rows = k32.sum(2) / jnp.maximum(seen.sum(2), 1), []
     for _ in range(1 if k.dtype == jnp.float32 else 3):
         rows.append(left.astype(k.dtype))
         left = left - rows[-1].astype(jnp.float32)
     centre = sum(row.astype(jnp.float32) for row in rows)
-    distance = jnp.where(true, k32 - centre[:, :, None], 0.0)
+    distance = jnp.where(seen, k32 - centre[:, :, None], 0.0)
     rows += [jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))
     return jnp.stack(rows, 2), jnp.sqrt((distance * distance).sum(-1).max(-1))
 

@@ -11,17 +11,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .blocks import LANES, Blocks, round_up
+from .masks import BELOW
 
 
 SUBLANES = 8
 LOWEST = -1e30  # where the running maximum starts
 MASKED = -3e38  # a masked score: far enough below LOWEST that its exponential is 0 there too
-FREE = 60.0  # exponentials may grow to 2^FREE: sums over 2^20 keys times values of 2^40 stay finite
+FREE = 60.0  # around the mean, exponentials may grow to 2^FREE: sums over 2^20 keys times values of 2^40 stay finite
 SMALLEST = 100.0  # the largest exponential of a row may be 2^-SMALLEST: what is 2^-26 of it is still a normal number
 LOG2_E = math.log2(math.e)
 WAYS = {
     "bound": 1_000_001,
-    "online": 1_000_002,
+    "centred": 1_000_002,
+    "online": 1_000_003,
 }  # no loop counts so far: whoever reads the schedule can tell them apart
 
 
@@ -32,9 +34,13 @@ class Call:
     Attributes:
         names: of the references, in the order in which the kernel gets them.
         paths: the ways that are compiled.
-        limit: the largest bound for which the way "bound" is exact.
+        factor: scale * log2 e, positive: scores times this are exponents of 2.
+        limit: the largest bound for which the way "centred" is exact.
+        folded: how many matrices of q's dtype add up to q * factor with nothing lost, one below the other; 0 where there
+            is no room for them and scores are multiplied by the factor instead.
+        twice: the keys beside themselves, which they then meet, are laid out once per block: not whole vector registers.
         keys, dense: there is a mask by key; of queries x keys.
-        row_of_keys, row_of_radius: from a program's first index to the row of the key mask, of the radii.
+        row_of_keys, row_of_kv: from a program's first index to the row of the key mask, of keys and values.
     """
 
     blocks: Blocks
@@ -42,13 +48,16 @@ class Call:
     q_len: int
     kv_len: int
     paths: tuple[str, ...]
+    factor: float
     limit: float
+    folded: int
+    twice: bool
     band: tuple[int | None, int | None] | None
     keys: bool
     dense: bool
     dtype: jnp.dtype
     row_of_keys: object = None
-    row_of_radius: object = None
+    row_of_kv: object = None
 
     @property
     def kv_blocks(self) -> int:
@@ -81,9 +90,7 @@ def run(*refs, call: Call):
     r = SimpleNamespace(**dict(zip(call.names, refs)))
     head, i, j = (pl.program_id(axis) for axis in range(3))
     first_query, first_key = i * call.blocks.queries, j * call.blocks.keys
-    pl.when(j == 0)(
-        lambda: _start(r, call, first_query, r.radius[call.row_of_radius(head)] if "bound" in call.paths else None)
-    )
+    pl.when(j == 0)(lambda: _start(r, call, first_query, call.row_of_kv(head)))
 
     some, cut = [], []  # conditions: any score of this block counts; not all of them do as they are
     if call.keys:
@@ -104,8 +111,7 @@ def run(*refs, call: Call):
 
     def visit(is_cut: bool):
         for path in call.paths:
-            chosen = [] if call.paths == ("online",) else [r.way[0] == WAYS[path]]
-            _when(chosen, functools.partial(_visit, r, call, first_query, first_key, path, is_cut))
+            _for_way(r, call, path, functools.partial(_visit, r, call, first_query, first_key, path, is_cut))
 
     if call.dense:
         _when(some, functools.partial(visit, True))
@@ -118,6 +124,34 @@ def run(*refs, call: Call):
     pl.when(j == call.kv_blocks - 1)(lambda: _finish(r))
 
 
+def _start(r, call: Call, first_query, kv):
+    """The state before the first key, and which way to go."""
+    r.l[...] = jnp.zeros_like(r.l)
+    r.acc[...] = jnp.zeros_like(r.acc)
+    if len(call.paths) > 1:
+        norm = _norm(r, call)
+        rows = first_query + lax.broadcasted_iota(jnp.int32, norm.shape, 1)
+        largest, way = jnp.max(jnp.where(rows < call.q_len, norm, 0.0)), WAYS["online"]
+        if "centred" in call.paths:
+            way = jnp.where(largest * r.radius[kv] <= call.limit, WAYS["centred"], way)
+        if "bound" in call.paths:
+            way = jnp.where(largest * r.reach[kv] <= SMALLEST, WAYS["bound"], way)
+        r.way[0] = way
+    for path in call.paths:
+        _for_way(r, call, path, functools.partial(_start_way, r, call, kv, path))
+
+
+def _product(call: Call, x, y):
+    return lax.dot_general(
+        x, y, (((1,), (0,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
+    )
+
+
+def _for_way(r, call: Call, path: str, run):
+    """Runs if `path` is the way of this head and block of queries."""
+    _when([] if len(call.paths) == 1 else [r.way[0] == WAYS[path]], run)
+
+
 def _when(conditions, run):
     if conditions:
         pl.when(functools.reduce(jnp.logical_and, conditions))(run)
@@ -125,25 +159,38 @@ def _when(conditions, run):
         run()
 
 
-def _start(r, call: Call, first_query, radius):
-    """The state before the first key, and which way to subtract."""
-    r.l[...] = jnp.zeros_like(r.l)
-    r.acc[...] = jnp.zeros_like(r.acc)
-    if radius is None:
-        r.m[...] = jnp.full_like(r.m, LOWEST)
+def _norm(r, call: Call):
+    """|q| times the factor: [1, queries]."""
+    q = r.q[...].astype(jnp.float32)
+    return jnp.sqrt((q * q).sum(axis=0, keepdims=True)) * call.factor
+
+
+def _start_way(r, call: Call, kv, path: str):
+    """What is subtracted, and q with the factor folded in."""
+    if path == "bound":
+        r.m[...] = jnp.zeros_like(r.m)
         return
-    q = r.q[...]
-    mean = lax.dot_general(
-        r.centre[...], q, (((1,), (0,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
-    )
-    mean = mean.sum(axis=0, keepdims=True)
-    square = jnp.square(q.astype(jnp.float32))
-    bound = jnp.sqrt(square.sum(axis=0, keepdims=True)) * radius
-    rows = first_query + lax.broadcasted_iota(jnp.int32, bound.shape, 1)
-    safe = jnp.max(jnp.where(rows < call.q_len, bound, 0.0)) <= call.limit
-    r.way[0] = jnp.where(safe, WAYS["bound"], WAYS["online"])
-    offset = jnp.where(safe, mean + jnp.maximum(bound - FREE, 0.0), LOWEST)
-    r.m[...] = jnp.broadcast_to(offset, r.m.shape)
+    if path == "online":
+        r.m[...] = jnp.full_like(r.m, LOWEST)
+    else:
+        mean = _product(call, r.centre[...], r.q[...]).sum(axis=0, keepdims=True)
+        offset = mean * call.factor + jnp.maximum(_norm(r, call) * r.radius[kv] - FREE, 0.0)
+        r.m[...] = jnp.broadcast_to(offset, r.m.shape)
+    if call.folded:
+        _in_steps(call.blocks.queries, call.blocks.tile(path).queries, functools.partial(_fold, r, call))
+
+
+def _in_steps(length: int, step: int, run):
+    """`run` on slices of `step`: short code."""
+    pl.loop(0, length // step)(lambda n: run(pl.ds(pl.multiple_of(n * step, step), step)))
+
+
+def _fold(r, call: Call, queries):
+    left, dim = r.q[:, queries].astype(jnp.float32) * call.factor, r.q.shape[0]
+    for n in range(call.folded):
+        part = left.astype(call.dtype)
+        r.folded[n * dim : (n + 1) * dim, queries] = part
+        left = left - part.astype(jnp.float32)
 
 
 def _finish(r):
@@ -157,7 +204,9 @@ def _finish(r):
 def _visit(r, call: Call, first_query, first_key, path: str, cut: bool):
     """All queries of the block with all its keys, piece by piece."""
     blocks, tile = call.blocks, call.blocks.tile(path)
-    keys, share = blocks.keys, 2 if path == "online" else 1  # the running maximum takes twice the code
+    keys, share = blocks.keys, 1 if path == "bound" else 2  # rarer; and the running maximum takes twice the code
+    if call.twice and path != "bound":
+        _in_steps(blocks.keys, tile.keys, functools.partial(_double, r))
     if cut:
         _prepare_cut(r, call, first_key)
         share = blocks.piece  # masking is rare: its piece is small, so that its code is
@@ -176,6 +225,11 @@ def _visit(r, call: Call, first_query, first_key, path: str, cut: bool):
         pl.loop(0, blocks.queries // piece)(run)
 
 
+def _double(r, keys):
+    """Keys beside themselves, against what `_fold` lays one below the other."""
+    r.twice[keys, :] = jnp.concatenate([r.k[keys, :]] * 2, axis=1)
+
+
 def _divisor(whole: int, share: int, unit: int) -> int:
     """The largest multiple of `unit` that divides `whole`, a multiple of it, and is at most `whole / share`."""
     units = whole // unit
@@ -183,13 +237,13 @@ def _divisor(whole: int, share: int, unit: int) -> int:
 
 
 def _prepare_cut(r, call: Call, first_key):
-    """Values without what is padding, which may hold anything; the key mask laid out along sublanes."""
-    v = r.v[...]
-    true = first_key + lax.broadcasted_iota(jnp.int32, v.shape, 1) < call.kv_len
+    """Values without what lies beyond the end, which may hold anything; the key mask laid out along sublanes."""
+    if call.ragged:
+        v = r.v[...]
+        key = first_key + lax.broadcasted_iota(jnp.int32, v.shape, 1)
+        r.true_v[...] = jnp.where(key < call.kv_len, v, jnp.zeros_like(v))
     if call.keys:
         r.column[...] = jnp.broadcast_to(r.bias[...], (LANES, call.blocks.keys)).T
-        true = true & (r.bias[...] > MASKED)
-    r.true_v[...] = jnp.where(true, v, jnp.zeros_like(v))
 
 
 def _run(r, call: Call, tile, piece: int, length: int, block, start, path: str, cut: bool):
@@ -199,6 +253,8 @@ def _run(r, call: Call, tile, piece: int, length: int, block, start, path: str, 
     """
     state, waiting = {}, deque()
     chunks = length // tile.keys
+    is_folded = call.folded and path != "bound"
+    factor = 1.0 if is_folded else call.factor
 
     def queries_of(t):
         return pl.ds(start + t * tile.queries, tile.queries)
@@ -206,36 +262,40 @@ def _run(r, call: Call, tile, piece: int, length: int, block, start, path: str, 
     def keys_of(c):
         return pl.ds(c * tile.keys, tile.keys)
 
-    def product(x, y):
-        return lax.dot_general(
-            x, y, (((1,), (0,)), ((), ())), precision=call.precision, preferred_element_type=jnp.float32
-        )
+    def times(x):
+        return x if factor == 1.0 or cut else x * factor
 
     def scores(t, c):
         queries, keys = queries_of(t), keys_of(c)
         if c == 0:
             state[t] = [ref[:, queries] for ref in (r.m, r.l, r.acc)]
-        s = product(r.k[keys, :], r.q[:, queries])
+        if is_folded:
+            k = r.twice[keys, :] if call.twice else jnp.concatenate([r.k[keys, :]] * call.folded, axis=1)
+            s = _product(call, k, r.folded[:, queries])
+        else:
+            s = _product(call, r.k[keys, :], r.q[:, queries])
         if cut:
-            s = _masked(r, call, s, block, queries, keys)
+            s = _masked(r, call, s * factor, block, queries, keys)
         s = s.reshape(-1, SUBLANES, tile.queries)
         m, rescale = state[t][0], None
         if path == "online":
-            top = jnp.maximum(m, s.max(axis=0).max(axis=0, keepdims=True))
+            top = jnp.maximum(m, times(s.max(axis=0).max(axis=0, keepdims=True)))
             rescale = jnp.exp2(m - top)
             state[t][0] = m = top
         return s, m, rescale
 
     def values(t, c, s, m, rescale):
-        p = jnp.exp2(s - m[None])
+        p = jnp.exp2(times(s) if path == "bound" else times(s) - m[None])
         _, l, acc = state[t]  # noqa: E741
         if rescale is not None:
             l, acc = l * rescale, acc * rescale[:1]  # noqa: E741
-        v = (r.true_v if cut else r.v)[:, keys_of(c)]
-        state[t][1:] = l + p.sum(axis=0), acc + product(v, p.reshape(-1, tile.queries).astype(v.dtype))
+        v = (r.true_v if cut and call.ragged else r.v)[:, keys_of(c)]
+        state[t][1:] = l + p.sum(axis=0), acc + _product(call, v, p.reshape(-1, tile.queries).astype(v.dtype))
         if c == chunks - 1:
-            for ref, value in zip((r.m, r.l, r.acc), state.pop(t)):
-                ref[:, queries_of(t)] = value
+            m, l, acc = state.pop(t)  # noqa: E741
+            r.l[:, queries_of(t)], r.acc[:, queries_of(t)] = l, acc
+            if path == "online":
+                r.m[:, queries_of(t)] = m
 
     for t in range(piece // tile.queries):
         for c in range(chunks):
@@ -265,5 +325,6 @@ def _masked(r, call: Call, s, block, queries, keys):
         dense = r.dense[queries, keys]
         is_bool = dense.dtype == jnp.int8
         dense = dense.astype(jnp.float32).T
-        s, allowed = (s, allowed & (dense != 0)) if is_bool else (s + dense * LOG2_E, allowed)
+        allowed = allowed & (dense != 0 if is_bool else dense > BELOW)
+        s = s if is_bool else s + dense * LOG2_E
     return jnp.where(allowed, s, MASKED)

@@ -34,8 +34,8 @@ def answer(request: dict, progress: Callable) -> dict:
     """Cycles of one kernel, in all and per 1024 x 1024 scores.
 
     Args:
-        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "bound" or "online" (ours, one
-            of its ways), "kernel" (ours, both: compiled, not timed), "splash", "exp2"; `blocks`, as `Blocks` in a list
+        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: of ours, one of its
+            ways (`PATHS`) or "kernel" (all: compiled, not timed), "splash", "exp2"; `blocks`, as `Blocks` in a list
             for ours and three sizes for the others, None for the kernel's own; `kv_heads`, `dtype`, `mask` ("none", or of
             `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`.
 
@@ -64,7 +64,8 @@ def answer(request: dict, progress: Callable) -> dict:
     else:
         wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask, with_lse), topology.chip.generation)
         blocks = as_list(wanted)
-        run = functools.partial(tpu_attention, paths=PATHS if name == "kernel" else (name,))
+        paths = PATHS if name == "kernel" else (name,)
+        run = functools.partial(tpu_attention, paths=paths, generation=topology.chip.generation)
 
     def scaled_dot_product_attention(q, k, v, mask):
         return run(q, k, v, scale=dim**-0.5, mask=mask, blocks=wanted, with_lse=with_lse)

@@ -26,7 +26,7 @@ ATTENTION_SHAPES = {
     "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
     "flux-1024": (1, 24, 4608, 4608, 128),
 }
-ATTENTION_PATHS = {"stock": "splash", "online": "online", "bound": "bound"}
+ATTENTION_PATHS = {"stock": "splash", "online": "online", "centred": "centred", "bound": "bound"}
 # Of JAX's kernel, which is asked as it is fastest: the largest usual blocks that compile, padded keys not masked.
 STOCK_BLOCKS = {"v5e": [1024, 1024, 512], "v6e": [2048, 2048, 1024], "v7x": [2048, 2048, 1024]}
 CHIP_SLICES = {"v5e": "v5e-1", "v6e": "v6e-1", "v7x": "v7x-8"}
@@ -113,7 +113,7 @@ SWEEP_MASKED = (2, 8, 4321, 4321, 128)
 
 
 def sweep_cases() -> list[Case]:
-    """Does the attention kernel, both its ways at once, compile: by chip, shape, dtype and mask; not timed."""
+    """Does the attention kernel, all its ways at once, compile: by chip, shape, dtype and mask; not timed."""
     rows = [(shape, dtype, "none") for shape in SWEEP_SHAPES for dtype in ("bfloat16", "float32")]
     rows += [(SWEEP_MASKED, dtype, mask) for mask in SWEEP_MASKS for dtype in ("bfloat16", "float32")]
     return [
