@@ -279,7 +279,7 @@ def test_a_trace_leaves_no_tracer_in_the_module(make_mesh):
     function = bridge.PureFunction(
         module=vae, call=vae.decode, spec=spec, leaves=leaves, groups=[],
         specs={name: jax.sharding.PartitionSpec() for name in tensors}, mesh=make_mesh(1, 1, 1), carry=None,
-        attention=Settings(), matmul_precision="highest",
+        attention=Settings(), matmul_precision="highest", processors={},
     )  # fmt: skip
     z = torch.randn(1, 4, 2, 4, 4)
     weights = {name: jnp.asarray(bridge.as_numpy(t)) for name, t in tensors.items()}
@@ -299,7 +299,7 @@ def test_an_output_that_hides_tensors_is_refused(make_mesh):
     odd = Odd()
     function = bridge.PureFunction(
         module=odd, call=odd.forward, spec=spec, leaves=leaves, groups=[], specs={}, mesh=make_mesh(1, 1, 1), carry=None,
-        attention=Settings(), matmul_precision="highest",
+        attention=Settings(), matmul_precision="highest", processors={},
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="Generator"):
         jax.eval_shape(function, {}, [jnp.ones(2)])

@@ -18,6 +18,8 @@ ORDER = [
     "mesh",
     "sharding",
     "attention",
+    "linear",
+    "rotary",
     "scan",
     "bridge",
     "weights",

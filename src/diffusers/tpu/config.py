@@ -9,6 +9,7 @@ MODES = ("auto", "off", "cpu")
 GLUES = ("auto", "resident", "host")
 PRECISIONS = ("highest", "high", "default")
 ATTENTIONS = ("auto", "kernel", "online", "splash", "cudnn", "reference")
+LAYERS = ("auto", "kernel", "xla")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class TPUConfig:
             without a running maximum too. Values are the same either way.
         attention_window: (left, right): queries of self-attention see only so many tokens before and after them.
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
+        layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also
+            elsewhere, interpreted; "xla": the compiler's, and upstream's attention processors.
     """
 
     mesh: tuple[int, int, int] | None = None
@@ -58,11 +61,17 @@ class TPUConfig:
     attention_smoothing: bool = True
     attention_window: tuple[int, int] | None = None
     attention_ring: int | None = None
+    layers: str = "auto"
 
     def __post_init__(self):
         if self.mesh is not None:
             object.__setattr__(self, "mesh", parse_mesh(self.mesh))
-        for name, allowed in (("glue", GLUES), ("matmul_precision", PRECISIONS), ("attention", ATTENTIONS)):
+        for name, allowed in (
+            ("glue", GLUES),
+            ("matmul_precision", PRECISIONS),
+            ("attention", ATTENTIONS),
+            ("layers", LAYERS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"expected TPUConfig.{name} to be one of {allowed}, got {getattr(self, name)!r}")
         if self.attention_blocks is not None:

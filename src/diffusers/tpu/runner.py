@@ -298,10 +298,12 @@ class Runner:
                 smoothing=self.config.attention_smoothing,
                 window=self.config.attention_window,
                 ring=self.config.attention_ring,
+                layers=self.config.layers,
                 platform=self.mesh.devices.flat[0].platform,
                 generation=GENERATION_OF_DEVICE_KIND.get(self.mesh.devices.flat[0].device_kind),
             ),
             matmul_precision=self.config.matmul_precision,
+            processors={} if self.config.layers == "xla" else self.plan.processors,
         )
 
     def _state(self) -> tuple:

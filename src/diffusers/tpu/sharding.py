@@ -31,6 +31,8 @@ class ModelPlan:
         entries: the methods that run on the device.
         decide: bound arguments -> further keyword arguments, for what a forward would read from tensor values: decided
             outside the trace and passed as static arguments.
+        processors: class of an attention processor -> what makes, of one of exactly that class, the one that is traced in
+            its place.
     """
 
     rules: Rules = ()
@@ -38,6 +40,7 @@ class ModelPlan:
     batched: tuple[str, ...] = ()
     entries: tuple[str, ...] = ("forward",)
     decide: Callable[[dict], dict] | None = None
+    processors: Mapping[type, Callable] = field(default_factory=dict)
 
 
 @dataclass

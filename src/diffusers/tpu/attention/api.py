@@ -33,6 +33,7 @@ class Settings:
         kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`.
         platform: "tpu", "gpu" or "cpu"; `generation` of a TPU.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
+        layers: as `TPUConfig.layers`, for the rooms `linear` and `rotary`.
     """
 
     mesh: Mesh | None = None
@@ -45,9 +46,15 @@ class Settings:
     platform: str = "cpu"
     generation: str | None = None
     interpret: bool = False
+    layers: str = "auto"
 
 
 _settings = contextvars.ContextVar("diffusers_tpu_attention", default=Settings())
+
+
+def current() -> Settings:
+    """Those of the trace that runs."""
+    return _settings.get()
 
 
 @contextlib.contextmanager

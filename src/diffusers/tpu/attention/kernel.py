@@ -136,18 +136,26 @@ def tpu_attention(
         scalars["shift"] = jnp.asarray(first_row - first_key, jnp.int32).reshape(1)
     if bias is not None:
         scalars["state"], scalars["fetch"] = _states(bias, blocks.keys)
+    by_token = dim % LANES == 0  # keys as linear layers give them, all heads of a token side by side: no copy
     fetched = functools.partial(_block_to_fetch, call, tuple(scalars))
     inputs = {
         "q": (
-            jnp.swapaxes(q, 2, 3),
+            _heads_beside_tokens(q),
             pl.BlockSpec((None, dim, blocks.queries), lambda h, i, j, *s: (h, 0, i)),
         ),
         "k": (
-            k,
-            pl.BlockSpec((None, blocks.keys, dim), lambda h, i, j, *s: (call.row_of_kv(h), fetched(h, i, j, s), 0)),
+            _by_token(k) if by_token else k.reshape(batch * kv_heads, kv_len, dim),
+            pl.BlockSpec(
+                (None, blocks.keys, dim),
+                lambda h, i, j, *s: (
+                    (lax.div(h, heads), fetched(h, i, j, s), lax.rem(call.row_of_kv(h), kv_heads))
+                    if by_token
+                    else (call.row_of_kv(h), fetched(h, i, j, s), 0)
+                ),
+            ),
         ),
         "v": (
-            jnp.swapaxes(v, 2, 3),
+            _heads_beside_tokens(v),
             pl.BlockSpec(
                 (None, out_dim, blocks.keys), lambda h, i, j, *s: (call.row_of_kv(h), 0, fetched(h, i, j, s))
             ),
@@ -159,18 +167,19 @@ def tpu_attention(
         centre, radius = _centre_and_radius(k, seen)
         scalars["radius"] = radius.reshape(-1)
         inputs["centre"] = (
-            centre,
+            centre.reshape(batch * kv_heads, SUBLANES, dim),
             pl.BlockSpec((None, SUBLANES, dim), lambda h, i, j, *s: (call.row_of_kv(h), 0, 0)),
         )
     if bias is not None:
         inputs["bias"] = (
-            bias,
+            bias.reshape(-1, 1, kv_len),
             pl.BlockSpec((None, 1, blocks.keys), lambda h, i, j, *s: (call.row_of_keys(h), 0, fetched(h, i, j, s))),
         )
     if mask.dense is not None:
+        dense = mask.dense.astype(jnp.int8) if mask.dense.dtype == jnp.bool_ else mask.dense
         row_of_dense = functools.partial(_row, mask.dense.shape, heads)
         inputs["dense"] = (
-            mask.dense.astype(jnp.int8) if mask.dense.dtype == jnp.bool_ else mask.dense,
+            dense.reshape(-1, *dense.shape[2:]),
             pl.BlockSpec(
                 (None, blocks.queries, blocks.keys), lambda h, i, j, *s: (row_of_dense(h), i, fetched(h, i, j, s))
             ),
@@ -214,14 +223,25 @@ def tpu_attention(
         ),
         interpret=interpret,
         name="attention_kernel",
-    )(*scalars.values(), *(x.reshape(-1, *x.shape[2:]) for x, _ in inputs.values()))
-    out = jnp.swapaxes(out.reshape(batch, heads, out_dim, q_len), 2, 3)
+    )(*scalars.values(), *(x for x, _ in inputs.values()))
+    out = jnp.swapaxes(out.reshape(batch, heads * out_dim, q_len), 1, 2).reshape(batch, q_len, heads, out_dim)
+    out = jnp.swapaxes(out, 1, 2)
     if mask.queries is not None:
         out = jnp.where(mask.queries, out, 0)
     if not with_lse:
         return out
     lse = rest[0].reshape(batch, heads, q_len)
     return out, lse if mask.queries is None else jnp.where(mask.queries[..., 0], lse, -jnp.inf)
+
+
+def _by_token(x) -> Float[Array, "B S K*D"]:
+    """[B, K, S, D] with all heads of a token side by side: what it was made from by a transposition."""
+    return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+def _heads_beside_tokens(x) -> Float[Array, "B*K D S"]:
+    """[B, K, S, D] with tokens minor, as one transposition of a matrix of tokens and heads."""
+    return jnp.swapaxes(_by_token(x), 1, 2).reshape(-1, x.shape[3], x.shape[2])
 
 
 def _row(shape, heads: int, h):

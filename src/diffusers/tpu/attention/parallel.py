@@ -137,7 +137,7 @@ def attention_by_heads(
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool):
     """`kv_len`: keys of all chips that are no padding. `travel`: every chip of the ring holds one chunk of them."""
     if ulysses > 1:
-        q, k, v = (lax.all_to_all(x, "ulysses", split_axis=1, concat_axis=2, tiled=True) for x in (q, k, v))
+        q, k, v = (_to_heads(x, ulysses) for x in (q, k, v))
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
     if travel:
@@ -185,15 +185,26 @@ def _merge(out, lse, out_h, lse_h):
     return out * jnp.exp(lse[..., None] - base) + out_h * jnp.exp(lse_h[..., None] - base), both
 
 
-def _to_sequence(out, ways: int):
-    """The way back of the all-to-all, through a leading axis, so that tokens x D stay the minor ones.
+def _to_heads(x, ways: int):
+    """The all-to-all of Ulysses: [B, N, T, D] with all heads of some tokens to [B, N / ways, ways T, D].
 
-    Asked to split the tokens, XLA makes them the major axis and pads the heads of a chip, 5 to 8 (v5e, libtpu 0.0.42).
+    What is sent and what comes lies token by token, all heads of a token side by side, as linear layers give and take it:
+    a chip's heads by themselves would be padded to whole tiles, and heads before tokens is another copy on either side.
     """
-    batch, heads, tokens, dim = out.shape
-    out = jnp.moveaxis(out.reshape(batch, heads, ways, tokens // ways, dim), 2, 0)
-    out = lax.all_to_all(out, "ulysses", split_axis=0, concat_axis=0, tiled=True)
-    return jnp.moveaxis(out, 0, 1).reshape(batch, ways * heads, tokens // ways, dim)
+    batch, heads, tokens, dim = x.shape
+    x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, ways, heads // ways * dim)
+    x = lax.all_to_all(jnp.moveaxis(x, 2, 0), "ulysses", split_axis=0, concat_axis=0, tiled=True)
+    x = jnp.moveaxis(x, 0, 1).reshape(batch, ways * tokens, heads // ways, dim)
+    return jnp.swapaxes(x, 1, 2)
+
+
+def _to_sequence(x, ways: int):
+    """The way back of `_to_heads`."""
+    batch, heads, tokens, dim = x.shape
+    x = jnp.swapaxes(x, 1, 2).reshape(batch, ways, tokens // ways, heads * dim)
+    x = lax.all_to_all(jnp.moveaxis(x, 1, 0), "ulysses", split_axis=0, concat_axis=0, tiled=True)
+    x = jnp.moveaxis(x, 0, 2).reshape(batch, tokens // ways, ways * heads, dim)
+    return jnp.swapaxes(x, 1, 2)
 
 
 def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:

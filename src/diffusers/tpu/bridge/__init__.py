@@ -36,6 +36,7 @@ __all__ = [
     "dispatched_attention",
     "environment",
     "from_numpy",
+    "normed_and_rotated",
     "numpy_dtype",
     "on_device",
     "quiet_integers",
@@ -54,6 +55,16 @@ def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
 def to_torch(array: jax.Array) -> torch.Tensor:
     """A device tensor around an array."""
     return Tensor(array, environment())
+
+
+def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`norm(x)` of a traced x [B, T, C], every head's pairs of neighbours rotated by cos and sin [1, T, 1, D]."""
+    from ..attention.api import current
+    from ..rotary import normed_and_rotated
+
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    tables = (table.jax()[0, :, 0] for table in (cos, sin))
+    return Tensor(normed_and_rotated(x.jax(), norm.weight.jax(), *tables, eps, current()), environment())
 
 
 def deferred(aval: jax.ShapeDtypeStruct, compute) -> Deferred:

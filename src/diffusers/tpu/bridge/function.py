@@ -61,6 +61,7 @@ class PureFunction:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
         carry: spec of what repeated blocks hand on.
+        processors: as `ModelPlan.processors`.
 
     After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value.
     """
@@ -75,6 +76,7 @@ class PureFunction:
     carry: object
     attention: Settings
     matmul_precision: str
+    processors: dict
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
 
@@ -95,6 +97,7 @@ class PureFunction:
                 decomposing(),
                 _marked(),
                 _attributes_kept(self.module),
+                _processors_of(self.module, self.processors),
                 env,
                 module_scopes(self.module, self.groups),
                 runs.installed(),
@@ -150,6 +153,19 @@ register_pytree_node(
     lambda posterior: ([posterior.parameters], posterior.deterministic),
     lambda leaves, deterministic: DiagonalGaussianDistribution(*leaves, deterministic=deterministic),
 )
+
+
+@contextlib.contextmanager
+def _processors_of(module: torch.nn.Module, makers: dict):
+    """The model's attention processors are those of its plan; what the user set has another class and stays."""
+    replaced = [(m, m.processor) for m in module.modules() if type(getattr(m, "processor", None)) in makers]
+    for m, processor in replaced:
+        m.processor = makers[type(processor)](processor)
+    try:
+        yield
+    finally:
+        for m, processor in replaced:
+            m.processor = processor
 
 
 @contextlib.contextmanager

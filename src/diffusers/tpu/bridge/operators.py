@@ -7,7 +7,8 @@ import torch.nn.functional as F
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
-from ..attention.api import attention
+from ..attention.api import attention, current
+from ..linear import linear as fast_linear
 
 
 def register(env):
@@ -19,7 +20,9 @@ def register(env):
         env.override_op_definition(function, norm)
     aten = torch.ops.aten
     for overload in (aten.silu.default, aten.gelu.default, aten.sigmoid.default):
-        env.override_op_definition(overload, _in_float32(env._get_op_or_decomp(overload).func))
+        plain = _in_float32(env._get_op_or_decomp(overload).func)
+        name = {aten.silu.default: _silu, aten.gelu.default: _gelu}.get(overload)
+        env.override_op_definition(overload, plain if name is None else _after_linear(name, plain))
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
     env.override_op_definition(aten.convolution.default, _convolution(env))
@@ -105,11 +108,39 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
 
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
-    x, w = input.jax(), weight.jax()
+    x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
+    result = fast_linear(x, w, b, "", current())
+    if result is not None:
+        result = Tensor(result, input._env)
+        result._linear = x, w, b
+        return result
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
-    result = result if bias is None else result + bias.jax()
+    result = result if b is None else result + b
     return Tensor(result.astype(dtype), input._env)
+
+
+def _silu() -> str:
+    return "silu"
+
+
+def _gelu(*, approximate="none") -> str:
+    return "gelu_tanh" if approximate == "tanh" else ""
+
+
+def _after_linear(name, plain):
+    """An activation, by `linear` itself where its input comes from there: the layer alone is then dead code.
+
+    `name`: the arguments beside the input -> the activation's name in `linear.ACTIVATIONS`, "" for none of them.
+    """
+
+    def run(x, *args, **kwargs):
+        operands, activation = getattr(x, "_linear", None), name(*args, **kwargs)
+        if operands is None or not activation:
+            return plain(x, *args, **kwargs)
+        return Tensor(fast_linear(*operands, activation, current()), x._env)
+
+    return run
 
 
 def _convolution(env):

@@ -22,6 +22,7 @@ FREE = {
 READS_A_PART = {"dynamic-slice", "slice", "gather"}
 KERNEL = "tpu_custom_call"
 ATTENTION = "scaled_dot_product_attention"
+LINEAR = "linear_kernel"
 KINDS = ("attention", "matmul", "other", "collectives")
 
 
@@ -202,7 +203,7 @@ class _Clock:
 
     def _kind(self, i: hlo.Instruction) -> str:
         if KERNEL in i.rest:
-            return "attention" if ATTENTION in i.op_name else "other"
+            return "attention" if ATTENTION in i.op_name else "matmul" if i.name.startswith(LINEAR) else "other"
         inner = self.program.computations.get(i.called("calls") or "", [i])
         return "matmul" if any(x.opcode in ("convolution", "dot") for x in [i, *inner]) else "other"
 

@@ -1,0 +1,99 @@
+"""RMS norm over all heads and rotation of neighbouring entries by position: what queries and keys of video models go through.
+
+One kernel on a TPU: it reads x once and writes it once. XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes
+five passes, some of them over arrays with two entries in a row of 128. Both round where upstream does: after the norm, and
+after the rotation, each computed in float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from .attention.api import Settings
+from .linear import LANES, LEAST_ROWS, rows_over_mesh
+
+
+BLOCK_ROWS = 256
+TILE_ROWS = 32  # in registers at once, one head of them
+
+
+def rotate_pairs(
+    x: Float[Array, "... D"], cos: Float[Array, "... D"], sin: Float[Array, "... D"]
+) -> Float[Array, "... D"]:
+    """(x_0, x_1) to (x_0 cos - x_1 sin, x_0 sin + x_1 cos) for every pair of neighbours; cos and sin have each value twice."""
+    even = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) % 2 == 0
+    return x * cos + jnp.where(even, -jnp.roll(x, -1, -1), jnp.roll(x, 1, -1)) * sin
+
+
+def normed_and_rotated(
+    x: Float[Array, "B T C"],
+    weight: Float[Array, " C"],
+    cos: Float[Array, "T D"],
+    sin: Float[Array, "T D"],
+    eps: float,
+    settings: Settings,
+) -> Float[Array, "B T C"]:
+    """x / sqrt(mean(x^2) + eps) * weight, then every head of D entries rotated; in x's dtype."""
+    interpret = settings.interpret or settings.platform == "cpu"
+    wanted = settings.layers == "kernel" or (settings.layers == "auto" and settings.platform == "tpu")
+    found = rows_over_mesh(x.shape, settings) if wanted and cos.shape[-1] % LANES == 0 else None
+    if found is None or (not interpret and x.shape[0] * x.shape[1] < LEAST_ROWS * found[0]):
+        return _plainly(x, weight, cos, sin, eps)
+    ways, spec = found
+    run = functools.partial(_by_kernel, eps=eps, interpret=interpret)
+    if ways > 1:
+        table = P(spec[1], None)
+        run = jax.shard_map(
+            run, mesh=settings.mesh, in_specs=(spec, P(), table, table), out_specs=spec, check_vma=False
+        )
+    return run(x, weight, cos, sin)
+
+
+def _plainly(x, weight, cos, sin, eps):
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
+    heads = wide.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1])
+    return rotate_pairs(heads, cos[:, None], sin[:, None]).astype(x.dtype).reshape(x.shape)
+
+
+def _by_kernel(x, weight, cos, sin, *, eps, interpret):
+    batch, tokens, width = x.shape
+    dim = cos.shape[-1]
+    spec = pl.BlockSpec((None, BLOCK_ROWS, width), lambda b, t: (b, t, 0))
+    table = pl.BlockSpec((BLOCK_ROWS, dim), lambda b, t: (t, 0))
+
+    def tile(x_ref, w_ref, cos_ref, sin_ref, o_ref, n):
+        rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
+        heads = [slice(h, h + dim) for h in range(0, width, dim)]
+        squares = jnp.zeros((TILE_ROWS, dim), jnp.float32)
+        for head in heads:
+            part = x_ref[rows, head].astype(jnp.float32)
+            squares = squares + part * part
+        inverse = lax.rsqrt(squares.sum(axis=-1, keepdims=True) / width + eps)
+        cos, sin = cos_ref[rows, :], sin_ref[rows, :]
+        even = lax.broadcasted_iota(jnp.int32, cos.shape, 1) % 2 == 0
+        for head in heads:
+            part = x_ref[rows, head].astype(jnp.float32) * inverse * w_ref[:, head]
+            part = part.astype(o_ref.dtype).astype(jnp.float32)
+            before, after = pltpu.roll(part, 1, 1), pltpu.roll(part, dim - 1, 1)
+            o_ref[rows, head] = (part * cos + jnp.where(even, -after, before) * sin).astype(o_ref.dtype)
+
+    def kernel(*refs):
+        pl.loop(0, BLOCK_ROWS // TILE_ROWS)(functools.partial(tile, *refs))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, pl.cdiv(tokens, BLOCK_ROWS)),
+        in_specs=[spec, pl.BlockSpec((1, width), lambda b, t: (0, 0)), table, table],
+        out_specs=spec,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+        name="rotary_kernel",
+    )(x, weight.astype(jnp.float32)[None], cos.astype(jnp.float32), sin.astype(jnp.float32))

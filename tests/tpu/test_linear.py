@@ -1,0 +1,120 @@
+"""Oracles: float64 for the linear kernel and the rotation, and upstream's own modules in one process for where they are used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import relative
+from diffusers.tpu import bridge, linear
+from diffusers.tpu.attention import api
+from diffusers.tpu.bridge import operators
+from diffusers.tpu.mesh import make_mesh
+from diffusers.tpu.rotary import normed_and_rotated
+
+
+KERNEL = api.Settings(layers="kernel")
+
+
+def draw(*shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng().standard_normal(shape), dtype)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def torch_of(x):
+    return torch.tensor(wide(x))
+
+
+@pytest.mark.parametrize("activation", ["", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_any_number_of_rows(activation, bias):
+    """Odd rows, a last block of columns that is not full; both round once before and once after the activation."""
+    rng = np.random.default_rng()
+    rows, columns, depth = int(rng.integers(1, 1500)), 128 * int(rng.integers(1, 8)), 128 * int(rng.integers(1, 4))
+    x, w, b = draw(rows, depth), draw(columns, depth), draw(columns) if bias else None
+    blocks = linear.Blocks(int(rng.choice([256, 512])), 128 * int(rng.integers(1, 4)))
+    ours = jax.jit(lambda x, w, b: linear.tpu_linear(x, w, b, activation=activation, blocks=blocks, interpret=True))(
+        x, w, b
+    )
+    theirs = wide(x) @ wide(w).T + (0 if b is None else wide(b))
+    act = {"": lambda x: x, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}[activation]
+    exact, rounded = (act(torch.tensor(x)).numpy() for x in (theirs, wide(jnp.asarray(theirs, jnp.bfloat16))))
+    limit = relative(wide(jnp.asarray(rounded, jnp.bfloat16)), exact)
+    assert relative(wide(ours), exact) < 1.05 * limit, (rows, columns, depth, blocks)
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v6e", "v7x", None])
+def test_blocks_fit_and_keep_the_units_busy(generation):
+    for rows, columns, depth in [(18900, 5120, 5120), (18900, 13824, 5120), (9450, 5120, 13824), (32760, 8960, 1536)]:
+        blocks = linear.choose(rows, columns, depth, generation)
+        assert blocks is not None and blocks.rows % linear.TILE_ROWS == blocks.columns % linear.LANES == 0
+        assert blocks.columns * depth <= linear.MOST_WORK
+    assert linear.choose(4096, 1280, 1 << 20, generation) is None
+
+
+@pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 8, 1), (8, 1, 1)])
+def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
+    settings = api.Settings(layers="kernel", mesh=make_mesh(chips, degrees))
+    x, w, b = draw(8, 80, 128), draw(256, 128), draw(256)
+    run = jax.jit(lambda x, w, b: linear.linear(x, w, b, "silu", settings))
+    one = linear.linear(x, w, b, "silu", KERNEL)
+    np.testing.assert_array_equal(wide(run(x, w, b)), wide(one))
+    refused = [
+        (x[:, :79], w, b),
+        (x[:7], w, b),
+        (x[..., :96], w[:, :96], b),
+        (x.astype(jnp.float32), w, b),
+        (x[0], w, b),
+    ]
+    fits = {(1, 8, 1): [1], (8, 1, 1): [0]}.get(degrees, [])
+    for number, (x_, w_, b_) in enumerate(refused):
+        assert (linear.linear(x_, w_, b_, "", settings) is None) == (number not in fits), number
+    for other in (
+        api.Settings(),
+        api.Settings(layers="xla", platform="tpu"),
+        api.Settings(layers="kernel", mesh=make_mesh(chips, (1, 4, 2))),
+    ):
+        assert linear.linear(x, w, b, "", other) is None
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
+def test_norm_and_rotation(chips, degrees, kernel):
+    tokens, heads, dim = (304 if degrees else int(np.random.default_rng().integers(1, 600))), 3, 128
+    x, weight = draw(2, tokens, heads * dim), draw(heads * dim, dtype=jnp.float32)
+    angle = np.repeat(np.random.default_rng().uniform(-100, 100, (tokens, dim // 2)), 2, axis=1)
+    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    settings = api.Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
+    ours = wide(jax.jit(lambda *a: normed_and_rotated(*a, 1e-6, settings))(x, weight, cos, sin))
+    norm = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
+    pairs = norm.reshape(2, tokens, heads, dim // 2, 2)
+    turn = np.exp(1j * angle[None, :, None, ::2])
+    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
+    exact = np.stack([turned.real, turned.imag], -1).reshape(x.shape)
+    rounding = relative(wide(jnp.asarray(exact, jnp.bfloat16)), exact)
+    assert relative(ours, exact) < 1.5 * rounding  # rounded twice, as upstream does: 1.41
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu"])
+def test_an_activation_after_a_layer_is_the_layers(chips, monkeypatch, name):
+    """Where the kernel has it, and where it does not; the layer's own result is dead code then."""
+    activation = {"silu": F.silu, "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "gelu": F.gelu}[name]
+    asked, fast = [], linear.linear
+    monkeypatch.setattr(operators, "fast_linear", lambda *a: (asked.append(a[3]), fast(*a))[1])
+    layer, x = torch.nn.Linear(128, 256).bfloat16(), torch.randn(1, 300, 128).bfloat16()
+    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias)]
+
+    def run(*arrays):
+        with api.using(KERNEL), bridge.quiet_integers(), bridge.environment():
+            return activation(F.linear(*map(bridge.to_torch, arrays))).jax()
+
+    ours = wide(jax.jit(run)(*arrays))
+    assert asked == ["", *({"gelu": []}.get(name, [name]))]
+    theirs = activation(layer(x)).double().detach().numpy()
+    exact = activation(layer.double()(x.double())).detach().numpy()
+    assert relative(ours, exact) < 1.05 * relative(theirs, exact)
