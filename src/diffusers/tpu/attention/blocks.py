@@ -175,8 +175,9 @@ def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
     bound, online = (_fitted(tile, shape) for tile in TILES[generation])
     unit_q, unit_k = (math.lcm(getattr(bound, axis), getattr(online, axis)) for axis in ("queries", "keys"))
     found = []
-    # float32 products are six of bfloat16, and twice the registers spill
+    # float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size
     most = MOST_SCORES.get(generation, MOST_SCORES_ELSEWHERE) // (1 if shape.bytes == 2 else 10)
+    most = most * 256 // max(256, shape.dim + shape.out_dim)
     for keys in range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k):
         for piece in range(unit_q, min(2048, round_up(shape.q_len, unit_q)) + 1, unit_q):
             if piece // unit_q % 2 and piece > unit_q:
