@@ -23,7 +23,7 @@ PER_QUERY = 0.25  # before the first key and after the last
 
 MOST_SCORES = {"v7x": 4_500_000}  # of one piece of code: as many as compile in some 15 s on two cores
 MOST_SCORES_ELSEWHERE = 9_500_000
-MOST_QUERIES = 8192
+MOST_QUERIES = 8192  # of heads up to 128: what is done to a whole block of them before and after is straight code
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,14 @@ def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
     # float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size
     most = MOST_SCORES.get(generation, MOST_SCORES_ELSEWHERE) // (1 if shape.bytes == 2 else 10)
     most = most * 256 // max(256, shape.dim + shape.out_dim)
+    longest = MOST_QUERIES * LANES // max(LANES, shape.dim, shape.out_dim)
     for keys in range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k):
         for piece in range(unit_q, min(2048, round_up(shape.q_len, unit_q)) + 1, unit_q):
             if piece // unit_q % 2 and piece > unit_q:
                 continue  # an odd number of tiles leaves one of two matrix units without work
             if piece * keys > max(most, unit_q * unit_k):
                 break
-            for queries in range(piece, min(MOST_QUERIES, round_up(shape.q_len, piece)) + 1, piece):
+            for queries in range(piece, max(piece, min(longest, round_up(shape.q_len, piece))) + 1, piece):
                 blocks = Blocks(queries, keys, piece, bound, online)
                 if vmem_bytes(blocks, shape) > vmem_limit(generation):
                     break

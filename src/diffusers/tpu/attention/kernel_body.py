@@ -113,7 +113,7 @@ def run(*refs, call: Call):
         for path in call.paths:
             _for_way(r, call, path, functools.partial(_visit, r, call, first_query, first_key, path, is_cut))
 
-    if call.dense:
+    if call.dense or (call.ragged and call.kv_blocks == 1):  # no block is whole
         _when(some, functools.partial(visit, True))
     elif cut:
         is_cut = functools.reduce(jnp.logical_or, cut)
@@ -238,10 +238,14 @@ def _divisor(whole: int, share: int, unit: int) -> int:
 
 def _prepare_cut(r, call: Call, first_key):
     """Values without what lies beyond the end, which may hold anything; the key mask laid out along sublanes."""
+
+    def without_end(keys):
+        v = r.v[:, keys]
+        key = first_key + keys.start + lax.broadcasted_iota(jnp.int32, v.shape, 1)
+        r.true_v[:, keys] = jnp.where(key < call.kv_len, v, jnp.zeros_like(v))
+
     if call.ragged:
-        v = r.v[...]
-        key = first_key + lax.broadcasted_iota(jnp.int32, v.shape, 1)
-        r.true_v[...] = jnp.where(key < call.kv_len, v, jnp.zeros_like(v))
+        _in_steps(call.blocks.keys, LANES, without_end)
     if call.keys:
         r.column[...] = jnp.broadcast_to(r.bias[...], (LANES, call.blocks.keys)).T
 
