@@ -1,7 +1,7 @@
 """A linear layer for one TPU chip: x w^T + b, and an activation on the way out.
 
-XLA's own, compiled for v6e at Wan 14B's sizes, reaches two thirds of the matrix units' peak behind an activation and four
-fifths without; this kernel 92 to 98 %, and compiles in a third of the time (`bench linear`). What it does differently: a
+XLA's own, compiled for v6e at Wan 14B's sizes, reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere;
+this kernel 89 to 98 % (examples/tpu/results/wan-step-ladder.md). What it does differently: a
 block of w with all of its depth stays in VMEM while rows of x pass, so that nothing is summed outside of the matrix
 units' own accumulators, and each tile of the result is as wide as that block. The result is rounded once before the
 activation, which is computed in float32 and rounded once, as torch does both.
@@ -133,9 +133,14 @@ def linear(
     x: Float[Array, "... K"], w: Float[Array, "N K"], b: Float[Array, " N"] | None, activation: str, settings: Settings
 ) -> Float[Array, "... N"] | None:
     """activation(x w^T + b) by the kernel, on all chips of the mesh; None for a call that it does not take."""
-    interpret = settings.interpret or settings.platform == "cpu"
-    wanted = settings.layers == "kernel" or (settings.layers == "auto" and settings.platform == "tpu")
-    if not wanted or x.ndim < 2 or not x.dtype == w.dtype == jnp.bfloat16 or x.shape[-1] % LANES or w.shape[0] % LANES:
+    interpret = settings.interpreted
+    if (
+        not settings.own_layers
+        or x.ndim < 2
+        or not x.dtype == w.dtype == jnp.bfloat16
+        or x.shape[-1] % LANES
+        or w.shape[0] % LANES
+    ):
         return None
     specs = rows_over_mesh(x.shape, settings)
     if specs is None:

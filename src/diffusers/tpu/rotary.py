@@ -40,9 +40,8 @@ def normed_and_rotated(
     settings: Settings,
 ) -> Float[Array, "B T C"]:
     """x / sqrt(mean(x^2) + eps) * weight, then every head of D entries rotated; in x's dtype."""
-    interpret = settings.interpret or settings.platform == "cpu"
-    wanted = settings.layers == "kernel" or (settings.layers == "auto" and settings.platform == "tpu")
-    found = rows_over_mesh(x.shape, settings) if wanted and cos.shape[-1] % LANES == 0 else None
+    interpret = settings.interpreted
+    found = rows_over_mesh(x.shape, settings) if settings.own_layers and cos.shape[-1] % LANES == 0 else None
     if found is None or (not interpret and x.shape[0] * x.shape[1] < LEAST_ROWS * found[0]):
         return _plainly(x, weight, cos, sin, eps)
     ways, spec = found

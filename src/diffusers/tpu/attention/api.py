@@ -48,6 +48,16 @@ class Settings:
     interpret: bool = False
     layers: str = "auto"
 
+    @property
+    def interpreted(self) -> bool:
+        """Kernels run in Pallas's interpret mode."""
+        return self.interpret or self.platform == "cpu"
+
+    @property
+    def own_layers(self) -> bool:
+        """The rooms `linear` and `rotary` may use their kernels."""
+        return self.layers == "kernel" or (self.layers == "auto" and self.platform == "tpu")
+
 
 _settings = contextvars.ContextVar("diffusers_tpu_attention", default=Settings())
 
@@ -159,7 +169,7 @@ def attention(
 
 def _local(settings: Settings, q, k, v, mask):
     """(name, attention of one chip, why no faster one): what was asked for by name, or with "auto" the fastest that takes this call."""
-    interpret = settings.interpret or settings.platform == "cpu"
+    interpret = settings.interpreted
     ours = functools.partial(
         kernel.tpu_attention,
         generation=settings.generation,
