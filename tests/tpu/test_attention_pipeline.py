@@ -49,8 +49,20 @@ def test_the_kernel_gives_the_video_of_the_reference(chips, root, kept, ring):
     )  # measured: 9e-6 to 1.9e-5; of another mesh 2e-6
 
 
-def test_in_bfloat16_within_its_error(chips, root, kept):
+def test_in_bfloat16_the_denoiser_errs_as_with_the_reference(chips, root):
+    """One forward of 16 rows: of a whole video the error is one draw, 0.6 to 1.9 times as large for equals."""
     model = root / "examples/tpu/models/wan-shapes"
-    exact, theirs = (reference(kept, model, dtype) for dtype in (torch.float32, torch.bfloat16))
-    error, allowed = (relative(x, exact) for x in (latents(model, torch.bfloat16, attention="kernel"), theirs))
-    assert error < 1.25 * allowed, (error, allowed, latents.seed)
+    draw = torch.Generator().manual_seed(int(latents.seed))
+    noise, words = (torch.randn(16, *shape, generator=draw) for shape in ((16, 2, 6, 10), (9, 64)))
+    times = torch.randint(1, 1000, (16,), generator=draw)
+
+    def velocity(dtype, attention):
+        pipe = WanPipeline.from_pretrained(model, torch_dtype=dtype)
+        tpu.install(pipe, tpu.TPUConfig(attention=attention))
+        with torch.no_grad():
+            out = pipe.transformer(noise.to(dtype), times, words.to(dtype), return_dict=False)[0]
+        return np.asarray(out.float().cpu(), np.float64)
+
+    exact = velocity(torch.float32, "reference")
+    error, allowed = (relative(velocity(torch.bfloat16, way), exact) for way in ("kernel", "reference"))
+    assert error < 1.1 * allowed, (error, allowed, latents.seed)  # measured: 0.99 to 1.01
