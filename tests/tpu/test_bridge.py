@@ -104,6 +104,29 @@ def test_products_round_once(env, make, shape, bias):
     assert relative(on_host(wide), exact) < 1e-6
 
 
+@pytest.mark.parametrize("mode, value", [("constant", 2.0), ("replicate", None), ("reflect", None)])
+def test_other_padding(env, mode, value):
+    x = torch.randn(2, 3, 5, 6)
+    assert torch.equal(on_host(F.pad(on_chip(x), (1, 2, 0, 1), mode, value)), F.pad(x, (1, 2, 0, 1), mode, value))
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("pad", [(1, 2), (1, 0, 2, 1), (0, 1, 0, 0, 2, 0)])
+def test_a_convolution_does_the_padding_before_it(env, pad, written):
+    """Unless the padded tensor was written to in between."""
+    x, conv = torch.randn(1, 3, 5, 6, 7), torch.nn.Conv3d(3, 4, (2, 3, 3), padding=(0, 1, 0))
+
+    def run(x, weight, bias):
+        x = F.pad(x, pad)
+        if written:
+            x[:, :, -1] = 3.0
+        return F.conv3d(x, weight, bias, padding=conv.padding)
+
+    with torch.no_grad():
+        ours = on_host(run(*(on_chip(t.detach()) for t in (x, conv.weight, conv.bias))))
+        assert relative(ours, run(x, conv.weight, conv.bias)) < 1e-6
+
+
 @pytest.mark.parametrize("function", [torch.softmax, F.softmax])
 def test_softmax_in_the_dtype_asked_for(env, function):
     x = torch.randn(4, 50).bfloat16() * 3
@@ -279,7 +302,7 @@ def test_a_trace_leaves_no_tracer_in_the_module(make_mesh):
     function = bridge.PureFunction(
         module=vae, call=vae.decode, spec=spec, leaves=leaves, groups=[],
         specs={name: jax.sharding.PartitionSpec() for name in tensors}, mesh=make_mesh(1, 1, 1), carry=None,
-        attention=Settings(), matmul_precision="highest", processors={},
+        attention=Settings(), matmul_precision="highest", processors={}, methods={},
     )  # fmt: skip
     z = torch.randn(1, 4, 2, 4, 4)
     weights = {name: jnp.asarray(bridge.as_numpy(t)) for name, t in tensors.items()}
@@ -299,7 +322,7 @@ def test_an_output_that_hides_tensors_is_refused(make_mesh):
     odd = Odd()
     function = bridge.PureFunction(
         module=odd, call=odd.forward, spec=spec, leaves=leaves, groups=[], specs={}, mesh=make_mesh(1, 1, 1), carry=None,
-        attention=Settings(), matmul_precision="highest", processors={},
+        attention=Settings(), matmul_precision="highest", processors={}, methods={},
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="Generator"):
         jax.eval_shape(function, {}, [jnp.ones(2)])

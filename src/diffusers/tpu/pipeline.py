@@ -31,6 +31,7 @@ logger = logging.get_logger(__name__)
 PLANS = {
     "WanTransformer3DModel": "..models.transformers.transformer_wan_flax",
     "HunyuanVideo15Transformer3DModel": "..models.transformers.transformer_hunyuan_video15_flax",
+    "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
     "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
 }
 VAE_ENTRIES = ("encode", "decode")

@@ -304,6 +304,7 @@ class Runner:
             ),
             matmul_precision=self.config.matmul_precision,
             processors={} if self.config.layers == "xla" else self.plan.processors,
+            methods=self.plan.methods,
         )
 
     def _state(self) -> tuple:

@@ -28,19 +28,27 @@ class ModelPlan:
         carry: spec of the hidden states between repeated blocks [B, T, C]; None leaves it to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can two guidance calls
             run as one, their batches side by side on `dp`.
+        spread: chips share the work of one call, in the plan's own way; true where there is a `carry`.
         entries: the methods that run on the device.
         decide: bound arguments -> further keyword arguments, for what a forward would read from tensor values: decided
             outside the trace and passed as static arguments.
         processors: class of an attention processor -> what makes, of one of exactly that class, the one that is traced in
             its place.
+        methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of
+            that method.
     """
 
     rules: Rules = ()
     carry: PartitionSpec | None = None
     batched: tuple[str, ...] = ()
+    spread: bool = False
     entries: tuple[str, ...] = ("forward",)
     decide: Callable[[dict], dict] | None = None
     processors: Mapping[type, Callable] = field(default_factory=dict)
+    methods: Mapping[tuple[type, str], Callable] = field(default_factory=dict)
+
+    def __post_init__(self):
+        object.__setattr__(self, "spread", self.spread or self.carry is not None)
 
 
 @dataclass

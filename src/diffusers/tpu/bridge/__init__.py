@@ -6,6 +6,7 @@ import torch
 
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
 from .blocks import RunBroken
+from .chunks import scan_chunks
 from .deferred import Deferred
 from .environment import (
     DEVICE,
@@ -21,6 +22,7 @@ from .environment import (
     quiet_integers,
 )
 from .function import INPUT, PureFunction, tracing
+from .slabs import over_tiles, over_width
 
 
 __all__ = [
@@ -39,7 +41,10 @@ __all__ = [
     "normed_and_rotated",
     "numpy_dtype",
     "on_device",
+    "over_tiles",
+    "over_width",
     "quiet_integers",
+    "scan_chunks",
     "to_jax",
     "to_torch",
     "tracing",

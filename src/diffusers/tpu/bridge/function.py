@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class PureFunction:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
         carry: spec of what repeated blocks hand on.
-        processors: as `ModelPlan.processors`.
+        processors, methods: as in `ModelPlan`.
 
     After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value.
     """
@@ -77,6 +78,7 @@ class PureFunction:
     attention: Settings
     matmul_precision: str
     processors: dict
+    methods: dict
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
 
@@ -98,6 +100,7 @@ class PureFunction:
                 _marked(),
                 _attributes_kept(self.module),
                 _processors_of(self.module, self.processors),
+                _methods_of(self.module, self.methods),
                 env,
                 module_scopes(self.module, self.groups),
                 runs.installed(),
@@ -166,6 +169,16 @@ def _processors_of(module: torch.nn.Module, makers: dict):
     finally:
         for m, processor in replaced:
             m.processor = processor
+
+
+@contextlib.contextmanager
+def _methods_of(module: torch.nn.Module, methods: dict):
+    """Methods of the model and its parts are those of its plan. `_attributes_kept` puts their own back."""
+    for m in module.modules():
+        for (cls, name), method in methods.items():
+            if type(m) is cls:
+                vars(m)[name] = functools.partial(method, m)
+    yield
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from torchax.tensor import Tensor
 
 from ..attention.api import attention, current
 from ..linear import linear as fast_linear
+from .slabs import slabs
 
 
 def register(env):
@@ -16,6 +17,7 @@ def register(env):
     env.override_op_definition(F.scaled_dot_product_attention, scaled_dot_product_attention)
     env.override_op_definition(torch.ops.aten.scaled_dot_product_attention, scaled_dot_product_attention)
     env.override_op_definition(F.interpolate, _interpolate(env))
+    env.override_op_definition(F.pad, _pad(env))
     for function, norm in ((F.layer_norm, layer_norm), (F.rms_norm, rms_norm), (F.group_norm, group_norm)):
         env.override_op_definition(function, norm)
     aten = torch.ops.aten
@@ -49,6 +51,10 @@ def scaled_dot_product_attention(
     q4, k4, v4 = (_four_axes(x, lead) for x in (q, k, v))
     if mask is not None and mask.ndim > 4:
         mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
+    if slabs() is not None:
+        if mask is not None or is_causal:
+            raise NotImplementedError("expected attention over a split map without a mask")
+        k4, v4, mask = slabs().everyones(k4, v4)
     out = attention(q4, k4, v4, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return Tensor(out.reshape(*q.shape[:-1], v.shape[-1]) if q.ndim != 4 else out, env)
 
@@ -111,13 +117,23 @@ def linear(input, weight, bias=None):
     x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
     result = fast_linear(x, w, b, "", current())
     if result is not None:
-        result = Tensor(result, input._env)
-        result._linear = x, w, b
-        return result
+        return _made_of(Tensor(result, input._env), linear, x, w, b)
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = result if b is None else result + b
     return Tensor(result.astype(dtype), input._env)
+
+
+def _made_of(result: Tensor, operator, *operands) -> Tensor:
+    """The result, which remembers of what `operator` made it: who reads it next may do that operator's work with its own."""
+    result._made = result.jax(), operator, operands
+    return result
+
+
+def _operands(x: Tensor, operator) -> tuple | None:
+    """What `operator` made x of; None where another did, or x was written to since."""
+    array, made_by, operands = getattr(x, "_made", (None, None, None))
+    return operands if made_by is operator and x.jax() is array else None
 
 
 def _silu() -> str:
@@ -135,12 +151,32 @@ def _after_linear(name, plain):
     """
 
     def run(x, *args, **kwargs):
-        operands, activation = getattr(x, "_linear", None), name(*args, **kwargs)
+        operands, activation = _operands(x, linear), name(*args, **kwargs)
         if operands is None or not activation:
             return plain(x, *args, **kwargs)
         return Tensor(fast_linear(*operands, activation, current()), x._env)
 
     return run
+
+
+def _pad(env):
+    """Zero padding that a convolution can do by itself; along a split width, neighbours' columns in place of zeros."""
+    torchax_pad = env._get_op_or_decomp(F.pad).func
+
+    def pad(input, pad, mode="constant", value=None):
+        x, split = input.jax(), slabs()
+        if mode != "constant" or value not in (None, 0) or min(pad, default=0) < 0:
+            if split is not None and any(pad[:2]):
+                raise NotImplementedError(
+                    f"expected zeros around a split map, got mode {mode!r}, value {value}, {pad}"
+                )
+            return Tensor(torchax_pad(x, pad, mode, value), input._env)
+        widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[-2::-2], pad[-1::-2]))
+        padded = x if split is None else split.with_neighbours(x, *widths[-1])
+        padded = jnp.pad(padded, widths if split is None else [*widths[:-1], (0, 0)])
+        return _made_of(Tensor(padded, input._env), F.pad, x, widths)
+
+    return pad
 
 
 def _convolution(env):
@@ -150,27 +186,93 @@ def _convolution(env):
     def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
         x, w = input.jax(), weight.jax()
         b = None if bias is None else bias.jax()
-        if transposed or x.dtype == jnp.float32 or x.ndim != w.ndim:
+        split = slabs()
+        if transposed or x.ndim != w.ndim:
+            if split is not None:
+                raise NotImplementedError("expected convolutions of a split map that are not transposed")
             wide = [None if a is None else a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w, b)]
             result = torchax_convolution(*wide, stride, padding, dilation, transposed, output_padding, groups)
             return Tensor(result.astype(x.dtype), input._env)
         axes = w.ndim - 2
+        stride, padding, dilation = (tuple(s) * (axes if len(s) == 1 else 1) for s in (stride, padding, dilation))
+        x, widths = _operands(input, F.pad) or (x, [(0, 0)] * x.ndim)
+        widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
+        if split is not None and w.shape[-1] > 1:
+            if widths[-1] == (0, 0):
+                raise NotImplementedError("expected a convolution of a split map to be padded along the width")
+            x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
+        if split is not None and stride == dilation == (1,) * axes and groups == 1:
+            return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)
         numbers = tuple(range(w.ndim))
         result = jax.lax.conv_general_dilated(
             x,
             w,
-            window_strides=tuple(stride) * (axes if len(stride) == 1 else 1),
-            padding=[(p, p) for p in tuple(padding) * (axes if len(padding) == 1 else 1)],
-            rhs_dilation=tuple(dilation) * (axes if len(dilation) == 1 else 1),
+            window_strides=stride,
+            padding=widths,
+            rhs_dilation=dilation,
             dimension_numbers=jax.lax.ConvDimensionNumbers(numbers, numbers, numbers),
             feature_group_count=groups,
-            preferred_element_type=jnp.float32,
+            preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
         )
         if b is not None:
             result = result + b.reshape(-1, *(1,) * axes)
         return Tensor(result.astype(x.dtype), input._env)
 
     return convolution
+
+
+def _by_columns(x, w, b, widths):
+    """A convolution [N, C, (T,) H, W] in float32 as one over the other axes with the columns, padded, for its batch.
+
+    Each tap along the width gives features of its own, which are then summed one column apart. A convolution of one map
+    in its usual form the TPU compiler takes apart into pieces of the width, at many times the cost in both times.
+    """
+    if x.ndim == 4:  # many maps, none of which sees another: as if they were one's frames
+        out = _by_columns(x.swapaxes(0, 1)[None], w[:, :, None], b, [(0, 0), *widths])
+        return out[0].swapaxes(0, 1)
+    if x.dtype == w.dtype == jnp.float32 and current().platform == "tpu":
+        x, w = _as_bfloat16_products(x, w, PRODUCTS[jax.config.jax_default_matmul_precision])
+    features, channels, *spatial, taps = w.shape
+    w = w.transpose(2, 3, 1, 4, 0).reshape(*spatial, channels, taps * features)
+
+    def one(x):
+        y = jax.lax.conv_general_dilated(
+            x.transpose(3, 1, 2, 0),
+            w,
+            window_strides=(1, 1),
+            padding=widths,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            preferred_element_type=jnp.float32,
+        )
+        columns = y.shape[0] - taps + 1
+        y = sum(y[tap : tap + columns, ..., tap * features : (tap + 1) * features] for tap in range(taps))
+        return (y if b is None else y + b).transpose(3, 1, 2, 0)
+
+    return jnp.stack([one(video) for video in x])
+
+
+# A float32 is the sum of three bfloat16 numbers; which of their products make up one of float32, by precision.
+PRODUCTS = {
+    "default": ((0, 0),),
+    "high": ((0, 0), (1, 0), (0, 1)),
+    "highest": ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2)),
+}
+
+
+def _as_bfloat16_products(x, w, products):
+    """x [N, C, ...] and w [O, C, ...] in bfloat16 with more channels, whose convolution is that of the float32 ones.
+
+    What the compiler does with a float32 convolution, but as one convolution: with channels for one matrix unit to take.
+    """
+
+    def terms(a):
+        for _ in range(3):
+            term = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # which no optimisation leaves out
+            yield term.astype(jnp.bfloat16)
+            a = a - term
+
+    xs, ws = list(terms(x)), list(terms(w))
+    return jnp.concatenate([xs[i] for i, _ in products], 1), jnp.concatenate([ws[j] for _, j in products], 1)
 
 
 def _in_float32(jax_function):

@@ -41,6 +41,7 @@ class Part:
     timed: timing.Timing | None = None
     refused: OutOfMemory | None = None
     modelled_seconds: float = 0.0
+    shared: int = 1
 
     @property
     def stage(self) -> str:
@@ -60,7 +61,7 @@ class Part:
             return m["arguments"] - self.weights + m["temporaries"] + m["outputs"] - m["aliased"]
         if self.refused is not None and self.refused.asked:
             return max(self.refused.asked - self.weights, 0)
-        return self.work.live + self.inputs
+        return self.work.live // self.shared + self.inputs
 
     @property
     def program(self) -> int:
@@ -234,8 +235,8 @@ class _Planner:
     def _compile(self, part: Part, runner: Runner, compiler, places, topology: Topology):
         name = f"{part.recorded.component}.{part.recorded.call.entry}"
         if not (part.stage == "denoise" or self.request.get("everything")):
-            shared = topology.devices if runner.plan.carry is not None else 1
-            part.modelled_seconds = part.branches * part.work.seconds(topology.chip, shared)
+            part.shared = topology.devices if runner.plan.spread else 1
+            part.modelled_seconds = part.branches * part.work.seconds(topology.chip, part.shared)
             return
         self.progress(f"compiling {name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}")
         traced, _ = runner.scanned_or_unrolled(runner.trace, *[part.recorded.call] * part.branches)
@@ -355,7 +356,7 @@ class _Planner:
                     f"{recorded.component}: {', '.join(map(str, sorted(heads)))} heads do not divide by sp {sp}, so keys"
                     " travel around a ring of chips; a mesh whose sp divides them exchanges less"
                 )
-            if self._plan(recorded).carry is None and self.topology.devices > 1:
+            if not self._plan(recorded).spread and self.topology.devices > 1:
                 notes.append(
                     f"{recorded.component} has no plan yet: the compiler alone decides how chips share its work"
                 )
@@ -403,7 +404,7 @@ class _Planner:
             p.recorded.component: sum(w.nbytes for w in self.modules[p.recorded.component].parameters()) for p in parts
         }
         activations = max(p.activations for p in parts) * self.topology.devices
-        spread = self._plan(self.denoising[0]).carry is not None
+        spread = self._plan(self.denoising[0]).spread
         same = self.topology.chip.generation
         candidates = sorted(
             (t for t in TOPOLOGIES.values() if t.name != self.topology.name),

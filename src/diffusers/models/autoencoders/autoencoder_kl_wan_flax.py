@@ -1,0 +1,224 @@
+"""Wan's VAE on TPU: upstream's module with its loop over frames as one scan, split over the width of the video.
+
+Upstream decodes frame by frame and encodes four by four, its convolutions' last frames in a list. Here that is one
+scanned step (`bridge.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns
+(`bridge.over_width`). With tiling on, equal tiles are one mapped program and chips share them.
+
+Upstream's first chunk is one frame, which temporal resampling leaves alone. In a video it is here as long as the others,
+the frame its last: what is before it is zero wherever a layer looks back, as upstream's padding is.
+"""
+
+import contextlib
+import contextvars
+import functools
+
+import torch
+
+from ...tpu.sharding import ModelPlan
+from .autoencoder_kl_wan import AutoencoderKLWan, AvgDown3D, WanResample, WanUpsample, patchify, unpatchify
+from .vae import DecoderOutput
+
+
+FRAMES = 4  # of the video, to one of the latents after the first
+HISTORY = 2  # frames that a convolution looks back
+
+_number = contextvars.ContextVar("diffusers_tpu_wan_chunk", default=None)
+
+
+@contextlib.contextmanager
+def _chunk(number):
+    """Layers inside compute the chunk of this number, a traced scalar."""
+    token = _number.set(number)
+    try:
+        yield
+    finally:
+        _number.reset(token)
+
+
+def _only_the_frame(x):
+    """x [B, C, T, H, W], of the first chunk with zeros in place of what is before its frame, the last one."""
+    if _number.get() is None or x.ndim != 5 or x.shape[2] == 1:
+        return x
+    return torch.where((_number.get() > 0) | _is_last(x.shape[2]), x, 0)
+
+
+def _is_last(frames):
+    return (torch.arange(frames) == frames - 1)[:, None, None]
+
+
+def _upsample(upsample, x):
+    """As upstream's, which copies pixels in float32."""
+    return torch.nn.Upsample.forward(upsample, x)
+
+
+def _activation(silu, x):
+    """As upstream's, for what a convolution looks back at comes out of it."""
+    return _only_the_frame(type(silu).forward(silu, x))
+
+
+def _average_down(shortcut, x):
+    """As upstream's."""
+    return type(shortcut).forward(shortcut, _only_the_frame(x))
+
+
+def _resample(resample, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream's signature
+    """As upstream's: doubles or halves the frames, but for the first, and the map."""
+
+    def in_space(x):
+        return type(resample).forward(resample, x)
+
+    if _number.get() is None or resample.mode not in ("upsample3d", "downsample3d"):
+        return type(resample).forward(resample, x, feat_cache, feat_idx)
+    first, slot = _number.get() == 0, feat_idx[0]
+    feat_idx[0] += 1
+    if resample.mode == "downsample3d":
+        x = in_space(x)
+        before = torch.zeros_like(x[:, :, :1]) if feat_cache[slot] is None else feat_cache[slot]
+        halved = resample.time_conv(torch.cat([before, x], 2))
+        feat_cache[slot] = x[:, :, -1:]
+        return torch.where(first, torch.where(_is_last(halved.shape[2]), x[:, :, -1:], 0), halved)
+    batch, channels, frames, height, width = x.shape
+    before = x.new_zeros(batch, channels, HISTORY, height, width) if feat_cache[slot] is None else feat_cache[slot]
+    doubled = resample.time_conv(x, before).reshape(batch, 2, channels, frames, height, width)
+    doubled = doubled.permute(0, 2, 3, 1, 4, 5).reshape(batch, channels, 2 * frames, height, width)
+    kept = torch.cat([before, x], 2)[:, :, -HISTORY:]
+    feat_cache[slot] = torch.where(first, torch.zeros_like(kept), kept)  # the first frame is no history to it
+    return in_space(torch.where(first, torch.where(_is_last(2 * frames), x[:, :, -1:], 0), doubled))
+
+
+def _decode(vae, z, return_dict=True):
+    """As upstream's: z [B, C, T, H, W] -> the video in [-1, 1], wrapped."""
+    ratio = vae.spatial_compression_ratio
+    if vae.use_tiling and (
+        z.shape[-1] > vae.tile_sample_min_width // ratio or z.shape[-2] > vae.tile_sample_min_height // ratio
+    ):
+        return vae.tiled_decode(z, return_dict=return_dict)
+    from ...tpu.bridge import over_width
+
+    return _decoded(vae, over_width(functools.partial(_decode_map, vae), z), return_dict)
+
+
+def _decode_map(vae, z):
+    from ...tpu.bridge import scan_chunks
+
+    def step(frame, cache, number):
+        with _chunk(number):
+            return vae.decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=number is None)
+
+    return scan_chunks(step, vae.post_quant_conv(z), 1, vae._cached_conv_counts["decoder"])
+
+
+def _decoded(vae, sample, return_dict):
+    if vae.config.patch_size is not None:
+        sample = unpatchify(sample, patch_size=vae.config.patch_size)
+    sample = torch.clamp(sample, min=-1.0, max=1.0)
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def _encode(vae, x):
+    """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters. Frames after the last whole four are left out."""
+    from ...tpu.bridge import over_width
+
+    height, width = x.shape[-2:]
+    patch = vae.config.patch_size or 1
+    x = patchify(x, patch_size=patch)
+    if vae.use_tiling and (width > vae.tile_sample_min_width or height > vae.tile_sample_min_height):
+        return vae.tiled_encode(x)
+    return over_width(functools.partial(_encode_map, vae), x, multiple=vae.spatial_compression_ratio // patch)
+
+
+def _encode_map(vae, x):
+    from ...tpu.bridge import scan_chunks
+
+    def step(frames, cache, number):
+        with _chunk(number):
+            return vae.encoder(frames, feat_cache=cache, feat_idx=[0])
+
+    whole = 1 + (x.shape[2] - 1) // FRAMES * FRAMES
+    return vae.quant_conv(scan_chunks(step, x[:, :, :whole], FRAMES, vae._cached_conv_counts["encoder"]))
+
+
+def tiled_decode(vae, z, return_dict=True):
+    """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
+    ratio, patch = vae.spatial_compression_ratio, vae.config.patch_size or 1
+    sample = _tiled(
+        functools.partial(_decode_map, vae),
+        z,
+        [size // ratio for size in (vae.tile_sample_min_height, vae.tile_sample_min_width)],
+        [size // ratio for size in (vae.tile_sample_stride_height, vae.tile_sample_stride_width)],
+        [size // patch for size in (vae.tile_sample_stride_height, vae.tile_sample_stride_width)],
+        [
+            vae.tile_sample_min_height // patch - vae.tile_sample_stride_height // patch,
+            vae.tile_sample_min_width // patch - vae.tile_sample_stride_width // patch,
+        ],
+        [size * ratio // patch for size in z.shape[-2:]],
+    )
+    return _decoded(vae, sample, return_dict)
+
+
+def tiled_encode(vae, x):
+    """As upstream's, of a patchified video."""
+    ratio = vae.spatial_compression_ratio // (vae.config.patch_size or 1)
+    strides = [size // ratio for size in (vae.tile_sample_stride_height, vae.tile_sample_stride_width)]
+    return _tiled(
+        functools.partial(_encode_map, vae),
+        x,
+        [vae.tile_sample_min_height, vae.tile_sample_min_width],
+        [vae.tile_sample_stride_height, vae.tile_sample_stride_width],
+        strides,
+        [
+            vae.tile_sample_min_height // ratio - strides[0],
+            vae.tile_sample_min_width // ratio - strides[1],
+        ],
+        [size // ratio for size in x.shape[-2:]],
+    )
+
+
+def _tiled(function, x, sizes, strides, strides_out, overlaps, whole):
+    """`function` of tiles of x [B, C, T, H, W], `sizes` each every `strides`; of each result `strides_out`, blended over `overlaps`."""
+    from ...tpu.bridge import over_tiles
+
+    starts = [range(0, size, stride) for size, stride in zip(x.shape[-2:], strides)]
+    tiles = {
+        (top, left): x[..., top : top + sizes[0], left : left + sizes[1]] for top in starts[0] for left in starts[1]
+    }
+    for shape in dict.fromkeys(tile.shape for tile in tiles.values()):
+        alike = [place for place, tile in tiles.items() if tile.shape == shape]
+        tiles.update(zip(alike, over_tiles(function, torch.stack([tiles[place] for place in alike])).unbind()))
+    rows = []
+    for top in starts[0]:
+        for left in starts[1]:
+            if top:
+                tiles[top, left] = _blended(tiles[top - strides[0], left], tiles[top, left], overlaps[0], -2)
+            if left:
+                tiles[top, left] = _blended(tiles[top, left - strides[1]], tiles[top, left], overlaps[1], -1)
+        rows.append(torch.cat([tiles[top, left][..., : strides_out[0], : strides_out[1]] for left in starts[1]], -1))
+    return torch.cat(rows, -2)[..., : whole[0], : whole[1]]
+
+
+def _blended(before, tile, overlap, axis):
+    """The tile, its first `overlap` rows or columns faded in from the last ones of the tile before it."""
+    overlap = min(before.shape[axis], tile.shape[axis], overlap)
+    if overlap <= 0:
+        return tile
+    weight = (torch.arange(overlap, dtype=torch.float32) / overlap).to(tile.device)
+    weight = weight.reshape(-1, *(1,) * (-1 - axis))
+    old = before.narrow(axis, before.shape[axis] - overlap, overlap)
+    new, rest = tile.split([overlap, tile.shape[axis] - overlap], axis)
+    return torch.cat([(old * (1 - weight) + new * weight).to(tile.dtype), rest], axis)
+
+
+PLAN = ModelPlan(
+    spread=True,
+    entries=("forward", "encode", "decode"),
+    methods={
+        (AutoencoderKLWan, "_decode"): _decode,
+        (AutoencoderKLWan, "_encode"): _encode,
+        (AutoencoderKLWan, "tiled_decode"): tiled_decode,
+        (AutoencoderKLWan, "tiled_encode"): tiled_encode,
+        (WanResample, "forward"): _resample,
+        (WanUpsample, "forward"): _upsample,
+        (AvgDown3D, "forward"): _average_down,
+        (torch.nn.SiLU, "forward"): _activation,
+    },
+)
