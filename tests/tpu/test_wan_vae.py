@@ -104,9 +104,11 @@ def test_in_bfloat16_within_upstreams_error(chips):
     exact = copy.deepcopy(theirs).double()
     attached(ours, chips, (1, 4, 1))
     latents, video = (x.bfloat16() for x in draw(ours, 1, 3, 4, 6))
+    ratios = []
     for run, x in ((decoded, latents), (encoded, video)):
         oracle = run(exact, x.double())
-        assert relative(run(ours, x).double(), oracle) < 1.25 * relative(run(theirs, x).double(), oracle)
+        ratios.append(relative(run(ours, x).double(), oracle) / relative(run(theirs, x).double(), oracle))
+    assert np.sqrt(np.prod(ratios)) < 1.25, ratios  # measured: 0.92 to 1.06; one of them alone 0.82 to 1.10
 
 
 @pytest.mark.parametrize("precision, limit", [("default", 5e-3), ("high", 1e-5), ("highest", 5e-7)])
