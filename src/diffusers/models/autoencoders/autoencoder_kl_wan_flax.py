@@ -46,6 +46,11 @@ def _is_last(frames):
     return (torch.arange(frames) == frames - 1)[:, None, None]
 
 
+def _or_the_frame(resampled, x):
+    """What became of x's frames; in the first chunk its last one as it is, zeros before it."""
+    return torch.where(_number.get() > 0, resampled, torch.where(_is_last(resampled.shape[2]), x[:, :, -1:], 0))
+
+
 def _upsample(upsample, x):
     """As upstream's, which copies pixels in float32."""
     return torch.nn.Upsample.forward(upsample, x)
@@ -69,21 +74,21 @@ def _resample(resample, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstre
 
     if _number.get() is None or resample.mode not in ("upsample3d", "downsample3d"):
         return type(resample).forward(resample, x, feat_cache, feat_idx)
-    first, slot = _number.get() == 0, feat_idx[0]
+    slot = feat_idx[0]
     feat_idx[0] += 1
     if resample.mode == "downsample3d":
         x = in_space(x)
         before = torch.zeros_like(x[:, :, :1]) if feat_cache[slot] is None else feat_cache[slot]
         halved = resample.time_conv(torch.cat([before, x], 2))
         feat_cache[slot] = x[:, :, -1:]
-        return torch.where(first, torch.where(_is_last(halved.shape[2]), x[:, :, -1:], 0), halved)
+        return _or_the_frame(halved, x)
     batch, channels, frames, height, width = x.shape
     before = x.new_zeros(batch, channels, HISTORY, height, width) if feat_cache[slot] is None else feat_cache[slot]
     doubled = resample.time_conv(x, before).reshape(batch, 2, channels, frames, height, width)
     doubled = doubled.permute(0, 2, 3, 1, 4, 5).reshape(batch, channels, 2 * frames, height, width)
     kept = torch.cat([before, x], 2)[:, :, -HISTORY:]
-    feat_cache[slot] = torch.where(first, torch.zeros_like(kept), kept)  # the first frame is no history to it
-    return in_space(torch.where(first, torch.where(_is_last(2 * frames), x[:, :, -1:], 0), doubled))
+    feat_cache[slot] = torch.where(_number.get() > 0, kept, 0)  # the first frame is no history to it
+    return in_space(_or_the_frame(doubled, x))
 
 
 def _decode(vae, z, return_dict=True):
