@@ -32,7 +32,13 @@ PLANS = {
     "WanTransformer3DModel": "..models.transformers.transformer_wan_flax",
     "HunyuanVideo15Transformer3DModel": "..models.transformers.transformer_hunyuan_video15_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
+    "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
+    "WanAnimateTransformer3DModel": "..models.transformers.transformer_wan_animate_flax",
     "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
+    "WanImageToVideoPipeline": "..pipelines.wan.pipeline_wan_i2v_flax",
+    "WanVideoToVideoPipeline": "..pipelines.wan.pipeline_wan_video2video_flax",
+    "WanVACEPipeline": "..pipelines.wan.pipeline_wan_vace_flax",
+    "WanAnimatePipeline": "..pipelines.wan.pipeline_wan_animate_flax",
 }
 VAE_ENTRIES = ("encode", "decode")
 

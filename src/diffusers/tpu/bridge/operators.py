@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
@@ -299,10 +300,13 @@ def _softmax(x, dim, half_to_float=False):
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):
-    """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast."""
+    """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast.
+
+    Host tensors come to the device: this method of torchax's is not dispatched, where they would.
+    """
     if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
         value = value.to(dtype=self.dtype)
-    _upstream(self, key, value)
+    _upstream(self, *tree_map_only(torch.Tensor, self._env.moved, (key, value)))
 
 
 def type_as(self, other):
