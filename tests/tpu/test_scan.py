@@ -5,7 +5,6 @@ import torch
 
 import tiny
 from conftest import relative
-from diffusers.tpu import bridge
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.scan import find_groups
@@ -222,3 +221,15 @@ def test_a_model_that_names_only_its_unsplit_modules_is_scanned():
     (group,) = find_groups(tiny.cogvideox().transformer)
     assert (group.label, group.start, group.stop) == ("transformer_blocks.*", 0, 3)
     assert find_groups(tiny.cogvideox().vae) == []
+
+
+def test_hooks_of_blocks_see_the_models_calls_alone(make_mesh):
+    """As transformers collects hidden states: by hooks on the blocks."""
+    model, kept = Model(plain), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda block, args, output: kept.append(output))
+    model.loop = lambda blocks, x, context: (
+        plain(blocks, x, context) * 0 + sum(n * x for n, x in enumerate(kept[-BLOCKS:]))
+    )
+    error, whiles, _ = run(model, make_mesh(1, 1, 1))
+    assert error < 1e-6 and whiles == 1

@@ -129,37 +129,44 @@ def animate():
     )  # fmt: skip
 
 
-def picture(width: int = 48, height: int = 32) -> PIL.Image.Image:
+def picture(height: int, width: int) -> PIL.Image.Image:
     return PIL.Image.effect_noise((width, height), 60).convert("RGB")
 
 
-def pictures(count: int, width: int = 48, height: int = 32) -> list:
-    return [picture(width, height) for _ in range(count)]
+def pictures(count: int, height: int, width: int) -> list:
+    return [picture(height, width) for _ in range(count)]
 
 
-# Each kind of Wan: how to build it, and what its call takes beside COMMON.
-COMMON = {"height": 32, "width": 48, "num_frames": 5, "guidance_scale": 4.0, "max_sequence_length": 24}
-IMAGE = {"max_sequence_length": 512}  # with an image encoder upstream takes the last 512 tokens for the text's
+# With an image encoder upstream takes the last 512 tokens for the text's.
+TEXT_BESIDE_IMAGE = {"max_sequence_length": 512}
+
+
+def _masked(frames, height, width):
+    masks = [mask.convert("L") for mask in pictures(frames, height, width)]
+    return {"video": pictures(frames, height, width), "mask": masks, "reference_images": picture(30, 30)}
+
+
+def _animated(frames, height, width):
+    """Two segments, the second begins with the last frame of the first."""
+    videos = {"pose_video": pictures(2 * frames - 1, height, width), "face_video": pictures(2 * frames - 1, 16, 16)}
+    segments = {"num_frames": None, "segment_frame_length": frames, "prev_segment_conditioning_frames": 1}
+    return {**TEXT_BESIDE_IMAGE, **videos, **segments, "image": picture(height, width)}
+
+
+# Each kind of Wan: how it is built, and what its call takes beside a prompt, for a video of this size.
 KINDS = {
-    "t2v": (t2v, dict),
-    "a14b": (a14b, lambda: {"guidance_scale_2": 2.5}),
-    "ti2v": (ti2v, lambda: {"height": 64, "width": 96}),
-    "i2v": (i2v, lambda: {**IMAGE, "image": picture()}),
-    "flf2v": (lambda: i2v(frames=2), lambda: {**IMAGE, "image": picture(), "last_image": picture()}),
-    "a14b-i2v": (a14b_i2v, lambda: {"image": picture(), "guidance_scale_2": 2.5}),
-    "ti2v-i2v": (lambda: ti2v(WanImageToVideoPipeline), lambda: {"height": 64, "width": 96, "image": picture(96, 64)}),
-    "v2v": (v2v, lambda: {"video": pictures(5), "num_frames": None, "strength": 0.7}),
-    "vace": (
-        vace,
-        lambda: {"video": pictures(5), "mask": [m.convert("L") for m in pictures(5)], "reference_images": picture(30, 30)},
+    "t2v": (t2v, lambda *size: {}),
+    "a14b": (a14b, lambda *size: {"guidance_scale_2": 2.5}),
+    "ti2v": (ti2v, lambda *size: {}),
+    "i2v": (i2v, lambda _, *size: {**TEXT_BESIDE_IMAGE, "image": picture(*size)}),
+    "flf2v": (
+        lambda: i2v(frames=2), lambda _, *size: {**TEXT_BESIDE_IMAGE, "image": picture(*size), "last_image": picture(*size)}
     ),
-    "animate": (
-        animate,
-        lambda: {
-            **IMAGE, "image": picture(), "pose_video": pictures(9), "face_video": pictures(9, 16, 16), "num_frames": None,
-            "segment_frame_length": 5, "prev_segment_conditioning_frames": 1,
-        },
-    ),
+    "a14b-i2v": (a14b_i2v, lambda _, *size: {"image": picture(*size), "guidance_scale_2": 2.5}),
+    "ti2v-i2v": (lambda: ti2v(WanImageToVideoPipeline), lambda _, *size: {"image": picture(*size)}),
+    "v2v": (v2v, lambda *size: {"video": pictures(*size), "num_frames": None, "strength": 0.7}),
+    "vace": (vace, _masked),
+    "animate": (animate, _animated),
 }  # fmt: skip
 
 
@@ -170,9 +177,22 @@ def build(kind: str, seed: int = 0):
     return pipe
 
 
-def arguments(kind: str, steps: int = 3, **changes) -> dict:
-    """Arguments of a small call, generator left to `fresh`."""
-    given = {"prompt": WORDS, "num_inference_steps": steps, "output_type": "np", **COMMON, **KINDS[kind][1](), **changes}
+def arguments(kind: str, frames: int = 5, height: int = 32, width: int = 48, **changes) -> dict:
+    """Arguments of a small call, without a generator; of a coarser VAE the video is twice as large."""
+    if kind.startswith("ti2v"):
+        height, width = 2 * height, 2 * width
+    given = {
+        "prompt": WORDS,
+        "num_inference_steps": 3,
+        "output_type": "np",
+        "height": height,
+        "width": width,
+        "num_frames": frames,
+        "guidance_scale": 4.0,
+        "max_sequence_length": 24,
+        **KINDS[kind][1](frames, height, width),
+        **changes,
+    }
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -7,7 +7,6 @@ as one program: the first answers with tensors whose values are computed when th
 import functools
 import inspect
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax

@@ -5,6 +5,4 @@ from dataclasses import replace
 from . import transformer_wan_flax
 
 
-PLAN = replace(
-    transformer_wan_flax.PLAN, batched=(*transformer_wan_flax.PLAN.batched, "control_hidden_states")
-)
+PLAN = replace(transformer_wan_flax.PLAN, batched=(*transformer_wan_flax.PLAN.batched, "control_hidden_states"))
