@@ -14,18 +14,22 @@ from .errors import BadInput
 
 
 SUFFIXES = (".mp4", ".png")
+FPS = 16
 TILES_IN_A_ROW = 9
 MAX_TILES = 18
 TILE_WIDTHS = (128, 256)
 
 
-def output_path(wanted: str | None, prompt) -> Path:
-    """Where to write; its folder is made. Raises BadInput for another suffix or a folder that cannot be written to."""
+def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES, kind: str = "") -> Path:
+    """Where to write, of these suffixes; its folder is made. Without `wanted`: out/, named after the prompt and `kind`.
+
+    Raises BadInput for another suffix or a folder that cannot be written to.
+    """
     words = prompt[0] if isinstance(prompt, list) else prompt
-    path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + ".mp4")
-    path = path if path.suffix else path.with_suffix(".mp4")
-    if path.suffix not in SUFFIXES:
-        raise BadInput(f"expected --output to end in {' or '.join(SUFFIXES)}, got {wanted!r}")
+    path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + kind + suffixes[0])
+    path = path if path.suffix else path.with_suffix(suffixes[0])
+    if path.suffix not in suffixes:
+        raise BadInput(f"expected --output to end in {' or '.join(suffixes)}, got {wanted!r}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -56,8 +60,9 @@ def pictures(output) -> tuple[list[np.ndarray], bool]:
     raise BadInput(f"expected a pipeline of videos or images, got one that returns {type(output).__name__}")
 
 
-def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int) -> list[Path]:
+def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int | None) -> list[Path]:
     """Write every video with its contact sheet, or every image; returns the files."""
+    fps = FPS if fps is None else fps
     stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
     videos = [path.with_name(f"{stem}.mp4") for stem in stems] if are_videos else []
     sheets = [path.with_name(f"{stem}.png") for stem in stems]
