@@ -188,6 +188,15 @@ def test_a_flag_that_repeats_the_file_is_fine(bare, finished, wan):
     assert Path("l.safetensors").read_bytes() == (finished / "l.safetensors").read_bytes()
 
 
+def test_a_stage_that_ran_elsewhere_is_named(bare, finished, wan, capsys):
+    shutil.copy(finished / "t.safetensors", bare)
+    assert command(wan, "denoise") == 0
+    assert "last bits" not in capsys.readouterr().out
+    _rewritten(bare / "t.safetensors", ran={"text": "mesh dp 1, sp 8, tp 1"})
+    assert command(wan, "denoise") == 0
+    assert "stage text ran on mesh dp 1, sp 8, tp 1: the last bits may differ" in capsys.readouterr().out
+
+
 MIDDLE = {
     "text": (UMT5EncoderModel, "forward", 2),
     "denoise": (UniPCMultistepScheduler, "step", 2),

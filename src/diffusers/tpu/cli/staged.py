@@ -36,7 +36,7 @@ def run(options, rest: list[str]) -> int:
     with calling():
         result = _run(options.stage, stopwatch, settings, tensors)
     ran = f"{generate.where(pipe, target)}; attention {options.attention}"
-    elsewhere = [f"{stage}: {place}" for stage, place in settings.ran.items() if place != ran]
+    elsewhere = [f"stage {stage} ran on {place}" for stage, place in settings.ran.items() if place != ran]
     settings = settings.after(options.stage, ran={**settings.ran, options.stage: ran})
     if options.stage == "decode":
         frames = output.pictures(SimpleNamespace(frames=result))
@@ -48,7 +48,7 @@ def run(options, rest: list[str]) -> int:
         files = [path]
     generate.tell(stopwatch.timing, load_seconds, f"stage {options.stage}; {ran}; seed {settings.seed}", files)
     for place in elsewhere:
-        print(f"other stages ran elsewhere, where the last bits may differ from those of one run: {place}")
+        print(f"{place}: the last bits may differ from those of one run")
     return 0
 
 
