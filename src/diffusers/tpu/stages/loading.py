@@ -64,6 +64,7 @@ def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: to
     _, options = cls._get_signature_keys(cls)
     options = {name: pipe.config[name] for name in options if name in pipe.config and name not in pipe.components}
     made = cls(**{**pipe.components, **absent}, **options)
+    made.register_to_config(_name_or_path=model)
     for part in absent.values():
         part.pipe = made
     if stage == "text":
