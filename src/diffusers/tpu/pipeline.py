@@ -195,7 +195,7 @@ class TPUPipelineMixin:
         super().__init_subclass__(**kwargs)
         for name in ("__call__", "encode_prompt"):
             if hasattr(cls, name):
-                setattr(cls, name, _entered(getattr(cls, name)))
+                setattr(cls, name, entered(getattr(cls, name)))
 
     def to(self, *args, **kwargs):
         """As upstream's: an accelerator's name means the TPU, "cpu" leaves the TPU path, a dtype converts the weights."""
@@ -259,8 +259,8 @@ def self_installing(cls: type, module: str) -> type:
     return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
 
 
-def _entered(method):
-    """An upstream method that handles tensors, run in the environment of a call."""
+def entered(method):
+    """A method of a pipeline that handles tensors, run in the environment of a call; its results come to the host."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
