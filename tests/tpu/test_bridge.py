@@ -295,9 +295,12 @@ def test_values_cross_and_come_back(chips, dtype):
 
 def test_a_deferred_tensor_is_computed_once_and_only_when_used(env):
     calls = []
-    x = bridge.deferred(
-        jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), lambda: calls.append(1) or jnp.ones((2, 3), jnp.bfloat16)
-    )
+
+    def compute():
+        calls.append(1)
+        x.settle(jnp.ones((2, 3), jnp.bfloat16))
+
+    x = bridge.deferred(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), compute)
     assert (x.shape, x.ndim, x.dtype, x.device.type, calls) == ((2, 3), 2, torch.bfloat16, "jax", [])
     y = x.chunk(3, dim=1)[2] + x.unflatten(0, (1, 2)).sum()
     assert float(on_host(y).float()[0, 0]) == 7 and calls == [1]

@@ -71,7 +71,7 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, cos: torch.Tenso
 
 
 def deferred(aval: jax.ShapeDtypeStruct, compute) -> Deferred:
-    """A device tensor of this shape and dtype whose value `compute()` gives when it is first needed."""
+    """A device tensor of this shape and dtype; `compute()` is called when its value is first needed, and settles it."""
     return Deferred(aval, environment(), compute)
 
 
