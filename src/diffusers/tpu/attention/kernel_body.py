@@ -20,6 +20,7 @@ MASKED = -3e38  # a masked score: far enough below LOWEST that its exponential i
 FREE = 60.0  # around the mean, exponentials may grow to 2^FREE: sums over 2^20 keys times values of 2^40 stay finite
 SMALLEST = 100.0  # the largest exponential of a row may be 2^-SMALLEST: what is 2^-26 of it is still a normal number
 LOG2_E = math.log2(math.e)
+RARER_SCORES = 4_500_000  # of one piece of code of a way that fewer heads go: what compiles in some 10 s on two cores
 WAYS = {
     "bound": 1_000_001,
     "centred": 1_000_002,
@@ -204,15 +205,17 @@ def _finish(r):
 def _visit(r, call: Call, first_query, first_key, path: str, cut: bool):
     """All queries of the block with all its keys, piece by piece."""
     blocks, tile = call.blocks, call.blocks.tile(path)
-    keys, share = blocks.keys, 1 if path == "bound" else 2  # rarer; and the running maximum takes twice the code
+    keys, share = blocks.keys, 1
+    if path != "bound":  # rarer, and the running maximum takes twice the code
+        share = max(2, -(-blocks.piece * keys // RARER_SCORES))
     if call.twice and path != "bound":
         _in_steps(blocks.keys, tile.keys, functools.partial(_double, r))
     if cut:
         _prepare_cut(r, call, first_key)
         share = blocks.piece  # masking is rare: its piece is small, so that its code is
-        if call.cut_by_length_alone:
+        if call.cut_by_length_alone:  # the last block of keys, where it is one of many
             keys = round_up(call.kv_len % blocks.keys, tile.keys)
-            share = -(-2 * keys // blocks.keys)
+            share = max(-(-2 * keys // blocks.keys), min(4, call.kv_blocks // 4))
     piece = _divisor(blocks.piece, share, tile.queries)
 
     def run(n):
