@@ -21,6 +21,7 @@ ORDER = [
     "linear",
     "rotary",
     "scan",
+    "video",
     "bridge",
     "weights",
     "runner",
