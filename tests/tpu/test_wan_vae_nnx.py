@@ -11,12 +11,15 @@ import torch
 from flax import nnx
 from safetensors.torch import load_file, save_file
 
+import tiny
 from conftest import relative
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan_flax import FlaxAutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan_nnx_flax import DiagonalGaussian, _program
 from diffusers.models.autoencoders.autoencoder_kl_wan_nnx_layers_flax import torch_name
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.tpu.planner import vae_row
+from diffusers.tpu.planner.benches import nnx_decode, torch_decode
 from test_rooms import in_new_process
 from test_wan_vae import GENERATIONS, SMALL, decoded, encoded
 
@@ -29,12 +32,13 @@ FULL = {
         "latents_std": [1.0] * 48,
     },
 }  # fmt: skip
+BAD_SIZE = {"height": 30, "width": 64, "num_frames": 5}
 PIXELS = (3, 5)  # beyond whole latents, which Wan 2.1 takes
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def quickly_compiled(chips):
+def quickly_compiled(chips, one_thread):
     """Programs that run once or twice need no optimised code: two thirds of the time to compile it."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -271,3 +275,23 @@ def test_the_plan_does_not_import_flax():
         "m.FlaxAutoencoderKLWan; print('flax' in sys.modules, 'torchax' in sys.modules)"
     )
     assert in_new_process(code, DIFFUSERS_TPU="cpu").split() == ["False", "True", "False"]
+
+
+@pytest.mark.slow
+def test_the_benchmarks_row_is_like_that_of_upstreams_module(tmp_path, monkeypatch):
+    """Compiled for a TPU: the same weights on each chip, and about the same work."""
+    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", "off")
+    tiny.wan().save_pretrained(tmp_path)
+    size = {"height": 32, "width": 80, "num_frames": 9}
+    theirs = torch_decode("v6e-8", str(tmp_path), {**size, "num_inference_steps": 1}, "bfloat16", True)(print)
+    ours = nnx_decode("v6e-8", str(tmp_path), size, "bfloat16")(print)
+    assert ours.keys() == theirs.keys() and ours["hbm_gib"].keys() == theirs["hbm_gib"].keys()
+    assert ours["hbm_gib"]["weights"] == pytest.approx(theirs["hbm_gib"]["weights"], rel=0.02)
+    assert ours["seconds"] < 1.1 * theirs["seconds"]  # measured: 0.97
+
+
+def test_a_size_the_benchmark_cannot_take_is_refused():
+    with pytest.raises(ValueError, match="multiples of 8 and 4k"):
+        vae_row.answer({"topology": "v6e-8", "model": "wan2.1-t2v-14b", "dtype": "bfloat16", **BAD_SIZE}, print)
+    with pytest.raises(ValueError, match="plain JAX .AutoencoderKLWan., got AutoencoderKLLTXVideo"):
+        vae_row.answer({"topology": "v6e-8", "model": "ltx-video", "dtype": "bfloat16", **BAD_SIZE}, print)

@@ -207,7 +207,7 @@ def vae_cases() -> list[Case]:
             {"topology": topology, "model": model, **size, "dtype": dtype, "variant": variant},
             nnx_decode(topology, model, size, dtype)
             if variant == "nnx"
-            else _vae(topology, model, size, dtype, compiled),
+            else torch_decode(topology, model, size, dtype, compiled),
         )
         for topology, model, size, dtype, variant, compiled in cases
     ]
@@ -223,7 +223,9 @@ def nnx_decode(topology: str, model: str, size: dict, dtype: str) -> Callable:
     return ask
 
 
-def _vae(topology: str, model: str, arguments: dict, dtype: str, compiled: bool) -> Callable:
+def torch_decode(topology: str, model: str, arguments: dict, dtype: str, compiled: bool) -> Callable:
+    """The same of upstream's module as we run it. `arguments`: of the pipeline's call; `compiled`: not only modelled."""
+
     def ask(on_progress):
         answer = plan(
             model,
