@@ -33,6 +33,7 @@ FULL = {
     },
 }  # fmt: skip
 BAD_SIZE = {"height": 30, "width": 64, "num_frames": 5}
+SMALLER = {"dim_mult": [1, 1], "temperal_downsample": [True]}  # for programs of several shapes
 PIXELS = (3, 5)  # beyond whole latents, which Wan 2.1 takes
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -45,9 +46,9 @@ def quickly_compiled(chips, one_thread):
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-def upstreams(generation: str) -> AutoencoderKLWan:
+def upstreams(generation: str, **config) -> AutoencoderKLWan:
     torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
-    return AutoencoderKLWan(**SMALL, **GENERATIONS[generation]).eval()
+    return AutoencoderKLWan(**{**SMALL, **GENERATIONS[generation], **config}).eval()
 
 
 def last(x: torch.Tensor) -> np.ndarray:
@@ -55,10 +56,10 @@ def last(x: torch.Tensor) -> np.ndarray:
     return x.float().movedim(1, -1).numpy()
 
 
-def draw(vae: AutoencoderKLWan, batch: int, frames: int, height: int, width: int):
+def draw(vae: AutoencoderKLWan, batch: int, frames: int, height: int, width: int, pixels=PIXELS):
     """(latents, a video of their size and, where the model takes any, somewhat more)."""
     ratio = vae.spatial_compression_ratio
-    more = (0, 0) if vae.config.is_residual else PIXELS
+    more = (0, 0) if vae.config.is_residual else pixels
     size = [length * ratio + extra for length, extra in zip((height, width), more)]
     return torch.randn(batch, 4, frames, height, width), torch.randn(batch, 3, 4 * frames - 3, *size)
 
@@ -87,15 +88,16 @@ def test_equals_upstream(generation, mesh, batch, frames, height, width):
     assert_equal(ours, theirs, *draw(theirs, batch, frames, height, width))
 
 
-@pytest.mark.parametrize("generation, mesh, frames, width", [("2.1", (2, 4, 1), 2, 2), ("2.2", (1, 3, 1), 1, 5)])
-def test_tiles_equal_upstream(generation, mesh, frames, width):
+@pytest.mark.parametrize(
+    "generation, ratio, mesh, frames, width", [("2.1", 2, (2, 4, 1), 3, 2), ("2.2", 4, (1, 3, 1), 1, 5)]
+)
+def test_tiles_equal_upstream(generation, ratio, mesh, frames, width):
     """Tiles of 4 by 4 latents every 3, the last ones smaller."""
-    theirs = upstreams(generation)
+    theirs = upstreams(generation, **SMALLER, scale_factor_spatial=ratio)
     ours = FlaxAutoencoderKLWan.from_torch(theirs, mesh=mesh)
-    ratio = theirs.spatial_compression_ratio
     for vae in (ours, theirs):
         vae.enable_tiling(4 * ratio, 4 * ratio, 3 * ratio, 3 * ratio)
-    assert_equal(ours, theirs, *draw(theirs, 1, frames, 5, width))
+    assert_equal(ours, theirs, *draw(theirs, 1, frames, 5, width, pixels=(1, 1)))
 
 
 def test_slices_equal_upstream_and_are_one_program():

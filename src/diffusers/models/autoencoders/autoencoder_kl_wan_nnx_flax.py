@@ -328,10 +328,10 @@ def _mesh_of(mesh: Mesh | tuple[int, int, int] | None) -> Mesh:
         return mesh
     environment = read_environment()
     target = find_target(environment)
-    devices = tuple(jax.devices()[:1]) if target is None and mesh is None else None
-    if devices is None:
-        devices = tuple(jax.devices()) if target is None else jax_devices(target)
     if target is not None:
+        devices = jax_devices(target)
         keep_compiled_programs(environment.cache_dir)
+    else:
+        devices = tuple(jax.devices() if mesh is not None else jax.devices()[:1])
     wanted = environment.mesh if mesh is None else parse_mesh(mesh)
     return make_mesh(devices, plan_degrees(len(devices), wanted, paired=False))
