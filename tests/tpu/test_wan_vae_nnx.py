@@ -1,5 +1,6 @@
 """Wan's VAE in Flax NNX. Oracle: upstream's, same weights, in the same process, and its files as it writes them."""
 
+import copy
 import json
 import re
 
@@ -65,7 +66,7 @@ def draw(vae: AutoencoderKLWan, batch: int, frames: int, height: int, width: int
 
 
 def assert_equal(ours, theirs, latents, video):
-    assert relative(ours.decode(last(latents)), last(decoded(theirs, latents))) < 1e-5  # measured: at most 2e-6
+    assert relative(ours.decode(last(latents)), last(decoded(theirs, latents))) < 1e-5  # measured: at most 1.5e-6
     assert relative(ours.encode(last(video)).parameters, last(encoded(theirs, video))) < 1e-5  # 6e-7
 
 
@@ -123,20 +124,17 @@ def test_frames_beyond_the_last_four_are_left_out():
 
 
 def test_in_bfloat16_within_upstreams_error():
-    exact = upstreams("2.1")
-    ours, theirs = FlaxAutoencoderKLWan.from_torch(exact, dtype=jnp.bfloat16, mesh=(1, 1, 1)), upstreams("2.1")
-    theirs.load_state_dict(exact.state_dict())
-    theirs = theirs.bfloat16()
-    exact.load_state_dict(theirs.state_dict())  # of the same rounded weights
-    exact = exact.double()
-    latents, video = (x.bfloat16() for x in draw(exact, 1, 2, 3, 4))
+    theirs = upstreams("2.1", dim_mult=[1, 2], temperal_downsample=[True], scale_factor_spatial=2).bfloat16()
+    exact = copy.deepcopy(theirs).double()
+    ours = FlaxAutoencoderKLWan.from_torch(theirs, dtype=jnp.bfloat16, mesh=(1, 1, 1))
+    latents, video = (x.bfloat16() for x in draw(exact, 1, 3, 12, 16))
     ratios = []
     for run, x in ((decoded, latents), (encoded, video)):
         oracle = last(run(exact, x.double()))
         mine = ours.decode(last(x)) if run is decoded else ours.encode(last(x)).parameters
         assert mine.dtype == jnp.bfloat16
         ratios.append(relative(mine.astype(jnp.float32), oracle) / relative(last(run(theirs, x)), oracle))
-    assert np.sqrt(np.prod(ratios)) < 1.25, ratios
+    assert max(ratios) < 1.25, ratios  # measured: 0.84 to 0.87
 
 
 def test_one_step_whatever_the_number_of_frames():
