@@ -111,6 +111,17 @@ def test_other_padding(env, mode, value):
 
 
 @pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+def test_a_convolution_whose_patches_lie_side_by_side(env, dtype, limit):
+    """Of odd sizes: what is left over at the ends is not read."""
+    x, w, b = (torch.randn(shape).to(dtype) for shape in ((2, 3, 4, 7, 6), (5, 3, 1, 2, 3), (5,)))
+    ours = on_host(F.conv3d(*map(on_chip, (x, w, b)), stride=(1, 2, 3)))
+    assert (
+        ours.dtype == dtype
+        and relative(ours.float(), F.conv3d(*(t.double() for t in (x, w, b)), stride=(1, 2, 3))) < limit
+    )
+
+
 @pytest.mark.parametrize("pad", [(1, 2), (1, 0, 2, 1), (0, 1, 0, 0, 2, 0)])
 def test_a_convolution_does_the_padding_before_it(env, pad, written):
     """Unless the padded tensor was written to in between."""

@@ -13,6 +13,7 @@ ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 
 # Each room may import those before it.
 ORDER = [
+    "files",
     "config",
     "devices",
     "mesh",
@@ -26,6 +27,7 @@ ORDER = [
     "weights",
     "runner",
     "pipeline",
+    "stages",
     "aot",
     "planner",
 ]

@@ -32,7 +32,13 @@ PLANS = {
     "WanTransformer3DModel": "..models.transformers.transformer_wan_flax",
     "HunyuanVideo15Transformer3DModel": "..models.transformers.transformer_hunyuan_video15_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
+    "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
+    "WanAnimateTransformer3DModel": "..models.transformers.transformer_wan_animate_flax",
     "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
+    "WanImageToVideoPipeline": "..pipelines.wan.pipeline_wan_i2v_flax",
+    "WanVideoToVideoPipeline": "..pipelines.wan.pipeline_wan_video2video_flax",
+    "WanVACEPipeline": "..pipelines.wan.pipeline_wan_vace_flax",
+    "WanAnimatePipeline": "..pipelines.wan.pipeline_wan_animate_flax",
 }
 FLAX = {  # upstream class: where its form in plain JAX is, under the name with Flax before it
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_nnx_flax",
@@ -199,7 +205,7 @@ class TPUPipelineMixin:
         super().__init_subclass__(**kwargs)
         for name in ("__call__", "encode_prompt"):
             if hasattr(cls, name):
-                setattr(cls, name, _entered(getattr(cls, name)))
+                setattr(cls, name, entered(getattr(cls, name)))
 
     def to(self, *args, **kwargs):
         """As upstream's: an accelerator's name means the TPU, "cpu" leaves the TPU path, a dtype converts the weights."""
@@ -263,8 +269,8 @@ def self_installing(cls: type, module: str) -> type:
     return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
 
 
-def _entered(method):
-    """An upstream method that handles tensors, run in the environment of a call."""
+def entered(method):
+    """A method of a pipeline that handles tensors, run in the environment of a call; its results come to the host."""
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):

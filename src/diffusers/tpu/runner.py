@@ -7,7 +7,6 @@ as one program: the first answers with tensors whose values are computed when th
 import functools
 import inspect
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -79,7 +78,6 @@ class Runner:
 
     def __init__(self, module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, config: TPUConfig):
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
-        self.scan = config.scan
         self.programs: dict[tuple, Program] = {}
         self._placed: PlacedWeights | None = None
         self._waiting: Waiting | None = None
@@ -121,7 +119,7 @@ class Runner:
     def plan_weights(self) -> PlacedWeights:
         """Where the weights lie or will lie; moves nothing."""
         if self._placed is None:
-            self._placed = plan_placement(self.module, self.plan, self.mesh, self.scan)
+            self._placed = plan_placement(self.module, self.plan, self.mesh, self.config.scan)
         return self._placed
 
     def place(self) -> PlacedWeights:
@@ -175,7 +173,7 @@ class Runner:
         self.place()
         key = (call.key, self._state())
         if key not in self._avals:
-            self._avals[key] = self.scanned_or_unrolled(self._output_avals, call)
+            self._avals[key] = self._output_avals(call)
         avals, function = self._avals[key]
         if any(aval.shape[:1] != (call.batch,) for aval in avals):
             raise ValueError(
@@ -183,22 +181,19 @@ class Runner:
                 f" {[a.shape for a in avals]}: this model cannot pair guidance calls, use a mesh with dp 1"
             )
         waiting = self._waiting = Waiting(call)
-        waiting.outputs = [
-            bridge.deferred(a, functools.partial(self._finish, waiting, n)) for n, a in enumerate(avals)
-        ]
+        waiting.outputs = [bridge.deferred(a, functools.partial(self._finish, waiting)) for a in avals]
         return function.output(waiting.outputs)
 
     def _output_avals(self, call: Call) -> tuple[list, bridge.PureFunction]:
         function = self._function(call)
         return jax.eval_shape(function, self.plan_weights().avals(), self._input_avals(call)), function
 
-    def _finish(self, waiting: Waiting, number: int = 0) -> jax.Array:
+    def _finish(self, waiting: Waiting):
         """Run a waiting call alone: its values are needed, or the next call is another one."""
         if self._waiting is waiting:
             self._waiting = None
         arrays, _ = self._execute(waiting.call)
         self._settle(waiting, arrays)
-        return arrays[number]
 
     @staticmethod
     def _settle(waiting: Waiting, arrays: list):
@@ -211,7 +206,6 @@ class Runner:
         """Flat output arrays of each call, and the program that gave them."""
         self.place()
         program = self._program(calls)
-        self.place()  # again: the trace may have found that the weights must lie otherwise
         outputs = program.compiled(self._placed.arrays, [self._inputs(call) for call in calls])
         program.calls += 1
         return (*outputs, program)
@@ -231,20 +225,8 @@ class Runner:
     def _program(self, calls: tuple[Call, ...]) -> Program:
         key = (calls[0].key, len(calls), self._state())
         if key not in self.programs:
-            self.programs[key] = self.scanned_or_unrolled(self._compile, *calls)
+            self.programs[key] = self._compile(*calls)
         return self.programs[key]
-
-    def scanned_or_unrolled(self, trace: Callable, *calls: Call):
-        """`trace(*calls)`; with the blocks one by one, from now on, if their runs turn out not to be runs."""
-        try:
-            return trace(*calls)
-        except bridge.RunBroken:
-            logger.warning(
-                f"{type(self.module).__name__}: its blocks depend on each other in a way that one scanned block cannot show;"
-                " they are compiled one by one, which takes longer"
-            )
-            self.scan, self._placed = False, None
-            return trace(*calls)
 
     def _compile(self, *calls: Call) -> Program:
         start = time.perf_counter()
@@ -316,7 +298,7 @@ class Runner:
             if p is not None
         )
         weights = tuple((key, a.shape, a.dtype) for key, a in self._placed.arrays.items())
-        return plain_attributes(module), processors, weights, self.scan
+        return plain_attributes(module), processors, weights
 
     @property
     def compilations(self) -> int:

@@ -77,5 +77,5 @@ _INDICES = frozenset({"layer_idx", "layer_index", "block_idx", "block_index"})
 
 
 def scan_blocks(step: Callable, carry, stacked: dict[str, jax.Array]):
-    """`step(carry, weights of one block) -> carry`, over the leading axis of the stacked weights."""
-    return lax.scan(lambda c, w: (step(c, w), None), carry, stacked)[0]
+    """`step(carry, weights of one block) -> (carry, kept)` over the leading axis of the weights: the last carry, all kept stacked."""
+    return lax.scan(step, carry, stacked)

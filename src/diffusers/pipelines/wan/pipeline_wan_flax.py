@@ -2,7 +2,8 @@
 
     from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline
 
-`from diffusers import WanPipeline` does the same through `from_pretrained` and `.to`; this is the class by name.
+`from diffusers import WanPipeline` does the same through `from_pretrained` and `.to`; this is the class by name. The files
+beside it do it for Wan's other pipelines, whose loops are this one's.
 """
 
 from ...tpu.pipeline import PipelinePlan, self_installing

@@ -5,7 +5,6 @@ import torch
 
 
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
-from .blocks import RunBroken
 from .deferred import Deferred
 from .environment import (
     DEVICE,
@@ -30,7 +29,6 @@ __all__ = [
     "INPUT",
     "Deferred",
     "PureFunction",
-    "RunBroken",
     "as_numpy",
     "decomposing",
     "deferred",

@@ -4,9 +4,11 @@ While a model is traced, each block of a group (`scan.find_groups`) answers a ca
 block's call joins the run if its arguments are the previous block's outputs where they were before, and the very same
 objects elsewhere. Anything else - another argument, an operation on an output - ends the run, which is then computed:
 as a scan over its blocks' stacked weights. So a model that does more between its blocks is right by construction.
+What blocks inside of a run gave and the model still holds then (hidden states it collects) the scan gives too, stacked.
 """
 
 import contextlib
+import weakref
 from collections.abc import Callable
 
 import jax
@@ -25,21 +27,42 @@ _TENSOR = object()  # in a flat return value, where a tensor was
 _PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
-class RunBroken(Exception):
-    """An output in the middle of a run was needed after the run went on: this model's blocks have to be unrolled."""
+class Method(torch.nn.Module):
+    """`call`, any bound method of `module`, as a forward, so that functional_call can swap the module's weights."""
+
+    def __init__(self, module: torch.nn.Module, call: Callable):
+        super().__init__()
+        self.module = module
+        self.__dict__["call"] = call
+
+    def forward(self, *args, **kwargs):
+        return self.call(*args, **kwargs)
 
 
 class Run:
     """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments.
 
-    `answer` makes a block's return value of its output tensors.
+    `answer` makes a block's return value of its output tensors; `outputs` are the last block's, `passed` weak references to
+    those of the blocks before it.
     """
 
     def __init__(self, group: Group, start: int, leaves: list, spec, outputs: list[Deferred], answer: Callable):
         self.group, self.start, self.stop = group, start, start + 1
         self.leaves, self.spec = leaves, spec
         self.outputs, self.answer = outputs, answer
+        self.passed: list[list[weakref.ref]] = []
         self.feeds: dict[int, int] | None = None
+
+    def extend(self, feeds: dict[int, int], outputs: list[Deferred]):
+        """One block more, that gives these outputs."""
+        self.feeds, self.stop = feeds, self.stop + 1
+        self.passed.append([weakref.ref(output) for output in self.outputs])
+        self.outputs = outputs
+
+    def still_held(self) -> list[tuple[int, int, Deferred]]:
+        """(block of the run, number, output) of those passed on that someone else holds too."""
+        found = ((k, n, ref()) for k, refs in enumerate(self.passed) for n, ref in enumerate(refs))
+        return [(k, n, output) for k, n, output in found if output is not None]
 
     def continued_by(self, leaves: list, spec) -> dict[int, int] | None:
         """Argument position -> output number if a call with these leaves goes on with this run, else None."""
@@ -104,10 +127,7 @@ class BlockRuns:
             if run is not None and run.group is group and run.stop == index:
                 feeds = run.continued_by(leaves, spec)
                 if feeds is not None:
-                    run.feeds, run.stop = feeds, index + 1
-                    for passed in run.outputs:
-                        passed._compute = _broken
-                    run.outputs = [self._deferred(output._aval) for output in run.outputs]
+                    run.extend(feeds, [self._deferred(output._aval) for output in run.outputs])
                     return run.answer(run.outputs)
             self.flush()
             if all(isinstance(leaf, _PLAIN) for leaf in leaves):
@@ -133,12 +153,7 @@ class BlockRuns:
         return self.run.answer(outputs)
 
     def _deferred(self, aval):
-        deferred = Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, lambda: self._computed(deferred))
-        return deferred
-
-    def _computed(self, deferred):
-        self.flush()
-        return deferred._value
+        return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, self.flush)
 
     def _weights_of(self, group: Group, index: int) -> dict:
         return {name: array[index - group.start] for name, array in self.weights[group.label].items()}
@@ -150,12 +165,12 @@ class BlockRuns:
         args, kwargs = tree_unflatten(
             [Tensor(next(tensors), self.env) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         )
-        weights = {name: Tensor(self.pin_weights(group, name, w), self.env) for name, w in weights.items()}
+        weights = {f"module.{name}": Tensor(self.pin_weights(group, name, w), self.env) for name, w in weights.items()}
         stand_in = vars(block)["forward"]
         self._restore(block)
         try:
-            with self.env:
-                output = torch.func.functional_call(block, weights, args, kwargs)
+            with self.env:  # its forward alone: hooks of the block have seen its call by the model
+                output = torch.func.functional_call(Method(block, block.forward), weights, args, kwargs)
         finally:
             block.forward = stand_in
         flat, output_spec = tree_flatten(output)
@@ -168,7 +183,7 @@ class BlockRuns:
         return [x.jax() for x in flat if isinstance(x, (Tensor, View))], answer
 
     def flush(self):
-        """Compute the run that is open, if any, and give its last outputs their values."""
+        """Compute the run that is open, if any, and give those of its outputs that are held their values."""
         run, self.run = self.run, None
         if run is None:
             return
@@ -178,11 +193,11 @@ class BlockRuns:
                 run.group, run.start, run.leaves, run.spec, arrays, self._weights_of(run.group, run.start)
             )
         else:
-            flat = self._scan(run, arrays)
+            flat = self._scan(run, arrays, run.still_held())
         for output, value in zip(run.outputs, flat):
             output.settle(value)
 
-    def _scan(self, run: Run, arrays: list) -> list:
+    def _scan(self, run: Run, arrays: list, held: list) -> list:
         tensor_positions = [p for p, leaf in enumerate(run.leaves) if isinstance(leaf, Tensor)]
         slots = {tensor_positions.index(position): number for position, number in run.feeds.items()}
         source = {number: slot for slot, number in slots.items()}
@@ -194,14 +209,15 @@ class BlockRuns:
         def step(carry, weights):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
             flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, weights)
-            return [self.pin_carry(x) for x in flat]
+            flat = [self.pin_carry(x) for x in flat]
+            return flat, {n: flat[n] for n in numbers}
 
+        numbers = sorted({n for _, n, _ in held})
         first, last = run.start - run.group.start, run.stop - run.group.start
         stacked = self.weights[run.group.label]
         if (first, last) != (0, run.group.stop - run.group.start):
             stacked = {name: lax.slice_in_dim(w, first, last) for name, w in stacked.items()}
-        return scan_blocks(step, carry, stacked)
-
-
-def _broken():
-    raise RunBroken
+        last, kept = scan_blocks(step, carry, stacked)
+        for k, n, output in held:
+            output.settle(kept[n][k])
+        return last

@@ -9,19 +9,19 @@ from torchax.tensor import Tensor
 
 
 class Deferred(Tensor):
-    """`compute()` returns the value; `settle(value)` gives it beforehand. Everything else is torchax's tensor."""
+    """`compute()` gives it its value by `settle(value)`, perhaps others too. Everything else is torchax's tensor."""
 
     @staticmethod
-    def __new__(cls, aval: jax.ShapeDtypeStruct, env, compute: Callable[[], jax.Array]):
+    def __new__(cls, aval: jax.ShapeDtypeStruct, env, compute: Callable[[], None]):
         return Tensor.__new__(cls, aval, env)
 
-    def __init__(self, aval: jax.ShapeDtypeStruct, env, compute: Callable[[], jax.Array]):
+    def __init__(self, aval: jax.ShapeDtypeStruct, env, compute: Callable[[], None]):
         self._aval, self._env, self._compute, self._value = aval, env, compute, None
 
     @property
     def _elem(self) -> jax.Array:
         if self._value is None:
-            self.settle(self._compute())
+            self._compute()
         return self._value
 
     @_elem.setter

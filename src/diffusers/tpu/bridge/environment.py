@@ -99,7 +99,11 @@ class Environment(_Environment):
 
     def _promoted(self, t: torch.Tensor):
         # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
-        return t if on_device(t) or t.ndim == 0 else Tensor(self.t2j_copy(t), self)
+        return t if t.ndim == 0 else self.moved(t)
+
+    def moved(self, t: torch.Tensor) -> torch.Tensor:
+        """A tensor of either side as a device tensor."""
+        return t if on_device(t) else Tensor(self.t2j_copy(t), self)
 
     def t2j_copy(self, args):
         """Host tensors as JAX arrays, on every chip of the mesh in use (`override_property(mesh=...)`)."""

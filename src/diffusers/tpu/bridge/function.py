@@ -17,7 +17,7 @@ from ...models.autoencoders.vae import DiagonalGaussianDistribution
 from ..attention.api import Settings, using
 from ..scan import Group
 from ..sharding import gathered, named
-from .blocks import BlockRuns
+from .blocks import BlockRuns, Method
 from .environment import decomposing, environment, quiet_integers
 from .scopes import module_scopes
 
@@ -39,18 +39,6 @@ def _marked():
         yield
     finally:
         _tracing.reset(token)
-
-
-class _Method(torch.nn.Module):
-    """`call`, any bound method of `module`, as a forward, so that functional_call can swap the module's weights."""
-
-    def __init__(self, module: torch.nn.Module, call: Callable):
-        super().__init__()
-        self.module = module
-        self.__dict__["call"] = call
-
-    def forward(self, *args, **kwargs):
-        return self.call(*args, **kwargs)
 
 
 @dataclass(eq=False)
@@ -89,7 +77,7 @@ class PureFunction:
         tensors = iter(inputs)
         leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        method = _Method(self.module, self.call)
+        method = Method(self.module, self.call)
         single = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in single.items()}
         with contextlib.ExitStack() as stack:
             for context in (

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
@@ -204,6 +205,13 @@ def _convolution(env):
             x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
         if split is not None and stride == dilation == (1,) * axes and groups == 1:
             return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)
+        if (
+            stride == w.shape[2:] != (1,) * axes
+            and dilation == (1,) * axes
+            and groups == 1
+            and not any(map(any, widths))
+        ):
+            return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
         numbers = tuple(range(w.ndim))
         result = jax.lax.conv_general_dilated(
             x,
@@ -220,6 +228,21 @@ def _convolution(env):
         return Tensor(result.astype(x.dtype), input._env)
 
     return convolution
+
+
+def _by_patches(x, w, b):
+    """A convolution whose patches lie side by side, as a product of matrices in float32.
+
+    As a convolution of bfloat16 summed in float32 the partitioner fails on it where the map is small.
+    """
+    sizes = w.shape[2:]
+    x = x[(..., *(slice(length // size * size) for length, size in zip(x.shape[2:], sizes)))]
+    x = x.reshape(*x.shape[:2], *(n for length, size in zip(x.shape[2:], sizes) for n in (length // size, size)))
+    contracted = [(1, *range(3, x.ndim, 2)), (1, *range(2, w.ndim))]
+    y = jax.lax.dot_general(
+        x, w, (contracted, ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
+    )
+    return jnp.moveaxis(y if b is None else y + b, -1, 1)
 
 
 def _by_columns(x, w, b, widths):
@@ -254,10 +277,13 @@ def _softmax(x, dim, half_to_float=False):
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):
-    """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast."""
+    """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast.
+
+    Host tensors come to the device: this method of torchax's is not dispatched, where they would.
+    """
     if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
         value = value.to(dtype=self.dtype)
-    _upstream(self, key, value)
+    _upstream(self, *tree_map_only(torch.Tensor, self._env.moved, (key, value)))
 
 
 def type_as(self, other):

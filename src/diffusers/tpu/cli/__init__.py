@@ -12,6 +12,7 @@ from .errors import BadInput
 
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
+STAGES = ("text", "denoise", "decode")
 BENCHES = ("attention", "sweep", "step", "vae", "calibration")
 BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "name", "dtype", "mask")
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
@@ -68,10 +69,14 @@ def _add_generate(commands):
     generate.add_argument(
         "--attention", choices=ATTENTIONS, default="auto", help="see TPUConfig; kernels are interpreted without a TPU"
     )
+    generate.add_argument("--stage", choices=STAGES, help="one of three runs that give what one gives (Wan)")
+    generate.add_argument("--input", metavar="FILE", help="what the stage before wrote; all settings are in it")
     generate.add_argument(
-        "--output", metavar="FILE", help="out/NAME.mp4 or .png (default: out/, named after the prompt)"
+        "--output",
+        metavar="FILE",
+        help="out/NAME.mp4 or .png, of the first stages .safetensors (default: out/, named after the prompt)",
     )
-    generate.add_argument("--fps", type=int, default=16, help="frames per second of the mp4 (default 16)")
+    generate.add_argument("--fps", type=int, help="frames per second of the mp4 (default 16)")
     generate.add_argument("--seed", type=int, help="of the noise (default: drawn, and printed)")
     generate.add_argument("--image", metavar="FILE", help="first frame or reference, for pipelines that take one")
     _add_pipeline_arguments(generate)

@@ -1,4 +1,4 @@
-"""`diffusers-tpu generate`: a pipeline run once, its pictures written, its times printed."""
+"""`diffusers-tpu generate`: a pipeline run once, its pictures written, its times printed; for `--stage` see staged."""
 
 import random
 import time
@@ -16,6 +16,12 @@ from .timing import Stopwatch, Timing
 
 def run(options, rest: list[str]) -> int:
     """The command; returns its exit status."""
+    if options.stage is not None:
+        from . import staged
+
+        return staged.run(options, rest)
+    if options.input is not None:
+        raise BadInput("expected --stage denoise or decode with --input: a whole run starts from its arguments")
     start = time.perf_counter()
     target = session.choose_target(options.device)
     mesh = session.mesh_of(options.mesh, target)
@@ -26,17 +32,22 @@ def run(options, rest: list[str]) -> int:
     extra = call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
     path = output.output_path(options.output, call.get("prompt"))
-    pipe = loaded(options, target, mesh)
+    pipe = placed(session.load(options.model, dtype_of(options)), options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
     with calling():
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
     files = output.write(*output.pictures(result), path, options.fps)
-    console = Console()
-    console.print(times_table(stopwatch.timing, load_seconds))
-    console.print(f"{where(pipe, target)}; seed {seed}", soft_wrap=True)
-    console.print("wrote " + ", ".join(map(str, files)), soft_wrap=True)
+    tell(stopwatch.timing, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
     return 0
+
+
+def tell(timing: Timing, load_seconds: float, ran: str, files: list):
+    """Print the times of a run, where it ran and what it wrote."""
+    console = Console()
+    console.print(times_table(timing, load_seconds))
+    console.print(ran, soft_wrap=True)
+    console.print("wrote " + ", ".join(map(str, files)), soft_wrap=True)
 
 
 def call_extras(cls: type, options, seed: int) -> dict:
@@ -59,9 +70,13 @@ def call_extras(cls: type, options, seed: int) -> dict:
     return extra
 
 
-def loaded(options, target, mesh):
+def dtype_of(options) -> torch.dtype | None:
+    """`--dtype`, None where none is given."""
+    return options.dtype and getattr(torch, options.dtype)
+
+
+def placed(pipe, options, target, mesh):
     """The pipeline, its weights where they will be used."""
-    pipe = session.load(options.model, options.dtype and getattr(torch, options.dtype))
     if target is None:
         return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
     import jax

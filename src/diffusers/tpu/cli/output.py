@@ -3,30 +3,33 @@
 import contextlib
 import math
 import os
-import signal
-import threading
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from ...utils import export_to_video
+from ..files import whole_files
 from .errors import BadInput
 
 
 SUFFIXES = (".mp4", ".png")
+FPS = 16
 TILES_IN_A_ROW = 9
 MAX_TILES = 18
 TILE_WIDTHS = (128, 256)
 
 
-def output_path(wanted: str | None, prompt) -> Path:
-    """Where to write; its folder is made. Raises BadInput for another suffix or a folder that cannot be written to."""
+def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES, kind: str = "") -> Path:
+    """Where to write, of these suffixes; its folder is made. Without `wanted`: out/, named after the prompt and `kind`.
+
+    Raises BadInput for another suffix or a folder that cannot be written to.
+    """
     words = prompt[0] if isinstance(prompt, list) else prompt
-    path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + ".mp4")
-    path = path if path.suffix else path.with_suffix(".mp4")
-    if path.suffix not in SUFFIXES:
-        raise BadInput(f"expected --output to end in {' or '.join(SUFFIXES)}, got {wanted!r}")
+    path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + kind + suffixes[0])
+    path = path if path.suffix else path.with_suffix(suffixes[0])
+    if path.suffix not in suffixes:
+        raise BadInput(f"expected --output to end in {' or '.join(suffixes)}, got {wanted!r}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -57,8 +60,9 @@ def pictures(output) -> tuple[list[np.ndarray], bool]:
     raise BadInput(f"expected a pipeline of videos or images, got one that returns {type(output).__name__}")
 
 
-def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int) -> list[Path]:
+def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int | None) -> list[Path]:
     """Write every video with its contact sheet, or every image; returns the files."""
+    fps = FPS if fps is None else fps
     stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
     videos = [path.with_name(f"{stem}.mp4") for stem in stems] if are_videos else []
     sheets = [path.with_name(f"{stem}.png") for stem in stems]
@@ -84,30 +88,6 @@ def whole_file(wanted: str, suffix: str):
         raise BadInput(f"expected a file that ends in {suffix}, in a writable folder that is there, got {wanted!r}")
     with whole_files([path]) as (draft,):
         yield draft
-
-
-@contextlib.contextmanager
-def whole_files(paths: list[Path]):
-    """Hidden files beside `paths` to write to; they get their names at the end, or are removed if anything goes wrong.
-
-    While they exist, SIGTERM raises SystemExit, so that they are removed then too.
-    """
-    drafts = [path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}") for path in paths]
-    main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _stop) if main_thread else None
-    try:
-        yield drafts
-        for draft, path in zip(drafts, paths):
-            os.replace(draft, path)
-    finally:
-        for draft in drafts:
-            draft.unlink(missing_ok=True)
-        if main_thread:
-            signal.signal(signal.SIGTERM, before)
-
-
-def _stop(number, frame):
-    raise SystemExit(128 + number)
 
 
 def picture(value: np.ndarray) -> Image.Image:

@@ -54,10 +54,15 @@ class Stopwatch:
 
     def __init__(self, pipe):
         self.pipe, self.timing = pipe, Timing()
+        self._whole = True
         self._last, self._last_compile = 0.0, 0.0
 
-    def call(self, arguments: dict, takes_callback: bool):
-        """The pipeline's output, on the host. `takes_callback`: it takes `callback_on_step_end`."""
+    def call(self, arguments: dict, takes_callback: bool, run=None):
+        """The pipeline's output, on the host. `takes_callback`: it takes `callback_on_step_end`.
+
+        `run`: what to call in place of the pipeline, a part of its call.
+        """
+        self._whole = run is None
         if takes_callback:
             arguments = {**arguments, "callback_on_step_end": self._step_ends}
         start = time.perf_counter()
@@ -65,7 +70,7 @@ class Stopwatch:
             for owner, name, part in self._parts():
                 stack.enter_context(self._timed(owner, name, part))
             self._mark()
-            output = self.pipe(**arguments)
+            output = (run or self.pipe)(**arguments)
             wait(list(vars(output).values()) if hasattr(output, "__dict__") else output)
         self.timing.total = time.perf_counter() - start
         self.timing.compile = compile_seconds(self.pipe)
@@ -86,7 +91,7 @@ class Stopwatch:
         @functools.wraps(method)
         def run(*args, **kwargs):
             wait((args, kwargs))
-            if part == "VAE decode" and not self.timing.steps:
+            if self._whole and part == "VAE decode" and not self.timing.steps:
                 self._add("denoising", self._mark())
             self._mark()
             output = method(*args, **kwargs)

@@ -239,7 +239,7 @@ class _Planner:
             part.modelled_seconds = part.branches * part.work.seconds(topology.chip, part.shared)
             return
         self.progress(f"compiling {name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}")
-        traced, _ = runner.scanned_or_unrolled(runner.trace, *[part.recorded.call] * part.branches)
+        traced, _ = runner.trace(*[part.recorded.call] * part.branches)
         lowered = traced.lower()
         program = hash((topology.name, lowered.as_text()))  # two experts are one program
         if program not in self.compiled:

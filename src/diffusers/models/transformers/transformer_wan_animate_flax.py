@@ -1,0 +1,13 @@
+"""Wan Animate's transformer on TPU: as Wan's, with the pose and the face beside the latents. Its processor is upstream's copy."""
+
+from dataclasses import replace
+
+from . import transformer_wan_flax
+from .transformer_wan_animate import WanAttnProcessor
+
+
+PLAN = replace(
+    transformer_wan_flax.PLAN,
+    batched=(*transformer_wan_flax.PLAN.batched, "pose_hidden_states", "face_pixel_values"),
+    processors={WanAttnProcessor: transformer_wan_flax.WanProcessor},
+)

@@ -1,0 +1,8 @@
+"""Wan VACE's transformer on TPU: as Wan's; the control's blocks give a hint each, and the latents' blocks go on from it."""
+
+from dataclasses import replace
+
+from . import transformer_wan_flax
+
+
+PLAN = replace(transformer_wan_flax.PLAN, batched=(*transformer_wan_flax.PLAN.batched, "control_hidden_states"))

@@ -1,0 +1,395 @@
+"""Stages and their files. Oracle: the same call in one run, to the last bit."""
+
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from transformers import UMT5EncoderModel
+
+import diffusers.tpu.devices
+import tiny
+import tiny_stages
+from conftest import assert_same
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    UniPCMultistepScheduler,
+    WanTransformer3DModel,
+    WanVACETransformer3DModel,
+    tpu,
+)
+from diffusers.tpu import stages
+from diffusers.tpu.cli import main
+from diffusers.tpu.stages.file import METADATA
+from diffusers.tpu.stages.loading import components_of
+
+
+SEED = 3
+WEIGHTS = "*.safetensors"
+CALL = ["--prompt", "a red circle", "--height", "32", "--width", "48", "--num-frames", "5", "--guidance-scale", "4"]
+CALL += ["--max-sequence-length", "24", "--num-inference-steps", "3", "--seed", "3", "--dtype", "bfloat16"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A function from a builder's name to a directory with that pipeline, and its call."""
+    made = {}
+
+    def save(name: str):
+        if name not in made:
+            pipe, call = tiny_stages.BUILDERS[name]()
+            folder = tmp_path_factory.mktemp(name)
+            pipe.save_pretrained(folder)
+            made[name] = str(folder), call
+        return made[name]
+
+    return save
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path, one_thread):
+    """A host without a TPU and without settings; the working directory is empty."""
+    monkeypatch.setenv("DIFFUSERS_TPU", "auto")
+    monkeypatch.setattr(diffusers.tpu.devices, "_generation_on_this_host", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def one_run(folder: str, call: dict, dtype) -> np.ndarray:
+    pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe(**call, generator=torch.Generator().manual_seed(SEED), output_type="np").frames
+
+
+def three_runs(folder: str, call: dict, dtype, place: Path) -> np.ndarray:
+    """The frames of three stages, all that they hand on read back from files."""
+    tensors = {}
+    packed = {name: stages.pack(f"call.{name}", value, tensors) for name, value in call.items()}
+    settings = stages.Settings("text", folder, stages.fingerprint(folder), "any", None, SEED, packed)
+    pipe = stages.load(folder, "text", dtype)
+    stages.save(place / "text.safetensors", settings, {**tensors, **stages.run_text(pipe, call, SEED)})
+    settings, tensors = stages.read(place / "text.safetensors", "text")
+    call = {name: stages.unpack(value, tensors) for name, value in settings.call.items()}
+    latents = stages.run_denoise(stages.load(folder, "denoise", dtype), call, settings.seed, tensors)
+    stages.save(place / "latents.safetensors", settings.after("denoise"), {stages.LATENTS: latents})
+    _, tensors = stages.read(place / "latents.safetensors", "denoise")
+    assert tensors[stages.LATENTS].dtype == dtype
+    return stages.run_decode(stages.load(folder, "decode", dtype), tensors[stages.LATENTS])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", tiny_stages.BUILDERS)
+def test_three_stages_give_what_one_run_gives(bare, saved, name, dtype, monkeypatch):
+    folder, call = saved(name)
+    denoisers = set()
+    with monkeypatch.context() as patch:
+        for cls in (WanTransformer3DModel, WanVACETransformer3DModel):
+            patch.setattr(cls, "forward", _seen(cls.forward, denoisers))
+        frames = one_run(folder, call, dtype)
+    assert len(denoisers) == (2 if "experts" in name else 1) and frames.std() > 0.05
+    np.testing.assert_array_equal(three_runs(folder, call, dtype, bare), frames)
+
+
+def _seen(forward, denoisers: set):
+    def run(self, *args, **kwargs):
+        denoisers.add(id(self))
+        return forward(self, *args, **kwargs)
+
+    return functools.wraps(forward)(run)
+
+
+# Upstream's loop on device tensors and on host tensors, with a picture and two experts: the rest is slow.
+ON_CHIPS = {"text_to_video": torch.bfloat16, "image_to_video_two_experts": torch.float32}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ON_CHIPS else pytest.param(n, marks=pytest.mark.slow) for n in tiny_stages.BUILDERS]
+)
+def test_on_simulated_chips_too(chips, saved, tmp_path, name):
+    folder, call = saved(name)
+    call, dtype = {**call, "num_inference_steps": 2}, ON_CHIPS.get(name, torch.float32)
+    frames = one_run(folder, call, dtype)
+    assert tpu.is_active() and "_tpu" in vars(stages.load(folder, "decode", dtype))
+    np.testing.assert_array_equal(three_runs(folder, call, dtype, tmp_path), frames)
+
+
+def test_a_stage_needs_no_weights_of_another(bare, saved):
+    folder, call = saved("image_to_video")
+    frames = one_run(folder, call, torch.float32)
+    cls = type(stages.load(folder, "decode"))
+    for stage in stages.STAGES:
+        lean = bare / stage
+        shutil.copytree(folder, lean)
+        for file in lean.rglob(WEIGHTS):
+            if file.parent.name not in components_of(cls, stage):
+                file.unlink()
+    kept = stages.run_text(stages.load(str(bare / "text"), "text"), call, SEED)
+    latents = stages.run_denoise(stages.load(str(bare / "denoise"), "denoise"), call, SEED, kept)
+    np.testing.assert_array_equal(stages.run_decode(stages.load(str(bare / "decode"), "decode"), latents), frames)
+    assert "vae" not in components_of(type(tiny.wan()), "text")  # where no pixels are encoded
+
+
+# The command line
+
+
+def command(model: str, stage: str | None, *words: str) -> int:
+    names = {"text": [], "denoise": ["--input", "t.safetensors"], "decode": ["--input", "l.safetensors"]}
+    outputs = {None: "one.mp4", "text": "t.safetensors", "denoise": "l.safetensors", "decode": "three.mp4"}
+    given = CALL if stage in (None, "text") else names[stage]
+    stage_words = [] if stage is None else ["--stage", stage]
+    return main(["generate", model, *stage_words, "--output", outputs[stage], "--device", "upstream", *given, *words])
+
+
+@pytest.fixture(scope="module")
+def wan(saved) -> str:
+    return saved("text_to_video")[0]
+
+
+@pytest.fixture(scope="module")
+def finished(wan, tmp_path_factory) -> Path:
+    """A folder with the video of one run and the files of all stages."""
+    folder, before, threads = tmp_path_factory.mktemp("finished"), os.getcwd(), torch.get_num_threads()
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    try:
+        assert [command(wan, stage) for stage in (None, *stages.STAGES)] == [0, 0, 0, 0]
+    finally:
+        os.chdir(before)
+        torch.set_num_threads(threads)
+    return folder
+
+
+def test_three_commands_write_the_video_of_one(finished, capsys):
+    assert (finished / "one.mp4").read_bytes() == (finished / "three.mp4").read_bytes()
+    assert (finished / "one.png").read_bytes() == (finished / "three.png").read_bytes()
+    settings, tensors = stages.read(finished / "l.safetensors", "denoise")
+    assert (settings.seed, settings.dtype, settings.call["height"], list(settings.ran)) == (
+        3,
+        "bfloat16",
+        32,
+        ["text", "denoise"],
+    )
+    assert tensors["latents"].dtype == torch.bfloat16 and tensors["latents"].shape == (1, 16, 2, 4, 6)
+
+
+def test_a_flag_that_repeats_the_file_is_fine(bare, finished, wan):
+    shutil.copy(finished / "t.safetensors", bare)
+    assert command(wan, "denoise", "--height", "32", "--seed", "3", "--num-videos-per-prompt", "1") == 0
+    assert Path("l.safetensors").read_bytes() == (finished / "l.safetensors").read_bytes()
+
+
+def test_a_stage_that_ran_elsewhere_is_named(bare, finished, wan, capsys):
+    shutil.copy(finished / "t.safetensors", bare)
+    assert command(wan, "denoise") == 0
+    assert "last bits" not in capsys.readouterr().out
+    _rewritten(bare / "t.safetensors", ran={"text": "mesh dp 1, sp 8, tp 1"})
+    assert command(wan, "denoise") == 0
+    assert "stage text ran on mesh dp 1, sp 8, tp 1: the last bits may differ" in capsys.readouterr().out
+
+
+MIDDLE = {
+    "text": (UMT5EncoderModel, "forward", 2),
+    "denoise": (UniPCMultistepScheduler, "step", 2),
+    "decode": (AutoencoderKLWan, "decode", 1),
+}
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+@pytest.mark.parametrize("where", ["in the middle", "while writing"])
+def test_a_stage_cut_short_leaves_nothing_and_runs_again(bare, finished, wan, monkeypatch, stage, where):
+    for name in ("t.safetensors", "l.safetensors")[: stages.STAGES.index(stage)]:
+        shutil.copy(finished / name, bare)
+    before = {path.name: path.read_bytes() for path in bare.iterdir()}
+    with monkeypatch.context() as patch:
+        owner, name, number = MIDDLE[stage] if where == "in the middle" else (os, "replace", 1)
+        calls, original = [], getattr(owner, name)
+
+        def stops(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == number:
+                raise KeyboardInterrupt
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, functools.wraps(original)(stops))
+        assert command(wan, stage) == 130
+    assert {path.name: path.read_bytes() for path in bare.iterdir()} == before
+    assert command(wan, stage) == 0
+    written = {"text": "t.safetensors", "denoise": "l.safetensors", "decode": "three.mp4"}[stage]
+    assert Path(written).read_bytes() == (finished / written).read_bytes()
+
+
+KILLED = """
+import sys, time
+from diffusers import UniPCMultistepScheduler
+from diffusers.tpu.cli import main
+step = UniPCMultistepScheduler.step
+def slow(self, *args, **kwargs):
+    if self.step_index:
+        print("SECOND STEP", file=sys.stderr, flush=True)
+        time.sleep(60)
+    return step(self, *args, **kwargs)
+UniPCMultistepScheduler.step = slow
+sys.exit(main())
+"""
+
+
+def test_a_stage_that_is_killed_leaves_nothing_and_runs_again(root, bare, finished, wan):
+    shutil.copy(finished / "t.safetensors", bare)
+    words = ["generate", wan, "--stage", "denoise", "--input", "t.safetensors", "--output", "l.safetensors"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, *words, "--device", "upstream"],
+        env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+    )
+    seen, deadline = b"", time.monotonic() + 120
+    while b"SECOND STEP" not in seen and time.monotonic() < deadline:
+        seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(seen.decode())
+    process.kill()
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and os.listdir() == ["t.safetensors"]
+    assert command(wan, "denoise") == 0
+    assert Path("l.safetensors").read_bytes() == (finished / "l.safetensors").read_bytes()
+
+
+def _rewritten(path: Path, tensors=None, **changes):
+    """The file with other metadata."""
+    with safetensors.safe_open(path, "pt") as file:
+        settings = json.loads(file.metadata()[METADATA])
+    tensors = safetensors.torch.load_file(path) if tensors is None else tensors
+    safetensors.torch.save_file(tensors, path, {METADATA: json.dumps({**settings, **changes})})
+
+
+SPOILT = {
+    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-7]), "to be a whole file of the stage text"),
+    "cut off in its header": (lambda path: path.write_bytes(path.read_bytes()[:70]), "a whole file of the stage text"),
+    "no safetensors": (lambda path: path.write_text("a video"), "a whole file of the stage text"),
+    "not there": (lambda path: path.unlink(), "a whole file of the stage text"),
+    "safetensors of others": (
+        lambda path: safetensors.torch.save_file({"x": torch.ones(1)}, path),
+        "safetensors that no stage wrote",
+    ),
+    "another format": (lambda path: _rewritten(path, format=2), "of format 1, got 2; run the stage text again"),
+    "another package": (lambda path: _rewritten(path, package="0.41.0"), "got 0.41.0; run the stage text again"),
+    "another stage": (lambda path: _rewritten(path, stage="denoise"), "of stage text, got denoise"),
+    "another model": (lambda path: _rewritten(path, fingerprint="0"), "whose configuration is another"),
+    "more settings": (lambda path: _rewritten(path, colour="red"), "to hold"),
+    "another shape": (
+        lambda path: _rewritten(path, {"prompt_embeds": torch.ones(1, 3, 32, dtype=torch.bfloat16)}),
+        "it was changed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_spoilt_file_is_refused(bare, finished, wan, capsys, name):
+    spoil, expected = SPOILT[name]
+    shutil.copy(finished / "t.safetensors", bare)
+    spoil(bare / "t.safetensors")
+    Path("l.safetensors").write_text("what was there")
+    assert command(wan, "denoise") == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("diffusers-tpu: expected") and expected in error
+    assert Path("l.safetensors").read_text() == "what was there"
+
+
+BAD = {
+    "another height": ("denoise", ["--height", "48"], "expected --height as in t.safetensors, 32, got 48"),
+    "another height than the default": ("denoise", ["--num-videos-per-prompt", "2"], "1, got 2"),
+    "another seed": ("denoise", ["--seed", "4"], "expected --seed as in t.safetensors, 3, got 4"),
+    "another prompt": ("decode", ["--prompt", "a blue square"], "expected --prompt as in l.safetensors"),
+    "another dtype": ("decode", ["--dtype", "float32"], "expected --dtype as in l.safetensors, 'bfloat16'"),
+    "unknown argument": ("decode", ["--sharpness", "3"], "takes no --sharpness"),
+    "input of the first stage": ("text", ["--input", "t.safetensors"], "no --input of the stage text"),
+    "input of a whole run": (None, ["--input", "t.safetensors"], "expected --stage denoise or decode"),
+    "rate of a file without frames": ("denoise", ["--fps", "8"], "expected --fps at the stage decode"),
+    "input as output": ("denoise", ["--output", "t.safetensors"], "another file than --input"),
+    "suffix": ("denoise", ["--output", "l.mp4"], "to end in .safetensors"),
+    "size": ("text", ["--height", "33"], "divisible by 16"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_status_2(bare, finished, wan, capsys, name):
+    stage, words, expected = BAD[name]
+    words = [word for word in words]
+    for file in ("t.safetensors", "l.safetensors"):
+        shutil.copy(finished / file, bare)
+    before = {path.name: path.read_bytes() for path in bare.iterdir()}
+    given = [w for w in CALL] if stage in (None, "text") else []
+    for flag in words[::2]:
+        if flag in given:
+            del given[given.index(flag) : given.index(flag) + 2]
+    words += given + (["--stage", stage] if stage else [])
+    words += {"denoise": ["--input", "t.safetensors"], "decode": ["--input", "l.safetensors"]}.get(stage, [])
+    assert main(["generate", wan, "--device", "upstream", *words]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("diffusers-tpu: ") and expected in error
+    assert {path.name: path.read_bytes() for path in bare.iterdir() if path.is_file()} == before
+
+
+def test_a_stage_without_its_input_and_pipelines_without_stages(bare, wan, capsys):
+    assert main(["generate", wan, "--stage", "decode", "--device", "upstream"]) == 2
+    assert "the file that the stage denoise wrote" in capsys.readouterr().err
+    tiny.cogvideox().save_pretrained("cog")
+    assert main(["generate", "cog", "--stage", "text", "--prompt", "x", "--device", "upstream"]) == 2
+    assert "expected a pipeline that can run in stages" in capsys.readouterr().err
+
+
+def test_a_model_with_another_configuration(bare, finished, saved, capsys):
+    shutil.copy(finished / "t.safetensors", bare)
+    assert command(saved("two_experts")[0], "denoise") == 2
+    assert "whose configuration is another" in capsys.readouterr().err
+
+
+def test_the_picture_goes_with_the_file(bare, saved, capsys):
+    model = saved("first_frame_kept")[0]
+    tiny_stages.picture(1).save("a.png")
+    tiny_stages.picture(2).save("b.png")
+    assert command(model, None, "--image", "a.png") == 0
+    assert command(model, "text", "--image", "a.png") == 0
+    assert command(model, "denoise", "--image", "b.png") == 2
+    assert "expected --image as in t.safetensors, the picture" in capsys.readouterr().err
+    Path("a.png").rename("c.png")
+    assert command(model, "denoise", "--image", "c.png") == 0
+    assert command(model, "decode") == 0
+    assert Path("one.mp4").read_bytes() == Path("three.mp4").read_bytes()
+
+
+def test_arguments_go_through_a_file_unchanged(tmp_path):
+    values = {
+        "numbers": [1, 2.5, -0.1, None, True, "word"],
+        "tensor": torch.randn(2, 0, 3, dtype=torch.bfloat16),
+        "scalar": torch.tensor(3.5),
+        "array": np.arange(6, dtype=np.uint8).reshape(2, 3),
+        "pictures": [[tiny_stages.picture(1, (5, 3))], [tiny_stages.picture(2, (4, 2), "L")]],
+    }
+    tensors = {}
+    packed = json.loads(json.dumps(stages.pack("call", list(values.values()), tensors)))
+    again = stages.unpack(packed, safetensors.torch.load(safetensors.torch.save(tensors)))
+    numbers, tensor, scalar, array, pictures = again
+    assert numbers == values["numbers"]
+    assert_same(tensor, values["tensor"])
+    assert_same(scalar, values["scalar"])
+    np.testing.assert_array_equal(array, values["array"])
+    assert [[picture.mode for picture in row] for row in pictures] == [["RGB"], ["L"]]
+    assert pictures[0][0].tobytes() == values["pictures"][0][0].tobytes()
+    for value in (print, {"scale": 1.0}, tiny_stages.picture(1, mode="CMYK")):
+        with pytest.raises(TypeError, match="a stage file cannot hold it"):
+            stages.pack("call", value, {})
+
+
+def test_latents_of_another_vae(bare, wan):
+    pipe = stages.load(wan, "decode")
+    for latents in (torch.zeros(1, 16, 2, 4, 6, dtype=torch.bfloat16), torch.zeros(1, 48, 2, 4, 6)):
+        with pytest.raises(ValueError, match="expected latents of dtype and channels"):
+            stages.run_decode(pipe, latents)
