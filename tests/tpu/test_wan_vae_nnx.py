@@ -74,13 +74,13 @@ def assert_equal(ours, theirs, latents, video):
     "generation, mesh, batch, frames, height, width",
     [
         ("2.1", (1, 3, 1), 1, 1, 3, 5),  # an image; a width that three chips do not divide
-        ("2.1", (2, 4, 1), 2, 2, 3, 9),  # the batch over dp
-        ("2.1", (1, 8, 1), 1, 3, 2, 5),  # chips without a column of their own
+        ("2.1", (2, 4, 1), 2, 2, 1, 9),  # the batch over dp
+        ("2.1", (1, 8, 1), 1, 3, 3, 5),  # chips without a column of their own
         ("2.1", (1, 1, 1), 1, 5, 3, 2),
         ("2.2", (1, 1, 1), 2, 1, 3, 2),
         ("2.2", (1, 3, 1), 2, 2, 1, 5),
-        ("2.2", (2, 4, 1), 1, 3, 2, 7),  # all eight chips over the width
-        ("2.2", (1, 8, 1), 1, 5, 1, 9),
+        ("2.2", (2, 4, 1), 1, 3, 1, 7),  # all eight chips over the width
+        ("2.2", (1, 8, 1), 1, 5, 1, 3),
     ],
 )
 def test_equals_upstream(generation, mesh, batch, frames, height, width):
@@ -107,6 +107,9 @@ def test_slices_equal_upstream_and_are_one_program():
     for vae in (ours, theirs):
         vae.enable_slicing()
     latents, video = draw(theirs, 3, 1, 2, 2)
+    video = torch.cat(
+        [video, torch.randn(3, 3, 3, *video.shape[-2:])], 2
+    )  # frames after the last whole four are left out
     before = _program._cache_size()
     assert_equal(ours, theirs, latents, video)
     assert _program._cache_size() - before == 2  # one for decoding, one for encoding
@@ -114,13 +117,6 @@ def test_slices_equal_upstream_and_are_one_program():
     other.enable_slicing()
     ours.decode(last(latents)), ours.encode(last(video)), other.decode(last(latents))
     assert _program._cache_size() - before == 2
-
-
-def test_frames_beyond_the_last_four_are_left_out():
-    theirs = upstreams("2.2")
-    ours = FlaxAutoencoderKLWan.from_torch(theirs, mesh=(1, 1, 1))
-    video = torch.randn(1, 3, 4, 16, 32)
-    assert relative(ours.encode(last(video)).parameters, last(encoded(theirs, video))) < 1e-5
 
 
 def test_in_bfloat16_within_upstreams_error():
