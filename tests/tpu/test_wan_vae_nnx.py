@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +205,25 @@ def test_reads_upstreams_files(saved, tmp_path):
         assert np.array_equal(value, expected[name].astype(jnp.bfloat16))
 
 
+def test_reads_the_hubs_cache(saved, tmp_path):
+    theirs, folder = saved
+    theirs.save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
+    home = tmp_path / "hub" / "models--someone--wan"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("0123")
+    expected = weights_of(FlaxAutoencoderKLWan.from_torch(theirs))
+    for name in ("vae", "sharded"):
+        shutil.copytree(tmp_path / name, home / "snapshots" / "0123" / name)
+        found = weights_of(
+            FlaxAutoencoderKLWan.from_pretrained(
+                "someone/wan", subfolder=name, cache_dir=tmp_path / "hub", local_files_only=True
+            )
+        )
+        assert all(np.array_equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(TypeError, match="torch_dtype"):
+        FlaxAutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=torch.float32)
+
+
 def test_bad_files_are_named(saved, tmp_path):
     _, folder = saved
     path, config_file = tmp_path / "vae" / WEIGHTS, tmp_path / "vae" / "config.json"
@@ -258,11 +278,17 @@ def test_bad_settings_and_inputs_are_refused():
             run(np.zeros(shape, np.float32))
 
 
-def test_tiles_smaller_than_a_latent_are_refused():
-    vae = FlaxAutoencoderKLWan.abstract({**SMALL, **GENERATIONS["2.1"]}, mesh=(1, 1, 1))
-    vae.enable_tiling(32, 32, 24, 24)
-    with pytest.raises(ValueError, match=r"at least 8 pixels, got 40 x 29 in strides of \(24, 24\), which leaves 5"):
-        vae.encode(np.zeros((1, 1, 40, 29, 3), np.float32))
+def test_tiles_that_the_model_cannot_take_are_refused():
+    for generation, tiles, size, match in (
+        ("2.1", (32, 24), (40, 29), r"at least 8 pixels, got tiles of \[32, 32\] and \[16, 5\]"),
+        ("2.2", (64, 36), (96, 96), r"multiples of 16 pixels, got tiles of \[128, 128\] and \[24, 24\]"),
+    ):
+        vae = FlaxAutoencoderKLWan.abstract({**SMALL, **GENERATIONS[generation]}, mesh=(1, 1, 1))
+        with pytest.raises(ValueError, match="strides of .* at least, and of a tile at most"):
+            vae.enable_tiling(32, 32, 4, 40)
+        vae.enable_tiling(tiles[0], tiles[0], tiles[1], tiles[1])
+        with pytest.raises(ValueError, match=match):
+            vae.encode(np.zeros((1, 1, *size, 3), np.float32))
 
 
 def test_the_plan_does_not_import_flax():

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
@@ -39,6 +40,7 @@ Video = Float[Array, "B F H W 3"]
 Latents = Float[Array, "B f h w C"]
 
 DTYPES = ("float32", "bfloat16")
+HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 LOGVAR_RANGE = (-30.0, 20.0)  # upstream's
 
 
@@ -135,23 +137,29 @@ class FlaxAutoencoderKLWan(nnx.Module):
         path_or_id,
         subfolder: str | None = None,
         *,
+        dtype=jnp.float32,
+        mesh=None,
         variant: str | None = None,
-        hub: dict | None = None,
-        **settings,
+        **others,
     ) -> "FlaxAutoencoderKLWan":
         """The VAE of a directory or a hub's repository in diffusers layout, sharded files included.
 
         Args:
+            dtype, mesh, and of `others` matmul_precision: as for the class.
             variant: of the files' names, as upstream's.
-            hub: further arguments for the hub: revision, token, cache_dir, local_files_only, force_download.
-            settings: dtype, mesh, matmul_precision, as for the class.
+            others: for the hub, as upstream's: those of `HUB`.
 
         Raises:
             ValueError: a config of another model; weights that are missing, not known or of other shapes; a broken file.
             OSError: no such directory, repository or file.
+            TypeError: an argument that is not known.
         """
-        config, tensors = open_files(path_or_id, subfolder, variant, hub or {})
-        return load_weights(cls.abstract(config, **settings), tensors, str(path_or_id))
+        hub = {name: others.pop(name) for name in HUB if name in others}
+        if unknown := others.keys() - {"matmul_precision"}:
+            raise TypeError(f"expected of arguments dtype, mesh, matmul_precision, {', '.join(HUB)}, got {unknown}")
+        config, tensors = open_files(path_or_id, subfolder, variant, hub)
+        vae = cls.abstract(config, dtype=dtype, mesh=mesh, **others)
+        return load_weights(vae, tensors, str(path_or_id))
 
     @classmethod
     def from_torch(cls, vae: AutoencoderKLWan, **settings) -> "FlaxAutoencoderKLWan":
@@ -167,12 +175,25 @@ class FlaxAutoencoderKLWan(nnx.Module):
         tile_sample_stride_height: int | None = None,
         tile_sample_stride_width: int | None = None,
     ):
-        """Larger maps go in overlapping tiles, which the chips share; sizes and strides in pixels, None: as they are."""
+        """Larger maps go in overlapping tiles, which the chips share; sizes and strides in pixels, None: as they are.
+
+        Raises ValueError for a stride that is less than a latent or more than its tile.
+        """
+        height = tile_sample_min_height or self.tile_sample_min_height
+        width = tile_sample_min_width or self.tile_sample_min_width
+        strides = (
+            tile_sample_stride_height or self.tile_sample_stride_height,
+            tile_sample_stride_width or self.tile_sample_stride_width,
+        )
+        for size, stride in zip((height, width), strides):
+            if not self.spatial_compression_ratio <= stride <= size:
+                raise ValueError(
+                    f"expected strides of {self.spatial_compression_ratio} pixels at least, and of a tile at most, got"
+                    f" strides {strides} of tiles {(height, width)}"
+                )
         self.use_tiling = True
-        self.tile_sample_min_height = tile_sample_min_height or self.tile_sample_min_height
-        self.tile_sample_min_width = tile_sample_min_width or self.tile_sample_min_width
-        self.tile_sample_stride_height = tile_sample_stride_height or self.tile_sample_stride_height
-        self.tile_sample_stride_width = tile_sample_stride_width or self.tile_sample_stride_width
+        self.tile_sample_min_height, self.tile_sample_min_width = height, width
+        self.tile_sample_stride_height, self.tile_sample_stride_width = strides
 
     def disable_tiling(self):
         self.use_tiling = False
@@ -222,7 +243,8 @@ class FlaxAutoencoderKLWan(nnx.Module):
     def _run(self, entry: str, x) -> jax.Array:
         graphdef, state = nnx.split(self)
         parts = [x[n : n + 1] for n in range(len(x))] if self.use_slicing else [x]
-        parts = [jax.device_put(jnp.asarray(part, self.dtype), self._spread(part.shape)) for part in parts]
+        parts = [part if isinstance(part, jax.Array) else np.asarray(part) for part in parts]
+        parts = [jax.device_put(part.astype(self.dtype), self._spread(part.shape)) for part in parts]
         outs = [_program(graphdef, state, part, entry) for part in parts]
         return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
 
@@ -244,14 +266,20 @@ class FlaxAutoencoderKLWan(nnx.Module):
         patches = _to_patches(x, patch)
         tiling = encode_tiling(self, *patches.shape[2:4])
         if self.use_tiling and _exceeds((height, width), tiling):
-            rests = [(size - 1) % stride + 1 for size, stride in zip(patches.shape[2:4], tiling.strides)]
-            if min(rests) * patch < self.spatial_compression_ratio:
-                raise ValueError(
-                    f"expected tiles of at least {self.spatial_compression_ratio} pixels, got {height} x {width} in strides"
-                    f" of {tiling.strides}, which leaves {min(rests) * patch}: give other strides, enable_tiling(...)"
-                )
+            self._check_tiles(patches.shape[2:4], tiling, patch)
             return in_tiles(self._encode_map, patches, tiling, axis=3)
         return over_width(self._encode_map, patches, self.spatial_compression_ratio // patch, axis=3)
+
+    def _check_tiles(self, size: tuple[int, int], tiling, patch: int):
+        """The last tiles of a video are what its strides leave."""
+        ratio = self.spatial_compression_ratio // patch
+        rests = [(length - 1) % stride + 1 for length, stride in zip(size, tiling.strides)]
+        if min(rests) < ratio or (self.config.is_residual and any(n % ratio for n in (*rests, *tiling.sizes))):
+            multiples = "multiples of" if self.config.is_residual else "at least"
+            raise ValueError(
+                f"expected tiles of {multiples} {ratio * patch} pixels, got tiles of {[n * patch for n in tiling.sizes]} and"
+                f" {[n * patch for n in rests]}, which the strides leave: enable_tiling(...) takes others"
+            )
 
     def _decode_map(self, z: Latents) -> jax.Array:
         return scan_chunks(_step(self.decoder), self.post_quant_conv(z), 1, [])
