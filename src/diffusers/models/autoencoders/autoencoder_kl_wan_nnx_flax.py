@@ -10,8 +10,6 @@ normalised uses `config.latents_mean` and `config.latents_std`.
 """
 
 import functools
-import inspect
-import json
 from dataclasses import dataclass
 
 import jax
@@ -21,7 +19,6 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from ...configuration_utils import FrozenDict
 from ...tpu.attention import api
 from ...tpu.config import TPUConfig, parse_mesh, read_environment
 from ...tpu.devices import GENERATION_OF_DEVICE_KIND, find_target, jax_devices, keep_compiled_programs
@@ -33,7 +30,7 @@ from ...tpu.video.tiles import in_tiles
 from .autoencoder_kl_wan import AutoencoderKLWan
 from .autoencoder_kl_wan_flax import FRAMES, decode_tiling, encode_tiling
 from .autoencoder_kl_wan_nnx_layers_flax import Chunk, Conv, Decoder, Encoder
-from .autoencoder_kl_wan_nnx_weights_flax import load_weights, open_files, open_module
+from .autoencoder_kl_wan_nnx_weights_flax import load_weights, open_files, open_module, whole_config
 
 
 Video = Float[Array, "B F H W 3"]
@@ -71,13 +68,6 @@ class DiagonalGaussian:
         return self.mean + self.std * jax.random.normal(key, self.mean.shape, self.mean.dtype)
 
 
-class _Config(FrozenDict):
-    """Upstream's config, with a hash: it is part of what a module is compiled for."""
-
-    def __hash__(self):
-        return hash(json.dumps(self, sort_keys=True))
-
-
 class FlaxAutoencoderKLWan(nnx.Module):
     """Both generations of Wan's VAE: 2.1, and 2.2 with its residual blocks and patches.
 
@@ -104,7 +94,7 @@ class FlaxAutoencoderKLWan(nnx.Module):
         self.dtype = jnp.dtype(dtype)
         if self.dtype.name not in DTYPES:
             raise ValueError(f"expected a dtype among {', '.join(DTYPES)}, got {self.dtype.name}")
-        self.config = _whole(config)
+        self.config = whole_config(config)
         self.mesh = _mesh_of(mesh)
         self.matmul_precision = TPUConfig(matmul_precision=matmul_precision).matmul_precision
         self.spatial_compression_ratio = self.config.scale_factor_spatial
@@ -327,26 +317,6 @@ def _from_patches(x: jax.Array, patch: int) -> Video:
     batch, frames, height, width, channels = x.shape
     x = x.reshape(batch, frames, height, width, -1, patch, patch).transpose(0, 1, 2, 6, 3, 5, 4)
     return x.reshape(batch, frames, height * patch, width * patch, -1)
-
-
-def _whole(config: dict) -> _Config:
-    """The config with upstream's defaults for what it leaves out.
-
-    Raises ValueError for a key that upstream does not know, for the config of another class, and for `attn_scales`.
-    """
-    parameters = list(inspect.signature(AutoencoderKLWan.__init__).parameters.values())[1:]
-    known = {p.name: p.default for p in parameters}
-    name = config.get("_class_name", AutoencoderKLWan.__name__)
-    if name != AutoencoderKLWan.__name__:
-        raise ValueError(f"expected the config of an {AutoencoderKLWan.__name__}, got one of {name}")
-    given = {key: value for key, value in config.items() if not key.startswith("_")}
-    if unknown := sorted(given.keys() - known.keys()):
-        raise ValueError(f"expected a config of {', '.join(known)}, got also {', '.join(unknown)}")
-    if given.get("attn_scales"):
-        raise ValueError(
-            f"expected an empty attn_scales, got {given['attn_scales']}: upstream's encoder does not run with any either"
-        )
-    return _Config({**known, **given})
 
 
 def _mesh_of(mesh: Mesh | tuple[int, int, int] | None) -> Mesh:

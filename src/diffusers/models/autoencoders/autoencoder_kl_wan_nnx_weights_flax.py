@@ -1,5 +1,7 @@
-"""Weights of upstream's `AutoencoderKLWan`, from its files or from the module, into the NNX form, one tensor at a time."""
+"""Config and weights of upstream's `AutoencoderKLWan`, from its files or the module, for the NNX form; one tensor at a time."""
 
+import inspect
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ import torch
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
+from ...configuration_utils import FrozenDict
 from ...utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
 from ...utils.hub_utils import _add_variant, _get_checkpoint_shard_files, _get_model_file
 from .autoencoder_kl_wan import AutoencoderKLWan
@@ -17,6 +20,33 @@ from .autoencoder_kl_wan_nnx_layers_flax import torch_name
 
 
 SHOWN = 8  # names in a message
+
+
+class Config(FrozenDict):
+    """Upstream's config, with a hash: it is part of what a module is compiled for."""
+
+    def __hash__(self):
+        return hash(json.dumps(self, sort_keys=True))
+
+
+def whole_config(config: dict) -> Config:
+    """The config with upstream's defaults for what it leaves out.
+
+    Raises ValueError for a key that upstream does not know, for the config of another class, and for `attn_scales`.
+    """
+    parameters = list(inspect.signature(AutoencoderKLWan.__init__).parameters.values())[1:]
+    known = {p.name: p.default for p in parameters}
+    name = config.get("_class_name", AutoencoderKLWan.__name__)
+    if name != AutoencoderKLWan.__name__:
+        raise ValueError(f"expected the config of an {AutoencoderKLWan.__name__}, got one of {name}")
+    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise ValueError(f"expected a config of {', '.join(known)}, got also {', '.join(unknown)}")
+    if given.get("attn_scales"):
+        raise ValueError(
+            f"expected an empty attn_scales, got {given['attn_scales']}: upstream's encoder does not run with any either"
+        )
+    return Config({**known, **given})
 
 
 @dataclass(frozen=True)
