@@ -29,6 +29,7 @@ REQUIRES = [
     "torchax>=0.0.13,<0.0.14",
     "jax>=0.10.2,<0.11",
     f"jax[tpu]>=0.10.2,<0.11; {HAS_LIBTPU}",
+    "flax>=0.12,<0.13",
     "jaxtyping>=0.3",
     "transformers>=5.0,<6",
     "accelerate>=1.0",

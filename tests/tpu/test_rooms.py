@@ -22,6 +22,7 @@ ORDER = [
     "linear",
     "rotary",
     "scan",
+    "video",
     "bridge",
     "weights",
     "runner",

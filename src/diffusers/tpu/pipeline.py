@@ -40,6 +40,9 @@ PLANS = {
     "WanVACEPipeline": "..pipelines.wan.pipeline_wan_vace_flax",
     "WanAnimatePipeline": "..pipelines.wan.pipeline_wan_animate_flax",
 }
+FLAX = {  # upstream class: where its form in plain JAX is, under the name with Flax before it
+    "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_nnx_flax",
+}
 VAE_ENTRIES = ("encode", "decode")
 
 
@@ -76,6 +79,13 @@ def plan_of(cls: type, default):
         if base.__name__ in PLANS and base.__module__.startswith("diffusers."):
             return importlib.import_module(PLANS[base.__name__], __package__).PLAN
     return default
+
+
+def flax_class(name: str) -> type:
+    """The form in plain JAX of upstream's class of this name. Raises ValueError where there is none."""
+    if name not in FLAX:
+        raise ValueError(f"expected a class that has a form in plain JAX ({', '.join(FLAX)}), got {name}")
+    return getattr(importlib.import_module(FLAX[name], __package__), f"Flax{name}")
 
 
 def install(pipe, config: TPUConfig | None = None):

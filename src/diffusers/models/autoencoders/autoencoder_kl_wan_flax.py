@@ -2,7 +2,8 @@
 
 Upstream decodes frame by frame and encodes four by four, its convolutions' last frames in a list. Here that is one
 scanned step (`bridge.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns
-(`bridge.over_width`). With tiling on, equal tiles are one mapped program and chips share them.
+(`bridge.over_width`). With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch
+is `FlaxAutoencoderKLWan`, by name from here.
 
 Upstream's first chunk is one frame, which temporal resampling leaves alone. In a video it is here as long as the others,
 the frame its last: what is before it is zero wherever a layer looks back, as upstream's padding is.
@@ -145,72 +146,59 @@ def _encode_map(vae, x):
 
 def tiled_decode(vae, z, return_dict=True):
     """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
-    ratio, patch = vae.spatial_compression_ratio, vae.config.patch_size or 1
-    sample = _tiled(
-        functools.partial(_decode_map, vae),
-        z,
-        [size // ratio for size in (vae.tile_sample_min_height, vae.tile_sample_min_width)],
-        [size // ratio for size in (vae.tile_sample_stride_height, vae.tile_sample_stride_width)],
-        [size // patch for size in (vae.tile_sample_stride_height, vae.tile_sample_stride_width)],
-        [
-            vae.tile_sample_min_height // patch - vae.tile_sample_stride_height // patch,
-            vae.tile_sample_min_width // patch - vae.tile_sample_stride_width // patch,
-        ],
-        [size * ratio // patch for size in z.shape[-2:]],
+    from ...tpu.bridge import in_tiles
+
+    return _decoded(
+        vae, in_tiles(functools.partial(_decode_map, vae), z, decode_tiling(vae, *z.shape[-2:])), return_dict
     )
-    return _decoded(vae, sample, return_dict)
 
 
 def tiled_encode(vae, x):
     """As upstream's, of a patchified video."""
-    ratio = vae.spatial_compression_ratio // (vae.config.patch_size or 1)
-    strides = [size // ratio for size in (vae.tile_sample_stride_height, vae.tile_sample_stride_width)]
-    return _tiled(
-        functools.partial(_encode_map, vae),
-        x,
-        [vae.tile_sample_min_height, vae.tile_sample_min_width],
-        [vae.tile_sample_stride_height, vae.tile_sample_stride_width],
-        strides,
-        [
-            vae.tile_sample_min_height // ratio - strides[0],
-            vae.tile_sample_min_width // ratio - strides[1],
-        ],
-        [size // ratio for size in x.shape[-2:]],
+    from ...tpu.bridge import in_tiles
+
+    return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
+
+
+def decode_tiling(vae, height, width):
+    """Upstream's tiles for latents of this size, before pixels leave their patches; the same for every form of this VAE."""
+    from ...tpu.video.tiles import Tiling
+
+    ratio, patch, (sizes, strides) = vae.spatial_compression_ratio, vae.config.patch_size or 1, _tile_sizes(vae)
+    return Tiling(
+        sizes=tuple(size // ratio for size in sizes),
+        strides=tuple(stride // ratio for stride in strides),
+        kept=tuple(stride // patch for stride in strides),
+        overlaps=tuple(size // patch - stride // patch for size, stride in zip(sizes, strides)),
+        whole=(height * ratio // patch, width * ratio // patch),
     )
 
 
-def _tiled(function, x, sizes, strides, strides_out, overlaps, whole):
-    """`function` of tiles of x [B, C, T, H, W], `sizes` each every `strides`; of each result `strides_out`, blended over `overlaps`."""
-    from ...tpu.bridge import over_tiles
+def encode_tiling(vae, height, width):
+    """Upstream's tiles for a video of this size in patches."""
+    from ...tpu.video.tiles import Tiling
 
-    starts = [range(0, size, stride) for size, stride in zip(x.shape[-2:], strides)]
-    tiles = {
-        (top, left): x[..., top : top + sizes[0], left : left + sizes[1]] for top in starts[0] for left in starts[1]
-    }
-    for shape in dict.fromkeys(tile.shape for tile in tiles.values()):
-        alike = [place for place, tile in tiles.items() if tile.shape == shape]
-        tiles.update(zip(alike, over_tiles(function, torch.stack([tiles[place] for place in alike])).unbind()))
-    rows = []
-    for top in starts[0]:
-        for left in starts[1]:
-            if top:
-                tiles[top, left] = _blended(tiles[top - strides[0], left], tiles[top, left], overlaps[0], -2)
-            if left:
-                tiles[top, left] = _blended(tiles[top, left - strides[1]], tiles[top, left], overlaps[1], -1)
-        rows.append(torch.cat([tiles[top, left][..., : strides_out[0], : strides_out[1]] for left in starts[1]], -1))
-    return torch.cat(rows, -2)[..., : whole[0], : whole[1]]
+    ratio, (sizes, strides) = vae.spatial_compression_ratio // (vae.config.patch_size or 1), _tile_sizes(vae)
+    return Tiling(
+        sizes=sizes,
+        strides=strides,
+        kept=tuple(stride // ratio for stride in strides),
+        overlaps=tuple(size // ratio - stride // ratio for size, stride in zip(sizes, strides)),
+        whole=(height // ratio, width // ratio),
+    )
 
 
-def _blended(before, tile, overlap, axis):
-    """The tile, its first `overlap` rows or columns faded in from the last ones of the tile before it."""
-    overlap = min(before.shape[axis], tile.shape[axis], overlap)
-    if overlap <= 0:
-        return tile
-    weight = (torch.arange(overlap, dtype=torch.float32) / overlap).to(tile.device)
-    weight = weight.reshape(-1, *(1,) * (-1 - axis))
-    old = before.narrow(axis, before.shape[axis] - overlap, overlap)
-    new, rest = tile.split([overlap, tile.shape[axis] - overlap], axis)
-    return torch.cat([(old * (1 - weight) + new * weight).to(tile.dtype), rest], axis)
+def _tile_sizes(vae):
+    sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
+    return sizes, (vae.tile_sample_stride_height, vae.tile_sample_stride_width)
+
+
+def __getattr__(name):
+    if name == "FlaxAutoencoderKLWan":  # imports flax, which the plan does not need
+        from .autoencoder_kl_wan_nnx_flax import FlaxAutoencoderKLWan
+
+        return FlaxAutoencoderKLWan
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 PLAN = ModelPlan(

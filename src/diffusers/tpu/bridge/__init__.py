@@ -5,7 +5,6 @@ import torch
 
 
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
-from .chunks import scan_chunks
 from .deferred import Deferred
 from .environment import (
     DEVICE,
@@ -21,7 +20,7 @@ from .environment import (
     quiet_integers,
 )
 from .function import INPUT, PureFunction, tracing
-from .slabs import over_tiles, over_width
+from .video import in_tiles, over_width, scan_chunks
 
 
 __all__ = [
@@ -36,10 +35,10 @@ __all__ = [
     "dispatched_attention",
     "environment",
     "from_numpy",
+    "in_tiles",
     "normed_and_rotated",
     "numpy_dtype",
     "on_device",
-    "over_tiles",
     "over_width",
     "quiet_integers",
     "scan_chunks",

@@ -10,7 +10,8 @@ from torchax.tensor import Tensor
 
 from ..attention.api import attention, current
 from ..linear import linear as fast_linear
-from .slabs import slabs
+from ..video.convolution import by_columns
+from ..video.slabs import slabs
 
 
 def register(env):
@@ -245,57 +246,11 @@ def _by_patches(x, w, b):
 
 
 def _by_columns(x, w, b, widths):
-    """A convolution [N, C, (T,) H, W] in float32 as one over the other axes with the columns, padded, for its batch.
-
-    Each tap along the width gives features of its own, which are then summed one column apart. A convolution of one map
-    in its usual form the TPU compiler takes apart into pieces of the width, at many times the cost in both times.
-    """
+    """A convolution [N, C, (T,) H, W] of stride 1 in float32 as `by_columns` computes it."""
     if x.ndim == 4:  # many maps, none of which sees another: as if they were one's frames
         out = _by_columns(x.swapaxes(0, 1)[None], w[:, :, None], b, [(0, 0), *widths])
         return out[0].swapaxes(0, 1)
-    if x.dtype == w.dtype == jnp.float32 and current().platform == "tpu":
-        x, w = _as_bfloat16_products(x, w, PRODUCTS[jax.config.jax_default_matmul_precision])
-    features, channels, *spatial, taps = w.shape
-    w = w.transpose(2, 3, 1, 4, 0).reshape(*spatial, channels, taps * features)
-
-    def one(x):
-        y = jax.lax.conv_general_dilated(
-            x.transpose(3, 1, 2, 0),
-            w,
-            window_strides=(1, 1),
-            padding=widths,
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            preferred_element_type=jnp.float32,
-        )
-        columns = y.shape[0] - taps + 1
-        y = sum(y[tap : tap + columns, ..., tap * features : (tap + 1) * features] for tap in range(taps))
-        return (y if b is None else y + b).transpose(3, 1, 2, 0)
-
-    return jnp.stack([one(video) for video in x])
-
-
-# A float32 is the sum of three bfloat16 numbers; which of their products make up one of float32, by precision.
-PRODUCTS = {
-    "default": ((0, 0),),
-    "high": ((0, 0), (1, 0), (0, 1)),
-    "highest": ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2)),
-}
-
-
-def _as_bfloat16_products(x, w, products):
-    """x [N, C, ...] and w [O, C, ...] in bfloat16 with more channels, whose convolution is that of the float32 ones.
-
-    What the compiler does with a float32 convolution, but as one convolution: with channels for one matrix unit to take.
-    """
-
-    def terms(a):
-        for _ in range(3):
-            term = jax.lax.reduce_precision(a, exponent_bits=8, mantissa_bits=7)  # which no optimisation leaves out
-            yield term.astype(jnp.bfloat16)
-            a = a - term
-
-    xs, ws = list(terms(x)), list(terms(w))
-    return jnp.concatenate([xs[i] for i, _ in products], 1), jnp.concatenate([ws[j] for _, j in products], 1)
+    return by_columns(x.transpose(0, 4, 2, 3, 1), w.transpose(2, 3, 4, 1, 0), b, widths).transpose(0, 4, 2, 3, 1)
 
 
 def _in_float32(jax_function):

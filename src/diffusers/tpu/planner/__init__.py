@@ -99,7 +99,7 @@ def remembered(
 def _key(function: str, request: dict) -> str:
     """Changes with the question, with our code, with the packages and with a local model's configuration."""
     digest = hashlib.sha256(json.dumps([function, request], sort_keys=True).encode())
-    for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers"):
+    for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "flax"):
         try:
             digest.update(f"{name} {importlib.metadata.version(name)}".encode())
         except importlib.metadata.PackageNotFoundError:

@@ -278,7 +278,7 @@ class _Planner:
         """The plan as `plan --json` prints it."""
         topology, steps = self.topology, self.recording.steps
         denoise = [p for p in parts if p.stage == "denoise"]
-        known = all(p.timed is not None for p in denoise)
+        known = bool(denoise) and all(p.timed is not None for p in denoise)
         per_step = {
             kind: sum(p.runs * p.timed.seconds[kind] for p in denoise) / steps if known else None
             for kind in (*timing.KINDS, "total")

@@ -1,9 +1,9 @@
 """A map split over its width: each chip computes one slab of it, and asks its neighbours for what an operator reads beyond.
 
-`over_width` runs a function of traced tensors whose last axis is the width, one slab a chip. Inside, the operators that look
-sideways know of it: padding along the width brings the neighbours' columns (zeros at the map's own two edges), attention
-sees the whole map's keys. Everything else must not mix columns. A width that the chips do not divide is filled up on the
-right; what lies there never reaches a column of the map. On one chip, and in `over_tiles`, the map is one slab.
+`over_width` runs a function of maps, one slab a chip. Inside, what looks sideways asks `slabs()`: padding along the width
+brings the neighbours' columns (zeros at the map's own two edges), attention sees the whole map's keys. Everything else must
+not mix columns. A width that the chips do not divide is filled up on the right; what lies there never reaches a column of
+the map. On one chip, and in `over_tiles`, the map is one slab. `axis` is the width's, the height lies before it.
 """
 
 import contextlib
@@ -16,10 +16,8 @@ from fractions import Fraction
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from torchax.tensor import Tensor
 
 from ..attention import api
 
@@ -52,12 +50,13 @@ class Slabs:
         """The last slabs hold columns that are not the map's."""
         return self.width < self.count * self.local
 
-    def with_neighbours(self, x: jax.Array, left: int, right: int) -> jax.Array:
-        """A slab [..., W] with `left` and `right` columns of its neighbours, zeros beyond the map.
+    def with_neighbours(self, x: jax.Array, left: int, right: int, axis: int = -1) -> jax.Array:
+        """A slab with `left` and `right` columns of its neighbours, zeros beyond the map.
 
         Raises NotImplementedError where a neighbour has fewer.
         """
-        local = x.shape[-1]
+        axis %= x.ndim
+        local = x.shape[axis]
         if not left and not right:
             return x
         if max(left, right) > local:
@@ -65,15 +64,18 @@ class Slabs:
                 f"expected slabs of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
             )
         if self.count == 1:
-            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(left, right)])
+            return jnp.pad(x, [(left, right) if a == axis else (0, 0) for a in range(x.ndim)])
         if self.filled:
-            x = jnp.where(lax.axis_index(self.axes) * local + jnp.arange(local) < self.columns(local), x, 0)
+            column = jnp.arange(local).reshape(-1, *(1,) * (x.ndim - 1 - axis))
+            x = jnp.where(lax.axis_index(self.axes) * local + column < self.columns(local), x, 0)
         parts = [x]
         if left:
-            parts.insert(0, lax.ppermute(x[..., -left:], self.axes, [(i, i + 1) for i in range(self.count - 1)]))
+            edge = lax.slice_in_dim(x, local - left, local, axis=axis)
+            parts.insert(0, lax.ppermute(edge, self.axes, [(i, i + 1) for i in range(self.count - 1)]))
         if right:
-            parts.append(lax.ppermute(x[..., :right], self.axes, [(i + 1, i) for i in range(self.count - 1)]))
-        return jnp.concatenate(parts, -1)
+            edge = lax.slice_in_dim(x, 0, right, axis=axis)
+            parts.append(lax.ppermute(edge, self.axes, [(i + 1, i) for i in range(self.count - 1)]))
+        return jnp.concatenate(parts, axis)
 
     def everyones(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray | None]:
         """Keys and values of all positions of the map, chip after chip, and which keys are its own (None: all)."""
@@ -107,47 +109,48 @@ def _computing(slabs: Slabs):
         _slabs.reset(token)
 
 
-def over_width(function: Callable, x: torch.Tensor, multiple: int = 1) -> torch.Tensor:
-    """`function(x)` of a traced map [B, ..., H, W], one slab of the width a chip; a batch that `dp` divides lies over it.
+def over_width(function: Callable, x: jax.Array, multiple: int = 1, axis: int = -1) -> jax.Array:
+    """`function(x)` of a traced map [B, ...], one slab of the width a chip; a batch that `dp` divides lies over it.
 
     Args:
-        function: gives a map [B, ..., H f, W f] of any f, by operators that know of slabs or do not mix columns.
+        function: gives a map with f times the columns, for any f, by what knows of slabs or does not mix columns.
         multiple: of columns, that a slab must have: how often the function halves the width.
     """
-    mesh, array, env = api.current().mesh, x.jax(), x._env
+    mesh, axis = api.current().mesh, axis % x.ndim
     sizes = dict(mesh.shape) if mesh is not None else {}
-    (batch, *_, height, width), dp = array.shape, sizes.get("dp", 1)
+    batch, height, width, dp = x.shape[0], x.shape[axis - 1], x.shape[axis], sizes.get("dp", 1)
     on_dp = "dp" if batch > 1 and dp > 1 and batch % dp == 0 else None
-    axes = tuple(axis for axis, size in sizes.items() if axis != on_dp and size > 1)
-    count = math.prod(sizes[axis] for axis in axes)
+    axes = tuple(name for name, size in sizes.items() if name != on_dp and size > 1)
+    count = math.prod(sizes[name] for name in axes)
     local = -(-width // (count * multiple)) * multiple if count > 1 else width
     split = Slabs(axes, count, height, width, local)
 
     def one_slab(slab):
         with _computing(split):
-            return function(Tensor(slab, env)).jax()
+            return function(slab)
 
     if mesh is None or mesh.size == 1:
-        return Tensor(one_slab(array), env)
-    spec = P(on_dp, *(None,) * (array.ndim - 2), axes)
+        return one_slab(x)
+    spec = P(on_dp, *(axes if a == axis else None for a in range(1, x.ndim)))
     if split.filled:
-        array = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, count * local - width)])
-    out = jax.shard_map(one_slab, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(array)
-    return Tensor(out[..., : split.columns(out.shape[-1] // count)] if split.filled else out, env)
+        x = jnp.pad(x, [(0, count * local - width) if a == axis else (0, 0) for a in range(x.ndim)])
+    out = jax.shard_map(one_slab, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    columns = split.columns(out.shape[axis] // count)
+    return lax.slice_in_dim(out, 0, columns, axis=axis) if split.filled else out
 
 
-def over_tiles(function: Callable, x: torch.Tensor) -> torch.Tensor:
-    """`function` of each of the traced tiles x [N, ..., H, W], one after another on a chip; chips share the tiles."""
-    mesh, array, env = api.current().mesh, x.jax(), x._env
-    height, width = array.shape[-2:]
+def over_tiles(function: Callable, x: jax.Array, axis: int = -1) -> jax.Array:
+    """`function` of each of the traced tiles x [N, ...], one after another on a chip; chips share the tiles."""
+    mesh, axis = api.current().mesh, axis % x.ndim
+    height, width = x.shape[axis - 1], x.shape[axis]
     chips = 1 if mesh is None else mesh.size
-    filled = jnp.concatenate((array, jnp.broadcast_to(array[-1:], (-len(array) % chips, *array.shape[1:]))))
+    filled = jnp.concatenate((x, jnp.broadcast_to(x[-1:], (-len(x) % chips, *x.shape[1:]))))
 
     def some_tiles(tiles):
         with _computing(Slabs((), 1, height, width, width)):
-            return lax.map(lambda tile: function(Tensor(tile, env)).jax(), tiles)
+            return lax.map(function, tiles)
 
     if chips > 1:
         spec = P(mesh.axis_names)
         some_tiles = jax.shard_map(some_tiles, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return Tensor(some_tiles(filled)[: len(array)], env)
+    return some_tiles(filled)[: len(x)]

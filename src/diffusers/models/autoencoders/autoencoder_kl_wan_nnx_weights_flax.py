@@ -1,0 +1,156 @@
+"""Config and weights of upstream's `AutoencoderKLWan`, from its files or the module, for the NNX form; one tensor at a time."""
+
+import inspect
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import torch
+from flax import nnx
+from safetensors import SafetensorError, safe_open
+
+from ...configuration_utils import FrozenDict
+from ...utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from ...utils.hub_utils import _add_variant, _get_checkpoint_shard_files, _get_model_file
+from .autoencoder_kl_wan import AutoencoderKLWan
+from .autoencoder_kl_wan_nnx_layers_flax import torch_name
+
+
+SHOWN = 8  # names in a message
+
+
+class Config(FrozenDict):
+    """Upstream's config, with a hash: it is part of what a module is compiled for."""
+
+    def __hash__(self):
+        return hash(json.dumps(self, sort_keys=True))
+
+
+def whole_config(config: dict) -> Config:
+    """The config with upstream's defaults for what it leaves out.
+
+    Raises ValueError for a key that upstream does not know, for the config of another class, and for `attn_scales`.
+    """
+    parameters = list(inspect.signature(AutoencoderKLWan.__init__).parameters.values())[1:]
+    known = {p.name: p.default for p in parameters}
+    name = config.get("_class_name", AutoencoderKLWan.__name__)
+    if name != AutoencoderKLWan.__name__:
+        raise ValueError(f"expected the config of an {AutoencoderKLWan.__name__}, got one of {name}")
+    given = {key: value for key, value in config.items() if not key.startswith("_")}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise ValueError(f"expected a config of {', '.join(known)}, got also {', '.join(unknown)}")
+    if given.get("attn_scales"):
+        raise ValueError(
+            f"expected an empty attn_scales, got {given['attn_scales']}: upstream's encoder does not run with any either"
+        )
+    return Config({**known, **given})
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor that has not been read: its shape, and what reads it."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+
+
+def open_module(vae: torch.nn.Module) -> dict[str, Tensor]:
+    """The tensors of upstream's module by name."""
+    return {name: Tensor(tuple(t.shape), lambda t=t: t) for name, t in vae.state_dict().items()}
+
+
+def open_files(path, subfolder: str | None, variant: str | None, hub: dict) -> tuple[dict, dict[str, Tensor]]:
+    """(config, tensors by name) of a directory or of a hub's repository.
+
+    Raises:
+        ValueError: a file that is no safetensors file.
+        OSError: a directory, repository or file that is not there.
+    """
+    path = str(path)
+    if os.path.isdir(path):
+        folder = os.path.join(path, subfolder or "")
+        if not os.path.isdir(folder):
+            raise OSError(f"expected a folder {subfolder} in {path}, got {sorted(os.listdir(path))}")
+        path, subfolder = folder, None
+    config = AutoencoderKLWan.load_config(path, subfolder=subfolder, **hub)
+    tensors = {}
+    for file in _files(path, subfolder, variant, hub):
+        try:
+            opened = safe_open(file, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(
+                f"expected {file} to be a safetensors file, got one that cannot be read ({error}): fetch it again"
+            ) from error
+        for name in opened.keys():
+            shape = tuple(opened.get_slice(name).get_shape())
+            tensors[name] = Tensor(shape, lambda name=name, opened=opened: opened.get_tensor(name))
+    return config, tensors
+
+
+def _files(path: str, subfolder: str | None, variant: str | None, hub: dict) -> list[str]:
+    """The one file of weights, or those that an index names."""
+    try:
+        name = _add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
+        index = _get_model_file(path, weights_name=name, subfolder=subfolder, **hub)
+    except OSError:
+        name = _add_variant(SAFETENSORS_WEIGHTS_NAME, variant)
+        return [_get_model_file(path, weights_name=name, subfolder=subfolder, **hub)]
+    hub = {key: value for key, value in hub.items() if key != "force_download"}
+    return _get_checkpoint_shard_files(path, index, subfolder=subfolder or "", **hub)[0]
+
+
+def load_weights(vae: nnx.Module, tensors: dict[str, Tensor], source: str) -> nnx.Module:
+    """The abstract module with these weights, each where its shape says that it lies.
+
+    Raises ValueError for names that are missing or not known, and for shapes that differ, before anything is read.
+    """
+    state = nnx.state(vae)
+    wanted = {torch_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    problems = [
+        f"{what}: {_listed(names)}"
+        for what, names in (
+            ("missing", sorted(wanted.keys() - tensors.keys())),
+            ("not known", sorted(tensors.keys() - wanted.keys())),
+            ("of another shape", [_misfit(n, wanted[n], tensors[n]) for n in sorted(wanted.keys() & tensors.keys())]),
+        )
+        if any(names)
+    ]
+    if problems:
+        raise ValueError(
+            f"expected the {len(wanted)} weights that the config asks for in {source}, got {'; '.join(problems)}."
+            " Are config and weights of one model?"
+        )
+    flat = [(path, wanted[torch_name(path)], tensors[torch_name(path)]) for path, _ in nnx.to_flat_state(state)]
+    nnx.update(
+        vae, nnx.from_flat_state([(path, nnx.Param(_placed(aval, tensor.read()))) for path, aval, tensor in flat])
+    )
+    return vae
+
+
+def _listed(names: list) -> str:
+    names = [name for name in names if name]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
+def _misfit(name: str, wanted: jax.ShapeDtypeStruct, tensor: Tensor) -> str | None:
+    """In words, where a tensor does not have the shape, in torch's order, of what it is to become."""
+    shape = wanted.shape
+    if len(shape) == 5:  # a convolution of maps has no time
+        time, height, width, channels, features = shape
+        fits = [(features, channels, time, height, width)] + [(features, channels, height, width)] * (time == 1)
+    else:
+        fits = [(*shape, *(1,) * axes) for axes in (range(2, 4) if name.endswith("gamma") else [0])]
+    return None if tensor.shape in fits else f"{name} {list(tensor.shape)} instead of {list(fits[-1])}"
+
+
+def _placed(wanted: jax.ShapeDtypeStruct, tensor: torch.Tensor) -> jax.Array:
+    """A tensor in its new layout and dtype: kernels [O, I, (T,) H, W] as [T, H, W, I, O], others without axes of one."""
+    tensor = tensor.detach().cpu().float()
+    if len(wanted.shape) == 5:
+        tensor = tensor.movedim((0, 1), (-1, -2))
+    values = tensor.numpy().reshape(wanted.shape).astype(wanted.dtype)
+    return jax.device_put(np.ascontiguousarray(values), wanted.sharding)

@@ -1,0 +1,67 @@
+"""Decoding by a VAE in plain JAX, compiled, in the compiler's process: `answer` is what `bench vae --variant nnx` runs in a child."""
+
+import importlib.metadata
+import math
+from collections.abc import Callable
+
+import diffusers
+
+from ..aot import BadRequest, Compiler
+from ..attention.api import assuming
+from ..devices import find_topology
+from ..mesh import make_mesh, plan_degrees
+from ..pipeline import PipelinePlan, flax_class, plan_of
+from . import timing
+from .building import configuration_of
+from .worker import GIB, versions
+
+
+SIZES = ("height", "width", "num_frames")
+
+
+def answer(request: dict, progress: Callable) -> dict:
+    """Seconds, memory and compilation of one video's decoding, on the mesh that its pipeline would choose.
+
+    Args:
+        request: `topology`, `model`, `dtype`; `height`, `width` and `num_frames` of the video.
+
+    Raises BadRequest for what cannot be planned.
+    """
+    topology, height, width, frames = find_topology(request["topology"]), *(request[n] for n in SIZES)
+    try:
+        configuration = configuration_of(request["model"])
+        name, config = configuration.components["vae"]
+        cls = flax_class(name.rpartition(".")[2])
+    except (ValueError, KeyError) as error:
+        raise BadRequest(f"expected a model with a VAE in plain JAX: {error}") from error
+    plan = plan_of(getattr(diffusers, configuration.pipeline), PipelinePlan())
+    compiler = Compiler(topology)
+    mesh = make_mesh(compiler.devices, plan_degrees(topology.devices, None, plan.guided_by_pairs))
+    vae = cls.abstract(config, dtype=request["dtype"], mesh=mesh)
+    ratio, ratio_in_time = vae.config.scale_factor_spatial, vae.config.scale_factor_temporal
+    if height % ratio or width % ratio or (frames - 1) % ratio_in_time:
+        raise BadRequest(
+            f"expected a height and width of multiples of {ratio} and {ratio_in_time}k+1 frames, got {request}"
+        )
+    shape = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.config.z_dim)
+    progress(f"compiling {cls.__name__}.decode for {topology.name}")
+    with assuming("bound"):
+        lowered = vae.lower("decode", shape)
+    compiled = compiler.compile(lowered)
+    timed = timing.time_program(compiled, topology.chip, [(*d.coords, d.core_on_chip) for d in mesh.devices.flat])
+    held = compiled.memory
+    weights = held["arguments"] - math.prod(shape) * vae.dtype.itemsize
+    activations = held["arguments"] - weights + held["temporaries"] + held["outputs"] - held["aliased"]
+    return {
+        "how": "compiled",
+        "seconds": timed.seconds["total"],
+        "seconds_by_kind": timed.seconds,
+        "hbm_gib": {
+            "weights": weights / GIB,
+            "activations": activations / GIB,
+            "program": held["program"] / GIB,
+            "peak": compiled.peak_bytes / GIB,
+        },
+        "compile_seconds": compiled.seconds,
+        "versions": {**versions(), "flax": importlib.metadata.version("flax")},
+    }

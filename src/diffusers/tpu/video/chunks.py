@@ -1,0 +1,49 @@
+"""A causal model's loop over chunks of frames as one scan; its layers' last frames are what is handed on."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -> jax.Array:
+    """`step` of each chunk of `size` frames of a traced x, one after another, its outputs joined in time.
+
+    The first chunk is the first frame with frames of zeros before it, so that it is computed by the same program: of its
+    output the last frame is kept. Nothing in the zeros' places may reach that frame, or what is handed on: that is the
+    step's duty. One frame in all is no chunk: its number is None, and its cache is thrown away.
+
+    Args:
+        step: (chunk, cache, number of the chunk, a traced scalar) -> (output, cache for the next chunk). The first chunk
+            gets the cache that the others get, filled with zeros.
+        size: divides the number of frames less one.
+        empty: the cache of a step that has no other before it.
+        axis: of time.
+
+    Raises ValueError for a number of frames that does not fit.
+    """
+    frames = x.shape[axis]
+    if (frames - 1) % size:
+        raise ValueError(f"expected one frame and a multiple of {size} more, got {frames} frames")
+    if frames == 1:
+        return step(x, empty, None)[0]
+    x = jnp.pad(x, [(size - 1, 0) if a == axis else (0, 0) for a in range(x.ndim)])
+    chunks = jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+    def one(cache, numbered):
+        number, chunk = numbered
+        out, cache = step(chunk, cache, number)
+        return cache, out
+
+    numbered = jnp.arange(len(chunks)), chunks
+    first = jax.tree.map(lambda a: a[0], numbered)
+    cache, found = None, empty
+    while found != cache:
+        cache = found
+        found, _ = jax.eval_shape(one, cache, first)
+    _, outs = lax.scan(one, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache), numbered)
+    outs = jnp.moveaxis(outs, 0, axis)
+    dropped = outs.shape[axis + 1] - 1
+    outs = outs.reshape(*outs.shape[:axis], -1, *outs.shape[axis + 2 :])
+    return lax.slice_in_dim(outs, dropped, outs.shape[axis], axis=axis)

@@ -1,0 +1,73 @@
+"""A map in overlapping tiles, each computed by itself and faded into the next: what upstream's `enable_tiling` does."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .slabs import over_tiles
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a map is cut and put together; heights and widths.
+
+    Attributes:
+        sizes, strides: of the tiles of the map.
+        kept: of what becomes of a tile, this much is put beside the next.
+        overlaps: of what becomes of tiles, over which one fades into the next.
+        whole: of the result.
+    """
+
+    sizes: tuple[int, int]
+    strides: tuple[int, int]
+    kept: tuple[int, int]
+    overlaps: tuple[int, int]
+    whole: tuple[int, int]
+
+
+def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -> jax.Array:
+    """`function` of tiles of a traced x, put together. `axis` is the width's, the height lies before it."""
+    across = axis % x.ndim
+    axes = across - 1, across
+    starts = [range(0, x.shape[a], stride) for a, stride in zip(axes, tiling.strides)]
+    tiles = {
+        (top, left): _part(_part(x, top, tiling.sizes[0], axes[0]), left, tiling.sizes[1], axes[1])
+        for top in starts[0]
+        for left in starts[1]
+    }
+    for shape in dict.fromkeys(tile.shape for tile in tiles.values()):
+        alike = [place for place, tile in tiles.items() if tile.shape == shape]
+        tiles.update(zip(alike, over_tiles(function, jnp.stack([tiles[place] for place in alike]), across + 1)))
+    rows = []
+    for top in starts[0]:
+        for left in starts[1]:
+            if top:
+                before = tiles[top - tiling.strides[0], left]
+                tiles[top, left] = _faded(before, tiles[top, left], tiling.overlaps[0], axes[0])
+            if left:
+                before = tiles[top, left - tiling.strides[1]]
+                tiles[top, left] = _faded(before, tiles[top, left], tiling.overlaps[1], axes[1])
+        kept = [
+            _part(_part(tiles[top, left], 0, tiling.kept[0], axes[0]), 0, tiling.kept[1], axes[1])
+            for left in starts[1]
+        ]
+        rows.append(jnp.concatenate(kept, axes[1]))
+    return _part(_part(jnp.concatenate(rows, axes[0]), 0, tiling.whole[0], axes[0]), 0, tiling.whole[1], axes[1])
+
+
+def _part(x: jax.Array, start: int, size: int, axis: int) -> jax.Array:
+    return lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
+
+
+def _faded(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.Array:
+    """The tile, its first `overlap` rows or columns faded in from the last ones of the tile before it."""
+    overlap = min(before.shape[axis], tile.shape[axis], overlap)
+    if overlap <= 0:
+        return tile
+    weight = (jnp.arange(overlap, dtype=jnp.float32) / overlap).reshape(-1, *(1,) * (tile.ndim - 1 - axis))
+    old = lax.slice_in_dim(before, before.shape[axis] - overlap, before.shape[axis], axis=axis)
+    new, rest = _part(tile, 0, overlap, axis), _part(tile, overlap, tile.shape[axis], axis)
+    return jnp.concatenate([(old * (1 - weight) + new * weight).astype(tile.dtype), rest], axis)
