@@ -15,6 +15,7 @@ ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 ORDER = [
     "config",
     "devices",
+    "checkpoint",
     "mesh",
     "sharding",
     "attention",
@@ -23,7 +24,9 @@ ORDER = [
     "scan",
     "bridge",
     "weights",
+    "residency",
     "runner",
+    "host",
     "pipeline",
     "aot",
     "planner",

@@ -111,7 +111,10 @@ def settled(*tree):
 
 def values(tensor: torch.Tensor, index=...) -> torch.Tensor:
     """The values at `index`; those of a file are read and not kept."""
-    return tensor.read(index) if type(tensor) is FileTensor else tensor.detach()[index]
+    if type(tensor) is FileTensor:
+        return tensor.read(index)
+    with _plain():
+        return tensor.detach()[index]
 
 
 @contextlib.contextmanager

@@ -64,15 +64,13 @@ def loaded(options, target, mesh):
     pipe = session.load(options.model, options.dtype and getattr(torch, options.dtype))
     if target is None:
         return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-    import jax
-
     from ..pipeline import installation
 
     with calling():
         if mesh is not None or options.attention != "auto":
             tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
         pipe.to("tpu")
-    jax.block_until_ready([runner.place().arrays for runner in installation(pipe).runners.values()])
+    installation(pipe).residency.ready()
     return pipe
 
 
