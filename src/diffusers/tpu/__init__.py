@@ -10,7 +10,7 @@ from .config import ACCELERATORS, TPUConfig, read_environment
 from .devices import find_target
 
 
-__all__ = ["TPUConfig", "install", "is_active", "mapped", "report", "takes", "uninstall"]
+__all__ = ["TPUConfig", "install", "is_active", "loading", "mapped", "report", "takes", "uninstall", "waiting"]
 
 
 def is_active() -> bool:
@@ -38,6 +38,24 @@ def takes(*args, **kwargs) -> bool:
     """The seam of `DiffusionPipeline.to` and offloading: whether these arguments name an accelerator that we stand for."""
     device = kwargs.get("device", args[0] if args else None)
     return (isinstance(device, int) or str(device).split(":")[0] in ACCELERATORS) and is_active()
+
+
+def loading(load, device_map=None):
+    """The seam where a pipeline loads a model: a `from_pretrained` that names missing weights in an error."""
+    if device_map is not None or not is_active():
+        return load
+    from . import checkpoint
+
+    return checkpoint.checked(load)
+
+
+def waiting(tensor):
+    """The seam where a model takes a checkpoint's tensor: conversions to another dtype wait until its values are needed."""
+    if not is_active():
+        return tensor
+    from . import checkpoint
+
+    return checkpoint.waiting(tensor)
 
 
 def install(pipeline, config: TPUConfig | None = None):

@@ -50,6 +50,10 @@ class TPUConfig:
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also
             elsewhere, interpreted; "xla": the compiler's, and upstream's attention processors.
+        host: names of components that stay on the host and run there as upstream's, such as ("text_encoder",).
+        hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all
+            components are more than it holds, those whose turn it is not wait on the host.
+        reserve_gib: of `hbm_gib`, what weights leave to activations and programs; None: a quarter.
     """
 
     mesh: tuple[int, int, int] | None = None
@@ -62,6 +66,9 @@ class TPUConfig:
     attention_window: tuple[int, int] | None = None
     attention_ring: int | None = None
     layers: str = "auto"
+    host: tuple[str, ...] = ()
+    hbm_gib: float | None = None
+    reserve_gib: float | None = None
 
     def __post_init__(self):
         if self.mesh is not None:
@@ -92,6 +99,13 @@ class TPUConfig:
             object.__setattr__(self, "attention_window", window)
         if self.attention_ring is not None and (not isinstance(self.attention_ring, int) or self.attention_ring < 1):
             raise ValueError(f"expected TPUConfig.attention_ring of a positive integer, got {self.attention_ring!r}")
+        object.__setattr__(self, "host", _as_tuple(self.host))
+        if any(not isinstance(name, str) for name in self.host):
+            raise ValueError(f"expected TPUConfig.host of names of components, got {self.host!r}")
+        for name in ("hbm_gib", "reserve_gib"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, (int, float)) or not value >= 0):
+                raise ValueError(f"expected TPUConfig.{name} of GiB, a number of at least 0, got {value!r}")
 
 
 def _as_tuple(value) -> tuple:

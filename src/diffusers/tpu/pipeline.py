@@ -20,7 +20,9 @@ from ..utils import logging
 from . import bridge, is_active
 from .config import ACCELERATORS, TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
+from .host import HostModel
 from .mesh import make_mesh, plan_degrees
+from .residency import Residency
 from .runner import Runner
 from .sharding import ModelPlan
 
@@ -61,15 +63,23 @@ class PipelinePlan:
 
 @dataclass
 class Installation:
-    """What `install` made of one pipeline: configuration, mesh, the runner of each model, and those of models since replaced."""
+    """What `install` made of one pipeline.
+
+    Attributes:
+        runners, on_host: of each model, by what runs it.
+        replaced: of models that the pipeline no longer has.
+        residency: whose weights are on the chips; one for all pipelines that share models.
+    """
 
     config: TPUConfig
     plan: PipelinePlan
     original: type
     mesh: Mesh
     glue: str
+    residency: Residency
     runners: dict[str, Runner] = field(default_factory=dict)
-    replaced: list[Runner] = field(default_factory=list)
+    on_host: dict[str, HostModel] = field(default_factory=dict)
+    replaced: list[Runner | HostModel] = field(default_factory=list)
     depth: int = 0
 
 
@@ -111,7 +121,9 @@ def install(pipe, config: TPUConfig | None = None):
     keep_compiled_programs(environment.cache_dir)
     degrees = plan_degrees(len(devices), config.mesh or environment.mesh, plan.guided_by_pairs)
     glue = plan.glue if config.glue == "auto" else config.glue
-    state = Installation(config, plan, type(pipe), make_mesh(devices, degrees), glue)
+    mesh = make_mesh(devices, degrees)
+    residency = Residency(mesh, config, str(pipe.config.get("_name_or_path") or "MODEL"))
+    state = Installation(config, plan, type(pipe), mesh, glue, residency)
     _attach_all(pipe, state)
     pipe._tpu = state
     pipe.__class__ = tpu_class(type(pipe))
@@ -123,7 +135,7 @@ def uninstall(pipe):
     state = installation(pipe)
     if state is None:
         return pipe
-    for runner in (*state.runners.values(), *state.replaced):
+    for runner in (*state.runners.values(), *state.on_host.values(), *state.replaced):
         runner.detach()
     del pipe.__dict__["_tpu"]
     pipe.__class__ = state.original
@@ -136,7 +148,7 @@ def installation(pipe) -> Installation | None:
 
 
 def report(pipe) -> dict:
-    """Mesh, glue and, by component, programs (entry, shapes, seconds, calls) and bytes per chip."""
+    """Mesh, glue and, by component, programs (entry, shapes, seconds, calls), bytes per chip and whether they are there."""
     state = installation(pipe)
     if state is None:
         raise ValueError("expected a pipeline on the TPU path, got one without: diffusers.tpu.install(pipe) first")
@@ -155,8 +167,14 @@ def report(pipe) -> dict:
                 for program in runner.programs.values()
             ],
             "weights": runner._placed and runner._placed.coverage,
+            "on_chips": bool(runner._placed and runner._placed.arrays),
         }
-    return {"mesh": dict(state.mesh.shape), "glue": state.glue, "components": components}
+    return {
+        "mesh": dict(state.mesh.shape),
+        "glue": state.glue,
+        "components": components,
+        "on_host": [*state.on_host],
+    }
 
 
 def _attach_all(pipe, state: Installation):
@@ -165,20 +183,35 @@ def _attach_all(pipe, state: Installation):
     Raises ValueError, before any runner is attached, where a shared model is on another mesh.
     """
     modules = {name: module for name, module in pipe.components.items() if isinstance(module, torch.nn.Module)}
+    unknown = [name for name in state.config.host if name not in pipe.components]
+    if unknown:
+        raise ValueError(f"expected TPUConfig.host of components among {[*modules]}, got {unknown}")
     shared = {name: vars(m)["_tpu_runner"] for name, m in modules.items() if "_tpu_runner" in vars(m)}
-    for name, runner in shared.items():
-        if runner.mesh != state.mesh:
+    shared_on_host = {name: vars(m)["_tpu_host"] for name, m in modules.items() if "_tpu_host" in vars(m)}
+    for name, runner in (shared | shared_on_host).items():
+        if runner.mesh != state.mesh or (name in shared_on_host) != (name in state.config.host):
             raise ValueError(
-                f"expected {name} on the mesh {dict(state.mesh.shape)}, got it from another pipeline on"
-                f" {dict(runner.mesh.shape)}; install both pipelines with one TPUConfig(mesh=...)"
+                f"expected {name} on the mesh {dict(state.mesh.shape)} or the host as this TPUConfig says, got it from"
+                f" another pipeline on {dict(runner.mesh.shape)}; install both with one TPUConfig"
             )
+    state.residency = next((r.residency for r in shared.values() if r.residency is not None), state.residency)
     for name, module in modules.items():
-        if name not in shared:
-            runner = shared[name] = Runner(module, module_plan(module), state.mesh, state.config)
-            runner.attach()
-        if state.runners.get(name, shared[name]) is not shared[name]:
-            state.replaced.append(state.runners[name])
-        state.runners[name] = shared[name]
+        on_host = name in state.config.host
+        known, mine = (shared_on_host, state.on_host) if on_host else (shared, state.runners)
+        if name not in known:
+            plan = module_plan(module)
+            known[name] = (
+                HostModel(module, plan.entries, state.mesh)
+                if on_host
+                else Runner(module, plan, state.mesh, state.config, state.residency)
+            )
+            known[name].attach()
+        if mine.get(name, known[name]) is not known[name]:
+            state.replaced.append(mine[name])
+        mine[name] = known[name]
+    order = (pipe.model_cpu_offload_seq or "").split("->")
+    by_use = sorted(state.runners.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+    state.residency.use(by_use)
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
@@ -223,8 +256,7 @@ class TPUPipelineMixin:
         if device is not None and device not in ACCELERATORS:
             raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
         if device is not None:
-            for runner in self._tpu.runners.values():
-                runner.place()
+            self._tpu.residency.place_all()
         return self
 
     @property
@@ -239,12 +271,14 @@ class TPUPipelineMixin:
         return super().device if installation(self) is None else self._execution_device
 
     def enable_model_cpu_offload(self, *args, **kwargs):
-        """Not needed: weights are sharded over all chips and stay there."""
-        logger.info("enable_model_cpu_offload: on the TPU path weights are sharded over all chips and stay there")
+        """Not needed: weights are sharded over all chips; models without room wait on the host."""
+        logger.info("enable_model_cpu_offload: on the TPU path models that have no room on the chips wait on the host")
 
     def enable_sequential_cpu_offload(self, *args, **kwargs):
-        """Not needed: weights are sharded over all chips and stay there."""
-        logger.info("enable_sequential_cpu_offload: on the TPU path weights are sharded over all chips and stay there")
+        """Not needed: weights are sharded over all chips; models without room wait on the host."""
+        logger.info(
+            "enable_sequential_cpu_offload: on the TPU path models that have no room on the chips wait on the host"
+        )
 
 
 @functools.cache
@@ -289,6 +323,8 @@ def _running(pipe):
         yield
         return
     _attach_all(pipe, state)
+    if state.depth == 0:
+        state.residency.check_all()
     if state.glue == "host":
         yield
         return

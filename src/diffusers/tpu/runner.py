@@ -5,15 +5,16 @@ as one program: the first answers with tensors whose values are computed when th
 """
 
 import functools
+import hashlib
 import inspect
 import time
+import weakref
 from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from accelerate.hooks import ModelHook
 from jax.sharding import Mesh, PartitionSpec
 from torch.utils._pytree import tree_flatten, tree_leaves
 
@@ -22,6 +23,7 @@ from . import bridge
 from .attention.api import Settings
 from .config import TPUConfig
 from .devices import GENERATION_OF_DEVICE_KIND
+from .residency import Residency
 from .scan import plain_attributes
 from .sharding import ModelPlan, named
 from .weights import PlacedWeights, plan_placement
@@ -76,8 +78,16 @@ class Runner:
     active: resident glue), else with host tensors.
     """
 
-    def __init__(self, module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, config: TPUConfig):
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        plan: ModelPlan,
+        mesh: Mesh,
+        config: TPUConfig,
+        residency: Residency | None = None,
+    ):
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
+        self.residency = residency
         self.programs: dict[tuple, Program] = {}
         self._placed: PlacedWeights | None = None
         self._waiting: Waiting | None = None
@@ -92,7 +102,7 @@ class Runner:
             self._signatures[entry] = inspect.signature(self._originals[entry][0])
             setattr(self.module, entry, self._entry(entry))
         self.module._tpu_runner = self
-        self.module._hf_hook = ExecutionDevice()
+        self.module._hf_hook = bridge.ExecutionDevice()
 
     def detach(self):
         """Give the entry methods back and let go of the arrays."""
@@ -103,6 +113,8 @@ class Runner:
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
         self._placed, self._waiting = None, None
+        if self.residency is not None:
+            self.residency.forget(self)
         self._originals.clear()
         self.programs.clear()
 
@@ -121,6 +133,12 @@ class Runner:
         if self._placed is None:
             self._placed = plan_placement(self.module, self.plan, self.mesh, self.config.scan)
         return self._placed
+
+    def current(self) -> PlacedWeights:
+        """Where the weights lie or will lie, as the module's host tensors are now; moves nothing."""
+        if self.plan_weights().refresh(place=False):
+            self._placed = None
+        return self.plan_weights()
 
     def place(self) -> PlacedWeights:
         """The weights on the mesh, up to date with the module's host tensors."""
@@ -170,7 +188,7 @@ class Runner:
         return may_pair and bridge.environment().active
 
     def _defer(self, call: Call):
-        self.place()
+        self.current()
         key = (call.key, self._state())
         if key not in self._avals:
             self._avals[key] = self._output_avals(call)
@@ -186,7 +204,7 @@ class Runner:
 
     def _output_avals(self, call: Call) -> tuple[list, bridge.PureFunction]:
         function = self._function(call)
-        return jax.eval_shape(function, self.plan_weights().avals(), self._input_avals(call)), function
+        return jax.eval_shape(function, self.plan_weights().avals, self._input_avals(call)), function
 
     def _finish(self, waiting: Waiting):
         """Run a waiting call alone: its values are needed, or the next call is another one."""
@@ -204,11 +222,22 @@ class Runner:
 
     def _execute(self, *calls: Call) -> tuple:
         """Flat output arrays of each call, and the program that gave them."""
-        self.place()
+        self.current()
         program = self._program(calls)
+        if self.residency is None:
+            self.place()
+        else:
+            self.residency.bring(self)
         outputs = program.compiled(self._placed.arrays, [self._inputs(call) for call in calls])
         program.calls += 1
+        if self.residency is not None:
+            self.residency.ahead(self, calls if program.calls == 1 else None)
         return (*outputs, program)
+
+    def prepare(self, calls: tuple[Call, ...]):
+        """Compile what calls like these will need; nothing is placed."""
+        self.current()
+        self._program(calls)
 
     def _inputs(self, call: Call) -> list[jax.Array]:
         return [bridge.to_jax(t, self._named()) for t in call.tensors]
@@ -231,7 +260,8 @@ class Runner:
     def _compile(self, *calls: Call) -> Program:
         start = time.perf_counter()
         traced, function = self.trace(*calls)
-        compiled = traced.lower().compile()
+        has_twin = self.residency is not None and len(self.residency.kind(self)) > 1
+        compiled = _shared(traced.lower(), self.mesh) if has_twin else traced.lower().compile()
         seconds = time.perf_counter() - start
         logger.info(f"compiled {type(self.module).__name__}.{calls[0].entry} in {seconds:.1f} s")
         return Program(calls[0].entry, calls[0].key[-1], len(calls), compiled, function, seconds)
@@ -256,7 +286,7 @@ class Runner:
             return [[part[branch] for part in parts] for branch in range(len(calls))]
 
         jitted = jax.jit(program, out_shardings=self._named())
-        return jitted.trace(placed.avals(), [self._input_avals(c) for c in calls]), function
+        return jitted.trace(placed.avals, [self._input_avals(c) for c in calls]), function
 
     def _named(self, *spec):
         return named(self.mesh, PartitionSpec(*spec))
@@ -297,7 +327,7 @@ class Runner:
             for p in (getattr(m, "processor", None) for m in module.modules())
             if p is not None
         )
-        weights = tuple((key, a.shape, a.dtype) for key, a in self._placed.arrays.items())
+        weights = tuple((key, a.shape, a.dtype) for key, a in self._placed.avals.items())
         return plain_attributes(module), processors, weights
 
     @property
@@ -306,12 +336,16 @@ class Runner:
         return len(self.programs)
 
 
-class ExecutionDevice(ModelHook):
-    """Where upstream's glue has to put a module's inputs, asked through accelerate's hook: its host tensors do not tell."""
+_executables = weakref.WeakValueDictionary()
 
-    @property
-    def execution_device(self) -> torch.device | None:
-        return bridge.DEVICE if bridge.environment().active else None
+
+def _shared(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+    """The executable; the one there is if the program is the same, as two experts' are: weights are arguments."""
+    key = (hashlib.sha256(lowered.as_text().encode()).digest(), mesh)
+    compiled = _executables.get(key)
+    if compiled is None:
+        compiled = _executables[key] = lowered.compile()
+    return compiled
 
 
 def _static(leaf):

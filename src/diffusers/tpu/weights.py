@@ -1,15 +1,29 @@
-"""Weights from host tensors to sharded arrays, one at a time: each chip gets only its part, blocks come stacked."""
+"""Weights from host tensors to sharded arrays: each chip gets only its part, a tensor at a time, blocks as they come.
 
+Beside the file cache the host holds `STAGED_BYTES` that wait for their transfer and as much that is being converted, or
+one chip's part of one tensor where that is more.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .bridge import as_numpy, numpy_dtype
+from .checkpoint import missing_message, values
+from .devices import MIB
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
+
+
+STAGED_BYTES = 64 * MIB  # of values on their way to the chips
 
 
 @dataclass
@@ -17,9 +31,10 @@ class PlacedWeights:
     """A module's weights on the mesh. The module keeps its host tensors; what changes there is placed again.
 
     Attributes:
-        arrays: key -> array; a group's weights under `label.name`, stacked.
+        arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
         sources: key -> the module's tensor names that make it up.
         specs: key -> storage spec of the array, the stacked axis left out.
+        avals: key -> shape, dtype and sharding of the array.
     """
 
     module: torch.nn.Module
@@ -27,58 +42,68 @@ class PlacedWeights:
     groups: list[Group]
     sources: dict[str, list[str]]
     specs: dict
+    avals: dict[str, jax.ShapeDtypeStruct]
     coverage: Coverage
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     versions: dict[str, tuple] = field(default_factory=dict)
 
-    def refresh(self) -> bool:
-        """Place what is new or was changed on the host since. Returns whether names, shapes or dtypes changed."""
+    def refresh(self, place: bool = True) -> bool:
+        """Whether names, shapes or dtypes on the host are no longer those planned for.
+
+        Places what is new or was changed there since, if they are; `place=False` only tells.
+        """
         tensors = named_tensors(self.module)
         stale = []
-        for key, names in self.sources.items():
-            if any(name not in tensors for name in names):
-                return True
-            if self.versions.get(key) != (version := _version(tensors, names)):
-                stale.append((key, names, version))
+        with torch._C.DisableTorchFunctionSubclass():  # asked before every call: no detour for tensors of a file
+            for key, names in self.sources.items():
+                if any(name not in tensors for name in names):
+                    return True
+                if self.versions.get(key) != (version := _version(tensors, names)):
+                    stale.append((key, names, version))
+                    if any(not self._fits(key, tensors[name]) for name in names):
+                        return True
         if sum(map(len, self.sources.values())) != len(tensors):
             return True
+        if not place:
+            return False
+        staging = _Staging()
         for key, names, version in stale:
-            old = self.arrays.get(key)
-            new = self._place([tensors[name] for name in names], self.specs[key], stacked=_is_stacked(key))
-            if old is not None and (old.shape, old.dtype) != (new.shape, new.dtype):
-                return True
-            self.arrays[key] = new
+            self.arrays.pop(key, None)  # first: the old and the new need not both have room
+            self.arrays[key] = self._place(key, [tensors[name] for name in names], staging)
             self.versions[key] = version
         return False
 
-    def _place(self, tensors: list[torch.Tensor], spec, stacked: bool) -> jax.Array:
-        if not stacked:
-            values = as_numpy(tensors[0])
-            return _put(values.shape, values.dtype, named(self.mesh, spec), lambda index: values[index])
-        views = [as_numpy(t) for t in tensors]
-        sharding = named(self.mesh, jax.sharding.PartitionSpec(None, *spec))
+    def drop(self):
+        """Leave the chips; the host tensors stay."""
+        self.arrays.clear()
+        self.versions.clear()
 
-        def part(index):
-            return np.stack([view[index[1:]] for view in views[index[0]]])
+    def _fits(self, key: str, tensor: torch.Tensor) -> bool:
+        aval = self.avals[key]
+        shape = aval.shape[1:] if _is_stacked(key) else aval.shape
+        return tuple(tensor.shape) == shape and numpy_dtype(tensor.dtype) == aval.dtype
 
-        return _put((len(views), *views[0].shape), views[0].dtype, sharding, part)
-
-    def avals(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes, dtypes and layouts of the arrays, from the host tensors alone."""
-        tensors = named_tensors(self.module)
-        avals = {}
-        for key, names in self.sources.items():
-            first = tensors[names[0]]
-            stacked = _is_stacked(key)
-            shape = (len(names), *first.shape) if stacked else tuple(first.shape)
-            spec = jax.sharding.PartitionSpec(None, *self.specs[key]) if stacked else self.specs[key]
-            avals[key] = jax.ShapeDtypeStruct(shape, numpy_dtype(first.dtype), sharding=named(self.mesh, spec))
-        return avals
+    def _place(self, key: str, tensors: list[torch.Tensor], staging: "_Staging") -> jax.Array:
+        aval, stacked = self.avals[key], _is_stacked(key)
+        layers = _layers_at_once(aval) if stacked else 1
+        if layers == len(tensors):
+            return staging.send(aval.shape, aval, _part(tensors, stacked))
+        whole = _zeros(aval.shape, aval.dtype, aval.sharding)()
+        for start in range(0, len(tensors), layers):
+            some = _part(tensors[start : start + layers], stacked)
+            whole = _write(aval.sharding)(whole, staging.send((layers, *aval.shape[1:]), aval, some), start)
+        return whole
 
 
 def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool) -> PlacedWeights:
-    """Where every weight of the module will lie; nothing is moved yet."""
+    """Where every weight of the module will lie; nothing is moved yet.
+
+    Raises ValueError where weights have no values, because the checkpoint did not have them.
+    """
     tensors = named_tensors(module)
+    missing = sorted(name for name, t in tensors.items() if t.is_meta)
+    if missing:
+        raise ValueError(missing_message(type(module).__name__, missing))
     groups = find_groups(module) if scan else []
     sources = {}
     for group in groups:
@@ -92,7 +117,12 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
         for key, names in sources.items()
     }
     specs, coverage = plan_weights(shapes, plan.rules, mesh)
-    return PlacedWeights(module, mesh, groups, sources, specs, coverage)
+    avals = {}
+    for key, names in sources.items():
+        stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
+        dtype = numpy_dtype(tensors[names[0]].dtype)
+        avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
+    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage)
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -106,9 +136,62 @@ def _is_stacked(key: str) -> bool:
 
 def _version(tensors: dict, names: list[str]) -> tuple:
     """Changes when a tensor is replaced, written to, or given other data (as `module.to(dtype)` does)."""
-    return tuple((id(t), t._version, t.dtype, t.data_ptr()) for t in (tensors[name] for name in names))
+    return tuple(
+        (id(t), t._version, t.dtype, t.data_ptr(), vars(t).get("source")) for t in (tensors[name] for name in names)
+    )
 
 
-def _put(shape, dtype, sharding, part) -> jax.Array:
-    dtype = jax.dtypes.canonicalize_dtype(dtype)
-    return jax.make_array_from_callback(shape, sharding, lambda index: np.asarray(part(index), dtype))
+# On the way to the chips
+
+
+def _part(tensors: list[torch.Tensor], stacked: bool) -> Callable:
+    """index -> values of the tensors, stacked, or of the only one. Small ones are read at once, large ones part by part."""
+    if sum(t.nbytes for t in tensors) <= STAGED_BYTES:
+        arrays = [as_numpy(t) for t in tensors]  # narrow columns, converted by themselves, take several times as long
+        parts = [lambda index, array=array: array[index] for array in arrays]
+    else:
+        parts = [lambda index, tensor=tensor: as_numpy(values(tensor, index)) for tensor in tensors]
+    return (lambda index: np.stack([part(index[1:]) for part in parts])) if stacked else parts[0]
+
+
+def _layers_at_once(aval: jax.ShapeDtypeStruct) -> int:
+    """How many layers of a stack travel together: a divisor of all, so that one program writes them."""
+    layers = aval.shape[0]
+    wanted = max(1, STAGED_BYTES * layers // max(1, aval.size * aval.dtype.itemsize))
+    return max(n for n in range(1, layers + 1) if layers % n == 0 and n <= wanted)
+
+
+class _Staging:
+    """Values on the host that wait for their transfer, oldest first."""
+
+    def __init__(self):
+        self.waiting: deque[tuple[int, list[jax.Array]]] = deque()
+
+    def send(self, shape: tuple, aval: jax.ShapeDtypeStruct, part: Callable) -> jax.Array:
+        """The array of this shape, `part(index)` on the chips that hold that index, one index after the other."""
+        chips_of = {}
+        for device, index in aval.sharding.addressable_devices_indices_map(shape).items():
+            bounds = tuple(s.indices(n) for s, n in zip(index, shape))
+            chips_of.setdefault(bounds, (index, []))[1].append(device)
+        sent = []
+        for index, devices in chips_of.values():
+            value = np.asarray(part(index), aval.dtype)
+            arrays = [jax.device_put(value, device) for device in devices]
+            sent += arrays
+            self.waiting.append((value.nbytes, arrays))
+            while sum(size for size, _ in self.waiting) > STAGED_BYTES:
+                jax.block_until_ready(self.waiting.popleft()[1])
+        return jax.make_array_from_single_device_arrays(shape, aval.sharding, sent)
+
+
+@functools.cache
+def _zeros(shape: tuple, dtype: np.dtype, sharding: NamedSharding):
+    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+
+@functools.cache
+def _write(sharding: NamedSharding):
+    def write(stack, layers, start):
+        return lax.dynamic_update_slice_in_dim(stack, layers, start, 0)
+
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)

@@ -2,6 +2,7 @@
 
 import jax
 import torch
+from accelerate.hooks import ModelHook
 
 
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
@@ -28,6 +29,7 @@ __all__ = [
     "DEVICE_TENSORS",
     "INPUT",
     "Deferred",
+    "ExecutionDevice",
     "PureFunction",
     "as_numpy",
     "decomposing",
@@ -67,6 +69,14 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, cos: torch.Tenso
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     tables = (table.jax()[0, :, 0] for table in (cos, sin))
     return Tensor(normed_and_rotated(x.jax(), norm.weight.jax(), *tables, eps, current()), environment())
+
+
+class ExecutionDevice(ModelHook):
+    """Where upstream's glue has to put a module's inputs, asked through accelerate's hook: its host tensors do not tell."""
+
+    @property
+    def execution_device(self) -> torch.device | None:
+        return DEVICE if environment().active else None
 
 
 def deferred(aval: jax.ShapeDtypeStruct, compute) -> Deferred:

@@ -14,6 +14,7 @@ from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
+from ..checkpoint import is_about_values, settled, values
 from .deferred import Deferred
 
 
@@ -92,8 +93,22 @@ class Environment(_Environment):
         name = getattr(func, "__name__", str(func))
         return func is torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name
 
+    @contextlib.contextmanager
+    def left(self):
+        """Plain torch for a while: its operators, on host tensors."""
+        depth = self._depth
+        for _ in range(depth):
+            self.disable_torch_modes()
+        try:
+            yield
+        finally:
+            for _ in range(depth):
+                self.enable_torch_modes()
+
     @staticmethod
     def _on_host(func, args, kwargs):
+        if is_about_values(func):
+            settled(args, kwargs)
         with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             return func(*args, **kwargs)
 
@@ -126,7 +141,7 @@ class Environment(_Environment):
 def as_numpy(t: torch.Tensor) -> np.ndarray:
     """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        t = t.detach().contiguous()
+        t = values(t).contiguous()
         dtype = mappings.NUMPY_UNSUPPORTED_DTYPES.get(t.dtype)
         if dtype is None:
             return t.numpy()

@@ -79,15 +79,13 @@ def placed(pipe, options, target, mesh):
     """The pipeline, its weights where they will be used."""
     if target is None:
         return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-    import jax
-
     from ..pipeline import installation
 
     with calling():
         if mesh is not None or options.attention != "auto":
             tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
         pipe.to("tpu")
-    jax.block_until_ready([runner.place().arrays for runner in installation(pipe).runners.values()])
+    installation(pipe).residency.ready()
     return pipe
 
 

@@ -1,0 +1,145 @@
+"""Which models' weights are on the chips: all while they fit, else those whose turn it is; the others wait on the host.
+
+Models of one pipeline run one after the other (text encoder, denoiser or two, VAE), so room is made for one by those
+whose turn is longest past. The model that comes next and is like the one that runs (the second of two experts) is made
+ready while that works: compiled, and moved in if both have room.
+"""
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from ..utils import logging
+from .config import TPUConfig
+from .devices import CHIPS, GENERATION_OF_DEVICE_KIND, GIB, TOPOLOGIES
+from .sharding import named
+
+
+logger = logging.get_logger(__name__)
+
+RESERVED = 0.25  # of a chip's HBM, for activations and programs, where the configuration does not say
+
+
+class Residency:
+    """The room on the chips of one mesh.
+
+    Args:
+        model: what the planner is asked about, in messages.
+
+    Attributes:
+        limit: bytes of weights that a chip may hold; None: no limit is known.
+        runners: name -> runner, in the order in which upstream's pipeline uses them.
+    """
+
+    def __init__(self, mesh: Mesh, config: TPUConfig, model: str = "MODEL"):
+        device = mesh.devices.flat[0]
+        self.mesh, self.model = mesh, model
+        self.generation = GENERATION_OF_DEVICE_KIND.get(device.device_kind)
+        chip = CHIPS.get(self.generation)
+        self.hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
+        self.limit = None
+        if self.hbm is not None:
+            kept = RESERVED * self.hbm if config.reserve_gib is None else config.reserve_gib * GIB
+            self.limit = max(0, int(self.hbm - kept))
+        self.runners: dict[str, object] = {}
+        self._placed: list = []  # least recently used first
+        self._marks: dict[int, jax.Array] = {}
+
+    def use(self, runners):
+        """(name, runner) pairs of one more pipeline, in its order of use."""
+        self.runners = {**self.runners, **dict(runners)}
+
+    def place_all(self):
+        """Weights to the chips, in the order of use, for as long as there is room.
+
+        Raises ValueError as `check_all`, before anything is moved.
+        """
+        self.check_all()
+        for runner in self.runners.values():
+            if self._free() >= _bytes(runner) or runner in self._placed:
+                self.bring(runner)
+
+    def check_all(self):
+        """Raises ValueError for a model that lacks weights, and for one that would not fit even alone."""
+        for runner in self.runners.values():
+            self.check(runner)
+
+    def check(self, runner):
+        """Raises ValueError where the runner's weights do not fit a chip."""
+        need = runner.current().coverage.bytes_per_chip
+        if self.limit is None or need <= self.limit:
+            return
+        name = next((name for name, r in self.runners.items() if r is runner), type(runner.module).__name__)
+        larger = [t.name for t in TOPOLOGIES.values() if t.devices > self.mesh.size]
+        larger = [name for name in larger if name.startswith(f"{self.generation}-")] or larger or ["v6e-32"]
+        mesh = ", ".join(f"{axis} {degree}" for axis, degree in self.mesh.shape.items())
+        raise ValueError(
+            f"expected the weights of {name} to fit a chip, got {need / GIB:.3g} GiB a chip ({self.mesh.size} chips: {mesh})"
+            f" for {self.limit / GIB:.3g} GiB: {self.hbm / GIB:.3g} GiB of HBM less what activations and programs need"
+            " (TPUConfig.reserve_gib). Use more chips, a mesh whose dp and sp split weights further, or bfloat16; what would"
+            f" fit says: diffusers-tpu plan {self.model} --topology {','.join(larger)} --mesh auto"
+        )
+
+    def bring(self, runner):
+        """The runner's weights on the chips and up to date; others leave where it needs their room."""
+        if self.limit is not None:
+            self.check(runner)
+            if self._placed and self._placed[-1] is not runner:
+                self._mark(self._placed[-1])
+        if runner in self._placed:
+            self._placed.remove(runner)
+        self._make_room(_bytes(runner))
+        self._placed.append(runner)
+        runner.place()
+
+    def kind(self, runner) -> list:
+        """The runners of models like this one's, itself among them, in the order of use."""
+        same = [r for r in self.runners.values() if type(r.module) is type(runner.module) and r.plan == runner.plan]
+        avals = runner.plan_weights().avals
+        return [r for r in same if r is runner or r.plan_weights().avals == avals]
+
+    def ahead(self, runner, calls: tuple | None):
+        """The runner works, on calls like these: make the next model of its kind ready, as far as there is room."""
+        kind = self.kind(runner)
+        after = next(iter(kind[kind.index(runner) + 1 :]), None) if runner in kind else None
+        if after is None:
+            return
+        if calls is not None:
+            after.prepare(calls)
+        if after in self._placed or self.limit is None or _bytes(runner) + _bytes(after) > self.limit:
+            return  # if it is not there it moves in when its turn comes
+        self._make_room(_bytes(after), keep=runner)
+        self._placed.insert(-1, after)
+        after.place()
+
+    def ready(self):
+        """Wait until what is placed has arrived."""
+        jax.block_until_ready([runner.plan_weights().arrays for runner in self._placed])
+
+    def forget(self, runner):
+        """The runner has let go of its weights."""
+        self._marks.pop(id(runner), None)
+        self._placed = [r for r in self._placed if r is not runner]
+        self.runners = {name: r for name, r in self.runners.items() if r is not runner}
+
+    def _free(self) -> float:
+        return float("inf") if self.limit is None else self.limit - sum(map(_bytes, self._placed))
+
+    def _make_room(self, need: int, keep=None):
+        for runner in list(self._placed):
+            if self._free() >= need:
+                return
+            if runner is not keep:
+                jax.block_until_ready(self._marks.pop(id(runner), None))
+                runner.plan_weights().drop()
+                self._placed.remove(runner)
+                logger.info(
+                    f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips"
+                )
+
+    def _mark(self, runner):
+        """Remember where the runner's programs end: a chip runs programs in order, so when this is done, they are."""
+        self._marks[id(runner)] = jax.device_put(0, named(self.mesh, PartitionSpec())) + 1
+
+
+def _bytes(runner) -> int:
+    return runner.plan_weights().coverage.bytes_per_chip
