@@ -139,17 +139,35 @@ def _sweep(topology: str, shape: tuple[int, ...], dtype: str, mask: str) -> Call
 
 
 def step_cases() -> list[Case]:
-    """A denoising step with guidance, as we run it and with blocks unrolled."""
+    """A denoising step with guidance, as we run it and as it would be otherwise.
+
+    "unrolled, stock": every block compiled for itself, with JAX's splash attention and the compiler's layers, as torchax gives
+    the model; "unrolled, online": the same with a running maximum in exponentials to base 2.
+    """
     cases = [
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "all heads online", {"attention": "online"}),
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "stock splash", {"attention": "splash"}),
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "the compiler's layers", {"layers": "xla"}),
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "unrolled", {"scan": False}),
+        (
+            "v6e-8",
+            "wan2.1-t2v-14b",
+            VIDEO_720P,
+            "unrolled, stock",
+            {"scan": False, "attention": "splash", "layers": "xla"},
+        ),
+        (
+            "v6e-8",
+            "wan2.1-t2v-14b",
+            VIDEO_720P,
+            "unrolled, online",
+            {"scan": False, "attention": "online", "layers": "xla"},
+        ),
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_480P, "ours", {}),
         ("v6e-16", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
         ("v7x-8", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
         ("v5e-8", "wan2.1-t2v-14b", VIDEO_480P, "ours", {}),
+        ("v6e-8", "wan2.1-i2v-14b-720p", VIDEO_720P, "ours", {}),
         ("v6e-8", "wan2.2-t2v-a14b", VIDEO_720P, "ours", {}),
         ("v6e-8", "wan2.2-ti2v-5b", {"height": 704, "width": 1280, "num_frames": 121}, "ours", {}),
         ("v5e-1", "wan2.1-t2v-1.3b", VIDEO_480P, "ours", {}),
