@@ -93,6 +93,15 @@ def test_any_mesh_gives_what_one_chip_gives(make_mesh, degrees, heads, kv_heads)
     assert error(make_mesh(*degrees), operands, mask) < TOLERANCE, (kind, batch, length)
 
 
+@pytest.mark.parametrize("kind", ["none", "causal"])
+@pytest.mark.parametrize("length", [4 * 19, 4 * 19 - 1, 4 * 32])
+def test_chips_whose_rows_fill_no_tile(make_mesh, kind, length):
+    """Rows may then lie in another order on the chip, unless their places count."""
+    rng = np.random.default_rng()
+    operands, mask = draw(rng, 2, 8, 4, length, length), draw_mask(rng, kind, 2, 8, length, length)
+    assert error(make_mesh(2, 4, 1), operands, mask, 1) < TOLERANCE
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ring", [1, 2, 4])
 def test_every_mask_over_every_split(make_mesh, ring, kind):

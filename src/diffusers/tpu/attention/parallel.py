@@ -31,6 +31,7 @@ from .reference import reference_attention
 
 
 AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp with sp in its two factors
+TILE_ROWS = 16  # of bfloat16, twice those of float32
 
 
 def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None) -> tuple[int, int]:
@@ -136,15 +137,17 @@ def attention_by_heads(
 
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool):
     """`kv_len`: keys of all chips that are no padding. `travel`: every chip of the ring holds one chunk of them."""
+    # Rows of one call may lie in any order where nothing tells them apart but what they hold.
+    in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
     if ulysses > 1:
-        q, k, v = (_to_heads(x, ulysses) for x in (q, k, v))
+        q, k, v = (_to_heads(x, ulysses, in_order) for x in (q, k, v))
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
     if travel:
         out = _around_ring(q, k, v, mask, local=local, kv_len=kv_len, ring=ring, place=place)
     else:
         out = local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask)
-    return _to_sequence(out, ulysses) if ulysses > 1 else out
+    return _to_sequence(out, ulysses, in_order) if ulysses > 1 else out
 
 
 def _around_ring(q, k, v, mask: Mask | None, *, local, kv_len: int, ring: int, place):
@@ -185,7 +188,7 @@ def _merge(out, lse, out_h, lse_h):
     return out * jnp.exp(lse[..., None] - base) + out_h * jnp.exp(lse_h[..., None] - base), both
 
 
-def _to_heads(x, ways: int):
+def _to_heads(x, ways: int, in_order: bool):
     """The all-to-all of Ulysses: [B, N, T, D] with all heads of some tokens to [B, N / ways, ways T, D].
 
     What is sent and what comes lies token by token, all heads of a token side by side, as linear layers give and take it:
@@ -194,17 +197,29 @@ def _to_heads(x, ways: int):
     batch, heads, tokens, dim = x.shape
     x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, ways, heads // ways * dim)
     x = lax.all_to_all(jnp.moveaxis(x, 2, 0), "ulysses", split_axis=0, concat_axis=0, tiled=True)
-    x = jnp.moveaxis(x, 0, 1).reshape(batch, ways * tokens, heads // ways, dim)
-    return jnp.swapaxes(x, 1, 2)
+    x = [part.reshape(batch, -1, heads // ways * dim) for part in _cut(jnp.moveaxis(x, 0, 1), 2, tokens, in_order)]
+    return jnp.swapaxes(jnp.concatenate(x, 1).reshape(batch, ways * tokens, heads // ways, dim), 1, 2)
 
 
-def _to_sequence(x, ways: int):
+def _to_sequence(x, ways: int, in_order: bool):
     """The way back of `_to_heads`."""
     batch, heads, tokens, dim = x.shape
-    x = jnp.swapaxes(x, 1, 2).reshape(batch, ways, tokens // ways, heads * dim)
+    x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)
+    x = [part.reshape(batch, ways, -1, heads * dim) for part in _cut(x, 1, tokens // ways, in_order, ways)]
+    x = jnp.concatenate(x, 2)
     x = lax.all_to_all(jnp.moveaxis(x, 1, 0), "ulysses", split_axis=0, concat_axis=0, tiled=True)
     x = jnp.moveaxis(x, 0, 2).reshape(batch, tokens // ways, ways * heads, dim)
     return jnp.swapaxes(x, 1, 2)
+
+
+def _cut(x, axis: int, tokens: int, in_order: bool, ways: int = 1) -> list[Array]:
+    """x along the axis as `ways` times as many of `tokens` rows as fill whole tiles, and the rest; as it is where order counts.
+
+    Chips' rows one after another would each begin within a tile: a copy that shifts them takes the compiler 25 s a tensor
+    (v6e, 18,900 rows). So the rows that fill no tile come after those of all chips that do.
+    """
+    rest = 0 if in_order else tokens % TILE_ROWS
+    return jnp.split(x, [ways * (tokens - rest)], axis) if 0 < rest < tokens else [x]
 
 
 def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:
