@@ -55,7 +55,7 @@ def choose(rows: int, columns: int, depth: int, generation: str | None = None) -
     """The blocks of bfloat16 operands that read HBM least, or None where the units would wait for it.
 
     Two buffers of x [rows, depth], w [columns, depth] and the result [rows, columns], and what the compiler spills: a
-    tile of the result in float32, twice.
+    tile of the result in float32, twice; where matrix units have 128 rows (v5e), a tile of x too.
     """
     chip, found = _chip(generation), []
     for count in range(1, columns // LANES + 1):
@@ -64,6 +64,7 @@ def choose(rows: int, columns: int, depth: int, generation: str | None = None) -
             continue
         for height in (1024, 768, 512, 256):
             vmem = 4 * (height * depth + width * depth + height * width) + 8 * TILE_ROWS * width
+            vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 else 0
             if vmem > chip.vmem_bytes - MARGIN:
                 continue
             done = -(-rows // height) * height * -(-columns // width) * width
