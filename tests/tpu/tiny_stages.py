@@ -2,11 +2,10 @@
 
 import PIL.Image
 import torch
-from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
 import tiny
+import tiny_wan
 from diffusers import (
-    AutoencoderKLWan,
     WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
@@ -16,16 +15,7 @@ from diffusers import (
 )
 
 
-VAE = {"base_dim": 6, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
-TRANSFORMER = {
-    "num_attention_heads": 4,
-    "attention_head_dim": 12,
-    "text_dim": 32,
-    "freq_dim": 32,
-    "ffn_dim": 64,
-    "num_layers": 2,
-    "rope_max_seq_len": 64,
-}
+TRANSFORMER = {**tiny_wan.TRANSFORMER, "num_layers": 2}
 CALL = {
     "prompt": "a red circle moving left",
     "height": 32,
@@ -46,27 +36,15 @@ def _transformer(**changes) -> WanTransformer3DModel:
     return WanTransformer3DModel(**{**TRANSFORMER, **changes}).eval()
 
 
-def _parts(seed: int, **vae) -> dict:
+def _parts(seed: int) -> dict:
     """Tokenizer, text encoder, VAE and scheduler, whose weights hang on `seed`."""
     pipe = tiny.wan(seed, layers=1)
     parts = {name: getattr(pipe, name) for name in ("tokenizer", "text_encoder", "scheduler")}
-    return {**parts, "vae": AutoencoderKLWan(**{**VAE, **vae}).eval()}
+    return {**parts, "vae": tiny_wan.vae()}
 
 
 def _clip() -> dict:
-    config = CLIPVisionConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-    )
-    size = {"height": 28, "width": 28}
-    return {
-        "image_encoder": CLIPVisionModel(config).eval(),
-        "image_processor": CLIPImageProcessor(size=size, crop_size=size),
-    }
+    return {"image_encoder": tiny_wan.image_encoder(), "image_processor": tiny_wan.image_processor()}
 
 
 def text_to_video():

@@ -10,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ... import tpu
+from ..stages.running import in_place_of
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def _timed(self, owner, name: str, part: str):
-        method, own = getattr(owner, name), vars(owner).get(name)
+        method = getattr(owner, name)
 
         @functools.wraps(method)
         def run(*args, **kwargs):
@@ -99,13 +100,8 @@ class Stopwatch:
             self._add(part, self._mark())
             return output
 
-        object.__setattr__(owner, name, run)
-        try:
+        with in_place_of(owner, name, run):
             yield
-        finally:
-            object.__delattr__(owner, name)
-            if own is not None:
-                object.__setattr__(owner, name, own)
 
     def _step_ends(self, pipe, step, timestep, arguments: dict) -> dict:
         wait(arguments)

@@ -38,7 +38,7 @@ def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
             (pipe.vae, "encode", keep_pixels),
         ):
             if hasattr(owner, name):
-                stack.enter_context(_in_place_of(owner, name, _watched(getattr(owner, name), keep)))
+                stack.enter_context(in_place_of(owner, name, _watched(getattr(owner, name), keep)))
         _until_cut(pipe, call, seed)
     return kept
 
@@ -72,7 +72,7 @@ def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> t
             (pipe.vae, "encode", answer_pixels),
             (pipe.vae, "decode", cut),
         ):
-            stack.enter_context(_in_place_of(owner, name, instead))
+            stack.enter_context(in_place_of(owner, name, instead))
         return _on_host(_until_cut(pipe, call, seed))
 
 
@@ -117,7 +117,7 @@ def _watched(method, keep):
 
 
 @contextlib.contextmanager
-def _in_place_of(owner, name: str, function):
+def in_place_of(owner, name: str, function):
     """`owner.name` is `function`, on this one object."""
     own = vars(owner).get(name)
     object.__setattr__(owner, name, function)
