@@ -12,6 +12,7 @@ import tiny_wan
 from conftest import relative
 from diffusers import tpu
 from diffusers.tpu import bridge
+from diffusers.video_processor import VideoProcessor
 
 
 MESHES = [(1, 1, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2)]
@@ -127,6 +128,24 @@ def test_latents_stay_on_the_device_between_first_and_last_step(chips, kind, mon
     given = tiny_wan.arguments(kind, num_inference_steps=4, callback_on_step_end=at_step_end)
     pipe(**given, **tiny_wan.fresh())
     assert len(steps) == 4 and max((size for _, size in moved[steps[0] : steps[-1]]), default=0) < 16  # coefficients
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pictures_leave_the_device_as_bytes(chips, dtype, monkeypatch):
+    copied, environment = [], bridge.environment()
+    original = type(environment).j2t_copy
+
+    def watched(self, args):
+        copied.extend(x.dtype for x in tree_leaves(args) if isinstance(x, jax.Array))
+        return original(self, args)
+
+    monkeypatch.setattr(type(environment), "j2t_copy", watched)
+    video, processor = torch.randn(2, 3, 5, 9, 7).to(dtype), VideoProcessor()  # some values beyond -1 and 1
+    theirs = processor.postprocess_video(video, output_type="pil")
+    with environment:
+        ours = processor.postprocess_video(environment.moved(video), output_type="pil")
+    np.testing.assert_array_equal(*(np.stack([np.stack(frames) for frames in v]) for v in (ours, theirs)))
+    assert copied == [np.uint8] * 2
 
 
 @pytest.mark.parametrize("kind", ["i2v", "v2v", "vace", "animate"])

@@ -51,7 +51,7 @@ def tell(timing: Timing, load_seconds: float, ran: str, files: list):
 
 
 def call_extras(cls: type, options, seed: int) -> dict:
-    """Arguments that no pipeline takes from a command line as they are: generator, image, arrays as output."""
+    """Arguments that no pipeline takes from a command line as they are: generator, image, pictures as output."""
     takes = arguments.parameters_of(cls)
     extra = {}
     if "generator" in takes:
@@ -59,7 +59,7 @@ def call_extras(cls: type, options, seed: int) -> dict:
     elif options.seed is not None:
         raise BadInput(arguments.unknown(cls, "seed"))
     if "output_type" in takes:
-        extra["output_type"] = "np"
+        extra["output_type"] = "pil"
     if options.image is not None:
         from ...utils import load_image
 

@@ -46,22 +46,22 @@ def _file_name(words: str) -> str:
     return "-".join(kept)[:60].strip("-") or "generated"
 
 
-def pictures(output) -> tuple[list[np.ndarray], bool]:
-    """Videos [F, H, W, C] or images [H, W, C] in [0, 1], and whether they are videos.
+def pictures(output) -> tuple[list, bool]:
+    """Videos, each a list of frames, or images, all of PIL; and whether they are videos.
 
     Raises BadInput for a pipeline that returns neither.
     """
-    for name, axes in (("frames", 5), ("images", 4)):
+    for name, are_videos in (("frames", True), ("images", False)):
         values = getattr(output, name, None)
         if values is not None:
-            values = np.asarray(values)
-            if values.ndim == axes:
-                return list(values.astype(np.float32)), axes == 5
+            videos = values if are_videos else [values]
+            if all(isinstance(frame, Image.Image) for video in videos for frame in video):
+                return list(values), are_videos
     raise BadInput(f"expected a pipeline of videos or images, got one that returns {type(output).__name__}")
 
 
-def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int | None) -> list[Path]:
-    """Write every video with its contact sheet, or every image; returns the files."""
+def write(values: list, are_videos: bool, path: Path, fps: int | None) -> list[Path]:
+    """Write every video with its contact sheet, or every image, as `pictures` gives them; returns the files."""
     fps = FPS if fps is None else fps
     stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
     videos = [path.with_name(f"{stem}.mp4") for stem in stems] if are_videos else []
@@ -71,9 +71,9 @@ def write(values: list[np.ndarray], are_videos: bool, path: Path, fps: int | Non
     with whole_files([*videos, *sheets]) as drafts:
         for value, draft in zip(values, drafts):
             if are_videos:
-                export_to_video(list(value), str(draft), fps=fps)
+                export_to_video(value, str(draft), fps=fps)
         for value, draft in zip(values, drafts[len(videos) :]):
-            (contact_sheet(value) if are_videos else picture(value)).save(draft)
+            (contact_sheet(value) if are_videos else value).save(draft)
     return [*videos, *sheets]
 
 
@@ -90,21 +90,16 @@ def whole_file(wanted: str, suffix: str):
         yield draft
 
 
-def picture(value: np.ndarray) -> Image.Image:
-    """An image from values in [0, 1]."""
-    return Image.fromarray(np.round(255 * value.clip(0, 1)).astype(np.uint8).squeeze())
-
-
-def contact_sheet(video: np.ndarray) -> Image.Image:
+def contact_sheet(video: list[Image.Image]) -> Image.Image:
     """Up to `MAX_TILES` frames at even distances, in rows, small ones enlarged and large ones reduced."""
     chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_TILES)).round().astype(int)
     rows = math.ceil(len(chosen) / TILES_IN_A_ROW)
     columns = math.ceil(len(chosen) / rows)
-    height, width = video.shape[1:3]
+    width, height = video[0].size
     factor = min(max(width, TILE_WIDTHS[0]), TILE_WIDTHS[1]) / width
     size = max(1, round(width * factor)), max(1, round(height * factor))
     sheet = Image.new("RGB", (columns * (size[0] + 2) - 2, rows * (size[1] + 2) - 2), "white")
     for place, index in enumerate(chosen):
-        tile = picture(video[index]).convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        tile = video[index].convert("RGB").resize(size, Image.Resampling.LANCZOS)
         sheet.paste(tile, (place % columns * (size[0] + 2), place // columns * (size[1] + 2)))
     return sheet

@@ -132,7 +132,8 @@ def _run(stage: str, stopwatch: Stopwatch, settings: stages.Settings, tensors: d
     """What the stage makes: tensors by name, or frames."""
     pipe = stopwatch.pipe
     if stage == "decode":
-        return stopwatch.call({"latents": tensors[stages.LATENTS]}, False, functools.partial(stages.run_decode, pipe))
+        given = {"latents": tensors[stages.LATENTS], "output_type": "pil"}
+        return stopwatch.call(given, False, functools.partial(stages.run_decode, pipe))
     call = {name: stages.unpack(value, tensors) for name, value in settings.call.items()}
     if stage == "text":
         return stopwatch.call(call, False, lambda **call: stages.run_text(pipe, call, settings.seed))

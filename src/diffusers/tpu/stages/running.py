@@ -76,8 +76,8 @@ def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> t
         return _on_host(_until_cut(pipe, call, seed))
 
 
-def run_decode(pipe, latents: torch.Tensor):
-    """The frames of these latents as `output_type="np"` gives them: [B, F, H, W, C] in [0, 1].
+def run_decode(pipe, latents: torch.Tensor, output_type: str = "np"):
+    """The frames of these latents as the pipeline gives them: "np" [B, F, H, W, C] in [0, 1], "pil" lists of pictures.
 
     Raises ValueError for latents of another VAE.
     """
@@ -85,17 +85,17 @@ def run_decode(pipe, latents: torch.Tensor):
     if expected != got:
         raise ValueError(f"expected latents of dtype and channels {expected}, as the VAE has them, got {got}")
     if "_tpu" not in vars(pipe):
-        return _decoded(pipe, latents)
+        return _decoded(pipe, latents, output_type)
     from ..pipeline import entered
 
-    return entered(_decoded)(pipe, latents)
+    return entered(_decoded)(pipe, latents, output_type)
 
 
 @torch.no_grad()
-def _decoded(pipe, latents: torch.Tensor):
+def _decoded(pipe, latents: torch.Tensor, output_type: str):
     latents = latents.to(get_module_execution_device(pipe.vae))
     video = pipe.vae.decode(latents, return_dict=False)[0]
-    return pipe.video_processor.postprocess_video(video, output_type="np")
+    return pipe.video_processor.postprocess_video(video, output_type)
 
 
 def _until_cut(pipe, call: dict, seed: int):
