@@ -32,6 +32,7 @@ def test_environment_is_checked(monkeypatch, variable, value, words):
         ({"mesh": "2,0,1"}, "three positive integers"),
         ({"glue": "sticky"}, "resident"),
         ({"matmul_precision": "low"}, "highest"),
+        ({"convolution_precision": "low"}, "convolution_precision"),
         ({"attention": "flash"}, "splash.* got 'flash'"),
         ({"attention_blocks": (256, 512)}, r"three positive integers.* got \(256, 512\)"),
         ({"attention_blocks": (256, 512, 0)}, "three positive integers"),

@@ -214,6 +214,7 @@ def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, c
     by_module = denoise["timing"]["by_module"]
     assert {"blocks.*.attn1", "blocks.*.attn2", "blocks.*.ffn"} <= set(by_module)
     assert sum(by_module.values()) == pytest.approx(step["total"])
+    assert any(note.startswith("vae: upstream's module") for note in answer["notes"])
     capsys.readouterr()
     assert cli.main([*arguments, "--num-inference-steps", "4"]) == 0  # from the cache
     shown = capsys.readouterr().out

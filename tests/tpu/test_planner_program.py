@@ -75,6 +75,16 @@ def copying_kernel(argument, progress):
     }
 
 
+def product(argument, progress):
+    import jax
+    import jax.numpy as jnp
+
+    compiler = aot.Compiler(find_topology("v6e-1"))
+    x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(compiler.devices[0]))
+    compiled = compiler.compile(jax.jit(lambda x, y: x @ y).lower(x, x))
+    return {"schedules": sorted(compiled.schedules), "peak": compiled.peak_bytes}
+
+
 def split_product(argument, progress):
     """x [4096, 2048] split over sp 4, w [2048, 1024] stored over sp and gathered: y = x w."""
     import jax
@@ -206,6 +216,12 @@ def test_a_hang_ends_with_everything_it_started():
     (pid,) = started
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().split(")")[1].split()[0] == "Z"
+
+
+@pytest.mark.parametrize("schedules", [True, False])
+def test_schedules_are_written_where_asked_for(schedules):
+    answer = aot.run_in_child("test_planner_program:product", {}, seconds=120, schedules=schedules)
+    assert bool(answer["schedules"]) == schedules and answer["peak"] > 3 * 4 * 512**2
 
 
 def test_a_refusal_is_a_value_error():

@@ -118,7 +118,7 @@ def test_float32_by_products_of_bfloat16(chips, precision, limit):
         np.random.default_rng().standard_normal(s).astype(np.float32) for s in ((2, 40, 3, 6, 8), (5, 40, 2, 3, 3))
     )
     exact = torch.nn.functional.conv3d(torch.tensor(x).double(), torch.tensor(w).double(), padding=(0, 1, 0))
-    with jax.default_matmul_precision(precision), api.using(api.Settings(platform="tpu")):
+    with api.using(api.Settings(platform="tpu", convolutions=precision)):
         ours = jax.jit(lambda x, w: operators._by_columns(x, w, None, [(0, 0), (1, 1)]))(x, w)
     assert limit / 20 < relative(ours, exact) < limit
 

@@ -263,7 +263,7 @@ def test_bad_settings_and_inputs_are_refused():
         ({"dtype": jnp.float16}, "float32, bfloat16, got float16"),
         ({"mesh": (3, 3, 1)}, "product is at most the 8 chips"),
         ({"mesh": jax.make_mesh((8,), ("x",))}, "axes dp, sp, tp"),
-        ({"matmul_precision": "low"}, "matmul_precision"),
+        ({"convolution_precision": "low"}, "convolution_precision"),
     ):
         with pytest.raises(ValueError, match=match):
             FlaxAutoencoderKLWan.abstract(config, **settings)

@@ -73,6 +73,7 @@ def run_in_child(
     argument: dict,
     *,
     seconds: float,
+    schedules: bool = True,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict:
     """What `function(argument, progress)` returns in a new process that is ready to compile for TPUs.
@@ -81,6 +82,7 @@ def run_in_child(
         function: "module:name", importable there.
         argument: goes there as JSON; the result comes back so, and the text of every `progress(text)`, to `on_progress`.
         seconds: after these the child and all its processes are killed.
+        schedules: a `Compiler` there keeps them; writing them is up to half of its time.
 
     Raises:
         NoCompiler: libtpu is not installed.
@@ -94,15 +96,13 @@ def run_in_child(
             " pip install 'jax[tpu]' (it needs no TPU, on Linux with an x86-64 processor)"
         )
     work = Path(tempfile.mkdtemp(prefix="diffusers-tpu-"))
-    schedules = work / "schedules"
-    schedules.mkdir()
     errors = open(work / "errors", "w+", errors="replace")
     child = subprocess.Popen(
         [sys.executable, "-m", __name__, function],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
-        env=_environment(schedules),
+        env=_environment(work if schedules else None),
         start_new_session=True,
         text=True,
     )
@@ -133,13 +133,17 @@ def run_in_child(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _environment(schedules: Path) -> dict[str, str]:
-    flags = {
-        "xla_jf_dump_to": schedules,
-        "xla_jf_dump_llo_text": "true",
-        "xla_jf_dump_category_filter": "codegen",
-        "xla_jf_dump_llo_pass_label_regex": "^final_bundles",
-    }
+def _environment(work: Path | None) -> dict[str, str]:
+    """`work`: where schedules are written, None for none."""
+    flags = {}
+    if work is not None:
+        (work / "schedules").mkdir()
+        flags = {
+            "xla_jf_dump_to": work / "schedules",
+            "xla_jf_dump_llo_text": "true",
+            "xla_jf_dump_category_filter": "codegen",
+            "xla_jf_dump_llo_pass_label_regex": "^final_bundles",
+        }
     arguments = [*os.environ.get("LIBTPU_INIT_ARGS", "").split(), *(f"--{name}={flags[name]}" for name in flags)]
     return {
         **os.environ,
@@ -150,7 +154,7 @@ def _environment(schedules: Path) -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "LIBTPU_INIT_ARGS": " ".join(arguments),
-        DUMP_VARIABLE: str(schedules),
+        DUMP_VARIABLE: str(flags.get("xla_jf_dump_to", "")),
     }
 
 
@@ -189,7 +193,7 @@ class Compiler:
 
     def __init__(self, topology: Topology):
         self.topology = topology
-        self.dump = Path(os.environ[DUMP_VARIABLE]) if DUMP_VARIABLE in os.environ else None
+        self.dump = Path(os.environ[DUMP_VARIABLE]) if os.environ.get(DUMP_VARIABLE) else None
 
     @property
     def devices(self) -> tuple:

@@ -40,6 +40,8 @@ class TPUConfig:
             "host" moves them once each way per step; "auto" is resident for pipelines with a plan, else host.
         scan: trace a run of equal blocks once and scan it over stacked weights.
         matmul_precision: of float32 products ("highest" is true float32; bfloat16 products are not affected).
+        convolution_precision: of float32 convolutions. Three products of bfloat16 numbers ("high") have errors of 1e-5,
+            where torch on CUDA rounds to TF32 (3e-4) unless told otherwise; "highest" takes six.
         attention: the attention of one chip. "auto": our kernel on a TPU, cuDNN's on a GPU, the reference on the CPU and
             (said once) for what those do not take. By name, what it does not take is an error: "kernel"; "online", the
             kernel with a running maximum only; "splash", JAX's own; "cudnn"; "reference".
@@ -60,6 +62,7 @@ class TPUConfig:
     glue: str = "auto"
     scan: bool = True
     matmul_precision: str = "highest"
+    convolution_precision: str = "high"
     attention: str = "auto"
     attention_blocks: tuple[int, int, int] | None = None
     attention_smoothing: bool = True
@@ -76,6 +79,7 @@ class TPUConfig:
         for name, allowed in (
             ("glue", GLUES),
             ("matmul_precision", PRECISIONS),
+            ("convolution_precision", PRECISIONS),
             ("attention", ATTENTIONS),
             ("layers", LAYERS),
         ):

@@ -311,6 +311,7 @@ class Runner:
                 window=self.config.attention_window,
                 ring=self.config.attention_ring,
                 layers=self.config.layers,
+                convolutions=self.config.convolution_precision,
                 platform=self.mesh.devices.flat[0].platform,
                 generation=GENERATION_OF_DEVICE_KIND.get(self.mesh.devices.flat[0].device_kind),
             ),

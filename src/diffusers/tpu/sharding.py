@@ -36,6 +36,7 @@ class ModelPlan:
             its place.
         methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of
             that method.
+        remark: what `diffusers-tpu plan` says of the model.
     """
 
     rules: Rules = ()
@@ -46,6 +47,7 @@ class ModelPlan:
     decide: Callable[[dict], dict] | None = None
     processors: Mapping[type, Callable] = field(default_factory=dict)
     methods: Mapping[tuple[type, str], Callable] = field(default_factory=dict)
+    remark: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "spread", self.spread or self.carry is not None)

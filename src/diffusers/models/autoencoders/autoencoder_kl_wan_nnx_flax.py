@@ -76,7 +76,7 @@ class FlaxAutoencoderKLWan(nnx.Module):
         dtype: of weights and activations, float32 or bfloat16. Sums of products are float32.
         mesh: of chips, with the axes dp, sp, tp, or these three degrees. None: all chips of the TPU path (those of
             `DIFFUSERS_TPU_MESH`), else JAX's first device.
-        matmul_precision: as `TPUConfig`'s.
+        convolution_precision: as `TPUConfig`'s.
         rngs: for weights from scratch; see `from_pretrained` and `from_torch` for those there are.
 
     Raises ValueError for a config, dtype, mesh or precision that cannot be.
@@ -88,7 +88,7 @@ class FlaxAutoencoderKLWan(nnx.Module):
         *,
         dtype=jnp.float32,
         mesh: Mesh | tuple[int, int, int] | None = None,
-        matmul_precision: str = TPUConfig.matmul_precision,
+        convolution_precision: str = TPUConfig.convolution_precision,
         rngs: nnx.Rngs,
     ):
         self.dtype = jnp.dtype(dtype)
@@ -96,7 +96,7 @@ class FlaxAutoencoderKLWan(nnx.Module):
             raise ValueError(f"expected a dtype among {', '.join(DTYPES)}, got {self.dtype.name}")
         self.config = whole_config(config)
         self.mesh = _mesh_of(mesh)
-        self.matmul_precision = TPUConfig(matmul_precision=matmul_precision).matmul_precision
+        self.convolution_precision = TPUConfig(convolution_precision=convolution_precision).convolution_precision
         self.spatial_compression_ratio = self.config.scale_factor_spatial
         self.use_slicing = self.use_tiling = False
         self.tile_sample_min_height = self.tile_sample_min_width = 256  # upstream's
@@ -135,7 +135,7 @@ class FlaxAutoencoderKLWan(nnx.Module):
         """The VAE of a directory or a hub's repository in diffusers layout, sharded files included.
 
         Args:
-            dtype, mesh, and of `others` matmul_precision: as for the class.
+            dtype, mesh, and of `others` convolution_precision: as for the class.
             variant: of the files' names, as upstream's.
             others: for the hub, as upstream's: those of `HUB`.
 
@@ -145,8 +145,10 @@ class FlaxAutoencoderKLWan(nnx.Module):
             TypeError: an argument that is not known.
         """
         hub = {name: others.pop(name) for name in HUB if name in others}
-        if unknown := others.keys() - {"matmul_precision"}:
-            raise TypeError(f"expected of arguments dtype, mesh, matmul_precision, {', '.join(HUB)}, got {unknown}")
+        if unknown := others.keys() - {"convolution_precision"}:
+            raise TypeError(
+                f"expected of arguments dtype, mesh, convolution_precision, {', '.join(HUB)}, got {unknown}"
+            )
         config, tensors = open_files(path_or_id, subfolder, variant, hub)
         vae = cls.abstract(config, dtype=dtype, mesh=mesh, **others)
         return load_weights(vae, tensors, str(path_or_id))
@@ -289,8 +291,9 @@ def _program(graphdef, state, x: jax.Array, entry: str) -> jax.Array:
         sequence=False,
         platform=device.platform,
         generation=GENERATION_OF_DEVICE_KIND.get(device.device_kind),
+        convolutions=vae.convolution_precision,
     )
-    with api.using(settings), jax.default_matmul_precision(vae.matmul_precision):
+    with api.using(settings):
         return getattr(vae, entry)(x)
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from ...tpu.attention.api import attention
+from ...tpu.attention.api import attention, current
 from ...tpu.video.convolution import by_columns
 from ...tpu.video.slabs import slabs
 
@@ -95,6 +95,7 @@ class Conv(nnx.Module):
             window_strides=self.stride[1:],
             padding=[rows, (0, 0)],
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision=current().convolutions,
             preferred_element_type=jnp.float32,
         )
         return (y + b).astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])

@@ -34,6 +34,7 @@ class Settings:
         platform: "tpu", "gpu" or "cpu"; `generation` of a TPU.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
         layers: as `TPUConfig.layers`, for the rooms `linear` and `rotary`.
+        convolutions: as `TPUConfig.convolution_precision`, for the rooms `video` and `bridge`.
     """
 
     mesh: Mesh | None = None
@@ -47,6 +48,7 @@ class Settings:
     generation: str | None = None
     interpret: bool = False
     layers: str = "auto"
+    convolutions: str = "high"
 
     @property
     def interpreted(self) -> bool:

@@ -227,7 +227,11 @@ def _convolution(env):
             result = result + b.reshape(-1, *(1,) * axes)
         return Tensor(result.astype(x.dtype), input._env)
 
-    return convolution
+    def at_its_precision(*args):
+        with jax.default_matmul_precision(current().convolutions):
+            return convolution(*args)
+
+    return at_its_precision
 
 
 def _by_patches(x, w, b):

@@ -36,6 +36,7 @@ def plan(
     config: dict | None = None,
     only: list[str] | None = None,
     as_theirs: bool = False,
+    schedules: bool = True,
     seconds: float = TIME_LIMIT,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict:
@@ -51,6 +52,7 @@ def plan(
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
         as_theirs: with the padding of the scripts that others measured (`calibration`), not for use.
+        schedules: False compiles as a run does, without writing them, for `compile_seconds`; times are worth nothing then.
         seconds: the compiler's process is stopped after these.
 
     Raises:
@@ -75,19 +77,23 @@ def plan(
         "only": only,
         "as_theirs": as_theirs,
     }
-    result = remembered("diffusers.tpu.planner.worker:answer", request, seconds, on_progress)
+    result = remembered("diffusers.tpu.planner.worker:answer", request, seconds, on_progress, schedules)
     return {**result, "model": model}
 
 
 def remembered(
-    function: str, request: dict, seconds: float = TIME_LIMIT, on_progress: Callable[[str], None] = lambda text: None
+    function: str,
+    request: dict,
+    seconds: float = TIME_LIMIT,
+    on_progress: Callable[[str], None] = lambda text: None,
+    schedules: bool = True,
 ) -> dict:
     """`aot.run_in_child(function, request)`, once: the same question to the same code and versions is read from disk."""
     folder = read_environment().cache_dir
-    path = Path(folder) / "plans" / f"{_key(function, request)}.json" if folder is not None else None
+    path = Path(folder) / "plans" / f"{_key(function, request, schedules)}.json" if folder is not None else None
     if path is not None and path.is_file():
         return json.loads(path.read_text())
-    result = run_in_child(function, request, seconds=seconds, on_progress=on_progress)
+    result = run_in_child(function, request, seconds=seconds, schedules=schedules, on_progress=on_progress)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}")
@@ -96,9 +102,9 @@ def remembered(
     return result
 
 
-def _key(function: str, request: dict) -> str:
+def _key(function: str, request: dict, schedules: bool) -> str:
     """Changes with the question, with our code, with the packages and with a local model's configuration."""
-    digest = hashlib.sha256(json.dumps([function, request], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([function, request, schedules], sort_keys=True).encode())
     for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "flax"):
         try:
             digest.update(f"{name} {importlib.metadata.version(name)}".encode())

@@ -348,6 +348,9 @@ class _Planner:
                 "attention is timed as for heads whose scores are bounded (README_TPU.md, Attention); --attention online"
                 " is the other end"
             )
+        for part in parts:
+            if remark := self._plan(part.recorded).remark:
+                notes.append(f"{part.recorded.component}: {remark}")
         sp, tp = mesh[1:]
         for recorded in self.denoising:
             heads = {n for _, n, t, s, _ in self.works[id(recorded)].calls if t == s}

@@ -4,7 +4,6 @@ A convolution of one map in its usual form the TPU compiler takes apart into pie
 both times. Here each tap along the width gives features of its own, which are then summed one column apart.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -29,7 +28,7 @@ def by_columns(
 ) -> Float[Array, "B V U G O"]:
     """A convolution in float32: `padding` and `strides` of time and height; the width is padded already, its stride is 1."""
     if x.dtype == w.dtype == jnp.float32 and current().platform == "tpu":
-        x, w = as_bfloat16_products(x, w, PRODUCTS[jax.config.jax_default_matmul_precision])
+        x, w = as_bfloat16_products(x, w, PRODUCTS[current().convolutions])
     *spatial, taps, channels, features = w.shape
     w = w.transpose(0, 1, 3, 2, 4).reshape(*spatial, channels, taps * features)
     y = lax.conv_general_dilated(
@@ -38,6 +37,7 @@ def by_columns(
         window_strides=strides,
         padding=padding,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=current().convolutions,
         preferred_element_type=jnp.float32,
     )
     y = y.reshape(*x.shape[:2], *y.shape[1:])
