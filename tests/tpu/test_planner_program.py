@@ -5,12 +5,13 @@ The functions below run in the compiler's process; they are named to it as "test
 
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from diffusers.tpu import aot
-from diffusers.tpu.devices import CHIPS, find_topology
+from diffusers.tpu.devices import CHIPS, compiler_options, find_topology
 from diffusers.tpu.planner import bundles, hlo, ici
 
 
@@ -73,6 +74,34 @@ def copying_kernel(argument, progress):
         "peak": compiled.peak_bytes,
         "memory": compiled.memory,
     }
+
+
+def products(argument, progress):
+    """x [16384, 4096] split over sp 4 times three weights [4096, 4096], stored over sp: with SparseCores and without."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from diffusers.tpu.planner import timing
+    from diffusers.tpu.sharding import named
+
+    compiler, mesh = _mesh("v6e-4", (1, 4, 1))
+
+    def program(x, weights):
+        for w in weights:
+            x = x @ jax.lax.with_sharding_constraint(w, named(mesh, P()))
+        return x
+
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16, sharding=named(mesh, P("sp")))
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=named(mesh, P("sp")))
+    answers = []
+    for sparse_cores in (True, False):
+        lowered = jax.jit(program, out_shardings=named(mesh, P("sp"))).lower(x, [w] * 3)
+        compiled = compiler.compile(lowered, compiler_options(compiler.devices[0], sparse_cores))
+        places = [(*d.coords, d.core_on_chip) for d in mesh.devices.flat]
+        timed = timing.time_program(compiled, compiler.topology.chip, places)
+        answers.append({"hidden": timed.hidden_collectives, "total": timed.seconds["total"]})
+    return answers
 
 
 def product(argument, progress):
@@ -188,6 +217,19 @@ def test_a_split_product_counts_as_by_hand():
     assert result["memory"]["arguments"] == (4096 * 2048 + 2048 * 1024) * 2 // 4
 
 
+def test_sparse_cores_exchange_while_the_core_computes():
+    with_them, without = ask("products")
+    assert without["hidden"] == 0 < with_them["hidden"]
+    assert with_them["total"] < 0.95 * without["total"]
+
+
+def test_chips_without_sparse_cores_are_not_asked_for_them():
+    kinds = {"TPU v5 lite": False, "TPU v5": True, "TPU v6 lite": True, "TPU7x": True, "TPU v4": False, "cpu": False}
+    for kind, there in kinds.items():
+        device = types.SimpleNamespace(device_kind=kind)
+        assert bool(compiler_options(device, True)) == there and not compiler_options(device, False)
+
+
 def test_every_slice_takes_every_mesh_of_its_devices():
     from diffusers.tpu.devices import TOPOLOGIES
 
@@ -269,11 +311,26 @@ ENTRY %main (a: bf16[40,128,64]) -> bf16[40,128,64] {
 """
 
 
-def test_a_program_is_read_with_loops_parts_and_hidden_transfers():
+def on_a_sparse_core(text: str) -> str:
+    """The program's gather as the SparseCore's."""
+    small, whole = "bf16[1,128,64]{2,1,0:T(8,128)(2,1)S(1)}", "bf16[1,128,256]{2,1,0:T(8,128)(2,1)S(1)}"
+    inside = "replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={2}"
+    computation = (
+        f"%gathering (p: {small}) -> {whole} {{\n  %p = {small} parameter(0)\n  ROOT %g = {whole} all-gather(%p),"
+        f' {inside}\n}}, execution_thread="sparsecore"\n\n'
+    )
+    start = f'(({small}, token[]), {whole}) call-start(%w), async_execution_thread="sparsecore", to_apply=%gathering'
+    text = text.replace(f"({small}, {whole}) all-gather-start(%w), {inside}", start)
+    return text.replace("all-gather-done", "call-done").replace("%body (s", computation + "%body (s")
+
+
+@pytest.mark.parametrize("written", [str, on_a_sparse_core])
+def test_a_program_is_read_with_loops_parts_and_hidden_transfers(written):
     from diffusers.tpu.planner import timing
 
     chip = CHIPS["v6e"]
-    compiled = aot.CompiledProgram(HLO, {}, {}, 0)
+    assert written is str or ("call-done" in written(HLO) and " all-gather-start(" not in written(HLO))
+    compiled = aot.CompiledProgram(written(HLO), {}, {}, 0)
     places = [(x, y, 0, 0) for x in range(2) for y in range(4)]
     timed = timing.time_program(compiled, chip, places)
     part = next(o for o in timed.operations if o.name == "slice")

@@ -207,14 +207,17 @@ class Compiler:
         )
         return tuple(description.devices)
 
-    def compile(self, lowered) -> CompiledProgram:
-        """The compiled form of a `jax.stages.Lowered`. Raises OutOfMemory where the chip has no room for it."""
+    def compile(self, lowered, options: dict | None = None) -> CompiledProgram:
+        """The compiled form of a `jax.stages.Lowered`. Raises OutOfMemory where the chip has no room for it.
+
+        `options`: of the compiler, see `devices.compiler_options`.
+        """
         import jax
 
         self._take_schedules()  # of anything compiled before
         start = time.perf_counter()
         try:
-            compiled = lowered.compile()
+            compiled = lowered.compile(options)
         except jax.errors.JaxRuntimeError as error:
             raise _out_of_memory(error) or error from error
         seconds = time.perf_counter() - start

@@ -52,6 +52,8 @@ class TPUConfig:
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also
             elsewhere, interpreted; "xla": the compiler's, and upstream's attention processors.
+        sparse_cores: exchanges between chips run on the SparseCores of chips that have them (v5p, v6e, v7x), while the core
+            computes; False: on the core, one after the other.
         host: names of components that stay on the host and run there as upstream's, such as ("text_encoder",).
         hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all
             components are more than it holds, those whose turn it is not wait on the host.
@@ -69,6 +71,7 @@ class TPUConfig:
     attention_window: tuple[int, int] | None = None
     attention_ring: int | None = None
     layers: str = "auto"
+    sparse_cores: bool = True
     host: tuple[str, ...] = ()
     hbm_gib: float | None = None
     reserve_gib: float | None = None

@@ -31,7 +31,7 @@ class Chip:
     v7x the page's 1.2 TB/s over six links both ways; `die_bandwidth`, between the halves of a v7x: its page, six times a link.
     `clock`: of that chapter (v5e), else peak / (4 * side^2 * passes per cycle) of the matrix units, which measured
     kernels agree with. `hbm_bytes`: what the compiler (libtpu 0.0.42.1) lets a program use, from its own message.
-    `vmem_bytes` of one core: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
+    `vmem_bytes` of one core, `sparse_cores`: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
     """
 
     generation: str
@@ -43,6 +43,7 @@ class Chip:
     matrix_side: int
     vmem_bytes: int
     die_bandwidth: float = 0.0
+    sparse_cores: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,9 @@ CHIPS = {
     chip.generation: chip
     for chip in (
         Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 128 * MIB),
-        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 64 * MIB),
-        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 128 * MIB),
-        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 64 * MIB, die_bandwidth=600e9),
+        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 64 * MIB, sparse_cores=4),
+        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 128 * MIB, sparse_cores=2),
+        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 64 * MIB, 600e9, sparse_cores=2),
     )
 }
 
@@ -87,6 +88,19 @@ GENERATION_OF_DEVICE_KIND = {
     "TPU v6e": "v6e",
     "TPU7x": "v7x",
 }  # JAX 0.10.2, the same file
+
+
+# Exchanges between chips by the SparseCores, while the core computes; without, the core waits for each.
+ON_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
+    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": True,
+}
+
+
+def compiler_options(device, sparse_cores: bool) -> dict[str, bool]:
+    """What the compiler is told beside the program for a mesh of devices such as this one."""
+    chip = CHIPS.get(GENERATION_OF_DEVICE_KIND.get(device.device_kind))
+    return ON_SPARSE_CORES if sparse_cores and chip is not None and chip.sparse_cores else {}
 
 
 def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:

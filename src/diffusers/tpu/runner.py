@@ -22,7 +22,7 @@ from ..utils import logging
 from . import bridge
 from .attention.api import Settings
 from .config import TPUConfig
-from .devices import GENERATION_OF_DEVICE_KIND
+from .devices import GENERATION_OF_DEVICE_KIND, compiler_options
 from .residency import Residency
 from .scan import plain_attributes
 from .sharding import ModelPlan, named
@@ -261,7 +261,8 @@ class Runner:
         start = time.perf_counter()
         traced, function = self.trace(*calls)
         has_twin = self.residency is not None and len(self.residency.kind(self)) > 1
-        compiled = _shared(traced.lower(), self.mesh) if has_twin else traced.lower().compile()
+        lowered = traced.lower()
+        compiled = _shared(lowered, self) if has_twin else lowered.compile(self.compiler_options)
         seconds = time.perf_counter() - start
         logger.info(f"compiled {type(self.module).__name__}.{calls[0].entry} in {seconds:.1f} s")
         return Program(calls[0].entry, calls[0].key[-1], len(calls), compiled, function, seconds)
@@ -332,6 +333,10 @@ class Runner:
         return plain_attributes(module), processors, weights
 
     @property
+    def compiler_options(self) -> dict[str, bool]:
+        return compiler_options(self.mesh.devices.flat[0], self.config.sparse_cores)
+
+    @property
     def compilations(self) -> int:
         """How many executables were compiled for this module."""
         return len(self.programs)
@@ -340,12 +345,13 @@ class Runner:
 _executables = weakref.WeakValueDictionary()
 
 
-def _shared(lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
+def _shared(lowered: jax.stages.Lowered, runner: Runner) -> jax.stages.Compiled:
     """The executable; the one there is if the program is the same, as two experts' are: weights are arguments."""
-    key = (hashlib.sha256(lowered.as_text().encode()).digest(), mesh)
+    options = runner.compiler_options
+    key = (hashlib.sha256(lowered.as_text().encode()).digest(), runner.mesh, *options)
     compiled = _executables.get(key)
     if compiled is None:
-        compiled = _executables[key] = lowered.compile()
+        compiled = _executables[key] = lowered.compile(options)
     return compiled
 
 

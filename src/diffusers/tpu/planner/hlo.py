@@ -13,6 +13,7 @@ ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "f8e4m3fn":
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 START = re.compile(r"^  (ROOT )?%(\S+) = ")
 HEAD = re.compile(r"^(ENTRY )?%(\S+) \(")
+END = re.compile(r'^\}(, execution_thread="\w+")?$')
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def parse(text: str) -> Program:
         if head:
             current = computations.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
-        elif line == "}":
+        elif END.match(line):
             _close(open_line, current)
             open_line, current = "", None
         elif current is not None:

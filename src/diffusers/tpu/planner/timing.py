@@ -19,6 +19,7 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "copy-start", "copy-done", "slice-start", "slice-done", "opt-barrier", "add-dependency",
 }  # fmt: skip
+ASYNCHRONOUS = ("async", "call")
 READS_A_PART = {"dynamic-slice", "slice", "gather"}
 KERNEL = "tpu_custom_call"
 ATTENTION = "scaled_dot_product_attention"
@@ -132,7 +133,7 @@ class _Clock:
         instructions = self.program.by_name(computation)
         for i in instructions.values():
             kind = i.opcode.removesuffix("-start").removesuffix("-done")
-            if kind == "async":
+            if kind in ASYNCHRONOUS and i.opcode != kind:
                 kind = self._wrapped(i, instructions)
             if i.opcode in FREE:
                 continue
@@ -140,7 +141,7 @@ class _Clock:
                 trips = self.program.trip_count(i)
                 self._run(i.called("condition"), runs * trips)
                 now += trips * self._run(i.called("body"), runs * trips)
-            elif i.opcode in ("call", "async-start") and kind not in ici.COLLECTIVES:
+            elif i.opcode in ("call", "call-start", "async-start") and kind not in ici.COLLECTIVES:
                 now += self._run(i.called("to_apply") or i.called("calls"), runs)
             elif i.opcode == "conditional":
                 now += max((self._run(branch, runs) for branch in i.branches), default=0.0)
@@ -160,20 +161,25 @@ class _Clock:
                     links_free = max(now, links_free) + moved.seconds
                     pending[i.name] = links_free, operation, moved
                 else:
-                    now += moved.seconds
-                    links_free = now
+                    ends = max(now, links_free) + moved.seconds
+                    operation.seconds = runs * (ends - now)
+                    now = links_free = ends
             else:
                 now += self._compute(i, instructions, runs)
         return now
 
     def _wrapped(self, i: hlo.Instruction, instructions: dict) -> str:
-        start = i if i.opcode == "async-start" else instructions.get(i.operands[0], i)
-        inner = self.program.computations.get(start.called("calls") or "", [])
-        return next((x.opcode for x in inner if x.opcode in ici.COLLECTIVES), "async")
+        start = i if i.opcode.endswith("-start") else instructions.get(i.operands[0], i)
+        return next((x.opcode for x in self._inside(start) if x.opcode in ici.COLLECTIVES), "call")
 
     def _collective(self, i: hlo.Instruction) -> hlo.Instruction:
-        inner = self.program.computations.get(i.called("calls") or "", []) if i.opcode == "async-start" else []
-        return next((x for x in inner if x.opcode in ici.COLLECTIVES), i)
+        return next((x for x in self._inside(i) if x.opcode in ici.COLLECTIVES), i)
+
+    def _inside(self, i: hlo.Instruction) -> list[hlo.Instruction]:
+        """What a start runs beside what follows; a SparseCore's are calls."""
+        if i.opcode not in (f"{kind}-start" for kind in ASYNCHRONOUS):
+            return []
+        return self.program.computations.get(i.called("calls") or i.called("to_apply") or "", [])
 
     def _compute(self, i: hlo.Instruction, instructions: dict, runs: int) -> float:
         moved = self._bytes(i, instructions)

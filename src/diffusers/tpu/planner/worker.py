@@ -244,7 +244,7 @@ class _Planner:
         program = hash((topology.name, lowered.as_text()))  # two experts are one program
         if program not in self.compiled:
             try:
-                compiled = compiler.compile(lowered)
+                compiled = compiler.compile(lowered, runner.compiler_options)
             except OutOfMemory as error:
                 part.refused = error
                 return
