@@ -90,17 +90,18 @@ GENERATION_OF_DEVICE_KIND = {
 }  # JAX 0.10.2, the same file
 
 
-# Exchanges between chips by the SparseCores, while the core computes; without, the core waits for each.
-ON_SPARSE_CORES = {
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather": True,
-    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all": True,
-}
+# Exchanges between chips by the SparseCores, while the core computes; without, the core waits for each. The compiler's default
+# is with them on v7x, without on v5p and v6e (MaxText, pull request 2997).
+ON_SPARSE_CORES = (
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all",
+)
 
 
 def compiler_options(device, sparse_cores: bool) -> dict[str, bool]:
     """What the compiler is told beside the program for a mesh of devices such as this one."""
     chip = CHIPS.get(GENERATION_OF_DEVICE_KIND.get(device.device_kind))
-    return ON_SPARSE_CORES if sparse_cores and chip is not None and chip.sparse_cores else {}
+    return dict.fromkeys(ON_SPARSE_CORES, sparse_cores) if chip is not None and chip.sparse_cores else {}
 
 
 def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:

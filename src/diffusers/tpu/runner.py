@@ -348,7 +348,7 @@ _executables = weakref.WeakValueDictionary()
 def _shared(lowered: jax.stages.Lowered, runner: Runner) -> jax.stages.Compiled:
     """The executable; the one there is if the program is the same, as two experts' are: weights are arguments."""
     options = runner.compiler_options
-    key = (hashlib.sha256(lowered.as_text().encode()).digest(), runner.mesh, *options)
+    key = (hashlib.sha256(lowered.as_text().encode()).digest(), runner.mesh, *options.items())
     compiled = _executables.get(key)
     if compiled is None:
         compiled = _executables[key] = lowered.compile(options)
