@@ -377,12 +377,12 @@ SCHEDULE = """= control target key end
    0x1 LB: > { %s2_s1 = sphi %s1_s0, %s3_s1 /* iteration index, stage = 0 */  ;;  %s9_s9 = sadd.s32 4294967295, %s2_s1 /* iteration index, stage = 1 */ } /* Start region 7 */
    0x2   : > { %p1_p0 = scmp.ne.s32.totalorder %s5_s5, 0 }
    0x3   : > { %10 = sbr.rel (%p1_p0) target = $region9 }
-   0x4   : > { %v1 = vld [vmem:[#a] sm:$0xff]
+   0x4   : > { %9 = vmatmul.bf16.gmra.mxu2 %v0  ;;  %v1 = vld [vmem:[#a] sm:$0xff]
    continued text of the same bundle } /* Start region 8 */
    0x5   : > { %v2 = vld [vmem:[#a] sm:$0xff] }
    0x6 PF: > { %v3 = vadd.f32 %v1, %v2 } /* Start region 9 */
-   0x7   : > { %v4 = vadd.f32 %v1, %v2 }
-   0x8   : > { %v5 = vadd.f32 %v1, %v2 }
+   0x7   : > { %v4 = vadd.f32 %v1, %v2  ;;  %14 = vmatmul.mubr.bf16.vlgmr.msra.gmra.mxu0 %v7 }
+   0x8   : > { %v5 = vadd.f32 %v1, %v2  ;;  %15 = vmatmul.mubr.f32.gmra.mxu0 %v7 }
    0x9   : > { %p2_p1 = scmp.ne.s32.totalorder %s5_s5, 4 }
    0xa   : > { %11 = sbr.rel (%p2_p1) target = $region10 }
    0xb   : > { %v6 = vst %v5 }
@@ -399,3 +399,11 @@ def test_a_schedule_by_hand():
     assert (schedule.bundles, schedule.steps) == (16, 30)
     assert [(loop.start, loop.stop, loop.trips) for loop in schedule.loops] == [(1, 14, 30)]
     assert schedule.cycles == pytest.approx(2 + 30 * (14 - 3) + 30 * 3 / 5)
+    assert schedule.rows == 16 * 30  # of bfloat16 through the first unit; through the third a fifth of that
+
+
+def test_a_matrix_unit_is_occupied_as_long_as_the_peak_says():
+    for chip in CHIPS.values():
+        products = chip.matrix_units * chip.matrix_side**2 * 16  # of 16 rows on every unit
+        assert chip.matrix_cycles(16) / chip.clock == pytest.approx(2 * products / chip.flops)
+    assert round(CHIPS["v5e"].matrix_cycles(16)) == 16 and round(CHIPS["v6e"].matrix_cycles(16)) == 8

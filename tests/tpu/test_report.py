@@ -57,6 +57,8 @@ def small_plan(**changes) -> dict:
         "mesh": {"dp": 2, "sp": 4, "tp": 1},
         "fits": True,
         "hbm_gib_per_chip": {"weights": 4.0, "activations": 3.5, "program": 0.5, "peak": 8.0, "limit": 16.0},
+        "fullest": "vae.decode",
+        "waiting": [],
         "seconds_per_step": {**timing["seconds"]},
         "seconds_total": 9.25,
         "flops_per_step": 1e15,

@@ -19,6 +19,7 @@ from diffusers import WanPipeline, WanTransformer3DModel, tpu
 from diffusers.tpu import checkpoint, weights
 from diffusers.tpu.checkpoint import FileTensor
 from diffusers.tpu.devices import GIB
+from diffusers.tpu.residency import turns
 
 
 HERE = Path(__file__).parent
@@ -293,10 +294,13 @@ def test_what_has_no_room_waits_on_the_host(chips, experts, never_more):
     for name, room in rooms.items():
         pipe = installed(hbm_gib=room / GIB)
         assert list(parts(pipe, "on_chips").values()) != [True] * len(ORDER)
+        first_seen = [sum(size[n] for n, there in parts(pipe, "on_chips").items() if there)]
         seen = never_more(pipe)
         assert np.array_equal(run(pipe), oracle), name
         assert np.array_equal(run(pipe, prompt="a red circle"), second), name
         assert max(seen) <= room and parts(pipe, "compilations") == dict.fromkeys(ORDER, 1), name
+        planned = turns(size, room)  # as the planner has it
+        assert {sum(map(size.get, held)) for held in planned.values()} <= {*seen, *first_seen}, name
     tpu.uninstall(experts)
 
 

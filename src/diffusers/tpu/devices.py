@@ -31,7 +31,7 @@ class Chip:
     v7x the page's 1.2 TB/s over six links both ways; `die_bandwidth`, between the halves of a v7x: its page, six times a link.
     `clock`: of that chapter (v5e), else peak / (4 * side^2 * passes per cycle) of the matrix units, which measured
     kernels agree with. `hbm_bytes`: what the compiler (libtpu 0.0.42.1) lets a program use, from its own message.
-    `vmem_bytes` of one core, `sparse_cores`: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
+    `matrix_units`: of the same pages. `vmem_bytes` of one core, `sparse_cores`: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
     """
 
     generation: str
@@ -41,9 +41,14 @@ class Chip:
     hbm_bandwidth: float
     link_bandwidth: float
     matrix_side: int
+    matrix_units: int
     vmem_bytes: int
     die_bandwidth: float = 0.0
     sparse_cores: int = 0
+
+    def matrix_cycles(self, rows: int) -> float:
+        """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""
+        return rows * 2 * self.matrix_side**2 * self.matrix_units * self.clock / self.flops
 
 
 @dataclass(frozen=True)
@@ -69,10 +74,10 @@ MIB, GIB = 2**20, 2**30
 CHIPS = {
     chip.generation: chip
     for chip in (
-        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 128 * MIB),
-        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 64 * MIB, sparse_cores=4),
-        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 128 * MIB, sparse_cores=2),
-        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 64 * MIB, 600e9, sparse_cores=2),
+        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 4, 128 * MIB),
+        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 8, 64 * MIB, sparse_cores=4),
+        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 2, 128 * MIB, sparse_cores=2),
+        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 2, 64 * MIB, 600e9, sparse_cores=2),
     )
 }
 

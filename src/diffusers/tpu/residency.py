@@ -5,6 +5,8 @@ whose turn is longest past. The model that comes next and is like the one that r
 ready while that works: compiled, and moved in if both have room.
 """
 
+from collections.abc import Callable
+
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -17,6 +19,39 @@ from .sharding import named
 logger = logging.get_logger(__name__)
 
 RESERVED = 0.25  # of a chip's HBM, for activations and programs, where the configuration does not say
+
+
+def room_for_weights(hbm: int, config: TPUConfig) -> int:
+    """Bytes of a chip's `hbm` that weights may take; the rest is for activations and programs."""
+    kept = RESERVED * hbm if config.reserve_gib is None else config.reserve_gib * GIB
+    return max(0, int(hbm - kept))
+
+
+def leaving(placed: list, bytes_of: Callable, need: int, limit: int | None, keep=None) -> list:
+    """Of what is placed, least recently used first, what leaves so that `need` bytes more are within the limit."""
+    gone, held = [], sum(map(bytes_of, placed))
+    for one in placed:
+        if limit is None or held + need <= limit:
+            break
+        if one is not keep:
+            gone.append(one)
+            held -= bytes_of(one)
+    return gone
+
+
+def turns(sizes: dict[str, int], limit: int | None) -> dict[str, list[str]]:
+    """Whose weights are on a chip while each model works. `sizes`: bytes on a chip by model, in the order of use."""
+    placed: list[str] = []
+    for name, size in sizes.items():
+        if not leaving(placed, sizes.__getitem__, size, limit) and (limit is None or size <= limit):
+            placed.append(name)
+    held = {}
+    for name, size in sizes.items():
+        placed = [other for other in placed if other != name]
+        gone = leaving(placed, sizes.__getitem__, size, limit)
+        placed = [*(other for other in placed if other not in gone), name]
+        held[name] = placed
+    return held
 
 
 class Residency:
@@ -36,10 +71,7 @@ class Residency:
         self.generation = GENERATION_OF_DEVICE_KIND.get(device.device_kind)
         chip = CHIPS.get(self.generation)
         self.hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
-        self.limit = None
-        if self.hbm is not None:
-            kept = RESERVED * self.hbm if config.reserve_gib is None else config.reserve_gib * GIB
-            self.limit = max(0, int(self.hbm - kept))
+        self.limit = None if self.hbm is None else room_for_weights(self.hbm, config)
         self.runners: dict[str, object] = {}
         self._placed: list = []  # least recently used first
         self._marks: dict[int, jax.Array] = {}
@@ -125,16 +157,11 @@ class Residency:
         return float("inf") if self.limit is None else self.limit - sum(map(_bytes, self._placed))
 
     def _make_room(self, need: int, keep=None):
-        for runner in list(self._placed):
-            if self._free() >= need:
-                return
-            if runner is not keep:
-                jax.block_until_ready(self._marks.pop(id(runner), None))
-                runner.plan_weights().drop()
-                self._placed.remove(runner)
-                logger.info(
-                    f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips"
-                )
+        for runner in leaving(self._placed, _bytes, need, self.limit, keep):
+            jax.block_until_ready(self._marks.pop(id(runner), None))
+            runner.plan_weights().drop()
+            self._placed.remove(runner)
+            logger.info(f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips")
 
     def _mark(self, runner):
         """Remember where the runner's programs end: a chip runs programs in order, so when this is done, they are."""

@@ -1,11 +1,12 @@
 """Cycles of one operation from its final schedule: bundles times how often each runs.
 
 A TPU core issues one bundle per cycle; the schedule is static, so the bundles of a straight piece of it are its cycles
-(waiting for memory apart, see `timing`). Loops are read with their trip counts. A piece that a condition guards runs
+(waiting for memory and for matrix units apart, see `timing`). Loops are read with their trip counts. A piece that a condition guards runs
 always, unless the condition is that a counter has its first or last value: then once per round of that counter.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -14,6 +15,8 @@ BRANCH = re.compile(r"sbr\.rel \((!?)%(p\d+(?:_p\d+)?)\) target = \$region(\d+)"
 COMPARE = re.compile(r"%(p\d+(?:_p\d+)?) = scmp\.(\w+)\.s32\.totalorder (%?[\w.]+), (%?[\w.]+)")
 ADD = re.compile(r"%(s\d+(?:_s\d+)?) = sadd\.s32 (\d+), ")
 REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
+PRODUCT = re.compile(r"\bvmatmul[\w.]*\.bf16[\w.]*\.mxu(\d)")
+PRODUCT_ROWS = 16  # of bfloat16 that one such instruction sends through a matrix unit
 MOST_ROUNDS = 1_000_000  # constants from here on count nothing (`kernel_body.WAYS`)
 PIPELINE = "iteration index, stage = 1"
 
@@ -37,6 +40,7 @@ class Schedule:
         loops: outermost first.
         steps: trips of a kernel's grid (the outermost loop, without the rounds that only fill and drain its pipeline).
         body: bundles of the largest straight piece, the part that every step runs.
+        rows: of bfloat16 that go through the busiest matrix unit.
     """
 
     cycles: float
@@ -44,6 +48,7 @@ class Schedule:
     loops: tuple[Loop, ...]
     steps: int
     body: int
+    rows: float = 0.0
 
 
 def read(text: str) -> Schedule:
@@ -99,7 +104,11 @@ def read(text: str) -> Schedule:
         for n in range(start + 1, stop):
             weight[n] *= share
     steps = loops[0].trips if loops else 1
-    return Schedule(sum(weight), len(lines), tuple(loops), steps, body_stop - body_start)
+    products = Counter()
+    for line, runs in zip(lines, weight):
+        products.update(dict.fromkeys(PRODUCT.findall(line), runs))
+    rows = PRODUCT_ROWS * max(products.values(), default=0)
+    return Schedule(sum(weight), len(lines), tuple(loops), steps, body_stop - body_start, rows)
 
 
 def _regions(line: str):

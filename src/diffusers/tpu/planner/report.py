@@ -158,9 +158,12 @@ def _made(plan: dict) -> str:
 
 def _memory(plan: dict, level: int) -> Html:
     hbm = plan["hbm_gib_per_chip"]
-    weights = {part["component"]: part["hbm_gib"]["weights"] for part in plan["parts"]}
-    fullest = max(plan["parts"], key=lambda part: part["hbm_gib"]["activations"], default=None)
-    of = f" of {_called(fullest)}" if fullest else ""
+    weights = {
+        part["component"]: part["hbm_gib"]["weights"]
+        for part in plan["parts"]
+        if part["component"] not in plan["waiting"]
+    }
+    of = f" of {plan['fullest']}"
     items = [
         (f"weights-{min(place, SHADES - 1)}", f"{name} weights", amount)
         for place, (name, amount) in enumerate(sorted(weights.items(), key=lambda item: -item[1]))

@@ -186,7 +186,8 @@ class _Clock:
         schedule = self.schedules.get(i.name) or self.alike.get(self._likeness(i))
         memory = moved / self.chip.hbm_bandwidth
         if schedule is not None:
-            seconds, limit = schedule.cycles / self.chip.clock, "schedule"
+            cycles = max(schedule.cycles, self.chip.matrix_cycles(schedule.rows))
+            seconds, limit = cycles / self.chip.clock, "schedule"
         else:
             seconds, limit = (i.estimated_cycles or 0) / self.chip.clock, "estimate"
         if memory > seconds:

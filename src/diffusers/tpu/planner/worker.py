@@ -12,6 +12,7 @@ from ..config import TPUConfig
 from ..devices import TOPOLOGIES, Topology, find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..pipeline import PipelinePlan, module_plan, plan_of
+from ..residency import room_for_weights, turns
 from ..runner import Runner
 from ..sharding import ModelPlan
 from . import calibration, meshes, timing
@@ -42,6 +43,10 @@ class Part:
     refused: OutOfMemory | None = None
     modelled_seconds: float = 0.0
     shared: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.recorded.component}.{self.recorded.call.entry}"
 
     @property
     def stage(self) -> str:
@@ -233,12 +238,13 @@ class _Planner:
         return made
 
     def _compile(self, part: Part, runner: Runner, compiler, places, topology: Topology):
-        name = f"{part.recorded.component}.{part.recorded.call.entry}"
         if not (part.stage == "denoise" or self.request.get("everything")):
             part.shared = topology.devices if runner.plan.spread else 1
             part.modelled_seconds = part.branches * part.work.seconds(topology.chip, part.shared)
             return
-        self.progress(f"compiling {name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}")
+        self.progress(
+            f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}"
+        )
         traced, _ = runner.trace(*[part.recorded.call] * part.branches)
         lowered = traced.lower()
         program = hash((topology.name, lowered.as_text()))  # two experts are one program
@@ -257,22 +263,36 @@ class _Planner:
     def _per_step(self, parts: list[Part]) -> float:
         return sum(p.runs * p.seconds for p in parts if p.stage == "denoise") / self.recording.steps
 
-    def _hbm(self, parts: list[Part], topology: Topology) -> dict[str, float]:
+    def _at_peak(self, parts: list[Part], topology: Topology) -> tuple[Part, dict[str, int]]:
+        """The part of the run that needs most of a chip, and the weights there by component: others wait on the host."""
+        weights = self._weights(parts)
+        held = turns(weights, self._room(topology))
+        fullest = max(parts, key=lambda p: sum(weights[n] for n in held[p.recorded.component]) + p.activations)
+        return fullest, {name: weights[name] for name in held[fullest.recorded.component]}
+
+    def _weights(self, parts: list[Part]) -> dict[str, int]:
+        """Bytes on a chip by component, in the order of use."""
         weights = {p.recorded.component: p.weights for p in parts}
-        programs = sum(p.program for p in parts)
-        activations = max((p.activations for p in parts), default=0)
-        total = sum(weights.values())
+        return {r.component: weights[r.component] for r in self.recording.calls if r.component in weights}
+
+    def _room(self, topology: Topology) -> int:
+        return room_for_weights(topology.chip.hbm_bytes, TPUConfig(**self.request.get("config", {})))
+
+    def _hbm(self, parts: list[Part], topology: Topology) -> dict[str, float]:
+        fullest, weights = self._at_peak(parts, topology)
+        programs, total = sum(p.program for p in parts), sum(weights.values())
         return {
             "weights": total / GIB,
-            "activations": activations / GIB,
+            "activations": fullest.activations / GIB,
             "program": programs / GIB,
-            "peak": (total + activations + programs) / GIB,
+            "peak": (total + fullest.activations + programs) / GIB,
             "limit": topology.chip.hbm_bytes / GIB,
         }
 
     def _fits(self, parts: list[Part], topology: Topology) -> bool:
         hbm = self._hbm(parts, topology)
-        return hbm["peak"] <= hbm["limit"] and not any(p.refused for p in parts)
+        alone = max(self._weights(parts).values()) <= self._room(topology)
+        return alone and hbm["peak"] <= hbm["limit"] and not any(p.refused for p in parts)
 
     def as_json(self, mesh: tuple[int, int, int], parts: list[Part]) -> dict:
         """The plan as `plan --json` prints it."""
@@ -285,12 +305,15 @@ class _Planner:
         }
         flops = sum(p.runs * p.branches * p.work.flops for p in denoise) / steps
         peak_flops = topology.chip.flops * topology.devices
+        fullest, held = self._at_peak(parts, topology)
         return {
             "model": self.request["model"],
             "topology": topology.name,
             "mesh": dict(zip(("dp", "sp", "tp"), mesh)),
             "fits": self._fits(parts, topology),
             "hbm_gib_per_chip": self._hbm(parts, topology),
+            "fullest": fullest.name,
+            "waiting": [name for name in self._weights(parts) if name not in held],
             "seconds_per_step": per_step,
             "seconds_total": sum(p.runs * p.seconds for p in parts) if known else None,
             "flops_per_step": flops,
@@ -305,7 +328,7 @@ class _Planner:
             "call": self.recording.arguments,
             "chip": {"devices": topology.devices, "flops": topology.chip.flops, "hbm": topology.chip.hbm_bytes},
             "parts": [self._part_json(p) for p in parts],
-            "notes": self._notes(mesh, parts),
+            "notes": self._notes(topology, mesh, parts),
             "advice": [],
         }
 
@@ -334,11 +357,9 @@ class _Planner:
             "refused": part.refused and {"message": str(part.refused), "asked": part.refused.asked},
         }
 
-    def _notes(self, mesh: tuple[int, int, int], parts: list[Part]) -> list[str]:
+    def _notes(self, topology: Topology, mesh: tuple[int, int, int], parts: list[Part]) -> list[str]:
         notes = []
-        for name in sorted(
-            {f"{p.recorded.component}.{p.recorded.call.entry}" for p in parts if not p.compiled and not p.refused}
-        ):
+        for name in sorted({p.name for p in parts if not p.compiled and not p.refused}):
             notes.append(
                 f"{name} is modelled from its operations: what is not the denoiser is compiled with --everything only"
                 " (a VAE takes the compiler minutes)"
@@ -347,6 +368,12 @@ class _Planner:
             notes.append(
                 "attention is timed as for heads whose scores are bounded (README_TPU.md, Attention); --attention online"
                 " is the other end"
+            )
+        weights = self._weights(parts)
+        if sum(weights.values()) > self._room(topology):
+            notes.append(
+                f"the weights of {', '.join(weights)} are more than the {self._room(topology) / GIB:.2f} GiB of a chip that"
+                " activations and programs leave them (TPUConfig.reserve_gib): those whose turn it is not wait on the host"
             )
         for part in parts:
             if remark := self._plan(part.recorded).remark:
@@ -369,20 +396,14 @@ class _Planner:
         """What would fit, each with its figure."""
         hbm = self._hbm(parts, self.topology)
         over = (hbm["peak"] - hbm["limit"]) * GIB
-        weights = {p.recorded.component: p.weights for p in parts}
+        fullest, weights = self._at_peak(parts, self.topology)
         found = []
         texts = {n: w for n, w in weights.items() if n.startswith("text_encoder")}
-        if sum(texts.values()) >= over:
+        if texts and sum(texts.values()) >= over:
             found.append(
                 f"compute the prompt's embeddings apart and load with text_encoder=None: {sum(texts.values()) / GIB:.2f} GiB"
                 " per chip less"
             )
-        experts = sorted(n for n in weights if n.startswith("transformer"))
-        if len(experts) > 1 and min(weights[n] for n in experts) >= over:
-            found.append(
-                f"keep the idle one of {', '.join(experts)} on the host: {weights[experts[-1]] / GIB:.2f} GiB per chip less"
-            )
-        fullest = max(parts, key=lambda p: p.activations)
         room = hbm["limit"] - hbm["weights"] - hbm["program"]
         in_tiles = fullest.stage in ("decode", "encode") and not getattr(self.modules["vae"], "use_tiling", True)
         if room > 0 and in_tiles:
@@ -390,7 +411,7 @@ class _Planner:
         if room > 0:
             share = room / hbm["activations"]
             found.append(
-                f"ask for less at once: {fullest.recorded.component}.{fullest.recorded.call.entry} needs"
+                f"ask for less at once: {fullest.name} needs"
                 f" {hbm['activations']:.2f} GiB beside the weights and {room:.2f} are left, so about {share:.0%} of the"
                 " frames or pixels"
             )
