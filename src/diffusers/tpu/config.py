@@ -52,7 +52,7 @@ class TPUConfig:
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also
             elsewhere, interpreted; "xla": the compiler's, and upstream's attention processors.
-        sparse_cores: exchanges between chips run on the SparseCores of chips that have them (v5p, v6e, v7x), while the core
+        sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core
             computes; False: on the core, one after the other.
         host: names of components that stay on the host and run there as upstream's, such as ("text_encoder",).
         hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all

@@ -31,7 +31,7 @@ class Chip:
     v7x the page's 1.2 TB/s over six links both ways; `die_bandwidth`, between the halves of a v7x: its page, six times a link.
     `clock`: of that chapter (v5e), else peak / (4 * side^2 * passes per cycle) of the matrix units, which measured
     kernels agree with. `hbm_bytes`: what the compiler (libtpu 0.0.42.1) lets a program use, from its own message.
-    `matrix_units`: of the same pages. `vmem_bytes` of one core, `sparse_cores`: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
+    `matrix_units`: of the same pages. `vmem_bytes` of one core: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
     """
 
     generation: str
@@ -44,7 +44,6 @@ class Chip:
     matrix_units: int
     vmem_bytes: int
     die_bandwidth: float = 0.0
-    sparse_cores: int = 0
 
     def matrix_cycles(self, rows: int) -> float:
         """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""
@@ -75,9 +74,9 @@ CHIPS = {
     chip.generation: chip
     for chip in (
         Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 4, 128 * MIB),
-        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 8, 64 * MIB, sparse_cores=4),
-        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 2, 128 * MIB, sparse_cores=2),
-        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 2, 64 * MIB, 600e9, sparse_cores=2),
+        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 8, 64 * MIB),
+        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 2, 128 * MIB),
+        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 2, 64 * MIB, die_bandwidth=600e9),
     )
 }
 
@@ -96,17 +95,17 @@ GENERATION_OF_DEVICE_KIND = {
 
 
 # Exchanges between chips by the SparseCores, while the core computes; without, the core waits for each. The compiler's default
-# is with them on v7x, without on v5p and v6e (MaxText, pull request 2997).
-ON_SPARSE_CORES = (
-    "xla_tpu_enable_sparse_core_collective_offload_all_gather",
-    "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all",
-)
+# is with them on v7x, without on v5p and v6e (MaxText, pull request 2997). All-to-alls of sp 4 on v7x its emitter refuses
+# (libtpu 0.0.42.1: "num_blocks_per_replica % kGroupSize == 0").
+ALL_GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+ALL_TO_ALL = "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all"
+ON_SPARSE_CORES = {"v5p": (ALL_GATHER, ALL_TO_ALL), "v6e": (ALL_GATHER, ALL_TO_ALL), "v7x": (ALL_GATHER,)}
 
 
 def compiler_options(device, sparse_cores: bool) -> dict[str, bool]:
     """What the compiler is told beside the program for a mesh of devices such as this one."""
-    chip = CHIPS.get(GENERATION_OF_DEVICE_KIND.get(device.device_kind))
-    return dict.fromkeys(ON_SPARSE_CORES, sparse_cores) if chip is not None and chip.sparse_cores else {}
+    generation = GENERATION_OF_DEVICE_KIND.get(device.device_kind)
+    return dict.fromkeys(ON_SPARSE_CORES.get(generation, ()), sparse_cores)
 
 
 def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:
