@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diffusers.tpu import aot
-from diffusers.tpu.devices import CHIPS, compiler_options, find_topology
+from diffusers.tpu.devices import CHIPS, compile_lowered, compiler_options, find_topology
 from diffusers.tpu.planner import bundles, hlo, ici
 
 
@@ -400,6 +400,29 @@ def test_a_schedule_by_hand():
     assert [(loop.start, loop.stop, loop.trips) for loop in schedule.loops] == [(1, 14, 30)]
     assert schedule.cycles == pytest.approx(2 + 30 * (14 - 3) + 30 * 3 / 5)
     assert schedule.rows == 16 * 30  # of bfloat16 through the first unit; through the third a fifth of that
+
+
+def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(caplog, monkeypatch):
+    import jax
+
+    from diffusers.utils import logging
+
+    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
+    options, asked = compiler_options(types.SimpleNamespace(device_kind="TPU v6e"), True), []
+
+    def refusing(words):
+        def compile(given):
+            asked.append(given)
+            if any(given.values()):
+                raise jax.errors.JaxRuntimeError(words)
+            return "executable"
+
+        return types.SimpleNamespace(compile=compile)
+
+    assert compile_lowered(refusing("RET_CHECK failure (xla/sparse_core/emitter.cc:164)"), options) == "executable"
+    assert asked == [options, dict.fromkeys(options, False)] and "stay on the core" in caplog.text
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
+        compile_lowered(refusing("no room"), options)
 
 
 def test_a_matrix_unit_is_occupied_as_long_as_the_peak_says():

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .devices import Topology
+from .devices import Topology, compile_lowered
 
 
 LAST_LINES = 15
@@ -217,7 +217,7 @@ class Compiler:
         self._take_schedules()  # of anything compiled before
         start = time.perf_counter()
         try:
-            compiled = lowered.compile(options)
+            compiled = compile_lowered(lowered, options)
         except jax.errors.JaxRuntimeError as error:
             raise _out_of_memory(error) or error from error
         seconds = time.perf_counter() - start

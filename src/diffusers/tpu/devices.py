@@ -108,6 +108,24 @@ def compiler_options(device, sparse_cores: bool) -> dict[str, bool]:
     return dict.fromkeys(ON_SPARSE_CORES.get(generation, ()), sparse_cores)
 
 
+def compile_lowered(lowered, options: dict[str, bool] | None):
+    """The executable of a `jax.stages.Lowered`. Exchanges that the compiler cannot put on the SparseCores stay on the core, and it says so."""
+    import jax
+
+    from ..utils import logging
+
+    try:
+        return lowered.compile(options)
+    except jax.errors.JaxRuntimeError as error:
+        if "sparse_core" not in str(error) or not any((options or {}).values()):
+            raise
+        logging.get_logger(__name__).warning(
+            "the compiler cannot put this program's exchanges between chips on the SparseCores, they stay on the core"
+            f" (TPUConfig.sparse_cores=False asks for that): {str(error).splitlines()[0]}"
+        )
+        return lowered.compile(dict.fromkeys(options, False))
+
+
 def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:
     return Topology(name, CHIPS[name.split("-")[0]], shape, host_shape, devices)
 

@@ -22,7 +22,7 @@ from ..utils import logging
 from . import bridge
 from .attention.api import Settings
 from .config import TPUConfig
-from .devices import GENERATION_OF_DEVICE_KIND, compiler_options
+from .devices import GENERATION_OF_DEVICE_KIND, compile_lowered, compiler_options
 from .residency import Residency
 from .scan import plain_attributes
 from .sharding import ModelPlan, named
@@ -262,7 +262,7 @@ class Runner:
         traced, function = self.trace(*calls)
         has_twin = self.residency is not None and len(self.residency.kind(self)) > 1
         lowered = traced.lower()
-        compiled = _shared(lowered, self) if has_twin else lowered.compile(self.compiler_options)
+        compiled = _shared(lowered, self) if has_twin else compile_lowered(lowered, self.compiler_options)
         seconds = time.perf_counter() - start
         logger.info(f"compiled {type(self.module).__name__}.{calls[0].entry} in {seconds:.1f} s")
         return Program(calls[0].entry, calls[0].key[-1], len(calls), compiled, function, seconds)
@@ -351,7 +351,7 @@ def _shared(lowered: jax.stages.Lowered, runner: Runner) -> jax.stages.Compiled:
     key = (hashlib.sha256(lowered.as_text().encode()).digest(), runner.mesh, *options.items())
     compiled = _executables.get(key)
     if compiled is None:
-        compiled = _executables[key] = lowered.compile(options)
+        compiled = _executables[key] = compile_lowered(lowered, options)
     return compiled
 
 
