@@ -393,6 +393,12 @@ SCHEDULE = """= control target key end
 """
 
 
+def test_no_estimate_is_none():
+    rest = ', backend_config={"window_config":{"estimated_cycles":"%d"}}'
+    for number, cycles in ((17500, 17500), (2**63 - 1, None)):
+        assert hlo.Instruction("x", "copy", "f32[4]", [], rest % number, False).estimated_cycles == cycles
+
+
 def test_a_schedule_by_hand():
     schedule = bundles.read(SCHEDULE)
     # 32 rounds of a pipelined grid are 30 steps. The counter takes five values: first and last piece run in a fifth.

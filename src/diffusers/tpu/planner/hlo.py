@@ -11,6 +11,7 @@ from functools import cached_property
 
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "token": 0}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
+NO_ESTIMATE = 2**63 - 1  # of what a SparseCore does
 START = re.compile(r"^  (ROOT )?%(\S+) = ")
 HEAD = re.compile(r"^(ENTRY )?%(\S+) \(")
 END = re.compile(r'^\}(, execution_thread="\w+")?$')
@@ -85,7 +86,7 @@ class Instruction:
     @cached_property
     def estimated_cycles(self) -> int | None:
         found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(found[1]) if found else None
+        return int(found[1]) if found and int(found[1]) != NO_ESTIMATE else None
 
     def called(self, key: str) -> str | None:
         """The computation that attribute `key` (calls, body, condition, to_apply) names."""
