@@ -109,7 +109,10 @@ def compiler_options(device, sparse_cores: bool) -> dict[str, bool]:
 
 
 def compile_lowered(lowered, options: dict[str, bool] | None):
-    """The executable of a `jax.stages.Lowered`. Exchanges that the compiler cannot put on the SparseCores stay on the core, and it says so."""
+    """The executable of a `jax.stages.Lowered`.
+
+    Where the compiler cannot put exchanges on the SparseCores, they stay on the core, with a warning.
+    """
     import jax
 
     from ..utils import logging

@@ -1,7 +1,7 @@
 """Seconds of a compiled program, operation by operation.
 
-An operation takes as long as the slower of two: its final schedule (`bundles`) at the core's clock, and the bytes it
-moves between HBM and the core at the HBM's bandwidth. An operation without a schedule of its own has that of one that is
+An operation takes as long as the slowest of three: its final schedule (`bundles`) at the core's clock, the rows it sends
+through the busiest matrix unit at the chip's peak, and the bytes it moves between HBM and the core at the HBM's bandwidth. An operation without a schedule of its own has that of one that is
 alike; if there is none, the compiler's estimate. A collective takes its time on the links (`ici`); one that is started
 early costs what is left of it where it is waited for. All of it is read from the program; nothing is measured.
 """
