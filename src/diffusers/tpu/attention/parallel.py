@@ -193,33 +193,48 @@ def _to_heads(x, ways: int, in_order: bool):
 
     What is sent and what comes lies token by token, all heads of a token side by side, as linear layers give and take it:
     a chip's heads by themselves would be padded to whole tiles, and heads before tokens is another copy on either side.
+    Columns are cut and rows joined as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
     """
     batch, heads, tokens, dim = x.shape
-    x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, ways, heads // ways * dim)
-    x = lax.all_to_all(jnp.moveaxis(x, 2, 0), "ulysses", split_axis=0, concat_axis=0, tiled=True)
-    x = [part.reshape(batch, -1, heads // ways * dim) for part in _cut(jnp.moveaxis(x, 0, 1), 2, tokens, in_order)]
-    return jnp.swapaxes(jnp.concatenate(x, 1).reshape(batch, ways * tokens, heads // ways, dim), 1, 2)
+    x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)
+    x = lax.all_to_all(jnp.stack(jnp.split(x, ways, 2)), "ulysses", split_axis=0, concat_axis=0, tiled=True)
+    return jnp.swapaxes(_joined(x, in_order).reshape(batch, ways * tokens, heads // ways, dim), 1, 2)
 
 
 def _to_sequence(x, ways: int, in_order: bool):
     """The way back of `_to_heads`."""
     batch, heads, tokens, dim = x.shape
-    x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)
-    x = [part.reshape(batch, ways, -1, heads * dim) for part in _cut(x, 1, tokens // ways, in_order, ways)]
-    x = jnp.concatenate(x, 2)
-    x = lax.all_to_all(jnp.moveaxis(x, 1, 0), "ulysses", split_axis=0, concat_axis=0, tiled=True)
-    x = jnp.moveaxis(x, 0, 2).reshape(batch, tokens // ways, ways * heads, dim)
-    return jnp.swapaxes(x, 1, 2)
+    x = _parted(jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim), ways, in_order)
+    x = lax.all_to_all(x, "ulysses", split_axis=0, concat_axis=0, tiled=True)
+    # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
+    x = lax.optimization_barrier(jnp.concatenate(list(x), 2))
+    return jnp.swapaxes(x.reshape(batch, tokens // ways, ways * heads, dim), 1, 2)
 
 
-def _cut(x, axis: int, tokens: int, in_order: bool, ways: int = 1) -> list[Array]:
-    """x along the axis as `ways` times as many of `tokens` rows as fill whole tiles, and the rest; as it is where order counts.
+def _joined(x, in_order: bool):
+    """Rows of all chips, [ways, B, T, D] -> [B, ways T, D]; where order does not count, those that fill no tile come last.
 
     Chips' rows one after another would each begin within a tile: a copy that shifts them takes the compiler 25 s a tensor
-    (v6e, 18,900 rows). So the rows that fill no tile come after those of all chips that do.
+    (v6e, 18,900 rows).
     """
-    rest = 0 if in_order else tokens % TILE_ROWS
-    return jnp.split(x, [ways * (tokens - rest)], axis) if 0 < rest < tokens else [x]
+    ways, batch, tokens, width = x.shape
+    fill = _fill(tokens, in_order)
+    last = jnp.moveaxis(x[:, :, fill:], 0, 1).reshape(batch, ways * (tokens - fill), width)
+    return jnp.concatenate([*x[:, :, :fill], last], 1)
+
+
+def _parted(x, ways: int, in_order: bool):
+    """The way back of `_joined`."""
+    batch, tokens, width = x.shape
+    tokens = tokens // ways
+    fill = _fill(tokens, in_order)
+    last = x[:, ways * fill :].reshape(batch, ways, tokens - fill, width)
+    return jnp.stack([jnp.concatenate([x[:, i * fill : (i + 1) * fill], last[:, i]], 1) for i in range(ways)])
+
+
+def _fill(tokens: int, in_order: bool) -> int:
+    """How many of a chip's rows are joined with the others' one chip after the other."""
+    return tokens if in_order or tokens < TILE_ROWS else tokens - tokens % TILE_ROWS
 
 
 def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:
