@@ -147,10 +147,13 @@ def test_every_mask_of_every_shape(case):
         return assert_right((out, oracle_lse if lse is None else lse), (oracle, oracle_lse), what)
     empty = np.isneginf(oracle_lse)
     assert np.isfinite(out).all() and not out[empty].any(), what
-    theirs = plain(q, k, v, scale, mask)
-    theirs = rounded(theirs) if lse is None else theirs
-    if oracle.any():
-        ratio = relative(out, oracle) / max(relative(theirs, oracle), 2**-9)  # half an ulp: a row of one key
+    weights, values = attention_weights(q, k, scale, mask)[0], np.repeat(np.abs(v), case["group"], axis=1)
+    most = np.matmul(weights, values) + (np.abs(oracle) if lse is None else 0)  # rounded: each weight, the result
+    most *= 1.02 * 2**-8
+    assert (np.abs(out - oracle) <= most).all(), (np.max(np.abs(out - oracle) - most), what)
+    if oracle.any() and t > 7:  # a few rows of a few keys round better or worse by chance: 0.6 to 1.6
+        theirs = plain(q, k, v, scale, mask)
+        ratio = relative(out, oracle) / max(relative(rounded(theirs) if lse is None else theirs, oracle), 2**-9)
         assert ratio < 1.25, (ratio, what)  # measured: at most 1.04
     if lse is not None:
         np.testing.assert_allclose(lse, oracle_lse, rtol=0, atol=1e-5, err_msg=what)
