@@ -156,7 +156,12 @@ def test_every_mask_of_every_shape(case):
         ratio = relative(out, oracle) / max(relative(rounded(theirs) if lse is None else theirs, oracle), 2**-9)
         assert ratio < 1.25, (ratio, what)  # measured: at most 1.04
     if lse is not None:
-        np.testing.assert_allclose(lse, oracle_lse, rtol=0, atol=1e-5, err_msg=what)
+        np.testing.assert_array_equal(np.isneginf(lse), empty, err_msg=what)
+        products = np.matmul(np.abs(q), np.repeat(np.abs(k), case["group"], axis=1).swapaxes(2, 3)) * scale
+        most = 2**-17 * products.max(-1) + 2e-6  # q times its factor is two bfloat16 numbers: 16 bits and a sign
+        off = np.abs(np.where(empty, 0, lse) - np.where(empty, 0, oracle_lse))
+        assert (off <= most).all(), (np.max(off - most), what)
+        assert t <= 7 or np.sqrt(np.mean(off**2)) < 5e-6, (np.sqrt(np.mean(off**2)), what)  # measured: 2.5e-6
 
 
 @pytest.mark.parametrize("deviation", [1, 4, 10])

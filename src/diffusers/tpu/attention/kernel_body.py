@@ -37,8 +37,8 @@ class Call:
         paths: the ways that are compiled.
         factor: scale * log2 e, positive: scores times this are exponents of 2.
         limit: the largest bound for which the way "centred" is exact.
-        folded: how many matrices of q's dtype add up to q * factor with nothing lost, one below the other; 0 where there
-            is no room for them and scores are multiplied by the factor instead.
+        folded: how many matrices of q's dtype add up to q * factor, to float32 or to 2^-17 of it, one below the other; 0
+            where there is no room for them and scores are multiplied by the factor instead.
         twice: the keys beside themselves, which they then meet, are laid out once per block: not whole vector registers.
         keys, dense: there is a mask by key; of queries x keys.
         row_of_keys, row_of_kv: from a program's first index to the row of the key mask, of keys and values.
