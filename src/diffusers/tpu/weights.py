@@ -8,6 +8,7 @@ one chip's part of one tensor where that is more.
 """
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from .state import Number
 
 
 STAGED_BYTES = 64 * MIB  # of values on their way to the chips
+_VERSION_OF = operator.attrgetter("_version")
 SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
 
 
@@ -53,7 +55,7 @@ class PlacedWeights:
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     versions: dict[str, tuple] = field(default_factory=dict)
     samples: dict[str, torch.Tensor] = field(default_factory=dict)
-    watched: "_Watched | None" = None
+    watched: "Watched | None" = None
     placements: int = 0
 
     def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
@@ -84,7 +86,7 @@ class PlacedWeights:
             self.samples.update((name, _sample(tensors[name])) for name in names)
             self.placements += 1
         staging.finish()
-        self.watched = _Watched(tensors)
+        self.watched = Watched(tensors)
         return False
 
     def sampled_changes(self):
@@ -179,11 +181,12 @@ def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return dict((*module.named_parameters(), *module.named_buffers()))
 
 
-class _Watched:
+class Watched:
     """Tensors as they were when they were placed: asked before every call, and quick where nothing has changed."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors = tensors
+        self.of_files = [t for t in tensors.values() if type(t) is FileTensor]
         with torch._C.DisableTorchFunctionSubclass():
             self.now = self._now()
 
@@ -196,8 +199,8 @@ class _Watched:
 
     def _now(self) -> tuple:
         tensors = self.tensors.values()
-        sources = [t.source for t in tensors if type(t) is FileTensor]
-        return [t._version for t in tensors], [t.data_ptr() for t in tensors], sources
+        versions, addresses = map(_VERSION_OF, tensors), map(torch.Tensor.data_ptr, tensors)
+        return [*versions], [*addresses], [(type(t), t.source) for t in self.of_files]
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:

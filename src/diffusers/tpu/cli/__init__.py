@@ -13,7 +13,7 @@ from .errors import BadInput
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
 STAGES = ("text", "denoise", "decode")
-BENCHES = ("attention", "sweep", "step", "vae", "calibration")
+BENCHES = ("attention", "sweep", "step", "vae", "calibration", "check")
 BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "name", "dtype", "mask")
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -143,10 +143,14 @@ def _add_bench(commands):
     bench = commands.add_parser(
         "bench",
         help="what the TPU compiler says of our kernels and steps, beside what others use",
-        description="Every row is compiled for a TPU that is not here, or read from the cache; nothing is measured.",
+        description="Every row is compiled for a TPU that is not here, or read from the cache; only `check` is measured, here.",
         allow_abbrev=False,
     )
-    bench.add_argument("kind", choices=BENCHES, help="what to compile; calibration: beside measurements of others")
+    bench.add_argument(
+        "kind",
+        choices=BENCHES,
+        help="what to compile; calibration: beside measurements of others; check: what a call costs the host before it runs",
+    )
     bench.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the rows as JSON, to FILE or the output")
     bench.add_argument(
         "--tune",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..attention.blocks import TUNED, Shape, tuned_key
 from ..devices import find_topology
-from . import plan, remembered
+from . import check_row, plan, remembered
 from .calibration import PUBLISHED
 
 
@@ -306,12 +306,19 @@ def _calibration(published) -> Callable:
     return ask
 
 
+def check_cases() -> list[Case]:
+    """The look at a module before each call: measured here, not compiled for anything."""
+    models = ("linear-1000", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "hunyuanvideo-1.5-t2v-720p")
+    return [Case({"model": model}, lambda on_progress, model=model: check_row.answer(model)) for model in models]
+
+
 BENCHES = {
     "attention": attention_cases,
     "sweep": sweep_cases,
     "step": step_cases,
     "vae": vae_cases,
     "calibration": calibration_cases,
+    "check": check_cases,
 }
 
 

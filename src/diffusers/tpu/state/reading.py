@@ -3,6 +3,7 @@
 import argparse
 import enum
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Hashable
@@ -88,14 +89,17 @@ class State:
     owners: list = field(default_factory=list)
     foreign: list[bool] = field(default_factory=list)
     of_tensors: list[tuple[dict, dict]] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def same(self) -> bool:
         """Whether nothing was changed since."""
-        now, before = ([id(t) for pair in self.of_tensors for t in pair[n].values()] for n in (0, 1))
-        if now != before or differ(self.containers, self.copies):
+        if self.ids != self._ids_now() or differ(self.containers, self.copies):
             return False
         return all(tensor._version == version for tensor, version in self.constants)
+
+    def _ids_now(self) -> list[int]:
+        return [*map(id, itertools.chain.from_iterable(tensors.values() for tensors, _ in self.of_tensors))]
 
     def changed(self) -> list[int]:
         """Positions of containers that no longer hold what they held."""
@@ -116,6 +120,7 @@ def read(module: torch.nn.Module) -> State:
     state = State(module)
     state.key = _Reader(module, state).tree()
     state.tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    state.ids = state._ids_now()
     return state
 
 
