@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..utils import logging
 from . import bridge
-from .attention.api import Settings
 from .config import TPUConfig
 from .devices import GENERATION_OF_DEVICE_KIND, compile_lowered, compiler_options
 from .residency import Residency
 from .scan import plain_attributes
+from .settings import Settings
 from .sharding import ModelPlan, named
 from .weights import PlacedWeights, plan_placement
 

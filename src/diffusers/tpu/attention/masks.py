@@ -21,6 +21,11 @@ BELOW = -1e30  # a bias at or below it takes the key away: -inf, and the lowest 
 Band = tuple[int | None, int | None]
 
 
+def takes_part(values):
+    """Where the entries of a mask let a key take part: a bool mask says it, a bias by not being at or below `BELOW`."""
+    return values if values.dtype == jnp.bool_ else values > BELOW
+
+
 @dataclass(frozen=True)
 class Mask:
     """The parts of a mask; b and n are the batch and the heads, or one.

@@ -14,8 +14,8 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
-from ..attention.api import Settings, using
 from ..scan import Group
+from ..settings import Settings, using
 from ..sharding import gathered, named
 from .blocks import BlockRuns, Method
 from .environment import decomposing, environment, quiet_integers
