@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from conftest import attention_formula, relative
-from diffusers.tpu.attention import api, gpu
+from diffusers.tpu.attention import api
 from diffusers.tpu.attention.masks import Mask, classify
 from diffusers.tpu.attention.splash import splash_attention
+from diffusers.tpu.settings import Settings, assuming, using
 from diffusers.utils import logging
 
 
 LOWEST = float(np.finfo(np.float32).min)
-KERNEL = api.Settings(kernel="kernel", blocks=(128, 256, 128), interpret=True)
+KERNEL = Settings(kernel="kernel", blocks=(128, 256, 128), interpret=True)
 
 
 def draw(t, s, heads=4, kv_heads=4, dim=64, dtype=jnp.float32):
@@ -27,7 +28,7 @@ def run(settings, *operands, **arguments):
     """The answer of one jitted call, a fourth operand its mask; level 0 compiles in half the time, to values as good."""
 
     def call(q, k, v, mask=arguments.pop("mask", None)):
-        with api.using(settings):
+        with using(settings):
             return api.attention(q, k, v, mask=mask, **arguments)
 
     return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})(*operands)
@@ -92,7 +93,7 @@ def test_causality_and_the_window_of_the_settings():
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 2, 2), (1, 1, 8)])
 def test_a_kernel_is_split_by_heads_where_nobody_lays_out(degrees, kernel, make_mesh):
     """Eight heads, or as many chips as divide six; the kernel in interpret mode, as on a TPU inside shard_map."""
-    settings = api.Settings(mesh=make_mesh(*degrees), sequence=False, kernel=kernel, interpret=True)
+    settings = Settings(mesh=make_mesh(*degrees), sequence=False, kernel=kernel, interpret=True)
     heads, masked = np.random.default_rng().permutation([8, 6]), np.random.default_rng().permutation([True, False])
     for n, padded in zip(heads, masked):
         q, k, v = draw(40, 130, n, n)
@@ -108,7 +109,7 @@ def test_the_kernel_around_a_ring(make_mesh, heads, kind):
     t = 251
     q, k, v = draw(t, t, heads, heads, dim=16)
     mask = given(kind, t, t)
-    settings = api.Settings(mesh=make_mesh(1, 4, 1), kernel="kernel", interpret=True)
+    settings = Settings(mesh=make_mesh(1, 4, 1), kernel="kernel", interpret=True)
     assert relative(run(settings, q, k, v, mask=mask), formula(q, k, v, mask)) < 3e-6
 
 
@@ -131,39 +132,20 @@ def test_splash_has_true_key_lengths(mask, dim):
         ("splash", {"k": 2}, "'splash' does not take 4 query heads over 2 key heads"),
         ("kernel", {"dtype": jnp.float16}, "'kernel' does not take float16"),
         ("online", {"dtype": jnp.float16}, "'online' does not take float16"),
-        ("cudnn", {}, "'cudnn' does not take float32"),
-        ("cudnn", {"dtype": jnp.float16, "dim": 136}, "heads of 136"),
-        ("cudnn", {"dtype": jnp.float16, "dim": 12}, "heads of 12 "),
-        ("cudnn", {"dtype": jnp.float16, "mask": np.arange(6) < 4}, "a key mask"),
-        ("cudnn", {"dtype": jnp.float16, "mask": np.tri(5, 6, 1, dtype=bool)}, "a window"),
     ],
 )
 def test_a_kernel_by_name_takes_the_call_or_says_why_not(kernel, call, words):
     q, k, v = draw(5, 6, kv_heads=call.get("k", 4), dim=call.get("dim", 64), dtype=call.get("dtype", jnp.float32))
-    settings = api.Settings(kernel=kernel, platform="gpu" if kernel == "cudnn" else "tpu")
-    with api.using(settings), pytest.raises(NotImplementedError, match=words):
+    settings = Settings(kernel=kernel, platform="tpu", generation="v6e")
+    with using(settings), pytest.raises(NotImplementedError, match=words):
         api.attention(q, k, v, mask=call.get("mask"), enable_gqa=True)
 
 
-@pytest.mark.parametrize(
-    "kernel, platform", [("cudnn", "cpu"), ("cudnn", "tpu"), ("kernel", "gpu"), ("splash", "gpu")]
-)
-def test_a_kernel_of_another_platform_is_refused(kernel, platform):
-    q, k, v = draw(5, 6, dtype=jnp.bfloat16)
-    with api.using(api.Settings(kernel=kernel, platform=platform)):
-        with pytest.raises(NotImplementedError, match=f"'{kernel}' does not run on {platform}"):
-            api.attention(q, k, v)
-
-
-@pytest.mark.parametrize(
-    "platform, dtype, words",
-    [("tpu", jnp.float16, "kernel does not take float16"), ("gpu", jnp.float32, "cudnn does not")],
-)
-def test_the_reference_is_said_once_where_a_kernel_was_expected(platform, dtype, words, caplog):
-    q, k, v = draw(4, 5, dtype=dtype)
+def test_the_reference_is_said_once_where_a_kernel_was_expected(caplog):
+    words, q, k, v = "kernel does not take float16", *draw(4, 5, dtype=jnp.float16)
     api._say_once.cache_clear()
     logging.enable_propagation()
-    with api.using(api.Settings(platform=platform)):
+    with using(Settings(platform="tpu", generation="v6e")):
         for _ in range(2):
             ours = api.attention(q, k, v)
     logging.disable_propagation()
@@ -175,7 +157,7 @@ def test_the_reference_is_said_once_where_a_kernel_was_expected(platform, dtype,
 def test_what_became_of_calls_can_be_asked(make_mesh):
     q, k, v = draw(24, 24, heads=3, kv_heads=3, dim=8)
     before = api.explain()
-    settings = api.Settings(mesh=make_mesh(2, 4, 1))
+    settings = Settings(mesh=make_mesh(2, 4, 1))
     for _ in range(2):
         run(settings, q, k, v, mask=np.tri(24, dtype=bool))
     run(settings, q, k[:, :, :7], v[:, :, :7])
@@ -189,10 +171,10 @@ def test_what_became_of_calls_can_be_asked(make_mesh):
 
 def test_a_planner_compiles_one_way():
     q, k, v = draw(40, 50, dim=128)
-    with api.using(KERNEL):
+    with using(KERNEL):
         lengths = [len(str(jax.make_jaxpr(api.attention)(q, k, v)))]
         for path in ("bound", "online"):
-            with api.assuming(path):
+            with assuming(path):
                 lengths.append(len(str(jax.make_jaxpr(lambda *x: api.attention(*x))(q, k, v))))
                 assert relative(run(KERNEL, q, k, v), formula(q, k, v)) < 3e-6
     assert lengths[0] > max(lengths[1:])
@@ -226,62 +208,12 @@ def test_bad_calls_are_refused(change, error, words):
     call = {"q": jnp.zeros((1, 2, 4, 8)), "k": jnp.zeros((1, 2, 5, 8)), "v": jnp.zeros((1, 2, 5, 8)), **change}
     for kernel in ("reference", "kernel"):
         arguments = dict(call)
-        with api.using(api.Settings(kernel=kernel)), pytest.raises(error, match=words):
+        with using(Settings(kernel=kernel)), pytest.raises(error, match=words):
             api.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
 def test_blocks_that_do_not_fit_are_refused():
     q = jax.ShapeDtypeStruct((1, 2, 40000, 128), jnp.bfloat16)
-    with api.using(api.Settings(kernel="kernel", blocks=(32768, 32768, 512), generation="v7x")):
+    with using(Settings(kernel="kernel", blocks=(32768, 32768, 512), generation="v7x")):
         with pytest.raises(ValueError, match=r"MiB of VMEM on v7x, got \(32768, 32768, 512\), which take \d+ MiB"):
             jax.eval_shape(api.attention, q, q, q)
-
-
-@pytest.fixture
-def cudnn(monkeypatch) -> list[dict]:
-    """JAX's own computation in the place of cuDNN's; what it was called with."""
-    calls, dot_product_attention = [], jax.nn.dot_product_attention
-
-    def record(*operands, implementation, **arguments):
-        calls.append({"implementation": implementation, **arguments})
-        return dot_product_attention(*operands, implementation="xla", **arguments)
-
-    monkeypatch.setattr(jax.nn, "dot_product_attention", record)
-    return calls
-
-
-@pytest.mark.parametrize("with_lse", [False, True])
-@pytest.mark.parametrize("kind", ["none", "triangle", "dense", "bias", "queries"])
-def test_cudnn_gets_what_it_takes(cudnn, kind, with_lse):
-    t, s = 20, 33
-    q, k, v = draw(t, s, kv_heads=2, dtype=jnp.bfloat16)
-    mask = np.random.default_rng().random((2, 1, t, 1)) < 0.5 if kind == "queries" else given(kind, t, s)
-    if kind in ("dense", "bias"):
-        mask = mask.copy()
-        mask[:, :, 3] = False if kind == "dense" else LOWEST
-    parts = classify(mask, 2, 4, t, s)
-    assert gpu.unsupported(q, k, v, parts) is None
-    ours = gpu.cudnn_attention(q, k, v, scale=0.2, mask=parts, with_lse=with_lse)
-    (call,) = cudnn
-    named = {"dense": "mask", "bias": "bias"}.get(kind)
-    assert {name for name in ("mask", "bias") if call.get(name) is not None} == ({named} if named else set())
-    assert (call["implementation"], call["is_causal"]) == ("cudnn", kind == "triangle")
-    whole = None if mask is None else Mask(dense=np.broadcast_to(mask, (2, 4, t, s)))
-    out, lse = attention_formula(*(x.astype(jnp.float32) for x in (q, k, v)), 0.2, whole)
-    if with_lse:
-        ours, our_lse = ours
-        assert ours.dtype == our_lse.dtype == jnp.float32
-        np.testing.assert_allclose(our_lse, lse, rtol=2**-8, atol=0.02)  # it is a bfloat16
-    empty = np.isneginf(lse)
-    assert empty.any() == (kind in ("dense", "bias", "queries"))
-    assert not np.asarray(ours, np.float32)[empty].any()
-    assert relative(ours.astype(jnp.float32), out) < 6e-3
-
-
-def test_cudnn_over_a_ring_is_refused_where_it_is_causal(cudnn):
-    q, k, v = draw(5, 6, dtype=jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="causality over a ring"):
-        gpu.cudnn_attention(q, k, v, scale=1.0, mask=Mask(band=(None, 0)), first_row=jnp.int32(5), with_lse=True)
-    with pytest.raises(NotImplementedError, match="float32"):
-        gpu.cudnn_attention(*draw(5, 6), scale=1.0)
-    assert not cudnn

@@ -13,8 +13,9 @@ import pytest
 
 from conftest import attention_formula, attention_weights, relative
 from diffusers.tpu.attention.blocks import Blocks, Tile
-from diffusers.tpu.attention.kernel import LOG2_E, PATHS, tpu_attention
+from diffusers.tpu.attention.kernel import LOG2_E, tpu_attention
 from diffusers.tpu.attention.masks import Mask
+from diffusers.tpu.attention.ways import WAYS
 
 
 LOWEST = float(np.finfo(np.float32).min)
@@ -28,7 +29,7 @@ ONLINE = ("online",)
 
 @functools.partial(
     jax.jit,
-    static_argnames=("scale", "blocks", "paths", "smoothing", "with_lse", "interpret", "generation"),
+    static_argnames=("scale", "blocks", "ways", "smoothing", "with_lse", "interpret", "generation"),
     compiler_options={"xla_backend_optimization_level": 0},  # half the time to compile, and the values are as good
 )
 def compiled(q, k, v, mask, **more):
@@ -114,9 +115,9 @@ def cases():
     dims, out_dims = column(64, 72, 80, 96, 128, 256), column(0, 0, 0, 40)
     blocks, groups, bfloat16 = column(0, 1, 2), column(1, 2, 4), column(False, True)
     lengths = column("1", "7", "-1", "0", "+1", "+"), column("1", "7", "-1", "0", "+1", "+")
-    paths, lse = column(False, False, True), column(False, True)
+    ways, lse = column(False, False, True), column(False, True)
     names = ("kind", "dim", "out_dim", "blocks", "group", "bfloat16", "q_len", "kv_len", "online", "with_lse")
-    columns = (rows, dims, out_dims, blocks, groups, bfloat16, *lengths, paths, lse)
+    columns = (rows, dims, out_dims, blocks, groups, bfloat16, *lengths, ways, lse)
     return [dict(zip(names, row)) for row in zip(*columns)]
 
 
@@ -139,8 +140,8 @@ def test_every_mask_of_every_shape(case):
     heads, dim, dtype = 4, case["dim"], jnp.bfloat16 if case["bfloat16"] else jnp.float32
     q, k, v = draw(rng, dtype, heads, heads // case["group"], t, s, dim, case["out_dim"])
     mask, scale, what = make_mask(rng, case["kind"], heads, t, s), dim**-0.5, f"{case}, {t} queries, {s} keys"
-    paths = ONLINE if case["online"] else PATHS
-    more = {"mask": mask, "dtype": dtype, "blocks": blocks, "paths": paths}
+    ways = ONLINE if case["online"] else WAYS
+    more = {"mask": mask, "dtype": dtype, "blocks": blocks, "ways": ways}
     out, lse = run(q, k, v, with_lse=True, **more) if case["with_lse"] else (run(q, k, v, **more), None)
     oracle, oracle_lse = attention_formula(q, k, v, scale, mask)
     if dtype == jnp.float32:
@@ -173,9 +174,9 @@ def test_bfloat16_is_as_exact_as_a_plain_attention_in_it(dim, generation, deviat
     q = rounded(q * deviation)
     oracle, _ = attention_formula(q, k, v, dim**-0.5)
     theirs = relative(rounded(plain(q, k, v, dim**-0.5)), oracle)
-    for paths in (("bound", "online"), ("centred", "online"), ONLINE):
-        error = relative(run(q, k, v, dtype=jnp.bfloat16, paths=paths, generation=generation), oracle)
-        assert error < 1.25 * theirs, (paths, error / theirs)
+    for ways in (("bound", "online"), ("centred", "online"), ONLINE):
+        error = relative(run(q, k, v, dtype=jnp.bfloat16, ways=ways, generation=generation), oracle)
+        assert error < 1.25 * theirs, (ways, error / theirs)
 
 
 @pytest.mark.parametrize("band", [(None, 0), (70, 300), (0, None)])
@@ -189,8 +190,8 @@ def test_first_row_and_first_key_say_where_the_band_lies(band):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("paths", [PATHS, ONLINE])
-def test_scores_far_below_that_of_padding(dtype, paths):
+@pytest.mark.parametrize("ways", [WAYS, ONLINE])
+def test_scores_far_below_that_of_padding(dtype, ways):
     """All scores near -100, where a key of zeros would have 0: one of padding would be the whole sum."""
     q, k, v = draw(np.random.default_rng(), dtype, 2, 1, 200, 700, 64)
     q, k = (rounded(x / 4 + side) for x, side in ((q, -3.5), (k, 3.5)))
@@ -201,7 +202,7 @@ def test_scores_far_below_that_of_padding(dtype, paths):
     theirs = plain(q, k, v, 1 / 8, mask)
     k, v = (np.where(hidden[:, None], np.nan, x) for x in (k, v))
     for more, seen in (({"mask": mask}, 700), ({}, 610)):
-        ours = run(q, k[:, :, :seen], v[:, :, :seen], dtype=dtype, paths=paths, with_lse=True, **more)
+        ours = run(q, k[:, :, :seen], v[:, :, :seen], dtype=dtype, ways=ways, with_lse=True, **more)
         if dtype == jnp.float32:
             assert_right(
                 ours, oracle, tolerance=1.5e-5, lse_tolerance=5e-5
@@ -217,7 +218,7 @@ def test_each_head_and_block_of_queries_goes_its_own_way():
     k[:, 1] += 20
     q[:, 1] *= 300
     q[:, 2, 256:] *= 300
-    chosen, bound, centred, online = (run(q, k, v, paths=paths) for paths in (PATHS, *((path,) for path in PATHS)))
+    chosen, bound, centred, online = (run(q, k, v, ways=ways) for ways in (WAYS, *((way,) for way in WAYS)))
     huge, far = (np.zeros((2, 4, 500, 1), bool) for _ in range(2))
     huge[:, 1] = huge[:, 2, 256:] = True
     far[:, 2:] = True
@@ -226,8 +227,8 @@ def test_each_head_and_block_of_queries_goes_its_own_way():
         assert (chosen != other).any(-1)[~huge[..., 0]].mean() > 0.9
     oracle, _ = attention_formula(q, k, v, 1 / 8)
     assert relative(chosen, oracle) < 1e-4  # scores of a thousand have an ulp of 6e-5
-    for path, where in ((bound, huge | far), (centred, huge)):
-        wrong = np.where(where, path, oracle)
+    for way, where in ((bound, huge | far), (centred, huge)):
+        wrong = np.where(where, way, oracle)
         assert not np.isfinite(wrong).all() or relative(wrong, oracle) > 0.1
 
 
@@ -246,16 +247,16 @@ def test_rows_of_one_key(size):
 
 
 @pytest.mark.parametrize("size", [1.0, 1000.0])
-@pytest.mark.parametrize("paths", [PATHS, ONLINE])
-def test_equal_keys_give_the_mean_of_the_values(size, paths):
+@pytest.mark.parametrize("ways", [WAYS, ONLINE])
+def test_equal_keys_give_the_mean_of_the_values(size, ways):
     q, k, v = draw(np.random.default_rng(), jnp.float32, 2, 2, 200, 700, 64)
     k = np.broadcast_to(size * k[:, :, :1], k.shape)
-    ours = run(q, k, v, paths=paths)
+    ours = run(q, k, v, ways=ways)
     assert relative(ours, np.broadcast_to(v.mean(2, dtype=np.float64, keepdims=True), ours.shape)) < 1e-6  # 2.2e-7
 
 
-@pytest.mark.parametrize("path, limit, next_path", [("bound", 100, "centred"), ("centred", 160, "online")])
-def test_the_largest_bound_and_the_smallest_weights(path, limit, next_path):
+@pytest.mark.parametrize("way, limit, next_way", [("bound", 100, "centred"), ("centred", 160, "online")])
+def test_the_largest_bound_and_the_smallest_weights(way, limit, next_way):
     """One key so far off, at right angles, that the bound is of no use. Of the others one query's scores are all -99.9, whose
     weights lie near 2^-100 by the way "bound"; by "centred" all do."""
     rng = np.random.default_rng()
@@ -263,17 +264,17 @@ def test_the_largest_bound_and_the_smallest_weights(path, limit, next_path):
     q[..., 0], k[..., 0] = 0, 0
     k /= 10
     k[:, :, 33, 0] = 100
-    if path == "bound":
+    if way == "bound":
         k[:, :, :, 1] = 99.9
         q[:, :, 7] = np.eye(64)[1] * -1
-    centre = k.mean(2, keepdims=True) if path == "centred" else 0
+    centre = k.mean(2, keepdims=True) if way == "centred" else 0
     radius = np.linalg.norm(k - centre, axis=-1).max(2)[..., None, None]
     q *= (limit - 0.5) / (np.linalg.norm(q, axis=-1, keepdims=True) * radius * LOG2_E / 8)
-    ours = run(q, k, v, with_lse=True, paths=PATHS)
+    ours = run(q, k, v, with_lse=True, ways=WAYS)
     assert_right(ours, attention_formula(q, k, v, 1 / 8), tolerance=1e-5, lse_tolerance=3e-5)  # measured: 2.6e-6, 5e-6
-    np.testing.assert_array_equal(ours[0], run(q, k, v, paths=(path,), with_lse=True)[0])
+    np.testing.assert_array_equal(ours[0], run(q, k, v, ways=(way,), with_lse=True)[0])
     q[:, :, 100] *= 1.01
-    np.testing.assert_array_equal(run(q, k, v), run(q, k, v, paths=(next_path,)))
+    np.testing.assert_array_equal(run(q, k, v), run(q, k, v, ways=(next_way,)))
 
 
 def test_values_so_large_that_sums_of_the_largest_exponentials_would_not_be_finite():
@@ -285,7 +286,7 @@ def test_values_so_large_that_sums_of_the_largest_exponentials_would_not_be_fini
     for head in range(2):
         mine, oracle = (tuple(x[:, head] for x in y) for y in (ours, attention_formula(q, k, v, 1 / 8)))
         assert_right(mine, oracle, tolerance=1e-5, lse_tolerance=3e-5)
-    bound, centred = (run(q, k, v, paths=(path,)) for path in PATHS[:2])
+    bound, centred = (run(q, k, v, ways=(way,)) for way in WAYS[:2])
     np.testing.assert_array_equal(ours[0][:, 0], bound[:, 0])
     np.testing.assert_array_equal(ours[0][:, 1], centred[:, 1])
     assert not np.isfinite(bound[:, 1]).all()
@@ -303,10 +304,10 @@ def test_rows_that_see_only_keys_far_below_the_mean(seen):
     for bound in (79.5, 159.5):  # either side of what the way "centred" takes where rows see different keys
         q *= bound / (np.linalg.norm(q, axis=-1, keepdims=True) * radius * LOG2_E / 8)
         oracle = attention_formula(q, k, v, 1 / 8, mask)
-        for paths in (PATHS, PATHS[1:]):
-            ours = run(q, k, v, mask, with_lse=True, paths=paths)
+        for ways in (WAYS, WAYS[1:]):
+            ours = run(q, k, v, mask, with_lse=True, ways=ways)
             # measured: 6e-6, 1.2e-5 at the larger
-            assert_right(ours, oracle, f"{bound}, {paths}", tolerance=5e-5, lse_tolerance=1e-4)
+            assert_right(ours, oracle, f"{bound}, {ways}", tolerance=5e-5, lse_tolerance=1e-4)
 
 
 def test_a_mean_that_lies_beside_all_keys_once_it_is_rounded():
@@ -353,7 +354,7 @@ def test_smoothing_changes_the_way_and_not_the_values(dtype):
     k = rounded(k + 20 * np.random.default_rng().choice([-1, 1], 64))
     oracle, _ = attention_formula(q, k, v, 1 / 8)
     with_it, without, online = (
-        run(q, k, v, dtype=dtype, **more) for more in ({}, {"smoothing": False}, {"paths": ONLINE})
+        run(q, k, v, dtype=dtype, **more) for more in ({}, {"smoothing": False}, {"ways": ONLINE})
     )
     np.testing.assert_array_equal(without, online)
     assert (with_it != online).any()

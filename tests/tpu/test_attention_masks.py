@@ -1,6 +1,9 @@
-"""Oracle: the mask itself, whole, as a bias in float64; a mask's parts spread out again must be that, to the last bit."""
+"""Oracle: the mask itself, whole, as a bias in float64; a mask's parts spread out again must be that, to the last bit. For random
+masks (`mask_fuzz`), torch and numpy eagerly."""
 
-import functools
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +16,14 @@ from jax import lax
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from diffusers.tpu import bridge
-from diffusers.tpu.attention import lineage
 from diffusers.tpu.attention.masks import BELOW, Mask, classify, with_length
 from diffusers.tpu.attention.reference import reference_attention
 from diffusers.tpu.bridge import operators
+from mask_fuzz import as_bias, check, differ, spread
 
 
 LOWEST = float(np.finfo(np.float32).min)
-
-
-def as_bias(values) -> np.ndarray:
-    values = np.asarray(values)
-    if values.dtype == bool:
-        return np.where(values, 0.0, -np.inf)
-    values = values.astype(np.float64)
-    return np.where(values <= BELOW, -np.inf, values)
-
-
-def spread(mask: Mask | None, shape) -> np.ndarray:
-    bias = np.zeros(shape)
-    if mask is None:
-        return bias
-    for values, length in ((mask.keys, shape[3]), (mask.dense, shape[3]), (mask.queries, 1)):
-        if values is not None:
-            assert values.shape[3] == length and values.shape[2] in ((1,) if values is mask.keys else (shape[2],))
-            bias = bias + as_bias(values)
-    if mask.band is not None:
-        ahead = np.arange(shape[3]) - np.arange(shape[2])[:, None]
-        left, right = mask.band
-        bias[
-            ..., (ahead < (-np.inf if left is None else -left)) | (ahead > (np.inf if right is None else right))
-        ] = -np.inf
-    return bias
+FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # to compile
 
 
 def kind_of(mask: Mask | None) -> str | None:
@@ -146,6 +125,9 @@ TRACED = {
     "keys padded": (lambda m: jnp.pad(jnp.repeat(m[:, None, None, 2:], 1, 2), [(0, 0)] * 3 + [(2, 0)]), "keys"),
     "key bias": (lambda m: jnp.broadcast_to((1 - m[:, None, None].astype(float)) * -1e4, (B, 1, T, T)), "keys"),
     "queries": (lambda m: jnp.broadcast_to(m[:, None, :, None], (B, N, T, T)), "outer"),
+    "nothing, in two pieces": (lambda m: jnp.concatenate([jnp.zeros((B, 1, n, T), bool) for n in (4, 5)], 2), "keys"),
+    "all, in two pieces": (lambda m: jnp.concatenate([jnp.ones((B, 1, n, T), bool) for n in (4, 5)], 2), None),
+    "bias by query": (lambda m: jnp.broadcast_to((m * LOWEST - 3)[:, None, :, None], (B, N, T, T)), "outer"),
     "causal": (lambda m: lower(), "causal"),
     "causal bias": (lambda m: jnp.where(lower(), 0, -jnp.inf), "causal"),
     "causal of floats": (lambda m: lower(float) > 0.5, "causal"),
@@ -162,15 +144,19 @@ TRACED = {
 }
 
 
-@pytest.mark.parametrize("name", TRACED)
-def test_traced_masks_by_their_lineage(name):
-    build, kind = TRACED[name]
+@pytest.fixture(scope="module")
+def traced() -> tuple:
+    """A padding, what is found of each of `TRACED` in one program, and what they are."""
     m = draw(B, T)
-    found = jax.jit(lambda m: classify(build(m), B, N, T, T))(m)
-    assert kind_of(found) == kind
-    np.testing.assert_array_equal(
-        spread(found, (B, N, T, T)), np.broadcast_to(as_bias(build(jnp.asarray(m))), (B, N, T, T))
-    )
+    run = jax.jit(lambda m: {name: classify(build(m), B, N, T, T) for name, (build, _) in TRACED.items()}, **FAST)
+    return run(m), jax.jit(lambda m: {name: build(m) for name, (build, _) in TRACED.items()}, **FAST)(m)
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_traced_masks_by_their_lineage(name, traced):
+    found, masks = (every[name] for every in traced)
+    assert kind_of(found) == TRACED[name][1]
+    assert not differ(spread(found, (B, N, T, T)), np.broadcast_to(as_bias(masks), (B, N, T, T)))
 
 
 def test_lineage_reaches_into_the_trace_around_a_scan_and_no_further_than_its_arguments():
@@ -190,88 +176,28 @@ def test_lineage_reaches_into_the_trace_around_a_scan_and_no_further_than_its_ar
     assert kinds == ["outer", "outer", "outer", "dense"]
 
 
-def random_program(rng, m, f):
-    """Arrays [2|1, 6|1, 6|1] made of each other in random ways; integers small enough to be exact in float32."""
-    pool = [
-        m[:, None],
-        m[:, :, None],
-        f[None, None],
-        jnp.arange(6)[None, :, None],
-        jnp.arange(6)[None, None],
-        jnp.broadcast_to(m[:, None], (2, 6, 6)),
-    ]
-    for _ in range(22):
-        x, y, z = (pool[i] for i in rng.integers(0, len(pool), 3))
-        b = [a if a.dtype == bool else a > rng.integers(-3, 4) for a in (x, y)]
-        small = [jnp.clip(a.astype(jnp.int32), -9, 9) if rng.random() < 0.3 else a.astype(jnp.int32) for a in (x, y)]
-        full = jnp.broadcast_to(x, (2, 6, 6))
-        pick, row = rng.integers(0, 21), rng.integers(0, 6)
-        pool.append(
-            [
-                lambda: b[0] & b[1],
-                lambda: b[0] | b[1],
-                lambda: b[0] ^ b[1],
-                lambda: ~b[0],
-                lambda: small[0] + small[1],
-                lambda: small[0] - small[1] * rng.integers(-2, 3) + 2,
-                lambda: jnp.minimum(small[0], 50) * b[1],
-                lambda: small[0] >= small[1],
-                lambda: small[0] < small[1] - 1,
-                lambda: small[0] == small[1],
-                lambda: jnp.where(b[0], b[1], z != 0),
-                lambda: jnp.where(b[0], 0.0, -jnp.inf if rng.random() < 0.5 else 7.0),
-                lambda: jnp.where(b[0], -1, small[1]),
-                lambda: x.astype(rng.choice([bool, jnp.float32, jnp.int32])),
-                lambda: jnp.swapaxes(x, 1, 2),
-                lambda: full[:, row : row + 1],
-                lambda: jnp.broadcast_to(x, (rng.choice([x.shape[0], 2]), rng.choice([x.shape[1], 6]), x.shape[2])),
-                lambda: jnp.tile(x, (1, 6 // x.shape[1], 1)),
-                lambda: full.reshape(2, 3, 12).reshape(12, 1, 6).reshape(2, 6, 1, 6)[:, :, 0],
-                lambda: jnp.pad(full, ((0, 0), (1, 0), (0, 2)), constant_values=1)[:, :6, 2:],
-                lambda: jnp.concatenate([full, full], rng.integers(1, 3))[:, :6, -6:][:, :, :6],
-            ][pick]()
-        )
-    return [jnp.nan_to_num(a, neginf=-99) if rng.random() < 0.1 else a for a in pool]
+def test_random_masks_are_what_they_are_eagerly():
+    """As many as five seconds of a processor allow, some 300; `mask_fuzz` says how."""
+    seed, found, stop = int(np.random.default_rng().integers(1 << 40)), [], time.process_time() + 5
+    while time.process_time() < stop or len(found) < 100:
+        seed += 1
+        answers = check(seed)
+        assert not any(wrong for _, wrong in answers), f"check({seed})"
+        found += [kind for kind, _ in answers]
+    assert {"none", "keys", "outer", "dense", "bias"} < set(found)
 
 
-@pytest.mark.parametrize("program", range(6))
-def test_what_is_read_is_what_is_computed(program):
-    seed = int(np.random.default_rng().integers(1 << 30))
-    small = 0
-
-    @jax.jit
-    def run(m, f):
-        nonlocal small
-        out = []
-        for x in random_program(np.random.default_rng(seed), m, f):
-            value = lineage.read(x)
-            part = value.part() if isinstance(value, lineage.Choice) else value
-            made = part.make()
-            assert made.dtype == x.dtype and made.shape == tuple(
-                n if a in part.varies else 1 for a, n in enumerate(x.shape)
-            )
-            small += made.size < x.size
-            out.append((x, made))
-            index = functools.partial(lax.broadcasted_iota, jnp.int32, x.shape)
-            for p in (part, *getattr(value, "parts", ())):
-                if p.index is not None:
-                    out.append((p.make(), p.index.start + sum(f * index(a) for a, f in p.index.factors)))
-                if p.stripe is not None:
-                    ahead = index(p.stripe.ahead) - index(p.stripe.behind)
-                    low, high = (
-                        -99 if p.stripe.low is None else p.stripe.low,
-                        99 if p.stripe.high is None else p.stripe.high,
-                    )
-                    out.append((p.make(), (ahead >= low) & (ahead <= high)))
-        return out
-
-    pairs = run(draw(2, 6), np.random.default_rng().integers(-3, 4, 6).astype(np.float32))
-    for n, (one, other) in enumerate(pairs):
-        shape = np.broadcast_shapes(one.shape, other.shape)
-        np.testing.assert_array_equal(
-            np.broadcast_to(one, shape), np.broadcast_to(other, shape), err_msg=f"{seed} {n}"
-        )
-    assert small
+@pytest.mark.slow
+def test_five_thousand_random_masks(root):
+    """The command, in a process of its own, where a warning is an error."""
+    command = [sys.executable, "-W", "error", str(root / "tests/tpu/mask_fuzz.py"), "--masks", "5000"]
+    seed = str(np.random.default_rng().integers(1 << 20))
+    done = subprocess.run([*command, "--seed", seed], capture_output=True, text=True)
+    assert done.returncode == 0 and "5000 masks, 0 differences" in done.stdout, (
+        seed,
+        done.stdout,
+        done.stderr[-2000:],
+    )
 
 
 def hunyuan15(m):
@@ -293,18 +219,23 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("name", TORCH)
-def test_masks_as_upstream_writes_them(name, chips):
-    build, kind = TORCH[name]
-    m = draw(2, 9)
+@pytest.fixture(scope="module")
+def as_upstream() -> tuple:
+    """A padding, and what is found of each of `TORCH` in one program."""
 
-    @jax.jit
     def run(m):
         with bridge.environment(), bridge.quiet_integers():
-            return classify(build(bridge.to_torch(m)).jax(), 2, 3, 9, 9)
+            masks = {name: build(bridge.to_torch(m)).jax() for name, (build, _) in TORCH.items()}
+            return {name: classify(mask, 2, 3, 9, 9) for name, mask in masks.items()}
 
-    found = run(m)
-    expected = as_bias(bridge.as_numpy(build(torch.from_numpy(m))))
+    m = draw(2, 9)
+    return m, jax.jit(run, **FAST)(m)
+
+
+@pytest.mark.parametrize("name", TORCH)
+def test_masks_as_upstream_writes_them(name, as_upstream):
+    (build, kind), (m, every) = TORCH[name], as_upstream
+    found, expected = every[name], as_bias(bridge.as_numpy(build(torch.from_numpy(m))))
     assert kind_of(found) == kind
     np.testing.assert_array_equal(spread(found, (2, 3, 9, 9)), np.broadcast_to(expected, (2, 3, 9, 9)))
 

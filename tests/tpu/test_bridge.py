@@ -13,7 +13,7 @@ from conftest import relative
 from diffusers import AutoencoderKLWan
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.tpu import bridge
-from diffusers.tpu.attention.api import Settings
+from diffusers.tpu.settings import Settings
 
 
 @pytest.fixture

@@ -1,12 +1,17 @@
 """Oracle: none; what a user can get wrong before anything runs, and what detection says of a host."""
 
+from types import SimpleNamespace
+
+import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffusers.tpu import devices, is_active
+from diffusers.tpu import devices, is_active, linear
+from diffusers.tpu.attention import blocks
 from diffusers.tpu.config import TPUConfig, read_environment
 from diffusers.tpu.devices import Target, find_target
 from diffusers.tpu.mesh import plan_degrees
+from diffusers.tpu.settings import Settings
 from diffusers.tpu.sharding import default_spec, fit, gathered, plan_weights
 
 
@@ -78,6 +83,25 @@ def test_a_tpu_is_found_on_the_pci_bus(tmp_path, monkeypatch):
 def test_more_chips_than_jax_was_started_with(chips):
     with pytest.raises(RuntimeError, match="16 simulated chips, got 8"):
         devices.jax_devices(Target("cpu", simulated=16))
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v9"])
+def test_a_tpu_of_another_generation_is_refused_where_it_would_run(kind, monkeypatch):
+    device = SimpleNamespace(platform="tpu", device_kind=kind)
+    monkeypatch.setattr(jax, "devices", lambda platform: [device])
+    words = f"among v5e v5p v6e v7x, got .*{kind[-2:]}.*DIFFUSERS_TPU=off"
+    with pytest.raises(NotImplementedError, match=words):
+        devices.jax_devices(Target("tpu", kind[-2:]))
+    for wrong in ({"platform": "tpu"}, {"platform": "tpu", "generation": "v4"}, {"generation": "v4"}):
+        with pytest.raises(NotImplementedError, match="among v5e v5p v6e v7x"):
+            Settings(**wrong)
+    for choose in (blocks.choose, blocks.candidates):
+        with pytest.raises(NotImplementedError, match="got v4"):
+            choose(blocks.Shape(900, 900, 128, 128), "v4")
+    with pytest.raises(NotImplementedError, match="got v4"):
+        linear.choose(2048, 1024, 1024, "v4")
+    device.device_kind = "TPU v5 lite"
+    assert devices.generation_of(device) == "v5e" and devices.generation_of(SimpleNamespace(platform="cpu")) is None
 
 
 def test_specs_fit_their_weights(make_mesh):

@@ -14,15 +14,15 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge, linear
-from diffusers.tpu.attention import api
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
 from diffusers.tpu.rotary import normed_and_rotated
 from diffusers.tpu.runner import Runner
+from diffusers.tpu.settings import Settings, using
 
 
-KERNEL = api.Settings(layers="kernel")
+KERNEL = Settings(layers="kernel")
 
 
 def draw(*shape, dtype=jnp.bfloat16):
@@ -66,7 +66,7 @@ def test_blocks_fit_and_keep_the_units_busy(generation):
 
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 8, 1), (8, 1, 1)])
 def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
-    settings = api.Settings(layers="kernel", mesh=make_mesh(chips, degrees))
+    settings = Settings(layers="kernel", mesh=make_mesh(chips, degrees))
     x, w, b = draw(8, 80, 128), draw(256, 128), draw(256)
     run = jax.jit(lambda x, w, b: linear.linear(x, w, b, "silu", settings))
     one = linear.linear(x, w, b, "silu", KERNEL)
@@ -82,9 +82,9 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
     for number, (x_, w_, b_) in enumerate(refused):
         assert (linear.linear(x_, w_, b_, "", settings) is None) == (number not in fits), number
     for other in (
-        api.Settings(),
-        api.Settings(layers="xla", platform="tpu"),
-        api.Settings(layers="kernel", mesh=make_mesh(chips, (1, 4, 2))),
+        Settings(),
+        Settings(layers="xla", platform="tpu", generation="v6e"),
+        Settings(layers="kernel", mesh=make_mesh(chips, (1, 4, 2))),
     ):
         assert linear.linear(x, w, b, "", other) is None
 
@@ -96,7 +96,7 @@ def test_norm_and_rotation(chips, degrees, kernel):
     x, weight = draw(2, tokens, heads * dim), draw(heads * dim, dtype=jnp.float32)
     angle = np.repeat(np.random.default_rng().uniform(-100, 100, (tokens, dim // 2)), 2, axis=1)
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
-    settings = api.Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
+    settings = Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
     ours = wide(jax.jit(lambda *a: normed_and_rotated(*a, 1e-6, settings))(x, weight, cos, sin))
     norm = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
     pairs = norm.reshape(2, tokens, heads, dim // 2, 2)
@@ -117,7 +117,7 @@ def test_an_activation_after_a_layer_is_the_layers(chips, monkeypatch, name):
     arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias)]
 
     def run(*arrays):
-        with api.using(KERNEL), bridge.quiet_integers(), bridge.environment():
+        with using(KERNEL), bridge.quiet_integers(), bridge.environment():
             return activation(F.linear(*map(bridge.to_torch, arrays))).jax()
 
     ours = wide(jax.jit(run)(*arrays))

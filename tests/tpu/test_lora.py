@@ -49,7 +49,7 @@ SCRIPT = {
     ),
     "one of two": (lambda p, w: p.set_adapters("b"), 1),
     "fuse": (lambda p, w: p.fuse_lora(adapter_names=["b"], lora_scale=0.7), 1),
-    "unfuse": (lambda p, w: p.unfuse_lora(), 0),
+    "unfuse": (lambda p, w: p.unfuse_lora(), 1),
     "delete": (lambda p, w: p.delete_adapters("b"), 1),
     "set again": (lambda p, w: p.set_adapters("a"), 1),
     "hot-swap": (lambda p, w: p.load_lora_weights(copy.copy(w[2]), adapter_name="a", hotswap=True), 0),

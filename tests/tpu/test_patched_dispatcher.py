@@ -68,7 +68,7 @@ def test_the_tpus_are_more_backends(upstream):
     theirs = upstream("diffusers.models.attention_dispatch")
     assert {name.value for name in AttentionBackendName} - {name.value for name in theirs.AttentionBackendName} == {
         "tpu",
-        *(f"tpu_{name}" for name in ATTENTIONS if name not in ("auto", "cudnn")),
+        *(f"tpu_{name}" for name in ATTENTIONS if name != "auto"),
     }
     assert set(attention_dispatch._AttentionBackendRegistry._backends) == set(AttentionBackendName)
 

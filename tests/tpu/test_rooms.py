@@ -19,6 +19,7 @@ ORDER = [
     "checkpoint",
     "mesh",
     "sharding",
+    "settings",
     "attention",
     "linear",
     "rotary",

@@ -10,12 +10,12 @@ import torch
 
 from conftest import relative
 from diffusers import AutoencoderKLWan
-from diffusers.tpu.attention import api
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
 from diffusers.tpu.pipeline import module_plan
 from diffusers.tpu.runner import Runner
+from diffusers.tpu.settings import Settings, using
 
 
 SMALL = {"dim_mult": [1, 2, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True, True], "z_dim": 4}
@@ -118,7 +118,7 @@ def test_float32_by_products_of_bfloat16(chips, precision, limit):
         np.random.default_rng().standard_normal(s).astype(np.float32) for s in ((2, 40, 3, 6, 8), (5, 40, 2, 3, 3))
     )
     exact = torch.nn.functional.conv3d(torch.tensor(x).double(), torch.tensor(w).double(), padding=(0, 1, 0))
-    with api.using(api.Settings(platform="tpu", convolutions=precision)):
+    with using(Settings(platform="tpu", generation="v6e", convolutions=precision)):
         ours = jax.jit(lambda x, w: operators._by_columns(x, w, None, [(0, 0), (1, 1)]))(x, w)
     assert limit / 20 < relative(ours, exact) < limit
 

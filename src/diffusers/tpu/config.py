@@ -8,7 +8,7 @@ ACCELERATORS = ("cuda", "tpu", "xla", "jax")  # names of devices that mean the T
 MODES = ("auto", "off", "cpu")
 GLUES = ("auto", "resident", "host")
 PRECISIONS = ("highest", "high", "default")
-ATTENTIONS = ("auto", "kernel", "online", "splash", "cudnn", "reference")
+ATTENTIONS = ("auto", "kernel", "online", "splash", "reference")
 LAYERS = ("auto", "kernel", "xla")
 
 
@@ -42,13 +42,14 @@ class TPUConfig:
         matmul_precision: of float32 products ("highest" is true float32; bfloat16 products are not affected).
         convolution_precision: of float32 convolutions. Three products of bfloat16 numbers ("high") have errors of 1e-5,
             where torch on CUDA rounds to TF32 (3e-4) unless told otherwise; "highest" takes six.
-        attention: the attention of one chip. "auto": our kernel on a TPU, cuDNN's on a GPU, the reference on the CPU and
-            (said once) for what those do not take. By name, what it does not take is an error: "kernel"; "online", the
-            kernel with a running maximum only; "splash", JAX's own; "cudnn"; "reference".
+        attention: the attention of one chip. "auto": our kernel on a TPU, the reference on simulated chips and (said
+            once) for what the kernel does not take. By name, what it does not take is an error: "kernel"; "online", the
+            kernel with a running maximum only; "splash", JAX's own; "reference".
         attention_blocks: queries, keys, and keys of one product of the kernel's blocks; None: tuned, or by rule.
         attention_smoothing: heads whose scores have no small bound may have one around the mean of the keys, and go
             without a running maximum too. Values are the same either way.
-        attention_window: (left, right): queries of self-attention see only so many tokens before and after them.
+        attention_window: (left, right): of the denoiser's self-attention, queries see only so many tokens before and after
+            them. Text encoders and VAE have none.
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also
             elsewhere, interpreted; "xla": the compiler's, and upstream's attention processors.

@@ -81,6 +81,19 @@ CHIPS = {
 }
 
 
+DEFAULT_GENERATION = "v6e"  # whose sizes of blocks simulated chips and interpreted kernels have
+
+
+def chip_of(generation: str | None) -> Chip:
+    """What is known of a generation; None: of `DEFAULT_GENERATION`. Raises NotImplementedError for one not among `CHIPS`."""
+    if generation is not None and generation not in CHIPS:
+        raise NotImplementedError(
+            f"expected a TPU of a generation among {' '.join(CHIPS)}, got {generation}, whose sizes nobody has looked at;"
+            " set DIFFUSERS_TPU=off for plain diffusers"
+        )
+    return CHIPS[generation or DEFAULT_GENERATION]
+
+
 GENERATION_OF_DEVICE_KIND = {
     "TPU v3": "v3",
     "TPU v4": "v4",
@@ -92,6 +105,14 @@ GENERATION_OF_DEVICE_KIND = {
     "TPU v6e": "v6e",
     "TPU7x": "v7x",
 }  # JAX 0.10.2, the same file
+
+
+def generation_of(device) -> str | None:
+    """The generation of a JAX device; None: simulated. Raises NotImplementedError for a TPU not among `CHIPS`."""
+    if device.platform != "tpu":
+        return None
+    generation = GENERATION_OF_DEVICE_KIND.get(device.device_kind, f"{device.device_kind!r}")
+    return chip_of(generation).generation
 
 
 # Exchanges between chips by the SparseCores, while the core computes; without, the core waits for each. The compiler's default
@@ -198,7 +219,9 @@ def find_target(environment: Environment) -> Target | None:
 def jax_devices(target: Target) -> tuple:
     """JAX's devices for this target; the first call starts JAX.
 
-    Raises RuntimeError where JAX was already started with other devices, or finds no TPU.
+    Raises:
+        RuntimeError: JAX was already started with other devices, or finds no TPU.
+        NotImplementedError: a TPU of a generation that nothing is known of.
     """
     import jax
 
@@ -211,6 +234,7 @@ def jax_devices(target: Target) -> tuple:
             " ask for them. Run the pipeline before other JAX code, or set"
             f" XLA_FLAGS=--xla_force_host_platform_device_count={target.simulated}."
         )
+    generation_of(devices[0])
     return tuple(devices[: target.simulated or None])
 
 

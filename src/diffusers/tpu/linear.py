@@ -22,8 +22,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .attention.api import Settings
-from .devices import CHIPS, MIB, Chip
+from .devices import MIB, chip_of
+from .settings import Settings
 
 
 LANES = 128
@@ -31,7 +31,6 @@ TILE_ROWS = 256  # of x against one block of w: straight code
 LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
 MOST_WORK = 18_000_000  # columns x depth of one tile: as much straight code as compiles in some 5 s on two cores
 MARGIN = 12 * MIB  # of VMEM, the compiler's
-DEFAULT = "v6e"
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 
@@ -57,7 +56,7 @@ def choose(rows: int, columns: int, depth: int, generation: str | None = None) -
     Two buffers of x [rows, depth], w [columns, depth] and the result [rows, columns], and what the compiler spills: a
     tile of the result in float32, twice; where matrix units have 128 rows (v5e), a tile of x too.
     """
-    chip, found = _chip(generation), []
+    chip, found = chip_of(generation), []
     for count in range(1, columns // LANES + 1):
         width = -(-columns // (count * LANES)) * LANES
         if width * depth > MOST_WORK:
@@ -74,10 +73,6 @@ def choose(rows: int, columns: int, depth: int, generation: str | None = None) -
             if moved / chip.hbm_bandwidth < 0.8 * compute:
                 found.append((compute, moved, Blocks(height, width)))
     return min(found, key=lambda x: x[:2])[2] if found else None
-
-
-def _chip(generation: str | None) -> Chip:
-    return CHIPS.get(generation, CHIPS[DEFAULT])
 
 
 def tpu_linear(
@@ -123,7 +118,7 @@ def tpu_linear(
         out_specs=pl.BlockSpec((blocks.rows, blocks.columns), lambda n, m: (m, n)),
         out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=_chip(generation).vmem_bytes - MARGIN
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN
         ),
         interpret=interpret,
         name="linear_kernel",

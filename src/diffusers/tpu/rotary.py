@@ -15,8 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .attention.api import Settings
 from .linear import LANES, LEAST_ROWS, rows_over_mesh
+from .settings import Settings
 
 
 BLOCK_ROWS = 256

@@ -19,13 +19,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..utils import logging
 from . import bridge, calls
-from .attention.api import Settings
 from .branches import Branches
 from .calls import Call, Values
 from .config import TPUConfig
 from .devices import GENERATION_OF_DEVICE_KIND, compiler_options
 from .programs import Program, trace_program
 from .residency import Residency
+from .settings import Settings
 from .sharding import ModelPlan, named
 from .state import Entry, State, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers

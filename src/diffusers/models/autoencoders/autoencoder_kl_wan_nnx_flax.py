@@ -19,10 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from ...tpu.attention import api
 from ...tpu.config import TPUConfig, parse_mesh, read_environment
-from ...tpu.devices import GENERATION_OF_DEVICE_KIND, find_target, jax_devices, keep_compiled_programs
+from ...tpu.devices import find_target, generation_of, jax_devices, keep_compiled_programs
 from ...tpu.mesh import AXES, make_mesh, plan_degrees
+from ...tpu.settings import Settings, using
 from ...tpu.sharding import default_spec, fit, named
 from ...tpu.video.chunks import scan_chunks
 from ...tpu.video.slabs import over_width
@@ -286,14 +286,14 @@ def _program(graphdef, state, x: jax.Array, entry: str) -> jax.Array:
     """What is compiled, once for modules that are alike."""
     vae = nnx.merge(graphdef, state)
     device = vae.mesh.devices.flat[0]
-    settings = api.Settings(
+    settings = Settings(
         mesh=vae.mesh,
         sequence=False,
         platform=device.platform,
-        generation=GENERATION_OF_DEVICE_KIND.get(device.device_kind),
+        generation=generation_of(device),
         convolutions=vae.convolution_precision,
     )
-    with api.using(settings):
+    with using(settings):
         return getattr(vae, entry)(x)
 
 

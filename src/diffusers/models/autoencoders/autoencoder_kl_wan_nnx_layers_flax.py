@@ -14,7 +14,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from ...tpu.attention.api import attention, current
+from ...tpu.attention.api import attention
+from ...tpu.settings import current
 from ...tpu.video.convolution import by_columns
 from ...tpu.video.slabs import slabs
 

@@ -1,102 +1,25 @@
 """One attention function behind torch's SDPA, diffusers' dispatcher and our processors.
 
-Which chips it runs over and with which kernel is not an argument of every caller: the runner says it around a trace
-with `using(...)`; outside of one (glue), a call runs where its arguments are. What became of each call: `explain()`.
+Which chips it runs over and with which kernel is not an argument of every caller: the room `settings` says it for a trace.
+What became of each call: `explain()`.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ...utils import logging
-from . import gpu, kernel, masks, splash
+from ..settings import Settings, assumed, current
+from . import kernel, masks, splash
 from .parallel import attention_by_heads, parallel_attention, plan_ring
 from .reference import reference_attention
+from .ways import ONLINE, WAYS
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How attention calls of one trace run.
-
-    Attributes:
-        mesh: the chips.
-        sequence: activations lie split over `sp` by the sequence.
-        kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`.
-        platform: "tpu", "gpu" or "cpu"; `generation` of a TPU.
-        interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
-        layers: as `TPUConfig.layers`, for the rooms `linear` and `rotary`.
-        convolutions: as `TPUConfig.convolution_precision`, for the rooms `video` and `bridge`.
-    """
-
-    mesh: Mesh | None = None
-    sequence: bool = True
-    kernel: str = "auto"
-    blocks: tuple[int, int, int] | None = None
-    smoothing: bool = True
-    window: tuple[int, int] | None = None
-    ring: int | None = None
-    platform: str = "cpu"
-    generation: str | None = None
-    interpret: bool = False
-    layers: str = "auto"
-    convolutions: str = "high"
-
-    @property
-    def interpreted(self) -> bool:
-        """Kernels run in Pallas's interpret mode."""
-        return self.interpret or self.platform == "cpu"
-
-    @property
-    def own_layers(self) -> bool:
-        """The rooms `linear` and `rotary` may use their kernels."""
-        return self.layers == "kernel" or (self.layers == "auto" and self.platform == "tpu")
-
-
-_settings = contextvars.ContextVar("diffusers_tpu_attention", default=Settings())
-
-
-def current() -> Settings:
-    """Those of the trace that runs."""
-    return _settings.get()
-
-
-@contextlib.contextmanager
-def using(settings: Settings):
-    """Attention calls inside run with these settings."""
-    token = _settings.set(settings)
-    try:
-        yield
-    finally:
-        _settings.reset(token)
-
-
-@contextlib.contextmanager
-def choosing(kernel: str | None):
-    """Attention calls inside run with this kernel, by name as in `TPUConfig.attention`; None leaves it as it is."""
-    with using(_settings.get() if kernel is None else replace(_settings.get(), kernel=kernel)):
-        yield
-
-
-_paths = contextvars.ContextVar("diffusers_tpu_attention_paths", default=kernel.PATHS)
-
-
-@contextlib.contextmanager
-def assuming(path: str):
-    """The kernel is compiled with this one of its ways: for the planner, which reads schedules and cannot know values."""
-    token = _paths.set((path,))
-    try:
-        yield
-    finally:
-        _paths.reset(token)
 
 
 @dataclass(frozen=True)
@@ -150,7 +73,7 @@ def attention(
         NotImplementedError: the kernel asked for by name does not take this call.
     """
     _check(q, k, v, enable_gqa)
-    settings = _settings.get()
+    settings = current()
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     window = settings.window if q.shape[2] == k.shape[2] else None
     mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal, window)
@@ -171,44 +94,31 @@ def attention(
 
 def _local(settings: Settings, q, k, v, mask):
     """(name, attention of one chip, why no faster one): what was asked for by name, or with "auto" the fastest that takes this call."""
-    interpret = settings.interpreted
     ours = functools.partial(
         kernel.tpu_attention,
         generation=settings.generation,
         wanted=settings.blocks,
         smoothing=settings.smoothing,
-        paths=_paths.get(),
-        interpret=interpret,
+        interpret=settings.interpreted,
     )
-    online = functools.partial(ours, paths=("online",))
-    stock = functools.partial(splash.splash_attention, interpret=interpret, blocks=settings.blocks)
+    assumed_ways = (assumed(),) if assumed() else WAYS
+    stock = functools.partial(splash.splash_attention, interpret=settings.interpreted, blocks=settings.blocks)
     known = {
-        "kernel": (ours, kernel.unsupported),
-        "online": (online, kernel.unsupported),
+        "kernel": (functools.partial(ours, ways=assumed_ways), kernel.unsupported),
+        "online": (functools.partial(ours, ways=(ONLINE,)), kernel.unsupported),
         "splash": (stock, splash.unsupported),
-        "cudnn": (gpu.cudnn_attention, gpu.unsupported),
         "reference": (reference_attention, lambda q, k, v, mask: None),
     }
     name = settings.kernel
     if name == "auto":
-        name = {"tpu": "kernel", "gpu": "cudnn"}.get(settings.platform, "reference")
-        reason = known[name][1](q, k, v, mask)
-        return (
-            (name, known[name][0], "")
-            if reason is None
-            else ("reference", reference_attention, f"{name} does not take {reason}")
-        )
+        name = "kernel" if settings.platform == "tpu" else "reference"
     run, unsupported = known[name]
-    if (
-        settings.platform == "gpu"
-        and name not in ("cudnn", "reference")
-        or settings.platform != "gpu"
-        and name == "cudnn"
-    ):
-        raise NotImplementedError(f"attention {name!r} does not run on {settings.platform}; use 'auto' or 'reference'")
-    if reason := unsupported(q, k, v, mask):
-        raise NotImplementedError(f"attention {name!r} does not take {reason}; use 'auto' or 'reference'")
-    return name, run, ""
+    reason = unsupported(q, k, v, mask)
+    if reason is None:
+        return name, run, ""
+    if settings.kernel == "auto":
+        return "reference", reference_attention, f"{name} does not take {reason}"
+    raise NotImplementedError(f"attention {name!r} does not take {reason}; use 'auto' or 'reference'")
 
 
 def _spread(settings: Settings, q, k, local):

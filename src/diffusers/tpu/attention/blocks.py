@@ -9,7 +9,8 @@ import math
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from ..devices import CHIPS, MIB
+from ..devices import MIB, chip_of
+from .ways import BOUND
 
 
 LANES = 128
@@ -42,7 +43,7 @@ class Blocks:
     Attributes:
         queries, keys: of one grid step.
         piece: queries whose tiles, with all keys of the step, are one straight piece of code; pieces are looped over.
-        bound, online: the tiles of the way "bound" and of the two others (see `kernel`).
+        bound, online: the tiles of the way "bound" and of the two others (see `ways`).
     """
 
     queries: int
@@ -51,9 +52,9 @@ class Blocks:
     bound: Tile
     online: Tile
 
-    def tile(self, path: str) -> Tile:
+    def tile(self, way: str) -> Tile:
         """The tiles of this way."""
-        return self.bound if path == "bound" else self.online
+        return self.bound if way == BOUND else self.online
 
 
 # By generation: tiles for the two ways. By schedules of head size 128.
@@ -63,7 +64,6 @@ TILES = {
     "v6e": (Tile(256, 256, 6), Tile(256, 256, 6)),
     "v7x": (Tile(512, 512, 1), Tile(256, 256, 6)),
 }
-DEFAULT = "v6e"
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def folded_parts(shape: Shape, generation: str) -> int:
+def folded_parts(shape: Shape, generation: str | None) -> int:
     """How many matrices, one below the other, hold q times a factor (see `kernel`): one of float32, two of bfloat16 where
     the depth of the matrix unit has room for them; else 0."""
     if shape.bytes == 4:
         return 1
-    side = CHIPS[generation if generation in CHIPS else DEFAULT].matrix_side
+    side = chip_of(generation).matrix_side
     return 2 if 2 * shape.dim <= side and shape.dim % 16 == 0 else 0
 
 
@@ -117,20 +117,23 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
     return 2 * operands + state + spilled
 
 
-def vmem_limit(generation: str) -> int:
+def vmem_limit(generation: str | None) -> int:
     """Bytes a kernel may ask for: some are the compiler's own."""
-    return CHIPS[generation if generation in CHIPS else DEFAULT].vmem_bytes - 12 * MIB
+    return chip_of(generation).vmem_bytes - 12 * MIB
 
 
-def choose(shape: Shape, generation: str = DEFAULT, wanted: tuple[int, int, int] | None = None) -> Blocks:
+def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, int] | None = None) -> Blocks:
     """The blocks for a shape: those asked for, else tuned ones, else the rule's first.
 
     Args:
+        generation: None: `devices.DEFAULT_GENERATION`.
         wanted: queries, keys, and keys of one product (`TPUConfig.attention_blocks`).
 
     Raises:
         ValueError: what is wanted does not fit VMEM.
+        NotImplementedError: a generation that nothing is known of.
     """
+    generation = chip_of(generation).generation
     if wanted is not None:
         blocks = _wanted(shape, generation, wanted)
         if vmem_bytes(blocks, shape) > vmem_limit(generation):
@@ -167,7 +170,7 @@ def from_list(values: list) -> Blocks:
 
 def candidates(shape: Shape, generation: str) -> list[Blocks]:
     """Blocks that fit VMEM, the cheapest by the rule's prices first."""
-    return list(_candidates(shape, generation if generation in TILES else DEFAULT))
+    return list(_candidates(shape, chip_of(generation).generation))
 
 
 @functools.lru_cache(1024)
@@ -204,7 +207,7 @@ def _fitted(tile: Tile, shape: Shape) -> Tile:
 
 def _wanted(shape: Shape, generation: str, wanted: tuple[int, int, int]) -> Blocks:
     queries, keys, depth = wanted
-    bound, online = (_fitted(tile, shape) for tile in TILES[generation if generation in TILES else DEFAULT])
+    bound, online = (_fitted(tile, shape) for tile in TILES[generation])
     width = math.lcm(bound.queries, online.queries)
     depth = min(round_up(depth, LANES), round_up(shape.kv_len, LANES))
     queries = min(round_up(queries, width), round_up(shape.q_len, width))

@@ -2,23 +2,18 @@
 
 Sums over keys then run down the sublanes without a transposition, and e^x is 2^(x log2 e). Scores are computed some tiles
 ahead of their exponentials (`Blocks.lag`), so that the matrix units never wait: that, not the number of operations, is
-what the time hangs on.
+what the time hangs on. What is subtracted from scores: `ways`.
 
 Where scores need the factor scale * log2 e: instead of a subtraction (way "bound"), which costs the same; else, as q
 times the factor is no bfloat16, in a second half of the matrix unit's depth, which heads of 128 leave unused on v6e and
 later: [q_high; q_low] against [k, k]. One bfloat16 rounding of q more would double the error of scores of deviation 4.
 
-Softmax may subtract any number per query, nothing included. Which, is chosen per head and block of queries, on the
-device, by what scores (here times scale * log2 e) can be at most:
-
-* bound: |q| max_j |k_j|, at most 100 and so small that sums stay finite: nothing is subtracted, no maximum, no rescaling.
-* centred: with c the mean of the true keys and R = max_j |k_j - c|, q.k_j = q.c + e_j with |e_j| <= |q| R, and max_j e_j >= 0
-  as the mean of e is 0 up to rounding. Subtracting q.c + max(0, |q| R - FREE) keeps every exponential below 2^FREE and the
-  largest above 2^-(|q| R - FREE): exact in float32 as long as |q| R is at most `limit`.
-* online: the running maximum (Milakov and Gimelshein 2018), for all others.
-
 Blocks of keys that no query may see are neither fetched nor computed; those that a mask or the end of the keys cuts take
 a body with masking, all others one without.
+
+In order: `kernel_operands`, what goes in; here, the call, what comes out and what stays on the chip between steps of its grid
+(`blocks.vmem_bytes` counts all of it); `kernel_body`, one step; `kernel_tiles`, its straight code. How long that takes
+is read from its schedule, which tells ways apart by their codes: `planner.bundles`.
 """
 
 import functools
@@ -29,16 +24,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from . import kernel_body
-from .blocks import DEFAULT, LANES, Blocks, Shape, choose, folded_parts, vmem_bytes
-from .kernel_body import FREE, LOG2_E, MASKED, SMALLEST, SUBLANES, Call, band_ends
-from .masks import BELOW, Mask
+from .blocks import LANES, Blocks, Shape, choose, folded_parts, vmem_bytes
+from .kernel_call import LOG2_E, SUBLANES, Call
+from .kernel_operands import key_bias, make_operands, row_of
+from .masks import Mask
+from .ways import BOUND, WAYS, largest_radius, open_ways
 
 
-PATHS = ("bound", "centred", "online")
-LARGEST = 126.0  # exponent of the largest sum
 VMEM_MARGIN = 8 << 20  # the compiler's own, beside what `blocks.vmem_bytes` counts
 
 
@@ -76,142 +71,43 @@ def tpu_attention(
     wanted: tuple[int, int, int] | None = None,
     blocks: Blocks | None = None,
     smoothing: bool = True,
-    paths: tuple[str, ...] = PATHS,
-    interpret: bool = False,
+    ways: tuple[str, ...] = WAYS,
+    interpret=False,
 ) -> Float[Array, "B N T E"] | tuple[Float[Array, "B N T E"], Float[Array, "B N T"]]:
     """Attention with the arguments of `reference_attention`.
 
     Args:
-        generation: of the chip, for the sizes of blocks.
+        generation: of the chip, for the sizes of blocks; None: `devices.DEFAULT_GENERATION`.
         wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
         smoothing: with the way "centred"; False: without, for which fewer heads are tame enough and less is compiled.
-        paths: ways to subtract that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
+        ways: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
+        interpret: True, or parameters of Pallas's TPU interpreter.
 
     Raises:
         TypeError: a dtype that is neither bfloat16 nor float32.
         ValueError: blocks that do not fit VMEM.
+        NotImplementedError: a generation that nothing is known of.
     """
     mask = mask or Mask()
     if reason := unsupported(q, k, v, mask):
         raise TypeError(
             f"expected bfloat16 or float32 for the attention kernel, got {reason}; cast the model with .to()"
         )
-    batch, heads, q_len, dim = q.shape
-    kv_heads, kv_len, out_dim = k.shape[1], k.shape[2], v.shape[3]
-    groups = heads // kv_heads
     shape = shape_of(q, k, v, mask, with_lse)
-    blocks = blocks or choose(shape, generation or DEFAULT, wanted)
-    bias = None if mask.keys is None else _bias(mask.keys)
-    if mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_):
-        paths = ("online",)  # what is added to scores has no bound
-
-    elif not smoothing and len(paths) > 1:
-        paths = tuple(path for path in paths if path != "centred")
+    blocks = blocks or choose(shape, generation, wanted)
+    bias = key_bias(mask.keys)
     if scale < 0:
         q, scale = -q, -scale
-    folded = folded_parts(shape, generation or DEFAULT) if set(paths) - {"bound"} else 0
-    # Where rows see different keys, their largest score may lie as far below the mean as the bound is above it.
-    alike = mask.band is None and (bias is None or bias.shape[1] == 1 or groups == 1)
-    call = Call(
-        blocks=blocks,
-        names=(),
-        q_len=q_len,
-        kv_len=kv_len,
-        paths=paths,
-        factor=scale * LOG2_E,
-        folded=folded,
-        twice=folded == 2 and dim % LANES != 0,
-        limit=(FREE + SMALLEST) / (1 if alike else 2),
-        band=mask.band,
-        keys=bias is not None,
-        dense=mask.dense is not None,
-        dtype=q.dtype,
-        row_of_keys=None if bias is None else functools.partial(_row, bias.shape, heads),
-        row_of_kv=lambda h: lax.div(h, groups),
-    )
-    seen = _seen(mask, first_row - first_key, q_len, k)
-    v = jnp.where(seen, v, jnp.zeros_like(v))  # a weight of zero times NaN would be NaN
-    scalars = {}
-    if mask.band is not None:
-        scalars["shift"] = jnp.asarray(first_row - first_key, jnp.int32).reshape(1)
-    if bias is not None:
-        scalars["state"], scalars["fetch"] = _states(bias, blocks.keys)
-    by_token = dim % LANES == 0  # keys as linear layers give them, all heads of a token side by side: no copy
-    fetched = functools.partial(_block_to_fetch, call, tuple(scalars))
-    inputs = {
-        "q": (
-            _heads_beside_tokens(q),
-            pl.BlockSpec((None, dim, blocks.queries), lambda h, i, j, *s: (h, 0, i)),
-        ),
-        "k": (
-            _by_token(k) if by_token else k.reshape(batch * kv_heads, kv_len, dim),
-            pl.BlockSpec(
-                (None, blocks.keys, dim),
-                lambda h, i, j, *s: (
-                    (lax.div(h, heads), fetched(h, i, j, s), lax.rem(call.row_of_kv(h), kv_heads))
-                    if by_token
-                    else (call.row_of_kv(h), fetched(h, i, j, s), 0)
-                ),
-            ),
-        ),
-        "v": (
-            _heads_beside_tokens(v),
-            pl.BlockSpec(
-                (None, out_dim, blocks.keys), lambda h, i, j, *s: (call.row_of_kv(h), 0, fetched(h, i, j, s))
-            ),
-        ),
-    }
-    if "bound" in paths and len(paths) > 1:
-        scalars["reach"] = _reach(k, v, seen).reshape(-1)
-    if "centred" in paths:
-        centre, radius = _centre_and_radius(k, seen)
-        scalars["radius"] = radius.reshape(-1)
-        inputs["centre"] = (
-            centre.reshape(batch * kv_heads, SUBLANES, dim),
-            pl.BlockSpec((None, SUBLANES, dim), lambda h, i, j, *s: (call.row_of_kv(h), 0, 0)),
-        )
-    if bias is not None:
-        inputs["bias"] = (
-            bias.reshape(-1, 1, kv_len),
-            pl.BlockSpec((None, 1, blocks.keys), lambda h, i, j, *s: (call.row_of_keys(h), 0, fetched(h, i, j, s))),
-        )
-    if mask.dense is not None:
-        dense = mask.dense.astype(jnp.int8) if mask.dense.dtype == jnp.bool_ else mask.dense
-        row_of_dense = functools.partial(_row, mask.dense.shape, heads)
-        inputs["dense"] = (
-            dense.reshape(-1, *dense.shape[2:]),
-            pl.BlockSpec(
-                (None, blocks.queries, blocks.keys), lambda h, i, j, *s: (row_of_dense(h), i, fetched(h, i, j, s))
-            ),
-        )
-    outputs = {
-        "o": (
-            jax.ShapeDtypeStruct((batch * heads, out_dim, q_len), jnp.float32 if with_lse else q.dtype),
-            pl.BlockSpec((None, out_dim, blocks.queries), lambda h, i, j, *s: (h, 0, i)),
-        ),
-        "lse": (
-            jax.ShapeDtypeStruct((batch * heads, 1, q_len), jnp.float32),
-            pl.BlockSpec((None, 1, blocks.queries), lambda h, i, j, *s: (h, 0, i)),
-        ),
-    }
-    if not with_lse:
-        del outputs["lse"]
-    scratch = {
-        "m": pltpu.VMEM((SUBLANES, blocks.queries), jnp.float32),
-        "l": pltpu.VMEM((SUBLANES, blocks.queries), jnp.float32),
-        "acc": pltpu.VMEM((out_dim, blocks.queries), jnp.float32),
-        "true_v": pltpu.VMEM((out_dim, blocks.keys), v.dtype),
-        "column": pltpu.VMEM((blocks.keys if bias is not None else SUBLANES, LANES), jnp.float32),
-        "folded": pltpu.VMEM((dim * folded or SUBLANES, blocks.queries if folded else LANES), q.dtype),
-        "twice": pltpu.VMEM((blocks.keys, 2 * dim) if call.twice else (SUBLANES, LANES), k.dtype),
-        "way": pltpu.SMEM((1,), jnp.int32),
-    }
+    added = mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_)
+    call = _static(q, k, mask, shape, blocks, open_ways(ways, added, smoothing), scale, generation)
+    scalars, inputs = make_operands(call, q, k, v, mask, bias, first_row - first_key)
+    outputs, scratch = _outputs(call, q, v, with_lse), _scratch(call, q, k, v)
     call = replace(call, names=(*scalars, *inputs, *outputs, *scratch))
-    out, *rest = pl.pallas_call(
+    out, *lse = pl.pallas_call(
         functools.partial(kernel_body.run, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(batch * heads, pl.cdiv(q_len, blocks.queries), call.kv_blocks),
+            grid=(q.shape[0] * q.shape[1], pl.cdiv(call.q_len, blocks.queries), call.kv_blocks),
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=[spec for _, spec in outputs.values()],
             scratch_shapes=list(scratch.values()),
@@ -224,100 +120,69 @@ def tpu_attention(
         interpret=interpret,
         name="attention_kernel",
     )(*scalars.values(), *(x for x, _ in inputs.values()))
+    return _as_asked(q.shape, mask, out, *lse)
+
+
+def _static(q, k, mask: Mask, shape: Shape, blocks: Blocks, ways, scale: float, generation: str | None) -> Call:
+    """What is static of the call, without its references' names."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    groups, keys = heads // kv_heads, mask.keys
+    folded = folded_parts(shape, generation) if set(ways) - {BOUND} else 0
+    return Call(
+        blocks=blocks,
+        names=(),
+        q_len=shape.q_len,
+        kv_len=shape.kv_len,
+        ways=ways,
+        factor=scale * LOG2_E,
+        folded=folded,
+        twice=folded == 2 and shape.dim % LANES != 0,
+        limit=largest_radius(mask.band is None and (keys is None or keys.shape[1] == 1 or groups == 1)),
+        band=mask.band,
+        keys=keys is not None,
+        dense=mask.dense is not None,
+        dtype=q.dtype,
+        row_of_keys=None if keys is None else functools.partial(row_of, keys.shape, heads),
+        row_of_kv=lambda h: lax.div(h, groups),
+    )
+
+
+def _outputs(call: Call, q, v, with_lse: bool) -> dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
+    """Name -> (array, the block of a program): the result with tokens minor, and the log-sum-exp."""
+    rows, queries, dtype = q.shape[0] * q.shape[1], call.blocks.queries, jnp.float32 if with_lse else q.dtype
+
+    def of_rows(height: int, dtype):
+        spec = pl.BlockSpec((None, height, queries), lambda h, i, j, *s: (h, 0, i))
+        return jax.ShapeDtypeStruct((rows, height, call.q_len), dtype), spec
+
+    outputs = {"o": of_rows(v.shape[3], dtype)}
+    return outputs | {"lse": of_rows(1, jnp.float32)} if with_lse else outputs
+
+
+def _scratch(call: Call, q, k, v) -> dict:
+    """What a program keeps from block to block of keys: what is subtracted, sums, the result; q and k as they meet."""
+    blocks, dim, out_dim = call.blocks, q.shape[3], v.shape[3]
+    return {
+        "m": pltpu.VMEM((SUBLANES, blocks.queries), jnp.float32),
+        "l": pltpu.VMEM((SUBLANES, blocks.queries), jnp.float32),
+        "acc": pltpu.VMEM((out_dim, blocks.queries), jnp.float32),
+        "true_v": pltpu.VMEM((out_dim, blocks.keys), v.dtype),
+        "column": pltpu.VMEM((blocks.keys if call.keys else SUBLANES, LANES), jnp.float32),
+        "folded": pltpu.VMEM((dim * call.folded or SUBLANES, blocks.queries if call.folded else LANES), q.dtype),
+        "twice": pltpu.VMEM((blocks.keys, 2 * dim) if call.twice else (SUBLANES, LANES), k.dtype),
+        "way": pltpu.SMEM((1,), jnp.int32),
+    }
+
+
+def _as_asked(shape, mask: Mask, out, lse=None):
+    """[B, N, T, E] of the kernel's result, zeros (and -inf) in rows that the mask takes away."""
+    batch, heads, q_len, _ = shape
+    out_dim = out.shape[1]
     out = jnp.swapaxes(out.reshape(batch, heads * out_dim, q_len), 1, 2).reshape(batch, q_len, heads, out_dim)
     out = jnp.swapaxes(out, 1, 2)
     if mask.queries is not None:
         out = jnp.where(mask.queries, out, 0)
-    if not with_lse:
+    if lse is None:
         return out
-    lse = rest[0].reshape(batch, heads, q_len)
+    lse = lse.reshape(batch, heads, q_len)
     return out, lse if mask.queries is None else jnp.where(mask.queries[..., 0], lse, -jnp.inf)
-
-
-def _by_token(x) -> Float[Array, "B S K*D"]:
-    """[B, K, S, D] with all heads of a token side by side: what it was made from by a transposition."""
-    return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
-
-
-def _heads_beside_tokens(x) -> Float[Array, "B*K D S"]:
-    """[B, K, S, D] with tokens minor, as one transposition of a matrix of tokens and heads."""
-    return jnp.swapaxes(_by_token(x), 1, 2).reshape(-1, x.shape[3], x.shape[2])
-
-
-def _row(shape, heads: int, h):
-    """The row of an operand [b|1, n|1, ...], its first two axes made one, that head h of all batches reads."""
-    b, n = shape[:2]
-    return (lax.div(h, heads) if b > 1 else 0) * n + (lax.rem(h, heads) if n > 1 else 0)
-
-
-def _block_to_fetch(call: Call, names, h, i, j, scalars):
-    """The block of keys of step j; one that is there already where the step is skipped."""
-    named = dict(zip(names, scalars))
-    keys = call.blocks.keys
-    if call.band is not None:
-        low, high = band_ends(call.band, named["shift"][0], i * call.blocks.queries, call.blocks.queries)
-        j = j if low is None else jnp.maximum(j, lax.div(jnp.maximum(low, 0), keys))
-        j = j if high is None else jnp.minimum(j, lax.div(jnp.maximum(high, 0), keys))
-        j = jnp.clip(j, 0, call.kv_blocks - 1)
-    return j if call.row_of_keys is None else named["fetch"][call.row_of_keys(h) * call.kv_blocks + j]
-
-
-def _bias(keys) -> Float[Array, "b n 1 S"]:
-    """A key mask as what is added to scores in base 2; MASKED where the key takes no part."""
-    if keys.dtype == jnp.bool_:
-        return jnp.where(keys, 0.0, MASKED)
-    keys = keys.astype(jnp.float32)
-    return jnp.where(keys > BELOW, keys * LOG2_E, MASKED)
-
-
-def _seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"]:
-    """Keys that some query sees, of any head of the group. Others may hold anything, NaN too."""
-    batch, kv_heads, s_len, _ = k.shape
-    seen = jnp.ones((1, 1, 1, s_len), bool)
-    if mask.keys is not None:
-        seen = seen & (mask.keys if mask.keys.dtype == jnp.bool_ else mask.keys > BELOW)
-    if mask.dense is not None:
-        seen = seen & (mask.dense if mask.dense.dtype == jnp.bool_ else mask.dense > BELOW).any(2, keepdims=True)
-    if mask.band is not None:
-        key, (low, high) = jnp.arange(s_len), band_ends(mask.band, shift, 0, q_len)
-        seen = seen if low is None else seen & (key >= low)
-        seen = seen if high is None else seen & (key <= high)
-    b, n = seen.shape[:2]
-    seen = seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)
-    return jnp.broadcast_to(seen[..., None], (batch, kv_heads, s_len, 1))
-
-
-def _reach(k, v, seen) -> Float[Array, "B K"]:
-    """max |k| over the keys that are seen; larger where exponentials of 2^SMALLEST times the values do not add up to a float32."""
-    k, v = (jnp.where(seen, x.astype(jnp.float32), 0.0) for x in (k, v))
-    room = LARGEST - jnp.log2(k.shape[2] * jnp.maximum(jnp.abs(v).max((2, 3)), 1.0))
-    longest = jnp.sqrt((k * k).sum(-1).max(-1))
-    return jnp.where(room > 0, longest * jnp.maximum(SMALLEST / room, 1.0), jnp.inf)
-
-
-def _centre_and_radius(k, seen):
-    """c, the mean of the keys that are seen, as rows [B, K, 8, D] in k's dtype that add up to it, and R [B, K] float32.
-
-    R is the largest distance of such a key from c. One row of bfloat16 would be off by as much as keys may differ.
-    """
-    k32 = jnp.where(seen, k.astype(jnp.float32), 0.0)
-    left, rows = k32.sum(2) / jnp.maximum(seen.sum(2), 1), []
-    for _ in range(1 if k.dtype == jnp.float32 else 3):
-        rows.append(left.astype(k.dtype))
-        left = left - rows[-1].astype(jnp.float32)
-    centre = sum(row.astype(jnp.float32) for row in rows)
-    distance = jnp.where(seen, k32 - centre[:, :, None], 0.0)
-    rows += [jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))
-    return jnp.stack(rows, 2), jnp.sqrt((distance * distance).sum(-1).max(-1))
-
-
-def _states(bias, block: int):
-    """Per row of the key mask and block of keys: 0 none takes part, 1 all do as they are, 2 mixed; and what to fetch."""
-    b, n, _, s_len = bias.shape
-    blocks = pl.cdiv(s_len, block)
-    rows = jnp.pad(bias.reshape(b * n, s_len), ((0, 0), (0, blocks * block - s_len)), constant_values=MASKED)
-    rows = rows.reshape(b * n, blocks, block)
-    state = jnp.where((rows == 0).all(-1), 1, jnp.where((rows <= MASKED).all(-1), 0, 2)).astype(jnp.int32)
-    before = lax.cummax(jnp.where(state > 0, jnp.arange(blocks), -1), axis=1)
-    fetch = jnp.where(before >= 0, before, jnp.argmax(state > 0, axis=1)[:, None])
-    return state.reshape(-1), fetch.astype(jnp.int32).reshape(-1)

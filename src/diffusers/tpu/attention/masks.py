@@ -6,6 +6,7 @@ Query i sees key j where every part that is there allows it. Only `Mask.dense` i
 import dataclasses
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +20,23 @@ from . import lineage
 BELOW = -1e30  # a bias at or below it takes the key away: -inf, and the lowest float32 and bfloat16
 
 Band = tuple[int | None, int | None]
+
+
+def takes_part(values):
+    """Where the entries of a mask let a key take part: a bool mask says it, a bias by lying above `BELOW`.
+
+    The one place that says so, for arrays of JAX's and numpy's, traced, concrete, in a kernel, and numbers.
+    """
+    if values.dtype == jnp.bool_:
+        return values
+    return values > (
+        BELOW if float(jnp.finfo(values.dtype).max) > -BELOW else -math.inf
+    )  # float16 has no number below it
+
+
+def is_bias(values):
+    """Where the entries of a mask change scores of keys that take part."""
+    return takes_part(values) & (values != 0) if values.dtype != jnp.bool_ else np.zeros(values.shape, bool)
 
 
 @dataclass(frozen=True)
@@ -108,24 +126,17 @@ def _of_lineage(mask: jax.Array) -> Mask:
     """The parts of a traced mask, axis of keys or queries full or one, by the way it was computed."""
     value = lineage.read(mask)
     if isinstance(value, lineage.Choice):
-        on, off = _taken(value.on), _taken(value.off)
-        if on and off:
-            return Mask()
-        if on is not None and off is not None and on != off:
+        on, off = (None if is_bias(x) else bool(takes_part(x)) for x in (value.on, value.off))
+        if on is not None and on == off:
+            return Mask() if on else Mask(keys=jnp.zeros((1, 1, 1, 1), bool))
+        if on is not None and off is not None:
             return _of_parts(value.parts if on else (value.where(value.off),))
         value = value.part()
     if 2 not in value.varies:
         return Mask(keys=value.make())
     if 3 not in value.varies:
-        return Mask(queries=value.make() > BELOW)
+        return Mask(queries=takes_part(value.make()))
     return Mask(dense=mask)
-
-
-def _taken(number) -> bool | None:
-    """Whether a key with this entry of a mask takes part; None if it is a bias."""
-    if number.dtype == np.bool_:
-        return bool(number)
-    return True if number == 0 else False if number <= BELOW else None
 
 
 def _of_parts(parts: tuple[lineage.Part, ...]) -> Mask:
@@ -162,9 +173,9 @@ def _of_values(mask: np.ndarray) -> Mask:
     columns, rows = np.zeros((b, n, s), bool), np.zeros((b, n, t), bool)
     seen, left, right = 0, -s, -t
     for at, start, values in _blocks(mask):
-        allowed = values if values.dtype == np.bool_ else values == 0
-        if values.dtype != np.bool_ and not (allowed | (values <= BELOW)).all():
+        if is_bias(values).any():
             return _of_bias(mask)
+        allowed = takes_part(values)
         some = allowed.any(1)
         rows[at][start : start + len(values)] = some
         columns[at] |= allowed.any(0)
@@ -182,7 +193,7 @@ def _of_values(mask: np.ndarray) -> Mask:
                     None,
                     None if band == (None, None) else band,
                 )
-    return Mask(dense=jnp.asarray(mask if mask.dtype == np.bool_ else mask == 0))
+    return Mask(dense=jnp.asarray(takes_part(mask)))
 
 
 def _blocks(mask: np.ndarray):
@@ -209,7 +220,7 @@ def _of_bias(mask: np.ndarray) -> Mask:
     if all(np.array_equal(rows, np.broadcast_to(mask[at][:1], rows.shape)) for at, _, rows in _blocks(mask)):
         return Mask(keys=jnp.asarray(mask[:, :, :1]))
     if all(np.array_equal(rows, np.broadcast_to(rows[:, :1], rows.shape)) for _, _, rows in _blocks(mask)):
-        queries = mask[..., :1] > BELOW
+        queries = takes_part(mask[..., :1])
         return Mask() if queries.all() else Mask(queries=jnp.asarray(queries))
     return Mask(dense=jnp.asarray(mask))
 

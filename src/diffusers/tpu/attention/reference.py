@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .masks import BELOW, Mask
+from .masks import Mask, takes_part
 
 
 BLOCK_Q = 512
@@ -66,10 +66,8 @@ def reference_attention(
             allowed = allowed if right is None else allowed & (ahead <= right)
         for part in parts:
             block = _block(_block(part, 3, i, block_q), 4, j, block_kv)
-            if block.dtype != jnp.bool_:
-                s = s + block.astype(jnp.float32)
-                block = block > BELOW
-            allowed = allowed & block
+            s = s if block.dtype == jnp.bool_ else s + block.astype(jnp.float32)
+            allowed = allowed & takes_part(block)
         return jnp.where(allowed, s, -jnp.inf)
 
     def visit_keys(i, state, j):

@@ -66,8 +66,8 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 
 def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """`norm(x)` of a traced x [B, T, C], every head's pairs of neighbours rotated by cos and sin [1, T, 1, D]."""
-    from ..attention.api import current
     from ..rotary import normed_and_rotated
+    from ..settings import current
 
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     tables = (table.jax()[0, :, 0] for table in (cos, sin))
@@ -108,7 +108,7 @@ def dispatched_attention(
         NotImplementedError: `return_lse`, dropout.
         RuntimeError: host tensors: the backend works on the TPU path only.
     """
-    from ..attention.api import choosing
+    from ..settings import choosing
     from .operators import scaled_dot_product_attention
 
     if return_lse:

@@ -14,8 +14,8 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
-from ..attention.api import Settings, using
 from ..scan import Group
+from ..settings import Settings, using
 from ..sharding import gathered, named
 from ..state import Trace, read, undone, without_caches
 from .blocks import BlockRuns, Method, numbered

@@ -8,8 +8,9 @@ from torch.utils._pytree import tree_map_only
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
-from ..attention.api import attention, current
+from ..attention.api import attention
 from ..linear import linear as fast_linear
+from ..settings import current
 from ..video.convolution import by_columns
 from ..video.slabs import slabs
 

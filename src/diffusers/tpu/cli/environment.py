@@ -68,9 +68,9 @@ def chips(environment: Environment, target: Target | None) -> dict[str, str]:
     from ..devices import jax_devices
     from ..mesh import plan_degrees
 
-    count = len(jax_devices(target))
     kind = "simulated on the CPU" if target.simulated else f"TPU {target.generation}"
     with loading():
+        count = len(jax_devices(target))
         pair, single = (plan_degrees(count, environment.mesh, paired) for paired in (True, False))
     meshes = ",".join(map(str, pair))
     if pair != single:

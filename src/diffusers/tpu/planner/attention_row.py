@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from ..aot import BadRequest, Compiler, OutOfMemory
 from ..attention.blocks import Shape, as_list, candidates, choose, from_list
-from ..attention.kernel import PATHS, shape_of, tpu_attention
+from ..attention.kernel import shape_of, tpu_attention
 from ..attention.masks import Mask
 from ..attention.splash import splash_attention
+from ..attention.ways import WAYS
 from ..devices import find_topology
 from ..mesh import make_mesh
 from ..sharding import PartitionSpec, named
@@ -35,7 +36,7 @@ def answer(request: dict, progress: Callable) -> dict:
 
     Args:
         request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: of ours, one of its
-            ways (`PATHS`) or "kernel" (all: compiled, not timed), "splash", "exp2"; `blocks`, as `Blocks` in a list
+            ways (`WAYS`) or "kernel" (all: compiled, not timed), "splash", "exp2"; `blocks`, as `Blocks` in a list
             for ours and three sizes for the others, None for the kernel's own; `kv_heads`, `dtype`, `mask` ("none", or of
             `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`.
 
@@ -64,8 +65,8 @@ def answer(request: dict, progress: Callable) -> dict:
     else:
         wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask, with_lse), topology.chip.generation)
         blocks = as_list(wanted)
-        paths = PATHS if name == "kernel" else (name,)
-        run = functools.partial(tpu_attention, paths=paths, generation=topology.chip.generation)
+        ways = WAYS if name == "kernel" else (name,)
+        run = functools.partial(tpu_attention, ways=ways, generation=topology.chip.generation)
 
     def scaled_dot_product_attention(q, k, v, mask):
         return run(q, k, v, scale=dim**-0.5, mask=mask, blocks=wanted, with_lse=with_lse)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..attention.blocks import TUNED, Shape, tuned_key
+from ..attention.ways import BOUND, ONLINE, WAYS
 from ..devices import find_topology
 from . import check_row, plan, remembered
 from .calibration import PUBLISHED
@@ -26,7 +27,7 @@ ATTENTION_SHAPES = {
     "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
     "flux-1024": (1, 24, 4608, 4608, 128),
 }
-ATTENTION_PATHS = {"stock": "splash", "online": "online", "centred": "centred", "bound": "bound"}
+ATTENTION_PATHS = {"stock": "splash", **{way: way for way in reversed(WAYS)}}
 # Of JAX's kernel, which is asked as it is fastest: the largest usual blocks that compile, padded keys not masked.
 STOCK_BLOCKS = {"v5e": [1024, 1024, 512], "v6e": [2048, 2048, 1024], "v7x": [2048, 2048, 1024]}
 CHIP_SLICES = {"v5e": "v5e-1", "v6e": "v6e-1", "v7x": "v7x-8"}
@@ -70,13 +71,13 @@ def tune(case: Case, on_progress: Callable) -> dict:
     Raises ValueError for a case that has no blocks of ours.
     """
     chip, shape, path = (case.row[name] for name in ("chip", "shape", "path"))
-    if path != "bound":
+    if path != BOUND:
         raise ValueError(f"expected a case of path bound to tune, got {path}")
     request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape]}
     tried = remembered("diffusers.tpu.planner.attention_row:sizes_to_try", {**request, "count": 4}, 60, on_progress)
     rows = []
     for blocks in tried:
-        asked = ({**request, "kernel": way, "blocks": blocks} for way in (path, "online"))
+        asked = ({**request, "kernel": way, "blocks": blocks} for way in (path, ONLINE))
         bound, online = (remembered("diffusers.tpu.planner.attention_row:answer", a, 600, on_progress) for a in asked)
         rows.append({**bound, "online_bundles_per_mtile": online["bundles_per_mtile"]})
     best = min(rows, key=lambda row: row["bundles_per_mtile"] + row["online_bundles_per_mtile"])

@@ -9,6 +9,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from ..attention.ways import FIRST_CODE
+
 
 LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:")
 BRANCH = re.compile(r"sbr\.rel \((!?)%(p\d+(?:_p\d+)?)\) target = \$region(\d+)")
@@ -17,7 +19,6 @@ ADD = re.compile(r"%(s\d+(?:_s\d+)?) = sadd\.s32 (\d+), ")
 REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
 PRODUCT = re.compile(r"\bvmatmul[\w.]*\.bf16[\w.]*\.mxu(\d)")
 PRODUCT_ROWS = 16  # of bfloat16 that one such instruction sends through a matrix unit
-MOST_ROUNDS = 1_000_000  # constants from here on count nothing (`kernel_body.WAYS`)
 PIPELINE = "iteration index, stage = 1"
 
 
@@ -125,7 +126,10 @@ def _trips(op, a: str, b: str, adds: dict[str, int], body: list[str]) -> int:
 
 
 def _passes(op, b: str, negated: str) -> int | None:
-    """The one round of a counter in which a guarded piece runs, as it is; in which alone it does not, negative."""
-    if op not in ("eq", "ne") or not b.isdigit() or int(b) >= MOST_ROUNDS:
+    """The one round of a counter in which a guarded piece runs, as it is; in which alone it does not, negative.
+
+    None where the condition asks something else, as which way of the attention kernel to go.
+    """
+    if op not in ("eq", "ne") or not b.isdigit() or int(b) >= FIRST_CODE:
         return None
     return int(b) if (op == "ne") != bool(negated) else -int(b)

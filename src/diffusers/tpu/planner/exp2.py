@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ..attention.blocks import LANES, round_up
-from ..attention.kernel_body import LOWEST, SUBLANES
+from ..attention.kernel_call import LOWEST, SUBLANES
 from ..attention.masks import Mask
 
 

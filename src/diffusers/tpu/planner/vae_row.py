@@ -7,10 +7,11 @@ from collections.abc import Callable
 import diffusers
 
 from ..aot import BadRequest, Compiler
-from ..attention.api import assuming
+from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..pipeline import PipelinePlan, flax_class, plan_of
+from ..settings import assuming
 from . import timing
 from .building import configuration_of
 from .worker import GIB, versions
@@ -45,7 +46,7 @@ def answer(request: dict, progress: Callable) -> dict:
         )
     shape = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.config.z_dim)
     progress(f"compiling {cls.__name__}.decode for {topology.name}")
-    with assuming("bound"):
+    with assuming(BOUND):
         lowered = vae.lower("decode", shape)
     compiled = compiler.compile(lowered)
     timed = timing.time_program(compiled, topology.chip, [(*d.coords, d.core_on_chip) for d in mesh.devices.flat])

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from ..aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
-from ..attention.api import assuming
+from ..attention.ways import BOUND
 from ..config import TPUConfig
 from ..devices import TOPOLOGIES, Topology, find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..pipeline import PipelinePlan, module_plan, plan_of
 from ..residency import room_for_weights, turns
 from ..runner import Runner
+from ..settings import assuming
 from ..sharding import ModelPlan
 from . import calibration, meshes, timing
 from .building import build, configuration_of
@@ -86,7 +87,7 @@ def answer(request: dict, progress: Callable) -> dict:
     topology = find_topology(request["topology"])
     progress(f"building {request['model']} without weights")
     recording = _recorded(request, progress)
-    with calibration.as_theirs() if request.get("as_theirs") else assuming("bound"):
+    with calibration.as_theirs() if request.get("as_theirs") else assuming(BOUND):
         return _answer(request, topology, recording, progress)
 
 

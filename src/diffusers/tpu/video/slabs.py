@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ..attention import api
+from ..settings import current, using
 
 
 FACTORS = [Fraction(2) ** power for power in range(-6, 7)]  # of the finer and coarser maps of one model
@@ -103,7 +103,7 @@ def _computing(slabs: Slabs):
     """On one chip: operators know how its slab lies, and spread nothing further."""
     token = _slabs.set(slabs)
     try:
-        with api.using(replace(api.current(), mesh=None)):
+        with using(replace(current(), mesh=None)):
             yield
     finally:
         _slabs.reset(token)
@@ -116,7 +116,7 @@ def over_width(function: Callable, x: jax.Array, multiple: int = 1, axis: int = 
         function: gives a map with f times the columns, for any f, by what knows of slabs or does not mix columns.
         multiple: of columns, that a slab must have: how often the function halves the width.
     """
-    mesh, axis = api.current().mesh, axis % x.ndim
+    mesh, axis = current().mesh, axis % x.ndim
     sizes = dict(mesh.shape) if mesh is not None else {}
     batch, height, width, dp = x.shape[0], x.shape[axis - 1], x.shape[axis], sizes.get("dp", 1)
     on_dp = "dp" if batch > 1 and dp > 1 and batch % dp == 0 else None
@@ -141,7 +141,7 @@ def over_width(function: Callable, x: jax.Array, multiple: int = 1, axis: int = 
 
 def over_tiles(function: Callable, x: jax.Array, axis: int = -1) -> jax.Array:
     """`function` of each of the traced tiles x [N, ...], one after another on a chip; chips share the tiles."""
-    mesh, axis = api.current().mesh, axis % x.ndim
+    mesh, axis = current().mesh, axis % x.ndim
     height, width = x.shape[axis - 1], x.shape[axis]
     chips = 1 if mesh is None else mesh.size
     filled = jnp.concatenate((x, jnp.broadcast_to(x[-1:], (-len(x) % chips, *x.shape[1:]))))

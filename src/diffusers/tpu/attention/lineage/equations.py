@@ -229,8 +229,10 @@ def _joined(eqn, values: list[Value], aval, along: set[int]) -> Value:
     varies = frozenset(along).union(*(p.varies for p in parts))
     if not two:
         return _applied(eqn, parts, aval, varies)
+    if not others:
+        return Choice(aval.shape, (), numbers[0], numbers[0])
     is_first = _applied(eqn, parts, jax.ShapeDtypeStruct(aval.shape, np.bool_), varies)
-    return Choice(aval.shape, (is_first,), numbers[0], (others or numbers)[0])
+    return Choice(aval.shape, (is_first,), numbers[0], others[0])
 
 
 RULES = {
