@@ -13,7 +13,7 @@ import threading
 import torch
 
 from ..config import ACCELERATORS
-from .replacing import Replacements, Stand
+from .replacing import Replacements, Stand, StandingType
 
 
 HOST = torch.device("cpu")
@@ -67,6 +67,7 @@ def replace(replacements: Replacements):
     _stand(replacements, torch, "load", _loaded, "torch", "load")
     _stand(replacements, torch, "set_default_tensor_type", _default_type, "torch", "set_default_tensor_type")
     replacements.put(torch, "Generator", Generator)
+    replacements.put(torch, "device", device)
     context = torch.utils._device.DeviceContext
     replacements.put(context, "__init__", _with_hosted_device(context.__init__))
 
@@ -159,18 +160,25 @@ def _with_hosted_device(init):
     return __init__
 
 
-class _GeneratorType(type):
-    def __instancecheck__(cls, instance):
-        return isinstance(instance, torch._C.Generator)
-
-    def __subclasscheck__(cls, subclass):
-        return issubclass(subclass, torch._C.Generator)
-
-    def __call__(cls, device="cpu"):
-        return torch._C.Generator(device=hosted(device))
-
-
-class Generator(metaclass=_GeneratorType):
+class Generator(metaclass=StandingType, original=torch.Generator):
     """torch's own generator, of the CPU where an accelerator is named: it gives there the noise it gives everywhere."""
 
-    __module__ = "torch"
+    @staticmethod
+    def make(original, device="cpu"):
+        return original(device=hosted(device))
+
+
+class device(metaclass=StandingType, original=torch.device):
+    """torch's own device. Indices, and names that torch does not know, are the TPU's, which it calls "cuda"."""
+
+    @staticmethod
+    def make(original, *args, **kwargs):
+        first, rest = (args[0], args[1:]) if args else (kwargs.pop("type", None) or kwargs.pop("device", "cuda"), ())
+        if type(first) is int:
+            return original("cuda", first, *rest, **kwargs)
+        try:
+            return original(first, *rest, **kwargs)
+        except RuntimeError:
+            if not isinstance(first, str) or not names_accelerator(first):
+                raise
+            return original("cuda" + first[len(first.partition(":")[0]) :], *rest, **kwargs)

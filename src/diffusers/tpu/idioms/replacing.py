@@ -26,6 +26,34 @@ class Replacements:
                 setattr(owner, attribute, value)
 
 
+class StandingType(type):
+    """A class in the place of one of torch's, equal to it in sets and dicts: `make(original, ...)` makes torch's objects.
+
+    Those are its instances for `isinstance`; it has none of its own.
+    """
+
+    def __new__(cls, name, bases, namespace, original):
+        return super().__new__(cls, name, bases, {**namespace, "__module__": "torch", "__wrapped__": original})
+
+    def __init__(cls, name, bases, namespace, original):
+        super().__init__(name, bases, namespace)
+
+    def __call__(cls, *args, **kwargs):
+        return cls.make(cls.__wrapped__, *args, **kwargs)
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, cls.__wrapped__)
+
+    def __subclasscheck__(cls, subclass):
+        return subclass is cls or issubclass(subclass, cls.__wrapped__)
+
+    def __eq__(cls, other):
+        return other is cls or other is cls.__wrapped__
+
+    def __hash__(cls):
+        return hash(cls.__wrapped__)
+
+
 class Stand:
     """A callable in the place of one of torch's, equal to it in sets and dicts.
 

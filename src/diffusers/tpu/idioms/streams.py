@@ -60,6 +60,9 @@ class Stream(contextlib.AbstractContextManager):
     def query(self) -> bool:
         return True
 
+    def is_capturing(self) -> bool:
+        return False
+
     def wait_stream(self, stream):
         pass
 
