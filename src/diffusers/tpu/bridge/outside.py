@@ -2,7 +2,7 @@
 
 Each has a twin on the host, made when it is first used there. torch's operators run on the twins and give host tensors; what
 is written into a twin, through views of it too, the device tensor holds when it is next used inside. torch counts what is
-written to the device tensor: to it, its twin's views are views of that.
+written: to it, views of the twin that its operators give here are views of the device tensor.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchax.tensor import Tensor
 from torchax.view import View
 
+from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
 
 
@@ -36,7 +37,8 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
             " it has run. Take what leaves the model, or register the hook before its first call"
         )
     if vars(t).get("_twin") is None:
-        t._twin = from_numpy(array), WeakIdKeyDictionary({t: t._version})
+        twin = from_numpy(array)
+        t._twin = twin, WeakIdKeyDictionary({t: t._version, twin: twin._version})
     return t._twin[0]
 
 
@@ -94,6 +96,27 @@ def _dispatched(cls, func, types, args=(), kwargs=None):
     return tree_map_only(torch.Tensor, lambda t: owners.get(id(t), t), result)
 
 
+def _indexed(upstream):
+    """`t[key]`; torch would make tensors of the lists in it on the device that it takes t's for."""
+
+    def __getitem__(t, key):
+        if inside.depth:
+            return upstream(t, key)
+        return as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)]
+
+    return __getitem__
+
+
+def _set(upstream):
+    def __setitem__(t, key, value):
+        if inside.depth:
+            upstream(t, key, value)
+        else:
+            as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)] = tree_map_only(DEVICE_TENSORS, as_host, value)
+
+    return __setitem__
+
+
 def _formatted(t, spec):
     with plain():
         return format(as_host(t).detach(), spec)
@@ -135,6 +158,8 @@ def usable_outside():
     View.data = property(lambda t: t)
     for cls in DEVICE_TENSORS:
         cls.__torch_dispatch__ = classmethod(_dispatched)
+        cls.__getitem__ = _indexed(cls.__getitem__)
+        cls.__setitem__ = _set(cls.__setitem__)
         cls.__format__ = _formatted
         cls.__repr__ = cls.__str__ = _shown
         cls.__deepcopy__ = _copied

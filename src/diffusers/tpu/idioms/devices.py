@@ -59,7 +59,13 @@ def replace(replacements: Replacements):
             _stand(replacements, owner, name, _made, module, name)
     for name in NEW:
         _stand(replacements, torch.Tensor, name, _made, "torch", f"Tensor.{name}")
-    for name, call in (("to", _moved), ("cuda", _to_accelerator), ("pin_memory", _pinned), ("type", _typed)):
+    for name, call in (
+        ("to", _moved),
+        ("cuda", _to_accelerator),
+        ("pin_memory", _pinned),
+        ("type", _typed),
+        ("type_as", _alike),
+    ):
         _stand(replacements, torch.Tensor, name, call, "torch", f"Tensor.{name}")
     for storage in (torch.storage._StorageBase, torch.TypedStorage):
         _stand(replacements, storage, "cuda", _kept, storage.__module__, f"{storage.__name__}.cuda")
@@ -125,6 +131,12 @@ def _typed(function, tensor, dtype=None, *args, **kwargs):
     if isinstance(dtype, str):
         dtype = dtype.replace("torch.cuda.", "torch.")
     return function(tensor, dtype, *args, **kwargs)
+
+
+def _alike(function, tensor, other):
+    if not inside.depth and names_accelerator(other.device):
+        return tensor.to(HOST, other.dtype)
+    return function(tensor, other)
 
 
 def _kept(function, storage, *args, **kwargs):

@@ -54,11 +54,11 @@ GRADIENTS = (
 
 
 class _Refusing(torch.autograd.Function):
-    """Its outputs have the values of its inputs, and a gradient that cannot be asked for."""
+    """Its outputs have the values of its last inputs, and a gradient by the first, so many, that cannot be asked for."""
 
     @staticmethod
-    def forward(ctx, anchor, *tensors):
-        return tuple(t.new_empty(0).set_(t) for t in tensors)
+    def forward(ctx, asked: int, *tensors):
+        return tuple(t.new_empty(0).set_(t) for t in tensors[asked:])
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -72,12 +72,10 @@ def without_gradients(module: torch.nn.Module, arguments, output):
     """
     if not torch.is_grad_enabled():
         return output
-    asked = any(p.requires_grad for p in module.parameters()) or any(
-        t.requires_grad for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)
-    )
+    tensors = (*module.parameters(), *(t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)))
+    asked = [t for t in tensors if t.requires_grad]
     floating = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
     if not asked or not floating:
         return output
-    anchor = torch.empty(0, requires_grad=True)
-    marked = dict(zip(map(id, floating), _Refusing.apply(anchor, *floating)))
+    marked = dict(zip(map(id, floating), _Refusing.apply(len(asked), *asked, *floating)))
     return tree_map(lambda leaf: marked.get(id(leaf), leaf), output)
