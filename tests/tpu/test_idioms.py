@@ -26,8 +26,8 @@ ACCELERATORS = ["cuda", "cuda:0", "tpu", "tpu:0", "xla", "jax", 0]
 
 
 def test_every_row_of_the_page_has_a_test_and_every_marked_test_a_row():
-    page = (HERE.parents[1] / "examples" / "tpu" / "IDIOMS.md").read_text()
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \|", page, re.M)
+    pages = "".join(page.read_text() for page in (HERE.parents[1] / "examples" / "tpu").glob("IDIOMS*.md"))
+    rows = [row for row in re.findall(r"^\| ([a-z0-9-]+) \|", pages, re.M) if row != "id"]
     marks = [
         name
         for file in HERE.glob("test_idioms*.py")
@@ -346,15 +346,18 @@ def test_what_stands_for_a_function_is_found_in_tables_of_functions(idioms):
 
 
 OFF = """
-import torch
+import time, torch
 before = {name: getattr(torch, name) for name in ("Generator", "randn", "cuda", "device", "compile", "load", "tensor")}
 cuda, tensor = dict(vars(torch.cuda)), dict(vars(torch.Tensor))
 modes = torch.autograd.grad_mode.inference_mode.__enter__, torch.amp.autocast_mode.autocast.__init__
-import diffusers.tpu, sys
+import diffusers, sys
 assert all(getattr(torch, name) is value for name, value in before.items())
 assert all(getattr(torch.cuda, name) is value for name, value in cuda.items())
 assert {k: v for k, v in vars(torch.Tensor).items() if tensor.get(k) is not v} == {}
 assert modes == (torch.autograd.grad_mode.inference_mode.__enter__, torch.amp.autocast_mode.autocast.__init__)
+began = time.perf_counter()
+diffusers.tpu.awake()
+assert time.perf_counter() - began < 0.005
 assert not torch.cuda.is_available() and not diffusers.tpu.is_active()
 assert not [m for m in sys.modules if m.startswith(("jax", "torchax", "diffusers.tpu.idioms"))]
 """
@@ -362,4 +365,10 @@ assert not [m for m in sys.modules if m.startswith(("jax", "torchax", "diffusers
 
 def test_with_the_path_off_nothing_of_torch_is_touched():
     environment = {"PYTHONPATH": str(HERE.parents[1] / "src"), "DIFFUSERS_TPU": "off", "PATH": ""}
-    subprocess.run([sys.executable, "-c", OFF], env=environment, check=True, capture_output=True, text=True)
+    command = [sys.executable, "-X", "importtime", "-c", OFF]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    microseconds = {
+        name: int(time) for time, name in re.findall(r"\| +(\d+) \| +(diffusers[.\w]*)$", ran.stderr, re.M)
+    }
+    assert microseconds["diffusers.tpu"] < 0.05 * microseconds["diffusers"]
