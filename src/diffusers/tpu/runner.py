@@ -22,7 +22,9 @@ from . import bridge, calls
 from .branches import Branches
 from .calls import Call, Values
 from .config import TPUConfig
-from .devices import GENERATION_OF_DEVICE_KIND, compiler_options
+from .devices import compiler_options, generation_of
+from .idioms import said
+from .idioms.refusing import without_gradients
 from .programs import Program, trace_program
 from .residency import Residency
 from .settings import Settings
@@ -31,9 +33,6 @@ from .state import Entry, State, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
-logger = logging.get_logger(__name__)
-
-_READS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -119,7 +118,7 @@ class Runner:
         def run(*args, **kwargs):
             if bridge.tracing():
                 return self._method(name, entry)(*args, **kwargs)
-            return self.run(name, args, kwargs)
+            return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
 
         run.__signature__ = self._signatures[name]
         run.tpu_entry = entry
@@ -289,9 +288,10 @@ class Runner:
 
     def _cannot(self, call: Call, key: tuple, reason: str) -> None:
         self._eager[key] = reason
-        _say_once(
-            f"{type(self.module).__name__}.{call.entry} is not compiled as it is now, it runs on the chips operation by"
-            f" operation: {reason}"
+        name = f"{type(self.module).__name__}.{call.entry}"
+        said.once(
+            f"eager {name} {reason}",
+            f"{name} is not compiled as it is now, it runs on the chips operation by operation: {reason}",
         )
 
     def prepare(self, some: list[Call]):
@@ -348,7 +348,7 @@ class Runner:
                 layers=self.config.layers,
                 convolutions=self.config.convolution_precision,
                 platform=self.mesh.devices.flat[0].platform,
-                generation=GENERATION_OF_DEVICE_KIND.get(self.mesh.devices.flat[0].device_kind),
+                generation=generation_of(self.mesh.devices.flat[0]),
             ),
             matmul_precision=self.config.matmul_precision,
             processors={} if self.config.layers == "xla" else self.plan.processors,
@@ -366,11 +366,6 @@ def _random_state_kept(call: Call):
     finally:
         for generator, state in zip(generators, states):
             generator.set_state(state)
-
-
-@functools.cache
-def _say_once(sentence: str):
-    logger.warning(sentence)
 
 
 def _line_of(error: Exception) -> str:

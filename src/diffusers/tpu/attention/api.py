@@ -6,6 +6,7 @@ What became of each call: `explain()`.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -77,19 +78,37 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     window = settings.window if q.shape[2] == k.shape[2] else None
     mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal, window)
-    name, local, reason = _local(settings, q, k, v, mask)
-    run, chips = _spread(settings, q, k, local)
+    run, name, chips, reason = _chosen(settings, q, k, v, mask)
     way = Way(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason)
     _ways[way] = _ways.get(way, 0) + 1
     if reason:
         _say_once(name, reason)
 
+    if not isinstance(q, jax.core.Tracer):
+        return _program(settings, assumed(), scale)(q, k, v, mask)
+
     def scaled_dot_product_attention(q, k, v):
         return run(q, k, v, mask=mask, scale=scale)
 
-    if not isinstance(q, jax.core.Tracer):
-        return scaled_dot_product_attention(q, k, v)
     return jax.jit(scaled_dot_product_attention)(q, k, v)  # one named call in the trace: what the planner counts
+
+
+def _chosen(settings: Settings, q, k, v, mask) -> tuple[Callable, str, str, str]:
+    """(attention of all chips, the name of one chip's, how it is spread, why it is no faster one)."""
+    name, local, reason = _local(settings, q, k, v, mask)
+    run, chips = _spread(settings, q, k, local)
+    return run, name, chips, reason
+
+
+@functools.lru_cache(maxsize=256)
+def _program(settings: Settings, way: str | None, scale: float):
+    """Attention outside of a trace, compiled once for arguments of one kind. `way`: as it is now, for the cache."""
+
+    def scaled_dot_product_attention(q, k, v, mask):
+        run, *_ = _chosen(settings, q, k, v, mask)
+        return run(q, k, v, mask=mask, scale=scale)
+
+    return jax.jit(scaled_dot_product_attention)
 
 
 def _local(settings: Settings, q, k, v, mask):
