@@ -14,7 +14,7 @@ from diffusers.tpu.attention import api
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.pipeline import module_plan
+from diffusers.tpu.plans import module_plan
 from diffusers.tpu.runner import Runner
 
 

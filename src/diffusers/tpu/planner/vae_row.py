@@ -10,7 +10,7 @@ from ..aot import BadRequest, Compiler
 from ..attention.api import assuming
 from ..devices import find_topology
 from ..mesh import make_mesh, plan_degrees
-from ..pipeline import PipelinePlan, flax_class, plan_of
+from ..plans import PipelinePlan, flax_class, plan_of
 from . import timing
 from .building import configuration_of
 from .worker import GIB, versions
