@@ -13,7 +13,7 @@ from diffusers import AutoencoderKLWan
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.pipeline import module_plan
+from diffusers.tpu.plans import module_plan
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.settings import Settings, using
 

@@ -1,23 +1,31 @@
 """diffusers on TPU: the public face. Importing this module imports neither JAX nor torchax and needs no TPU.
 
-What the patched upstream files call says so ("the seam of"); everything else is for users:
+For users, of a pipeline or of a model by itself:
 
-    install(pipe)      run this pipeline's models on the TPU        uninstall(pipe)   undo it, the pipeline as it was
+    install(pipe)      run its models on the TPU                    uninstall(pipe)   undo it, the pipeline as it was
     is_active()        is the TPU path in use in this process?      report(pipe)      compilations, seconds, bytes
+
+The rest is what the patched upstream files call.
 """
 
-from .config import ACCELERATORS, TPUConfig, read_environment
+import contextlib
+
+from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
 from .devices import find_target
 
 
 __all__ = [
     "TPUConfig",
+    "arrived",
     "attention_backend",
     "awake",
+    "built",
     "install",
     "is_active",
     "loading",
+    "manages",
     "mapped",
+    "model_mapped",
     "refuses_quantized",
     "report",
     "takes",
@@ -59,7 +67,7 @@ def mapped(device_map):
 def takes(*args, **kwargs) -> bool:
     """The seam of `DiffusionPipeline.to` and offloading: whether these arguments name an accelerator that we stand for."""
     device = kwargs.get("device", args[0] if args else None)
-    return (isinstance(device, int) or str(device).split(":")[0] in ACCELERATORS) and is_active()
+    return names_accelerator(device) and is_active()
 
 
 def waives(idiom: str, device="cuda") -> bool:
@@ -117,22 +125,63 @@ def attention_backend(name: str) -> str:
     return "native"
 
 
-def install(pipeline, config: TPUConfig | None = None):
-    """Route the models of one pipeline instance through JAX and return the same instance. See `pipeline.install`."""
-    from . import pipeline as room
+def model_mapped(device_map):
+    """The seam in a model's `from_pretrained`: (what upstream is to do about `device_map`, is the model for the TPU)."""
+    if device_map is None or not is_active():
+        return device_map, False
+    from . import moving
 
-    return room.install(pipeline, config)
-
-
-def uninstall(pipeline):
-    """Undo `install` on this instance: upstream's class, upstream's forwards, weights on the host."""
-    from . import pipeline as room
-
-    return room.uninstall(pipeline)
+    return moving.mapped(device_map)
 
 
-def report(pipeline) -> dict:
-    """What was compiled for this pipeline so far, by component and entry point. See `pipeline.report`."""
-    from . import pipeline as room
+def arrived(model):
+    """The seam at the end of a model's `from_pretrained`, of a model that `model_mapped` said is for the TPU."""
+    from . import moving
 
-    return room.report(pipeline)
+    return moving.arrived(model)
+
+
+def built(pipeline):
+    """The seam at the end of a modular pipeline's `__init__`: it runs on the TPU, as one that was loaded does."""
+    if is_active():
+        install(pipeline)
+
+
+def manages(manager, device, strategy) -> bool:
+    """The seam of `ComponentsManager.enable_auto_cpu_offload`: whether the TPU path manages where components are."""
+    if not takes("cuda" if device is None else device):
+        return False
+    from . import modular
+
+    modular.manage(manager, device, strategy)
+    return True
+
+
+def install(model_or_pipeline, config: TPUConfig | None = None):
+    """Route one pipeline's models, or one model, through JAX; returns the same instance. See `pipeline`, `models`."""
+    return _room(model_or_pipeline).install(model_or_pipeline, config)
+
+
+def uninstall(model_or_pipeline):
+    """Undo `install` on this instance: upstream's class, upstream's methods, weights on the host."""
+    return _room(model_or_pipeline).uninstall(model_or_pipeline)
+
+
+def report(model_or_pipeline) -> dict:
+    """What was compiled so far, of a pipeline by component. See `pipeline.report` and `models.report`."""
+    return _room(model_or_pipeline).report(model_or_pipeline)
+
+
+def _room(model_or_pipeline):
+    import torch
+
+    from . import models, pipeline
+
+    return models if isinstance(model_or_pipeline, torch.nn.Module) else pipeline
+
+
+with contextlib.suppress(ValueError):  # a setting that cannot be read is an error where it is used
+    if is_active():
+        from . import moving
+
+        moving.switch_on()

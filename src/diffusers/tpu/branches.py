@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from . import bridge
-from .calls import Call
+from .call import Call
 from .programs import Program
 
 

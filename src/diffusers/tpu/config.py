@@ -116,6 +116,12 @@ class TPUConfig:
                 raise ValueError(f"expected TPUConfig.{name} of GiB, a number of at least 0, got {value!r}")
 
 
+def names_accelerator(device) -> bool:
+    """Whether `device` (a name, a torch.device, a number) is an accelerator, which means the TPU on the TPU path."""
+    number = isinstance(device, int) and not isinstance(device, bool)
+    return number or str(device).split(":")[0] in ACCELERATORS
+
+
 def _as_tuple(value) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 

@@ -111,7 +111,10 @@ def load(model, dtype: torch.dtype) -> DiffusionPipeline:
             "expected a pipeline without the TPU path, got one with it: diffusers.tpu.uninstall(pipe) first"
         )
     else:
-        pipe = cast(copy.deepcopy(model), dtype)
+        pipe = copy.deepcopy(model)
+        for module in modules(pipe).values():
+            uninstall(module)  # copies of models that are on the TPU path by themselves are too
+        cast(pipe, dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ..utils import logging
 from . import bridge
-from .calls import Call
+from .call import Call
 from .devices import compile_lowered
 from .sharding import named
 from .weights import PlacedWeights

@@ -5,7 +5,9 @@ whose turn is longest past. The model that comes next and is like the one that r
 ready while that works: compiled, and moved in if both have room.
 """
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -55,44 +57,54 @@ def turns(sizes: dict[str, int], limit: int | None) -> dict[str, list[str]]:
 
 
 class Residency:
-    """The room on the chips of one mesh.
+    """The room on the chips, one for all that runs there: pipelines, and models by themselves.
 
     Args:
-        model: what the planner is asked about, in messages.
+        hbm: bytes of a chip; None: no limit is known.
+        limit: of them, what weights may take.
 
     Attributes:
-        limit: bytes of weights that a chip may hold; None: no limit is known.
-        runners: name -> runner, in the order in which upstream's pipeline uses them.
+        orders: of each pipeline its runners by name, in the order in which upstream's pipeline uses them.
     """
 
-    def __init__(self, mesh: Mesh, config: TPUConfig, model: str = "MODEL"):
-        device = mesh.devices.flat[0]
-        self.mesh, self.model = mesh, model
-        self.generation = GENERATION_OF_DEVICE_KIND.get(device.device_kind)
-        chip = CHIPS.get(self.generation)
-        self.hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
-        self.limit = None if self.hbm is None else room_for_weights(self.hbm, config)
-        self.runners: dict[str, object] = {}
-        self._placed: list = []  # least recently used first
-        self._marks: dict[int, jax.Array] = {}
+    def __init__(self, hbm: int | None, limit: int | None):
+        self.hbm, self.limit = hbm, limit
+        self.orders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._arrived: list[weakref.ref] = []
+        self._marks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
-    def use(self, runners):
-        """(name, runner) pairs of one more pipeline, in its order of use."""
-        self.runners = {**self.runners, **dict(runners)}
+    @property
+    def _placed(self) -> list:
+        """The runners whose weights are there, least recently used first."""
+        return [runner for runner in (reference() for reference in self._arrived) if runner is not None]
 
-    def place_all(self):
-        """Weights to the chips, in the order of use, for as long as there is room.
+    @_placed.setter
+    def _placed(self, runners: list):
+        self._arrived = [weakref.ref(runner) for runner in runners]
+
+    def use(self, owner, runners, model: str = "MODEL"):
+        """(name, runner) pairs of a pipeline in its order of use. `model`: what the planner is asked about, in messages."""
+        self.orders[owner] = _Order(model, dict(runners))
+
+    def place_all(self, owner):
+        """Weights of a pipeline to the chips, in the order of use, for as long as there is room.
 
         Raises ValueError as `check_all`, before anything is moved.
         """
-        self.check_all()
-        for runner in self.runners.values():
-            if self._free() >= _bytes(runner) or runner in self._placed:
-                self.bring(runner)
+        self.check_all(owner)
+        self.place(self.orders[owner].runners.values())
 
-    def check_all(self):
-        """Raises ValueError for a model that lacks weights, and for one that would not fit even alone."""
-        for runner in self.runners.values():
+    def place(self, runners):
+        """Weights to the chips, for as long as there is room. Raises ValueError for a model that would not fit even alone."""
+        for runner in runners:
+            if runner in self._placed or self._free() >= _bytes(runner):
+                self.bring(runner)
+            else:
+                self.check(runner)
+
+    def check_all(self, owner):
+        """Raises ValueError for a model of the pipeline that lacks weights, and for one that would not fit even alone."""
+        for runner in self.orders[owner].runners.values():
             self.check(runner)
 
     def check(self, runner):
@@ -100,32 +112,34 @@ class Residency:
         need = runner.current().coverage.bytes_per_chip
         if self.limit is None or need <= self.limit:
             return
-        name = next((name for name, r in self.runners.items() if r is runner), type(runner.module).__name__)
-        larger = [t.name for t in TOPOLOGIES.values() if t.devices > self.mesh.size]
-        larger = [name for name in larger if name.startswith(f"{self.generation}-")] or larger or ["v6e-32"]
-        mesh = ", ".join(f"{axis} {degree}" for axis, degree in self.mesh.shape.items())
+        name, model = self._name(runner)
+        generation = GENERATION_OF_DEVICE_KIND.get(runner.mesh.devices.flat[0].device_kind)
+        larger = [t.name for t in TOPOLOGIES.values() if t.devices > runner.mesh.size]
+        larger = [name for name in larger if name.startswith(f"{generation}-")] or larger or ["v6e-32"]
+        mesh = ", ".join(f"{axis} {degree}" for axis, degree in runner.mesh.shape.items())
         raise ValueError(
-            f"expected the weights of {name} to fit a chip, got {need / GIB:.3g} GiB a chip ({self.mesh.size} chips: {mesh})"
+            f"expected the weights of {name} to fit a chip, got {need / GIB:.3g} GiB a chip ({runner.mesh.size} chips: {mesh})"
             f" for {self.limit / GIB:.3g} GiB: {self.hbm / GIB:.3g} GiB of HBM less what activations and programs need"
             " (TPUConfig.reserve_gib). Use more chips, a mesh whose dp and sp split weights further, or bfloat16; what would"
-            f" fit says: diffusers-tpu plan {self.model} --topology {','.join(larger)} --mesh auto"
+            f" fit says: diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
         )
 
     def bring(self, runner):
         """The runner's weights on the chips and up to date; others leave where it needs their room."""
         if self.limit is not None:
             self.check(runner)
-            if self._placed and self._placed[-1] is not runner:
-                self._mark(self._placed[-1])
-        if runner in self._placed:
-            self._placed.remove(runner)
+            last = self._placed[-1:]
+            if last and last[0] is not runner:
+                self._mark(last[0])
+        self._placed = [r for r in self._placed if r is not runner]
         self._make_room(_bytes(runner))
-        self._placed.append(runner)
+        self._placed = [*self._placed, runner]
         runner.place()
 
     def kind(self, runner) -> list:
-        """The runners of models like this one's, itself among them, in the order of use."""
-        same = [r for r in self.runners.values() if type(r.module) is type(runner.module) and r.plan == runner.plan]
+        """The runners of models like this one's in its pipelines, itself among them, in the order of use."""
+        beside = {id(r): r for order in self._orders_of(runner) for r in order.runners.values()} or {0: runner}
+        same = [r for r in beside.values() if type(r.module) is type(runner.module) and r.plan == runner.plan]
         avals = runner.plan_weights().avals
         return [r for r in same if r is runner or r.plan_weights().avals == avals]
 
@@ -140,32 +154,72 @@ class Residency:
         if after in self._placed or self.limit is None or _bytes(runner) + _bytes(after) > self.limit:
             return  # if it is not there it moves in when its turn comes
         self._make_room(_bytes(after), keep=runner)
-        self._placed.insert(-1, after)
+        placed = self._placed
+        self._placed = [*placed[:-1], after, *placed[-1:]]
         after.place()
 
     def ready(self):
         """Wait until what is placed has arrived."""
         jax.block_until_ready([runner.plan_weights().arrays for runner in self._placed])
 
+    def leave(self, runner):
+        """The runner's weights leave the chips, once what uses them there is done."""
+        if runner in self._placed:
+            self._drop(runner)
+
     def forget(self, runner):
-        """The runner has let go of its weights."""
-        self._marks.pop(id(runner), None)
+        """The runner has let go of its weights, for good."""
+        self._marks.pop(runner, None)
         self._placed = [r for r in self._placed if r is not runner]
-        self.runners = {name: r for name, r in self.runners.items() if r is not runner}
+        for order in self._orders_of(runner):
+            order.runners = {name: r for name, r in order.runners.items() if r is not runner}
+
+    def _orders_of(self, runner) -> list["_Order"]:
+        return [order for order in self.orders.values() if any(r is runner for r in order.runners.values())]
+
+    def _name(self, runner) -> tuple[str, str]:
+        """Of a runner, its name in a pipeline and what the planner knows that by."""
+        for order in self._orders_of(runner):
+            return next(name for name, r in order.runners.items() if r is runner), order.model
+        return type(runner.module).__name__, "MODEL"
 
     def _free(self) -> float:
         return float("inf") if self.limit is None else self.limit - sum(map(_bytes, self._placed))
 
     def _make_room(self, need: int, keep=None):
         for runner in leaving(self._placed, _bytes, need, self.limit, keep):
-            jax.block_until_ready(self._marks.pop(id(runner), None))
-            runner.plan_weights().drop()
-            self._placed.remove(runner)
+            self._drop(runner)
             logger.info(f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips")
+
+    def _drop(self, runner):
+        jax.block_until_ready(self._marks.pop(runner, None))
+        runner.plan_weights().drop()
+        self._placed = [r for r in self._placed if r is not runner]
 
     def _mark(self, runner):
         """Remember where the runner's programs end: a chip runs programs in order, so when this is done, they are."""
-        self._marks[id(runner)] = jax.device_put(0, named(self.mesh, PartitionSpec())) + 1
+        self._marks[runner] = jax.device_put(0, named(runner.mesh, PartitionSpec())) + 1
+
+
+@dataclass
+class _Order:
+    model: str
+    runners: dict[str, object]
+
+
+_residencies: "weakref.WeakValueDictionary[tuple, Residency]" = weakref.WeakValueDictionary()
+
+
+def residency_of(mesh: Mesh, config: TPUConfig) -> Residency:
+    """The room on these chips, the same one for every mesh of them and every configuration with the same limit."""
+    devices = tuple(sorted(mesh.devices.flat, key=lambda device: device.id))
+    chip = CHIPS.get(GENERATION_OF_DEVICE_KIND.get(devices[0].device_kind))
+    hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
+    limit = None if hbm is None else room_for_weights(hbm, config)
+    known = _residencies.get((devices, hbm, limit))
+    if known is None:
+        known = _residencies[devices, hbm, limit] = Residency(hbm, limit)
+    return known
 
 
 def _bytes(runner) -> int:

@@ -17,10 +17,9 @@ import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
-from ..utils import logging
-from . import bridge, calls
+from . import bridge
 from .branches import Branches
-from .calls import Call, Values
+from .call import Call, Values, take_apart, version_of
 from .config import TPUConfig
 from .devices import compiler_options, generation_of
 from .idioms import said
@@ -33,6 +32,7 @@ from .state import Entry, State, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
+_READS_A_VALUE = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -203,7 +203,7 @@ class Runner:
 
     def take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
-        return calls.take_apart(entry, self._signatures[entry], self.plan, args, kwargs)
+        return take_apart(entry, self._signatures[entry], self.plan, args, kwargs)
 
     def _take_values(self, call: Call):
         self._bring()
@@ -215,7 +215,7 @@ class Runner:
             placed=self._placed.placements,
             numbers=self._numbers,
             inputs=[bridge.to_jax(t, everywhere) for t in call.tensors],
-            versions=[calls.version_of(t) for t in call.tensors],
+            versions=[version_of(t) for t in call.tensors],
         )
 
     def _bring(self):

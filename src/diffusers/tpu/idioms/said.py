@@ -8,13 +8,13 @@ WAIVED = {
 _said: set[str] = set()
 
 
-def once(key: str, sentence: str):
-    """Warn with this sentence, the first time in this process for this key."""
+def once(key: str, sentence: str | None = None):
+    """Warn with this sentence, the first time in this process for this key; without one the key is the sentence."""
     if key not in _said:
         _said.add(key)
         from ...utils import logging  # here: the idioms are on before the rest of diffusers is imported
 
-        logging.get_logger(__name__).warning(sentence)
+        logging.get_logger(__name__).warning(sentence or key)
 
 
 def waived(idiom: str):

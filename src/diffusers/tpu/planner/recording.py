@@ -15,7 +15,7 @@ import torch
 from ...image_processor import VaeImageProcessor
 from ..config import TPUConfig
 from ..mesh import make_mesh
-from ..pipeline import module_plan
+from ..plans import module_plan
 from ..runner import Call, Runner
 from ..sharding import ModelPlan
 

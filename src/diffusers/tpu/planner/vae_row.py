@@ -10,7 +10,7 @@ from ..aot import BadRequest, Compiler
 from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh, plan_degrees
-from ..pipeline import PipelinePlan, flax_class, plan_of
+from ..plans import PipelinePlan, flax_class, plan_of
 from ..settings import assuming
 from . import timing
 from .building import configuration_of

@@ -11,7 +11,7 @@ from ..attention.ways import BOUND
 from ..config import TPUConfig
 from ..devices import TOPOLOGIES, Topology, find_topology
 from ..mesh import make_mesh, plan_degrees
-from ..pipeline import PipelinePlan, module_plan, plan_of
+from ..plans import PipelinePlan, module_plan, plan_of
 from ..residency import room_for_weights, turns
 from ..runner import Runner
 from ..settings import assuming

@@ -20,7 +20,9 @@ TENSORS = ("_parameters", "_buffers")
 # torch's own, of which a forward reads none but `training`; hooks and children are read where they belong.
 _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 # A block's own number says where it stands, not what it computes; accelerate's hook says where inputs go.
-_NOT_READ = frozenset({"layer_idx", "layer_index", "block_idx", "block_index", "_hf_hook", "__getstate__"})
+_NOT_READ = frozenset(
+    {"layer_idx", "layer_index", "block_idx", "block_index", "_hf_hook", "__getstate__", "__deepcopy__"}
+)
 _PLAIN = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "torchax", "numpy", "accelerate", "PIL", "tokenizers", "tqdm"})
 _READ_OF_PYTHON = (types.SimpleNamespace, argparse.Namespace)

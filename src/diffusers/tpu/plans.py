@@ -1,0 +1,75 @@
+"""What is special about upstream's classes on the TPU: one table from their names to the files beside them that say so."""
+
+import importlib
+import inspect
+from dataclasses import dataclass
+
+import torch
+
+from ..models.modeling_utils import ModelMixin
+from .sharding import ModelPlan
+
+
+# Where the plan of an upstream class is: a module whose PLAN says what is special about it on the TPU.
+PLANS = {
+    "WanTransformer3DModel": "..models.transformers.transformer_wan_flax",
+    "HunyuanVideo15Transformer3DModel": "..models.transformers.transformer_hunyuan_video15_flax",
+    "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
+    "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
+    "WanAnimateTransformer3DModel": "..models.transformers.transformer_wan_animate_flax",
+    "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
+    "WanImageToVideoPipeline": "..pipelines.wan.pipeline_wan_i2v_flax",
+    "WanVideoToVideoPipeline": "..pipelines.wan.pipeline_wan_video2video_flax",
+    "WanVACEPipeline": "..pipelines.wan.pipeline_wan_vace_flax",
+    "WanAnimatePipeline": "..pipelines.wan.pipeline_wan_animate_flax",
+}
+FLAX = {  # upstream class: where its form in plain JAX is, under the name with Flax before it
+    "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_nnx_flax",
+}
+VAE_ENTRIES = ("encode", "decode")
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What is special about one pipeline class on the TPU.
+
+    Args:
+        glue: "resident" if upstream's loop is known to run on device tensors.
+        guided_by_pairs: the denoiser is called once per guidance branch, so that dp 2 is of use.
+    """
+
+    glue: str = "host"
+    guided_by_pairs: bool = False
+
+
+def plan_of(cls: type, default):
+    """The plan of the first class in cls's bases that has one, else `default`."""
+    for base in cls.__mro__:
+        if base.__name__ in PLANS and base.__module__.startswith("diffusers."):
+            return importlib.import_module(PLANS[base.__name__], __package__).PLAN
+    return default
+
+
+def flax_class(name: str) -> type:
+    """The form in plain JAX of upstream's class of this name. Raises ValueError where there is none."""
+    if name not in FLAX:
+        raise ValueError(f"expected a class that has a form in plain JAX ({', '.join(FLAX)}), got {name}")
+    return getattr(importlib.import_module(FLAX[name], __package__), f"Flax{name}")
+
+
+def module_plan(module: torch.nn.Module) -> ModelPlan:
+    """The plan of the module's class; of a class without one, its entry methods."""
+    plan = plan_of(type(module), None)
+    if plan is not None:
+        return plan
+    if not isinstance(module, ModelMixin):
+        return ModelPlan(
+            decide=_without_cache if "use_cache" in inspect.signature(module.forward).parameters else None
+        )
+    is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
+    return ModelPlan(entries=("forward", *VAE_ENTRIES) if is_autoencoder else ("forward",))
+
+
+def _without_cache(arguments: dict) -> dict:
+    """A text encoder reads its prompt once: the key-value cache that a language model would fill is never read."""
+    return {} if arguments.get("use_cache") is not None else {"use_cache": False}
