@@ -1,8 +1,9 @@
 # demo and test set everything up in .venv first; a second time that costs nothing.
 #
 #   make demo      a prompt becomes a video on eight simulated chips: out/
-#   make test      the fast tests
+#   make test      the fast tests, in two processes (WORKERS=4 for more: some 4 GB of memory each)
 #   make test-all  every test
+#   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (an hour)
 #   make lint      ruff, on our files
 #   make clean     removes .venv and out
 
@@ -18,7 +19,11 @@ PROMPT := a red circle moving right
 SHOWS := red circle right
 VIDEO := out/red-circle-right.mp4
 
-.PHONY: demo test test-all lint clean
+# A worker takes neighbouring tests, which share models, and at the end some of the other's.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
+
+.PHONY: demo test test-all mutants lint clean
 
 demo: $(INSTALLED)
 	@DIFFUSERS_TPU=cpu $(BIN)/diffusers-tpu generate $(MODEL) --prompt "$(PROMPT)" --height 64 --width 64 \
@@ -28,10 +33,13 @@ demo: $(INSTALLED)
 	@grep -q "$(SHOWS)" out/score.txt || { echo "expected the video to show: $(SHOWS)" >&2; exit 1; }
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -q -m "not slow" tests/tpu
+	$(PYTEST) -m "not slow" tests/tpu
 
 test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -q tests/tpu
+	$(PYTEST) tests/tpu
+
+mutants: $(INSTALLED)
+	$(BIN)/python tests/tpu/mutants/run.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

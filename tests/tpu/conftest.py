@@ -11,9 +11,22 @@ import pytest
 import torch
 
 
-# Before any test starts JAX: eight simulated chips, and no probe for a TPU.
+# Before any test starts JAX: eight simulated chips, no probe for a TPU, and programs that run once or twice compiled
+# without what pays later only (of a tiny Wan: 6 s of processor time instead of 23).
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+GIVEN_FLAGS = os.environ.get("XLA_FLAGS", "")
+QUICK_FLAGS = {
+    "xla_force_host_platform_device_count": 8,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": "true",
+    "xla_cpu_use_fusion_emitters": "false",
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
+os.environ["XLA_FLAGS"] = " ".join([GIVEN_FLAGS, *(f"--{name}={value}" for name, value in QUICK_FLAGS.items())])
+
+# Models are so small that a second thread only waits, and beside this process another worker wants a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "patches"))
@@ -51,6 +64,20 @@ def upstream(pristine):
     return load
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_for_tpus_as_a_run_has_them():
+    """The quick flags are for programs that run here."""
+    if "diffusers" not in sys.modules:  # nothing collected compiles
+        yield
+        return
+    from diffusers.tpu import aot
+
+    inherited = aot._environment
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(aot, "_environment", lambda work: {**inherited(work), "XLA_FLAGS": GIVEN_FLAGS})
+        yield
+
+
 @pytest.fixture(autouse=True)
 def attention_backend_as_before(monkeypatch):
     """Upstream's `set_attention_backend` also changes the backend of every model to come."""
@@ -82,8 +109,11 @@ def fork(root, tmp_path):
 
 @pytest.fixture(scope="session")
 def compiled_programs(tmp_path_factory) -> str:
-    """Where XLA keeps what this run compiled: the same tiny program is compiled once, whatever test asks for it."""
-    return str(tmp_path_factory.mktemp("compiled"))
+    """Where XLA keeps what this run compiled: the same tiny program is compiled once, whatever test or worker asks."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return str(folder)
 
 
 @pytest.fixture

@@ -3,17 +3,18 @@
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from PIL import Image
 
 import diffusers.tpu.devices
+import diffusers.utils
 import tiny
 from conftest import relative
 from diffusers import WanImageToVideoPipeline, WanPipeline
@@ -24,7 +25,6 @@ from diffusers.tpu.cli.errors import BadInput
 CALL = ["--prompt", "a red circle moving left", "--height", "32", "--width", "48", "--num-frames", "5"]
 CALL += ["--num-inference-steps", "3"]
 RUN = "import sys; from diffusers.tpu.cli import main; sys.exit(main())"
-LISTEN = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also where a shell ignores it
 
 
 @pytest.fixture(scope="module")
@@ -149,43 +149,61 @@ def test_a_writer_that_fails_leaves_nothing(bare, model, monkeypatch, one_thread
     assert os.listdir() == ["kept.mp4"] and Path("kept.mp4").read_text() == "an earlier video"
 
 
-SLOW_WRITER = """
-import sys, time
+# Imports once, then runs each command line that it reads in a process of its own, and says how that ended.
+RUNS = """
+import json, os, signal, sys, time
 from pathlib import Path
+from transformers import UMT5EncoderModel
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.tpu.cli import main, output
 def half(frames, path, fps):
     Path(path).write_bytes(b"half")
     print("WRITING", file=sys.stderr, flush=True)
     time.sleep(60)
 output.export_to_video = half
-sys.exit(main())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        sys.exit(main(json.loads(line)))
+    print(child, file=answers, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=answers, flush=True)
 """
 
 
+@pytest.fixture(scope="module")
+def runs(root):
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUNS],
+        env=environment(root),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
+    yield process
+    process.communicate(timeout=60)
+
+
 @pytest.mark.parametrize(
-    "code, steps, moment, number, status",
+    "steps, moment, number, status",
     [
-        (SLOW_WRITER, "1", b"WRITING", signal.SIGTERM, 143),
-        (RUN, "1000000", b"it/s", signal.SIGINT, 130),
-        (RUN, "1000000", b"it/s", signal.SIGTERM, -signal.SIGTERM),
+        ("1", b"WRITING", signal.SIGTERM, 143),
+        ("1000000", b"it/s", signal.SIGINT, 130),
+        ("1000000", b"it/s", signal.SIGTERM, -signal.SIGTERM),
     ],
     ids=["SIGTERM writing", "SIGINT denoising", "SIGTERM denoising"],
 )
-def test_an_interrupted_run_leaves_nothing(root, model, tmp_path, code, steps, moment, number, status):
+def test_an_interrupted_run_leaves_nothing(runs, model, tmp_path, steps, moment, number, status):
     words = ["generate", model, *CALL, "--device", "upstream", "--output", str(tmp_path / "x.mp4")]
     words[words.index("--num-inference-steps") + 1] = steps
-    process = subprocess.Popen(
-        [sys.executable, "-c", LISTEN + code, *words],
-        env=environment(root),
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-    )
-    seen, deadline = b"", time.monotonic() + 120
+    runs.stdin.write(json.dumps(words).encode() + b"\n")
+    child, seen, deadline = int(runs.stdout.readline()), b"", time.monotonic() + 120
     while moment not in seen.split(b"Loading")[-1] and time.monotonic() < deadline:
-        seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(seen.decode())
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == status
+        seen += os.read(runs.stderr.fileno(), 4096) or pytest.fail(seen.decode())
+    os.kill(child, number)
+    assert int(runs.stdout.readline()) == status
     assert os.listdir(tmp_path) == []
 
 
@@ -225,29 +243,16 @@ def test_arguments_follow_the_signature():
         arguments.require(WanPipeline, ["image"])
 
 
-SCRIPT = """
-import runpy, sys
-import numpy as np
-import diffusers.utils
-diffusers.utils.export_to_video = lambda frames, path, fps: np.save(path, frames)
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-def test_the_example_gives_upstreams_frames(root, model, tmp_path, compiled_programs):
+def test_the_example_gives_upstreams_frames(chips, root, model, tmp_path, monkeypatch):
     script = root / "examples/tpu/wan/text_to_video.py"
     assert not re.search(r"\b(tpu|jax|torchax)\b", script.read_text(), re.IGNORECASE)
     videos = {}
+    monkeypatch.setattr(diffusers.utils, "export_to_video", lambda frames, path, fps: videos.update({path: frames}))
     for mode, device in (("cpu", "cuda"), ("off", "cpu")):
-        file = tmp_path / f"{mode}.npy"
-        words = [*CALL, "--dtype", "float32", "--device", device]
-        subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(script), "--model", model, "--output", str(file), *words],
-            env=environment(root, DIFFUSERS_TPU=mode, DIFFUSERS_TPU_CACHE=compiled_programs),
-            check=True,
-        )
-        videos[mode] = np.load(file)
+        monkeypatch.setenv("DIFFUSERS_TPU", mode)
+        words = ["--model", model, "--output", mode, *CALL, "--dtype", "float32", "--device", device]
+        monkeypatch.setattr(sys, "argv", [str(script), *words])
+        runpy.run_path(str(script), run_name="__main__")
     assert videos["cpu"].shape == (5, 32, 48, 3)
     assert relative(videos["cpu"], videos["off"]) < 1e-4  # 5e-7
 

@@ -22,7 +22,6 @@ from diffusers.models.autoencoders.autoencoder_kl_wan_nnx_layers_flax import tor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.tpu.planner import vae_row
 from diffusers.tpu.planner.benches import nnx_decode, torch_decode
-from test_rooms import in_new_process
 from test_wan_vae import GENERATIONS, SMALL, decoded, encoded
 
 
@@ -40,12 +39,7 @@ PIXELS = (3, 5)  # beyond whole latents, which Wan 2.1 takes
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def quickly_compiled(chips, one_thread):
-    """Programs that run once or twice need no optimised code: two thirds of the time to compile it."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("chips")
 
 
 def upstreams(generation: str, **config) -> AutoencoderKLWan:
@@ -289,14 +283,6 @@ def test_tiles_that_the_model_cannot_take_are_refused():
         vae.enable_tiling(tiles[0], tiles[0], tiles[1], tiles[1])
         with pytest.raises(ValueError, match=match):
             vae.encode(np.zeros((1, 1, *size, 3), np.float32))
-
-
-def test_the_plan_does_not_import_flax():
-    code = (
-        "import sys, diffusers.models.autoencoders.autoencoder_kl_wan_flax as m; print('flax' in sys.modules);"
-        "m.FlaxAutoencoderKLWan; print('flax' in sys.modules, 'torchax' in sys.modules)"
-    )
-    assert in_new_process(code, DIFFUSERS_TPU="cpu").split() == ["False", "True", "False"]
 
 
 @pytest.mark.slow
