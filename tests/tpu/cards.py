@@ -33,6 +33,7 @@ import torch
 import diffusers
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.tpu.pipeline import tpu_class
 from diffusers.utils import BaseOutput
 from diffusers.video_processor import VideoProcessor
 
@@ -207,6 +208,7 @@ def _limited(call, limits: Limits):
         bound.arguments.update({name: arguments[name] for name in parameters if name in arguments})
         return call(*bound.args, **bound.kwargs)
 
+    limited.limits = limits
     return limited
 
 
@@ -233,6 +235,25 @@ class Ran:
     files: dict
     names: dict
 
+    def shapes(self) -> dict:
+        return {name: [array.shape for array in arrays] for name, arrays in self.values.items()}
+
+    def exact(self) -> list:
+        """What the runs are compared by: floats before they became pictures, and tensors the script keeps; else all."""
+        return self.pixels or [array for arrays in self.values.values() for array in arrays]
+
+
+def distance(ours: Ran, oracle: Ran) -> float:
+    """The largest |ours - oracle| / |oracle| of what both left (Euclidean norms); NaN if any is."""
+    assert len(ours.exact()) == len(oracle.exact()) > 0
+    worst = 0.0
+    for x, y in zip(ours.exact(), oracle.exact(), strict=True):
+        apart, size = np.linalg.norm(x.astype(np.float64) - y), np.linalg.norm(y.astype(np.float64))
+        worst = np.fmax(worst, apart / size if size else (np.inf if apart else 0.0)) if not np.isnan(apart) else np.nan
+        if np.isnan(worst):
+            break
+    return float(worst)
+
 
 @contextlib.contextmanager
 def surroundings(monkeypatch, limits: Limits, pixels: list):
@@ -252,19 +273,18 @@ def surroundings(monkeypatch, limits: Limits, pixels: list):
 
         patch.setattr(VaeImageProcessor, "postprocess", kept(VaeImageProcessor.postprocess))
         patch.setattr(VideoProcessor, "postprocess_video", kept(VideoProcessor.postprocess_video))
-        load = DiffusionPipeline.from_pretrained.__func__
+        register = DiffusionPipeline.register_modules
 
-        def loaded(cls, *args, **kwargs):
-            pipe = load(cls, *args, **kwargs)
-            owner = next(base for base in type(pipe).__mro__ if "__call__" in vars(base) and base.__module__.startswith("diffusers.pipelines"))
-            if not hasattr(owner.__call__, "__wrapped_by_limits__"):
-                call = _limited(owner.__call__, limits)
-                call.__wrapped_by_limits__ = True
-                patch.setattr(owner, "__call__", call)
-            return pipe
+        def registered(self, **modules):
+            owner = next(base for base in type(self).__mro__ if "__call__" in vars(base))
+            if not hasattr(owner.__call__, "limits"):
+                patch.setattr(owner, "__call__", _limited(owner.__call__, limits))
+            return register(self, **modules)
 
-        patch.setattr(DiffusionPipeline, "from_pretrained", classmethod(loaded))
+        patch.setattr(DiffusionPipeline, "register_modules", registered)
+        tpu_class.cache_clear()  # these classes hold the calls of those that they stand for
         yield
+    tpu_class.cache_clear()
 
 
 def run(script: str, card: Card, monkeypatch, folder: Path, seed: int) -> Ran:
