@@ -148,7 +148,7 @@ def test_floating_point_operations_are_torchs(chips):
         transformer(**inputs)
     runner = Runner(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
     runner.attach()
-    work = count(runner.trace(runner.take_apart("forward", (), inputs))[0].jaxpr)
+    work = count(runner.trace(runner.take_apart("forward", (), inputs)).traced.jaxpr)
     runner.detach()
     assert work.products == counter.get_total_flops()  # it leaves fused attention out
     assert work.attention == 3 * 2 * 2 * (2 * 4 * 105 * 12) * (105 + 20)
@@ -164,7 +164,7 @@ def test_the_cheap_model_prefers_what_compiled_programs_show(chips):
     }
     runner = Runner(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
     runner.attach()
-    work = count(runner.trace(runner.take_apart("forward", (), inputs))[0].jaxpr)
+    work = count(runner.trace(runner.take_apart("forward", (), inputs)).traced.jaxpr)
     runner.detach()
     slice_ = find_topology("v6e-8")
     pairs = Denoiser(WAN, work, 1, True, 10**8)

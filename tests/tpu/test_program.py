@@ -35,8 +35,7 @@ def program(make_mesh):
             "return_dict": False,
         }
         call = runner.take_apart("forward", (), inputs)
-        traced, _ = runner.trace(*[call] * degrees[0])
-        lowered = traced.lower()
+        lowered = runner.trace(call, branches=degrees[0]).traced.lower()
         runner.detach()
         return re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())
 

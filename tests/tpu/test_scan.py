@@ -1,5 +1,7 @@
 """Oracle: the same model run block by block in torch. Models that do odd things between their blocks are the point."""
 
+import contextvars
+
 import pytest
 import torch
 
@@ -147,7 +149,7 @@ def run(model, mesh, scan=True):
         runner.attach()
         ours = model(x, context)
         call = runner.take_apart("forward", (x, context), {})
-        program = runner.trace(call)[0].lower().as_text()
+        program = runner.trace(call).traced.lower().as_text()
     runner.detach()
     return relative(ours, theirs), program.count("stablehlo.while"), runner
 
@@ -179,8 +181,6 @@ def test_blocks_that_differ_are_not_one_group():
     assert [(g.start, g.stop, g.label) for g in find_groups(model)] == [(0, BLOCKS, "blocks.*")]
     model.blocks[2].linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
     assert [(g.start, g.stop, g.label) for g in find_groups(model)] == [(0, 2, "blocks.[0:2]"), (3, 5, "blocks.[3:5]")]
-    model.blocks[4].linear.out_scale = 2.0
-    assert [(g.start, g.stop) for g in find_groups(model)] == [(0, 2)]
 
 
 def test_differing_blocks_keep_their_values(make_mesh):
@@ -224,12 +224,28 @@ def test_a_model_that_names_only_its_unsplit_modules_is_scanned():
 
 
 def test_hooks_of_blocks_see_the_models_calls_alone(make_mesh):
-    """As transformers collects hidden states: by hooks on the blocks."""
-    model, kept = Model(plain), []
-    for block in model.blocks:
-        block.register_forward_hook(lambda block, args, output: kept.append(output))
-    model.loop = lambda blocks, x, context: (
-        plain(blocks, x, context) * 0 + sum(n * x for n, x in enumerate(kept[-BLOCKS:]))
-    )
-    error, whiles, _ = run(model, make_mesh(1, 1, 1))
-    assert error < 1e-6 and whiles == 1
+    """As transformers collects hidden states: by hooks on the blocks, put there by the first forward, for good."""
+    model, collector = Model(plain), contextvars.ContextVar("collector")
+
+    def collects(blocks, x, context):
+        collector.set([])
+        if not getattr(model, "installed", False):
+            for block in model.blocks:
+                block.register_forward_hook(lambda block, args, output: collector.get().append(output))
+            model.installed = True
+        return plain(blocks, x, context) * 0 + sum(n * x for n, x in enumerate(collector.get()))
+
+    model.loop = collects
+    x, context, theirs = torch.randn(3, WIDTH), torch.randn(3, WIDTH), 0.0
+    with torch.no_grad():
+        y = x
+        for n, block in enumerate(model.blocks):
+            y = block(y, context)
+            theirs = theirs + n * y
+        runner = Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+        runner.attach()
+        for rows in (x, x[:2]):  # hooks that the first trace left behind would collect twice in the second
+            assert relative(model(rows, context[: len(rows)]), theirs[: len(rows)]) < 1e-6
+        call = runner.take_apart("forward", (x, context), {})
+        assert runner.trace(call).traced.lower().as_text().count("stablehlo.while") == 1
+    assert not model.blocks[0]._forward_hooks and not hasattr(model, "installed")

@@ -1,74 +1,58 @@
 """A module's methods as compiled programs: one executable per shape, static arguments and state of the module.
 
-Weights are arguments, placed once for all methods of a module. Two guidance calls that `dp` can hold side by side run
-as one program: the first answers with tensors whose values are computed when the second call, or a use of them, comes.
+Weights are arguments, placed once for all methods of a module. Before each call the module is looked at (`state`): what the user
+changed since makes another program, or is an argument of the same one. What no program can stand for, because each call
+leaves something for the next (caches, counters, hooks that keep values) or reads a value to decide, runs eagerly: upstream's
+Python, operation by operation on the chips, with the same result.
 """
 
+import contextlib
+import contextvars
+import dataclasses
 import functools
-import hashlib
 import inspect
-import time
-import weakref
-from dataclasses import dataclass, field
+import traceback
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..utils import logging
-from . import bridge
+from . import bridge, calls
 from .attention.api import Settings
+from .branches import Branches
+from .calls import Call, Values
 from .config import TPUConfig
-from .devices import GENERATION_OF_DEVICE_KIND, compile_lowered, compiler_options
+from .devices import GENERATION_OF_DEVICE_KIND, compiler_options
+from .programs import Program, trace_program
 from .residency import Residency
-from .scan import plain_attributes
 from .sharding import ModelPlan, named
-from .weights import PlacedWeights, plan_placement
+from .state import Entry, State, is_entry, process_key, read
+from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
 logger = logging.get_logger(__name__)
 
+_READS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
-@dataclass
-class Call:
-    """One call taken apart. `key` tells calls apart; `batched` flags the tensors whose first axis is the batch."""
-
-    entry: str
-    leaves: list
-    spec: object
-    tensors: list[torch.Tensor]
-    key: tuple
-    batched: tuple[bool, ...]
-    batch: int | None
-
-    def pairs_with(self, other: "Call") -> bool:
-        """Whether both can run as one call of twice the batch: alike, and the same objects where not batched."""
-        shared = zip(self.tensors, other.tensors, self.batched)
-        return (self.key, self.batched) == (other.key, other.batched) and all(f or a is b for a, b, f in shared)
+_looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)
 
 
-@dataclass
-class Waiting:
-    """A call that has answered with deferred tensors and has not run."""
-
-    call: Call
-    outputs: list = field(default_factory=list)
-
-
-@dataclass
-class Program:
-    """One executable: what it was compiled for, and how its arrays make up upstream's return value."""
-
-    entry: str
-    shapes: tuple
-    branches: int
-    compiled: jax.stages.Compiled
-    function: bridge.PureFunction
-    compile_seconds: float
-    calls: int = 0
+@contextlib.contextmanager
+def one_call(runners):
+    """Around a pipeline's call: its models are looked at for writes through `.data` now, and not before each step."""
+    for runner in runners:
+        runner.look()
+    token = _looked.set(True)
+    try:
+        yield
+    finally:
+        _looked.reset(token)
 
 
 class Runner:
@@ -88,215 +72,265 @@ class Runner:
     ):
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
         self.residency = residency
-        self.programs: dict[tuple, Program] = {}
+        self.traced: dict[tuple, Program] = {}
+        self.branches = Branches(1 if mesh is None else mesh.shape["dp"], self._execute)
         self._placed: PlacedWeights | None = None
-        self._waiting: Waiting | None = None
-        self._originals: dict[str, tuple] = {}
         self._signatures: dict[str, inspect.Signature] = {}
-        self._avals: dict[tuple, tuple] = {}
+        self._state: State | None = None
+        self._states: dict[object, int] = {}
+        self._key: tuple | None = None
+        self._numbers: dict[str, jax.Array] | None = None
+        self._numbers_are_read = False
+        self._eager: dict[tuple, str] = {}
+        self._lasting: list = []
 
     def attach(self):
         """Take the module's entry methods over; the module says where it runs by an attribute."""
         for entry in self.plan.entries:
-            self._originals[entry] = (getattr(self.module, entry), vars(self.module).get(entry))
-            self._signatures[entry] = inspect.signature(self._originals[entry][0])
-            setattr(self.module, entry, self._entry(entry))
+            self._signatures[entry] = inspect.signature(getattr(self.module, entry))
+        self._take_over()
         self.module._tpu_runner = self
         self.module._hf_hook = bridge.ExecutionDevice()
 
     def detach(self):
         """Give the entry methods back and let go of the arrays."""
-        for entry, (_, own) in self._originals.items():
-            vars(self.module).pop(entry, None)
+        for entry in self._signatures:
+            present = vars(self.module).pop(entry, None)
+            own = present.tpu_entry.own if is_entry(present) else present
             if own is not None:
                 setattr(self.module, entry, own)
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
-        self._placed, self._waiting = None, None
+        self._placed, self._state, self.branches.waiting = None, None, []
         if self.residency is not None:
             self.residency.forget(self)
-        self._originals.clear()
-        self.programs.clear()
+        self._signatures.clear()
+        self.traced.clear()
 
-    def _entry(self, entry: str):
-        original = self._originals[entry][0]
+    def _take_over(self):
+        """A way in for every entry that has none: also for one that the user or a hook has since put on the instance."""
+        for entry in self._signatures:
+            present = vars(self.module).get(entry)
+            if not is_entry(present):
+                setattr(self.module, entry, self._way_in(entry, Entry(self, present)))
 
-        @functools.wraps(original)
+    def _way_in(self, name: str, entry: Entry):
+        @functools.wraps(self._method(name, entry))
         def run(*args, **kwargs):
-            return original(*args, **kwargs) if bridge.tracing() else self.run(entry, args, kwargs)
+            if bridge.tracing():
+                return self._method(name, entry)(*args, **kwargs)
+            return self.run(name, args, kwargs)
 
-        run.__signature__ = self._signatures[entry]
+        run.__signature__ = self._signatures[name]
+        run.tpu_entry = entry
         return run
+
+    def _method(self, name: str, entry: Entry):
+        """Upstream's method, also where the class's was replaced since; or what was put on the instance."""
+        return getattr(type(self.module), name).__get__(self.module) if entry.own is None else entry.own
+
+    def original(self, name: str):
+        """What runs when the entry of this name is called."""
+        return self._method(name, vars(self.module)[name].tpu_entry)
+
+    # Where the weights are
 
     def plan_weights(self) -> PlacedWeights:
         """Where the weights lie or will lie; moves nothing."""
         if self._placed is None:
-            self._placed = plan_placement(self.module, self.plan, self.mesh, self.config.scan)
+            self._placed = plan_placement(self.module, self.plan, self.mesh, self.config.scan and not self._lasting)
         return self._placed
 
     def current(self) -> PlacedWeights:
         """Where the weights lie or will lie, as the module's host tensors are now; moves nothing."""
-        if self.plan_weights().refresh(place=False):
-            self._placed = None
+        self._look_at_state()
+        if self.plan_weights().refresh(self._state.tensors, place=False):
+            self._plan_anew()
         return self.plan_weights()
 
     def place(self) -> PlacedWeights:
         """The weights on the mesh, up to date with the module's host tensors."""
-        if self.plan_weights().refresh():
-            self._placed = None
-            self.plan_weights().refresh()
+        self._look_at_state()
+        if self.plan_weights().refresh(self._state.tensors):
+            self._plan_anew()
+            self.plan_weights().refresh(self._state.tensors)
         return self._placed
+
+    def look(self):
+        """Look for what leaves no other trace: writes through `.data`, methods put on the instance."""
+        self._take_over()
+        if self._placed is not None:
+            self._placed.sampled_changes()
+
+    def _plan_anew(self):
+        self._placed = self._key = self._numbers = None
+
+    def _look_at_state(self):
+        """Read the module's state again if it is not as it was."""
+        if self._state is not None and self._state.same():
+            return
+        self._state = read(self.module)
+        self._key = self._numbers = None
+        held = {id(container) for container in self._state.containers}
+        lasting = [container for container in self._lasting if id(container) in held]
+        if not lasting and self._lasting:
+            self._plan_anew()  # what kept something is gone: blocks are stacked again
+        self._lasting = lasting
+
+    @property
+    def state_key(self) -> tuple:
+        """What a program of now is keyed by, beside its call."""
+        if self._key is None:
+            numbers = tuple(self._state.numbers.items()) if self._numbers_are_read else ()
+            weights = tuple((key, a.shape, a.dtype) for key, a in self.plan_weights().avals.items())
+            key = (self._state.key, numbers, weights)
+            self._key = (self._states.setdefault(key, len(self._states)),)
+        return (*self._key, *process_key())
+
+    # Calls
 
     def run(self, entry: str, args: tuple, kwargs: dict):
         """Upstream's return value of the module's `entry(*args, **kwargs)`, computed on the mesh."""
-        call = self.take_apart(entry, args, kwargs)
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None and waiting.call.pairs_with(call):
-            first, second, program = self._execute(waiting.call, call)
-            self._settle(waiting, first)
-            return self._answer(program.function, second)
-        if waiting is not None:
-            self._finish(waiting)
-        if self._may_wait(call):
-            return self._defer(call)
-        arrays, program = self._execute(call)
-        return self._answer(program.function, arrays)
+        with torch.inference_mode(False), torch.no_grad():
+            call = self.take_apart(entry, args, kwargs)
+            if not _looked.get():
+                self.look()
+            self.current()
+            program = None if self._lasting else self.program(call)
+            if program is None:
+                return self._run_eagerly(call)
+            self._take_values(call)
+            return self._answer(program.function, self.branches.run(call, program))
 
     def take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
-        signature = self._signatures[entry]
-        if self.plan.decide is not None:
-            kwargs = {**kwargs, **self.plan.decide(signature.bind(*args, **kwargs).arguments)}
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
-        batched, batch = (False,) * len(tensors), None
-        if self.plan.batched:
-            bound = signature.bind(*args, **kwargs).arguments
-            named_batched = {id(t) for name in self.plan.batched for t in tree_leaves(bound.get(name))}
-            batched = tuple(id(t) in named_batched for t in tensors)
-            sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
-            batch = sizes.pop() if len(sizes) == 1 else None
-        return Call(entry, leaves, spec, tensors, key, batched, batch)
+        return calls.take_apart(entry, self._signatures[entry], self.plan, args, kwargs)
 
-    # Guidance branches side by side on dp
+    def _take_values(self, call: Call):
+        self._bring()
+        everywhere = named(self.mesh, PartitionSpec())
+        if self._numbers is None:
+            self._numbers = place_numbers(self._number_arguments(), self.mesh)
+        call.values = Values(
+            weights=dict(self._placed.arrays),
+            placed=self._placed.placements,
+            numbers=self._numbers,
+            inputs=[bridge.to_jax(t, everywhere) for t in call.tensors],
+            versions=[calls.version_of(t) for t in call.tensors],
+        )
 
-    def _may_wait(self, call: Call) -> bool:
-        dp = self.mesh.shape["dp"]
-        may_pair = call.batch is not None and call.batch % dp != 0 and 2 * call.batch % dp == 0
-        return may_pair and bridge.environment().active
-
-    def _defer(self, call: Call):
-        self.current()
-        key = (call.key, self._state())
-        if key not in self._avals:
-            self._avals[key] = self._output_avals(call)
-        avals, function = self._avals[key]
-        if any(aval.shape[:1] != (call.batch,) for aval in avals):
-            raise ValueError(
-                f"expected outputs of {type(self.module).__name__}.{call.entry} that lead with the batch {call.batch}, got"
-                f" {[a.shape for a in avals]}: this model cannot pair guidance calls, use a mesh with dp 1"
-            )
-        waiting = self._waiting = Waiting(call)
-        waiting.outputs = [bridge.deferred(a, functools.partial(self._finish, waiting)) for a in avals]
-        return function.output(waiting.outputs)
-
-    def _output_avals(self, call: Call) -> tuple[list, bridge.PureFunction]:
-        function = self._function(call)
-        return jax.eval_shape(function, self.plan_weights().avals, self._input_avals(call)), function
-
-    def _finish(self, waiting: Waiting):
-        """Run a waiting call alone: its values are needed, or the next call is another one."""
-        if self._waiting is waiting:
-            self._waiting = None
-        arrays, _ = self._execute(waiting.call)
-        self._settle(waiting, arrays)
-
-    @staticmethod
-    def _settle(waiting: Waiting, arrays: list):
-        for output, array in zip(waiting.outputs, arrays):
-            output.settle(array)
-
-    # Programs
-
-    def _execute(self, *calls: Call) -> tuple:
-        """Flat output arrays of each call, and the program that gave them."""
-        self.current()
-        program = self._program(calls)
+    def _bring(self):
         if self.residency is None:
             self.place()
         else:
             self.residency.bring(self)
-        outputs = program.compiled(self._placed.arrays, [self._inputs(call) for call in calls])
-        program.calls += 1
-        if self.residency is not None:
-            self.residency.ahead(self, calls if program.calls == 1 else None)
-        return (*outputs, program)
 
-    def prepare(self, calls: tuple[Call, ...]):
+    def _execute(self, program: Program, some: list[Call]) -> list[list[jax.Array]]:
+        self._compile(program)
+        outputs = program.run(some)
+        if self.residency is not None:
+            self.residency.ahead(self, some if program.calls == 1 else None)
+        return outputs
+
+    def _answer(self, function: bridge.PureFunction, outputs: list):
+        if bridge.environment().active:
+            return function.output([x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs])
+        return function.output([bridge.from_numpy(x) for x in outputs])
+
+    def _run_eagerly(self, call: Call):
+        self.branches.finish()
+        self._take_values(call)
+        weights, specs = self._placed.one_by_one()
+        function = dataclasses.replace(self._function(call), groups=[], specs=specs)
+        return self._answer(function, function.eagerly(weights, call.values.inputs))
+
+    # Programs
+
+    @property
+    def programs(self) -> dict[tuple, Program]:
+        """What was compiled, by call and state."""
+        return {key: program for key, program in self.traced.items() if program.compiled is not None}
+
+    @property
+    def compilations(self) -> int:
+        """How many executables were compiled for this module."""
+        return len(self.programs)
+
+    @property
+    def eager(self) -> list[str]:
+        """Why calls of this module run eagerly, if any do."""
+        return [*self._eager.values()]
+
+    def program(self, call: Call) -> Program | None:
+        """The program of calls like this one, traced if it is new; None if none can stand for it."""
+        call.state = self.state_key
+        branches = self.branches.side_by_side(call) if bridge.environment().active else 1
+        key = (call.key, branches, call.state)
+        if key in self._eager:
+            return None
+        if key not in self.traced:
+            try:
+                with _random_state_kept(call):
+                    program = self.trace(call, branches)
+            except bridge.NumberRead:
+                self._numbers_are_read = True
+                return self.program(call)
+            except _READS_A_VALUE as error:
+                return self._cannot(call, key, f"it decides by a value ({_line_of(error)})")
+            trace = program.function.trace
+            if trace.lasting:
+                self._lasting += trace.lasting
+                self._plan_anew()
+                return self._cannot(call, key, "hooks, processors or counters keep something from call to call")
+            if trace.draws:
+                return self._cannot(call, key, "it draws random numbers")
+            self.traced[key] = program
+        return self.traced[key]
+
+    def _cannot(self, call: Call, key: tuple, reason: str) -> None:
+        self._eager[key] = reason
+        _say_once(
+            f"{type(self.module).__name__}.{call.entry} is not compiled as it is now, it runs on the chips operation by"
+            f" operation: {reason}"
+        )
+
+    def prepare(self, some: list[Call]):
         """Compile what calls like these will need; nothing is placed."""
         self.current()
-        self._program(calls)
+        program = None if self._lasting else self.program(dataclasses.replace(some[0], values=None))
+        if program is not None:
+            self._compile(program)
 
-    def _inputs(self, call: Call) -> list[jax.Array]:
-        return [bridge.to_jax(t, self._named()) for t in call.tensors]
+    def trace(self, call: Call, branches: int = 1) -> Program:
+        """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
+        self._look_at_state()
+        name = type(self.module).__name__
+        return trace_program(
+            self._function(call), self._placed, self._number_arguments(), call, branches, name, self.compiler_options
+        )
 
-    def _input_avals(self, call: Call) -> list[jax.ShapeDtypeStruct]:
-        return [
-            jax.ShapeDtypeStruct(t.shape, bridge.numpy_dtype(t.dtype), sharding=self._named()) for t in call.tensors
-        ]
+    def _compile(self, program: Program):
+        if program.compiled is None:
+            program.compile(share=self.residency is not None and len(self.residency.kind(self)) > 1)
 
-    def _answer(self, function: bridge.PureFunction, arrays: list):
-        convert = bridge.to_torch if bridge.environment().active else bridge.from_numpy
-        return function.output([convert(array) for array in arrays])
+    def _number_arguments(self) -> dict:
+        return {} if self._numbers_are_read else stack_numbers(self._state.numbers, self.plan_weights().groups)
 
-    def _program(self, calls: tuple[Call, ...]) -> Program:
-        key = (calls[0].key, len(calls), self._state())
-        if key not in self.programs:
-            self.programs[key] = self._compile(*calls)
-        return self.programs[key]
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        return compiler_options(self.mesh.devices.flat[0], self.config.sparse_cores)
 
-    def _compile(self, *calls: Call) -> Program:
-        start = time.perf_counter()
-        traced, function = self.trace(*calls)
-        has_twin = self.residency is not None and len(self.residency.kind(self)) > 1
-        lowered = traced.lower()
-        compiled = _shared(lowered, self) if has_twin else compile_lowered(lowered, self.compiler_options)
-        seconds = time.perf_counter() - start
-        logger.info(f"compiled {type(self.module).__name__}.{calls[0].entry} in {seconds:.1f} s")
-        return Program(calls[0].entry, calls[0].key[-1], len(calls), compiled, function, seconds)
-
-    def trace(self, *calls: Call) -> tuple[jax.stages.Traced, bridge.PureFunction]:
-        """JAX's trace of the program for these calls (two: side by side on dp), and the function traced for it.
-
-        From shapes alone: nothing is placed, and the mesh may be one of chips that are not here.
-        """
-        placed, function = self.plan_weights(), self._function(calls[0])
-        call = calls[0]
-        split = call.batch is not None and (len(calls) * call.batch) % self.mesh.shape["dp"] == 0
-
-        def join(parts: tuple[jax.Array, ...], batched: bool) -> jax.Array:
-            joined = jnp.concatenate(parts) if batched and len(parts) > 1 else parts[0]
-            return jax.lax.with_sharding_constraint(joined, self._named("dp")) if batched and split else joined
-
-        def program(weights, inputs):
-            outputs = function(weights, [join(parts, flag) for parts, flag in zip(zip(*inputs), call.batched)])
-            outputs = [jax.lax.with_sharding_constraint(x, self._named()) for x in outputs]
-            parts = [jnp.split(x, len(calls)) if len(calls) > 1 else [x] for x in outputs]
-            return [[part[branch] for part in parts] for branch in range(len(calls))]
-
-        jitted = jax.jit(program, out_shardings=self._named())
-        return jitted.trace(placed.avals, [self._input_avals(c) for c in calls]), function
-
-    def _named(self, *spec):
-        return named(self.mesh, PartitionSpec(*spec))
+    @property
+    def _denoises(self) -> bool:
+        """Whether this is a model of the denoising loop, as upstream's are by the argument that says where in it they are."""
+        parameters = inspect.signature(type(self.module).forward).parameters
+        return any(name in parameters for name in ("timestep", "timesteps", "timestep_ratio"))
 
     def _function(self, call: Call) -> bridge.PureFunction:
         placed = self.plan_weights()
         return bridge.PureFunction(
             module=self.module,
-            call=self._originals[call.entry][0],
+            call=self.original(call.entry),
             spec=call.spec,
             leaves=[bridge.INPUT if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
             groups=placed.groups,
@@ -309,7 +343,7 @@ class Runner:
                 kernel=self.config.attention,
                 blocks=self.config.attention_blocks,
                 smoothing=self.config.attention_smoothing,
-                window=self.config.attention_window,
+                window=self.config.attention_window if self._denoises else None,
                 ring=self.config.attention_ring,
                 layers=self.config.layers,
                 convolutions=self.config.convolution_precision,
@@ -321,45 +355,28 @@ class Runner:
             methods=self.plan.methods,
         )
 
-    def _state(self) -> tuple:
-        """What else a trace depends on: the module's own settings, its processors, its weights' names and dtypes."""
-        module = self.module
-        processors = tuple(
-            (type(p), getattr(p, "_attention_backend", None))
-            for p in (getattr(m, "processor", None) for m in module.modules())
-            if p is not None
-        )
-        weights = tuple((key, a.shape, a.dtype) for key, a in self._placed.avals.items())
-        return plain_attributes(module), processors, weights
 
-    @property
-    def compiler_options(self) -> dict[str, bool]:
-        return compiler_options(self.mesh.devices.flat[0], self.config.sparse_cores)
-
-    @property
-    def compilations(self) -> int:
-        """How many executables were compiled for this module."""
-        return len(self.programs)
-
-
-_executables = weakref.WeakValueDictionary()
-
-
-def _shared(lowered: jax.stages.Lowered, runner: Runner) -> jax.stages.Compiled:
-    """The executable; the one there is if the program is the same, as two experts' are: weights are arguments."""
-    options = runner.compiler_options
-    key = (hashlib.sha256(lowered.as_text().encode()).digest(), runner.mesh, *options.items())
-    compiled = _executables.get(key)
-    if compiled is None:
-        compiled = _executables[key] = compile_lowered(lowered, options)
-    return compiled
-
-
-def _static(leaf):
-    if isinstance(leaf, np.ndarray):
-        return leaf.shape, leaf.dtype.str, leaf.tobytes()
+@contextlib.contextmanager
+def _random_state_kept(call: Call):
+    """What a trace draws is drawn again by the call itself."""
+    generators = [torch.default_generator, *(leaf for leaf in call.leaves if isinstance(leaf, torch.Generator))]
+    states = [generator.get_state() for generator in generators]
     try:
-        hash(leaf)
-    except TypeError:
-        return repr(leaf)
-    return type(leaf), leaf
+        yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+
+
+@functools.cache
+def _say_once(sentence: str):
+    logger.warning(sentence)
+
+
+def _line_of(error: Exception) -> str:
+    """The line of upstream's or the user's code that asked."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
+    theirs = [frame for frame in frames if not any(name in frame.filename.replace("\\", "/") for name in libraries)]
+    frame = (theirs or frames)[-1]
+    return f"{frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno}: {frame.line}"

@@ -1,9 +1,11 @@
 """Equal blocks of a ModuleList, found and stacked: what one scanned block needs in place of L unrolled ones.
 
-Blocks are equal when their class, their weights' names, shapes and dtypes, and their plain attributes are. A group is a
-run of equal neighbours; its weights travel stacked, [L, ...], under names with `*` for the index: `blocks.*.attn1.to_q.weight`.
+A group is a run of neighbours whose modules and weights have the same names, classes, shapes and dtypes; its weights travel
+stacked, [L, ...], under names with `*` for the index: `blocks.*.attn1.to_q.weight`. Which of a group's blocks one trace stands
+for is another question, asked for every trace: their settings must agree too (`state.signature`).
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,14 +40,15 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
     repeated = getattr(model, "_repeated_blocks", None) or ()
     if not repeated and not hasattr(model, "decode"):
         repeated = getattr(model, "_no_split_modules", None) or ()
-    groups = []
+    groups, shared = [], _shared(model)
     for path, blocks in model.named_modules():
         if not isinstance(blocks, torch.nn.ModuleList) or not any(type(b).__name__ in repeated for b in blocks):
             continue
         start = 0
-        signatures = [signature(block) for block in blocks]
+        alone = [n if any(id(p) in shared for p in block.parameters()) else None for n, block in enumerate(blocks)]
+        structures = [*zip(alone, map(structure, blocks))]
         for stop in range(1, len(blocks) + 1):
-            if stop < len(blocks) and signatures[stop] == signatures[start]:
+            if stop < len(blocks) and structures[stop] == structures[start]:
                 continue
             if stop - start >= MIN_BLOCKS and next(blocks[start].parameters(), None) is not None:
                 whole = start == 0 and stop == len(blocks)
@@ -54,26 +57,16 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
     return groups
 
 
-def signature(block: torch.nn.Module) -> tuple:
-    """What must agree between two blocks for one trace to stand for both."""
+def structure(block: torch.nn.Module) -> tuple:
+    """What must agree between two blocks for their weights to be stacked."""
     weights = [(name, tuple(t.shape), t.dtype) for name, t in (*block.named_parameters(), *block.named_buffers())]
-    settings = [(name, type(m), plain_attributes(m), _processor(m)) for name, m in block.named_modules()]
-    return type(block), tuple(weights), tuple(settings)
+    return tuple(weights), tuple((name, type(module)) for name, module in block.named_modules())
 
 
-def plain_attributes(module: torch.nn.Module) -> tuple:
-    """The module's own bool, int, float, string and None attributes, sorted by name."""
-    plain = (bool, int, float, str, type(None))
-    return tuple(sorted((k, v) for k, v in vars(module).items() if isinstance(v, plain) and k not in _INDICES))
-
-
-def _processor(module: torch.nn.Module):
-    processor = getattr(module, "processor", None)
-    return processor and (type(processor), getattr(processor, "_attention_backend", None))
-
-
-# A block's own number says where it stands, not what it computes.
-_INDICES = frozenset({"layer_idx", "layer_index", "block_idx", "block_index"})
+def _shared(model: torch.nn.Module) -> set[int]:
+    """Ids of parameters that the model has under more than one name: they are in no stack."""
+    times = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    return {number for number, count in times.items() if count > 1}
 
 
 def scan_blocks(step: Callable, carry, stacked: dict[str, jax.Array]):

@@ -1,5 +1,8 @@
 """Weights from host tensors to sharded arrays: each chip gets only its part, a tensor at a time, blocks as they come.
 
+What the user changes on the host is placed again before the next call: a tensor that was replaced, written to, or given other
+data. Writes through `.data` leave no trace in torch; `sampled_changes` finds them by a few values of each tensor.
+
 Beside the file cache the host holds `STAGED_BYTES` that wait for their transfer and as much that is being converted, or
 one chip's part of one tensor where that is more.
 """
@@ -17,13 +20,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .bridge import as_numpy, numpy_dtype
-from .checkpoint import missing_message, values
+from .checkpoint import FileTensor, missing_message, values
 from .devices import MIB
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
+from .state import Number
 
 
 STAGED_BYTES = 64 * MIB  # of values on their way to the chips
+SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
 
 
 @dataclass
@@ -35,6 +40,7 @@ class PlacedWeights:
         sources: key -> the module's tensor names that make it up.
         specs: key -> storage spec of the array, the stacked axis left out.
         avals: key -> shape, dtype and sharding of the array.
+        placements: how often something was placed.
     """
 
     module: torch.nn.Module
@@ -46,15 +52,19 @@ class PlacedWeights:
     coverage: Coverage
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     versions: dict[str, tuple] = field(default_factory=dict)
+    samples: dict[str, torch.Tensor] = field(default_factory=dict)
+    watched: "_Watched | None" = None
+    placements: int = 0
 
-    def refresh(self, place: bool = True) -> bool:
-        """Whether names, shapes or dtypes on the host are no longer those planned for.
+    def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
+        """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
 
         Places what is new or was changed there since, if they are; `place=False` only tells.
         """
-        tensors = named_tensors(self.module)
+        if self.watched is not None and self.watched.same(tensors):
+            return False
         stale = []
-        with torch._C.DisableTorchFunctionSubclass():  # asked before every call: no detour for tensors of a file
+        with torch._C.DisableTorchFunctionSubclass():  # no detour for tensors of a file
             for key, names in self.sources.items():
                 if any(name not in tensors for name in names):
                     return True
@@ -71,12 +81,34 @@ class PlacedWeights:
             self.arrays.pop(key, None)  # first: the old and the new need not both have room
             self.arrays[key] = self._place(key, [tensors[name] for name in names], staging)
             self.versions[key] = version
+            self.samples.update((name, _sample(tensors[name])) for name in names)
+            self.placements += 1
+        staging.finish()
+        self.watched = _Watched(tensors)
         return False
+
+    def sampled_changes(self):
+        """Places at the next call what was written to through `.data` since, as far as a sample of its values shows."""
+        tensors = self.watched.tensors if self.watched is not None else {}
+        for key, names in self.sources.items():
+            if key in self.versions and not all(_same_bits(self.samples[n], _sample(tensors[n])) for n in names):
+                del self.versions[key]
+                self.watched = None
+
+    def one_by_one(self) -> tuple[dict[str, jax.Array], dict]:
+        """Array and storage spec of every tensor by its name, those of stacks taken out."""
+        arrays, specs = {}, {}
+        for key, names in self.sources.items():
+            for n, name in enumerate(names):
+                arrays[name] = self.arrays[key][n] if _is_stacked(key) else self.arrays[key]
+                specs[name] = self.specs[key]
+        return arrays, specs
 
     def drop(self):
         """Leave the chips; the host tensors stay."""
         self.arrays.clear()
         self.versions.clear()
+        self.watched = None
 
     def _fits(self, key: str, tensor: torch.Tensor) -> bool:
         aval = self.avals[key]
@@ -125,9 +157,64 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
     return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage)
 
 
+def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str, np.ndarray]:
+    """LoRA scales by `str(Number)`; those of a group's blocks stacked, under keys that start with its label."""
+    left = {str(number): scale for number, scale in numbers.items()}
+    values = {}
+    for group in groups:
+        prefix = f"{group.path}.{group.start}."
+        for name in [key.removeprefix(prefix) for key in left if key.startswith(prefix)]:
+            values[f"{group.label}.{name}"] = [left.pop(key) for key in group.names(name)]
+    return {key: np.asarray(value, np.float32) for key, value in (values | left).items()}
+
+
+def place_numbers(numbers: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Numbers on every chip."""
+    everywhere = named(mesh, PartitionSpec())
+    return {key: jax.device_put(number, everywhere) for key, number in numbers.items()}
+
+
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name; tied ones once."""
     return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+class _Watched:
+    """Tensors as they were when they were placed: asked before every call, and quick where nothing has changed."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = tensors
+        with torch._C.DisableTorchFunctionSubclass():
+            self.now = self._now()
+
+    def same(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether these are they (the very same dict), and none was written to or given other data."""
+        if tensors is not self.tensors:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._now() == self.now
+
+    def _now(self) -> tuple:
+        tensors = self.tensors.values()
+        sources = [t.source for t in tensors if type(t) is FileTensor]
+        return [t._version for t in tensors], [t.data_ptr() for t in tensors], sources
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A few values of a host tensor, spread over it, of its own memory; None of a file's, which nothing can have written to."""
+    if type(tensor) is FileTensor and tensor.source.values is not None:
+        return None
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        return flat[:: max(1, -(-flat.numel() // SAMPLED))].clone()
+
+
+def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return True  # its version tells whether it was read into memory since
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _is_stacked(key: str) -> bool:
@@ -176,12 +263,16 @@ class _Staging:
         sent = []
         for index, devices in chips_of.values():
             value = np.asarray(part(index), aval.dtype)
-            arrays = [jax.device_put(value, device) for device in devices]
+            arrays = [jax.device_put(value, device, may_alias=False) for device in devices]
             sent += arrays
             self.waiting.append((value.nbytes, arrays))
             while sum(size for size, _ in self.waiting) > STAGED_BYTES:
                 jax.block_until_ready(self.waiting.popleft()[1])
         return jax.make_array_from_single_device_arrays(shape, aval.sharding, sent)
+
+    def finish(self):
+        """Wait for every transfer: from here on the host's tensors may be written to."""
+        jax.block_until_ready([arrays for _, arrays in self.waiting])
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from .environment import (
     quiet_integers,
 )
 from .function import INPUT, PureFunction, tracing
+from .scale import NumberRead
 from .video import in_tiles, over_width, scan_chunks
 
 
@@ -30,6 +31,7 @@ __all__ = [
     "INPUT",
     "Deferred",
     "ExecutionDevice",
+    "NumberRead",
     "PureFunction",
     "as_numpy",
     "decomposing",
@@ -51,9 +53,10 @@ __all__ = [
 
 
 def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
-    """A device tensor's array, or a host tensor's values placed by `sharding`."""
-    array = tensor.jax() if isinstance(tensor, (Tensor, View)) else as_numpy(tensor)
-    return jax.device_put(array, sharding)
+    """A device tensor's array, or a host tensor's values as they are now, placed by `sharding`."""
+    if isinstance(tensor, (Tensor, View)):
+        return jax.device_put(tensor.jax(), sharding)
+    return jax.device_put(as_numpy(tensor).copy(), sharding)  # transfers are not done when this returns
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Blocks called one after another on each other's outputs, traced once and scanned.
 
 While a model is traced, each block of a group (`scan.find_groups`) answers a call with deferred outputs. The next
-block's call joins the run if its arguments are the previous block's outputs where they were before, and the very same
-objects elsewhere. Anything else - another argument, an operation on an output - ends the run, which is then computed:
-as a scan over its blocks' stacked weights. So a model that does more between its blocks is right by construction.
+block's call joins the run if its settings are those of the block before, and its arguments the previous block's outputs
+where they were before, and the very same values elsewhere. Anything else - another argument, an operation on an output, a
+hook inside of one block - ends the run, which is then computed: as a scan over its blocks' stacked weights. So a model that
+does more between its blocks is right by construction.
 What blocks inside of a run gave and the model still holds then (hidden states it collects) the scan gives too, stacked.
 """
 
@@ -20,7 +21,9 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ..scan import Group, scan_blocks
+from ..state import Number, signature
 from .deferred import Deferred
+from .scale import Scale
 
 
 _TENSOR = object()  # in a flat return value, where a tensor was
@@ -39,16 +42,35 @@ class Method(torch.nn.Module):
         return self.call(*args, **kwargs)
 
 
+@contextlib.contextmanager
+def numbered(module: torch.nn.Module, numbers: dict[str, jax.Array]):
+    """The module's numbers are those that the program is given, by `str(Number)`."""
+    before = []
+    for key, array in numbers.items():
+        number = Number(*key.split("/", 1))
+        holder = number.holder(module)
+        before.append((holder, number.adapter, holder[number.adapter]))
+        holder[number.adapter] = Scale(array)
+    try:
+        yield
+    finally:
+        for holder, adapter, value in before:
+            holder[adapter] = value
+
+
 class Run:
     """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments.
 
+    `arrays` are the values of the first block's tensors when it was called: upstream's code may write to them afterwards.
     `answer` makes a block's return value of its output tensors; `outputs` are the last block's, `passed` weak references to
     those of the blocks before it.
     """
 
-    def __init__(self, group: Group, start: int, leaves: list, spec, outputs: list[Deferred], answer: Callable):
+    def __init__(
+        self, group: Group, start: int, leaves: list, arrays: list, spec, outputs: list[Deferred], answer: Callable
+    ):
         self.group, self.start, self.stop = group, start, start + 1
-        self.leaves, self.spec = leaves, spec
+        self.leaves, self.arrays, self.spec = leaves, arrays, spec
         self.outputs, self.answer = outputs, answer
         self.passed: list[list[weakref.ref]] = []
         self.feeds: dict[int, int] | None = None
@@ -69,30 +91,38 @@ class Run:
         if spec != self.spec:
             return None
         number = {id(output): n for n, output in enumerate(self.outputs)}
-        feeds = {}
+        values, feeds, started = iter(self.arrays), {}, {}
         for position, (leaf, first) in enumerate(zip(leaves, self.leaves)):
+            value = next(values) if isinstance(first, Tensor) else None
             if id(leaf) in number:
-                if not isinstance(first, torch.Tensor) or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
+                if value is None or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
                     return None
+                if started.setdefault(number[id(leaf)], value) is not value:
+                    return None  # two arguments that were two values are one from here on
                 feeds[position] = number[id(leaf)]
             elif leaf is not first and (isinstance(leaf, torch.Tensor) or leaf != first):
                 return None
+            elif value is not None and leaf.jax() is not value:
+                return None  # written to since
         return feeds if feeds and self.feeds in (None, feeds) else None
 
 
 class BlockRuns:
-    """The runs of one trace. `weights` are the stacked arrays by group label; `pin` fixes layouts inside the scan.
+    """The runs of one trace. `weights` and `numbers` are the stacked arrays by group label; `pin` fixes layouts inside the scan.
 
     Args:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
         pin_carry: array -> array, applied to what is carried between blocks.
     """
 
-    def __init__(self, model, groups: list[Group], weights: dict, env, pin_weights: Callable, pin_carry: Callable):
-        self.model, self.groups, self.weights, self.env = model, groups, weights, env
+    def __init__(
+        self, model, groups: list[Group], weights: dict, numbers: dict, env, pin_weights: Callable, pin_carry: Callable
+    ):
+        self.model, self.groups, self.env = model, groups, env
+        self.stacks = {group.label: (weights[group.label], numbers[group.label]) for group in groups}
         self.pin_weights, self.pin_carry = pin_weights, pin_carry
         self.run: Run | None = None
-        self.forwards = {}
+        self.forwards, self.settings = {}, {}
 
     @contextlib.contextmanager
     def installed(self):
@@ -101,6 +131,7 @@ class BlockRuns:
         for group in self.groups:
             for index in range(group.start, group.stop):
                 block = self.model.get_submodule(f"{group.path}.{index}")
+                self.settings[group.path, index] = signature(block)
                 self.forwards[id(block)] = (block, vars(block).get("forward"))
                 block.forward = self._answer(group, index)
                 blocks.append(block)
@@ -124,7 +155,7 @@ class BlockRuns:
             leaves, spec = tree_flatten((args, kwargs))
             leaves = [leaf.torch() if isinstance(leaf, View) else leaf for leaf in leaves]
             run = self.run
-            if run is not None and run.group is group and run.stop == index:
+            if run is not None and run.group is group and run.stop == index and self._alike(group, run.start, index):
                 feeds = run.continued_by(leaves, spec)
                 if feeds is not None:
                     run.extend(feeds, [self._deferred(output._aval) for output in run.outputs])
@@ -139,6 +170,9 @@ class BlockRuns:
 
         return forward
 
+    def _alike(self, group: Group, one: int, other: int) -> bool:
+        return self.settings[group.path, one] == self.settings[group.path, other]
+
     def _begin(self, group: Group, index: int, leaves: list, spec):
         arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
         found = {}
@@ -149,17 +183,19 @@ class BlockRuns:
 
         avals = jax.eval_shape(shapes, arrays, self._weights_of(group, index))
         outputs = [self._deferred(aval) for aval in avals]
-        self.run = Run(group, index, leaves, spec, outputs, found["answer"])
+        self.run = Run(group, index, leaves, arrays, spec, outputs, found["answer"])
         return self.run.answer(outputs)
 
     def _deferred(self, aval):
         return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, self.flush)
 
-    def _weights_of(self, group: Group, index: int) -> dict:
-        return {name: array[index - group.start] for name, array in self.weights[group.label].items()}
+    def _weights_of(self, group: Group, index: int) -> tuple[dict, dict]:
+        """Weights and numbers of one block."""
+        return jax.tree.map(lambda array: array[index - group.start], self.stacks[group.label])
 
-    def _call(self, group: Group, index: int, leaves: list, spec, arrays: list, weights: dict):
+    def _call(self, group: Group, index: int, leaves: list, spec, arrays: list, own: tuple[dict, dict]):
         """One block's own forward on arrays: (flat output arrays, what makes its return value of tensors for them)."""
+        weights, numbers = own
         block = self.model.get_submodule(f"{group.path}.{index}")
         tensors = iter(arrays)
         args, kwargs = tree_unflatten(
@@ -169,7 +205,10 @@ class BlockRuns:
         stand_in = vars(block)["forward"]
         self._restore(block)
         try:
-            with self.env:  # its forward alone: hooks of the block have seen its call by the model
+            with (
+                self.env,
+                numbered(block, numbers),
+            ):  # its forward alone: hooks of the block have seen its call by the model
                 output = torch.func.functional_call(Method(block, block.forward), weights, args, kwargs)
         finally:
             block.forward = stand_in
@@ -187,13 +226,11 @@ class BlockRuns:
         run, self.run = self.run, None
         if run is None:
             return
-        arrays = [leaf.jax() for leaf in run.leaves if isinstance(leaf, Tensor)]
         if run.stop - run.start == 1:
-            flat, _ = self._call(
-                run.group, run.start, run.leaves, run.spec, arrays, self._weights_of(run.group, run.start)
-            )
+            own = self._weights_of(run.group, run.start)
+            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, run.arrays, own)
         else:
-            flat = self._scan(run, arrays, run.still_held())
+            flat = self._scan(run, run.arrays, run.still_held())
         for output, value in zip(run.outputs, flat):
             output.settle(value)
 
@@ -206,17 +243,17 @@ class BlockRuns:
             for n, o in enumerate(run.outputs)
         ]
 
-        def step(carry, weights):
+        def step(carry, own):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
-            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, weights)
+            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own)
             flat = [self.pin_carry(x) for x in flat]
             return flat, {n: flat[n] for n in numbers}
 
         numbers = sorted({n for _, n, _ in held})
         first, last = run.start - run.group.start, run.stop - run.group.start
-        stacked = self.weights[run.group.label]
+        stacked = self.stacks[run.group.label]
         if (first, last) != (0, run.group.stop - run.group.start):
-            stacked = {name: lax.slice_in_dim(w, first, last) for name, w in stacked.items()}
+            stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, first, last), stacked)
         last, kept = scan_blocks(step, carry, stacked)
         for k, n, output in held:
             output.settle(kept[n][k])

@@ -40,6 +40,7 @@ class Environment(_Environment):
     def __init__(self):
         super().__init__()
         self._depth = 0
+        self.draws = 0  # of random numbers, so far
 
     def enable_torch_modes(self):
         super().enable_torch_modes()
@@ -66,6 +67,7 @@ class Environment(_Environment):
         kwargs = kwargs or {}
         if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
             drawn = self._on_host(func, args, {**kwargs, "device": "cpu"})
+            self.draws += 1
             return Tensor(self.t2j_copy(drawn), self)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors and isinstance(func, torch._ops.OpOverload) and "device" not in kwargs:

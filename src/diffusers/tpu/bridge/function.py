@@ -1,4 +1,4 @@
-"""A torch module's method as a pure function of (weights, inputs), both JAX arrays."""
+"""A torch module's method as a pure function of (weights, inputs, numbers), all JAX arrays."""
 
 import contextlib
 import contextvars
@@ -17,7 +17,8 @@ from ...models.autoencoders.vae import DiagonalGaussianDistribution
 from ..attention.api import Settings, using
 from ..scan import Group
 from ..sharding import gathered, named
-from .blocks import BlockRuns, Method
+from ..state import Trace, read, undone, without_caches
+from .blocks import BlockRuns, Method, numbered
 from .environment import decomposing, environment, quiet_integers
 from .scopes import module_scopes
 
@@ -52,7 +53,8 @@ class PureFunction:
         carry: spec of what repeated blocks hand on.
         processors, methods: as in `ModelPlan`.
 
-    After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value.
+    After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
+    `trace` what could not be undone: then no program stands for this call, and `eagerly` is the way.
     """
 
     module: torch.nn.Module
@@ -69,36 +71,61 @@ class PureFunction:
     methods: dict
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
+    trace: Trace | None = None
 
-    def __call__(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+    def __call__(
+        self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array] | None = None
+    ) -> list[jax.Array]:
+        """Flat output arrays. Traced: what it does to the module is undone.
+
+        Args:
+            numbers: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
+        """
         env = environment()
         stacked, single = self._split(weights)
-        runs = BlockRuns(self.module, self.groups, stacked, env, self._pin_block_weight, self._pin_carry)
-        tensors = iter(inputs)
-        leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        method = Method(self.module, self.call)
-        single = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in single.items()}
+        stacked_numbers, single_numbers = self._split(numbers or {})
+        drawn = env.draws
         with contextlib.ExitStack() as stack:
+            self.trace = stack.enter_context(undone(read(self.module)))
+            runs = BlockRuns(
+                self.module, self.groups, stacked, stacked_numbers, env, self._pin_block_weight, self._pin_carry
+            )
             for context in (
-                jax.default_matmul_precision(self.matmul_precision),
-                using(self.attention),
-                quiet_integers(),
-                decomposing(),
+                without_caches(self.module),
                 _marked(),
-                _attributes_kept(self.module),
                 _processors_of(self.module, self.processors),
                 _methods_of(self.module, self.methods),
-                env,
+                numbered(self.module, single_numbers),
+                self._computing(),
                 module_scopes(self.module, self.groups),
                 runs.installed(),
             ):
                 stack.enter_context(context)
-            output = torch.func.functional_call(method, single, args, kwargs)
-            flat, self.output_spec = tree_flatten(output)
-            arrays = [x.jax() for x in flat if isinstance(x, (Tensor, View))]
-        self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else _plain(x) for x in flat]
+            arrays = self._run(single, inputs)
+        self.trace.draws = env.draws - drawn
         return arrays
+
+    def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+        """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays."""
+        with _marked(), self._computing():
+            return self._run(weights, inputs)
+
+    @contextlib.contextmanager
+    def _computing(self):
+        with jax.default_matmul_precision(self.matmul_precision), using(self.attention), quiet_integers():
+            with decomposing(), environment().override_property(mesh=self.mesh), environment():
+                yield
+
+    def _run(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+        env = environment()
+        tensors = iter(inputs)
+        leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        weights = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in weights.items()}
+        output = torch.func.functional_call(Method(self.module, self.call), weights, args, kwargs)
+        flat, self.output_spec = tree_flatten(output)
+        self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else _plain(x) for x in flat]
+        return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
 
     def output(self, tensors: list):
         """Upstream's return value with these tensors in the places of the traced ones."""
@@ -161,22 +188,15 @@ def _processors_of(module: torch.nn.Module, makers: dict):
 
 @contextlib.contextmanager
 def _methods_of(module: torch.nn.Module, methods: dict):
-    """Methods of the model and its parts are those of its plan. `_attributes_kept` puts their own back."""
+    """Methods of the model and its parts are those of its plan, but for what the user or a hook has put on an instance."""
+    replaced = []
     for m in module.modules():
         for (cls, name), method in methods.items():
-            if type(m) is cls:
+            if type(m) is cls and name not in vars(m):
                 vars(m)[name] = functools.partial(method, m)
-    yield
-
-
-@contextlib.contextmanager
-def _attributes_kept(module: torch.nn.Module):
-    """Attributes that a forward writes (a VAE's feature cache) are put back, so that no tracer stays behind."""
-    kept = [(m, dict(vars(m))) for m in module.modules()]
+                replaced.append((m, name))
     try:
         yield
     finally:
-        for m, attributes in kept:
-            for name in vars(m).keys() - attributes.keys():
-                del vars(m)[name]
-            vars(m).update(attributes)
+        for m, name in replaced:
+            del vars(m)[name]

@@ -81,8 +81,8 @@ class _Recorder:
             self.on_progress(f"tracing {runner.component}")
             found = RecordedCall(runner.component, call)
             self.calls.append(found)
-            found.traced, function = runner.trace(call)
-            found.outputs = [jax.tree.leaves(found.traced.out_info), function]
+            program = runner.trace(call)
+            found.traced, found.outputs = program.traced, [program.avals, program.function]
         found.count += 1
         if self.last is not None and self.last[0] is found and call.batch and self.last[1].pairs_with(call):
             found.pairs += 1

@@ -225,17 +225,13 @@ class _Planner:
         return made
 
     def _programs(self, recorded, runner: Runner, compiler, places, topology: Topology) -> list[Part]:
-        dp, batch = runner.mesh.shape["dp"], recorded.call.batch
-        paired = recorded.pairs if batch and batch % dp and 2 * batch % dp == 0 else 0
-        made = []
-        for branches, runs in ((2, paired), (1, recorded.count - 2 * paired)):
-            if runs:
-                inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
-                weights = runner.plan_weights().coverage.bytes_per_chip
-                part = Part(recorded, branches, runs, self.works[id(recorded)], weights, inputs)
-                self._compile(part, runner, compiler, places, topology)
-                made.append(part)
-        return made
+        branches = runner.branches.side_by_side(recorded.call) if recorded.pairs else 1
+        runs = recorded.count - (recorded.pairs if branches > 1 else 0)
+        inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
+        weights = runner.plan_weights().coverage.bytes_per_chip
+        part = Part(recorded, branches, runs, self.works[id(recorded)], weights, inputs)
+        self._compile(part, runner, compiler, places, topology)
+        return [part]
 
     def _compile(self, part: Part, runner: Runner, compiler, places, topology: Topology):
         if not (part.stage == "denoise" or self.request.get("everything")):
@@ -245,8 +241,7 @@ class _Planner:
         self.progress(
             f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}"
         )
-        traced, _ = runner.trace(*[part.recorded.call] * part.branches)
-        lowered = traced.lower()
+        lowered = runner.trace(part.recorded.call, part.branches).traced.lower()
         program = hash((topology.name, lowered.as_text()))  # two experts are one program
         if program not in self.compiled:
             try:
@@ -303,7 +298,7 @@ class _Planner:
             kind: sum(p.runs * p.timed.seconds[kind] for p in denoise) / steps if known else None
             for kind in (*timing.KINDS, "total")
         }
-        flops = sum(p.runs * p.branches * p.work.flops for p in denoise) / steps
+        flops = sum(p.recorded.count * p.work.flops for p in denoise) / steps
         peak_flops = topology.chip.flops * topology.devices
         fullest, held = self._at_peak(parts, topology)
         return {

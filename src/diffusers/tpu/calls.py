@@ -1,0 +1,106 @@
+"""One call of a module's method, taken apart into tensors and what is static; and its values, taken when it was made."""
+
+import inspect
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from . import bridge
+from .sharding import ModelPlan
+
+
+@dataclass
+class Values:
+    """What a call computes with: immutable arrays, so that it may wait while upstream's code writes to its tensors.
+
+    Attributes:
+        weights: of the module by key; `placed` counts how often they were placed.
+        numbers: LoRA scales by key.
+        versions: of the tensors that `inputs` were made of.
+    """
+
+    weights: dict[str, jax.Array]
+    placed: int
+    numbers: dict[str, jax.Array]
+    inputs: list[jax.Array]
+    versions: list
+
+
+@dataclass
+class Call:
+    """One call.
+
+    Attributes:
+        leaves, spec: its flattened (args, kwargs); `tensors` are those leaves that are.
+        key: tells calls apart but for their tensors' values.
+        batched: flags the tensors whose first axis is the batch.
+        state: the key of the module's state when it was made.
+    """
+
+    entry: str
+    leaves: list
+    spec: object
+    tensors: list[torch.Tensor]
+    key: tuple
+    batched: tuple[bool, ...]
+    batch: int | None
+    state: object = None
+    values: Values | None = None
+
+    @property
+    def shapes(self) -> tuple:
+        return self.key[-1]
+
+    def pairs_with(self, other: "Call") -> bool:
+        """Whether both can run as one call of both batches: alike, and the same values where not batched."""
+        if (self.key, self.batched, self.state) != (other.key, other.batched, other.state):
+            return False
+        shared = [n for n, batched in enumerate(self.batched) if not batched]
+        if any(self.tensors[n] is not other.tensors[n] for n in shared):
+            return False
+        mine, theirs = self.values, other.values
+        if mine is None or theirs is None:
+            return mine is theirs
+        if mine.placed != theirs.placed or mine.numbers is not theirs.numbers:
+            return False
+        return all(_is_same(mine.versions[n], theirs.versions[n]) for n in shared)
+
+
+def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
+    """A call of a module's `entry(*args, **kwargs)`."""
+    if plan.decide is not None:
+        kwargs = {**kwargs, **plan.decide(signature.bind(*args, **kwargs).arguments)}
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+    key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
+    batched, batch = (False,) * len(tensors), None
+    if plan.batched:
+        bound = signature.bind(*args, **kwargs).arguments
+        named_batched = {id(t) for name in plan.batched for t in tree_leaves(bound.get(name))}
+        batched = tuple(id(t) in named_batched for t in tensors)
+        sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
+        batch = sizes.pop() if len(sizes) == 1 else None
+    return Call(entry, leaves, spec, tensors, key, batched, batch)
+
+
+def version_of(tensor: torch.Tensor):
+    """Changes when the tensor is written to: of a host tensor torch counts, a device tensor gets another array."""
+    return tensor.jax() if bridge.on_device(tensor) else tensor._version
+
+
+def _is_same(version, other) -> bool:
+    return version is other or (isinstance(version, int) and version == other)
+
+
+def _static(leaf):
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype.str, leaf.tobytes()
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return type(leaf), leaf

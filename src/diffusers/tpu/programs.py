@@ -1,0 +1,120 @@
+"""Programs: a call's trace, and the executable that is compiled of it when it first runs."""
+
+import hashlib
+import time
+import weakref
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from ..utils import logging
+from . import bridge
+from .calls import Call
+from .devices import compile_lowered
+from .sharding import named
+from .weights import PlacedWeights
+
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass
+class Program:
+    """The program of calls like one call, `branches` of them side by side.
+
+    Attributes:
+        traced: JAX's trace, until it is compiled.
+        function: what was traced; makes upstream's return value of flat output arrays.
+        compile_seconds: of the trace and the compilation.
+        calls: how often it ran.
+        avals: shapes and dtypes of one call's flat outputs.
+    """
+
+    name: str
+    entry: str
+    shapes: tuple
+    branches: int
+    mesh: Mesh
+    options: dict
+    traced: jax.stages.Traced | None
+    function: bridge.PureFunction
+    compile_seconds: float
+    compiled: jax.stages.Compiled | None = None
+    calls: int = 0
+    avals: list = field(default_factory=list)
+
+    def run(self, calls: list[Call]) -> list[list[jax.Array]]:
+        """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest."""
+        filled = [*calls, *[calls[-1]] * (self.branches - len(calls))]
+        values = calls[-1].values
+        self.calls += 1
+        outputs = self.compiled(values.weights, values.numbers, [call.values.inputs for call in filled])
+        return outputs[: len(calls)]
+
+    def compile(self, share: bool = False):
+        """Compile it. `share`: look whether another module has the same program, as two experts have."""
+        start = time.perf_counter()
+        lowered = self.traced.lower()
+        self.compiled = self._shared(lowered, self.options) if share else compile_lowered(lowered, self.options)
+        self.traced = None
+        self.compile_seconds += time.perf_counter() - start
+        logger.info(f"compiled {self.name}.{self.entry} in {self.compile_seconds:.1f} s")
+
+    def _shared(self, lowered: jax.stages.Lowered, options: dict) -> jax.stages.Compiled:
+        key = (hashlib.sha256(lowered.as_text().encode()).digest(), self.mesh, *options.items())
+        compiled = _executables.get(key)
+        if compiled is None:
+            compiled = _executables[key] = compile_lowered(lowered, options)
+        return compiled
+
+
+_executables = weakref.WeakValueDictionary()
+
+
+def trace_program(
+    function: bridge.PureFunction,
+    placed: PlacedWeights,
+    numbers: dict[str, np.ndarray],
+    call: Call,
+    branches: int,
+    name: str,
+    options: dict,
+) -> Program:
+    """The program of calls like this one, traced from shapes alone: nothing is placed, the mesh may be of chips elsewhere.
+
+    Args:
+        numbers: LoRA scales, of which only the shapes count.
+        branches: calls side by side on dp.
+    """
+    mesh, start = placed.mesh, time.perf_counter()
+    everywhere = named(mesh, PartitionSpec())
+    by_batch = named(mesh, PartitionSpec("dp"))
+    split = call.batch is not None and (branches * call.batch) % mesh.shape["dp"] == 0
+
+    def join(parts: tuple[jax.Array, ...], batched: bool) -> jax.Array:
+        joined = jnp.concatenate(parts) if batched and len(parts) > 1 else parts[0]
+        return jax.lax.with_sharding_constraint(joined, by_batch) if batched and split else joined
+
+    def program(weights, numbers, inputs):
+        joined = [join(parts, flag) for parts, flag in zip(zip(*inputs), call.batched)]
+        outputs = [jax.lax.with_sharding_constraint(x, everywhere) for x in function(weights, joined, numbers)]
+        if branches > 1 and any(x.shape[:1] != (branches * call.batch,) for x in outputs):
+            raise ValueError(
+                f"expected outputs of {name}.{call.entry} that lead with the batch {branches * call.batch}, got"
+                f" {[x.shape for x in outputs]}: this model cannot pair guidance calls, use a mesh with dp 1"
+            )
+        parts = [jnp.split(x, branches) if branches > 1 else [x] for x in outputs]
+        return [[part[branch] for part in parts] for branch in range(branches)]
+
+    numbers = {key: jax.ShapeDtypeStruct(n.shape, n.dtype, sharding=everywhere) for key, n in numbers.items()}
+    inputs = [jax.ShapeDtypeStruct(t.shape, bridge.numpy_dtype(t.dtype), sharding=everywhere) for t in call.tensors]
+    jitted = jax.jit(program, out_shardings=everywhere)
+    traced = jitted.trace(placed.avals, numbers, [inputs] * branches)
+    made = Program(
+        name, call.entry, call.shapes, branches, mesh, options, traced, function, time.perf_counter() - start
+    )
+    made.avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.out_info[0]]
+    return made

@@ -1,0 +1,36 @@
+"""What a trace of a module reads beside its arguments: written down, compared before each call, put back after a trace.
+
+A program is keyed by everything its trace read:
+
+| a trace reads | answer |
+|---|---|
+| attributes of every submodule, also in dicts and lists, of processors, hooks, configurations, closures of functions | `State.key` |
+| `training`, a `forward` put on an instance, hooks of torch, transformers and diffusers, methods replaced on a class | `State.key` |
+| scales of LoRA layers | arguments of the program (`State.numbers`): a changed scale compiles nothing |
+| names, shapes and dtypes of parameters and buffers | the key, by `weights`; their values are arguments |
+| tensors that are plain attributes | constants of the program: which tensor, and its version, are in `State.key` |
+| the process's attention backend, torch's default dtype | `process_key` |
+| what a forward writes: attributes (a VAE's feature cache), hooks that it installs | put back after the trace (`undone`) |
+| what hooks, processors or counters keep from call to call | no program can: the module runs eagerly (`Trace.lasting`) |
+| `functools.lru_cache` on upstream's classes and functions | bypassed during a trace: they would keep tracers |
+| random numbers | no program draws any: the module runs eagerly, and torch's CPU stream is drawn from |
+| autocast, `torch.backends` (TF32 and the like), gradient and inference mode | never: models compute in their own dtype, `TPUConfig` has precisions |
+| environment variables | upstream reads them when it is imported |
+"""
+
+from .reading import Entry, Number, State, is_entry, process_key, read, signature
+from .tracing import Trace, undone, without_caches
+
+
+__all__ = [
+    "Entry",
+    "Number",
+    "State",
+    "Trace",
+    "is_entry",
+    "process_key",
+    "read",
+    "signature",
+    "undone",
+    "without_caches",
+]

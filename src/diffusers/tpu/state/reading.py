@@ -1,0 +1,282 @@
+"""A module's Python state as a key: equal keys, equal traces."""
+
+import argparse
+import enum
+import functools
+import sys
+import types
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .containers import content, copy_of, differ, put_back
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+TENSORS = ("_parameters", "_buffers")
+# torch's own, of which a forward reads none but `training`; hooks and children are read where they belong.
+_TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
+# A block's own number says where it stands, not what it computes; accelerate's hook says where inputs go.
+_NOT_READ = frozenset({"layer_idx", "layer_index", "block_idx", "block_index", "_hf_hook", "__getstate__"})
+_PLAIN = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
+_LIBRARIES = frozenset({"torch", "jax", "jaxlib", "torchax", "numpy", "accelerate", "PIL", "tokenizers", "tqdm"})
+_READ_OF_PYTHON = (types.SimpleNamespace, argparse.Namespace)
+_UPSTREAM = frozenset({"diffusers", "transformers", "peft"})
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """An object that only itself is equal to; `version` where it counts its changes."""
+
+    thing: object
+    version: int = 0
+
+    def __eq__(self, other):
+        return isinstance(other, Held) and self.thing is other.thing and self.version == other.version
+
+    def __hash__(self):
+        return hash((id(self.thing), self.version))
+
+
+@dataclass(frozen=True, order=True)
+class Number:
+    """A number that travels as an argument: `scaling[adapter]` of the LoRA layer at `path`."""
+
+    path: str
+    adapter: str
+
+    def __str__(self):
+        return f"{self.path}/{self.adapter}"
+
+    def holder(self, module: torch.nn.Module) -> dict:
+        """The dict that has it, in the module that `path` is relative to."""
+        return module.get_submodule(self.path).scaling
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a runner put in a method's place: whose it is, and what stood there on the instance (None: the class's)."""
+
+    runner: object
+    own: object
+
+
+@dataclass
+class State:
+    """Everything in Python that a trace of one module reads, as it was when this was read.
+
+    Attributes:
+        key: equal for equal states; `numbers` are not in it.
+        numbers: scales of LoRA layers.
+        tensors: parameters and buffers by name, tied ones once.
+        containers, copies: everything that was read and can change in place, and what it held.
+        owners: of each container the module or class whose attributes it holds; None: it belongs to a hook, a processor or
+            another object of its own, or is held by one of a module's attributes.
+        foreign: of each container, whether such an object owns it.
+        of_tensors: dicts of parameters and buffers, and what they held. Compared by identity alone: tensors are large.
+        constants: tensors that are plain attributes, and their versions.
+    """
+
+    module: torch.nn.Module
+    key: Hashable = None
+    numbers: dict[Number, float] = field(default_factory=dict)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    containers: list = field(default_factory=list)
+    copies: list = field(default_factory=list)
+    owners: list = field(default_factory=list)
+    foreign: list[bool] = field(default_factory=list)
+    of_tensors: list[tuple[dict, dict]] = field(default_factory=list)
+    constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+
+    def same(self) -> bool:
+        """Whether nothing was changed since."""
+        now, before = ([id(t) for pair in self.of_tensors for t in pair[n].values()] for n in (0, 1))
+        if now != before or differ(self.containers, self.copies):
+            return False
+        return all(tensor._version == version for tensor, version in self.constants)
+
+    def changed(self) -> list[int]:
+        """Positions of containers that no longer hold what they held."""
+        pairs = enumerate(zip(self.containers, self.copies))
+        return [n for n, (now, before) in pairs if differ(now, before)]
+
+    def restore(self):
+        """Every container holds again what it held."""
+        for n in self.changed():
+            owner = self.owners[n]
+            put_back(self.containers[n], self.copies[n], owner if isinstance(owner, type) else None)
+        for tensors, before in self.of_tensors:
+            put_back(tensors, before)
+
+
+def read(module: torch.nn.Module) -> State:
+    """The state of a module and all that it holds."""
+    state = State(module)
+    state.key = _Reader(module, state).tree()
+    state.tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    return state
+
+
+def signature(block: torch.nn.Module) -> Hashable:
+    """What must agree between two blocks, beside weights and numbers, for one trace to stand for both.
+
+    Hooks of the block itself run around its traced forward, as the model calls it: they may differ.
+    """
+    return _Reader(block, State(block), hooks_of_root=False).tree()
+
+
+def process_key() -> Hashable:
+    """What a trace reads of the process."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    backend = dispatch and dispatch._AttentionBackendRegistry._active_backend
+    return backend, torch.get_default_dtype()
+
+
+class _Reader:
+    """One walk. An object met again is named by when it was met first, so that equal structures have equal keys."""
+
+    def __init__(self, root: torch.nn.Module, state: State, hooks_of_root: bool = True):
+        self.root, self.state, self.hooks_of_root = root, state, hooks_of_root
+        self.paths = {id(module): name for name, module in root.named_modules()}
+        self.met: dict[int, int] = {}
+        self.types: dict[type, Hashable] = {}
+        tuners = sys.modules.get("peft.tuners.tuners_utils")
+        self.tuner = () if tuners is None else tuners.BaseTunerLayer
+
+    def note(self, container, owner=None, foreign: bool = False):
+        self.state.containers.append(container)
+        self.state.copies.append(copy_of(container))
+        self.state.owners.append(owner)
+        self.state.foreign.append(foreign)
+
+    def tree(self) -> Hashable:
+        return tuple(self.module(path, module) for path, module in self.root.named_modules())
+
+    def module(self, path: str, module: torch.nn.Module) -> Hashable:
+        attributes = vars(module)
+        self.note(attributes, module)
+        for name in (*HOOKS, "_modules"):
+            self.note(attributes[name])
+        self.state.of_tensors += [(attributes[name], dict(attributes[name])) for name in TENSORS]
+        own = []
+        for name, value in attributes.items():
+            if is_entry(value):
+                value = value.tpu_entry.own
+            elif name in _TORCHS or name in _NOT_READ or name.startswith("_tpu_"):
+                continue
+            if name == "scaling" and isinstance(module, self.tuner):
+                own.append((name, self.scales(path, value)))
+            else:
+                own.append((name, self.value(value, False)))
+        own.sort(key=lambda item: item[0])
+        with_hooks = path or self.hooks_of_root
+        hooks = tuple(self.hook(module, k, n, f) for k in HOOKS for n, f in attributes[k].items() if with_hooks)
+        children = tuple((name, type(child)) for name, child in attributes["_modules"].items())
+        return path, self.type(type(module)), tuple(own), hooks, children
+
+    def hook(self, module: torch.nn.Module, kind: str, number: int, function) -> Hashable:
+        flags = tuple(number in getattr(module, f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called"))
+        return kind, flags, self.value(function, True)
+
+    def scales(self, path: str, scaling: dict) -> Hashable:
+        self.note(scaling)
+        self.state.numbers.update((Number(path, adapter), float(scale)) for adapter, scale in scaling.items())
+        return tuple(scaling)
+
+    def type(self, cls: type) -> Hashable:
+        """A class, and which of the methods and attributes that it has had it has now."""
+        if cls not in self.types:
+            bases = [base for base in cls.__mro__ if base is not object]
+            for base in bases:
+                if base not in self.types:
+                    self.note(vars(base), base)
+            self.types[cls] = tuple((Held(base), _class_version(base)) for base in bases)
+        return self.types[cls]
+
+    def value(self, x, foreign: bool) -> Hashable:
+        """`x` as what it is equal to. `foreign`: it belongs to an object that is no module."""
+        if type(x) is float:
+            return float, repr(x)
+        if isinstance(x, _PLAIN):
+            return type(x), x
+        if isinstance(x, torch.Tensor):
+            self.state.constants.append((x, x._version))
+            return Held(x, x._version)
+        if isinstance(x, (np.generic, np.ndarray)):
+            return type(x), x.dtype.str, x.shape, x.tobytes()
+        if isinstance(x, torch.nn.Module):
+            return ("module", self.paths[id(x)]) if id(x) in self.paths else Held(x)
+        if isinstance(x, types.MethodType):
+            return Held(x.__func__), self.value(x.__self__, True)
+        if isinstance(x, tuple):
+            return type(x), tuple(self.value(item, foreign) for item in x)
+        if id(x) in self.met:
+            return "met", self.met[id(x)]
+        self.met[id(x)] = len(self.met)
+        return self.collection(x, foreign)
+
+    def collection(self, x, foreign: bool) -> Hashable:
+        if isinstance(x, (dict, list, set)):
+            self.note(x, foreign=foreign)
+        if isinstance(x, dict):
+            return type(x), tuple((self.value(k, foreign), self.value(v, foreign)) for k, v in x.items())
+        if isinstance(x, list):
+            return type(x), tuple(self.value(item, foreign) for item in x)
+        if isinstance(x, (set, frozenset)):
+            return type(x), frozenset(self.value(item, foreign) for item in x)
+        return self.object(x)
+
+    def object(self, x) -> Hashable:
+        if isinstance(x, functools.partial):
+            return functools.partial, *(self.value(part, True) for part in (x.func, x.args, x.keywords))
+        if isinstance(x, types.FunctionType):
+            return self.function(x)
+        package = type(x).__module__.partition(".")[0]
+        opaque = package in _LIBRARIES or (package in sys.stdlib_module_names and not isinstance(x, _READ_OF_PYTHON))
+        if opaque or not hasattr(x, "__dict__") or type(x).__module__.startswith("diffusers.tpu"):
+            return Held(x)
+        self.note(vars(x), foreign=True)
+        own = sorted(((name, self.value(v, True)) for name, v in vars(x).items()), key=lambda item: item[0])
+        return self.type(type(x)), tuple(own)
+
+    def function(self, function: types.FunctionType) -> Hashable:
+        """Its code and what it has closed over; of a user's also what it names of its module and may write into."""
+        package, _, room = (function.__module__ or "").partition(".")
+        if package in _LIBRARIES or (package, room.partition(".")[0]) == ("diffusers", "tpu"):
+            return Held(function)
+        read = []
+        for cell in function.__closure__ or ():
+            self.note(cell, foreign=True)
+            read.append(self.value(content(cell), True))
+        if package not in _UPSTREAM:
+            read += self.globals(function)
+        defaults = self.value(function.__defaults__, True), self.value(function.__kwdefaults__, True)
+        return Held(function.__code__), tuple(read), defaults
+
+    def globals(self, function: types.FunctionType) -> list[Hashable]:
+        names = [name for name in function.__code__.co_names if name in function.__globals__]
+        values = {name: function.__globals__[name] for name in names}
+        if any(isinstance(value, (bool, int, float)) for value in values.values()):
+            self.note(function.__globals__, foreign=True)
+        read = (bool, int, float, str, dict, list, set)
+        return [self.value(value, True) for value in values.values() if isinstance(value, read)]
+
+
+def is_entry(value) -> bool:
+    """Whether this attribute of a module is a runner's way in: `value.tpu_entry` is an `Entry`."""
+    return isinstance(value, types.FunctionType) and hasattr(value, "tpu_entry")
+
+
+_classes: dict[type, list[dict]] = {}
+
+
+def _class_version(cls: type) -> int:
+    """Which of the states that this class's attributes were seen in this is."""
+    seen = _classes.setdefault(cls, [])
+    for number, attributes in enumerate(seen):
+        if not differ(vars(cls), attributes):
+            return number
+    seen.append(dict(vars(cls)))
+    return len(seen) - 1

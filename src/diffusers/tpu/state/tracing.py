@@ -1,0 +1,78 @@
+"""What a trace does to a module's Python state is undone whole; what would have lasted is told."""
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from .containers import rewritten
+from .reading import State
+
+
+@dataclass
+class Trace:
+    """What a trace did to the state.
+
+    Attributes:
+        lasting: containers that it changed so that the next call would see it: counters, what hooks and processors keep.
+        draws: how many times it drew random numbers.
+    """
+
+    lasting: list = field(default_factory=list)
+    draws: int = 0
+
+
+@contextlib.contextmanager
+def undone(state: State):
+    """Around a trace: what it wrote into attributes, dicts and hooks is put back. Gives a `Trace`, filled at the end.
+
+    A forward's scratch (a VAE's feature cache, hooks that transformers installs once) is of no consequence: the next
+    forward makes it again. What objects beside the modules keep is, and a number of a module's that was counted on.
+    """
+    trace = Trace()
+    try:
+        yield trace
+    finally:
+        for n in state.changed():
+            now, before, owner = state.containers[n], state.copies[n], state.owners[n]
+            shadowed = type(owner) if isinstance(owner, torch.nn.Module) else None
+            if state.foreign[n] or isinstance(owner, type) or rewritten(now, before, shadowed):
+                trace.lasting.append(now)
+        state.restore()
+
+
+@contextlib.contextmanager
+def without_caches(module: torch.nn.Module):
+    """Functions that upstream caches compute: `functools.lru_cache` on a class or a module would keep tracers."""
+    owners = {
+        base for m in module.modules() for base in type(m).__mro__ if base.__module__ not in ("builtins", "torch")
+    }
+    owners |= {value for name, value in sys.modules.items() if name.startswith("diffusers.models.")}
+    owners |= {sys.modules[o.__module__] for o in owners if isinstance(o, type) and o.__module__ in sys.modules}
+    replaced = []
+    for owner in owners:
+        for name, value in list(vars(owner).items()):
+            plain = _uncached(value)
+            if plain is not None:
+                setattr(owner, name, plain)
+                replaced.append((owner, name, value))
+    try:
+        yield
+    finally:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
+
+
+def _uncached(value) -> Callable | None:
+    """The function behind a cache, also where a wrapper chooses between both; None for anything else."""
+    if isinstance(value, functools._lru_cache_wrapper):
+        return value.__wrapped__
+    if isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
+        for cell in value.__closure__ or ():
+            if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
+                return cell.cell_contents.__wrapped__
+    return None

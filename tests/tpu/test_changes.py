@@ -1,0 +1,403 @@
+"""Oracle: the same module in torch, changed the same way. What a user changes after a first call is what the next call computes.
+
+Each case is a change that upstream sees. A change of a number that is an argument compiles nothing.
+"""
+
+import contextlib
+import copy
+import functools
+
+import peft
+import pytest
+import torch
+
+from conftest import relative
+from diffusers.tpu import bridge
+from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.runner import Runner
+from diffusers.tpu.sharding import ModelPlan
+
+
+WIDTH, BLOCKS = 8, 4
+
+
+class Processor:
+    def __init__(self):
+        self.strength = 1.0
+
+    def __call__(self, x):
+        return x * self.strength
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.to_q, self.norm = torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.processor = Processor()
+
+    def forward(self, x):
+        return self.processor(self.to_q(self.norm(x)))
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn, self.gates, self.act = Attention(), {"in": 1.0, "out": [0.5]}, torch.nn.SiLU()
+
+    def forward(self, x, c):
+        return x + self.act(self.attn(x) + c) * self.gates["in"] * self.gates["out"][0]
+
+
+class Model(torch.nn.Module):
+    """Equal blocks in a loop, as upstream's denoisers are."""
+
+    _repeated_blocks = ["Block"]
+    gain = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.dropped = torch.nn.Dropout(0.5)
+
+    def forward(self, hidden_states, context):
+        x = hidden_states
+        for block in self.blocks:
+            x = block(x, context)
+        return self.dropped(x) * self.gain
+
+
+@pytest.fixture(params=[(1, 1, 1), (2, 2, 2)], ids=str)
+def both(request, make_mesh):
+    """A model on the chips, the same one in torch, and a function that calls both on fresh inputs: their difference."""
+    theirs = Model().eval()
+    ours = copy.deepcopy(theirs)
+    runner = Runner(ours, ModelPlan(), make_mesh(*request.param), TPUConfig())
+    runner.attach()
+
+    def differ() -> float:
+        x, c = torch.randn(2, 3, WIDTH), torch.randn(WIDTH)
+        with torch.no_grad():
+            return relative(ours(x, c), theirs(x, c))
+
+    assert differ() < 1e-6
+    return ours, theirs, runner, differ
+
+
+def replaced_processor(model):
+    model.blocks[1].attn.processor = Processor()
+    model.blocks[1].attn.processor.strength = 3.0
+
+
+def own_forward(model):
+    block = model.blocks[2]
+    block.forward = lambda x, c: x - c
+
+
+def hooked(model, path="blocks.1.attn.norm"):
+    return model.get_submodule(path).register_forward_hook(lambda module, args, output: output * 2)
+
+
+def doubled_data(model):
+    for p in model.parameters():
+        p.data.mul_(2)
+
+
+CHANGES = {
+    "attribute of a submodule": lambda m: setattr(m.blocks[2].attn.norm, "eps", 0.5),
+    "attribute of every block": lambda m: [setattr(b.attn.norm, "eps", 0.5) for b in m.blocks],
+    "a number in a dict": lambda m: m.blocks[1].gates.update({"in": 2.0}),
+    "a number in a list in a dict": lambda m: m.blocks[3].gates["out"].__setitem__(0, 7.0),
+    "a processor's setting": lambda m: setattr(m.blocks[0].attn.processor, "strength", 4.0),
+    "another processor": replaced_processor,
+    "a forward of one instance": own_forward,
+    "a hook inside of one block": hooked,
+    "a hook on one block": lambda m: hooked(m, "blocks.2"),
+    "an activation of one block": lambda m: setattr(m.blocks[1], "act", torch.nn.GELU()),
+    "a submodule of another kind": lambda m: setattr(m.blocks[1].attn, "norm", torch.nn.Identity()),
+    "a block less": lambda m: m.blocks.pop(1),
+    "a module replaced by its like": lambda m: setattr(m.blocks[1].attn.to_q, "weight", m.blocks[0].attn.to_q.weight),
+    "a plain attribute of the class": lambda m: setattr(m, "gain", 2.0),
+    "written through .data": doubled_data,
+    "another tensor as .data": lambda m: setattr(m.blocks[0].attn.to_q.weight, "data", torch.ones(WIDTH, WIDTH)),
+}
+
+
+def test_every_change_after_a_first_call_is_seen(both):
+    """One after the other, on the same model."""
+    ours, theirs, runner, differ = both
+    for name, change in CHANGES.items():
+        change(ours)
+        change(theirs)
+        assert differ() < 1e-6, name
+    assert not runner.eager
+
+
+def test_what_comes_back_is_not_compiled_again(both):
+    ours, theirs, runner, differ = both
+    hooks = [hooked(m) for m in (ours, theirs)]
+    for m in (ours, theirs):
+        m.blocks[2].attn.processor.strength = 4.0
+    assert differ() < 1e-6 and runner.compilations == 2
+    for m, hook in zip((ours, theirs), hooks):
+        hook.remove()
+        m.blocks[2].attn.processor.strength = 1.0
+    assert differ() < 1e-6 and runner.compilations == 2
+
+
+def test_a_method_replaced_on_the_class_is_seen(both, monkeypatch):
+    ours, theirs, runner, differ = both
+    monkeypatch.setattr(Block, "forward", lambda self, x, c: x * c)
+    assert differ() < 1e-6
+    monkeypatch.setattr(Model, "forward", lambda self, hidden_states, context: hidden_states + context)
+    assert differ() < 1e-6
+
+
+class Keeping:
+    """As an attention store: keeps what passes, and counts."""
+
+    def __init__(self):
+        self.kept, self.calls = [], 0
+
+    def __call__(self, x):
+        self.kept.append(x)
+        self.calls += 1
+        return x * self.calls
+
+
+def test_what_is_kept_from_call_to_call_is_the_values_and_each_call_sees_the_last(both):
+    ours, theirs, runner, differ = both
+    stores = [Keeping(), Keeping()]
+    for m, store in zip((ours, theirs), stores):
+        m.blocks[1].attn.processor = store
+    compiled = runner.compilations
+    for _ in range(3):
+        assert differ() < 1e-6
+    assert [store.calls for store in stores] == [3, 3] and runner.compilations == compiled
+    for kept, oracle in zip(*(store.kept for store in stores)):
+        assert relative(bridge.from_numpy(kept.jax()) if bridge.on_device(kept) else kept, oracle) < 1e-6
+    for m in (ours, theirs):
+        m.blocks[1].attn.processor = Processor()
+    assert differ() < 1e-6 and runner.compilations == compiled  # as before: the first program again
+
+
+def test_hooks_that_keep_outputs_in_names_of_the_script(both):
+    ours, theirs, runner, differ = both
+    kept = {}
+    for name, m in (("ours", ours), ("theirs", theirs)):
+        m.blocks[2].register_forward_hook(
+            lambda module, args, output, name=name: kept.setdefault(name, []).append(output)
+        )
+    for _ in range(2):
+        assert differ() < 1e-6
+    for one, oracle in zip(kept["ours"], kept["theirs"], strict=True):
+        assert relative(bridge.from_numpy(one.jax()), oracle) < 1e-6
+
+
+def test_a_decision_by_a_value_and_random_numbers_run_eagerly(both):
+    ours, theirs, runner, differ = both
+    for m in (ours, theirs):
+        m.blocks[0].forward = lambda x, c: x if x.mean() > 0 else x * c
+    for _ in range(4):
+        assert differ() < 1e-6
+    assert "decides by a value (test_changes.py, line" in runner.eager[0]
+    for m in (ours, theirs):
+        m.blocks[0].forward = lambda x, c: x + torch.randn(x.shape, device=x.device)
+    for _ in range(2):
+        x, c = torch.randn(2, 3, WIDTH), torch.randn(WIDTH)
+        results = []
+        for m in (ours, theirs):
+            torch.manual_seed(5)
+            with torch.no_grad():
+                results.append(m(x, c))
+        assert relative(*results) < 1e-6
+
+
+# LoRA, through peft
+
+
+def adapted(model, name: str, targets: list[str], seed: int):
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=targets, init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model, name)
+
+
+def set_scales(model, **scales: float):
+    for layer in (m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)):
+        layer.set_adapter([*scales])
+        for name, scale in scales.items():
+            layer.set_scale(name, scale)
+
+
+def layers(model):
+    return [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
+
+
+def test_lora(both):
+    ours, theirs, runner, differ = both
+    for m in (ours, theirs):
+        adapted(m, "a", ["to_q"], 1)
+        adapted(m, "b", ["blocks.1.attn.to_q"], 2)
+        set_scales(m, a=1.0)
+        m.eval()
+    assert differ() < 1e-6
+    compiled = runner.compilations
+    for scale in (0.25, 0.0, -2.0, 1.5):
+        for m in (ours, theirs):
+            set_scales(m, a=scale)
+        assert differ() < 1e-6 and runner.compilations == compiled, scale
+    for m in (ours, theirs):  # of one block
+        layers(m)[2].set_scale("a", 3.0)
+    assert differ() < 1e-6 and runner.compilations == compiled
+    for m in (ours, theirs):  # hot-swap: other weights of the same shape
+        for layer in layers(m):
+            layer.lora_B["a"].weight.data.copy_(layer.lora_B["a"].weight.flip(0))
+    assert differ() < 1e-6 and runner.compilations == compiled
+    for change in (
+        lambda layer: layer.enable_adapters(False),
+        lambda layer: layer.enable_adapters(True),
+        lambda layer: layer.merge(),
+        lambda layer: layer.unmerge(),
+        lambda layer: layer.set_adapter(["a", "b"]) if "b" in layer.lora_A else None,
+        lambda layer: layer.delete_adapter("b"),
+        lambda layer: layer.scale_layer(0.5),
+    ):
+        for m in (ours, theirs):
+            for layer in layers(m):
+                change(layer)
+        assert differ() < 1e-6
+
+
+def test_a_number_that_decides_is_a_constant(both):
+    ours, theirs, runner, differ = both
+
+    def forward(self, x):
+        scale = self.scaling["a"]
+        return self.base_layer(x) * (scale if scale > 0.5 else 2.0)
+
+    for m in (ours, theirs):
+        adapted(m, "a", ["to_q"], 1)
+        for layer in layers(m):
+            layer.forward = functools.partial(forward, layer)
+        m.eval()
+    for scale in (0.1, 0.7, 0.1):
+        for m in (ours, theirs):
+            set_scales(m, a=scale)
+        assert differ() < 1e-6
+
+
+# Values that wait
+
+
+@contextlib.contextmanager
+def resident(runner):
+    env = bridge.environment()
+    with env.override_property(mesh=runner.mesh), env, torch.no_grad():
+        yield env
+
+
+def guided(module, guide, x, c):
+    """A denoiser called once per branch, as guiders do, which change the module in between."""
+    results = []
+    for branch in range(3):
+        with guide(module, branch):
+            results.append(module(x, c + branch))
+    return results[0] + 3.0 * (results[0] - results[1]) - 0.5 * results[2]
+
+
+@contextlib.contextmanager
+def skipping(module, branch):
+    """Layer skip in the third branch alone: gone when its value is needed."""
+    block = module.blocks[1]
+    if branch == 2:
+        block.forward = lambda x, c: x
+    try:
+        yield
+    finally:
+        vars(block).pop("forward", None)
+
+
+@contextlib.contextmanager
+def nothing(module, branch):
+    yield
+
+
+@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize("guide", [nothing, skipping])
+def test_three_branches(make_mesh, dp, guide):
+    theirs = Model().eval()
+    ours = copy.deepcopy(theirs)
+    runner = Runner(ours, ModelPlan(batched=("hidden_states", "context")), make_mesh(dp, 1, 1), TPUConfig())
+    runner.attach()
+    for _ in range(2):
+        x, c = torch.randn(1, 3, WIDTH), torch.randn(1, 1, WIDTH)
+        with torch.no_grad():
+            oracle = guided(theirs, guide, x, c)
+        with resident(runner) as env:
+            result = bridge.from_numpy(guided(ours, guide, env.moved(x), env.moved(c)).jax())
+        assert relative(result, oracle) < 1e-6
+    assert runner.compilations == (1 if guide is nothing else 2)
+
+
+def test_writes_in_place_while_a_call_waits(make_mesh):
+    theirs = Model().eval()
+    ours = copy.deepcopy(theirs)
+    runner = Runner(ours, ModelPlan(batched=("hidden_states",)), make_mesh(2, 1, 1), TPUConfig())
+    runner.attach()
+    x, c = torch.randn(1, 3, WIDTH), torch.randn(WIDTH)
+
+    def twice(module, x, c):
+        a = module(x, c)
+        x.mul_(2)
+        c.add_(1)  # shared: the second call is another one
+        return a, module(x, c)
+
+    with torch.no_grad():
+        oracles = twice(theirs, x.clone(), c.clone())
+    with resident(runner) as env:
+        for made in (lambda t: env.moved(t.clone()), torch.clone):  # on the chips, and on the host
+            for result, oracle in zip(twice(ours, made(x), made(c)), oracles):
+                assert relative(bridge.from_numpy(result.jax()), oracle) < 1e-6
+
+
+class Between(torch.nn.Module):
+    """Does things to what its blocks share, or gives them one value twice."""
+
+    _repeated_blocks = ["Block"]
+
+    def __init__(self, loop):
+        super().__init__()
+        self.blocks, self.loop = torch.nn.ModuleList(Block() for _ in range(BLOCKS)), loop
+
+    def forward(self, x, c):
+        return self.loop(self.blocks, x, c.clone())
+
+
+def writes_between(blocks, x, c):
+    for block in blocks:
+        x = block(x, c)
+        c.mul_(0.5)
+    return x
+
+
+def writes_a_part_between(blocks, x, c):
+    for block in blocks:
+        x = block(x, c)
+        c[0] = 3.0
+    return x
+
+
+def one_value_twice(blocks, x, c):
+    x = blocks[0](x, c)
+    for block in blocks[1:]:
+        x = block(x, x)
+    return x
+
+
+@pytest.mark.parametrize("loop", [writes_between, writes_a_part_between, one_value_twice])
+def test_blocks_see_the_values_of_their_call(make_mesh, loop):
+    model = Between(loop).eval()
+    x, c = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
+    with torch.no_grad():
+        theirs = model(x, c)
+        Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
+        assert relative(model(x, c), theirs) < 1e-6
