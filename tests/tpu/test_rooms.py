@@ -16,6 +16,7 @@ ORDER = [
     "files",
     "config",
     "devices",
+    "idioms",
     "checkpoint",
     "mesh",
     "sharding",

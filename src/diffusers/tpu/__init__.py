@@ -1,6 +1,6 @@
 """diffusers on TPU: the public face. Importing this module imports neither JAX nor torchax and needs no TPU.
 
-`mapped` and `takes` are what the patched upstream files call; everything else is for users:
+What the patched upstream files call says so ("the seam of"); everything else is for users:
 
     install(pipe)      run this pipeline's models on the TPU        uninstall(pipe)   undo it, the pipeline as it was
     is_active()        is the TPU path in use in this process?      report(pipe)      compilations, seconds, bytes
@@ -10,12 +10,34 @@ from .config import ACCELERATORS, TPUConfig, read_environment
 from .devices import find_target
 
 
-__all__ = ["TPUConfig", "install", "is_active", "loading", "mapped", "report", "takes", "uninstall", "waiting"]
+__all__ = [
+    "TPUConfig",
+    "attention_backend",
+    "awake",
+    "install",
+    "is_active",
+    "loading",
+    "mapped",
+    "refuses_quantized",
+    "report",
+    "takes",
+    "uninstall",
+    "waiting",
+    "waives",
+]
 
 
 def is_active() -> bool:
     """Whether pipelines of this process run on the TPU path (a TPU is here, or `DIFFUSERS_TPU=cpu` simulates one)."""
     return find_target(read_environment()) is not None
+
+
+def awake():
+    """The seam of `import diffusers`: where the path is active, the idioms of scripts for CUDA are answered."""
+    if is_active():
+        from . import idioms
+
+        idioms.on()
 
 
 def mapped(device_map):
@@ -40,13 +62,36 @@ def takes(*args, **kwargs) -> bool:
     return (isinstance(device, int) or str(device).split(":")[0] in ACCELERATORS) and is_active()
 
 
+def waives(idiom: str, device="cuda") -> bool:
+    """The seam of idioms that have no meaning on a TPU: whether this one is to do nothing, as it is about a device that we
+    stand for; says so once."""
+    if not takes(device):
+        return False
+    from .idioms import said
+
+    said.waived(idiom)
+    return True
+
+
+def refuses_quantized(method: str):
+    """The seam where a quantizer is made. Raises NotImplementedError on the TPU path for those that need a GPU."""
+    if is_active():
+        from .idioms import refusing
+
+        refusing.refuse_quantizer(method)
+
+
 def loading(load, device_map=None):
-    """The seam where a pipeline loads a model: a `from_pretrained` that names missing weights in an error."""
-    if device_map is not None or not is_active():
+    """The seam where a pipeline loads a model: a `from_pretrained` that names missing weights in an error.
+
+    It raises NotImplementedError for quantization that needs a GPU.
+    """
+    if not is_active():
         return load
     from . import checkpoint
+    from .idioms import refusing
 
-    return checkpoint.checked(load)
+    return refusing.before_loading(load if device_map is not None else checkpoint.checked(load))
 
 
 def waiting(tensor):
@@ -56,6 +101,20 @@ def waiting(tensor):
     from . import checkpoint
 
     return checkpoint.waiting(tensor)
+
+
+def attention_backend(name: str) -> str:
+    """The seam where a name becomes an attention backend: on the TPU path those of packages for GPUs mean our kernel."""
+    name = getattr(name, "value", name)
+    if name == "native" or name.startswith("tpu") or not is_active():
+        return name
+    from .idioms import said
+
+    said.once(
+        "attention_backend",
+        f"attention backend {name!r}: on the TPU path attention is the TPU kernel, whatever backend",
+    )
+    return "native"
 
 
 def install(pipeline, config: TPUConfig | None = None):

@@ -21,6 +21,7 @@ from . import bridge, is_active
 from .config import ACCELERATORS, TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
 from .host import HostModel
+from .idioms import said
 from .mesh import make_mesh, plan_degrees
 from .residency import Residency
 from .runner import Runner
@@ -251,7 +252,7 @@ class TPUPipelineMixin:
         if dtype is not None:
             super().to(dtype, **rest)
         if device == "cpu":
-            logger.info("leaving the TPU path for the CPU; .to('cuda') or .to('tpu') comes back")
+            said.once("to_cpu", ".to('cpu'): the pipeline leaves the TPU and runs on the host; .to('cuda') comes back")
             return uninstall(self)
         if device is not None and device not in ACCELERATORS:
             raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")

@@ -24,6 +24,7 @@ from .branches import Branches
 from .calls import Call, Values
 from .config import TPUConfig
 from .devices import GENERATION_OF_DEVICE_KIND, compiler_options
+from .idioms.refusing import without_gradients
 from .programs import Program, trace_program
 from .residency import Residency
 from .sharding import ModelPlan, named
@@ -119,7 +120,7 @@ class Runner:
         def run(*args, **kwargs):
             if bridge.tracing():
                 return self._method(name, entry)(*args, **kwargs)
-            return self.run(name, args, kwargs)
+            return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
 
         run.__signature__ = self._signatures[name]
         run.tpu_entry = entry
