@@ -5,7 +5,6 @@ import torch
 from cards import Card, Limits
 
 
-PIPELINES = "pipelines"
 CALL = '\nimage = pipeline("a photo of an astronaut riding a horse on mars").images[0]\n'
 VIDEO_CALL = '\nvideo = pipe("a panda").frames[0]\nexport_to_video(video, "output.mp4", fps=8)\n'
 WAN_T2V = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
@@ -91,3 +90,6 @@ CARDS = [
     Card("hooks/first_block_cache.py"),
     Card("pipelines/kandinsky2_2/pipeline_kandinsky2_2.py"),
 ]
+
+# In the fast set: the commonest way of a video and of a picture.
+FAST = [card for card in CARDS if card.name in ("wan", "flux")]

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import io
 import os
 import re
 import sys
@@ -24,13 +23,13 @@ import types
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import imageio
 import numpy as np
 import PIL.Image
 import requests
 import torch
 
 import diffusers
+import web
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.tpu.pipeline import tpu_class
@@ -75,7 +74,10 @@ class Card:
 
     @property
     def name(self) -> str:
-        suffix = [*([str(self.number)] if self.number else []), *(name.split("/")[-1] for name in self.renamed.values())]
+        suffix = [
+            *([str(self.number)] if self.number else []),
+            *(name.split("/")[-1] for name in self.renamed.values()),
+        ]
         return "-".join([Path(self.source).stem.removeprefix("pipeline_"), *suffix])
 
     def script(self) -> str:
@@ -136,51 +138,6 @@ def in_float32(script: str) -> str:
     return re.sub(r"torch\.b?float16\b", "torch.float32", script)
 
 
-@functools.cache
-def _picture(address: str) -> bytes:
-    """A picture of large and small shapes, another one for each address."""
-    coarse = np.random.randint(0, 256, (6, 8, 3), np.uint8)
-    fine = np.random.randint(-20, 20, (96, 128, 3))
-    large = np.asarray(PIL.Image.fromarray(coarse).resize((128, 96), PIL.Image.Resampling.BICUBIC), int)
-    out = io.BytesIO()
-    PIL.Image.fromarray(np.clip(large + fine, 0, 255).astype(np.uint8)).save(out, "PNG")
-    return out.getvalue()
-
-
-@functools.cache
-def _clip(address: str) -> bytes:
-    frames = [np.asarray(PIL.Image.open(io.BytesIO(_picture(f"{address} {n}")))) for n in range(12)]
-    kind = Path(address).suffix
-    settings = {"fps": 8, "macro_block_size": 1} if kind == ".mp4" else {}
-    return imageio.mimwrite("<bytes>", frames, format=kind, **settings)
-
-
-class _Answer:
-    """What `requests.get` returns."""
-
-    status_code = 200
-
-    def __init__(self, content: bytes):
-        self.content, self.raw = content, io.BytesIO(content)
-
-    def raise_for_status(self): ...
-
-    def iter_content(self, chunk_size: int = 8192):
-        yield self.content
-
-
-def _get(url, *args, **kwargs):
-    address = url.split("?")[0]
-    return _Answer(_clip(address) if address.endswith((".mp4", ".gif")) else _picture(address))
-
-
-def _canny(image, low: float, high: float):
-    """White where neighbours differ, for scripts that ask OpenCV for edges."""
-    grey = image.astype(np.float32).mean(-1)
-    steep = np.abs(np.diff(grey, axis=0, prepend=grey[:1])) + np.abs(np.diff(grey, axis=1, prepend=grey[:, :1]))
-    return np.where(steep > low / 4, 255, 0).astype(np.uint8)
-
-
 def _smaller(value, limits: Limits):
     """A picture, or a clip of pictures, among a call's arguments, of sides and length within the limits."""
     if isinstance(value, PIL.Image.Image) and max(value.size) > limits.pixels:
@@ -228,12 +185,11 @@ def _values(value) -> list:
 
 @dataclass
 class Ran:
-    """What a script left: arrays by the name of the variable, tensors before they became pictures, files, its variables."""
+    """What a script left: arrays by the name of the variable, tensors before they became pictures, files."""
 
     values: dict
     pixels: list
     files: dict
-    names: dict
 
     def shapes(self) -> dict:
         return {name: [array.shape for array in arrays] for name, arrays in self.values.items()}
@@ -259,9 +215,9 @@ def distance(ours: Ran, oracle: Ran) -> float:
 def surroundings(monkeypatch, limits: Limits, pixels: list):
     """What scripts find: addresses that answer, pipelines within the limits; float pictures are kept in `pixels`."""
     with monkeypatch.context() as patch:
-        patch.setattr(requests, "get", _get)
+        patch.setattr(requests, "get", web.get)
         if importlib.util.find_spec("cv2") is None:
-            patch.setitem(sys.modules, "cv2", types.SimpleNamespace(Canny=_canny))
+            patch.setitem(sys.modules, "cv2", types.SimpleNamespace(Canny=web.canny))
 
         def kept(post):
             @functools.wraps(post)
@@ -290,7 +246,7 @@ def surroundings(monkeypatch, limits: Limits, pixels: list):
 def run(script: str, card: Card, monkeypatch, folder: Path, seed: int) -> Ran:
     """Execute a script in `folder`, from this seed of torch's."""
     folder.mkdir()
-    (folder / "snowy_mountains.png").write_bytes(_picture("snowy_mountains.png"))
+    (folder / "snowy_mountains.png").write_bytes(web.picture("snowy_mountains.png"))
     before, pixels = os.listdir(folder), []
     torch.manual_seed(seed)
     names = {"__name__": "__main__", **card.given}
@@ -299,4 +255,4 @@ def run(script: str, card: Card, monkeypatch, folder: Path, seed: int) -> Ran:
         exec(compile(script, card.name, "exec"), names)
     values = {name: _values(value) for name, value in names.items()}
     files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name not in before}
-    return Ran({name: arrays for name, arrays in values.items() if arrays}, pixels, files, names)
+    return Ran({name: arrays for name, arrays in values.items() if arrays}, pixels, files)

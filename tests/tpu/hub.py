@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model_state_dict
 
 import tiny_images as images
 import tiny_parts as parts
+import tiny_unets as unets
 import tiny_videos as videos
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
 
@@ -22,7 +23,7 @@ def lora_xl(name: str):
     """A writer of a LoRA of SDXL's UNet in a file of this name."""
 
     def write(folder: Path):
-        unet = images.unet_xl()
+        unet = unets.unet_xl()
         unet.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
         StableDiffusionXLPipeline.save_lora_weights(folder, get_peft_model_state_dict(unet), weight_name=name)
 
@@ -65,17 +66,17 @@ MAKERS = {
     "stabilityai/stable-video-diffusion-img2vid-xt": videos.svd,
     "guoyww/animatediff-motion-adapter-v1-5-2": videos.motion_adapter,
     "maxin-cn/Latte-1": videos.latte,
-    "stable-diffusion-v1-5/stable-diffusion-v1-5": images.sd,
-    "frankjoshua/toonyou_beta6": images.sd,
-    "SG161222/Realistic_Vision_V5.1_noVAE": images.sd,
-    "CompVis/stable-diffusion-v1-4": images.sd,
-    "SimianLuo/LCM_Dreamshaper_v7": images.lcm,
-    "lllyasviel/sd-controlnet-canny": images.controlnet,
-    "TencentARC/t2iadapter_color_sd14v1": images.adapter,
-    "stabilityai/stable-diffusion-xl-base-1.0": images.sdxl,
-    "stabilityai/stable-diffusion-xl-refiner-1.0": images.sdxl_refiner,
-    "diffusers/sdxl-instructpix2pix-768": images.sdxl_pix2pix,
-    "diffusers/controlnet-canny-sdxl-1.0": images.sdxl_controlnet,
+    "stable-diffusion-v1-5/stable-diffusion-v1-5": unets.sd,
+    "frankjoshua/toonyou_beta6": unets.sd,
+    "SG161222/Realistic_Vision_V5.1_noVAE": unets.sd,
+    "CompVis/stable-diffusion-v1-4": unets.sd,
+    "SimianLuo/LCM_Dreamshaper_v7": unets.lcm,
+    "lllyasviel/sd-controlnet-canny": unets.controlnet,
+    "TencentARC/t2iadapter_color_sd14v1": unets.adapter,
+    "stabilityai/stable-diffusion-xl-base-1.0": unets.sdxl,
+    "stabilityai/stable-diffusion-xl-refiner-1.0": unets.sdxl_refiner,
+    "diffusers/sdxl-instructpix2pix-768": unets.sdxl_pix2pix,
+    "diffusers/controlnet-canny-sdxl-1.0": unets.sdxl_controlnet,
     "madebyollin/sdxl-vae-fp16-fix": parts.kl,
     "nerijs/pixel-art-xl": pixel_art,
     "jbilcke-hf/sdxl-cinematic-1": cinematic,
@@ -96,8 +97,8 @@ MAKERS = {
     "fal/AuraFlow": images.auraflow,
     "Z-a-o/Z-Image-Turbo": images.z_image,
     "THUDM/CogView4-6B": images.cogview4,
-    "kandinsky-community/kandinsky-2-2-prior": images.kandinsky22_prior,
-    "kandinsky-community/kandinsky-2-2-decoder": images.kandinsky22,
+    "kandinsky-community/kandinsky-2-2-prior": unets.kandinsky22_prior,
+    "kandinsky-community/kandinsky-2-2-decoder": unets.kandinsky22,
 }
 HALVES = ("stabilityai/stable-diffusion-xl-base-1.0", "stabilityai/stable-video-diffusion-img2vid-xt")
 

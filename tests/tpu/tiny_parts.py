@@ -71,7 +71,9 @@ def _byte_pairs() -> str:
         show_progress=False,
     )
     families = ("wan", "hunyuan_video", "qwenimage", "flux")
-    tokenizer.train([str(path) for family in families for path in sorted((folder / family).glob("pipeline_*.py"))], trainer)
+    tokenizer.train(
+        [str(path) for family in families for path in sorted((folder / family).glob("pipeline_*.py"))], trainer
+    )
     return tokenizer.to_str()
 
 
@@ -126,14 +128,21 @@ def clip_images() -> CLIPImageProcessor:
 
 
 def safety_checker() -> StableDiffusionSafetyChecker:
-    text = CLIPTextConfig(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    text = CLIPTextConfig(
+        vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
     config = CLIPConfig(vision_config=_clip_vision_config(16).to_dict(), text_config=text.to_dict(), projection_dim=16)
     return StableDiffusionSafetyChecker(config).eval()
 
 
 def siglip(width: int = 16) -> SiglipVisionModel:
     config = SiglipVisionConfig(
-        hidden_size=width, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+        hidden_size=width,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
     )
     return SiglipVisionModel(config).eval()
 
@@ -209,4 +218,6 @@ def kl(channels: int = 4, **changes) -> AutoencoderKL:
 
 def kl16(**changes) -> AutoencoderKL:
     """As FLUX.1 and Stable Diffusion 3 have it."""
-    return kl(16, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False, **changes)
+    return kl(
+        16, scaling_factor=0.3611, shift_factor=0.1159, use_quant_conv=False, use_post_quant_conv=False, **changes
+    )

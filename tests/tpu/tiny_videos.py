@@ -1,5 +1,7 @@
 """Tiny random video pipelines of published kinds: components and settings as the published repositories have them."""
 
+from transformers import ByT5Tokenizer
+
 import tiny_parts as parts
 import tiny_wan
 from diffusers import (
@@ -38,14 +40,13 @@ from diffusers import (
     SkyReelsV2Pipeline,
     SkyReelsV2Transformer3DModel,
     StableVideoDiffusionPipeline,
-    UniPCMultistepScheduler,
     UNetSpatioTemporalConditionModel,
+    UniPCMultistepScheduler,
     WanImageToVideoPipeline,
     WanPipeline,
     WanVACEPipeline,
     WanVACETransformer3DModel,
 )
-from transformers import ByT5Tokenizer
 
 
 WIDTH = parts.WIDTH
@@ -166,7 +167,9 @@ def hunyuan15_i2v():
     )
 
 
-def cogvideox(cls=CogVideoXPipeline, scheduler=CogVideoXDDIMScheduler, inputs: int = 4, rotary: bool = True, **changes):
+def cogvideox(
+    cls=CogVideoXPipeline, scheduler=CogVideoXDDIMScheduler, inputs: int = 4, rotary: bool = True, **changes
+):
     return cls(
         tokenizer=parts.t5_tokenizer(226), text_encoder=parts.t5(),
         vae=AutoencoderKLCogVideoX(

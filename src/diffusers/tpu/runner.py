@@ -39,6 +39,7 @@ _READS_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
+    bridge.ValueRead,
 )
 
 _looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)

@@ -42,7 +42,6 @@ class Environment(_Environment):
 
     def __init__(self):
         super().__init__()
-        self._depth = 0
         self.draws = 0  # of random numbers, so far
 
     def enable_torch_modes(self):
