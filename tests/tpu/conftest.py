@@ -13,6 +13,7 @@ import torch
 
 # Before any test starts JAX: eight simulated chips, and no probe for a TPU.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; no test asks the network
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 ROOT = Path(__file__).resolve().parents[2]
