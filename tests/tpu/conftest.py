@@ -14,6 +14,7 @@ import torch
 # Before any test starts JAX: eight simulated chips, no probe for a TPU, and programs that run once or twice compiled
 # without what pays later only (of a tiny Wan: 6 s of processor time instead of 23).
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported; no test asks the network
 GIVEN_FLAGS = os.environ.get("XLA_FLAGS", "")
 QUICK_FLAGS = {
     "xla_force_host_platform_device_count": 8,

@@ -37,6 +37,7 @@ _READS_A_VALUE = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
+    bridge.ValueRead,
 )
 
 _looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)
@@ -81,6 +82,7 @@ class Runner:
         self._numbers: dict[str, jax.Array] | None = None
         self._numbers_are_read = False
         self._eager: dict[tuple, str] = {}
+        self._once: list = []
         self._lasting: list = []
 
     def attach(self):
@@ -278,13 +280,21 @@ class Runner:
                 return self._cannot(call, key, f"it decides by a value ({_line_of(error)})")
             trace = program.function.trace
             if trace.lasting:
-                self._lasting += trace.lasting
-                self._plan_anew()
-                return self._cannot(call, key, "hooks, processors or counters keep something from call to call")
+                return self._run_once_or_for_good(call, key, trace.lasting)
             if trace.draws:
                 return self._cannot(call, key, "it draws random numbers")
             self.traced[key] = program
         return self.traced[key]
+
+    def _run_once_or_for_good(self, call: Call, key: tuple, lasting: list) -> None:
+        """What a trace changed may be a constant that the first call makes: only what a second trace changes again is kept
+        from call to call."""
+        if any(one is other for one in lasting for other in self._once):
+            self._lasting += lasting
+            self._plan_anew()
+            return self._cannot(call, key, "hooks, processors or counters keep something from call to call")
+        self._once += lasting
+        return None
 
     def _cannot(self, call: Call, key: tuple, reason: str) -> None:
         self._eager[key] = reason

@@ -13,7 +13,7 @@ from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .function import INPUT, PureFunction, tracing
-from .outside import DEVICE_TENSORS
+from .outside import DEVICE_TENSORS, ValueRead
 from .scale import NumberRead
 from .video import in_tiles, over_width, scan_chunks
 
@@ -26,6 +26,7 @@ __all__ = [
     "ExecutionDevice",
     "NumberRead",
     "PureFunction",
+    "ValueRead",
     "as_numpy",
     "decomposing",
     "deferred",

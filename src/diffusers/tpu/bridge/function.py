@@ -108,7 +108,7 @@ class PureFunction:
     def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
         """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays."""
         with _marked(), self._computing():
-            return self._run(weights, inputs)
+            return self._run(weights, inputs, plain=lambda leaf: leaf)
 
     @contextlib.contextmanager
     def _computing(self):
@@ -116,7 +116,9 @@ class PureFunction:
             with decomposing(), environment().override_property(mesh=self.mesh), environment():
                 yield
 
-    def _run(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
+    def _run(self, weights: dict[str, jax.Array], inputs: list[jax.Array], plain=None) -> list[jax.Array]:
+        """`plain`: what becomes of a part of the return value that is no tensor; of a trace it must be static."""
+        plain = plain or _plain
         env = environment()
         tensors = iter(inputs)
         leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
@@ -124,7 +126,7 @@ class PureFunction:
         weights = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in weights.items()}
         output = torch.func.functional_call(Method(self.module, self.call), weights, args, kwargs)
         flat, self.output_spec = tree_flatten(output)
-        self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else _plain(x) for x in flat]
+        self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
         return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
 
     def output(self, tensors: list):

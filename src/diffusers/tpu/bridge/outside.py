@@ -23,6 +23,10 @@ DEVICE_TENSORS = (Tensor, View)
 HOST = torch.device("cpu")
 
 
+class ValueRead(RuntimeError):
+    """A value was asked for of a tensor that has none yet: its model is being compiled."""
+
+
 def as_host(t: torch.Tensor) -> torch.Tensor:
     """The host tensor that stands for a device tensor outside: the same one each time, a view's is a view of it."""
     if isinstance(t, View):
@@ -32,7 +36,7 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
         return host
     array = t.jax()
     if isinstance(array, jax.core.Tracer):
-        raise RuntimeError(
+        raise ValueRead(
             f"expected a tensor with values, got {array.aval.str_short()} of a model while it is compiled: values exist when"
             " it has run. Take what leaves the model, or register the hook before its first call"
         )

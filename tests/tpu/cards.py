@@ -1,0 +1,258 @@
+"""Model-card scripts, word for word, and what surrounds them: a web of local pictures, small sizes, the same without the path.
+
+The scripts are those that upstream's installed files carry in their docstrings, the code of the model cards. Nothing of
+them is changed for the TPU path; the surroundings are:
+
+- `requests.get` answers every address with a picture or a clip made here;
+- every pipeline's `__call__` is told at most `Limits`: height, width, frames, steps, and pictures in the arguments no larger;
+- `cv2` is a stand-in with edges enough for `Canny` where it is not installed.
+
+The same script without the path (`without_path`) is the oracle: there "cuda" means "cpu", and what needs a GPU is left out.
+"""
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import re
+import sys
+import textwrap
+import types
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import requests
+import torch
+
+import diffusers
+import web
+from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.tpu.pipeline import tpu_class
+from diffusers.utils import BaseOutput
+from diffusers.video_processor import VideoProcessor
+
+
+ROOT = Path(diffusers.__file__).parent
+NEED_A_GPU = {"enable_model_cpu_offload", "enable_xformers_memory_efficient_attention", "enable_group_offload"}
+# What lets a pipeline choose a size by itself, near a million pixels.
+OWN_CHOICE = {"use_resolution_binning": False, "_auto_resize": False, "max_area": 64 * 96}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that a pipeline's call is asked for; `pixels` of a side of a picture among its arguments."""
+
+    height: int = 64
+    width: int = 96
+    num_frames: int = 9
+    num_inference_steps: int = 4
+    pixels: int = 96
+
+
+@dataclass(frozen=True)
+class Card:
+    """One script.
+
+    Args:
+        source: of upstream's file below `diffusers`; `number`: which of its scripts.
+        renamed: of the checkpoints that the script's comments name, the one to take instead.
+        after: what is added where a docstring ends before the pipeline is called.
+        given: what a script uses and does not define.
+    """
+
+    source: str
+    number: int = 0
+    renamed: dict = field(default_factory=dict)
+    after: str = ""
+    given: dict = field(default_factory=dict)
+    limits: Limits = Limits()
+
+    @property
+    def name(self) -> str:
+        suffix = [
+            *([str(self.number)] if self.number else []),
+            *(name.split("/")[-1] for name in self.renamed.values()),
+        ]
+        return "-".join([Path(self.source).stem.removeprefix("pipeline_"), *suffix])
+
+    def script(self) -> str:
+        script = scripts(ROOT / self.source)[self.number]
+        for old, new in self.renamed.items():
+            script = script.replace(old, new)
+        return script + self.after
+
+
+def scripts(path: Path) -> list[str]:
+    """The scripts in the strings of a Python file: fenced code that loads something, its prompts taken off."""
+    strings = [
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "from_pretrained" in node.value
+    ]
+    found = []
+    for string in sorted(strings, key=lambda node: node.lineno):
+        for fence in re.findall(r"```py(?:thon)?\n(.*?)```", string.value, re.DOTALL):
+            lines = [re.sub(r"^(>>>|\.\.\.) ?", "", line) for line in textwrap.dedent(fence).splitlines()]
+            if any("from_pretrained" in line for line in lines):
+                found.append("\n".join(lines) + "\n")
+    return found
+
+
+def repositories(script: str) -> list[str]:
+    """The strings of a script that look like names of repositories."""
+    names = [node.value for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Constant)]
+    return sorted({name for name in names if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name)})
+
+
+class _WithoutPath(ast.NodeTransformer):
+    def __init__(self, float32: bool):
+        self.float32 = float32
+
+    def visit_Constant(self, node):
+        return ast.copy_location(ast.Constant("cpu"), node) if node.value == "cuda" else node
+
+    def visit_Attribute(self, node):
+        if self.float32 and node.attr in ("float16", "bfloat16"):
+            node.attr = "float32"
+        return self.generic_visit(node)
+
+    def visit_Expr(self, node):
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        if isinstance(called, ast.Attribute) and called.attr in NEED_A_GPU:
+            return ast.copy_location(ast.Pass(), node)
+        return self.generic_visit(node)
+
+
+def without_path(script: str, float32: bool = False) -> str:
+    """The script for a host without an accelerator; with `float32`, in float32 throughout."""
+    return ast.unparse(ast.fix_missing_locations(_WithoutPath(float32).visit(ast.parse(script))))
+
+
+def in_float32(script: str) -> str:
+    """The script with its CUDA idioms, in float32 throughout."""
+    return re.sub(r"torch\.b?float16\b", "torch.float32", script)
+
+
+def _smaller(value, limits: Limits):
+    """A picture, or a clip of pictures, among a call's arguments, of sides and length within the limits."""
+    if isinstance(value, PIL.Image.Image) and max(value.size) > limits.pixels:
+        scale = limits.pixels / max(value.size)
+        return value.resize([max(32, round(side * scale) // 32 * 32) for side in value.size])
+    if isinstance(value, list) and value and isinstance(value[0], PIL.Image.Image):
+        return [_smaller(picture, limits) for picture in value[: limits.num_frames]]
+    return value
+
+
+def _limited(call, limits: Limits):
+    """A pipeline's `__call__` within the limits: where a script leaves a size to the model, the limit is what it gets."""
+    parameters = inspect.signature(call).parameters
+
+    @functools.wraps(call)
+    def limited(self, *args, **kwargs):
+        bound = inspect.signature(call).bind(self, *args, **kwargs)
+        arguments = {name: _smaller(value, limits) for name, value in bound.arguments.items()}
+        for name in ("height", "width", "num_frames", "num_inference_steps"):
+            if name in parameters:
+                asked = arguments.get(name, parameters[name].default)
+                arguments[name] = min(asked, getattr(limits, name)) if asked else getattr(limits, name)
+        arguments |= {name: value for name, value in OWN_CHOICE.items() if name in parameters}
+        bound.arguments.clear()
+        bound.arguments.update({name: arguments[name] for name in parameters if name in arguments})
+        return call(*bound.args, **bound.kwargs)
+
+    limited.limits = limits
+    return limited
+
+
+def _values(value) -> list:
+    """The arrays in what a script ends with: tensors, pictures, outputs of pipelines and lists of them."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach().cpu().float().numpy()]
+    if isinstance(value, (PIL.Image.Image, np.ndarray)):
+        scale = 255 if isinstance(value, PIL.Image.Image) else 1
+        return [np.asarray(value, np.float32) / scale]
+    if isinstance(value, BaseOutput):
+        return [array for part in value.to_tuple() for array in _values(part)]
+    if isinstance(value, (list, tuple)):
+        return [array for part in value for array in _values(part)]
+    return []
+
+
+@dataclass
+class Ran:
+    """What a script left: arrays by the name of the variable, tensors before they became pictures, files."""
+
+    values: dict
+    pixels: list
+    files: dict
+
+    def shapes(self) -> dict:
+        return {name: [array.shape for array in arrays] for name, arrays in self.values.items()}
+
+    def exact(self) -> list:
+        """What the runs are compared by: floats before they became pictures, and tensors the script keeps; else all."""
+        return self.pixels or [array for arrays in self.values.values() for array in arrays]
+
+
+def distance(ours: Ran, oracle: Ran) -> float:
+    """The largest |ours - oracle| / |oracle| of what both left (Euclidean norms); NaN if any is."""
+    assert len(ours.exact()) == len(oracle.exact()) > 0
+    worst = 0.0
+    for x, y in zip(ours.exact(), oracle.exact(), strict=True):
+        apart, size = np.linalg.norm(x.astype(np.float64) - y), np.linalg.norm(y.astype(np.float64))
+        worst = np.fmax(worst, apart / size if size else (np.inf if apart else 0.0)) if not np.isnan(apart) else np.nan
+        if np.isnan(worst):
+            break
+    return float(worst)
+
+
+@contextlib.contextmanager
+def surroundings(monkeypatch, limits: Limits, pixels: list):
+    """What scripts find: addresses that answer, pipelines within the limits; float pictures are kept in `pixels`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "get", web.get)
+        if importlib.util.find_spec("cv2") is None:
+            patch.setitem(sys.modules, "cv2", types.SimpleNamespace(Canny=web.canny))
+
+        def kept(post):
+            @functools.wraps(post)
+            def keep(self, *args, **kwargs):
+                pixels.extend(_values([*args[:1], *kwargs.values()][0]))
+                return post(self, *args, **kwargs)
+
+            return keep
+
+        patch.setattr(VaeImageProcessor, "postprocess", kept(VaeImageProcessor.postprocess))
+        patch.setattr(VideoProcessor, "postprocess_video", kept(VideoProcessor.postprocess_video))
+        register = DiffusionPipeline.register_modules
+
+        def registered(self, **modules):
+            owner = next(base for base in type(self).__mro__ if "__call__" in vars(base))
+            if not hasattr(owner.__call__, "limits"):
+                patch.setattr(owner, "__call__", _limited(owner.__call__, limits))
+            return register(self, **modules)
+
+        patch.setattr(DiffusionPipeline, "register_modules", registered)
+        tpu_class.cache_clear()  # these classes hold the calls of those that they stand for
+        yield
+    tpu_class.cache_clear()
+
+
+def run(script: str, card: Card, monkeypatch, folder: Path, seed: int) -> Ran:
+    """Execute a script in `folder`, from this seed of torch's."""
+    folder.mkdir()
+    (folder / "snowy_mountains.png").write_bytes(web.picture("snowy_mountains.png"))
+    before, pixels = os.listdir(folder), []
+    torch.manual_seed(seed)
+    names = {"__name__": "__main__", **card.given}
+    with surroundings(monkeypatch, card.limits, pixels):
+        monkeypatch.chdir(folder)
+        exec(compile(script, card.name, "exec"), names)
+    values = {name: _values(value) for name, value in names.items()}
+    files = {path.name: path.stat().st_size for path in folder.iterdir() if path.name not in before}
+    return Ran({name: arrays for name, arrays in values.items() if arrays}, pixels, files)

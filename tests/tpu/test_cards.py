@@ -1,0 +1,127 @@
+"""Model-card scripts, word for word, from a local hub cache of tiny models under the published names, on simulated chips.
+
+The oracle is the same script without the path (see cards.py), from the same seed and pictures. A script that asks for half
+precision is held to what half precision costs upstream: its distance from upstream's float32 is at most 1.25 times that
+of upstream's own run in the script's dtypes, and `ROUNDING`. A script in float32 is within `SAME` of upstream.
+"""
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+
+import cards
+from card_list import CARDS, FAST
+from diffusers.tpu import idioms
+from diffusers.tpu.fidelity import LOW_PRECISION_FACTOR
+from hub import MAKERS, Hub
+
+
+SAME = 1e-4
+ROUNDING = 1e-3  # of one draw of roundings to another: a script has one prompt, one seed and few pixels
+
+
+@pytest.fixture(scope="session")
+def hub(tmp_path_factory) -> Hub:
+    return Hub(tmp_path_factory.mktemp("hub"))
+
+
+@contextlib.contextmanager
+def on_path(monkeypatch, path: str):
+    """The environment of a process that began with DIFFUSERS_TPU=path."""
+    was_on = idioms.is_on()
+    with monkeypatch.context() as patch:
+        patch.setenv("DIFFUSERS_TPU", path)
+        (idioms.off if path == "off" else idioms.on)()
+        yield
+    (idioms.on if was_on else idioms.off)()
+
+
+@pytest.fixture
+def run(hub, tmp_path, monkeypatch, chips, one_thread):
+    """A function from a card and a text of its script to what the script left, all from one seed and one set of pictures."""
+    monkeypatch.setenv("DIFFUSERS_TPU_DEVICES", "2")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub.cache))
+    seed = int(np.random.randint(2**31))
+    print("seed", seed)
+
+    def run(card: cards.Card, script: str, path: str) -> cards.Ran:
+        for name in cards.repositories(script):
+            if name in MAKERS:
+                hub.lay(name)
+        with on_path(monkeypatch, path):
+            return cards.run(script, card, monkeypatch, tmp_path / f"run{len([*tmp_path.iterdir()])}", seed)
+
+    yield run
+    gc.collect()
+
+
+def check(run, card: cards.Card, script: str):
+    """The script with the path against the same without."""
+    ours = run(card, script, "cpu")
+    theirs, oracle = run(card, cards.without_path(script), "off"), run(card, cards.without_path(script, True), "off")
+    assert ours.shapes() == theirs.shapes() == oracle.shapes()
+    assert ours.files.keys() == theirs.files.keys() and all(ours.files.values())
+    own, error = cards.distance(theirs, oracle), cards.distance(ours, oracle)
+    print(f"{card.name}: error {error:.2e}, upstream's own {own:.2e}")
+    assert error <= max(SAME, LOW_PRECISION_FACTOR * own + (ROUNDING if own > SAME else 0))
+
+
+@pytest.mark.parametrize("card", FAST, ids=lambda card: card.name)
+def test_cards_of_the_fast_set(run, card):
+    check(run, card, card.script())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [card for card in CARDS if card not in FAST], ids=lambda card: card.name)
+def test_cards(run, card):
+    check(run, card, card.script())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.name)
+def test_cards_in_float32(run, card):
+    """Half precision hides errors of its own size; the same scripts in float32 hide none."""
+    check(run, card, cards.in_float32(card.script()))
+
+
+@pytest.mark.slow
+def test_a_script_in_a_process_of_its_own(hub, tmp_path, compiled_programs, root):
+    """Nothing around it but the environment: no limits, no local web; its sizes are its model's."""
+    card = next(card for card in CARDS if card.name == "stable_diffusion")
+    script = card.script()
+    for name in cards.repositories(script):
+        hub.lay(name)
+    (tmp_path / "script.py").write_text(script + 'image.save("astronaut.png")\n')
+    environment = {
+        **os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1", "DIFFUSERS_TPU": "cpu",
+        "DIFFUSERS_TPU_CACHE": compiled_programs, "PYTHONPATH": str(root / "src"),
+    }  # fmt: skip
+    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, check=True, timeout=600)
+    assert (tmp_path / "astronaut.png").stat().st_size
+
+
+def test_scripts_are_read_from_docstrings_as_python():
+    names = {card.name: card for card in CARDS}
+    assert len(names) == len(CARDS) >= 30
+    for card in CARDS:
+        compile(card.script(), card.name, "exec")
+        assert set(cards.repositories(card.script())) & set(MAKERS)
+    text = "\n".join(card.script() for card in CARDS)
+    for idiom in ('.to("cuda")', 'Generator("cuda")', "enable_model_cpu_offload", "torch.float16", 'variant="fp16"'):
+        assert idiom in text
+    assert "'cuda'" not in cards.without_path(text) and "float16" not in cards.without_path(text, float32=True)
+
+
+def test_distance_by_hand():
+    def ran(*pixels):
+        return cards.Ran({}, [np.asarray(p) for p in pixels], {})
+
+    assert cards.distance(ran([3.0, 4.5], [0.0]), ran([3.0, 4.0], [0.0])) == pytest.approx(0.1)
+    assert np.isnan(cards.distance(ran([np.nan, 4.0]), ran([3.0, 4.0])))
+    assert cards.distance(ran([0.0, 1.0]), ran([0.0, 0.0])) == np.inf
