@@ -41,7 +41,7 @@ REQUIRES = [
     "rich>=13",
     "tqdm>=4.60",
 ]
-TEST = ["pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "build>=1", "setuptools>=77"]
+TEST = ["peft>=0.17", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "build>=1", "setuptools>=77"]
 
 
 def upstream_requirements(requirements: list[str]) -> dict[str, list[str]]:

@@ -278,7 +278,7 @@ class Runner:
                 return self.program(call)
             except _READS_A_VALUE as error:
                 return self._cannot(call, key, f"it decides by a value ({_line_of(error)})")
-            trace = program.function.trace
+            trace = program.function.effects
             if trace.lasting:
                 return self._run_once_or_for_good(call, key, trace.lasting)
             if trace.draws:

@@ -54,7 +54,7 @@ class PureFunction:
         processors, methods: as in `ModelPlan`.
 
     After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
-    `trace` what could not be undone: then no program stands for this call, and `eagerly` is the way.
+    `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way.
     """
 
     module: torch.nn.Module
@@ -71,7 +71,7 @@ class PureFunction:
     methods: dict
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
-    trace: Trace | None = None
+    effects: Trace | None = None
 
     def __call__(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array] | None = None
@@ -86,7 +86,7 @@ class PureFunction:
         stacked_numbers, single_numbers = self._split(numbers or {})
         drawn = env.draws
         with contextlib.ExitStack() as stack:
-            self.trace = stack.enter_context(undone(read(self.module)))
+            self.effects = stack.enter_context(undone(read(self.module)))
             runs = BlockRuns(
                 self.module, self.groups, stacked, stacked_numbers, env, self._pin_block_weight, self._pin_carry
             )
@@ -102,7 +102,7 @@ class PureFunction:
             ):
                 stack.enter_context(context)
             arrays = self._run(single, inputs)
-        self.trace.draws = env.draws - drawn
+        self.effects.draws = env.draws - drawn
         return arrays
 
     def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
