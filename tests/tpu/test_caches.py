@@ -39,6 +39,7 @@ def pipes():
     return [tiny_wan.build("t2v") for _ in range(2)]
 
 
+@pytest.mark.idiom("caches")
 @pytest.mark.parametrize("name", CACHES)
 def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, one_thread, pipes, name):
     theirs, ours = pipes

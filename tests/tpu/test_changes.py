@@ -11,9 +11,11 @@ import peft
 import pytest
 import torch
 
+import tiny_images
 from conftest import relative
 from diffusers.tpu import bridge
 from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.plans import module_plan
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.sharding import ModelPlan
 
@@ -122,6 +124,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.idiom("processors", "attributes", "data-writes")
 def test_every_change_after_a_first_call_is_seen(both):
     """One after the other, on the same model."""
     ours, theirs, runner, differ = both
@@ -132,6 +135,7 @@ def test_every_change_after_a_first_call_is_seen(both):
     assert not runner.eager
 
 
+@pytest.mark.idiom("hooks")
 def test_what_comes_back_is_not_compiled_again(both):
     ours, theirs, runner, differ = both
     hooks = [hooked(m) for m in (ours, theirs)]
@@ -144,6 +148,7 @@ def test_what_comes_back_is_not_compiled_again(both):
     assert differ() < 1e-6 and runner.compilations == 2
 
 
+@pytest.mark.idiom("own-forward")
 def test_a_method_replaced_on_the_class_is_seen(both, monkeypatch):
     ours, theirs, runner, differ = both
     monkeypatch.setattr(Block, "forward", lambda self, x, c: x * c)
@@ -164,6 +169,7 @@ class Keeping:
         return x * self.calls
 
 
+@pytest.mark.idiom("stores")
 def test_what_is_kept_from_call_to_call_is_the_values_and_each_call_sees_the_last(both):
     ours, theirs, runner, differ = both
     stores = [Keeping(), Keeping()]
@@ -193,6 +199,7 @@ def test_hooks_that_keep_outputs_in_names_of_the_script(both):
         assert relative(bridge.from_numpy(one.jax()), oracle) < 1e-6
 
 
+@pytest.mark.idiom("decisions", "random-inside")
 def test_a_decision_by_a_value_and_random_numbers_run_eagerly(both):
     ours, theirs, runner, differ = both
     for m in (ours, theirs):
@@ -232,6 +239,7 @@ def layers(model):
     return [m for m in model.modules() if isinstance(m, peft.tuners.tuners_utils.BaseTunerLayer)]
 
 
+@pytest.mark.idiom("lora-layers")
 def test_lora(both):
     ours, theirs, runner, differ = both
     for m in (ours, theirs):
@@ -401,3 +409,87 @@ def test_blocks_see_the_values_of_their_call(make_mesh, loop):
         theirs = model(x, c)
         Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
         assert relative(model(x, c), theirs) < 1e-6
+
+
+# What a trace leaves behind, and what it reads beside the module
+
+
+class Tables(torch.nn.Module):
+    """As Qwen-Image's positions: computed on the device once per length, and kept on the class."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+
+    @functools.lru_cache(maxsize=None)
+    def table(self, length, device):
+        return torch.arange(length, device=device)[:, None] * torch.ones(WIDTH, device=device)
+
+    def forward(self, x):
+        return self.linear(x) + self.table(4, x.device)[:1] + self.table(x.shape[1], x.device)
+
+
+def test_a_cache_on_the_class_keeps_nothing_of_a_trace(make_mesh):
+    module = Tables().eval()
+    Runner(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
+    for length in (3, 5, 3):
+        x = torch.randn(2, length, WIDTH)
+        with torch.no_grad():
+            assert relative(module(x), Tables.forward(module, x)) < 1e-6
+
+
+class Lazily:
+    """No module: fills a table when it is first asked, as Z-Image's rope embedder does."""
+
+    table = None
+
+    def __call__(self, x):
+        if self.table is None:
+            self.table = [torch.ones(WIDTH, device=x.device) * 3]
+        return x * self.table[0]
+
+
+def test_what_the_first_call_makes_once_and_keeps_is_a_constant(both):
+    ours, theirs, runner, differ = both
+    for m in (ours, theirs):
+        m.blocks[1].attn.processor = Lazily()
+    assert differ() < 1e-6
+    compiled = runner.compilations
+    assert differ() < 1e-6 and differ() < 1e-6
+    assert runner.compilations == compiled + 1 and not runner.eager
+
+
+class Attending(torch.nn.Module):
+    def forward(self, x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+class Denoising(Attending):
+    def forward(self, x, timestep=None):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls, windowed", [(Attending, False), (Denoising, True)])
+def test_a_window_of_attention_is_the_denoisers_alone(make_mesh, cls, windowed):
+    module, x = cls(), torch.randn(1, 2, 9, WIDTH)
+    Runner(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig(attention_window=(1, 1))).attach()
+    assert (relative(module(x), cls.forward(module, x)) > 1e-2) == windowed
+
+
+def test_hidden_states_of_a_text_encoder_stay_right(make_mesh):
+    """transformers installs hooks in the first forward that asks for them: a second trace would find them twice."""
+    theirs = tiny_images.clip()
+    ours = copy.deepcopy(theirs)
+    runner = Runner(ours, module_plan(ours), make_mesh(2, 2, 2), TPUConfig())
+    runner.attach()
+    for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        theirs.to(dtype)
+        ours.to(dtype)
+        for batch in (1, 2, 3, 1):
+            ids = torch.randint(3, 60, (batch, 16))
+            with torch.no_grad():
+                states, oracle = (m(ids, output_hidden_states=True).hidden_states for m in (ours, theirs))
+            assert len(states) == len(oracle)
+            for one, other in zip(states, oracle):
+                assert relative(one.float(), other.float()) < limit
+    assert not runner.eager

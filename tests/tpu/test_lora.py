@@ -59,6 +59,7 @@ SCRIPT = {
 }  # fmt: skip
 
 
+@pytest.mark.idiom("lora")
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 4, 1)])
 def test_a_session_with_loras(chips, one_thread, mesh):
     pytest.importorskip("peft")
