@@ -90,6 +90,11 @@ def test_a_tensor_moved_to_an_accelerator_stays(device):
     assert x.cuda().cpu().numpy().shape == (2, 3) and x.pin_memory() is x
 
 
+@idiom("device-asked")
+def test_what_was_put_on_an_accelerator_tells_where_it_is():
+    assert not torch.ones(1, device="cuda").is_cuda and torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
+
+
 @idiom("device-index")
 def test_devices_by_index_and_by_names_that_torch_does_not_know():
     assert torch.device(0) == torch.device("cuda", 0) == torch.device("tpu:0") and torch.device("cpu").type == "cpu"
@@ -249,6 +254,17 @@ def test_time_between_two_events_is_that_of_the_work():
     assert 0.5 * took < start.elapsed_time(end) <= took and end.query()
     with pytest.raises(ValueError, match="recorded"):
         start.elapsed_time(torch.cuda.Event())
+
+
+@idiom("cuda-graph")
+def test_graphs_are_refused():
+    for record in (
+        torch.cuda.CUDAGraph,
+        lambda: torch.cuda.graph(None),
+        lambda: torch.cuda.make_graphed_callables([], []),
+    ):
+        with pytest.raises(NotImplementedError, match="compiled whole"):
+            record()
 
 
 @idiom("cuda-seed")
