@@ -109,7 +109,15 @@ def test_models_are_not_torchs_to_compile(pipe, said, right):
     def denoise(**kwargs):
         return pipe.transformer(**kwargs)
 
+    class Studio:
+        def __init__(self):
+            self.pipe = pipe
+
+        def decode(self, z):
+            return self.pipe.vae.decode(z)
+
     assert not hasattr(denoise, "_torchdynamo_orig_callable")
+    assert torch.compile(Studio().decode).__func__ is Studio.decode
     pipe.transformer._repeated_blocks = ["BasicTransformerBlock"]
     pipe.transformer.compile_repeated_blocks(fullgraph=True)
     right()

@@ -138,12 +138,12 @@ DAMAGE = {
         "line 259: expected '    XFORMERS = \"xformer\"', got '    XFORMERS = \"xformers\"'",
     ),
     "an offset": (
-        lambda p: edit(p / FIRST, "@@ -258,4 +258,11 @@", "@@ -257,4 +257,11 @@"),
-        "hunk 1 of diffusers/models/attention_dispatch.py does not fit at line 257",
+        lambda p: edit(p / FIRST, "@@ -259,4 +260,11 @@", "@@ -258,4 +259,11 @@"),
+        "hunk 2 of diffusers/models/attention_dispatch.py does not fit at line 258",
     ),
     "another offset": (
-        lambda p: edit(p / FIRST, "@@ -258,4 +258,11 @@", "@@ -258,4 +259,11 @@"),
-        "says its result starts at line 259, it is 258",
+        lambda p: edit(p / FIRST, "@@ -259,4 +260,11 @@", "@@ -259,4 +261,11 @@"),
+        "says its result starts at line 261, it is 260",
     ),
     "an unknown file": (
         lambda p: edit(p / FIRST, "/attention_dispatch.py", "/nowhere.py", 4),

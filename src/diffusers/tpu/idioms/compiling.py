@@ -48,7 +48,8 @@ def is_ours(thing) -> bool:
     if isinstance(thing, functools.partial):
         return is_ours(thing.func)
     if isinstance(thing, types.MethodType):
-        return is_ours(thing.__self__)
+        mine = getattr(thing.__self__, "__dict__", {}).values()
+        return is_ours(thing.__self__) or is_ours(thing.__func__) or any(map(_is_model, mine))
     if isinstance(thing, types.FunctionType):
         return (thing.__module__ or "").split(".")[0] in _PACKAGES or any(map(_is_model, _seen_by(thing)))
     return _is_of_package(type(thing))
@@ -59,7 +60,7 @@ def _is_model(thing) -> bool:
         thing = thing.__self__
     if isinstance(thing, torch.nn.Module):
         return is_ours(thing)
-    return _is_of_package(type(thing)) and isinstance(getattr(thing, "components", None), dict)
+    return _is_of_package(type(thing)) and hasattr(type(thing), "components")
 
 
 def _seen_by(function: types.FunctionType):

@@ -8,7 +8,7 @@ import torch
 
 from . import chips
 from .replacing import Replacements
-from .streams import Event, Guard, Stream
+from .streams import Event, Guard, NoGraph, Stream
 
 
 CAPABILITY = (8, 0)  # bfloat16, and no 8-bit floats: what scripts decide by it
@@ -132,6 +132,9 @@ CUDA = {
     "device": Guard,
     "device_of": Guard,
     "Event": Event,
+    "CUDAGraph": NoGraph,
+    "graph": NoGraph,
+    "make_graphed_callables": lambda *args, **kwargs: NoGraph(),
     "Stream": Stream,
     "ExternalStream": Stream,
     "StreamContext": Guard,

@@ -120,7 +120,9 @@ def _moved(function, tensor, *args, **kwargs):
 def _to_accelerator(function, tensor, device=None, non_blocking=False, memory_format=torch.preserve_format):
     if inside.depth:
         return tensor.to("cuda")
-    return tensor.to(device=HOST, non_blocking=non_blocking, memory_format=memory_format)
+    if memory_format is torch.preserve_format:
+        return tensor.to(HOST)
+    return tensor.to(HOST, memory_format=memory_format)
 
 
 def _pinned(function, tensor, device=None):

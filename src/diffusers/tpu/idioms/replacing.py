@@ -73,7 +73,7 @@ class Stand:
         return self if instance is None else MethodType(self, instance)
 
     def __eq__(self, other):
-        return other is self or other is self.__wrapped__ or getattr(other, "__wrapped__", None) is self.__wrapped__
+        return other is self.__wrapped__ or (isinstance(other, Stand) and other.__wrapped__ is self.__wrapped__)
 
     def __hash__(self):
         return hash(self.__wrapped__)

@@ -75,6 +75,16 @@ class Stream(contextlib.AbstractContextManager):
         return event
 
 
+class NoGraph:
+    """In the place of `torch.cuda.CUDAGraph` and what records one."""
+
+    def __init__(self, *args, **kwargs):
+        raise NotImplementedError(
+            "expected no CUDA graphs on the TPU path: models are compiled whole there, and a call of one is one program; leave"
+            " the capture out and call the model"
+        )
+
+
 class Guard(contextlib.AbstractContextManager):
     """As `torch.cuda.device`, `torch.accelerator.device_index`: there is one device."""
 

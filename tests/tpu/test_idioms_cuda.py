@@ -1,0 +1,153 @@
+"""`torch.cuda`, `torch.accelerator` and modes of torch on the TPU path. Oracle: what is on the chips; the same line without."""
+
+import copy
+import time
+
+import pytest
+import torch
+
+from conftest import assert_same
+
+
+pytestmark = pytest.mark.usefixtures("idioms")
+idiom = pytest.mark.idiom
+
+
+@idiom("cuda-available", "accelerator")
+def test_the_commonest_line_of_all():
+    from accelerate import Accelerator
+
+    from diffusers.utils.torch_utils import get_device
+
+    assert ("cuda" if torch.cuda.is_available() else "cpu") == "cuda" and torch.cuda.device_count() == 1
+    assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda"
+    assert get_device() == "cuda" and Accelerator().device.type == "cuda" and torch.cuda.current_device() == 0
+    assert torch.cuda.is_bf16_supported() and torch.cuda.get_device_capability() == (8, 0)
+
+
+@idiom("accelerate")
+def test_accelerate():
+    from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
+
+    x, layer = torch.randn(2, device="cuda"), torch.nn.Linear(2, 2)
+    expected = layer(x)
+    assert_same(Accelerator().prepare(copy.deepcopy(layer))(x), expected)
+    assert_same(dispatch_model(copy.deepcopy(layer), {"": 0})(x), expected)
+    model, hook = cpu_offload_with_hook(layer, "cuda")
+    assert_same(model(x), expected)
+    hook.offload()
+
+
+@idiom("cuda-properties")
+def test_what_the_device_is():
+    properties = torch.cuda.get_device_properties(0)
+    assert torch.cuda.get_device_name() == properties.name == "TPU (simulated on the CPU)"
+    assert properties.multi_processor_count == 2 and properties.total_memory > 2**30
+
+
+@idiom("cuda-memory")
+def test_memory_counts_what_is_on_the_chips():
+    import jax.numpy as jnp
+
+    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    array = jnp.ones((1 << 20,), jnp.float32).block_until_ready()
+    assert torch.cuda.memory_allocated() - before == array.nbytes
+    free, total = torch.cuda.mem_get_info()
+    assert total - free == torch.cuda.memory_reserved() and torch.cuda.max_memory_allocated() >= before + array.nbytes
+    assert torch.cuda.memory_stats()["allocated_bytes.all.current"] == before + array.nbytes
+    assert "GiB in use" in torch.cuda.memory_summary()
+    del array
+    assert torch.cuda.memory_allocated() == before
+    torch.cuda.ipc_collect()
+
+
+@idiom("cuda-synchronize", "cuda-event", "cuda-stream")
+def test_time_between_two_events_is_that_of_the_work():
+    import jax
+    import jax.numpy as jnp
+
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, y: jnp.sin(y @ x), x))
+    x = jnp.eye(400)
+    work(x).block_until_ready()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(torch.cuda.Stream()), torch.cuda.device(0):
+        start.record()
+        began = time.perf_counter()
+        result = work(x)
+        end.record(torch.cuda.current_stream())
+    assert result.is_ready()
+    torch.cuda.synchronize()
+    took = 1e3 * (time.perf_counter() - began)
+    assert 0.5 * took < start.elapsed_time(end) <= took and end.query()
+    with pytest.raises(ValueError, match="recorded"):
+        start.elapsed_time(torch.cuda.Event())
+
+
+@idiom("cuda-graph")
+def test_graphs_are_refused():
+    for record in (
+        torch.cuda.CUDAGraph,
+        lambda: torch.cuda.graph(None),
+        lambda: torch.cuda.make_graphed_callables([], []),
+    ):
+        with pytest.raises(NotImplementedError, match="compiled whole"):
+            record()
+
+
+@idiom("cuda-seed")
+def test_seeds_of_an_accelerator_are_the_cpu_generators():
+    torch.cuda.manual_seed_all(3)
+    first = torch.randn(2, device="cuda")
+    torch.manual_seed(3)
+    assert_same(torch.randn(2), first)
+    state = torch.cuda.get_rng_state()
+    with torch.random.fork_rng():
+        second = torch.randn(2, device="cuda")
+    torch.cuda.set_rng_state(state)
+    assert_same(torch.randn(2), second)
+
+
+@idiom("cuda-flags")
+def test_settings_that_mean_nothing_here_are_taken():
+    for place, name in ((torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "benchmark")):
+        before = getattr(place, name)
+        setattr(place, name, True)
+        assert getattr(place, name)
+        setattr(place, name, before)
+    torch.cuda.nvtx.range_push("step")
+    torch.cuda.nvtx.range_pop()
+    torch.cuda.set_device(0)
+    torch.cuda.set_per_process_memory_fraction(0.9)
+
+
+@idiom("autocast")
+def test_autocast_leaves_models_in_their_own_dtype(said):
+    x = torch.randn(2, 2)
+    with (
+        torch.autocast("cuda", dtype=torch.bfloat16),
+        torch.amp.autocast("cuda"),
+        torch.autocast("tpu", torch.bfloat16),
+    ):
+        assert (x @ x).dtype == torch.float32
+    with torch.autocast("cuda", enabled=False):
+        pass
+    assert len(said) == 1 and "own dtype" in said[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+
+
+@idiom("compile-other")
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_no_model_is_torchs_to_compile(said):
+    def plus(x):
+        d = x.device if isinstance(x.device, torch.device) else None
+        return x.to("cpu") + torch.ones(2, device=d) + torch.zeros_like(x)
+
+    assert_same(torch.compile(plus, backend="eager", fullgraph=True)(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.compile(backend="eager")(plus) is not plus and not said
+    layer = torch.nn.Linear(2, 2)
+    assert torch.compile(layer, backend="eager") is not layer
+    layer.compile(backend="eager")
+    assert_same(layer(torch.ones(2)), torch.nn.functional.linear(torch.ones(2), layer.weight, layer.bias))
