@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from conftest import attention_formula, relative
+from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu import aot
 from diffusers.tpu.attention.masks import Mask
 from diffusers.tpu.attention.parallel import attention_by_heads, parallel_attention, plan_ring
@@ -75,7 +75,7 @@ def over(mesh, mask, ring=None, local=local, spread=parallel_attention, **argume
         arguments["ring"] = ring
     return jax.jit(
         lambda q, k, v: spread(q, k, v, mask=mask, scale=0.3, mesh=mesh, local=local, **arguments),
-        compiler_options={"xla_backend_optimization_level": 0},
+        compiler_options=QUICKLY,
     )
 
 
