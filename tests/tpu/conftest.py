@@ -29,6 +29,9 @@ os.environ["XLA_FLAGS"] = " ".join([GIVEN_FLAGS, *(f"--{name}={value}" for name,
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+# For `jax.jit`'s `compiler_options`: a third of the time to compile, and the values are as good.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "patches"))
 

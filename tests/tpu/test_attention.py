@@ -1,13 +1,14 @@
 """Oracle: softmax(scale q k^T + mask) v in float64 numpy, the mask whole. Kernels run in interpret mode."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import attention_formula, relative
+from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.attention import api
 from diffusers.tpu.attention.masks import Mask, classify
 from diffusers.tpu.attention.splash import splash_attention
@@ -16,6 +17,7 @@ from diffusers.utils import logging
 
 
 LOWEST = float(np.finfo(np.float32).min)
+BY_VALUES = ("true", "keys, expanded", "outer", "triangle", "band, padded")  # otherwise taken apart than traced ones
 KERNEL = Settings(kernel="kernel", blocks=(128, 256, 128), interpret=True)
 
 
@@ -25,13 +27,13 @@ def draw(t, s, heads=4, kv_heads=4, dim=64, dtype=jnp.float32):
 
 
 def run(settings, *operands, **arguments):
-    """The answer of one jitted call, a fourth operand its mask; level 0 compiles in half the time, to values as good."""
+    """The answer of one jitted call, a fourth operand its mask."""
 
     def call(q, k, v, mask=arguments.pop("mask", None)):
         with using(settings):
             return api.attention(q, k, v, mask=mask, **arguments)
 
-    return jax.jit(call, compiler_options={"xla_backend_optimization_level": 0})(*operands)
+    return jax.jit(call, compiler_options=QUICKLY)(*operands)
 
 
 def formula(q, k, v, mask=None, scale=None):
@@ -64,18 +66,24 @@ def given(kind, t, s):
     }[kind]
 
 
-@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(
     "kind",
     ["none", "true", "prefix", "keys, expanded", "key bias", "outer", "triangle", "band, padded", "dense", "bias"],
 )
-def test_masks_as_given_by_the_kernel(kind, traced):
+def test_masks_as_given_by_the_kernel(kind):
+    """Traced, and with values that are known, both in one program."""
     t, s = np.random.default_rng().integers(1, 600, 2)
     q, k, v = draw(t, s, kv_heads=2)
-    mask = given(kind, t, s)
-    more = {"enable_gqa": True, "scale": 0.1}
-    ours = run(KERNEL, q, k, v, mask, **more) if traced else run(KERNEL, q, k, v, mask=mask, **more)
-    assert relative(ours, formula(q, k, v, mask, 0.1)) < 3e-6, (t, s)  # measured: 5e-7
+    known = given(kind, t, s)
+
+    def call(q, k, v, mask):
+        with using(KERNEL):
+            ours = functools.partial(api.attention, q, k, v, enable_gqa=True, scale=0.1)
+            return ours(mask=mask), ours(mask=known) if kind in BY_VALUES else None
+
+    oracle = formula(q, k, v, known, 0.1)
+    for ours in jax.jit(call, compiler_options=QUICKLY)(q, k, v, known):
+        assert ours is None or relative(ours, oracle) < 3e-6, (t, s)  # measured: 5e-7
 
 
 def test_causality_and_the_window_of_the_settings():
@@ -90,7 +98,7 @@ def test_causality_and_the_window_of_the_settings():
 
 
 @pytest.mark.parametrize("kernel", ["kernel", "splash"])
-@pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 2, 2)])
 def test_a_kernel_is_split_by_heads_where_nobody_lays_out(degrees, kernel, make_mesh):
     """Eight heads, or as many chips as divide six; the kernel in interpret mode, as on a TPU inside shard_map."""
     settings = Settings(mesh=make_mesh(*degrees), sequence=False, kernel=kernel, interpret=True)
@@ -113,8 +121,7 @@ def test_the_kernel_around_a_ring(make_mesh, heads, kind):
     assert relative(run(settings, q, k, v, mask=mask), formula(q, k, v, mask)) < 3e-6
 
 
-@pytest.mark.parametrize("mask", ["none", "prefix", "outer", "triangle"])
-@pytest.mark.parametrize("dim", [64, 72])
+@pytest.mark.parametrize("mask, dim", [("none", 72), ("prefix", 64), ("outer", 72), ("triangle", 64)])
 def test_splash_has_true_key_lengths(mask, dim):
     q, k, v = draw(150, 133, 2, 2, dim)
     mask = given(mask, 150, 133)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 
+from conftest import QUICKLY
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from diffusers.tpu import bridge
@@ -23,7 +24,6 @@ from mask_fuzz import as_bias, check, differ, spread
 
 
 LOWEST = float(np.finfo(np.float32).min)
-FAST = {"compiler_options": {"xla_backend_optimization_level": 0}}  # to compile
 
 
 def kind_of(mask: Mask | None) -> str | None:
@@ -148,8 +148,13 @@ TRACED = {
 def traced() -> tuple:
     """A padding, what is found of each of `TRACED` in one program, and what they are."""
     m = draw(B, T)
-    run = jax.jit(lambda m: {name: classify(build(m), B, N, T, T) for name, (build, _) in TRACED.items()}, **FAST)
-    return run(m), jax.jit(lambda m: {name: build(m) for name, (build, _) in TRACED.items()}, **FAST)(m)
+    run = jax.jit(
+        lambda m: {name: classify(build(m), B, N, T, T) for name, (build, _) in TRACED.items()},
+        compiler_options=QUICKLY,
+    )
+    return run(m), jax.jit(
+        lambda m: {name: build(m) for name, (build, _) in TRACED.items()}, compiler_options=QUICKLY
+    )(m)
 
 
 @pytest.mark.parametrize("name", TRACED)
@@ -229,7 +234,7 @@ def as_upstream() -> tuple:
             return {name: classify(mask, 2, 3, 9, 9) for name, mask in masks.items()}
 
     m = draw(2, 9)
-    return m, jax.jit(run, **FAST)(m)
+    return m, jax.jit(run, compiler_options=QUICKLY)(m)
 
 
 @pytest.mark.parametrize("name", TORCH)

@@ -14,7 +14,7 @@ def latents(model, **config):
     pipe.set_progress_bar_config(disable=True)
     tpu.install(pipe, tpu.TPUConfig(**config))
     seed = torch.Generator("cpu").manual_seed(int(latents.seed))
-    size = {"height": 48, "width": 80, "num_frames": 5, "num_inference_steps": 3, "guidance_scale": 2.0}
+    size = {"height": 48, "width": 80, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 2.0}
     out = pipe(prompt="a red circle moving right", generator=seed, output_type="latent", **size).frames
     return np.asarray(out.float().cpu().numpy() if isinstance(out, torch.Tensor) else out, np.float64)
 
@@ -36,7 +36,7 @@ def reference(kept, model):
     return kept[0]
 
 
-@pytest.mark.parametrize("ring", [None, 4])
+@pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_the_kernel_gives_the_video_of_the_reference(chips, root, kept, ring):
     model = root / "examples/tpu/models/wan-shapes"
     api._ways.clear()

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conftest import attention_formula, relative
+from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.attention.masks import Mask, with_length
 from diffusers.tpu.attention.reference import reference_attention
 
@@ -56,13 +56,15 @@ KINDS = ["none", "keys", "key bias", "outer", "dense", "bias", "causal", "window
 run = jax.jit(
     lambda q, k, v, mask, **more: reference_attention(
         q, k, v, scale=0.3, mask=mask, with_lse=True, block_q=16, block_kv=32, **more
-    )
+    ),
+    compiler_options=QUICKLY,
 )
 
 
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("t, s", [(1, 1), (7, 13), (33, 33), (70, 129)])
-def test_equals_the_formula(kind, t, s):
+def test_equals_the_formula(kind, large):
+    t, s = np.random.default_rng().permutation([(33, 33), (70, 129)] if large else [(1, 1), (7, 13)])[0].tolist()
     q, k, v = draw(t, s)
     mask = parts(kind, t, s)
     assert_equal(run(q, k, v, mask), attention_formula(q, k, v, 0.3, mask))
@@ -105,11 +107,10 @@ def test_keys_past_a_length_never_join(length):
 @pytest.mark.parametrize("kind", ["bias", "causal", "all"])
 def test_parts_of_rows_and_keys_merge_by_lse(kind):
     """As a ring does: lse = log sum e^lse_h, out = sum out_h e^(lse_h - lse)."""
-    t, s = 29, 61
+    t, s = 28, 61
     q, k, v = draw(t, s)
     mask = parts(kind, t, s) or Mask()
-    rng = np.random.default_rng()
-    rows, keys = ([0, int(rng.integers(1, n)), n] for n in (t, s))
+    rows, keys = [0, 14, t], [0, int(np.random.default_rng().integers(1, s)), s]
     out, lse = [], []
     for r0, r1 in zip(rows, rows[1:]):
         pieces = []

@@ -1,0 +1,43 @@
+"""Masks in parts, of every kind, with random values."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from diffusers.tpu.attention.masks import Mask
+
+
+LOWEST = float(np.finfo(np.float32).min)
+KINDS = ["none", "prefix", "keys", "keys by head", "key bias", "causal", "window", "half window", "dense", "bias"]
+KINDS += ["bfloat16 bias", "outer", "keys, causal", "all", "nothing"]
+
+
+def make_mask(rng, kind: str, heads: int, t: int, s: int) -> Mask:
+    """One of `KINDS`, each part for one or all of the batch of two and of the heads."""
+    b, n = int(rng.choice([1, 2])), int(rng.choice([1, heads]))
+    lengths = rng.integers(0 if b == 2 else 1, s + 1, (b, 1, 1, 1))
+    hole = np.sort(rng.integers(0, s + 1, 2))
+    some = (rng.random((b, n, 1, s)) < 0.7) & ((np.arange(s) < hole[0]) | (np.arange(s) >= hole[1]))
+    bias = rng.standard_normal((b, n, t, s)).astype(np.float32)
+    bias[rng.random(bias.shape) < 0.3] = rng.choice([LOWEST, -np.inf])
+    pairs = rng.random((b, n, t, s)) < 0.6
+    pairs[0, 0, 0] = False  # a row without keys
+    queries = rng.random((b, n, t, 1)) < 0.7
+    window = tuple(int(x) for x in rng.integers(0, max(2, min(t, s)), 2))
+    parts = {
+        "none": {},
+        "prefix": {"keys": np.arange(s) < lengths},
+        "keys": {"keys": some[:, :1]},
+        "keys by head": {"keys": (rng.random((b, heads, 1, s)) < 0.7) & some},
+        "key bias": {"keys": bias[:, :, 0:1]},
+        "causal": {"band": (None, 0)},
+        "window": {"band": window},
+        "half window": {"band": (window[0], None)},
+        "dense": {"dense": pairs},
+        "bias": {"dense": bias},
+        "bfloat16 bias": {"dense": jnp.asarray(bias, jnp.bfloat16)},
+        "outer": {"keys": some, "queries": queries},
+        "keys, causal": {"keys": some, "band": (None, 0)},
+        "all": {"keys": bias[:, :, 0:1], "queries": queries, "dense": pairs, "band": (s // 2, t // 3)},
+        "nothing": {"keys": np.zeros((1, 1, 1, s), bool)},
+    }[kind]
+    return Mask(**{name: x if name == "band" else jnp.asarray(x) for name, x in parts.items()})
