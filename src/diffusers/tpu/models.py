@@ -228,7 +228,7 @@ _ABSENT = object()
 
 def _upstream_state(module, added: dict, before: dict) -> dict:
     """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back."""
-    state = {name: value for name, value in vars(module).items() if name not in _COPYING}
+    state = {k: v for k, v in vars(module).items() if k not in _COPYING and not k.startswith("_tpu")}
     for name, value in added.items():
         if state.get(name, _ABSENT) is value:
             del state[name]
