@@ -157,7 +157,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: boo
         wanted = of_model(resolved(config, len(devices))) if config is not None else runner.config
         differing = differences(wanted, runner.config)
         if not differing:
-            holding(runner).alone = True
+            holding(runner).alone = holding(runner).alone or not owners(module)
             return module
         if owners(module):
             raise ValueError(_belongs(module, "the settings of the pipeline that has it", differing))
