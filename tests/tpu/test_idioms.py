@@ -130,7 +130,9 @@ def test_a_module_of_the_users():
 
 @idiom("device-load")
 @pytest.mark.parametrize(
-    "where", ["cuda", torch.device("cuda"), None, {"cuda:0": "cuda:1"}, lambda storage, _: storage.cuda(0)], ids=str
+    "where",
+    ["cuda", torch.device("cuda"), None, {"cuda:0": "cuda:1"}, lambda storage, _: storage.cuda(0)],
+    ids=["name", "device", "none", "map", "function"],
 )
 def test_a_file_of_tensors_is_loaded(where):
     file, x = io.BytesIO(), torch.randn(3)

@@ -184,8 +184,9 @@ def test_a_text_encoder_of_transformers(plain):
     expected = encoder(ids).last_hidden_state.detach()
     assert encoder.to("cuda", torch.float32) is encoder and on_chips(encoder) == [True]
     assert relative(encoder(ids.to(encoder.device)).last_hidden_state, expected) < FP32
-    encoder.to(torch.bfloat16)
-    assert encoder.dtype == torch.bfloat16 and models.runs(encoder) is not None
+    encoder.to(torch.bfloat16)  # after use: converted, and compiled for it
+    ours = encoder(ids).last_hidden_state
+    assert ours.dtype == torch.bfloat16 and relative(ours.float(), expected) < 0.02 and compilations(encoder) == 2
     assert encoder.cpu() is encoder and models.runs(encoder) is None
 
 

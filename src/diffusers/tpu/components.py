@@ -28,6 +28,7 @@ class Installation:
         runners, on_host: of each model, by what runs it.
         former: of models that the pipeline no longer has.
         residency: whose weights are on the chips; one for all pipelines there.
+        leaving: what happens when the pipeline is deleted.
     """
 
     config: TPUConfig
@@ -39,6 +40,7 @@ class Installation:
     runners: dict[str, Runner] = field(default_factory=dict)
     on_host: dict[str, HostModel] = field(default_factory=dict)
     former: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    leaving: weakref.finalize | None = None
     depth: int = 0
 
     def held(self) -> dict[str, Runner | HostModel]:

@@ -158,7 +158,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: boo
         wanted = of_model(resolved(config, len(devices))) if config is not None else runner.config
         differing = differences(wanted, runner.config)
         if not differing:
-            holding(runner).alone = True
+            holding(runner).alone = holding(runner).alone or not owners(module)
             return module
         if owners(module):
             raise ValueError(_belongs(module, "the settings of the pipeline that has it", differing))
@@ -230,7 +230,7 @@ _ABSENT = object()
 
 def _upstream_state(module, added: dict, before: dict) -> dict:
     """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back."""
-    state = {name: value for name, value in vars(module).items() if name not in _COPYING}
+    state = {k: v for k, v in vars(module).items() if k not in _COPYING and not k.startswith("_tpu")}
     for name, value in [*state.items()]:
         if is_entry(value):
             state.pop(name)
