@@ -97,6 +97,39 @@ def chips(monkeypatch, compiled_programs) -> tuple:
     return jax_devices(find_target(read_environment()))
 
 
+@pytest.fixture(scope="module")
+def idioms(compiled_programs):
+    """The TPU path on two simulated chips as `import diffusers` finds it, for one module: the idioms are on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIFFUSERS_TPU", "cpu")
+        patch.setenv("DIFFUSERS_TPU_DEVICES", "2")
+        patch.setenv("DIFFUSERS_TPU_CACHE", compiled_programs)
+        from diffusers.tpu import awake, idioms
+        from diffusers.tpu.config import Environment
+        from diffusers.tpu.devices import find_target, jax_devices
+
+        jax_devices(find_target(Environment("cpu", 8, None, None)))  # first: other modules want eight
+        awake()
+        yield idioms
+        idioms.off()
+        idioms.said.forget()
+
+
+@pytest.fixture
+def said(idioms) -> list:
+    """What is said from here on, as if nothing had been."""
+    import logging
+
+    idioms.said.forget()
+    sentences = []
+    logger = logging.getLogger("diffusers.tpu.idioms.said")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: sentences.append(record.getMessage())
+    logger.addHandler(handler)
+    yield sentences
+    logger.removeHandler(handler)
+
+
 @pytest.fixture
 def make_mesh(chips):
     """A function from degrees dp, sp, tp to a mesh of simulated chips."""

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import logging
 import pickle
 import weakref
 
@@ -24,7 +25,7 @@ from diffusers import (
     tpu,
 )
 from diffusers.callbacks import SDXLCFGCutoffCallback
-from diffusers.tpu import models, moving, notices
+from diffusers.tpu import idioms, models
 from tiny_wan import picture
 
 
@@ -35,19 +36,19 @@ FP32 = 1e-5  # measured: 3e-7 to 1.2e-6
 @pytest.fixture(autouse=True)
 def on_the_path(chips):
     """The TPU path as a process has it that is imported with it on."""
-    moving.switch_on()
+    tpu.awake()
     yield
-    moving.switch_off()
+    idioms.off()
 
 
 @pytest.fixture
 def said(monkeypatch) -> list:
-    """Warnings of idioms that have no meaning, from the first one on."""
-    messages = []
-    monkeypatch.setattr(notices.logger, "warning", messages.append)
-    notices.once.cache_clear()
-    yield messages
-    notices.once.cache_clear()
+    """Sentences about idioms that have no meaning, as if nothing had been said."""
+    sentences, keys = [], set()
+    monkeypatch.setattr(idioms.said, "_said", keys)
+    logger = logging.getLogger("diffusers.tpu.idioms.said")
+    monkeypatch.setattr(logger, "warning", sentences.append)
+    return sentences
 
 
 @pytest.fixture(scope="module")
@@ -592,7 +593,7 @@ def test_offloading_is_said_once(plain, said):
 def test_switched_off_the_methods_are_torchs_own():
     from transformers import PreTrainedModel
 
-    moving.switch_off()
+    idioms.off()
     owners = {torch.nn.Module: ("to", "cuda", "cpu"), PreTrainedModel: ("from_pretrained",)}
     for owner, names in owners.items():
         for name in names:

@@ -15,10 +15,10 @@ ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 ORDER = [
     "files",
     "config",
-    "notices",
-    "modular",
     "moving",
     "devices",
+    "idioms",
+    "modular",
     "checkpoint",
     "mesh",
     "sharding",

@@ -8,8 +8,6 @@ For users, of a pipeline or of a model by itself:
 The rest is what the patched upstream files call.
 """
 
-import contextlib
-
 from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
 from .devices import find_target
 
@@ -17,6 +15,8 @@ from .devices import find_target
 __all__ = [
     "TPUConfig",
     "arrived",
+    "attention_backend",
+    "awake",
     "built",
     "install",
     "is_active",
@@ -24,16 +24,26 @@ __all__ = [
     "manages",
     "mapped",
     "model_mapped",
+    "refuses_quantized",
     "report",
     "takes",
     "uninstall",
     "waiting",
+    "waives",
 ]
 
 
 def is_active() -> bool:
     """Whether pipelines of this process run on the TPU path (a TPU is here, or `DIFFUSERS_TPU=cpu` simulates one)."""
     return find_target(read_environment()) is not None
+
+
+def awake():
+    """The seam of `import diffusers`: where the path is active, the idioms of scripts for CUDA are answered."""
+    if is_active():
+        from . import idioms
+
+        idioms.on()
 
 
 def mapped(device_map):
@@ -58,13 +68,36 @@ def takes(*args, **kwargs) -> bool:
     return names_accelerator(device) and is_active()
 
 
+def waives(idiom: str, device="cuda") -> bool:
+    """The seam of idioms that have no meaning on a TPU: whether this one is to do nothing, as it is about a device that we
+    stand for; says so once."""
+    if not takes(device):
+        return False
+    from .idioms import said
+
+    said.waived(idiom)
+    return True
+
+
+def refuses_quantized(method: str):
+    """The seam where a quantizer is made. Raises NotImplementedError on the TPU path for those that need a GPU."""
+    if is_active():
+        from .idioms import refusing
+
+        refusing.refuse_quantizer(method)
+
+
 def loading(load, device_map=None):
-    """The seam where a pipeline loads a model: a `from_pretrained` that names missing weights in an error."""
-    if device_map is not None or not is_active():
+    """The seam where a pipeline loads a model: a `from_pretrained` that names missing weights in an error.
+
+    It raises NotImplementedError for quantization that needs a GPU.
+    """
+    if not is_active():
         return load
     from . import checkpoint
+    from .idioms import refusing
 
-    return checkpoint.checked(load)
+    return refusing.before_loading(load if device_map is not None else checkpoint.checked(load))
 
 
 def waiting(tensor):
@@ -74,6 +107,20 @@ def waiting(tensor):
     from . import checkpoint
 
     return checkpoint.waiting(tensor)
+
+
+def attention_backend(name: str) -> str:
+    """The seam where a name becomes an attention backend: on the TPU path those of packages for GPUs mean our kernel."""
+    name = getattr(name, "value", name)
+    if name == "native" or name.startswith("tpu") or not is_active():
+        return name
+    from .idioms import said
+
+    said.once(
+        "attention_backend",
+        f"attention backend {name!r}: on the TPU path attention is the TPU kernel, whatever backend",
+    )
+    return "native"
 
 
 def model_mapped(device_map):
@@ -129,10 +176,3 @@ def _room(model_or_pipeline):
     from . import models, pipeline
 
     return models if isinstance(model_or_pipeline, torch.nn.Module) else pipeline
-
-
-with contextlib.suppress(ValueError):  # a setting that cannot be read is an error where it is used
-    if is_active():
-        from . import moving
-
-        moving.switch_on()

@@ -102,6 +102,11 @@ def waiting(tensor: torch.Tensor) -> torch.Tensor:
     return FileTensor.of(tensor)
 
 
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether its values are what its bytes say: not so of quantized weights, which are subclasses of torch's tensor."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, FileTensor)
+
+
 def settled(*tree):
     """Every tensor among the leaves of `tree` has its values in memory from now on."""
     for leaf in tree_leaves(tree):

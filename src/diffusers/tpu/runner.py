@@ -23,6 +23,7 @@ from . import bridge
 from .attention.api import Settings
 from .config import TPUConfig
 from .devices import GENERATION_OF_DEVICE_KIND, compile_lowered, compiler_options
+from .idioms.refusing import without_gradients
 from .residency import Residency
 from .scan import plain_attributes
 from .sharding import ModelPlan, named
@@ -123,7 +124,9 @@ class Runner:
 
         @functools.wraps(original)
         def run(*args, **kwargs):
-            return original(*args, **kwargs) if bridge.tracing() else self.run(entry, args, kwargs)
+            if bridge.tracing():
+                return original(*args, **kwargs)
+            return without_gradients(self.module, (args, kwargs), self.run(entry, args, kwargs))
 
         run.__signature__ = self._signatures[entry]
         return run

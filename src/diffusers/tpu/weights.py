@@ -17,8 +17,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .bridge import as_numpy, numpy_dtype
-from .checkpoint import missing_message, values
+from .checkpoint import is_ordinary, missing_message, values
 from .devices import MIB
+from .idioms.refusing import refuse_weights
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
 
@@ -81,7 +82,7 @@ class PlacedWeights:
     def _fits(self, key: str, tensor: torch.Tensor) -> bool:
         aval = self.avals[key]
         shape = aval.shape[1:] if _is_stacked(key) else aval.shape
-        return tuple(tensor.shape) == shape and numpy_dtype(tensor.dtype) == aval.dtype
+        return is_ordinary(tensor) and tuple(tensor.shape) == shape and numpy_dtype(tensor.dtype) == aval.dtype
 
     def _place(self, key: str, tensors: list[torch.Tensor], staging: "_Staging") -> jax.Array:
         aval, stacked = self.avals[key], _is_stacked(key)
@@ -98,12 +99,16 @@ class PlacedWeights:
 def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool) -> PlacedWeights:
     """Where every weight of the module will lie; nothing is moved yet.
 
-    Raises ValueError where weights have no values, because the checkpoint did not have them.
+    Raises ValueError where weights have no values, because the checkpoint did not have them, and NotImplementedError for
+    quantized ones.
     """
     tensors = named_tensors(module)
     missing = sorted(name for name, t in tensors.items() if t.is_meta)
     if missing:
         raise ValueError(missing_message(type(module).__name__, missing))
+    quantized = [name for name, t in tensors.items() if not is_ordinary(t)]
+    if quantized:
+        refuse_weights(type(module).__name__, quantized[0], tensors[quantized[0]])
     groups = find_groups(module) if scan else []
     sources = {}
     for group in groups:

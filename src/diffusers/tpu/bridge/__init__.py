@@ -6,21 +6,14 @@ from accelerate.hooks import ModelHook
 
 
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
+from torchax.tensor import Tensor
+from torchax.view import View
+
+from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
-from .environment import (
-    DEVICE,
-    DEVICE_TENSORS,
-    Tensor,
-    View,
-    as_numpy,
-    decomposing,
-    environment,
-    from_numpy,
-    numpy_dtype,
-    on_device,
-    quiet_integers,
-)
+from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .function import INPUT, PureFunction, tracing
+from .outside import DEVICE_TENSORS
 from .video import in_tiles, over_width, scan_chunks
 
 

@@ -7,6 +7,8 @@ import torch
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
+from .outside import written
+
 
 class Deferred(Tensor):
     """`compute()` gives it its value by `settle(value)`, perhaps others too. Everything else is torchax's tensor."""
@@ -22,11 +24,11 @@ class Deferred(Tensor):
     def _elem(self) -> jax.Array:
         if self._value is None:
             self._compute()
-        return self._value
+        return self._value if vars(self).get("_twin") is None else written(self, self._value)
 
     @_elem.setter
     def _elem(self, value: jax.Array):
-        self._value = value
+        self._value, self._twin = value, None
 
     def settle(self, value: jax.Array):
         self._value, self._compute = value, None

@@ -5,21 +5,21 @@ import functools
 import warnings
 
 import jax
-import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torchax.ops import mappings
 from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
-from torchax.view import View
 
-from ..checkpoint import is_about_values, settled, values
+from ..checkpoint import is_about_values, settled
+from ..idioms.devices import inside
+from .crossing import as_numpy, from_numpy
 from .deferred import Deferred
+from .draws import drawn, is_draw
+from .outside import DEVICE_TENSORS, usable_outside
 
 
 DEVICE = torch.device("jax")
-DEVICE_TENSORS = (Tensor, View)
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
 _WRITES_TO_FIRST = {torch.Tensor.__setitem__, torch.Tensor.copy_, torch.Tensor.fill_}
 
@@ -35,38 +35,52 @@ class Environment(_Environment):
       Written into, a host tensor stays one: the destination decides.
     - Random draws come from torch's CPU generators, so that seeds give the noise they give everywhere else.
     - Host tensors that are moved land on all chips of the mesh in use.
+
+    Attributes:
+        draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
     """
 
     def __init__(self):
         super().__init__()
-        self._depth = 0
+        self.draws = 0
 
     def enable_torch_modes(self):
         super().enable_torch_modes()
-        self._depth += 1
+        inside.depth += 1
 
     def disable_torch_modes(self, *exc):
         super().disable_torch_modes(*exc)
-        self._depth -= 1
-        self.enabled = self._depth > 0
+        inside.depth -= 1
+
+    @property
+    def enabled(self) -> bool:
+        """torchax's name for `active`."""
+        return self.active
+
+    @enabled.setter
+    def enabled(self, value: bool):
+        pass  # torchax sets it, for all threads at once; its modes are a thread's own
 
     def _to_copy(self, the_tensor, new_dtype, new_device):
         # On the way to the device torch's 64-bit numbers become 32-bit: a host tensor is converted before, not after
         # (a scheduler's 999.99999999 in float64 is timestep 999, not 1000).
         if new_dtype is not None and not on_device(the_tensor):
             the_tensor = self._on_host(torch.Tensor.to, (the_tensor,), {"dtype": new_dtype})
+        if new_device is not None and self._should_use_torchax_tensor(new_device):
+            new_device = DEVICE  # whatever its name
         return super()._to_copy(the_tensor, new_dtype, new_device)
 
     @property
     def active(self) -> bool:
-        """Whether device tensors can be worked with here: inside of a resident pipeline's call or a trace."""
-        return self._depth > 0
+        """Whether this thread is inside of a resident pipeline's call or a trace, where torch computes on the device."""
+        return inside.depth > 0
 
     def dispatch(self, func, types, args, kwargs):
         kwargs = kwargs or {}
+        self.draws += is_draw(func)
         if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
-            drawn = self._on_host(func, args, {**kwargs, "device": "cpu"})
-            return Tensor(self.t2j_copy(drawn), self)
+            numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
+            return Tensor(self.t2j_copy(numbers), self)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors and isinstance(func, torch._ops.OpOverload) and "device" not in kwargs:
             return self._without_tensors(func, types, args, kwargs)
@@ -76,6 +90,8 @@ class Environment(_Environment):
         host = [t for t in tensors if not on_device(t)]
         if host and len(host) == len(tensors) and not self._moves(func):
             return self._on_host(func, args, kwargs)
+        if isinstance(func, torch._ops.OpOverload) and is_draw(func):
+            return drawn(self, func, args, kwargs, self._on_host)
         if host and len(host) < len(tensors) and not self._moves(func):
             if func in _WRITES_TO_FIRST and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
@@ -96,7 +112,7 @@ class Environment(_Environment):
     @contextlib.contextmanager
     def left(self):
         """Plain torch for a while: its operators, on host tensors."""
-        depth = self._depth
+        depth = inside.depth
         for _ in range(depth):
             self.disable_torch_modes()
         try:
@@ -138,32 +154,6 @@ class Environment(_Environment):
         return from_numpy(t.jax())
 
 
-def as_numpy(t: torch.Tensor) -> np.ndarray:
-    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits."""
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        t = values(t).contiguous()
-        dtype = mappings.NUMPY_UNSUPPORTED_DTYPES.get(t.dtype)
-        if dtype is None:
-            return t.numpy()
-        integer = torch.int16 if t.dtype.itemsize == 2 else torch.int8
-        return t.view(integer).numpy().view(np.dtype(dtype))
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    """The dtype that a host tensor of this dtype has on the device: 64-bit numbers become 32-bit."""
-    return jax.dtypes.canonicalize_dtype(mappings.t2j_dtype(dtype))
-
-
-def from_numpy(x) -> torch.Tensor:
-    """A JAX or numpy array as a host tensor of its own; bfloat16 and float8 keep their bits."""
-    values = np.array(x)
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        dtype = mappings.j2t_dtype(values.dtype)
-        if dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
-            return torch.from_numpy(values.view(np.int16 if values.itemsize == 2 else np.int8)).view(dtype)
-        return torch.from_numpy(values)
-
-
 @contextlib.contextmanager
 def quiet_integers():
     """Without JAX's warning, once per call site, that torch's int64 becomes int32 here; indices and ids fit."""
@@ -186,4 +176,5 @@ def environment() -> Environment:
 
     env = Environment()
     register(env)
+    usable_outside()
     return env

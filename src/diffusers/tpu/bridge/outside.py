@@ -1,0 +1,168 @@
+"""Device tensors outside of the environment: a callback kept them, and works with them after the call.
+
+Each has a twin on the host, made when it is first used there. torch's operators run on the twins and give host tensors; what
+is written into a twin, through views of it too, the device tensor holds when it is next used inside. torch counts what is
+written: to it, views of the twin that its operators give here are views of the device tensor.
+"""
+
+import contextlib
+import copy
+
+import jax
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+from torchax.tensor import Tensor
+from torchax.view import View
+
+from ..idioms.devices import inside
+from .crossing import as_numpy, from_numpy
+
+
+DEVICE_TENSORS = (Tensor, View)
+HOST = torch.device("cpu")
+
+
+def as_host(t: torch.Tensor) -> torch.Tensor:
+    """The host tensor that stands for a device tensor outside: the same one each time, a view's is a view of it."""
+    if isinstance(t, View):
+        with plain():
+            host = as_host(t.parent)[tree_map_only(jax.Array, from_numpy, t.view_info.slices)]
+        _root(t)._twin[1].setdefault(t, t._version)
+        return host
+    array = t.jax()
+    if isinstance(array, jax.core.Tracer):
+        raise RuntimeError(
+            f"expected a tensor with values, got {array.aval.str_short()} of a model while it is compiled: values exist when"
+            " it has run. Take what leaves the model, or register the hook before its first call"
+        )
+    if vars(t).get("_twin") is None:
+        twin = from_numpy(array)
+        t._twin = twin, WeakIdKeyDictionary({t: t._version, twin: twin._version})
+    return t._twin[0]
+
+
+def _root(t: torch.Tensor) -> Tensor:
+    return _root(t.parent) if isinstance(t, View) else t
+
+
+def written(t: Tensor, array: jax.Array) -> jax.Array:
+    """The tensor's array: `array`, or a new one where its twin was written to since; see `_Array`."""
+    twin, versions = vars(t)["_twin"]
+    with torch._C.DisableTorchFunction():
+        if all(tensor._version == version for tensor, version in versions.items()):
+            return array
+    array = jax.device_put(as_numpy(twin), array.sharding)
+    t._elem = array
+    return array
+
+
+@contextlib.contextmanager
+def plain():
+    """torch's own operators on host tensors, inside of the environment too."""
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+class _Array:
+    """`Tensor._elem`, which torchax reads and writes."""
+
+    def __get__(self, t, owner=None):
+        if t is None:
+            return self
+        array = vars(t)["_array"]
+        return array if vars(t).get("_twin") is None else written(t, array)
+
+    def __set__(self, t, array):
+        vars(t)["_array"], vars(t)["_twin"] = array, None
+
+
+def _dispatched(cls, func, types, args=(), kwargs=None):
+    """torch's operator on the twins. What it gives is a host tensor; a tensor that it wrote to is given itself."""
+    owners: dict[int, torch.Tensor] = {}
+
+    def twin(t):
+        host = as_host(t)
+        owners[id(host)] = t
+        return host
+
+    if func is torch.ops.prim.device.default:
+        return torch.device("privateuseone", 0)
+    args, kwargs = tree_map_only(DEVICE_TENSORS, twin, (args, kwargs or {}))
+    device = kwargs.get("device")
+    if device is not None and device.type in ("meta", "privateuseone", "jax"):  # what torch takes the tensors' own for
+        kwargs["device"] = HOST
+    result = func(*args, **kwargs)
+    return tree_map_only(torch.Tensor, lambda t: owners.get(id(t), t), result)
+
+
+def _indexed(upstream):
+    """`t[key]`; torch would make tensors of the lists in it on the device that it takes t's for."""
+
+    def __getitem__(t, key):
+        if inside.depth:
+            return upstream(t, key)
+        return as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)]
+
+    return __getitem__
+
+
+def _set(upstream):
+    def __setitem__(t, key, value):
+        if inside.depth:
+            upstream(t, key, value)
+        else:
+            as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)] = tree_map_only(DEVICE_TENSORS, as_host, value)
+
+    return __setitem__
+
+
+def _formatted(t, spec):
+    with plain():
+        return format(as_host(t).detach(), spec)
+
+
+def _shown(t):
+    array = t.jax()
+    if isinstance(array, jax.core.Tracer):
+        return f"tensor({array.aval.str_short()} of a model while it is compiled)"
+    with plain():
+        return f"{repr(from_numpy(array)).removesuffix(')')}, device='jax:0')"
+
+
+def _copied(t, memo):
+    """A device tensor of its own; arrays are never written to, so the copy shares it."""
+    return memo.setdefault(id(t), Tensor(t.jax(), t._env))
+
+
+def _pickled(t, protocol):
+    """A host tensor."""
+    with plain():
+        return from_numpy(t.jax()).__reduce_ex__(protocol)
+
+
+def _listed(t):
+    with plain():
+        return as_host(t).tolist()
+
+
+def _array_of(t):
+    """Of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name."""
+    return copy.copy(jax.device_get(t.jax()))
+
+
+def usable_outside():
+    """Teach torchax's tensors all that; once."""
+    Tensor._elem = _Array()
+    Tensor.data = property(lambda t: t, Tensor.data.fset)  # torchax's, without its warning
+    View.data = property(lambda t: t)
+    for cls in DEVICE_TENSORS:
+        cls.__torch_dispatch__ = classmethod(_dispatched)
+        cls.__getitem__ = _indexed(cls.__getitem__)
+        cls.__setitem__ = _set(cls.__setitem__)
+        cls.__format__ = _formatted
+        cls.__repr__ = cls.__str__ = _shown
+        cls.__deepcopy__ = _copied
+        cls.__reduce_ex__ = _pickled
+        cls.tolist = _listed
+        cls.numpy = _array_of

@@ -1,0 +1,60 @@
+"""The idioms of scripts written for CUDA: on the TPU path they do what the script meant.
+
+`on` replaces what such scripts use of torch, once, when diffusers is imported and the path is active; `off` puts torch's own
+objects back. Where the path is off nothing of torch is touched. What each idiom does: `examples/tpu/IDIOMS.md`.
+
+| file | idioms |
+|---|---|
+| `devices` | where tensors, modules and generators are put |
+| `cuda`, `streams`, `chips` | `torch.cuda`, `torch.accelerator`: what is asked of the device |
+| `compiling` | `torch.compile`, `Module.compile` |
+| `modes` | `torch.inference_mode`, `torch.autocast` |
+| `refusing` | quantization, gradients: what cannot be honoured |
+| `said` | what became of an idiom, once |
+"""
+
+import sys
+
+from .. import moving
+from . import said
+
+
+__all__ = ["is_on", "off", "on", "said"]
+
+_replacements = None
+
+
+def is_on() -> bool:
+    """Whether torch's functions are replaced now."""
+    return _replacements is not None
+
+
+def on():
+    """Replace what scripts for CUDA use of torch; nothing if it is already. Imports neither JAX nor torchax."""
+    global _replacements
+    if _replacements is None:
+        from . import compiling, cuda, devices, modes
+        from .replacing import Replacements
+
+        _replacements = Replacements()
+        for file in (devices, cuda, compiling, modes):
+            file.replace(_replacements)
+        moving.switch_on()  # last: models move, what is left of a move is torch's
+        _forget_devices()
+
+
+def off():
+    """torch's own objects, as they were."""
+    global _replacements
+    if _replacements is not None:
+        moving.switch_off()
+        _replacements.undo()
+        _replacements = None
+        _forget_devices()
+
+
+def _forget_devices():
+    """What diffusers found out about accelerators while it was imported."""
+    found = sys.modules.get("diffusers.utils.torch_utils")
+    if found is not None:
+        found.TorchDeviceBackend._detect_device_type.cache_clear()

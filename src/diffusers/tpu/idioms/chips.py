@@ -1,0 +1,87 @@
+"""What scripts ask of their GPU, answered for all chips of the TPU together: its name, its memory, whether it is done.
+
+JAX is asked where it runs already, or where the answer needs the chips.
+"""
+
+import os
+import sys
+
+from ..config import read_environment
+from ..devices import CHIPS, GIB, find_target, jax_devices
+
+
+def name() -> str:
+    """As `torch.cuda.get_device_name`: "TPU v6e"."""
+    target = find_target(read_environment())
+    return f"TPU {target.generation}" if target.generation else "TPU (simulated on the CPU)"
+
+
+def devices() -> tuple:
+    """JAX's devices; starts JAX."""
+    return jax_devices(find_target(read_environment()))
+
+
+def wait():
+    """Until everything that was sent to the chips is computed."""
+    if "jax" not in sys.modules:
+        return
+    import jax
+
+    jax.effects_barrier()
+    jax.block_until_ready([array for array in jax.live_arrays() if not array.is_deleted()])
+
+
+def bytes_in_all() -> int:
+    """Memory of all chips together; of simulated ones, the host's."""
+    stats = [device.memory_stats() or {} for device in devices()]
+    limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
+    if limits:
+        return sum(limits)
+    chip = CHIPS.get(find_target(read_environment()).generation)
+    if chip is not None:
+        return chip.hbm_bytes * len(stats)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def bytes_in_use() -> int:
+    """Memory of all chips together that arrays take; 0 before JAX runs."""
+    return _counted("bytes_in_use", _bytes_of_live_arrays)
+
+
+class Peak:
+    """The most that was in use since `reset`, as far as the runtime tells: simulated chips only know the present."""
+
+    def __init__(self):
+        self.before = self.highest = 0
+
+    def bytes(self) -> int:
+        peak = _counted("peak_bytes_in_use", bytes_in_use)
+        self.highest = max(self.highest, bytes_in_use(), peak if peak > self.before else 0)
+        return self.highest
+
+    def reset(self):
+        self.before = _counted("peak_bytes_in_use", lambda: 0)
+        self.highest = 0
+
+
+def _counted(statistic: str, otherwise) -> int:
+    if "jax" not in sys.modules:
+        return 0
+    found = [s[statistic] for s in (device.memory_stats() or {} for device in devices()) if statistic in s]
+    return sum(found) if found else otherwise()
+
+
+def _bytes_of_live_arrays() -> int:
+    import jax
+    import numpy as np
+
+    total = 0
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            part = np.prod(array.sharding.shard_shape(array.shape), dtype=np.int64)
+            total += int(part) * array.dtype.itemsize * len(array.sharding.device_set)
+    return total
+
+
+def gib(count: int) -> str:
+    return f"{count / GIB:.2f} GiB"

@@ -1,0 +1,81 @@
+"""What cannot be honoured on the TPU path, refused with the reason and the way out: quantized weights, and gradients."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+LOADS_ANYWHERE = {"torchao", "quanto", "gguf"}  # other methods need a GPU to load
+INSTEAD = (
+    "load the model without quantization_config, in bfloat16: its weights are split over all chips, and models that have no"
+    " room wait on the host"
+)
+
+
+def refuse_quantizer(method: str):
+    """Raises NotImplementedError for quantization whose package needs a GPU."""
+    method = getattr(method, "value", method)
+    if method not in LOADS_ANYWHERE:
+        raise NotImplementedError(
+            f"expected a model without quantization on the TPU path, got {method!r}, which needs a GPU: {INSTEAD}."
+            " DIFFUSERS_TPU=off leaves the path."
+        )
+
+
+def before_loading(load: Callable) -> Callable:
+    """A model's `from_pretrained` that refuses quantization for GPUs before the package that does it is asked."""
+
+    @functools.wraps(load)
+    def run(*args, **kwargs):
+        config = kwargs.get("quantization_config")
+        if config is not None:
+            get = config.get if isinstance(config, dict) else functools.partial(getattr, config)
+            refuse_quantizer(get("quant_method", None))
+        return load(*args, **kwargs)
+
+    return run
+
+
+def refuse_weights(model: str, name: str, tensor: torch.Tensor):
+    """Raises NotImplementedError: this weight of the model is quantized."""
+    raise NotImplementedError(
+        f"expected ordinary weights of {model} on the TPU path, got {name} of class {type(tensor).__name__}: quantized"
+        f" weights have no form there. Instead, {INSTEAD}; or keep this component on the host as it is, by"
+        " TPUConfig(host=(its name,))"
+    )
+
+
+GRADIENTS = (
+    "the TPU path computes no gradients: what a model of it answers cannot be differentiated. To train or to guide by"
+    " gradients, diffusers.tpu.uninstall(pipe) first (or .to('cpu')); the model then runs on the host as upstream's"
+)
+
+
+class _Refusing(torch.autograd.Function):
+    """Its outputs have the values of its last inputs, and a gradient by the first, so many, that cannot be asked for."""
+
+    @staticmethod
+    def forward(ctx, asked: int, *tensors):
+        return tuple(t.new_empty(0).set_(t) for t in tensors[asked:])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        raise NotImplementedError(GRADIENTS)
+
+
+def without_gradients(module: torch.nn.Module, arguments, output):
+    """The output, which answers a gradient through it with a sentence, where upstream's would have one.
+
+    A script that only forgot `torch.no_grad` gets what upstream gives it.
+    """
+    if not torch.is_grad_enabled():
+        return output
+    tensors = (*module.parameters(), *(t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)))
+    asked = [t for t in tensors if t.requires_grad]
+    floating = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+    if not asked or not floating:
+        return output
+    marked = dict(zip(map(id, floating), _Refusing.apply(len(asked), *asked, *floating)))
+    return tree_map(lambda leaf: marked.get(id(leaf), leaf), output)

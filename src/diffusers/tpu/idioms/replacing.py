@@ -1,0 +1,85 @@
+"""Attributes of torch that are replaced while the idioms are on, and put back as they were."""
+
+from collections.abc import Callable
+from types import MethodType
+
+
+_ABSENT = object()
+
+
+class Replacements:
+    """What was put where, in order; `undo` leaves every owner with the attributes of its own that it had."""
+
+    def __init__(self):
+        self._before: list[tuple[object, str, object]] = []
+
+    def put(self, owner, attribute: str, value):
+        self._before.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
+        setattr(owner, attribute, value)
+
+    def undo(self):
+        while self._before:
+            owner, attribute, value = self._before.pop()
+            if value is _ABSENT:
+                delattr(owner, attribute)
+            else:
+                setattr(owner, attribute, value)
+
+
+class StandingType(type):
+    """A class in the place of one of torch's, equal to it in sets and dicts: `make(original, ...)` makes torch's objects.
+
+    Those are its instances for `isinstance`; it has none of its own.
+    """
+
+    def __new__(cls, name, bases, namespace, original):
+        return super().__new__(cls, name, bases, {**namespace, "__module__": "torch", "__wrapped__": original})
+
+    def __init__(cls, name, bases, namespace, original):
+        super().__init__(name, bases, namespace)
+
+    def __call__(cls, *args, **kwargs):
+        return cls.make(cls.__wrapped__, *args, **kwargs)
+
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, cls.__wrapped__)
+
+    def __subclasscheck__(cls, subclass):
+        return subclass is cls or issubclass(subclass, cls.__wrapped__)
+
+    def __eq__(cls, other):
+        return other is cls or other is cls.__wrapped__
+
+    def __hash__(cls):
+        return hash(cls.__wrapped__)
+
+
+class Stand:
+    """A callable in the place of one of torch's, equal to it in sets and dicts.
+
+    torch, torchax and others keep tables of torch's functions; what stands for one is found in them under either name,
+    whenever the table was made. It is a method where it is an attribute of a class.
+    """
+
+    def __init__(self, original: Callable, call: Callable, module: str, qualname: str):
+        self.__wrapped__, self._call = original, call
+        self.__name__, self.__qualname__, self.__module__ = original.__name__, qualname, module
+        self.__doc__ = original.__doc__
+
+    def __call__(self, *args, **kwargs):
+        return self._call(self.__wrapped__, *args, **kwargs)
+
+    def __get__(self, instance, owner=None):
+        return self if instance is None else MethodType(self, instance)
+
+    def __eq__(self, other):
+        return other is self or other is self.__wrapped__ or getattr(other, "__wrapped__", None) is self.__wrapped__
+
+    def __hash__(self):
+        return hash(self.__wrapped__)
+
+    def __repr__(self):
+        return repr(self.__wrapped__)
+
+    def __reduce__(self):
+        return self.__qualname__

@@ -1,0 +1,27 @@
+"""What became of an idiom, said once, at a level that shows by default."""
+
+WAIVED = {
+    "group_offload": "group offloading: on the TPU path weights are sharded over all chips, and models that have no room on"
+    " the chips wait on the host; nothing else is offloaded",
+    "xformers": "xformers: on the TPU path attention is the TPU kernel, which is memory-efficient",
+}
+_said: set[str] = set()
+
+
+def once(key: str, sentence: str):
+    """Warn with this sentence, the first time in this process for this key."""
+    if key not in _said:
+        _said.add(key)
+        from ...utils import logging  # here: the idioms are on before the rest of diffusers is imported
+
+        logging.get_logger(__name__).warning(sentence)
+
+
+def waived(idiom: str):
+    """Say of an idiom in `WAIVED` that it does nothing."""
+    once(idiom, WAIVED[idiom])
+
+
+def forget():
+    """Everything may be said again."""
+    _said.clear()

@@ -1,0 +1,294 @@
+"""Idioms of scripts for CUDA around models and pipelines. Oracle: upstream's pipeline of the same weights in this process."""
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tiny_pixart
+from conftest import relative
+from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel
+from tiny_pixart import call
+
+
+pytestmark = [pytest.mark.usefixtures("idioms"), pytest.mark.filterwarnings("ignore")]
+idiom = pytest.mark.idiom
+
+
+@pytest.fixture(scope="module")
+def folder(idioms, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("pixart")
+    tiny_pixart.pixart().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    """Loaded and moved as scripts do, in inference mode; resident, so that what runs between models meets device tensors."""
+    from diffusers.tpu import TPUConfig, install
+
+    with torch.inference_mode():
+        return install(PixArtSigmaPipeline.from_pretrained(folder), TPUConfig(glue="resident")).to("cuda")
+
+
+@pytest.fixture(scope="module")
+def upstream(idioms):
+    """A function from changed arguments to what upstream's pipeline of the same weights gives."""
+    theirs = tiny_pixart.pixart()
+    return lambda **changes: call(theirs, **changes)
+
+
+@pytest.fixture
+def right(pipe, upstream):
+    """A check that a call of the pipeline gives what upstream's does."""
+
+    def check(using=pipe, **changes):
+        assert relative(call(using, **changes), upstream(**changes)) < 1e-5
+
+    return check
+
+
+def inputs(**changes) -> dict:
+    """Of the transformer, made as a script for CUDA makes them."""
+    given = {
+        "hidden_states": torch.randn(2, 4, 8, 8, device="cuda"),
+        "encoder_hidden_states": torch.randn(2, 8, 16, device="cuda"),
+        "timestep": torch.tensor([500, 500], device="cuda"),
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+        "return_dict": False,
+    }
+    return {**given, **changes}
+
+
+@idiom("inference-load", "inference-call")
+def test_inference_mode(pipe, right):
+    assert not any(p.is_inference() for p in pipe.transformer.parameters())
+    with torch.inference_mode():
+        right(output_type="pt")
+
+    @torch.inference_mode()
+    def generate():
+        return right()
+
+    generate()
+
+
+@idiom("inference-lora")
+def test_inference_mode_and_lora(folder):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    theirs = tiny_pixart.pixart()
+    with torch.inference_mode():
+        ours = PixArtSigmaPipeline.from_pretrained(folder).to("cuda")
+        torch.manual_seed(3)
+        inject_adapter_in_model(config, ours.transformer)
+        torch.manual_seed(3)
+        inject_adapter_in_model(config, theirs.transformer)
+        x = inputs()
+        assert relative(ours.transformer(**x)[0], theirs.transformer(**x)[0]) < 1e-5
+
+
+@idiom("compile-module", "compile-method", "compile-in-place", "compile-repeated", "dynamo-config")
+def test_models_are_not_torchs_to_compile(pipe, said, right):
+    loaded = tiny_pixart.pixart()
+    torch._dynamo.config.cache_size_limit = 64
+    torch._inductor.config.conv_1x1_as_mm = True
+    for one in (pipe, loaded):
+        decode = one.vae.decode
+        one.transformer = torch.compile(one.transformer, mode="max-autotune", fullgraph=True)
+        one.vae.decode = torch.compile(one.vae.decode, mode="reduce-overhead", fullgraph=True)
+        assert type(one.transformer) is PixArtTransformer2DModel and one.vae.decode == decode
+        one.text_encoder = torch.compile(one.text_encoder)
+        one.transformer.compile(fullgraph=True)
+        one.transformer.transformer_blocks[0].compile()
+        assert one.transformer._compiled_call_impl is None
+
+    @torch.compile(fullgraph=True)
+    def denoise(**kwargs):
+        return pipe.transformer(**kwargs)
+
+    assert not hasattr(denoise, "_torchdynamo_orig_callable")
+    pipe.transformer._repeated_blocks = ["BasicTransformerBlock"]
+    pipe.transformer.compile_repeated_blocks(fullgraph=True)
+    right()
+    assert [s for s in said if "torch.compile" in s] == said and len(said) == 1
+
+
+@idiom("generator-pipe", "device-pipe")
+def test_noise_where_the_pipeline_is(pipe, right, upstream):
+    for device in ("cuda", pipe.device, pipe._execution_device):
+        ours = call(pipe, generator=torch.Generator(device).manual_seed(11))
+        assert relative(ours, upstream()) < 1e-5
+    latents = torch.randn(1, 4, 16, 16, generator=torch.Generator("cuda").manual_seed(5), device=pipe.device)
+    right(latents=latents.to(pipe.device))
+
+
+@idiom("encode-prompt")
+def test_prompts_encoded_on_an_accelerator(pipe, right):
+    names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+    made = pipe.encode_prompt("a red circle", negative_prompt="", device="cuda", max_sequence_length=8)
+    right(prompt=None, negative_prompt=None, **dict(zip(names, (x.to("cuda") for x in made))))
+
+
+BACKENDS = [
+    "flash",
+    "_flash_3",
+    "_flash_3_hub",
+    "flash_hub",
+    "sage",
+    "sage_hub",
+    "flex",
+    "xformers",
+    "_native_flash",
+    "aiter_fa2_hub",
+]
+
+
+@idiom("attention-backend")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_backends_of_packages_for_gpus(pipe, said, backend):
+    from diffusers.models.attention_dispatch import attention_backend
+
+    pipe.transformer.set_attention_backend(backend)
+    with attention_backend(backend):
+        pass
+    pipe.transformer.reset_attention_backend()
+    assert len(said) == 1 and backend in said[0] and "TPU kernel" in said[0]
+    pipe.transformer.set_attention_backend("native")
+    assert len(said) == 1
+    with pytest.raises(ValueError, match="must be one of"):
+        pipe.transformer.set_attention_backend("no such")
+
+
+@idiom("attention-env")
+def test_an_attention_backend_from_the_environment(monkeypatch):
+    from diffusers import tpu
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    assert AttentionBackendName(tpu.attention_backend("flash")) is AttentionBackendName.NATIVE
+    assert tpu.attention_backend("tpu_kernel") == "tpu_kernel"
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    assert tpu.attention_backend("flash") == "flash"
+
+
+@idiom("xformers", "group-offload-pipeline", "group-offload-model", "group-offload-function")
+def test_what_is_about_one_gpus_memory_is_waived(pipe, said, right):
+    from diffusers.hooks import apply_group_offloading
+
+    pipe.enable_xformers_memory_efficient_attention()
+    pipe.transformer.enable_xformers_memory_efficient_attention()
+    assert "xformers" in said.pop()
+    pipe.enable_group_offload(onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True)
+    pipe.transformer.enable_group_offload(onload_device="cuda", offload_type="block_level", num_blocks_per_group=1)
+    apply_group_offloading(
+        pipe.text_encoder, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True
+    )
+    assert "group offloading" in said.pop() and not said
+    assert not hasattr(pipe.transformer, "_diffusers_hook")
+    right()
+
+
+@idiom("group-offload-pipeline")
+def test_group_offloading_a_pipeline_made_by_hand_takes_it_to_the_tpu():
+    made = tiny_pixart.pixart()
+    made.enable_group_offload(onload_device=torch.device("cuda"), offload_type="leaf_level")
+    assert hasattr(made.transformer, "_tpu_runner")
+
+
+@idiom("quantization-gpu")
+def test_quantization_that_needs_a_gpu_is_refused_first(folder):
+    from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig
+
+    with pytest.raises(
+        NotImplementedError, match="needs a GPU: load the model without quantization_config, in bfloat16"
+    ):
+        BitsAndBytesConfig(load_in_4bit=True)
+    config = SimpleNamespace(quant_method="modelopt")
+    with pytest.raises(NotImplementedError, match="'modelopt', which needs a GPU"):
+        PixArtTransformer2DModel.from_pretrained(folder, subfolder="transformer", quantization_config=config)
+    config = PipelineQuantizationConfig(
+        quant_backend="bitsandbytes_4bit", quant_kwargs={"load_in_4bit": True}, components_to_quantize=["text_encoder"]
+    )
+    with pytest.raises(NotImplementedError, match="'bitsandbytes', which needs a GPU"):
+        PixArtSigmaPipeline.from_pretrained(folder, quantization_config=config)
+
+
+class Quantized(torch.Tensor):
+    """A weight as quantization packages make them: its bytes are not its values."""
+
+    @staticmethod
+    def __new__(cls, weight):
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+
+    def __init__(self, weight):
+        self.int8 = (weight * 10).round().to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unpacked = torch.utils._pytree.tree_map_only(cls, lambda q: q.int8.float() / 10, (args, kwargs or {}))
+        return (
+            cls(args[0].int8.float() / 10)
+            if func is torch.ops.aten.detach.default
+            else func(*unpacked[0], **unpacked[1])
+        )
+
+
+@idiom("quantization-weights")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_quantized_weights_are_refused_where_they_would_go_to_the_chips(when):
+    made = tiny_pixart.pixart()
+    block = made.transformer.transformer_blocks[1].attn1
+    if when == "after":
+        made.to("cuda")
+        made.transformer(**inputs())
+    block.to_q.weight = torch.nn.Parameter(Quantized(block.to_q.weight.detach()), requires_grad=False)
+    with pytest.raises(
+        NotImplementedError, match="transformer_blocks.1.attn1.to_q.weight of class Quantized.*bfloat16"
+    ):
+        made.to("cuda")
+        made.transformer(**inputs())
+
+
+@idiom("gradients")
+def test_gradients_through_a_model_are_refused(pipe):
+    x = torch.randn(2, 4, 8, 8, requires_grad=True)
+    loss = pipe.transformer(**inputs(hidden_states=x))[0].square().mean()
+    with pytest.raises(NotImplementedError, match="computes no gradients.*uninstall"):
+        loss.backward()
+    with pytest.raises(NotImplementedError, match="computes no gradients"):
+        torch.autograd.grad(pipe.transformer(**inputs(hidden_states=x))[0].sum(), x)
+
+
+@idiom("forgotten-no-grad")
+def test_a_forgotten_no_grad_is_as_upstream(pipe, upstream):
+    given, theirs = inputs(), tiny_pixart.pixart().transformer
+    ours = pipe.transformer(**given)[0]
+    assert relative(ours, theirs(**given)[0]) < 1e-5
+    ours += 1
+    with pytest.raises(RuntimeError, match="requires grad"):
+        ours.numpy()
+    with torch.no_grad():
+        assert not pipe.transformer(**given)[0].requires_grad
+    pipe.transformer.requires_grad_(False)
+    assert not pipe.transformer(**given)[0].requires_grad
+    pipe.transformer.requires_grad_(True)
+
+
+@idiom("device-map")
+@pytest.mark.parametrize("device_map", ["cuda", "auto"])
+def test_a_transformers_model_on_a_device_map(folder, device_map):
+    from transformers import T5EncoderModel
+
+    model = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder", device_map=device_map)
+    ids = torch.tensor([[3, 4, 1]])
+    assert relative(model(ids.to("cuda"))[0], tiny_pixart.pixart().text_encoder(ids)[0]) < 1e-5
+
+
+@idiom("free-memory")
+def test_the_end_of_a_script(pipe, right):
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.ipc_collect()
+    right()

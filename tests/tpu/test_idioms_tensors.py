@@ -1,0 +1,242 @@
+"""Device tensors in the hands of a script. Oracle: the same lines on host tensors, with the same seed."""
+
+import copy
+import io
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import assert_same
+
+
+pytestmark = pytest.mark.usefixtures("idioms")
+idiom = pytest.mark.idiom
+
+
+@pytest.fixture(scope="module")
+def env(idioms):
+    from diffusers.tpu import bridge
+
+    return bridge.environment()
+
+
+KINDS = ["tensor", "view", "bfloat16", "deferred"]
+
+
+@pytest.fixture(params=KINDS)
+def pair(request, env):
+    """A device tensor [2, 3] and a host tensor of the same values."""
+    import jax
+
+    from diffusers.tpu import bridge
+
+    host = torch.randn(2, 3)
+    host = host.bfloat16() if request.param == "bfloat16" else host
+    with env:
+        device = env.moved(torch.stack([host, host + 1]))[0] if request.param == "view" else env.moved(host)
+    if request.param == "deferred":
+        array = device.jax()
+        device = bridge.deferred(jax.ShapeDtypeStruct(array.shape, array.dtype), lambda: device.settle(array))
+    assert bridge.on_device(device)
+    return device, host
+
+
+def same(ours, theirs):
+    ours, theirs = (x.cpu() if isinstance(x, torch.Tensor) else x for x in (ours, theirs))
+    if isinstance(theirs, torch.Tensor):
+        assert_same(ours.clone(), theirs.clone())
+    elif isinstance(theirs, np.ndarray):
+        np.testing.assert_array_equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+USES = {
+    "format": lambda x: f"{x.sum():.2f} {x[0, 0]:+.3e}",
+    "float": lambda x: float(x[1, 2]),
+    "int": lambda x: int(x[1, 2] * 100),
+    "item": lambda x: x.flatten()[3].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.cpu().float().numpy(),
+    "asarray": lambda x: np.asarray(x.float()),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu", torch.float64),
+    "cuda": lambda x: x.cuda().to("cuda").cpu(),
+    "compare": lambda x: bool((x > 0).any()) or bool(torch.allclose(x, x)),
+    "iterate": lambda x: [row.tolist() for row in x] + [len(x)],
+    "detach": lambda x: x.detach().clone().data.cpu(),
+    "deepcopy": lambda x: copy.deepcopy({"x": x})["x"].cpu(),
+    "shape": lambda x: (x.shape, x.dtype, x.numel(), x.dim(), x.is_floating_point(), x.requires_grad),
+}
+
+
+@idiom("tensor-read")
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_device_tensor_can_be_read(pair, env, use, where):
+    device, host = pair
+    if where == "inside":
+        with env:
+            ours = USES[use](device)
+            same(ours.cpu() if isinstance(ours, torch.Tensor) else ours, USES[use](host))
+    else:
+        same(USES[use](device), USES[use](host))
+
+
+@idiom("tensor-print", "tensor-save")
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_device_tensor_can_be_printed_and_saved(pair, env, where):
+    device, host = pair
+    if where == "inside":
+        env.enable_torch_modes()
+    try:
+        shown, file = repr(device), io.BytesIO()
+        torch.save({"latents": device}, file)
+    finally:
+        if where == "inside":
+            env.disable_torch_modes()
+    assert shown == repr(host)[:-1] + ", device='jax:0')"
+    file.seek(0)
+    assert_same(torch.load(file)["latents"], host)
+
+
+OPERATIONS = {
+    "mean": lambda x, y: x.float().mean((0, 1)),
+    "matmul": lambda x, y: x @ y.T,
+    "mixed": lambda x, y: torch.cat([x, y]) - torch.stack([y, y]).sum(0).repeat(2, 1),
+    "index": lambda x, y: x[:, [0, 2]] + y[..., 1:],
+    "select": lambda x, y: torch.where(x > y, x, torch.zeros_like(x)),
+    "new": lambda x, y: x.new_ones(2) + torch.ones(2, device=x.device, dtype=x.dtype),
+    "like": lambda x, y: y.to(x) + y.type_as(x),
+    "norm": lambda x, y: torch.nn.functional.layer_norm(x, (3,)),
+}
+
+
+@idiom("tensor-compute")
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_outside_a_device_tensor_is_a_host_tensor_to_torch(pair, operation):
+    device, host = pair
+    other = torch.randn(2, 3).to(host.dtype)
+    ours = OPERATIONS[operation](device, other)
+    assert type(ours) is torch.Tensor and ours.device.type == "cpu"
+    assert_same(ours, OPERATIONS[operation](host, other))
+
+
+@idiom("tensor-write")
+def test_outside_what_is_written_stays(pair, env):
+    device, host = pair
+    with env:
+        before = device + 0
+    for x in (device, host):
+        assert x.add_(1) is x
+        row = x[1]
+        row.mul_(3)
+        x[0, 1] = 9
+        x[:, 2] *= 2
+        torch.clamp(x, max=5, out=x)
+    same(device, host)
+    with env:
+        same((device + before).cpu(), host + before.cpu())
+        device.mul_(2)
+    same(device.cpu(), host * 2)
+    with pytest.raises(AssertionError):
+        same(device.cpu(), host)
+
+
+@idiom("tensor-picture")
+def test_a_picture_of_a_device_tensor(env):
+    from diffusers.image_processor import VaeImageProcessor
+
+    host = torch.rand(1, 3, 4, 4)
+    with env:
+        device = env.moved(host)
+    ours, theirs = (VaeImageProcessor().postprocess(x, output_type="pil")[0] for x in (device, host))
+    assert ours.tobytes() == theirs.tobytes()
+
+
+# Random draws
+
+
+def _chain(x, g):
+    return [
+        torch.randn_like(x),
+        torch.rand_like(x),
+        torch.randint_like(x, 0, 100),
+        x.clone().normal_(1, 2, generator=g),
+        x.clone().uniform_(-1, 1),
+        torch.bernoulli(x.sigmoid()),
+        x.clone().bernoulli_(0.3, generator=g),
+        x.clone().exponential_(),
+        x.clone().random_(0, 50),
+        x.clone().log_normal_(),
+        x.clone().cauchy_(),
+        torch.normal(x, 0.5, generator=g),
+        torch.normal(x, x.abs()),
+        torch.multinomial(x.abs() + 0.1, 2, generator=g),
+        torch.poisson(x.abs() * 3),
+        torch.nn.functional.dropout(x, 0.5, training=True),
+        torch.nn.functional.dropout(x, 0.5, training=False),
+        torch.randn(2, device=x.device),
+        torch.randperm(6, device=x.device),
+        torch.rand(2, generator=g, device=x.device),
+    ]
+
+
+@idiom("draws")
+def test_draws_on_device_tensors_are_those_of_the_cpu_generators(env):
+    host, drawn = torch.randn(2, 3), []
+    for inside in (True, False):
+        torch.manual_seed(5)
+        g = torch.Generator("cuda").manual_seed(8)
+        if inside:
+            with env:
+                before = env.draws
+                drawn.append([x.cpu() for x in _chain(env.moved(host), g)])
+                assert env.draws - before >= len(drawn[0]) - 1
+        else:
+            drawn.append(_chain(host, g))
+        drawn[-1].append(torch.randn(1))
+    for ours, theirs in zip(*drawn):
+        assert_same(ours.to(theirs.dtype), theirs)
+
+
+@idiom("draws")
+def test_draws_write_through_views(env):
+    host = torch.zeros(2, 3)
+    torch.manual_seed(1)
+    host[1].normal_()
+    torch.manual_seed(1)
+    with env:
+        device = torch.zeros(2, 3, device="cuda")
+        assert device[1].normal_() is not None
+        assert_same(device.cpu(), host)
+
+
+def test_a_trace_says_that_it_drew(env):
+    import jax
+
+    from diffusers.tpu import bridge
+
+    def traced(array, draw):
+        with env:
+            x = bridge.to_torch(array)
+            return (x + draw(x)).jax()
+
+    for draw, draws in ((torch.randn_like, True), (lambda x: torch.bernoulli(x.sigmoid()), True), (torch.sin, False)):
+        before = env.draws
+        jax.eval_shape(lambda array: traced(array, draw), jax.ShapeDtypeStruct((2, 3), "float32"))
+        assert (env.draws > before) == draws
+
+
+@idiom("threads")
+def test_a_thread_beside_a_call_computes_on_the_host(env):
+    import threading
+
+    made = []
+    with env:
+        thread = threading.Thread(target=lambda: made.append(torch.ones(2, device="cuda") * 2))
+        thread.start()
+        thread.join()
+        assert type(torch.ones(2, device="cuda")) is not torch.Tensor
+    assert_same(made[0], torch.full((2,), 2.0))
