@@ -8,8 +8,6 @@ For users, of a pipeline or of a model by itself:
 The rest is what the patched upstream files call.
 """
 
-import contextlib
-
 from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
 from .devices import find_target
 
@@ -178,10 +176,3 @@ def _room(model_or_pipeline):
     from . import models, pipeline
 
     return models if isinstance(model_or_pipeline, torch.nn.Module) else pipeline
-
-
-with contextlib.suppress(ValueError):  # a setting that cannot be read is an error where it is used
-    if is_active():
-        from . import moving
-
-        moving.switch_on()

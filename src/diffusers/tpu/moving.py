@@ -21,7 +21,6 @@ import sys
 import torch
 
 from .config import ACCELERATORS, names_accelerator
-from .idioms.said import once
 
 
 TRANSFORMERS = "transformers.modeling_utils"
@@ -210,7 +209,10 @@ def models_in(module: torch.nn.Module) -> list[torch.nn.Module]:
 def _say_that_it_stays(module: torch.nn.Module):
     library = type(module).__module__.partition(".")[0]
     if library not in ("diffusers", "transformers"):  # parts of a model move with it
-        once(
+        from .idioms import said
+
+        said.once(
+            f"stays {type(module).__qualname__}",
             f"{type(module).__name__} stays on the host: on the TPU path models of diffusers and transformers run on the TPU,"
-            " other modules do not"
+            " other modules do not",
         )

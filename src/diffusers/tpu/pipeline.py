@@ -19,7 +19,7 @@ import torch
 from . import bridge, glue, is_active, models
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .config import ACCELERATORS, TPUConfig, names_accelerator
-from .idioms.said import once
+from .idioms import said
 from .plans import PipelinePlan, plan_of
 from .residency import residency_of
 from .runner import one_call
@@ -110,8 +110,9 @@ class TPUPipelineMixin:
         if dtype is not None:
             super().to(dtype, **rest)
         if device == "cpu":
-            once(
-                "a pipeline left the TPU path for the CPU, as .to('cpu') says; .to('cuda') or .to('tpu') brings it back"
+            said.once(
+                "to_cpu",
+                "a pipeline left the TPU path for the CPU, as .to('cpu') says; .to('cuda') or .to('tpu') brings it back",
             )
             return uninstall(self)
         if device is not None and device not in ACCELERATORS:
@@ -139,13 +140,19 @@ class TPUPipelineMixin:
         """Not needed: weights are sharded over all chips; models without room wait on the host."""
         if installation(self) is None:
             return super().enable_model_cpu_offload(*args, **kwargs)
-        once("enable_model_cpu_offload: on the TPU path models that have no room on the chips wait on the host")
+        said.once(
+            "model_offload",
+            "enable_model_cpu_offload: on the TPU path models that have no room on the chips wait on the host",
+        )
 
     def enable_sequential_cpu_offload(self, *args, **kwargs):
         """Not needed: weights are sharded over all chips; models without room wait on the host."""
         if installation(self) is None:
             return super().enable_sequential_cpu_offload(*args, **kwargs)
-        once("enable_sequential_cpu_offload: on the TPU path models that have no room on the chips wait on the host")
+        said.once(
+            "sequential_offload",
+            "enable_sequential_cpu_offload: on the TPU path models that have no room on the chips wait on the host",
+        )
 
     def __setattr__(self, name: str, value):
         super().__setattr__(name, value)

@@ -15,6 +15,7 @@ objects back. Where the path is off nothing of torch is touched. What each idiom
 
 import sys
 
+from .. import moving
 from . import said
 
 
@@ -38,6 +39,7 @@ def on():
         _replacements = Replacements()
         for file in (devices, cuda, compiling, modes):
             file.replace(_replacements)
+        moving.switch_on()  # last: models move, what is left of a move is torch's
         _forget_devices()
 
 
@@ -45,6 +47,7 @@ def off():
     """torch's own objects, as they were."""
     global _replacements
     if _replacements is not None:
+        moving.switch_off()
         _replacements.undo()
         _replacements = None
         _forget_devices()
