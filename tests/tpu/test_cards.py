@@ -2,7 +2,8 @@
 
 The oracle is the same script without the path (see cards.py), from the same seed and pictures. A script that asks for half
 precision is held to what half precision costs upstream: its distance from upstream's float32 is at most 1.25 times that
-of upstream's own run in the script's dtypes, and `ROUNDING`. A script in float32 is within `SAME` of upstream.
+of upstream's own run in the script's dtypes, and `ROUNDING` (measured: 0.71 to 1.22 times). A script in float32 is within
+`SAME` of upstream (measured: 5e-7 to 1.5e-6).
 """
 
 import contextlib
