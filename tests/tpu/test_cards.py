@@ -101,7 +101,7 @@ def test_a_script_in_a_process_of_its_own(hub, tmp_path, compiled_programs, root
     (tmp_path / "script.py").write_text(script + 'image.save("astronaut.png")\n')
     environment = {
         **os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1", "DIFFUSERS_TPU": "cpu",
-        "DIFFUSERS_TPU_CACHE": compiled_programs, "PYTHONPATH": str(root / "src"),
+        "DIFFUSERS_TPU_DEVICES": "2", "DIFFUSERS_TPU_CACHE": compiled_programs, "PYTHONPATH": str(root / "src"),
     }  # fmt: skip
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, check=True, timeout=600)
     assert (tmp_path / "astronaut.png").stat().st_size
