@@ -87,6 +87,7 @@ class Card:
         return script + self.after
 
 
+@functools.cache
 def scripts(path: Path) -> list[str]:
     """The scripts in the strings of a Python file: fenced code that loads something, its prompts taken off."""
     strings = [
@@ -174,8 +175,7 @@ def _values(value) -> list:
     if isinstance(value, torch.Tensor):
         return [value.detach().cpu().float().numpy()]
     if isinstance(value, (PIL.Image.Image, np.ndarray)):
-        scale = 255 if isinstance(value, PIL.Image.Image) else 1
-        return [np.asarray(value, np.float32) / scale]
+        return [np.asarray(value)]
     if isinstance(value, BaseOutput):
         return [array for part in value.to_tuple() for array in _values(part)]
     if isinstance(value, (list, tuple)):
@@ -200,14 +200,15 @@ class Ran:
 
 
 def distance(ours: Ran, oracle: Ran) -> float:
-    """The largest |ours - oracle| / |oracle| of what both left (Euclidean norms); NaN if any is."""
+    """The largest |ours - oracle| / |oracle| of what both left (Euclidean norms); NaN if any is. Of bytes, beyond one level."""
     assert len(ours.exact()) == len(oracle.exact()) > 0
     worst = 0.0
     for x, y in zip(ours.exact(), oracle.exact(), strict=True):
-        apart, size = np.linalg.norm(x.astype(np.float64) - y), np.linalg.norm(y.astype(np.float64))
-        worst = np.fmax(worst, apart / size if size else (np.inf if apart else 0.0)) if not np.isnan(apart) else np.nan
-        if np.isnan(worst):
-            break
+        apart, size = np.abs(x.astype(np.float64) - y), np.linalg.norm(y.astype(np.float64))
+        if x.dtype == np.uint8:
+            apart = np.maximum(apart - 1, 0)
+        apart = np.linalg.norm(apart)
+        worst = np.maximum(worst, apart / size if size else (np.inf if apart else 0.0))  # NaN stays
     return float(worst)
 
 

@@ -2,7 +2,8 @@
 
 The oracle is the same script without the path (see cards.py), from the same seed and pictures. A script that asks for half
 precision is held to what half precision costs upstream: its distance from upstream's float32 is at most 1.25 times that
-of upstream's own run in the script's dtypes, and `ROUNDING`. A script in float32 is within `SAME` of upstream.
+of upstream's own run in the script's dtypes, and `ROUNDING` (measured: 0.71 to 1.22 times). A script in float32 is within
+`SAME` of upstream (measured: 5e-7 to 1.5e-6).
 """
 
 import contextlib
@@ -100,7 +101,7 @@ def test_a_script_in_a_process_of_its_own(hub, tmp_path, compiled_programs, root
     (tmp_path / "script.py").write_text(script + 'image.save("astronaut.png")\n')
     environment = {
         **os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1", "DIFFUSERS_TPU": "cpu",
-        "DIFFUSERS_TPU_CACHE": compiled_programs, "PYTHONPATH": str(root / "src"),
+        "DIFFUSERS_TPU_DEVICES": "2", "DIFFUSERS_TPU_CACHE": compiled_programs, "PYTHONPATH": str(root / "src"),
     }  # fmt: skip
     subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, check=True, timeout=600)
     assert (tmp_path / "astronaut.png").stat().st_size
