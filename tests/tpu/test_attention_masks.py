@@ -145,6 +145,7 @@ TRACED = {
     "keys expanded": (lambda m: jnp.broadcast_to(m[:, None, None], (B, N, T, T)), "keys"),
     "keys padded": (lambda m: jnp.pad(jnp.repeat(m[:, None, None, 2:], 1, 2), [(0, 0)] * 3 + [(2, 0)]), "keys"),
     "key bias": (lambda m: jnp.broadcast_to((1 - m[:, None, None].astype(float)) * -1e4, (B, 1, T, T)), "keys"),
+    "axes turned": (lambda m: jnp.broadcast_to(m.T[..., None], (T, B, T)).transpose(1, 2, 0)[:, None], "keys"),
     "queries": (lambda m: jnp.broadcast_to(m[:, None, :, None], (B, N, T, T)), "outer"),
     "causal": (lambda m: lower(), "causal"),
     "causal bias": (lambda m: jnp.where(lower(), 0, -jnp.inf), "causal"),
