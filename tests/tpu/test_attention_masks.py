@@ -124,6 +124,7 @@ TRACED = {
     "keys expanded": (lambda m: jnp.broadcast_to(m[:, None, None], (B, N, T, T)), "keys"),
     "keys padded": (lambda m: jnp.pad(jnp.repeat(m[:, None, None, 2:], 1, 2), [(0, 0)] * 3 + [(2, 0)]), "keys"),
     "key bias": (lambda m: jnp.broadcast_to((1 - m[:, None, None].astype(float)) * -1e4, (B, 1, T, T)), "keys"),
+    "axes turned": (lambda m: jnp.broadcast_to(m.T[..., None], (T, B, T)).transpose(1, 2, 0)[:, None], "keys"),
     "queries": (lambda m: jnp.broadcast_to(m[:, None, :, None], (B, N, T, T)), "outer"),
     "nothing, in two pieces": (lambda m: jnp.concatenate([jnp.zeros((B, 1, n, T), bool) for n in (4, 5)], 2), "keys"),
     "all, in two pieces": (lambda m: jnp.concatenate([jnp.ones((B, 1, n, T), bool) for n in (4, 5)], 2), None),

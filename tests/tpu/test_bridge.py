@@ -174,6 +174,14 @@ def test_scaled_dot_product_attention_in_both_forms(env, lead, mask):
         F.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), dropout_p=0.1)
 
 
+@pytest.mark.parametrize("lead", [(3,), (2, 3)])
+def test_one_batch_of_queries_looks_at_keys_of_several(env, lead):
+    q, k, v = torch.randn(*(1,) * len(lead), 2, 5, 8), torch.randn(*lead, 2, 7, 8), torch.randn(*lead, 2, 7, 8)
+    ours = F.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v))
+    theirs = F.scaled_dot_product_attention(q, k, v)
+    assert ours.shape == theirs.shape and relative(on_host(ours), theirs) < 1e-6
+
+
 def dispatched_mask(form, batch, heads, t, s):
     keys = torch.arange(s) < torch.tensor([s - 3, s])[:, None]
     pairs = torch.rand(batch, 1, t, s) < 0.6

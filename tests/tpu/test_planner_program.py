@@ -90,7 +90,7 @@ def copying_kernel(argument, progress):
 
 
 def products(argument, progress):
-    """x [16384, 4096] split over sp 4 times three weights [4096, 4096], stored over sp: with SparseCores and without."""
+    """x [16384, 1024] split over sp 4 times three weights [1024, 1024], stored over sp: with SparseCores and without."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
@@ -105,8 +105,8 @@ def products(argument, progress):
             x = x @ jax.lax.with_sharding_constraint(w, named(mesh, P()))
         return x
 
-    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16, sharding=named(mesh, P("sp")))
-    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=named(mesh, P("sp")))
+    x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16, sharding=named(mesh, P("sp")))
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=named(mesh, P("sp")))
     answers = []
     for sparse_cores in (True, False):
         lowered = jax.jit(program, out_shardings=named(mesh, P("sp"))).lower(x, [w] * 3)
@@ -233,7 +233,7 @@ def test_a_split_product_counts_as_by_hand(answers):
 def test_sparse_cores_exchange_while_the_core_computes(answers):
     with_them, without = answers["products"]
     assert without["hidden"] == 0 < with_them["hidden"]
-    assert with_them["total"] < 0.95 * without["total"]
+    assert with_them["total"] < 0.95 * without["total"]  # 0.84
 
 
 def test_only_chips_with_sparse_cores_are_told_of_them():
@@ -266,11 +266,23 @@ def test_a_crash_is_an_error_with_its_last_lines():
         ask("crash")
 
 
-def test_a_hang_ends_with_everything_it_started():
-    started = []
+def test_a_hang_ends_with_everything_it_started(monkeypatch):
+    """The time is over when the child has said what it started, however long it took to get there."""
+    started, timers = [], []
+
+    def timer(seconds, late):
+        timers.append((seconds, late))
+        return types.SimpleNamespace(start=lambda: None, cancel=lambda: None)
+
+    def on_progress(text):
+        started.append(text)
+        timers[0][1]()
+
+    monkeypatch.setattr(aot.threading, "Timer", timer)
     with pytest.raises(aot.ChildError, match="within 8 s"):
-        aot.run_in_child("test_planner_program:hang", {}, seconds=8, on_progress=started.append)
+        aot.run_in_child("test_planner_program:hang", {}, seconds=8, on_progress=on_progress)
     (pid,) = started
+    assert timers[0][0] == 8
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().split(")")[1].split()[0] == "Z"
 

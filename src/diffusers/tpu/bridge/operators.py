@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
             raise NotImplementedError("expected attention over a split map without a mask")
         k4, v4, mask = slabs().everyones(k4, v4)
     out = attention(q4, k4, v4, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return Tensor(out.reshape(*q.shape[:-1], v.shape[-1]) if q.ndim != 4 else out, env)
+    return Tensor(out.reshape(*lead, *q.shape[-3:-1], v.shape[-1]) if q.ndim != 4 else out, env)
 
 
 def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
