@@ -34,6 +34,7 @@ ORDER = [
     "weights",
     "residency",
     "call",
+    "eager",
     "programs",
     "branches",
     "runner",

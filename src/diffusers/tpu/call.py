@@ -17,13 +17,13 @@ class Values:
     """What a call computes with: immutable arrays, so that it may wait while upstream's code writes to its tensors.
 
     Attributes:
-        weights: of the module by key; `placed` counts how often they were placed.
+        weights: of the module by key; `placement` changes when they do.
         numbers: LoRA scales by key.
         versions: of the tensors that `inputs` were made of.
     """
 
     weights: dict[str, jax.Array]
-    placed: int
+    placement: int
     numbers: dict[str, jax.Array]
     inputs: list[jax.Array]
     versions: list
@@ -64,7 +64,7 @@ class Call:
         mine, theirs = self.values, other.values
         if mine is None or theirs is None:
             return mine is theirs
-        if mine.placed != theirs.placed or mine.numbers is not theirs.numbers:
+        if mine.placement != theirs.placement or mine.numbers is not theirs.numbers:
             return False
         return all(_is_same(mine.versions[n], theirs.versions[n]) for n in shared)
 

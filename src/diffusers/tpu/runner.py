@@ -11,7 +11,6 @@ import contextvars
 import dataclasses
 import functools
 import inspect
-import traceback
 
 import jax
 import torch
@@ -22,7 +21,7 @@ from .branches import Branches
 from .call import Call, Values, take_apart, version_of
 from .config import TPUConfig
 from .devices import compiler_options, generation_of
-from .idioms import said
+from .eager import READS_A_VALUE, Uncompiled, random_state_kept
 from .idioms.refusing import without_gradients
 from .programs import Program, trace_program
 from .residency import Residency
@@ -31,14 +30,6 @@ from .sharding import ModelPlan, named
 from .state import Entry, State, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
-
-_READS_A_VALUE = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    bridge.ValueRead,
-)
 
 _looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)
 
@@ -81,9 +72,7 @@ class Runner:
         self._key: tuple | None = None
         self._numbers: dict[str, jax.Array] | None = None
         self._numbers_are_read = False
-        self._eager: dict[tuple, str] = {}
-        self._once: list = []
-        self._lasting: list = []
+        self.uncompiled = Uncompiled(type(module).__name__)
 
     def attach(self):
         """Take the module's entry methods over; the module says where it runs by an attribute."""
@@ -139,7 +128,9 @@ class Runner:
     def plan_weights(self) -> PlacedWeights:
         """Where the weights lie or will lie; moves nothing."""
         if self._placed is None:
-            self._placed = plan_placement(self.module, self.plan, self.mesh, self.config.scan and not self._lasting)
+            self._placed = plan_placement(
+                self.module, self.plan, self.mesh, self.config.scan and not self.uncompiled.lasting
+            )
         return self._placed
 
     def current(self) -> PlacedWeights:
@@ -172,11 +163,10 @@ class Runner:
             return
         self._state = read(self.module)
         self._key = self._numbers = None
-        held = {id(container) for container in self._state.containers}
-        lasting = [container for container in self._lasting if id(container) in held]
-        if not lasting and self._lasting:
+        kept = self.uncompiled.lasting
+        self.uncompiled.look_at(self._state)
+        if kept and not self.uncompiled.lasting:
             self._plan_anew()  # what kept something is gone: blocks are stacked again
-        self._lasting = lasting
 
     @property
     def state_key(self) -> tuple:
@@ -197,7 +187,7 @@ class Runner:
             if not _looked.get():
                 self.look()
             self.current()
-            program = None if self._lasting else self.program(call)
+            program = None if self.uncompiled.lasting else self.program(call)
             if program is None:
                 return self._run_eagerly(call)
             self._take_values(call)
@@ -214,7 +204,7 @@ class Runner:
             self._numbers = place_numbers(self._number_arguments(), self.mesh)
         call.values = Values(
             weights=dict(self._placed.arrays),
-            placed=self._placed.placements,
+            placement=self._placed.placement,
             numbers=self._numbers,
             inputs=[bridge.to_jax(t, everywhere) for t in call.tensors],
             versions=[version_of(t) for t in call.tensors],
@@ -260,54 +250,36 @@ class Runner:
     @property
     def eager(self) -> list[str]:
         """Why calls of this module run eagerly, if any do."""
-        return [*self._eager.values()]
+        return [*self.uncompiled.reasons.values()]
 
     def program(self, call: Call) -> Program | None:
         """The program of calls like this one, traced if it is new; None if none can stand for it."""
         call.state = self.state_key
         branches = self.branches.side_by_side(call) if bridge.environment().active else 1
         key = (call.key, branches, call.state)
-        if key in self._eager:
+        if key in self.uncompiled.reasons:
             return None
-        if key not in self.traced:
-            try:
-                with _random_state_kept(call):
-                    program = self.trace(call, branches)
-            except bridge.NumberRead:
-                self._numbers_are_read = True
-                return self.program(call)
-            except _READS_A_VALUE as error:
-                return self._cannot(call, key, f"it decides by a value ({_line_of(error)})")
-            trace = program.function.effects
-            if trace.lasting:
-                return self._run_once_or_for_good(call, key, trace.lasting)
-            if trace.draws:
-                return self._cannot(call, key, "it draws random numbers")
-            self.traced[key] = program
-        return self.traced[key]
-
-    def _run_once_or_for_good(self, call: Call, key: tuple, lasting: list) -> None:
-        """What a trace changed may be a constant that the first call makes: only what a second trace changes again is kept
-        from call to call."""
-        if any(one is other for one in lasting for other in self._once):
-            self._lasting += lasting
-            self._plan_anew()
-            return self._cannot(call, key, "hooks, processors or counters keep something from call to call")
-        self._once += lasting
-        return None
-
-    def _cannot(self, call: Call, key: tuple, reason: str) -> None:
-        self._eager[key] = reason
-        name = f"{type(self.module).__name__}.{call.entry}"
-        said.once(
-            f"eager {name} {reason}",
-            f"{name} is not compiled as it is now, it runs on the chips operation by operation: {reason}",
-        )
+        if key in self.traced:
+            return self.traced[key]
+        try:
+            with random_state_kept(call):
+                program = self.trace(call, branches)
+        except bridge.NumberRead:
+            self._numbers_are_read, self._key = True, None
+            return self.program(call)
+        except READS_A_VALUE as error:
+            return self.uncompiled.decides(error, call, key)
+        if self.uncompiled.because_of(program.function.effects, call, key):
+            if self.uncompiled.lasting:
+                self._plan_anew()
+            return None
+        self.traced[key] = program
+        return program
 
     def prepare(self, some: list[Call]):
         """Compile what calls like these will need; nothing is placed."""
         self.current()
-        program = None if self._lasting else self.program(dataclasses.replace(some[0], values=None))
+        program = None if self.uncompiled.lasting else self.program(dataclasses.replace(some[0], values=None))
         if program is not None:
             self._compile(program)
 
@@ -364,24 +336,3 @@ class Runner:
             processors={} if self.config.layers == "xla" else self.plan.processors,
             methods=self.plan.methods,
         )
-
-
-@contextlib.contextmanager
-def _random_state_kept(call: Call):
-    """What a trace draws is drawn again by the call itself."""
-    generators = [torch.default_generator, *(leaf for leaf in call.leaves if isinstance(leaf, torch.Generator))]
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
-
-
-def _line_of(error: Exception) -> str:
-    """The line of upstream's or the user's code that asked."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
-    theirs = [frame for frame in frames if not any(name in frame.filename.replace("\\", "/") for name in libraries)]
-    frame = (theirs or frames)[-1]
-    return f"{frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno}: {frame.line}"

@@ -8,6 +8,7 @@ one chip's part of one tensor where that is more.
 """
 
 import functools
+import itertools
 import operator
 from collections import deque
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from .state import Number
 
 
 STAGED_BYTES = 64 * MIB  # of values on their way to the chips
+_placements = itertools.count()
 _VERSION_OF = operator.attrgetter("_version")
 SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
 
@@ -43,7 +45,7 @@ class PlacedWeights:
         sources: key -> the module's tensor names that make it up.
         specs: key -> storage spec of the array, the stacked axis left out.
         avals: key -> shape, dtype and sharding of the array.
-        placements: how often something was placed.
+        placement: changes, to a number of this process's own, when something is placed.
     """
 
     module: torch.nn.Module
@@ -57,7 +59,7 @@ class PlacedWeights:
     versions: dict[str, tuple] = field(default_factory=dict)
     samples: dict[str, torch.Tensor] = field(default_factory=dict)
     watched: "Watched | None" = None
-    placements: int = 0
+    placement: int = -1
 
     def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
         """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
@@ -85,7 +87,7 @@ class PlacedWeights:
             self.arrays[key] = self._place(key, [tensors[name] for name in names], staging)
             self.versions[key] = version
             self.samples.update((name, _sample(tensors[name])) for name in names)
-            self.placements += 1
+            self.placement = next(_placements)
         staging.finish()
         self.watched = Watched(tensors)
         return False

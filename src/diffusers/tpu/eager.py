@@ -1,0 +1,90 @@
+"""What no program can stand for, and why: such calls run eagerly, upstream's Python operation by operation on the chips."""
+
+import contextlib
+import traceback
+
+import jax
+import torch
+
+from . import bridge
+from .call import Call
+from .idioms import said
+from .state import State, Trace
+
+
+READS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+    bridge.ValueRead,
+)
+KEEPS = "hooks, processors or counters keep something from call to call"
+DRAWS = "it draws random numbers"
+
+
+class Uncompiled:
+    """The calls of one module that no program stands for.
+
+    Attributes:
+        reasons: why, by call and state.
+        lasting: what hooks, processors or counters change in each call, while the module has them: then none is traced.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.reasons: dict[tuple, str] = {}
+        self.lasting: list = []
+        self._once: list = []
+
+    def look_at(self, state: State):
+        """What the module no longer has keeps nothing."""
+        held = {id(container) for container in state.containers}
+        self.lasting = [container for container in self.lasting if id(container) in held]
+
+    def because_of(self, effects: Trace, call: Call, key: tuple) -> bool:
+        """Whether a trace with these effects is of no use, and the call runs eagerly.
+
+        What it changed for good may be a constant that the first call makes: only what a second trace changes again is
+        kept from call to call.
+        """
+        if effects.draws:
+            self.add(call, key, DRAWS)
+        elif any(one is other for one in effects.lasting for other in self._once):
+            self.lasting += effects.lasting
+            self.add(call, key, KEEPS)
+        self._once += effects.lasting
+        return bool(effects.lasting or effects.draws)
+
+    def decides(self, error: Exception, call: Call, key: tuple):
+        """The trace asked for a value: `error` is one of `READS_A_VALUE`."""
+        self.add(call, key, f"it decides by a value ({_line_of(error)})")
+
+    def add(self, call: Call, key: tuple, reason: str):
+        self.reasons[key] = reason
+        name = f"{self.name}.{call.entry}"
+        said.once(
+            f"eager {name} {reason}",
+            f"{name} is not compiled as it is now, it runs on the chips operation by operation: {reason}",
+        )
+
+
+@contextlib.contextmanager
+def random_state_kept(call: Call):
+    """What a trace draws is drawn again by the call itself."""
+    generators = [torch.default_generator, *(leaf for leaf in call.leaves if isinstance(leaf, torch._C.Generator))]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+
+
+def _line_of(error: Exception) -> str:
+    """The line of upstream's or the user's code that asked."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
+    theirs = [frame for frame in frames if not any(name in frame.filename.replace("\\", "/") for name in libraries)]
+    frame = (theirs or frames)[-1]
+    return f"{frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno}: {frame.line}"
