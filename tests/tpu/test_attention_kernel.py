@@ -280,6 +280,26 @@ def test_rows_that_see_only_keys_far_below_the_mean(seen):
             assert_right(ours, oracle, f"{bound}, {ways}", tolerance=5e-5, lse_tolerance=1e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 4, 1, 700), (2, 1, 300, 700)])
+def test_a_bias_has_no_bound(shape):
+    """One key has 300 more than all others: its weight is 1."""
+    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    bias = jnp.zeros(shape).at[..., 33].set(300.0)
+    ours, _ = run(q, k, v, Mask(keys=bias) if shape[2] == 1 else Mask(dense=bias), with_lse=True)
+    assert relative(ours, np.broadcast_to(np.repeat(v[:, :, 33:34], 2, axis=1), ours.shape)) < 1e-6
+
+
+def test_the_mean_is_that_of_the_keys_that_are_seen():
+    """Five small ones; with the hidden ones in the sum all weights would vanish, 150 below it."""
+    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    q, k = 1 + q / 1000, k / 1000
+    k[:, :, 5:] += 5 / 695
+    q *= 150 / (np.linalg.norm(q, axis=-1, keepdims=True) * LOG2_E)
+    mask = Mask(keys=jnp.asarray(np.arange(700) < 5)[None, None, None])
+    ours = run(q, k, v, mask, ways=("centred",), with_lse=True)
+    assert_right(ours, attention_formula(q, k, v, 1 / 8, mask), tolerance=1e-5, lse_tolerance=3e-5)
+
+
 def test_a_mean_that_lies_beside_all_keys_once_it_is_rounded():
     """Three keys, each an ulp below 65 in a third of its entries: around 65 itself all weights would be zero."""
     down = np.arange(3)[:, None] == np.random.default_rng().integers(0, 3, 64)
