@@ -38,11 +38,14 @@ class Environment(_Environment):
 
     Attributes:
         draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
+        one_at_a_time: each operation is waited for. Of two programs at once with exchanges between simulated chips, each may
+            have some of the processor's threads that the other waits for.
     """
 
     def __init__(self):
         super().__init__()
         self.draws = 0
+        self.one_at_a_time = False
 
     def enable_torch_modes(self):
         super().enable_torch_modes()
@@ -96,7 +99,10 @@ class Environment(_Environment):
             if func in _WRITES_TO_FIRST and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
             args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
-        return super().dispatch(func, types, args, kwargs)
+        result = super().dispatch(func, types, args, kwargs)
+        if self.one_at_a_time:
+            jax.block_until_ready([t._elem for t in tree_leaves(result) if type(t) is Tensor])
+        return result
 
     def _without_tensors(self, func, types, args, kwargs):
         try:

@@ -107,8 +107,13 @@ class PureFunction:
 
     def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
         """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays."""
-        with _marked(), self._computing():
-            return self._run(weights, inputs, plain=lambda leaf: leaf)
+        env = environment()
+        before, env.one_at_a_time = env.one_at_a_time, self.attention.platform == "cpu"
+        try:
+            with _marked(), self._computing():
+                return self._run(weights, inputs, plain=lambda leaf: leaf)
+        finally:
+            env.one_at_a_time = before
 
     @contextlib.contextmanager
     def _computing(self):
@@ -146,7 +151,8 @@ class PureFunction:
         return stacked, single
 
     def _gather(self, key: str, array):
-        return jax.lax.with_sharding_constraint(array, named(self.mesh, gathered(self.specs[key])))
+        whole = jax.lax.with_sharding_constraint(array, named(self.mesh, gathered(self.specs[key])))
+        return jax.block_until_ready(whole) if environment().one_at_a_time else whole
 
     def _pin_block_weight(self, group: Group, name: str, array):
         return self._gather(f"{group.label}.{name}", array)
