@@ -16,6 +16,7 @@ from .containers import content, copy_of, differ, put_back
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+HOOK_REGISTRY = "_diffusers_hook"
 TENSORS = ("_parameters", "_buffers")
 # torch's own, of which a forward reads none but `training`; hooks and children are read where they belong.
 _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
@@ -173,6 +174,8 @@ class _Reader:
                 value = value.tpu_entry.own
             elif name in _TORCHS or name in _NOT_READ or name.startswith("_tpu_"):
                 continue
+            if _says_nothing(module, name, value):
+                continue
             if name == "scaling" and isinstance(module, self.tuner):
                 own.append((name, self.scales(path, value)))
             else:
@@ -269,6 +272,17 @@ class _Reader:
             self.note(function.__globals__, foreign=True)
         read = (bool, int, float, str, dict, list, set)
         return [self.value(value, True) for value in values.values() if isinstance(value, read)]
+
+
+def _says_nothing(module: torch.nn.Module, name: str, value) -> bool:
+    """What hooks and caches leave behind when they are removed: an empty registry, what the class has on the instance."""
+    if name == HOOK_REGISTRY:
+        return not value.hooks
+    if isinstance(value, _PLAIN):
+        inherited = getattr(type(module), name, HOOK_REGISTRY)
+        return type(inherited) is type(value) and inherited == value
+    own = isinstance(value, types.MethodType) and value.__self__ is module
+    return own and value.__func__ is getattr(type(module), name, None)
 
 
 def is_entry(value) -> bool:
