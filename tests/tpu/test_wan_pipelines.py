@@ -119,14 +119,16 @@ def test_latents_stay_on_the_device_between_first_and_last_step(chips, kind, mon
     watch("j2t_copy")
     watch("t2j_copy")
 
-    def at_step_end(pipe, step, timestep, tensors):
-        steps.append(len(moved))
-        assert bridge.on_device(tensors["latents"])
-        return tensors
-
     pipe = tpu.install(tiny_wan.build(kind))
-    given = tiny_wan.arguments(kind, num_inference_steps=4, callback_on_step_end=at_step_end)
-    pipe(**given, **tiny_wan.fresh())
+    step = pipe.scheduler.step
+
+    def watched_step(predicted, timestep, latents, **kwargs):
+        steps.append(len(moved))
+        assert bridge.on_device(latents) and bridge.on_device(predicted)
+        return step(predicted, timestep, latents, **kwargs)
+
+    pipe.scheduler.step = watched_step
+    pipe(**tiny_wan.arguments(kind, num_inference_steps=4), **tiny_wan.fresh())
     assert len(steps) == 4 and max((size for _, size in moved[steps[0] : steps[-1]]), default=0) < 16  # coefficients
 
 

@@ -184,16 +184,17 @@ class Residency:
         return type(runner.module).__name__, "MODEL"
 
     def _free(self) -> float:
-        return float("inf") if self.limit is None else self.limit - sum(map(_bytes, self._placed))
+        return float("inf") if self.limit is None else self.limit - sum(map(_there, self._placed))
 
     def _make_room(self, need: int, keep=None):
-        for runner in leaving(self._placed, _bytes, need, self.limit, keep):
+        for runner in leaving(self._placed, _there, need, self.limit, keep):
             self._drop(runner)
             logger.info(f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips")
 
     def _drop(self, runner):
         jax.block_until_ready(self._marks.pop(runner, None))
-        runner.plan_weights().drop()
+        if runner._placed is not None:
+            runner._placed.drop()
         self._placed = [r for r in self._placed if r is not runner]
 
     def _mark(self, runner):
@@ -223,4 +224,10 @@ def residency_of(mesh: Mesh, config: TPUConfig) -> Residency:
 
 
 def _bytes(runner) -> int:
+    """What the runner's weights will take of a chip."""
     return runner.plan_weights().coverage.bytes_per_chip
+
+
+def _there(runner) -> int:
+    """What they take now: nothing where the model's tensors are no longer those that were placed."""
+    return 0 if runner._placed is None else runner._placed.coverage.bytes_per_chip
