@@ -73,6 +73,7 @@ def test_relative_error_by_hand():
     assert fidelity.relative_error([oracle[0], torch.tensor([0.0, 2.0])], oracle) == 2.0
     worst = fidelity.relative_error([torch.tensor([np.nan, 4.0]), torch.zeros(2)], oracle)
     assert np.isnan(worst) and not fidelity.Row("m", "forward", "float32", (1, 1, 1), worst, None, 1e-5).ok
+    assert np.isnan(fidelity.relative_error([oracle[0], torch.full((2,), np.nan)], oracle))
     with pytest.raises(ValueError, match="shapes"):
         fidelity.relative_error([torch.zeros(1, 2), torch.zeros(2)], oracle)
 

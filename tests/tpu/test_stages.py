@@ -351,6 +351,15 @@ def test_a_model_with_another_configuration(bare, finished, saved, capsys):
     assert "whose configuration is another" in capsys.readouterr().err
 
 
+def test_a_fingerprint_is_of_settings_and_not_of_versions(wan, tmp_path):
+    shutil.copytree(wan, tmp_path / "wan")
+    config = tmp_path / "wan" / "transformer" / "config.json"
+    settings = json.loads(config.read_text())
+    for changes, same in (({"_diffusers_version": "0.1"}, True), ({"eps": 0.1}, False)):
+        config.write_text(json.dumps({**settings, **changes}))
+        assert (stages.fingerprint(str(tmp_path / "wan")) == stages.fingerprint(wan)) == same
+
+
 def test_the_picture_goes_with_the_file(bare, saved, capsys):
     model = saved("first_frame_kept")[0]
     tiny_stages.picture(1).save("a.png")

@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("chips")
 
 def upstreams(generation: str, **config) -> AutoencoderKLWan:
     torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
-    return AutoencoderKLWan(**{**SMALL, **GENERATIONS[generation], **config}).eval()
+    return tiny.with_uneven_norms(AutoencoderKLWan(**{**SMALL, **GENERATIONS[generation], **config}).eval())
 
 
 def last(x: torch.Tensor) -> np.ndarray:

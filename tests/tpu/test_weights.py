@@ -163,6 +163,16 @@ def test_weights_are_upstreams_however_they_are_used(both, tmp_path):
     same_state(safetensors.torch.load_file(file), theirs.transformer.state_dict())
 
 
+def test_an_alias_sees_what_becomes_of_its_tensor(both):
+    ours, theirs = (pipe.transformer.blocks[0].ffn.net[2].weight for pipe in both)
+    assert type(ours) is FileTensor
+    alias = ours.detach()
+    with torch.no_grad():
+        for weight in (ours, theirs):
+            weight.mul_(2)
+    assert torch.equal(alias, theirs)
+
+
 @pytest.mark.parametrize("staged", [1, weights.STAGED_BYTES], ids=["layer by layer", "at once"])
 def test_what_is_on_the_chips_is_upstreams_and_follows_the_host(both, monkeypatch, staged):
     monkeypatch.setattr(weights, "STAGED_BYTES", staged)

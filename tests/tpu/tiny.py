@@ -40,6 +40,15 @@ CHAT_TEMPLATE = (
 )
 
 
+def with_uneven_norms(module: torch.nn.Module) -> torch.nn.Module:
+    """The module; its norms, which are all alike while they are new, have weights and biases of their own."""
+    for part in module.modules():
+        if "norm" in type(part).__name__.lower():
+            for parameter in part.parameters(recurse=False):
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return module
+
+
 def words_tokenizer(text: str, specials: tuple[str, ...], **kwargs) -> PreTrainedTokenizerFast:
     """A word-level tokenizer over the words of `text`."""
     vocabulary = {word: index for index, word in enumerate((*specials, *sorted(set(text.split()))))}
@@ -66,15 +75,17 @@ def wan(seed: int = 0, layers: int = 3, heads: int = 4) -> WanPipeline:
         vae=AutoencoderKLWan(
             base_dim=6, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
         ).eval(),
-        transformer=WanTransformer3DModel(
-            num_attention_heads=heads,
-            attention_head_dim=12,
-            text_dim=32,
-            freq_dim=32,
-            ffn_dim=64,
-            num_layers=layers,
-            rope_max_seq_len=64,
-        ).eval(),
+        transformer=with_uneven_norms(
+            WanTransformer3DModel(
+                num_attention_heads=heads,
+                attention_head_dim=12,
+                text_dim=32,
+                freq_dim=32,
+                ffn_dim=64,
+                num_layers=layers,
+                rope_max_seq_len=64,
+            ).eval()
+        ),
         scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
     )
 

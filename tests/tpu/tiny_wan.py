@@ -48,7 +48,7 @@ def vae_22():
 
 
 def transformer(cls=WanTransformer3DModel, **changes):
-    return cls(**{**TRANSFORMER, **changes}).eval()
+    return tiny.with_uneven_norms(cls(**{**TRANSFORMER, **changes}).eval())
 
 
 def image_encoder():
