@@ -67,6 +67,7 @@ class Runner:
         self.branches = Branches(1 if mesh is None else mesh.shape["dp"], self._execute)
         self._placed: PlacedWeights | None = None
         self._signatures: dict[str, inspect.Signature] = {}
+        self._entries: dict[str, Entry] = {}
         self._state: State | None = None
         self._states: dict[object, int] = {}
         self._key: tuple | None = None
@@ -76,52 +77,49 @@ class Runner:
 
     def attach(self):
         """Take the module's entry methods over; the module says where it runs by an attribute."""
-        for entry in self.plan.entries:
-            self._signatures[entry] = inspect.signature(getattr(self.module, entry))
-        self._take_over()
+        for name in self.plan.entries:
+            self._signatures[name] = inspect.signature(getattr(self.module, name))
+            self._entries[name] = Entry(self, vars(self.module).get(name))
+            setattr(self.module, name, self._way_in(name))
         self.module._tpu_runner = self
         self.module._hf_hook = bridge.ExecutionDevice()
 
     def detach(self):
-        """Give the entry methods back and let go of the arrays."""
-        for entry in self._signatures:
-            present = vars(self.module).pop(entry, None)
-            own = present.tpu_entry.own if is_entry(present) else present
-            if own is not None:
-                setattr(self.module, entry, own)
+        """Give the entry methods back and let go of the arrays; what the user has put in their place stays."""
+        for name, entry in self._entries.items():
+            if is_entry(vars(self.module).get(name)):
+                delattr(self.module, name)
+                if entry.own is not None:
+                    setattr(self.module, name, entry.own)
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
         self._placed, self._state, self.branches.waiting = None, None, []
         if self.residency is not None:
             self.residency.forget(self)
         self._signatures.clear()
+        self._entries.clear()
         self.traced.clear()
 
-    def _take_over(self):
-        """A way in for every entry that has none: also for one that the user or a hook has since put on the instance."""
-        for entry in self._signatures:
-            present = vars(self.module).get(entry)
-            if not is_entry(present):
-                setattr(self.module, entry, self._way_in(entry, Entry(self, present)))
+    def _way_in(self, name: str):
+        original = functools.partial(self._method, name, self._entries[name])
 
-    def _way_in(self, name: str, entry: Entry):
-        @functools.wraps(self._method(name, entry))
+        @functools.wraps(original())
         def run(*args, **kwargs):
             if bridge.tracing():
-                return self._method(name, entry)(*args, **kwargs)
+                return original()(*args, **kwargs)
             return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
 
         run.__signature__ = self._signatures[name]
-        run.tpu_entry = entry
+        run.tpu_entry = self._entries[name]
         return run
 
     def _method(self, name: str, entry: Entry):
-        """Upstream's method, also where the class's was replaced since; or what was put on the instance."""
+        """Upstream's method, also where the class's was replaced since; or what was on the instance before."""
         return getattr(type(self.module), name).__get__(self.module) if entry.own is None else entry.own
 
     def original(self, name: str):
         """What runs when the entry of this name is called."""
-        return self._method(name, vars(self.module)[name].tpu_entry)
+        return self._method(name, self._entries[name])
 
     # Where the weights are
 
@@ -149,8 +147,7 @@ class Runner:
         return self._placed
 
     def look(self):
-        """Look for what leaves no other trace: writes through `.data`, methods put on the instance."""
-        self._take_over()
+        """Look for writes to the host's tensors that torch does not count; they are placed before the next call."""
         if self._placed is not None:
             self._placed.sampled_changes()
 
