@@ -61,8 +61,10 @@ def every() -> list[Mutant]:
     import faults_host
     import faults_models
     import faults_planner
+    import faults_programs
 
-    mutants = [m for faults in (faults_attention, faults_models, faults_host, faults_planner) for m in faults.MUTANTS]
+    files = (faults_attention, faults_models, faults_programs, faults_host, faults_planner)
+    mutants = [mutant for faults in files for mutant in faults.MUTANTS]
     if len({m.name for m in mutants}) < len(mutants):
         raise ValueError("expected names that are unique in tests/tpu/mutants")
     return mutants

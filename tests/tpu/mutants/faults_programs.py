@@ -1,0 +1,67 @@
+"""Faults of the rooms that make programs: state, call, branches, eager, runner, weights, scanned blocks."""
+
+from table import TPU, in_file
+
+
+CHANGES = "test_changes.py"
+EVERY_CHANGE = f"{CHANGES}::test_every_change_after_a_first_call_is_seen"
+
+# fmt: off
+MUTANTS = [
+    *in_file(
+        TPU + "state/reading.py",
+        ("state-objects", "return self.type(type(x)), tuple(own)", "return self.type(type(x)), ()",
+         "a processor's settings are no part of the key", EVERY_CHANGE),
+        ("state-hooks", "return path, self.type(type(module)), tuple(own), hooks, children", "return path, self.type(type(module)), tuple(own), (), children",
+         "a hook inside of a block is no part of the key", f"{CHANGES}::test_what_comes_back_is_not_compiled_again"),
+        ("state-classes", "if not differ(vars(cls), attributes):", "if True:",
+         "a method replaced on a class is not seen", f"{CHANGES}::test_a_method_replaced_on_the_class_is_seen"),
+        ("state-stale", "self.state.copies.append(copy_of(container))", "self.state.copies.append(container)",
+         "a stale key: what is compared is compared with itself", EVERY_CHANGE),
+    ),
+    *in_file(
+        TPU + "state/tracing.py",
+        ("state-undone", "        state.restore()\n", "        pass\n",
+         "what a trace did to a module stays", f"{CHANGES}::test_hidden_states_of_a_text_encoder_stay_right"),
+        ("state-caches", "setattr(owner, name, plain)", "setattr(owner, name, value)",
+         "a cache on a class keeps a tracer", f"{CHANGES}::test_a_cache_on_the_class_keeps_nothing_of_a_trace"),
+    ),
+    *in_file(
+        TPU + "branches.py",
+        ("branches-swapped", "*before, mine = self.execute", "mine, *before = self.execute",
+         "guidance branches get each other's values", f"{CHANGES}::test_three_branches"),
+    ),
+    *in_file(
+        TPU + "call.py",
+        ("call-versions", "return all(_is_same(mine.versions[n], theirs.versions[n]) for n in shared)", "return True",
+         "a tensor that was written to counts as the same", f"{CHANGES}::test_writes_in_place_while_a_call_waits"),
+    ),
+    *in_file(
+        TPU + "bridge/blocks.py",
+        ("blocks-written", "elif value is not None and leaf.jax() is not value:", "elif False:",
+         "a scanned block sees the first block's context", f"{CHANGES}::test_blocks_see_the_values_of_their_call"),
+        ("blocks-twice", "if started.setdefault(number[id(leaf)], value) is not value:", "if False:",
+         "of two arguments that become one the first call gets one for both", f"{CHANGES}::test_blocks_see_the_values_of_their_call"),
+        ("blocks-alike", "return self.settings[group.path, one] == self.settings[group.path, other]", "return True",
+         "blocks with other settings are scanned as one", EVERY_CHANGE),
+    ),
+    *in_file(
+        TPU + "weights.py",
+        ("weights-samples", "                del self.versions[key]\n", "                pass\n",
+         "writes through .data are not seen", EVERY_CHANGE),
+        ("weights-numbers", "[left.pop(key) for key in group.names(name)]", "[left.pop(key) for key in group.names(name)][::-1]",
+         "LoRA scales of blocks in the other order", f"{CHANGES}::test_lora"),
+    ),
+    *in_file(
+        TPU + "eager.py",
+        ("eager-draws", "return bool(effects.lasting or effects.draws)", "return bool(effects.lasting)",
+         "random numbers are constants of a program", f"{CHANGES}::test_a_decision_by_a_value_and_random_numbers_run_eagerly"),
+        ("eager-seed", "            generator.set_state(state)\n", "            pass\n",
+         "a trace uses up random numbers", f"{CHANGES}::test_a_decision_by_a_value_and_random_numbers_run_eagerly"),
+    ),
+    *in_file(
+        TPU + "runner.py",
+        ("runner-window", "self.config.attention_window if self._denoises else None", "self.config.attention_window",
+         "a window of attention reaches text encoders and VAEs", f"{CHANGES}::test_a_window_of_attention_is_the_denoisers_alone"),
+    ),
+]
