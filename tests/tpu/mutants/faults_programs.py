@@ -22,7 +22,7 @@ MUTANTS = [
     *in_file(
         TPU + "state/tracing.py",
         ("state-undone", "        state.restore()\n", "        pass\n",
-         "what a trace did to a module stays", f"{CHANGES}::test_hidden_states_of_a_text_encoder_stay_right"),
+         "what a trace did to a module stays", "test_bridge.py::test_a_trace_leaves_no_tracer_in_the_module"),
         ("state-caches", "setattr(owner, name, plain)", "setattr(owner, name, value)",
          "a cache on a class keeps a tracer", f"{CHANGES}::test_a_cache_on_the_class_keeps_nothing_of_a_trace"),
     ),

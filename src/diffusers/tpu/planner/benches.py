@@ -309,7 +309,7 @@ def _calibration(published) -> Callable:
 
 def check_cases() -> list[Case]:
     """The look at a module before each call: measured here, not compiled for anything."""
-    models = ("linear-1000", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "hunyuanvideo-1.5-t2v-720p")
+    models = ("linear-1000", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "hunyuanvideo-1.5-720p-t2v")
     return [Case({"model": model}, lambda on_progress, model=model: check_row.answer(model)) for model in models]
 
 
