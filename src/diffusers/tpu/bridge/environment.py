@@ -101,7 +101,7 @@ class Environment(_Environment):
             args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
         result = super().dispatch(func, types, args, kwargs)
         if self.one_at_a_time:
-            jax.block_until_ready([t._elem for t in tree_leaves(result) if type(t) is Tensor])
+            jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
 
     def _without_tensors(self, func, types, args, kwargs):

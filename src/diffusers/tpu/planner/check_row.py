@@ -12,7 +12,7 @@ from .building import build, configuration_of
 
 
 MODULES = 1000
-TIMES = 300
+TIMES = 3000
 
 
 def answer(model: str) -> dict:
