@@ -49,10 +49,11 @@ clean:
 	rm -rf .venv out
 
 # Lays upstream's release into src/, applies patches/series and installs the tree for editing, with the versions that were tested.
+# Python compiles a module when it is first imported: half of what pip would compile, nobody imports.
 $(INSTALLED): setup.py pyproject.toml requirements-lock.txt $(wildcard patches/*)
 	@echo "Setting up .venv (once, a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@PYTHONUNBUFFERED=1 $(BIN)/python -m pip install -e '.[test]' -c requirements-lock.txt | awk ' \
+	@PYTHONUNBUFFERED=1 $(BIN)/python -m pip install --no-compile -e '.[test]' -c requirements-lock.txt | awk ' \
 	  /^ *(Collecting|Building|Getting|Installing)/ { n++; printf "\r  %d %-60.60s", n, $$0; fflush() } \
 	  /^ERROR|^ *error|edited by hand/ { print } END { print "" }'
 	@touch $@

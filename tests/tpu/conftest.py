@@ -1,5 +1,6 @@
 """What the tests share: the root of the tree, the patch set's modules, and upstream's own modules beside the patched ones."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -28,6 +29,9 @@ os.environ["XLA_FLAGS"] = " ".join([GIVEN_FLAGS, *(f"--{name}={value}" for name,
 # Models are so small that a second thread only waits, and beside this process another worker wants a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+
+# A trace makes millions of objects that live on: looking through them again and again is a tenth of the time.
+gc.set_threshold(100_000, 50, 100)
 
 # For `jax.jit`'s `compiler_options`: a third of the time to compile, and the values are as good.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -89,15 +93,6 @@ def attention_backend_as_before(monkeypatch):
     if dispatch is not None:
         registry = dispatch._AttentionBackendRegistry
         monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
-
-
-@pytest.fixture
-def one_thread():
-    """For models so small that a second thread only waits: 0.02 s a forward instead of 1.3 s on two busy cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_same(ours, theirs):

@@ -2,8 +2,9 @@
 
 The oracle is the same script without the path (see cards.py), from the same seed and pictures. A script that asks for half
 precision is held to what half precision costs upstream: its distance from upstream's float32 is at most 1.25 times that
-of upstream's own run in the script's dtypes, and `ROUNDING` (measured: 0.71 to 1.22 times). A script in float32 is within
-`SAME` of upstream (measured: 5e-7 to 1.5e-6).
+of upstream's own run in the script's dtypes, and `ROUNDING` (of one seed: 0.71 to 1.33 times, of twelve of LTX 1.02 in the
+mean). Two draws of roundings over few pixels differ that much by chance; a seed that is past it is asked with more beside
+it. A script in float32 is within `SAME` of upstream (measured: 5e-7 to 1.5e-6).
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from hub import MAKERS, Hub
 
 SAME = 1e-4
 ROUNDING = 1e-3  # of one draw of roundings to another: a script has one prompt, one seed and few pixels
+MORE_SEEDS = 5
 
 
 @pytest.fixture(scope="session")
@@ -44,14 +46,12 @@ def on_path(monkeypatch, path: str):
 
 
 @pytest.fixture
-def run(hub, tmp_path, monkeypatch, chips, one_thread):
-    """A function from a card and a text of its script to what the script left, all from one seed and one set of pictures."""
+def run(hub, tmp_path, monkeypatch, chips):
+    """A function from a card, a text of its script, a path and a seed to what the script left, all from one set of pictures."""
     monkeypatch.setenv("DIFFUSERS_TPU_DEVICES", "2")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub.cache))
-    seed = int(np.random.randint(2**31))
-    print("seed", seed)
 
-    def run(card: cards.Card, script: str, path: str) -> cards.Ran:
+    def run(card: cards.Card, script: str, path: str, seed: int) -> cards.Ran:
         for name in cards.repositories(script):
             if name in MAKERS:
                 hub.lay(name)
@@ -64,13 +64,28 @@ def run(hub, tmp_path, monkeypatch, chips, one_thread):
 
 def check(run, card: cards.Card, script: str):
     """The script with the path against the same without."""
-    ours = run(card, script, "cpu")
-    theirs, oracle = run(card, cards.without_path(script), "off"), run(card, cards.without_path(script, True), "off")
+    draws = [distances(run, card, script)]
+    (own, error), *_ = draws
+    if own > SAME and error > allowed(own):
+        draws += [distances(run, card, script) for _ in range(MORE_SEEDS)]
+        own, error = np.sqrt(np.mean(np.square(draws), axis=0))
+    assert error <= allowed(own)
+
+
+def allowed(own: float) -> float:
+    return LOW_PRECISION_FACTOR * own + ROUNDING if own > SAME else SAME
+
+
+def distances(run, card: cards.Card, script: str) -> tuple[float, float]:
+    """From upstream's float32, of one seed: upstream's own run in the script's dtypes, and ours."""
+    seed = int(np.random.randint(2**31))
+    ours = run(card, script, "cpu", seed)
+    theirs, oracle = (run(card, cards.without_path(script, float32), "off", seed) for float32 in (False, True))
     assert ours.shapes() == theirs.shapes() == oracle.shapes()
     assert ours.files.keys() == theirs.files.keys() and all(ours.files.values())
     own, error = cards.distance(theirs, oracle), cards.distance(ours, oracle)
-    print(f"{card.name}: error {error:.2e}, upstream's own {own:.2e}")
-    assert error <= max(SAME, LOW_PRECISION_FACTOR * own + (ROUNDING if own > SAME else 0))
+    print(f"{card.name}: seed {seed}, error {error:.2e}, upstream's own {own:.2e}")
+    return own, error
 
 
 @pytest.mark.parametrize("card", FAST, ids=lambda card: card.name)

@@ -101,7 +101,7 @@ def test_nonsense_in_the_environment_is_refused_with_the_list(bare, model, capsy
         assert error.count("\n") == 1 and all(mode in error for mode in ("auto", "off", "cpu", "nonsense"))
 
 
-def test_an_error_of_our_own_keeps_its_traceback(bare, model, monkeypatch, one_thread):
+def test_an_error_of_our_own_keeps_its_traceback(bare, model, monkeypatch):
     def fails(*args, **kwargs):
         raise ValueError("inside")
 
@@ -110,7 +110,7 @@ def test_an_error_of_our_own_keeps_its_traceback(bare, model, monkeypatch, one_t
         main(["generate", model, *CALL, "--device", "upstream"])
 
 
-def test_frames_that_are_not_4k_plus_1_are_rounded_as_upstream_does(bare, model, capsys, one_thread):
+def test_frames_that_are_not_4k_plus_1_are_rounded_as_upstream_does(bare, model, capsys):
     words = [*CALL, "--device", "upstream", "--seed", "1", "--output", "six.mp4"]
     words[words.index("--num-frames") + 1] = "6"
     assert main(["generate", model, *words]) == 0
@@ -138,7 +138,7 @@ def test_generate_on_simulated_chips(chips, bare, model, capsys, monkeypatch):
         assert sheet.size == (5 * 130 - 2, 85)
 
 
-def test_a_writer_that_fails_leaves_nothing(bare, model, monkeypatch, one_thread):
+def test_a_writer_that_fails_leaves_nothing(bare, model, monkeypatch):
     def half(frames, path, fps):
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt

@@ -16,7 +16,7 @@ def call(steps: int = 2) -> dict:
     return {name: value for name, value in tiny.arguments("wan", steps).items() if name != "generator"}
 
 
-def test_float32_agrees_and_a_changed_weight_does_not(chips, one_thread):
+def test_float32_agrees_and_a_changed_weight_does_not(chips):
     pipe = tiny.wan()
     reference = fidelity.make_reference(fidelity.load(pipe, torch.float32), pipe, torch.float32, call(), SEED)
     rows = fidelity.compare_on(reference, (2, 4, 1), torch.float32, call(), SEED)
@@ -38,7 +38,7 @@ def test_float32_agrees_and_a_changed_weight_does_not(chips, one_thread):
     assert tpu.pipeline.installation(reference.pipe) is None and tpu.pipeline.installation(pipe) is None
 
 
-def test_bfloat16_is_held_to_upstreams_own_error(chips, one_thread):
+def test_bfloat16_is_held_to_upstreams_own_error(chips):
     (row, *_), *rest = fidelity.compare_each(tiny.wan(), [(1, 1, 1)], [torch.bfloat16], call(1), SEED)
     assert not rest and row.module == "text_encoder" and row.dtype == "bfloat16"
     assert 1e-3 < row.upstream_error < 2e-2 and row.limit == 1.25 * row.upstream_error and row.ok

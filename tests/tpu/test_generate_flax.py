@@ -86,7 +86,7 @@ def test_without_a_tpu(script, monkeypatch, capsys):
     assert "DIFFUSERS_TPU=cpu" in capsys.readouterr().err
 
 
-def test_it_gives_upstreams_frames_and_a_trace(script, chips, monkeypatch, capsys, tmp_path, one_thread):
+def test_it_gives_upstreams_frames_and_a_trace(script, chips, monkeypatch, capsys, tmp_path):
     prompt = "a red circle moving right"
     words = f"--model_id {MODEL} --width 32 --height 48 --frames 5 --fps 8 --num_inference_steps 3 --guidance_scale 2"
     words += " --seed 6 --dtype float32 --flow_shift 2 --bqsize 256 --bkvsize 256 --bkvcomputesize 128 --profile trace"

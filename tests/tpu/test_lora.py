@@ -61,7 +61,7 @@ SCRIPT = {
 
 @pytest.mark.idiom("lora")
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 4, 1)], ids=str)
-def test_a_session_with_loras(chips, one_thread, mesh):
+def test_a_session_with_loras(chips, mesh):
     pytest.importorskip("peft")
     theirs, ours = (tiny_wan.build("t2v") for _ in range(2))
     ours.transformer.load_state_dict(theirs.transformer.state_dict())

@@ -11,9 +11,6 @@ from conftest import assert_same
 from diffusers.models.transformers import transformer_hunyuan_video15 as hunyuan15
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_hunyuan15(module, state=None):
     torch.manual_seed(0)
     model = module.HunyuanVideo15Transformer3DModel(

@@ -7,9 +7,6 @@ from conftest import assert_same
 from diffusers.schedulers import scheduling_helios, scheduling_unipc_multistep
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def denoise(scheduler, dtype, steps: int = 7, cast=None, **options) -> list[torch.Tensor]:
     """The sample after every step, with a fixed sequence of model outputs."""
     scheduler.set_timesteps(steps, **options)

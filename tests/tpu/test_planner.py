@@ -11,11 +11,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
-from diffusers.tpu import cli
+from diffusers.tpu import cli, planner
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.devices import TOPOLOGIES, find_topology
 from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.planner import plan
+from diffusers.tpu.planner import plan, worker
 from diffusers.tpu.planner.building import build, configuration_of
 from diffusers.tpu.planner.meshes import Denoiser, allowed, guess
 from diffusers.tpu.planner.published import ALIASES, MODELS
@@ -100,7 +100,7 @@ def test_every_alias_names_a_model():
 
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan15", "hunyuan15_i2v", "cogvideox"])
-def test_recorded_calls_are_those_of_upstreams_run(name, one_thread, monkeypatch):
+def test_recorded_calls_are_those_of_upstreams_run(name, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
     arguments = {**tiny.arguments(name), "output_type": "pt"}
     real, seen = tiny.BUILDERS[name](), Counter()
@@ -128,7 +128,7 @@ def _watch(module, component: str, entry: str, seen: Counter):
     setattr(module, entry, run)
 
 
-def test_guidance_branches_are_seen_as_pairs(one_thread):
+def test_guidance_branches_are_seen_as_pairs():
     (wan,) = [r for r in record(tiny.wan(), {**SMALL, "guidance_scale": 4.0}).calls if r.component == "transformer"]
     assert (wan.count, wan.pairs) == (6, 3)
 
@@ -251,6 +251,10 @@ def test_the_best_mesh_is_chosen_from_compiled_ones(root, cached):
     ],
 )
 def test_bad_input_is_one_line(arguments, message, root, cached, capsys, monkeypatch):
+    """Here what a child would raise; that a refusal comes back from there, test_planner_program shows."""
+    monkeypatch.setattr(
+        planner, "run_in_child", lambda _, request, **rest: worker.answer(request, rest["on_progress"])
+    )
     monkeypatch.chdir(root)
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err.strip()

@@ -57,7 +57,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture
-def bare(monkeypatch, tmp_path, one_thread):
+def bare(monkeypatch, tmp_path):
     """A host without a TPU and without settings; the working directory is empty."""
     monkeypatch.setenv("DIFFUSERS_TPU", "auto")
     monkeypatch.setattr(diffusers.tpu.devices, "_generation_on_this_host", lambda: None)

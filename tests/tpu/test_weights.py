@@ -109,16 +109,17 @@ def unread(module) -> int:
 
 
 def test_the_host_holds_a_tensor_at_a_time(tmp_path):
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(
-        num_attention_heads=12,
-        attention_head_dim=64,
-        text_dim=64,
-        freq_dim=64,
-        ffn_dim=8192,
-        num_layers=9,
-        rope_max_seq_len=64,
-    )
+    with torch.device("meta"):  # whatever its values
+        model = WanTransformer3DModel(
+            num_attention_heads=12,
+            attention_head_dim=64,
+            text_dim=64,
+            freq_dim=64,
+            ffn_dim=8192,
+            num_layers=9,
+            rope_max_seq_len=64,
+        )
+    model.to_empty(device="cpu")
     size = sum(p.nbytes for p in model.parameters()) / 2**20
     path = save(tmp_path / "wan", transformer=model)
     assert size > 590 and len(list((path / "transformer").glob("*.safetensors"))) > 4

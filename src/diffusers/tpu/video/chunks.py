@@ -1,5 +1,6 @@
 """A causal model's loop over chunks of frames as one scan; its layers' last frames are what is handed on."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -31,6 +32,7 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     x = jnp.pad(x, [(size - 1, 0) if a == axis else (0, 0) for a in range(x.ndim)])
     chunks = jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
+    @functools.partial(jax.jit, inline=True)  # traced once for one shape of cache
     def one(cache, numbered):
         number, chunk = numbered
         out, cache = step(chunk, cache, number)
