@@ -14,6 +14,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/installed
 
+# Every test that starts a process imports torch, JAX and transformers: 8 s with bytecode, 13 s without.
+export PYTHONDONTWRITEBYTECODE :=
+
 MODEL := examples/tpu/models/wan-shapes
 PROMPT := a red circle moving right
 SHOWS := red circle right
