@@ -1,6 +1,7 @@
 """Oracle: torch on the host, the same operation on the same numbers. One test for each of our operators and rules."""
 
 import copy
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -141,6 +142,19 @@ def test_softmax_in_the_dtype_asked_for(env, function):
     x = torch.randn(4, 50).bfloat16() * 3
     ours, theirs = function(on_chip(x), dim=-1, dtype=torch.float32), function(x, dim=-1, dtype=torch.float32)
     assert ours.dtype == torch.float32 and relative(on_host(ours), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "nansum", "linalg.vector_norm", "norm", "cumsum"])
+@pytest.mark.parametrize("asked", [torch.float32, torch.int32, None])
+def test_reductions_in_the_dtype_asked_for(env, name, asked):
+    """Of bfloat16: 183 ones are 183 in int32, and an index."""
+    if asked == torch.int32 and name in ("mean", "linalg.vector_norm", "norm"):
+        return
+    function, x = attrgetter(name)(torch), (torch.rand(3, 183) < 0.9).bfloat16()
+    for how in ({"dim": 1}, {} if name != "cumsum" else {"dim": 0}):
+        ours, theirs = function(on_chip(x), **how, dtype=asked), function(x, **how, dtype=asked)
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert relative(on_host(ours).float(), theirs.float()) < (1e-6 if asked else 4e-3)
 
 
 def test_a_value_is_cast_to_the_tensor_it_is_written_into(env, recwarn):

@@ -33,6 +33,11 @@ def register(env):
     env.override_op_definition(aten.convolution.default, _convolution(env))
     env.override_op_definition(aten._softmax.default, _softmax)
     env.override_op_definition(aten.softmax.int, softmax)
+    for overload in (
+        *(aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.mean.default, aten.mean.dim),
+        *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype),
+    ):
+        env.override_op_definition(overload, _cast_before(env._get_op_or_decomp(overload)))
     env.override_op_definition(torch.Tensor.repeat_interleave, repeat_interleave)
     Tensor.type_as = type_as
     Tensor.__setitem__ = set_item
@@ -266,6 +271,18 @@ def _in_float32(jax_function):
         wide = array.astype(jnp.float32) if array.dtype in (jnp.bfloat16, jnp.float16) else array
         result = jax_function(wide, *args, **kwargs)
         return Tensor(result.astype(array.dtype) if wide is not array else result, x._env)
+
+    return run
+
+
+def _cast_before(operator):
+    """A reduction in the dtype asked for, as torch does it: its argument is cast. torchax forgets that argument, or refuses it."""
+
+    def run(x, *args, dtype=None, **kwargs):
+        array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))
+        if operator.is_jax_function:
+            return Tensor(operator.func(array, *args, **kwargs), x._env)
+        return operator.func(Tensor(array, x._env), *args, **kwargs)
 
     return run
 
