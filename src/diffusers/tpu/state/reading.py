@@ -4,6 +4,7 @@ import argparse
 import enum
 import functools
 import itertools
+import operator
 import sys
 import types
 from collections.abc import Hashable
@@ -79,7 +80,8 @@ class State:
         owners: of each container the module or class whose attributes it holds; None: it belongs to a hook, a processor or
             another object of its own, or is held by one of a module's attributes.
         foreign: of each container, whether such an object owns it.
-        of_tensors: dicts of parameters and buffers, and what they held. Compared by identity alone: tensors are large.
+        of_tensors: dicts of parameters and buffers, and what they held; `views` of their values, and what those `held`.
+            Compared by identity alone: tensors are large.
         constants: tensors that are plain attributes, and their versions.
     """
 
@@ -92,17 +94,21 @@ class State:
     owners: list = field(default_factory=list)
     foreign: list[bool] = field(default_factory=list)
     of_tensors: list[tuple[dict, dict]] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
+    views: list = field(default_factory=list)
+    held: list = field(default_factory=list)
     constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
     def same(self) -> bool:
         """Whether nothing was changed since."""
-        if self.ids != self._ids_now() or differ(self.containers, self.copies):
+        now = self._tensors_now()
+        if len(now) != len(self.held) or not all(map(operator.is_, now, self.held)):
+            return False
+        if differ(self.containers, self.copies):
             return False
         return all(tensor._version == version for tensor, version in self.constants)
 
-    def _ids_now(self) -> list[int]:
-        return [*map(id, itertools.chain.from_iterable(tensors.values() for tensors, _ in self.of_tensors))]
+    def _tensors_now(self) -> list:
+        return [*itertools.chain.from_iterable(self.views)]
 
     def changed(self) -> list[int]:
         """Positions of containers that no longer hold what they held."""
@@ -123,7 +129,8 @@ def read(module: torch.nn.Module) -> State:
     state = State(module)
     state.key = _Reader(module, state).tree()
     state.tensors = dict((*module.named_parameters(), *module.named_buffers()))
-    state.ids = state._ids_now()
+    state.views = [tensors.values() for tensors, _ in state.of_tensors]
+    state.held = state._tensors_now()
     return state
 
 
