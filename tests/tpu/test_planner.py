@@ -10,8 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
+from diffusers import WanPipeline
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
-from diffusers.tpu import cli, planner
+from diffusers.tpu import aot, cli, planner, programs
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.devices import TOPOLOGIES, find_topology
 from diffusers.tpu.mesh import make_mesh
@@ -208,6 +209,12 @@ def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, c
     step = answer["seconds_per_step"]
     assert step["total"] == pytest.approx(sum(step[k] for k in ("attention", "matmul", "other", "collectives")))
     assert min(step.values()) > 0
+    assert answer["by_way"]["bound"]["seconds"] == step
+    totals = [of["seconds"]["total"] for of in answer["by_way"].values()]
+    assert totals == sorted(totals) and totals[0] < totals[-1]  # the program of a run has all ways
+    assert all(
+        of["seconds"]["total"] < of["slower"] < 1.4 * of["seconds"]["total"] for of in answer["by_way"].values()
+    )
     assert answer["flops_per_step"] == denoise["flops"]
     assert answer["mfu"] == pytest.approx(denoise["flops"] / step["total"] / 8 / 918e12)
     assert answer["seconds_total"] == pytest.approx(sum(p["runs"] * p["seconds"] for p in parts.values()))
@@ -219,6 +226,41 @@ def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, c
     assert cli.main([*arguments, "--num-inference-steps", "4"]) == 0  # from the cache
     shown = capsys.readouterr().out
     assert f"{step['total']:.3f} s per step" in shown and "dp 2, sp 4, tp 1" in shown
+
+
+def test_what_is_planned_is_what_runs(saved, chips, monkeypatch):
+    """The very text that goes to the compiler, of every component, in the plan of a configuration and in a run."""
+    planned, ran, compile_lowered = {}, {}, programs.compile_lowered
+
+    class Listening:
+        def __init__(self, topology):
+            self.devices = chips
+
+        def compile(self, lowered, options=None):
+            planned.setdefault(lowered.as_text(), options)
+            raise aot.OutOfMemory("enough was heard", None, None)
+
+    def compiled(lowered, options):
+        ran.setdefault(lowered.as_text(), options)
+        return compile_lowered(lowered, options)
+
+    monkeypatch.setattr(worker, "Compiler", Listening)
+    monkeypatch.setattr(worker.ici, "places_of", lambda mesh: [])
+    monkeypatch.setattr(worker._Planner, "advice", lambda *others: [])
+    monkeypatch.setattr(programs, "compile_lowered", compiled)
+    request = {
+        "model": saved,
+        "topology": "v6e-8",
+        "mesh": [2, 4, 1],
+        "dtype": "float32",
+        "batch": 1,
+        "everything": True,
+    }
+    given = {name: value for name, value in tiny.arguments("wan", 2).items() if name != "generator"}
+    asked = {k: v for k, v in given.items() if k != "output_type"}
+    worker.answer({**request, "arguments": asked}, lambda text: None)
+    WanPipeline.from_pretrained(saved)(**given)
+    assert len(planned) == 3 and planned == ran  # text encoder, both branches of the transformer, decoder
 
 
 def test_the_best_mesh_is_chosen_from_compiled_ones(root, cached):

@@ -79,7 +79,7 @@ def copying_kernel(argument, progress):
     x = jax.ShapeDtypeStruct((1280, 384), jnp.float32, sharding=named(mesh, P()))
     named_call = jax.jit(program)
     compiled = compiler.compile(named_call.lower(x))
-    timed = timing.time_program(compiled, CHIPS["v6e"], [(0, 0, 0)])
+    timed = timing.time_program(compiled, CHIPS["v6e"], [(0, 0, 0)])["bound"]
     kernels = [[o.steps, o.runs, o.body, o.seconds] for o in timed.operations if o.steps]
     return {
         "kernels": kernels,
@@ -112,7 +112,7 @@ def products(argument, progress):
         lowered = jax.jit(program, out_shardings=named(mesh, P("sp"))).lower(x, [w] * 3)
         compiled = compiler.compile(lowered, compiler_options(compiler.devices[0], sparse_cores))
         places = [(*d.coords, d.core_on_chip) for d in mesh.devices.flat]
-        timed = timing.time_program(compiled, compiler.topology.chip, places)
+        timed = timing.time_program(compiled, compiler.topology.chip, places)["bound"]
         answers.append({"hidden": timed.hidden_collectives, "total": timed.seconds["total"]})
     return answers
 
@@ -147,7 +147,7 @@ def split_product(argument, progress):
     traced = jax.jit(program).trace(x, w)
     compiled = compiler.compile(traced.lower())
     places = [(*d.coords, d.core_on_chip) for d in mesh.devices.flat]
-    timed = timing.time_program(compiled, CHIPS["v6e"], places)
+    timed = timing.time_program(compiled, CHIPS["v6e"], places)["bound"]
     gathers = [[o.bytes, o.seconds + o.hidden] for o in timed.operations if o.kind == "collectives"]
     return {
         "gathers": gathers,
@@ -359,7 +359,7 @@ def test_a_program_is_read_with_loops_parts_and_hidden_transfers(written):
     assert written is str or ("call-done" in written(HLO) and " all-gather-start(" not in written(HLO))
     compiled = aot.CompiledProgram(written(HLO), {}, {}, 0)
     places = [(x, y, 0, 0) for x in range(2) for y in range(4)]
-    timed = timing.time_program(compiled, chip, places)
+    timed = timing.time_program(compiled, chip, places)["bound"]
     part = next(o for o in timed.operations if o.name == "slice")
     # One of forty slices is read, 64 lanes padded to 128, and one written; the index is four bytes.
     assert (part.module, part.runs, part.bytes) == ("blocks.*.attn1.to_q", 40, 2 * 128 * 128 * 2 + 4)
@@ -431,6 +431,34 @@ def test_a_schedule_by_hand():
     assert [(loop.start, loop.stop, loop.trips) for loop in schedule.loops] == [(1, 14, 30)]
     assert schedule.cycles == pytest.approx(2 + 30 * (14 - 3) + 30 * 3 / 5)
     assert schedule.rows == 16 * 30  # of bfloat16 through the first unit; through the third a fifth of that
+
+
+WAYS_SCHEDULE = """
+     0   :  { %s1_s0 = smov 0 } /* Start region 1 */
+   0x1 LB: > { %s2_s1 = sphi %s1_s0, %s3_s1 } /* Start region 7 */
+   0x2   : > { %p1_p0 = scmp.ne.s32.totalorder %s5_s5, 1000001 }
+   0x3   : > { %10 = sbr.rel (%p1_p0) target = $region9 }
+   0x4   : > { %v1 = vld [vmem:[#a] sm:$0xff] }
+   0x5   : > { %v2 = vld [vmem:[#a] sm:$0xff] }
+   0x6 PF: > { %p2_p0 = scmp.eq.s32.totalorder %s5_s5, 1000003 } /* Start region 9 */
+   0x7   : > { %11 = sbr.rel (!%p2_p0) target = $region10 }
+   0x8   : > { %v3 = vld [vmem:[#a] sm:$0xff]  ;;  %14 = vmatmul.mubr.bf16.vlgmr.msra.gmra.mxu0 %v7 }
+   0x9   : > { %v4 = vld [vmem:[#a] sm:$0xff] }
+   0xa   : > { %v5 = vld [vmem:[#a] sm:$0xff] }
+   0xb PF: > { %s3_s1 = sadd.s32 1, %s2_s1 } /* Start region 10 */
+   0xc   : > { %p3_p2 = scmp.ge.s32.totalorder %s3_s1, 6 }
+   0xd   :  { %12 = sbr.rel (!%p3_p2) target = $region7 }
+"""
+
+
+def test_one_way_at_a_time_of_a_schedule_by_hand():
+    ways = bundles.read_ways(WAYS_SCHEDULE)
+    # Six rounds of eight bundles that every way runs; "centred" is not compiled: such heads go online.
+    assert {way: schedule.cycles for way, schedule in ways.items()} == {
+        "bound": 1 + 6 * (8 + 2), "centred": 1 + 6 * (8 + 3), "online": 1 + 6 * (8 + 3),
+    }  # fmt: skip
+    assert [ways[way].rows for way in ("bound", "online")] == [0, 16 * 6]
+    assert ways["online"].body == 4  # with the branch
 
 
 def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(caplog, monkeypatch):

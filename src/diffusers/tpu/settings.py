@@ -78,22 +78,3 @@ def choosing(kernel: str | None):
     """Attention calls inside run with this kernel, by name as in `TPUConfig.attention`; None leaves it as it is."""
     with using(current() if kernel is None else replace(current(), kernel=kernel)):
         yield
-
-
-_assumed = contextvars.ContextVar("diffusers_tpu_assumed_way", default=None)
-
-
-def assumed() -> str | None:
-    """The way of the attention kernel that `assuming` says; None: all of them are compiled."""
-    return _assumed.get()
-
-
-@contextlib.contextmanager
-def assuming(way: str):
-    """The attention kernel is compiled with this one of its ways (`attention.ways`), whatever the settings of the traces
-    inside: for the planner, which reads schedules and cannot know values."""
-    token = _assumed.set(way)
-    try:
-        yield
-    finally:
-        _assumed.reset(token)

@@ -11,6 +11,8 @@ MUTANTS = [
         TPU + "planner/bundles.py",
         ("planner-fill", "return rounds - 2 if rounds > 2 and", "return rounds if rounds > 2 and",
          "rounds that fill and drain a pipeline are counted", f"{PROGRAM}::test_a_schedule_by_hand"),
+        ("planner-ways", "return (self.code == code) == self.ours", "return True",
+         "all ways of one kernel are added up", f"{PROGRAM}::test_one_way_at_a_time_of_a_schedule_by_hand"),
     ),
     *in_file(
         TPU + "planner/ici.py",

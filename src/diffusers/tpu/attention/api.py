@@ -13,11 +13,11 @@ import jax
 from jaxtyping import Array, Float
 
 from ...utils import logging
-from ..settings import Settings, assumed, current
+from ..settings import Settings, current
 from . import kernel, masks, splash
 from .parallel import attention_by_heads, parallel_attention, plan_ring
 from .reference import reference_attention
-from .ways import ONLINE, WAYS
+from .ways import ONLINE
 
 
 logger = logging.get_logger(__name__)
@@ -85,7 +85,7 @@ def attention(
         _say_once(name, reason)
 
     if not isinstance(q, jax.core.Tracer):
-        return _program(settings, assumed(), scale)(q, k, v, mask)
+        return _program(settings, scale)(q, k, v, mask)
 
     def scaled_dot_product_attention(q, k, v):
         return run(q, k, v, mask=mask, scale=scale)
@@ -101,8 +101,8 @@ def _chosen(settings: Settings, q, k, v, mask) -> tuple[Callable, str, str, str]
 
 
 @functools.lru_cache(maxsize=256)
-def _program(settings: Settings, way: str | None, scale: float):
-    """Attention outside of a trace, compiled once for arguments of one kind. `way`: as it is now, for the cache."""
+def _program(settings: Settings, scale: float):
+    """Attention outside of a trace, compiled once for arguments of one kind."""
 
     def scaled_dot_product_attention(q, k, v, mask):
         run, *_ = _chosen(settings, q, k, v, mask)
@@ -120,10 +120,9 @@ def _local(settings: Settings, q, k, v, mask):
         smoothing=settings.smoothing,
         interpret=settings.interpreted,
     )
-    assumed_ways = (assumed(),) if assumed() else WAYS
     stock = functools.partial(splash.splash_attention, interpret=settings.interpreted, blocks=settings.blocks)
     known = {
-        "kernel": (functools.partial(ours, ways=assumed_ways), kernel.unsupported),
+        "kernel": (ours, kernel.unsupported),
         "online": (functools.partial(ours, ways=(ONLINE,)), kernel.unsupported),
         "splash": (stock, splash.unsupported),
         "reference": (reference_attention, lambda q, k, v, mask: None),
@@ -148,7 +147,8 @@ def _spread(settings: Settings, q, k, local):
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
     sp, tp = mesh.shape["sp"], mesh.shape["tp"]
-    spread = functools.partial(parallel_attention, mesh=mesh, local=local, ring=settings.ring)
+    bounded = getattr(local, "func", None) is kernel.tpu_attention
+    spread = functools.partial(parallel_attention, mesh=mesh, local=local, ring=settings.ring, bounded=bounded)
     if q.shape[2] != k.shape[2]:
         return spread, f"queries over {sp}, whole keys"
     share = tp if q.shape[1] % tp == k.shape[1] % tp == 0 else 1

@@ -30,6 +30,7 @@ from . import kernel_body
 from .blocks import LANES, Blocks, Shape, choose, folded_parts, vmem_bytes
 from .kernel_call import LOG2_E, SUBLANES, Call
 from .kernel_operands import key_bias, make_operands, row_of
+from .key_bounds import KeyBounds
 from .masks import Mask
 from .ways import BOUND, WAYS, largest_radius, open_ways
 
@@ -67,6 +68,7 @@ def tpu_attention(
     first_row: int | Array = 0,
     first_key: int | Array = 0,
     with_lse: bool = False,
+    bounds: KeyBounds | None = None,
     generation: str | None = None,
     wanted: tuple[int, int, int] | None = None,
     blocks: Blocks | None = None,
@@ -77,6 +79,7 @@ def tpu_attention(
     """Attention with the arguments of `reference_attention`.
 
     Args:
+        bounds: of the keys and values that some query sees; None: they are computed.
         generation: of the chip, for the sizes of blocks; None: `devices.DEFAULT_GENERATION`.
         wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
         smoothing: with the way "centred"; False: without, for which fewer heads are tame enough and less is compiled.
@@ -100,7 +103,7 @@ def tpu_attention(
         q, scale = -q, -scale
     added = mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_)
     call = _static(q, k, mask, shape, blocks, open_ways(ways, added, smoothing), scale, generation)
-    scalars, inputs = make_operands(call, q, k, v, mask, bias, first_row - first_key)
+    scalars, inputs = make_operands(call, q, k, v, mask, bias, first_row - first_key, bounds)
     outputs, scratch = _outputs(call, q, v, with_lse), _scratch(call, q, k, v)
     call = replace(call, names=(*scalars, *inputs, *outputs, *scratch))
     out, *lse = pl.pallas_call(

@@ -19,25 +19,30 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float
 
 from .blocks import LANES
-from .kernel_call import LOG2_E, MASKED, MIXED, SKIPPED, SUBLANES, WHOLE, Call, band_ends
+from .kernel_call import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
+from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask, takes_part
-from .ways import BOUND, CENTRED, SMALLEST
+from .ways import BOUND, CENTRED
 
-
-LARGEST = 126.0  # exponent of the largest sum
 
 Operands = dict[str, tuple[Array, pl.BlockSpec]]
 
 
-def make_operands(call: Call, q, k, v, mask: Mask, bias, shift) -> tuple[dict[str, Array], Operands]:
+def make_operands(
+    call: Call, q, k, v, mask: Mask, bias, shift, bounds: KeyBounds | None
+) -> tuple[dict[str, Array], Operands]:
     """(scalars, arrays with their blocks), in the order in which the kernel gets them.
 
     Args:
         bias: `key_bias` of the mask.
         shift: position of the first query less that of the first key.
+        bounds: of the keys; None: of these, as they are here.
     """
     seen = keys_seen(mask, shift, call.q_len, k)
-    v = jnp.where(seen, v, jnp.zeros_like(v))  # a weight of zero times NaN would be NaN
+    if seen is not None:
+        v = jnp.where(seen, v, jnp.zeros_like(v))  # a weight of zero times NaN would be NaN
+    if bounds is None and (CENTRED in call.ways or call.ways[0] == BOUND):
+        bounds = key_bounds(k, v, seen)
     scalars = {}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
@@ -45,13 +50,13 @@ def make_operands(call: Call, q, k, v, mask: Mask, bias, shift) -> tuple[dict[st
         scalars["state"], scalars["fetch"] = _states(bias, call.blocks.keys)
     fetched = functools.partial(_block_to_fetch, call, tuple(scalars))
     inputs = _queries_keys_values(call, q, k, v, fetched)
-    bounds, centre = _bounds(call, k, v, seen)
+    chosen_by, centre = _bounds(call, bounds)
     inputs |= centre
     if bias is not None:
         inputs |= _key_mask(call, bias, fetched)
     if mask.dense is not None:
         inputs |= _dense_mask(call, mask.dense, q.shape[1], fetched)
-    return scalars | bounds, inputs
+    return scalars | chosen_by, inputs
 
 
 def key_bias(keys) -> Float[Array, "b n 1 S"] | None:
@@ -64,9 +69,11 @@ def key_bias(keys) -> Float[Array, "b n 1 S"] | None:
     return jnp.where(takes_part(keys), keys * LOG2_E, MASKED)
 
 
-def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"]:
-    """Keys that some query sees, of any head of the group. Others may hold anything, NaN too."""
+def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"] | None:
+    """Keys that some query sees, of any head of the group; None: all. Others may hold anything, NaN too."""
     batch, kv_heads, s_len, _ = k.shape
+    if mask.keys is None and mask.dense is None and mask.band is None:
+        return None
     seen = jnp.ones((1, 1, 1, s_len), bool)
     if mask.keys is not None:
         seen = seen & takes_part(mask.keys)
@@ -163,39 +170,14 @@ def _dense_mask(call: Call, dense, heads: int, fetched) -> Operands:
     return {"dense": (dense.reshape(-1, *shape[2:]), pl.BlockSpec((None, blocks.queries, blocks.keys), place))}
 
 
-def _bounds(call: Call, k, v, seen) -> tuple[dict[str, Array], Operands]:
+def _bounds(call: Call, bounds: KeyBounds | None) -> tuple[dict[str, Array], Operands]:
     """What the ways are chosen by (scalars), and the centre that is subtracted."""
     scalars, centre = {}, {}
     if BOUND in call.ways and len(call.ways) > 1:
-        scalars["reach"] = _reach(k, v, seen).reshape(-1)
+        scalars["reach"] = bounds.reach.reshape(-1)
     if CENTRED in call.ways:
-        rows, radius = _centre_and_radius(k, seen)
-        scalars["radius"] = radius.reshape(-1)
-        rows = rows.reshape(-1, SUBLANES, k.shape[3])
+        scalars["radius"] = bounds.radius.reshape(-1)
+        rows = bounds.centre.reshape(-1, *bounds.centre.shape[2:])
         place = pl.BlockSpec((None, *rows.shape[1:]), lambda h, i, j, *s: (call.row_of_kv(h), 0, 0))
         centre["centre"] = rows, place
     return scalars, centre
-
-
-def _reach(k, v, seen) -> Float[Array, "B K"]:
-    """max |k| over the keys that are seen; larger where exponentials of 2^SMALLEST times the values do not add up to a float32."""
-    k, v = (jnp.where(seen, x.astype(jnp.float32), 0.0) for x in (k, v))
-    room = LARGEST - jnp.log2(k.shape[2] * jnp.maximum(jnp.abs(v).max((2, 3)), 1.0))
-    longest = jnp.sqrt((k * k).sum(-1).max(-1))
-    return jnp.where(room > 0, longest * jnp.maximum(SMALLEST / room, 1.0), jnp.inf)
-
-
-def _centre_and_radius(k, seen):
-    """c, the mean of the keys that are seen, as rows [B, K, 8, D] in k's dtype that add up to it, and R [B, K] float32.
-
-    R is the largest distance of such a key from c. One row of bfloat16 would be off by as much as keys may differ.
-    """
-    k32 = jnp.where(seen, k.astype(jnp.float32), 0.0)
-    left, rows = k32.sum(2) / jnp.maximum(seen.sum(2), 1), []
-    for _ in range(1 if k.dtype == jnp.float32 else 3):
-        rows.append(left.astype(k.dtype))
-        left = left - rows[-1].astype(jnp.float32)
-    centre = sum(row.astype(jnp.float32) for row in rows)
-    distance = jnp.where(seen, k32 - centre[:, :, None], 0.0)
-    rows += [jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))
-    return jnp.stack(rows, 2), jnp.sqrt((distance * distance).sum(-1).max(-1))

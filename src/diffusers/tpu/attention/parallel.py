@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from . import masks
+from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask
 from .reference import reference_attention
 
@@ -62,11 +63,13 @@ def parallel_attention(
     mesh: Mesh,
     local: Callable,
     ring: int | None = None,
+    bounded: bool = False,
 ) -> Float[Array, "B N T E"]:
     """Attention of whole arrays, the sequence split over `sp`. Fewer queries than that go to `attention_by_heads`.
 
     Args:
         local: attention of one chip, with the arguments of `reference_attention`.
+        bounded: it also takes the `bounds` of its keys: each chip's are looked at where they are, before they travel.
         ring: chips of `sp` around which keys travel, where T = S; None as few as the heads allow. See `plan_ring`, which
             raises.
     """
@@ -97,7 +100,14 @@ def parallel_attention(
     traded = ("tp", "ulysses") if on_tp else "ulysses"  # where heads are after the all-to-all, and rows on the ring
     out = jax.shard_map(
         functools.partial(
-            _per_chip, scale=scale, local=local, kv_len=kv_len, ring=ring, ulysses=ulysses, travel=travel
+            _per_chip,
+            scale=scale,
+            local=local,
+            kv_len=kv_len,
+            ring=ring,
+            ulysses=ulysses,
+            travel=travel,
+            bounded=bounded and split_keys and mask is None,
         ),
         mesh=Mesh(mesh.devices.reshape(dp, ring, ulysses, tp), AXES),
         in_specs=(spec, kv_spec, kv_spec, _mask_specs(mask, on_dp, traded, "ring")),
@@ -135,8 +145,11 @@ def attention_by_heads(
     )(q, k, v, mask)
 
 
-def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool):
+def _per_chip(
+    q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool, bounded: bool
+):
     """`kv_len`: keys of all chips that are no padding. `travel`: every chip of the ring holds one chunk of them."""
+    bounds = {"bounds": _bounds(k, v, kv_len, ring, ulysses)} if bounded else {}
     # Rows of one call may lie in any order where nothing tells them apart but what they hold.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
     if ulysses > 1:
@@ -144,30 +157,41 @@ def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: in
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
     if travel:
-        out = _around_ring(q, k, v, mask, local=local, kv_len=kv_len, ring=ring, place=place)
+        out = _around_ring(q, k, v, mask, bounds, local=local, kv_len=kv_len, ring=ring, place=place)
     else:
-        out = local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask)
+        out = local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **bounds)
     return _to_sequence(out, ulysses, in_order) if ulysses > 1 else out
 
 
-def _around_ring(q, k, v, mask: Mask | None, *, local, kv_len: int, ring: int, place):
+def _bounds(k, v, kv_len: int, ring: int, ulysses: int) -> KeyBounds:
+    """Of the keys that this chip has after the all-to-all: all its group's, of its heads."""
+    tokens, heads = k.shape[2], k.shape[1] // ulysses
+    place, seen = lax.axis_index("ulysses"), None
+    if kv_len < ring * ulysses * tokens:
+        first = (lax.axis_index("ring") * ulysses + place) * tokens
+        seen = (first + jnp.arange(tokens) < kv_len)[None, None, :, None]
+    bounds = key_bounds(k, v, seen, "ulysses", ulysses)
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)
+
+
+def _around_ring(q, k, v, mask: Mask | None, bounds: dict, *, local, kv_len: int, ring: int, place):
     chunk = k.shape[2]
     hops = _hops(mask and mask.band, ring, chunk)
     state = None
     for hop, following in zip(hops, [*hops[1:], None]):
         if following is not None:
             steps = [(i, (i + following - hop) % ring) for i in range(ring)]
-            sent = [lax.ppermute(x, "ring", steps) for x in (k, v)]
+            sent = jax.tree.map(lambda x: lax.ppermute(x, "ring", steps), (k, v, bounds))
         first_key = (place - hop) % ring * chunk
         part = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first_key, chunk, 3), mask)
         if kv_len < ring * chunk:
             part = masks.with_length(part, kv_len - first_key, chunk)
-        seen = local(q, k, v, mask=part, first_key=first_key, with_lse=True)
+        seen = local(q, k, v, mask=part, first_key=first_key, with_lse=True, **bounds)
         state = seen if state is None else _merge(*state, *seen)
         if following is not None:
             # One chunk is in flight while one is computed with. Unbound, the compiler (v5e, libtpu 0.0.42) sends all of
             # them ahead of the kernels, whose time it does not know, and keeps every hop's result to the end.
-            (k, v), state = lax.optimization_barrier((sent, state))
+            (k, v, bounds), state = lax.optimization_barrier((sent, state))
     return state[0].astype(q.dtype)
 
 

@@ -13,6 +13,7 @@ from .. import planner
 from ..aot import ChildError, NoCompiler
 from ..config import parse_mesh
 from ..devices import find_topology
+from ..planner.report import step_ranges
 from . import PLAN_ARGUMENTS
 from .arguments import given_arguments
 from .errors import BadInput, one_line
@@ -117,6 +118,7 @@ def _show(plan: dict, console: Console):
             f" MFU {plan['mfu']:.1%}; compiled in {plan['compile_seconds']:.0f} s",
             soft_wrap=True,
         )
+        console.print(f"a step is {step_ranges(plan)}", soft_wrap=True)
     console.print(_parts(plan), _kinds(plan) if step["total"] is not None else "")
     for text in plan["ranking"]:
         shape = ",".join(str(degree) for degree in text["mesh"].values())

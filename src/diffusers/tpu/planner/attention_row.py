@@ -12,7 +12,7 @@ from ..attention.blocks import Shape, as_list, candidates, choose, from_list
 from ..attention.kernel import shape_of, tpu_attention
 from ..attention.masks import Mask
 from ..attention.splash import splash_attention
-from ..attention.ways import WAYS
+from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh
 from ..sharding import PartitionSpec, named
@@ -32,13 +32,12 @@ PARTS = {  # name: the mask's part and its shape for [B, N, T, S]
 
 
 def answer(request: dict, progress: Callable) -> dict:
-    """Cycles of one kernel, in all and per 1024 x 1024 scores.
+    """Cycles of one kernel, in all and per 1024 x 1024 scores; of ours by way, all of them in one program as a run has it.
 
     Args:
-        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: of ours, one of its
-            ways (`WAYS`) or "kernel" (all: compiled, not timed), "splash", "exp2"; `blocks`, as `Blocks` in a list
-            for ours and three sizes for the others, None for the kernel's own; `kv_heads`, `dtype`, `mask` ("none", or of
-            `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`.
+        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash" or
+            "exp2"; `blocks`, as `Blocks` in a list for ours and three sizes for the others, None for the kernel's own;
+            `kv_heads`, `dtype`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`.
 
     Raises BadRequest for what does not compile.
     """
@@ -65,8 +64,7 @@ def answer(request: dict, progress: Callable) -> dict:
     else:
         wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask, with_lse), topology.chip.generation)
         blocks = as_list(wanted)
-        ways = WAYS if name == "kernel" else (name,)
-        run = functools.partial(tpu_attention, ways=ways, generation=topology.chip.generation)
+        run = functools.partial(tpu_attention, generation=topology.chip.generation)
 
     def scaled_dot_product_attention(q, k, v, mask):
         return run(q, k, v, scale=dim**-0.5, mask=mask, blocks=wanted, with_lse=with_lse)
@@ -79,19 +77,23 @@ def answer(request: dict, progress: Callable) -> dict:
     except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
         raise BadRequest(f"{name} with blocks {blocks} does not compile: {str(error).splitlines()[0]}") from error
     timed = timing.time_program(compiled, topology.chip, [(0, 0, 0)])
+    scores = batch * heads * q_len * kv_len / 2**20
+    by_way = {way: _kernel_of(of_way, topology.chip.clock / scores) for way, of_way in timed.items()}
+    figures = {"by_way": by_way} if name == "kernel" else by_way[BOUND]
+    return {"blocks": blocks, **figures, "compile_seconds": compiled.seconds, "versions": versions()}
+
+
+def _kernel_of(timed: timing.Timing, bundles_per_second: float) -> dict:
     kernels = [o for o in timed.operations if o.steps]
     if len(kernels) != 1:
         raise BadRequest(f"expected one kernel in the program, got {[o.name for o in kernels]}")
-    seconds = kernels[0].seconds
+    (kernel,) = kernels
     return {
-        "blocks": blocks,
-        "bundles_per_mtile": seconds * topology.chip.clock / (batch * heads * q_len * kv_len / 2**20),
-        "seconds": seconds,
-        "around_seconds": timed.seconds["total"] - seconds,
-        "steps": kernels[0].steps,
-        "body": kernels[0].body,
-        "compile_seconds": compiled.seconds,
-        "versions": versions(),
+        "bundles_per_mtile": kernel.seconds * bundles_per_second,
+        "seconds": kernel.seconds,
+        "around_seconds": timed.seconds["total"] - kernel.seconds,
+        "steps": kernel.steps,
+        "body": kernel.body,
     }
 
 

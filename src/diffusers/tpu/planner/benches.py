@@ -27,7 +27,7 @@ ATTENTION_SHAPES = {
     "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
     "flux-1024": (1, 24, 4608, 4608, 128),
 }
-ATTENTION_PATHS = {"stock": "splash", **{way: way for way in reversed(WAYS)}}
+ATTENTION_PATHS = ("stock", *reversed(WAYS))
 # Of JAX's kernel, which is asked as it is fastest: the largest usual blocks that compile, padded keys not masked.
 STOCK_BLOCKS = {"v5e": [1024, 1024, 512], "v6e": [2048, 2048, 1024], "v7x": [2048, 2048, 1024]}
 CHIP_SLICES = {"v5e": "v5e-1", "v6e": "v6e-1", "v7x": "v7x-8"}
@@ -46,21 +46,32 @@ class Case:
 def attention_cases() -> list[Case]:
     """Attention kernels by chip, shape and path: bundles per 1024 x 1024 scores."""
     return [
-        Case({"chip": chip, "shape": shape, "path": path}, _attention(chip, shape, kernel))
+        Case({"chip": chip, "shape": shape, "path": path}, _attention(chip, shape, path))
         for chip in CHIP_SLICES
         for shape in ATTENTION_SHAPES
-        for path, kernel in ATTENTION_PATHS.items()
+        for path in ATTENTION_PATHS
     ]
 
 
-def _attention(chip: str, shape: str, kernel: str) -> Callable:
+def _attention(chip: str, shape: str, path: str) -> Callable:
     def ask(on_progress):
-        request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape], "kernel": kernel}
-        if kernel == "splash":
-            request |= {"blocks": STOCK_BLOCKS[chip], "as_theirs": True}
-        return remembered("diffusers.tpu.planner.attention_row:answer", request, 600, on_progress)
+        request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
+        if path == "stock":
+            request |= {"kernel": "splash", "blocks": STOCK_BLOCKS[chip], "as_theirs": True}
+        answer = _kernel(request, on_progress)
+        return answer if path == "stock" else _of_way(answer, path)
 
     return ask
+
+
+def _kernel(request: dict, on_progress: Callable) -> dict:
+    return remembered("diffusers.tpu.planner.attention_row:answer", request, 600, on_progress)
+
+
+def _of_way(answer: dict, way: str) -> dict:
+    """The row of one way; all are of one program."""
+    rest = dict(answer)
+    return {**rest.pop("by_way")[way], **rest}
 
 
 def tune(case: Case, on_progress: Callable) -> dict:
@@ -77,9 +88,9 @@ def tune(case: Case, on_progress: Callable) -> dict:
     tried = remembered("diffusers.tpu.planner.attention_row:sizes_to_try", {**request, "count": 4}, 60, on_progress)
     rows = []
     for blocks in tried:
-        asked = ({**request, "kernel": way, "blocks": blocks} for way in (path, ONLINE))
-        bound, online = (remembered("diffusers.tpu.planner.attention_row:answer", a, 600, on_progress) for a in asked)
-        rows.append({**bound, "online_bundles_per_mtile": online["bundles_per_mtile"]})
+        answer = _kernel({**request, "kernel": "kernel", "blocks": blocks}, on_progress)
+        online = answer["by_way"][ONLINE]["bundles_per_mtile"]
+        rows.append({**_of_way(answer, path), "online_bundles_per_mtile": online})
     best = min(rows, key=lambda row: row["bundles_per_mtile"] + row["online_bundles_per_mtile"])
     kept = ("blocks", "bundles_per_mtile", "online_bundles_per_mtile", "compile_seconds", "versions")
     return {**case.row, **{name: best[name] for name in kept}}
@@ -134,70 +145,67 @@ def sweep_cases() -> list[Case]:
 def _sweep(topology: str, shape: tuple[int, ...], dtype: str, mask: str) -> Callable:
     def ask(on_progress):
         request = {"topology": topology, "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
-        answer = remembered("diffusers.tpu.planner.attention_row:answer", request, 600, on_progress)
+        answer = _kernel(request, on_progress)
         return {name: answer[name] for name in ("compile_seconds", "blocks", "versions")}
 
     return ask
 
 
 def step_cases() -> list[Case]:
-    """A denoising step with guidance, as we run it and as it would be otherwise.
+    """A denoising step with guidance: the program that a run compiles, by what its heads do, and as it would be otherwise.
 
     "unrolled, stock": every block compiled for itself, with JAX's splash attention and the compiler's layers, as torchax gives
     the model; "unrolled, online": the same with a running maximum in exponentials to base 2.
     """
+    wan, unrolled = ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P), {"scan": False, **AS_COMPILED_BY_OTHERS}
+    stock = {"attention": "splash", "attention_blocks": STOCK_BLOCKS["v6e"]}
     cases = [
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "all heads online", {"attention": "online"}),
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "stock splash", {"attention": "splash"}),
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "the compiler's layers", {"layers": "xla"}),
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, "no SparseCores", {"sparse_cores": False}),
-        (
-            "v6e-8",
-            "wan2.1-t2v-14b",
-            VIDEO_720P,
-            "unrolled, stock",
-            {"scan": False, "attention": "splash", **AS_COMPILED_BY_OTHERS},
-        ),
-        (
-            "v6e-8",
-            "wan2.1-t2v-14b",
-            VIDEO_720P,
-            "unrolled, online",
-            {"scan": False, "attention": "online", **AS_COMPILED_BY_OTHERS},
-        ),
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_480P, "ours", {}),
-        ("v6e-16", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
-        ("v7x-8", "wan2.1-t2v-14b", VIDEO_720P, "ours", {}),
-        ("v5e-8", "wan2.1-t2v-14b", VIDEO_480P, "ours", {}),
-        ("v6e-8", "wan2.1-i2v-14b-720p", VIDEO_720P, "ours", {}),
-        ("v6e-8", "wan2.2-t2v-a14b", VIDEO_720P, "ours", {}),
-        ("v6e-8", "wan2.2-ti2v-5b", {"height": 704, "width": 1280, "num_frames": 121}, "ours", {}),
-        ("v5e-1", "wan2.1-t2v-1.3b", VIDEO_480P, "ours", {}),
-        ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P, "ours", {}),
+        *((*wan, "ours", way, {}) for way in WAYS),
+        (*wan, "stock splash", "", stock),
+        (*wan, "the compiler's layers", BOUND, {"layers": "xla"}),
+        (*wan, "no SparseCores", BOUND, {"sparse_cores": False}),
+        (*wan, "unrolled, stock", "", {**unrolled, **stock}),
+        (*wan, "unrolled, online", ONLINE, {**unrolled, "attention": "online"}),
     ]
+    others = [
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_480P),
+        ("v6e-16", "wan2.1-t2v-14b", VIDEO_720P),
+        ("v7x-8", "wan2.1-t2v-14b", VIDEO_720P),
+        ("v5e-8", "wan2.1-t2v-14b", VIDEO_480P),
+        ("v6e-8", "wan2.1-i2v-14b-720p", VIDEO_720P),
+        ("v6e-8", "wan2.2-t2v-a14b", VIDEO_720P),
+        ("v6e-8", "wan2.2-ti2v-5b", {"height": 704, "width": 1280, "num_frames": 121}),
+        ("v5e-1", "wan2.1-t2v-1.3b", VIDEO_480P),
+        ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P),
+    ]
+    cases += [(*other, "ours", way, {}) for other in others for way in WAYS]
     return [
         Case(
-            {"topology": topology, "model": model, **size, "variant": variant},
-            _step(topology, model, size, config),
+            {"topology": topology, "model": model, **size, "variant": variant, "way": way},
+            _step(topology, model, size, way or BOUND, config),
         )
-        for topology, model, size, variant, config in cases
+        for topology, model, size, variant, way, config in cases
     ]
 
 
-def _step(topology: str, model: str, arguments: dict, config: dict) -> Callable:
+def _step(topology: str, model: str, arguments: dict, way: str, config: dict) -> Callable:
     asked = {"arguments": arguments, "config": config, "only": DENOISERS, "seconds": 1800}
+    # JAX's kernel with padded keys not masked, as it is fastest.
+    asked["as_theirs"] = config.get("attention") == "splash"
 
     def ask(on_progress):
         answer = plan(model, topology, **asked, on_progress=on_progress)
         as_run = plan(model, topology, **asked, schedules=False, on_progress=on_progress)
+        of_way = answer["by_way"][way]
         return {
-            "seconds_per_step": answer["seconds_per_step"]["total"],
-            "seconds": answer["seconds_per_step"],
+            "seconds_per_step": of_way["seconds"]["total"],
+            "seconds": of_way["seconds"],
+            "slower": of_way["slower"],
             "mesh": answer["mesh"],
-            "mfu": answer["mfu"],
+            "mfu": answer["flops_per_step"] / answer["peak_flops"] / of_way["seconds"]["total"],
             "hbm_gib_per_chip": answer["hbm_gib_per_chip"],
             "compile_seconds": as_run["compile_seconds"],
+            "trace_seconds": as_run["trace_seconds"],
             "versions": answer["versions"],
         }
 
@@ -280,7 +288,7 @@ def _calibration(published) -> Callable:
                 "blocks": published.config.get("attention_blocks"),
                 "as_theirs": True,
             }
-            answer = remembered("diffusers.tpu.planner.attention_row:answer", request, 300, on_progress)
+            answer = _kernel(request, on_progress)
             ours = answer["seconds"]
         else:
             answer = plan(

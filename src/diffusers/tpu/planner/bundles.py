@@ -2,14 +2,15 @@
 
 A TPU core issues one bundle per cycle; the schedule is static, so the bundles of a straight piece of it are its cycles
 (waiting for memory and for matrix units apart, see `timing`). Loops are read with their trip counts. A piece that a condition guards runs
-always, unless the condition is that a counter has its first or last value: then once per round of that counter.
+always, unless the condition is that a counter has its first or last value: then once per round of that counter; or that
+heads go one way of the attention kernel (`attention.ways`): then always or never, as the reader says.
 """
 
 import re
 from collections import Counter
 from dataclasses import dataclass
 
-from ..attention.ways import FIRST_CODE
+from ..attention.ways import BOUND, CODES, FIRST_CODE, WAYS
 
 
 LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:")
@@ -52,8 +53,19 @@ class Schedule:
     rows: float = 0.0
 
 
-def read(text: str) -> Schedule:
-    """The schedule of a `final_bundles` text."""
+def read_ways(text: str) -> dict[str, Schedule]:
+    """`read` by way."""
+    if any(str(code) in text for code in CODES.values()):
+        return {way: read(text, way) for way in WAYS}
+    return dict.fromkeys(WAYS, read(text))
+
+
+def read(text: str, way: str = BOUND) -> Schedule:
+    """The schedule of a `final_bundles` text.
+
+    Args:
+        way: of the attention kernel, that all heads go, or where it is not compiled the next slower one that is.
+    """
     lines, marks = [], set()
     for line in text.splitlines():
         found = LINE.match(line)
@@ -63,37 +75,24 @@ def read(text: str) -> Schedule:
                 marks.add(len(lines) - 1)
         elif lines:
             lines[-1] += " " + line.strip()
-    where = {region: n for n, line in enumerate(lines) for region in _regions(line)}
-    compares, adds = {}, {}
-    for line in lines:
-        compares.update({name: (op, a, b) for name, op, a, b in COMPARE.findall(line)})
-        adds.update({name: int(step) for name, step in ADD.findall(line)})
-
-    loops, guards = [], []
-    for n, line in enumerate(lines):
-        for negated, predicate, region in BRANCH.findall(line):
-            target = where.get(region)
-            if target is None:
-                continue
-            op, a, b = compares.get(predicate, (None, "", ""))
-            if target <= n:
-                loops.append(Loop(target, n, _trips(op, a, b, adds, lines[target : n + 1])))
-            else:
-                guards.append((n, target, _passes(op, b, negated)))
-    loops.sort(key=lambda loop: (loop.start, -loop.stop))
-    last = max((abs(value) for _, _, value in guards if value), default=0)
-
+    loops, guards = _branches(lines)
     weight = [1.0] * len(lines)
+    for start, stop, guard in guards:
+        if guard.code is not None and not guard.runs(_code(way, guards)):
+            weight[start + 1 : stop] = [0.0] * (stop - start - 1)
     for loop in loops:
         for n in range(loop.start, loop.stop + 1):
             weight[n] *= loop.trips
     edges = sorted({0, len(lines), *marks, *(g[0] for g in guards), *(g[1] for g in guards)})
-    body_start, body_stop = max(zip(edges, [*edges[1:], len(lines)]), key=lambda piece: piece[1] - piece[0])
-    for start, stop, value in guards:
+    pieces = ((a, b) for a, b in zip(edges, [*edges[1:], len(lines)]) if any(weight[a:b]))
+    body_start, body_stop = max(pieces, key=lambda piece: piece[1] - piece[0], default=(0, 0))
+    rounds = [(start, stop, guard.round) for start, stop, guard in guards]
+    last = max((abs(value) for *_, value in rounds if value), default=0)
+    for start, stop, value in rounds:
         # `!=` a constant jumps over the piece: it runs in the first (0) or the last round of the counter; `==` over
         # what runs in all the others. What holds the body is no such piece, unless another body runs in the other
         # rounds: that condition asks whether there is anything to do.
-        holds_body = start < body_start and body_stop <= stop and -last not in (g[2] for g in guards)
+        holds_body = start < body_start and body_stop <= stop and -last not in (value for *_, value in rounds)
         if value is None or last == 0:
             continue
         if value == -last:
@@ -112,6 +111,51 @@ def read(text: str) -> Schedule:
     return Schedule(sum(weight), len(lines), tuple(loops), steps, body_stop - body_start, rows)
 
 
+@dataclass(frozen=True)
+class _Guard:
+    """What a piece that a branch jumps over asks.
+
+    Attributes:
+        round: the one round of a counter in which it runs, as it is; in which alone it does not, negative; None: neither.
+        code: of the way of the attention kernel that it is of (`ours`), or is not of.
+    """
+
+    round: int | None = None
+    code: int | None = None
+    ours: bool = True
+
+    def runs(self, code: int) -> bool:
+        return (self.code == code) == self.ours
+
+
+def _branches(lines: list[str]) -> tuple[list[Loop], list[tuple[int, int, _Guard]]]:
+    """Loops, outermost first, and the pieces that are jumped over: (line of the branch, its target, what it asks)."""
+    where = {region: n for n, line in enumerate(lines) for region in _regions(line)}
+    compares, adds = {}, {}
+    for line in lines:
+        compares.update({name: (op, a, b) for name, op, a, b in COMPARE.findall(line)})
+        adds.update({name: int(step) for name, step in ADD.findall(line)})
+    loops, guards = [], []
+    for n, line in enumerate(lines):
+        for negated, predicate, region in BRANCH.findall(line):
+            target = where.get(region)
+            if target is None:
+                continue
+            op, a, b = compares.get(predicate, (None, "", ""))
+            if target <= n:
+                loops.append(Loop(target, n, _trips(op, a, b, adds, lines[target : n + 1])))
+            else:
+                guards.append((n, target, _guard(op, b, negated)))
+    return sorted(loops, key=lambda loop: (loop.start, -loop.stop)), guards
+
+
+def _code(way: str, guards: list[tuple[int, int, _Guard]]) -> int:
+    """That of the way, or of the next slower one that the schedule has code of."""
+    there = {guard.code for *_, guard in guards}
+    slower = [CODES[w] for w in WAYS[WAYS.index(way) :] if CODES[w] in there]
+    return slower[0] if slower else max(code for code in there if code is not None)
+
+
 def _regions(line: str):
     return [a or b for a, b in REGION.findall(line)]
 
@@ -125,11 +169,10 @@ def _trips(op, a: str, b: str, adds: dict[str, int], body: list[str]) -> int:
     return rounds - 2 if rounds > 2 and any(PIPELINE in line for line in body[:40]) else rounds
 
 
-def _passes(op, b: str, negated: str) -> int | None:
-    """The one round of a counter in which a guarded piece runs, as it is; in which alone it does not, negative.
-
-    None where the condition asks something else, as which way of the attention kernel to go.
-    """
-    if op not in ("eq", "ne") or not b.isdigit() or int(b) >= FIRST_CODE:
-        return None
-    return int(b) if (op == "ne") != bool(negated) else -int(b)
+def _guard(op, b: str, negated: str) -> _Guard:
+    if op not in ("eq", "ne") or not b.isdigit():
+        return _Guard()
+    only = (op == "ne") != bool(negated)  # the branch is taken, and the piece jumped over, in all other cases
+    if int(b) >= FIRST_CODE:
+        return _Guard(code=int(b), ours=only)
+    return _Guard(round=int(b) if only else -int(b))

@@ -37,7 +37,7 @@ def as_theirs():
     from ..attention import api, splash  # imports JAX, which listing the rows does not need
     from .exp2 import exp2_attention
 
-    def theirs(*args, generation, wanted, smoothing, ways, interpret, **kwargs):
+    def theirs(*args, generation, wanted, smoothing, interpret, ways=(), **kwargs):
         return exp2_attention(*args, blocks=wanted, interpret=interpret, **kwargs)
 
     with (

@@ -16,7 +16,12 @@ from .hlo import Instruction
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-Place = tuple[int, ...]
+Place = tuple[int, ...]  # x, y, z and half of a device
+
+
+def places_of(mesh) -> list[Place]:
+    """Of the devices of a mesh of TPUs, in its order."""
+    return [(*device.coords, device.core_on_chip) for device in mesh.devices.flat]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import os
 from collections import defaultdict
 from pathlib import Path
 
+from . import timing
 from .markup import STYLE, Html, bar, joined, legend, percent, table, tag
 
 
@@ -37,11 +38,26 @@ STAGES = ("text", "image", "encode", "denoise", "decode")  # in the order of a r
 METHOD = (
     "An operation takes the longer of two times, its final schedule at the core's clock and the bytes it moves at the HBM's"
     " bandwidth, or the compiler's estimate if it has no schedule. A step is the sum of its operations and of what it waits"
-    " for transfers on the links, and the whole run is the sum of its programs times their runs."
+    " for transfers on the links, and the whole run is the sum of its programs times their runs. The upper end of a range is"
+    f" the same sum for {timing.HBM_REACHED:.0%} of the HBM's bandwidth, {timing.LINKS_REACHED:.0%} of the links' and"
+    f" {timing.STALLS - 1:.0%} of stalls."
 )
+WAYS = {
+    "bound": "scores of all heads bounded",
+    "centred": "bounded around the mean of the keys",
+    "online": "not bounded, a running maximum",
+}
 OPERATIONS, MODULES, LARGEST = 12, 15, 15
 SHADES = 4
 NONE = "–"
+
+
+def step_ranges(plan: dict) -> str:
+    """Seconds of a step by what the heads of attention do: which of them, the weights and the prompt decide."""
+    by_way = {way: f"{of['seconds']['total']:.3f} to {of['slower']:.3f} s" for way, of in plan["by_way"].items()}
+    if len(set(by_way.values())) == 1:
+        return f"{next(iter(by_way.values()))} per step"
+    return "; ".join(f"{seconds} with {WAYS[way]}" for way, seconds in by_way.items())
 
 
 def write(plans: list[dict], path: Path):
@@ -194,6 +210,7 @@ def _step(plan: dict, level: int) -> Html:
         inner.append(tag("p", f"It has no time: the compiler refused {refused}; what it said is below."))
     else:
         inner += [bar(_kinds(step), step["total"]), _legend_of_kinds(step)]
+        inner.append(tag("p", f"{step_ranges(plan)}. Drawn is the first.", class_="soft"))
     timed = [(part, part["runs"] / plan["steps"]) for part in parts if part["timing"]]
     hidden = sum(part["timing"]["hidden_collectives"] * runs for part, runs in timed)
     if hidden:

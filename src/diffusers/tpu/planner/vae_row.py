@@ -11,8 +11,7 @@ from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..plans import PipelinePlan, flax_class, plan_of
-from ..settings import assuming
-from . import timing
+from . import ici, timing
 from .building import configuration_of
 from .worker import GIB, versions
 
@@ -46,10 +45,9 @@ def answer(request: dict, progress: Callable) -> dict:
         )
     shape = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.config.z_dim)
     progress(f"compiling {cls.__name__}.decode for {topology.name}")
-    with assuming(BOUND):
-        lowered = vae.lower("decode", shape)
+    lowered = vae.lower("decode", shape)
     compiled = compiler.compile(lowered)
-    timed = timing.time_program(compiled, topology.chip, [(*d.coords, d.core_on_chip) for d in mesh.devices.flat])
+    timed = timing.time_program(compiled, topology.chip, ici.places_of(mesh))[BOUND]
     held = compiled.memory
     weights = held["arguments"] - math.prod(shape) * vae.dtype.itemsize
     activations = held["arguments"] - weights + held["temporaries"] + held["outputs"] - held["aliased"]

@@ -1,22 +1,23 @@
 """One question to the planner, answered in the compiler's process: `answer` is what `planner.plan` runs in a child."""
 
+import contextlib
 import importlib.metadata
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
-from ..attention.ways import BOUND
+from ..attention.ways import BOUND, WAYS
 from ..config import TPUConfig
 from ..devices import TOPOLOGIES, Topology, find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..plans import PipelinePlan, module_plan, plan_of
 from ..residency import room_for_weights, turns
 from ..runner import Runner
-from ..settings import assuming
 from ..sharding import ModelPlan
-from . import calibration, meshes, timing
+from . import calibration, ici, meshes, timing
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
 from .work import Work, count
@@ -31,7 +32,10 @@ VERSIONS = ("diffusers", "torch", "torchax", "jax", "libtpu", "transformers")
 
 @dataclass
 class Part:
-    """One program of the run: a component's call, alone or as the two branches of guidance, on one mesh."""
+    """One program of the run: a component's call, alone or as the two branches of guidance, on one mesh.
+
+    `timed`: by way of the attention kernel.
+    """
 
     recorded: RecordedCall
     branches: int
@@ -40,9 +44,10 @@ class Part:
     weights: int
     inputs: int
     compiled: CompiledProgram | None = None
-    timed: timing.Timing | None = None
+    timed: dict[str, timing.Timing] | None = None
     refused: OutOfMemory | None = None
     modelled_seconds: float = 0.0
+    trace_seconds: float = 0.0
     shared: int = 1
 
     @property
@@ -56,8 +61,8 @@ class Part:
 
     @property
     def seconds(self) -> float:
-        """Of one run."""
-        return self.timed.seconds["total"] if self.timed is not None else self.modelled_seconds
+        """Of one run, all heads of attention bound."""
+        return self.timed[BOUND].seconds["total"] if self.timed is not None else self.modelled_seconds
 
     @property
     def activations(self) -> int:
@@ -87,7 +92,7 @@ def answer(request: dict, progress: Callable) -> dict:
     topology = find_topology(request["topology"])
     progress(f"building {request['model']} without weights")
     recording = _recorded(request, progress)
-    with calibration.as_theirs() if request.get("as_theirs") else assuming(BOUND):
+    with calibration.as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
         return _answer(request, topology, recording, progress)
 
 
@@ -152,7 +157,7 @@ class _Planner:
     def __init__(self, request, topology: Topology, recording: Recording, works: dict, progress: Callable):
         self.request, self.topology, self.recording, self.works = request, topology, recording, works
         self.progress = progress
-        self.compiled: dict[int, tuple[CompiledProgram, timing.Timing]] = {}
+        self.compiled: dict[int, tuple[CompiledProgram, dict[str, timing.Timing]]] = {}
         self.modules = {n: m for n, m in recording.pipe.components.items() if isinstance(m, torch.nn.Module)}
         self.denoising = [r for r in recording.calls if stage_of(r.component) == "denoise"]
         if not self.denoising:
@@ -208,7 +213,7 @@ class _Planner:
         compiler = Compiler(topology)
         devices = compiler.devices
         jax_mesh = make_mesh(devices, mesh)
-        places = [(*d.coords, d.core_on_chip) for d in jax_mesh.devices.flat]
+        places = ici.places_of(jax_mesh)
         made = []
         for name, module in self.modules.items():
             calls = [r for r in self.recording.calls if r.component == name]
@@ -242,7 +247,9 @@ class _Planner:
         self.progress(
             f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, runner.mesh.shape.values()))}"
         )
+        start = time.perf_counter()
         lowered = runner.trace(part.recorded.call, part.branches).traced.lower()
+        part.trace_seconds = time.perf_counter() - start
         program = hash((topology.name, lowered.as_text()))  # two experts are one program
         if program not in self.compiled:
             try:
@@ -258,6 +265,13 @@ class _Planner:
 
     def _per_step(self, parts: list[Part]) -> float:
         return sum(p.runs * p.seconds for p in parts if p.stage == "denoise") / self.recording.steps
+
+    def _step(self, denoise: list[Part], seconds: Callable[[Part], dict[str, float]]) -> dict[str, float]:
+        """By kind, of one step."""
+        return {
+            kind: sum(p.runs * seconds(p)[kind] for p in denoise) / self.recording.steps
+            for kind in (*timing.KINDS, "total")
+        }
 
     def _at_peak(self, parts: list[Part], topology: Topology) -> tuple[Part, dict[str, int]]:
         """The part of the run that needs most of a chip, and the weights there by component: others wait on the host."""
@@ -295,10 +309,14 @@ class _Planner:
         topology, steps = self.topology, self.recording.steps
         denoise = [p for p in parts if p.stage == "denoise"]
         known = bool(denoise) and all(p.timed is not None for p in denoise)
-        per_step = {
-            kind: sum(p.runs * p.timed.seconds[kind] for p in denoise) / steps if known else None
-            for kind in (*timing.KINDS, "total")
+        by_way = {
+            way: {
+                "seconds": self._step(denoise, lambda p, way=way: p.timed[way].seconds),
+                "slower": self._step(denoise, lambda p, way=way: p.timed[way].slower)["total"],
+            }
+            for way in (WAYS if known else ())
         }
+        per_step = by_way[BOUND]["seconds"] if known else dict.fromkeys((*timing.KINDS, "total"))
         flops = sum(p.recorded.count * p.work.flops for p in denoise) / steps
         peak_flops = topology.chip.flops * topology.devices
         fullest, held = self._at_peak(parts, topology)
@@ -311,12 +329,16 @@ class _Planner:
             "fullest": fullest.name,
             "waiting": [name for name in self._weights(parts) if name not in held],
             "seconds_per_step": per_step,
+            "way": BOUND,
+            "by_way": by_way,
             "seconds_total": sum(p.runs * p.seconds for p in parts) if known else None,
             "flops_per_step": flops,
             "mfu": flops / peak_flops / per_step["total"] if known else None,
             "compile_seconds": sum(
                 {id(p.compiled): p.compiled.seconds for p in parts if p.compiled is not None}.values()
             ),
+            "trace_seconds": sum({id(p.compiled): p.trace_seconds for p in parts if p.compiled is not None}.values()),
+            "peak_flops": peak_flops,
             "versions": versions(),
             "pipeline": type(self.recording.pipe).__name__,
             "dtype": self.request["dtype"],
@@ -349,7 +371,7 @@ class _Planner:
             },
             "memory_analysis": compiled.memory if compiled else None,
             "compile_seconds": compiled.seconds if compiled else None,
-            "timing": part.timed.as_json() if part.timed else None,
+            "timing": part.timed[BOUND].as_json() if part.timed else None,
             "refused": part.refused and {"message": str(part.refused), "asked": part.refused.asked},
         }
 
@@ -359,11 +381,6 @@ class _Planner:
             notes.append(
                 f"{name} is modelled from its operations: what is not the denoiser is compiled with --everything only"
                 " (a VAE takes the compiler minutes)"
-            )
-        if self.request.get("config", {}).get("attention", "auto") in ("auto", "kernel"):
-            notes.append(
-                "attention is timed as for heads whose scores are bounded (README_TPU.md, Attention); --attention online"
-                " is the other end"
             )
         weights = self._weights(parts)
         if sum(weights.values()) > self._room(topology):
