@@ -264,7 +264,8 @@ def test_what_is_planned_is_what_runs(saved, chips, monkeypatch):
 
 
 def test_the_best_mesh_is_chosen_from_compiled_ones(root, cached):
-    answer = plan(str(root / SHAPES), "v6e-4", mesh="auto", arguments={"height": 64, "width": 64, "num_frames": 9})
+    size, one_way = {"height": 64, "width": 64, "num_frames": 9}, {"attention": "online"}  # compiles in half the time
+    answer = plan(str(root / SHAPES), "v6e-4", mesh="auto", arguments=size, config=one_way)
     compiled = [r for r in answer["ranking"] if r["seconds_per_step"] is not None]
     assert len(compiled) >= 2 and len(answer["ranking"]) > len(compiled)
     assert min(r["seconds_per_step"] for r in compiled) == pytest.approx(answer["seconds_per_step"]["total"])
