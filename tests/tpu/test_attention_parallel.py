@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu import aot
+from diffusers.tpu.attention.key_bounds import key_bounds
 from diffusers.tpu.attention.masks import Mask
 from diffusers.tpu.attention.parallel import attention_by_heads, parallel_attention, plan_ring
 from diffusers.tpu.attention.reference import reference_attention
@@ -101,6 +102,22 @@ def test_chips_whose_rows_fill_no_tile(make_mesh, kind, length):
     rng = np.random.default_rng()
     operands, mask = draw(rng, 2, 8, 4, length, length), draw_mask(rng, kind, 2, 8, length, length)
     assert error(make_mesh(2, 4, 1), operands, mask, 1) < TOLERANCE
+
+
+@pytest.mark.parametrize("ring, length", [(1, 37), (1, 40), (2, 40), (2, 37), (4, 40)])
+def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_mesh, ring, length):
+    """Of every head, with the padding of the last chip, and on every hop of a ring."""
+
+    def checking(q, k, v, *, bounds, mask=None, **arguments):
+        seen = None if mask is None else jnp.swapaxes(mask.keys, 2, 3)
+        pairs = zip(jax.tree.leaves(bounds), jax.tree.leaves(key_bounds(k, v, seen)))
+        agree = jnp.stack([jnp.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs]).all()
+        out = reference_attention(q, k, v, mask=mask, **arguments)
+        return jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
+
+    operands = draw(np.random.default_rng(), 2, 8, 4, length, length)
+    operands[1] *= 1 + 30 * np.random.default_rng().random((2, 4, length, 1)) ** 8  # some keys far from the others
+    assert error(make_mesh(2, 4, 1), operands, None, ring, local=checking, bounded=True) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,6 +30,21 @@ MUTANTS = [
          f"{PARALLEL}::test_a_kernel_is_split_by_heads_where_nobody_lays_out"),
     ),
     *in_file(
+        TPU + "attention/key_bounds.py",
+        ("bounds-maximum", "return lax.pmax(x, axis) if axis else x", "return x",
+         "a chip's own keys are taken for all", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
+        ("bounds-mean", "return lax.psum(x, axis) if axis else x", "return x",
+         "the mean is of one chip's keys", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
+    ),
+    *in_file(
+        TPU + "attention/parallel.py",
+        ("bounds-heads", "lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)",
+         "lax.dynamic_slice_in_dim(x, 0, heads, 1), bounds)",
+         "every chip has the bounds of the first heads", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
+        ("bounds-padding", "if kv_len < ring * ulysses * tokens:", "if kv_len < tokens:",
+         "the padding counts among the keys", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
+    ),
+    *in_file(
         TPU + "attention/reference.py",
         ("reference-scale", ".astype(jnp.float32) * scale, 3,", ".astype(jnp.float32), 3,",
          "the scale is forgotten", f"{REFERENCE}::test_equals_the_formula"),

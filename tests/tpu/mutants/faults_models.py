@@ -54,6 +54,8 @@ MUTANTS = [
         TPU + "bridge/operators.py",
         ("operators-linear-bias", "result = result if b is None else result + b\n", "",
          "the bias is forgotten", f"{BRIDGE}::test_products_round_once"),
+        ("operators-dtype", "array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))",
+         "array = x.jax()", "a sum forgets the dtype asked for", f"{BRIDGE}::test_reductions_in_the_dtype_asked_for"),
         ("operators-norm", "x = x - x.mean(axes, keepdims=True)\n", "",
          "a layer norm without its mean", f"{BRIDGE}::test_norms"),
         ("operators-written-padding", "made_by is operator and x.jax() is array", "made_by is operator",
