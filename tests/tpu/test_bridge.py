@@ -154,7 +154,8 @@ def test_reductions_in_the_dtype_asked_for(env, name, asked):
     for how in ({"dim": 1}, {} if name != "cumsum" else {"dim": 0}):
         ours, theirs = function(on_chip(x), **how, dtype=asked), function(x, **how, dtype=asked)
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
-        assert relative(on_host(ours).float(), theirs.float()) < (1e-6 if asked else 4e-3)
+        exact = theirs if asked else function(x.double(), **how)  # torch's own bfloat16 is off by a rounding more
+        assert relative(on_host(ours).double(), exact.double()) < (1e-6 if asked else 4e-3)
 
 
 def test_a_value_is_cast_to_the_tensor_it_is_written_into(env, recwarn):
