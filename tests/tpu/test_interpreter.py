@@ -100,8 +100,8 @@ def test_linear(interpreted, rows, columns, activation):
     x, w, b = draw(np.random.default_rng(), jnp.bfloat16, (rows, 256), (columns, 256), (columns,))
     ours, raced = interpreted(
         lambda settings: linear.tpu_linear(
-            x, w, b, activation=activation, blocks=linear.Blocks(256, 256), interpret=settings
-        )
+            x[None], w, b, activation=activation, blocks=linear.Blocks(256, 256), interpret=settings
+        )[0]
     )
     exact = wide(x) @ wide(w).T + wide(b)
     with np.errstate(over="ignore"):

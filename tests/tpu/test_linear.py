@@ -15,7 +15,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge, linear
-from diffusers.tpu.bridge import operators
+from diffusers.tpu.bridge import layers
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
 from diffusers.tpu.rotary import normed_and_rotated
@@ -46,9 +46,8 @@ def test_any_number_of_rows(activation, bias):
     rows, columns, depth = int(rng.integers(1, 1500)), 128 * int(rng.integers(1, 8)), 128 * int(rng.integers(1, 4))
     x, w, b = draw(rows, depth), draw(columns, depth), draw(columns) if bias else None
     blocks = linear.Blocks(int(rng.choice([256, 512])), 128 * int(rng.integers(1, 4)))
-    ours = jax.jit(lambda x, w, b: linear.tpu_linear(x, w, b, activation=activation, blocks=blocks, interpret=True))(
-        x, w, b
-    )
+    run = jax.jit(lambda x, w, b: linear.tpu_linear(x, w, b, activation=activation, blocks=blocks, interpret=True))
+    ours = run(x[None], w, b)[0]
     theirs = wide(x) @ wide(w).T + (0 if b is None else wide(b))
     act = {"": lambda x: x, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}[activation]
     exact, rounded = (act(torch.tensor(x)).numpy() for x in (theirs, wide(jnp.asarray(theirs, jnp.bfloat16))))
@@ -113,7 +112,7 @@ def test_an_activation_after_a_layer_is_the_layers(chips, monkeypatch, name):
     """Where the kernel has it, and where it does not; the layer's own result is dead code then."""
     activation = {"silu": F.silu, "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "gelu": F.gelu}[name]
     asked, fast = [], linear.linear
-    monkeypatch.setattr(operators, "fast_linear", lambda *a: (asked.append(a[3]), fast(*a))[1])
+    monkeypatch.setattr(layers, "fast_linear", lambda *a: (asked.append(a[3]), fast(*a))[1])
     layer, x = torch.nn.Linear(128, 256).bfloat16(), torch.randn(1, 300, 128).bfloat16()
     arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias)]
 

@@ -1,10 +1,11 @@
-"""A linear layer for one TPU chip: x w^T + b, and an activation on the way out.
+"""A linear layer for one TPU chip: x w^T + b, and what follows it on the way out: an activation, or a gate and a residual.
 
 XLA's own, compiled for v6e at Wan 14B's sizes, reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere;
 this kernel 89 to 98 % (examples/tpu/results/wan-step-ladder.md). What it does differently: a
 block of w with all of its depth stays in VMEM while rows of x pass, so that nothing is summed outside of the matrix
-units' own accumulators, and each tile of the result is as wide as that block. The result is rounded once before the
-activation, which is computed in float32 and rounded once, as torch does both.
+units' own accumulators, and each tile of the result is as wide as that block. The result is rounded once before what
+follows, which is computed in float32 and rounded where torch rounds: the activation once; the gated result to the gate's
+dtype, and the sum once.
 
 `linear` says which calls it takes: many rows a chip, bfloat16, on a mesh where every chip has its part of the rows and
 all of w. The rest is the compiler's.
@@ -13,6 +14,7 @@ all of w. The rest is the compiler's.
 import functools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -50,24 +52,27 @@ class Blocks:
     columns: int
 
 
-def choose(rows: int, columns: int, depth: int, generation: str | None = None) -> Blocks | None:
+def choose(
+    rows: int, columns: int, depth: int, generation: str | None = None, residual: bool = False
+) -> Blocks | None:
     """The blocks of bfloat16 operands that read HBM least, or None where the units would wait for it.
 
-    Two buffers of x [rows, depth], w [columns, depth] and the result [rows, columns], and what the compiler spills: a
-    tile of the result in float32, twice; where matrix units have 128 rows (v5e), a tile of x too.
+    Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
+    compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e), a tile of x too.
     """
+    results = 2 if residual else 1
     chip, found = chip_of(generation), []
     for count in range(1, columns // LANES + 1):
         width = -(-columns // (count * LANES)) * LANES
         if width * depth > MOST_WORK:
             continue
         for height in (1024, 768, 512, 256):
-            vmem = 4 * (height * depth + width * depth + height * width) + 8 * TILE_ROWS * width
+            vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
             vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 else 0
             if vmem > chip.vmem_bytes - MARGIN:
                 continue
             done = -(-rows // height) * height * -(-columns // width) * width
-            moved = 2 * (-(-columns // width) * rows * depth + columns * depth + rows * columns)
+            moved = 2 * (-(-columns // width) * rows * depth + columns * depth + results * rows * columns)
             steps = -(-rows // height) * -(-columns // width)
             compute = 2 * done * depth / chip.flops + steps * 200 / chip.clock
             if moved / chip.hbm_bandwidth < 0.8 * compute:
@@ -76,59 +81,86 @@ def choose(rows: int, columns: int, depth: int, generation: str | None = None) -
 
 
 def tpu_linear(
-    x: Float[Array, "M K"],
+    x: Float[Array, "B M K"],
     w: Float[Array, "N K"],
     b: Float[Array, " N"] | None,
     *,
     activation: str = "",
+    gate: Float[Array, "B 1 N"] | None = None,
+    residual: Float[Array, "B M N"] | None = None,
     blocks: Blocks,
     generation: str | None = None,
     interpret: bool = False,
-) -> Float[Array, "M N"]:
-    """activation(x w^T + b) in x's dtype; the activation is one of `ACTIVATIONS`."""
-    rows, depth = x.shape
-    columns = w.shape[0]
-    b = jnp.zeros(columns, jnp.float32) if b is None else b.astype(jnp.float32)
+) -> Float[Array, "B M N"]:
+    """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
-    def tile(x_ref, w_ref, b_ref, o_ref, n):
+    `gate`: in the dtype to which the gated result is rounded; only with a residual, which has x's dtype.
+    """
+    batch, rows, depth = x.shape
+    columns = w.shape[0]
+
+    of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m: (i, m, n))
+    operands = {
+        "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m: (i, m, 0))),
+        "w": (w, pl.BlockSpec((blocks.columns, depth), lambda n, i, m: (n, 0))),
+        "b": (
+            jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None],
+            pl.BlockSpec((1, blocks.columns), lambda n, i, m: (0, n)),
+        ),
+    }
+    if gate is not None:
+        place = pl.BlockSpec((None, 1, blocks.columns), lambda n, i, m: (i, 0, n))
+        operands["gate"] = gate.astype(jnp.float32), place
+    if residual is not None:
+        operands["residual"] = residual, of_rows
+
+    def tile(r, n):
         at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
         product = lax.dot_general(
-            x_ref[at, :],
-            w_ref[...],
+            r.x[at, :],
+            r.w[...],
             (((1,), (1,)), ((), ())),
             precision=lax.Precision.DEFAULT,  # products of bfloat16 are exact; asked for more, the compiler refuses them
             preferred_element_type=jnp.float32,
         )
-        result = (product + b_ref[...]).astype(o_ref.dtype)
+        result = (product + r.b[...]).astype(x.dtype)
         if activation:
-            result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(o_ref.dtype)
-        o_ref[at, :] = result
+            result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(x.dtype)
+        if gate is not None:
+            result = (result.astype(jnp.float32) * r.gate[...]).astype(gate.dtype)
+        if residual is not None:
+            result = (r.residual[at, :].astype(jnp.float32) + result.astype(jnp.float32)).astype(x.dtype)
+        r.o[at, :] = result
 
     def kernel(*refs):
-        pl.loop(0, blocks.rows // TILE_ROWS)(functools.partial(tile, *refs))
+        r = SimpleNamespace(**dict(zip((*operands, "o"), refs)))
+        pl.loop(0, blocks.rows // TILE_ROWS)(functools.partial(tile, r))
 
     return pl.pallas_call(
         kernel,
-        grid=(pl.cdiv(columns, blocks.columns), pl.cdiv(rows, blocks.rows)),
-        in_specs=[
-            pl.BlockSpec((blocks.rows, depth), lambda n, m: (m, 0)),
-            pl.BlockSpec((blocks.columns, depth), lambda n, m: (n, 0)),
-            pl.BlockSpec((1, blocks.columns), lambda n, m: (0, n)),
-        ],
-        out_specs=pl.BlockSpec((blocks.rows, blocks.columns), lambda n, m: (m, n)),
-        out_shape=jax.ShapeDtypeStruct((rows, columns), x.dtype),
+        grid=(pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
+        in_specs=[spec for _, spec in operands.values()],
+        out_specs=of_rows,
+        out_shape=jax.ShapeDtypeStruct((batch, rows, columns), x.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN,
         ),
         interpret=interpret,
         name="linear_kernel",
-    )(x, w, b[None])
+    )(*(array for array, _ in operands.values()))
 
 
 def linear(
-    x: Float[Array, "... K"], w: Float[Array, "N K"], b: Float[Array, " N"] | None, activation: str, settings: Settings
+    x: Float[Array, "... K"],
+    w: Float[Array, "N K"],
+    b: Float[Array, " N"] | None,
+    activation: str,
+    settings: Settings,
+    gate: Float[Array, "B|1 1 N"] | None = None,
+    residual: Float[Array, "... N"] | None = None,
 ) -> Float[Array, "... N"] | None:
-    """activation(x w^T + b) by the kernel, on all chips of the mesh; None for a call that it does not take."""
+    """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K]."""
     interpret = settings.interpreted
     if (
         not settings.own_layers
@@ -143,21 +175,32 @@ def linear(
         return None
     ways, spec = specs
     rows = math.prod(x.shape[:-1]) // ways
-    blocks = choose(rows, w.shape[0], w.shape[1], settings.generation)
+    blocks = choose(rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
     if blocks is None or rows < (1 if interpret else LEAST_ROWS):
         return None
 
-    def local(x, w, b):
-        flat = x.reshape(-1, x.shape[-1])
+    def local(x, w, b, gate, residual):
+        batch = 1 if gate is None else x.shape[0]  # rows of several samples are one's, unless gates tell them apart
+        flat = x.reshape(batch, -1, x.shape[-1])
         out = tpu_linear(
-            flat, w, b, activation=activation, blocks=blocks, generation=settings.generation, interpret=interpret
+            flat,
+            w,
+            b,
+            activation=activation,
+            gate=None if gate is None else jnp.broadcast_to(gate, (batch, *gate.shape[1:])),
+            residual=None if residual is None else residual.reshape(*flat.shape[:-1], -1),
+            blocks=blocks,
+            generation=settings.generation,
+            interpret=interpret,
         )
         return out.reshape(*x.shape[:-1], -1)
 
     if ways == 1:
-        return local(x, w, b)
-    return jax.shard_map(local, mesh=settings.mesh, in_specs=(spec, P(), P()), out_specs=spec, check_vma=False)(
-        x, w, b
+        return local(x, w, b, gate, residual)
+    gate_spec = P("dp" if gate is not None and gate.shape[0] > 1 else None)
+    in_specs = (spec, P(), P(), gate_spec, spec)
+    return jax.shard_map(local, mesh=settings.mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(
+        x, w, b, gate, residual
     )
 
 

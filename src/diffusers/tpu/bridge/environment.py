@@ -16,6 +16,7 @@ from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
 from .deferred import Deferred
 from .draws import drawn, is_draw
+from .layers import cast
 from .outside import DEVICE_TENSORS, usable_outside
 
 
@@ -71,7 +72,7 @@ class Environment(_Environment):
             the_tensor = self._on_host(torch.Tensor.to, (the_tensor,), {"dtype": new_dtype})
         if new_device is not None and self._should_use_torchax_tensor(new_device):
             new_device = DEVICE  # whatever its name
-        return super()._to_copy(the_tensor, new_dtype, new_device)
+        return cast(the_tensor, super()._to_copy(the_tensor, new_dtype, new_device))
 
     @property
     def active(self) -> bool:

@@ -9,10 +9,11 @@ from torchax.ops import mappings
 from torchax.tensor import Tensor
 
 from ..attention.api import attention
-from ..linear import linear as fast_linear
 from ..settings import current
 from ..video.convolution import by_columns
 from ..video.slabs import slabs
+from . import layers
+from .layers import made_of, operands
 
 
 def register(env):
@@ -26,10 +27,8 @@ def register(env):
     aten = torch.ops.aten
     for overload in (aten.silu.default, aten.gelu.default, aten.sigmoid.default):
         plain = _in_float32(env._get_op_or_decomp(overload).func)
-        name = {aten.silu.default: _silu, aten.gelu.default: _gelu}.get(overload)
-        env.override_op_definition(overload, plain if name is None else _after_linear(name, plain))
-    for function in (F.linear, aten.linear.default):
-        env.override_op_definition(function, linear)
+        env.override_op_definition(overload, layers.with_activation(overload, plain))
+    layers.register(env)
     env.override_op_definition(aten.convolution.default, _convolution(env))
     env.override_op_definition(aten._softmax.default, _softmax)
     env.override_op_definition(aten.softmax.int, softmax)
@@ -120,53 +119,6 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
     return Tensor(x.astype(input.jax().dtype), input._env)
 
 
-def linear(input, weight, bias=None):
-    """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
-    x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
-    result = fast_linear(x, w, b, "", current())
-    if result is not None:
-        return _made_of(Tensor(result, input._env), linear, x, w, b)
-    dtype = jnp.promote_types(x.dtype, w.dtype)
-    result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
-    result = result if b is None else result + b
-    return Tensor(result.astype(dtype), input._env)
-
-
-def _made_of(result: Tensor, operator, *operands) -> Tensor:
-    """The result, which remembers of what `operator` made it: who reads it next may do that operator's work with its own."""
-    result._made = result.jax(), operator, operands
-    return result
-
-
-def _operands(x: Tensor, operator) -> tuple | None:
-    """What `operator` made x of; None where another did, or x was written to since."""
-    array, made_by, operands = getattr(x, "_made", (None, None, None))
-    return operands if made_by is operator and x.jax() is array else None
-
-
-def _silu() -> str:
-    return "silu"
-
-
-def _gelu(*, approximate="none") -> str:
-    return "gelu_tanh" if approximate == "tanh" else ""
-
-
-def _after_linear(name, plain):
-    """An activation, by `linear` itself where its input comes from there: the layer alone is then dead code.
-
-    `name`: the arguments beside the input -> the activation's name in `linear.ACTIVATIONS`, "" for none of them.
-    """
-
-    def run(x, *args, **kwargs):
-        operands, activation = _operands(x, linear), name(*args, **kwargs)
-        if operands is None or not activation:
-            return plain(x, *args, **kwargs)
-        return Tensor(fast_linear(*operands, activation, current()), x._env)
-
-    return run
-
-
 def _pad(env):
     """Zero padding that a convolution can do by itself; along a split width, neighbours' columns in place of zeros."""
     torchax_pad = env._get_op_or_decomp(F.pad).func
@@ -182,7 +134,7 @@ def _pad(env):
         widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[-2::-2], pad[-1::-2]))
         padded = x if split is None else split.with_neighbours(x, *widths[-1])
         padded = jnp.pad(padded, widths if split is None else [*widths[:-1], (0, 0)])
-        return _made_of(Tensor(padded, input._env), F.pad, x, widths)
+        return made_of(Tensor(padded, input._env), F.pad, x, widths)
 
     return pad
 
@@ -203,7 +155,7 @@ def _convolution(env):
             return Tensor(result.astype(x.dtype), input._env)
         axes = w.ndim - 2
         stride, padding, dilation = (tuple(s) * (axes if len(s) == 1 else 1) for s in (stride, padding, dilation))
-        x, widths = _operands(input, F.pad) or (x, [(0, 0)] * x.ndim)
+        x, widths = operands(input, F.pad) or (x, [(0, 0)] * x.ndim)
         widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
         if split is not None and w.shape[-1] > 1:
             if widths[-1] == (0, 0):
@@ -310,7 +262,7 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
 
 def type_as(self, other):
     """A new tensor in other's dtype. torchax changes `self` in place, and with it every other name of the tensor."""
-    return self._env.j2t_iso(self.jax().astype(mappings.t2j_dtype(other.dtype)))
+    return layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
 
 
 def _interpolate(env):

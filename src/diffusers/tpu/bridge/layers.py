@@ -1,0 +1,133 @@
+"""Linear layers with what follows them: upstream says it operation by operation, one kernel does it on the way out.
+
+    activation(linear(x))
+    h + linear(x)                                   h + gate * linear(x)
+    (h.float() + linear(x) * gate).to(h.dtype)
+
+Each result on that way remembers of what it was made. Who makes the last one asks the layers' kernel for the whole, which
+rounds where the single operations round; they are dead code then.
+"""
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from torchax.tensor import Tensor
+
+from ..linear import linear as fast_linear
+from ..settings import current
+
+
+aten = torch.ops.aten
+
+
+def register(env):
+    """Put the layers and what a layer can be followed by into the environment."""
+    for function in (F.linear, aten.linear.default):
+        env.override_op_definition(function, linear)
+    for overload, follow in ((aten.mul.Tensor, _gated), (aten.add.Tensor, _added)):
+        env.override_op_definition(overload, _followed(env, env._get_op_or_decomp(overload), follow))
+
+
+def made_of(result: Tensor, operator, *operands) -> Tensor:
+    """The result, which remembers of what `operator` made it: who reads it next may do that operator's work with its own.
+
+    In a trace only: elsewhere it would keep the operands' memory.
+    """
+    if isinstance(result.jax(), jax.core.Tracer):
+        result._made = result.jax(), operator, operands
+    return result
+
+
+def operands(x, operator) -> tuple | None:
+    """What `operator` made x of; None where another did, or x was written to since."""
+    array, made_by, of = getattr(x, "_made", (None, None, None))
+    return of if made_by is operator and x.jax() is array else None
+
+
+def linear(input, weight, bias=None):
+    """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
+    x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
+    result = fast_linear(x, w, b, "", current())
+    if result is not None:
+        return made_of(Tensor(result, input._env), linear, x, w, b)
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
+    result = result if b is None else result + b
+    return Tensor(result.astype(dtype), input._env)
+
+
+def _gelu(*, approximate="none") -> str:
+    return "gelu_tanh" if approximate == "tanh" else ""
+
+
+ACTIVATIONS = {aten.silu.default: lambda: "silu", aten.gelu.default: _gelu}  # to names of `linear.ACTIVATIONS`
+
+
+def with_activation(overload, plain):
+    """The operator, by `linear` itself where its input comes from there and the kernel has such an activation."""
+    if overload not in ACTIVATIONS:
+        return plain
+
+    def run(x, *args, **kwargs):
+        layer, activation = operands(x, linear), ACTIVATIONS[overload](*args, **kwargs)
+        if layer is None or not activation:
+            return plain(x, *args, **kwargs)
+        return Tensor(fast_linear(*layer, activation, current()), x._env)
+
+    return run
+
+
+def cast(x, result):
+    """`result`, which is x in another dtype: a residual sum back in its dtype comes from the layer's kernel."""
+    if not (isinstance(x, Tensor) and isinstance(result, Tensor)) or x.dtype == result.dtype:
+        return result
+    if result.dtype == torch.float32:
+        return made_of(result, cast, x.jax(), operands(x, linear))
+    total = operands(x, _added)
+    whole = _with_residual(*total) if total is not None and result.dtype == torch.bfloat16 else None
+    return result if whole is None else Tensor(whole, result._env)
+
+
+def _followed(env, operator, follow):
+    """torchax's operator of two tensors, and what `follow` makes of its result and the two."""
+
+    def run(x, y, **kwargs):
+        if operator.is_jax_function:
+            arrays, named = env.t2j_iso(((x, y), kwargs))
+            result = env.j2t_iso(operator.func(*arrays, **named))
+        else:
+            result = operator.func(x, y, **kwargs)
+        if kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+            return result
+        followed = (follow(result, *pair) for pair in ((x, y), (y, x)))
+        return next((tensor for tensor in followed if tensor is not None), result)
+
+    return run
+
+
+def _gated(result, x, gate):
+    """Remembers that x is a layer's output, and the gate one for all tokens: [B, 1, N]."""
+    layer = operands(x, linear) or (operands(x, cast) or (None, None))[1]
+    if layer is None or gate.ndim != 3 or x.ndim != 3 or gate.shape[1] != 1 or gate.shape[2] != x.shape[2]:
+        return None
+    return made_of(result, _gated, layer, gate.jax().astype(result.jax().dtype)) if result.shape == x.shape else None
+
+
+def _added(result, x, residual):
+    """The layer's own sum where both are in its dtype; in float32 remembers what it is made of, until it is cast back."""
+    layer, gate = operands(x, _gated) or (operands(x, linear), None)
+    if layer is None or result.shape != x.shape or residual.shape != x.shape:
+        return None
+    if result.dtype == torch.float32:
+        narrow, _ = operands(residual, cast) or (None, None)
+        return None if narrow is None else made_of(result, _added, layer, gate, narrow)
+    whole = _with_residual(layer, gate, residual.jax())
+    return None if whole is None else Tensor(whole, result._env)
+
+
+def _with_residual(layer, gate, residual) -> jax.Array | None:
+    x, *_ = layer
+    if residual.dtype != x.dtype:
+        return None
+    return fast_linear(*layer, "", current(), gate, residual)
