@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu import aot
-from diffusers.tpu.attention.key_bounds import key_bounds
+from diffusers.tpu.attention import exchange_kernels
+from diffusers.tpu.attention.key_bounds import key_bounds, mean_key
 from diffusers.tpu.attention.masks import Mask
 from diffusers.tpu.attention.parallel import attention_by_heads, parallel_attention, plan_ring
 from diffusers.tpu.attention.reference import reference_attention
@@ -104,20 +105,42 @@ def test_chips_whose_rows_fill_no_tile(make_mesh, kind, length):
     assert error(make_mesh(2, 4, 1), operands, mask, 1) < TOLERANCE
 
 
-@pytest.mark.parametrize("ring, length", [(1, 37), (1, 40), (2, 40), (2, 37), (4, 40)])
-def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_mesh, ring, length):
-    """Of every head, with the padding of the last chip, and on every hop of a ring."""
+@pytest.mark.parametrize("tokens, kind", [(128, "causal"), (133, "causal"), (133, "none"), (2 * 128 + 40, "none")])
+def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind):
+    """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile."""
+    monkeypatch.setattr(exchange_kernels, "BLOCK_BYTES", 128 * 256 * 4)
+    rng = np.random.default_rng()
+    operands = [x[..., :128] for x in draw(rng, 2, 8, 4, 4 * tokens, 4 * tokens, 128)]
+    operands[0] /= 4
+
+    def unbounded(*args, bounds=None, **arguments):
+        return reference_attention(*args, **arguments)
+
+    mask = draw_mask(rng, kind, 2, 8, 4 * tokens, 4 * tokens)
+    run = over(make_mesh(2, 4, 1), mask, 1, local=unbounded, interpret=True)
+    text = str(jax.make_jaxpr(run.__wrapped__)(*operands))
+    calls = [text.count(f"exchange_{name}") for name in ("cut", "join", "part", "paste")]
+    assert calls == ([0, 0, 0, 0] if (tokens, kind) == (133, "causal") else [3, 3, 1, 1])
+    assert relative(run(*operands), attention_formula(*operands, 0.3, mask)[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "ring, length, dim", [(1, 37, 8), (1, 40, 8), (2, 40, 8), (2, 37, 8), (4, 40, 8), (1, 4 * 131, 128)]
+)
+def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_mesh, ring, length, dim):
+    """Of every head, with the padding of the last chip, and on every hop of a ring; those of 128 by a kernel, odd rows too."""
 
     def checking(q, k, v, *, bounds, mask=None, **arguments):
         seen = None if mask is None else jnp.swapaxes(mask.keys, 2, 3)
-        pairs = zip(jax.tree.leaves(bounds), jax.tree.leaves(key_bounds(k, v, seen)))
+        pairs = zip(jax.tree.leaves(bounds), jax.tree.leaves(key_bounds(k, v, mean_key(k, seen), seen)))
         agree = jnp.stack([jnp.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs]).all()
         out = reference_attention(q, k, v, mask=mask, **arguments)
         return jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
 
-    operands = draw(np.random.default_rng(), 2, 8, 4, length, length)
+    operands = draw(np.random.default_rng(), 2, 8, 4, length, length, dim)
+    operands[0] /= np.sqrt(dim / 8)
     operands[1] *= 1 + 30 * np.random.default_rng().random((2, 4, length, 1)) ** 8  # some keys far from the others
-    assert error(make_mesh(2, 4, 1), operands, None, ring, local=checking, bounded=True) < TOLERANCE
+    assert error(make_mesh(2, 4, 1), operands, None, ring, local=checking, interpret=True) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -127,6 +127,55 @@ def test_an_activation_after_a_layer_is_the_layers(chips, monkeypatch, name):
     assert relative(ours, exact) < 1.05 * relative(theirs, exact)
 
 
+RESIDUALS = {  # upstream's words for it, and the layer's gate and residual that they come to
+    "wan": (lambda y, h, g: (h.float() + y * g).type_as(h), True),
+    "wan's feed-forward": (lambda y, h, g: (h.float() + y.float() * g).type_as(h), True),
+    "cross-attention": (lambda y, h, g: h + y, False),
+    "dit": (lambda y, h, g: h + g.bfloat16() * y, True),
+    "to": (lambda y, h, g: (y * g + h.float()).to(torch.bfloat16), True),
+    "in float32": (lambda y, h, g: h.float() + y * g, None),
+    "scaled": (lambda y, h, g: torch.add(h, y, alpha=2), None),
+    "another gate": (lambda y, h, g: (h.float() + y * h.float()).type_as(h), None),
+    "written to": (lambda y, h, g: (h.float() + y.mul_(2) * g).type_as(h), None),
+}
+
+
+@pytest.mark.parametrize("words", RESIDUALS)
+@pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
+def test_a_gate_and_a_residual_after_a_layer_are_the_layers(chips, monkeypatch, degrees, words):
+    """Upstream's operations in float64; a gate of each sample, rows that fill no block."""
+    follow, gated = RESIDUALS[words]
+    if degrees and gated is None:
+        pytest.skip("what is not the layer's is so on any mesh")
+    asked, fast = [], linear.linear
+    monkeypatch.setattr(layers, "fast_linear", lambda *a: (asked.append([x is not None for x in a[5:]]), fast(*a))[1])
+    layer = torch.nn.Linear(128, 256).bfloat16()
+    x, h, g = torch.randn(2, 152, 128).bfloat16(), torch.randn(2, 152, 256).bfloat16(), torch.randn(2, 1, 256)
+    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias, h, g)]
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+
+    def run(*arrays):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            x, w, b, h, g = map(bridge.to_torch, arrays)
+            return follow(F.linear(x, w, b), h, g).jax()
+
+    with torch.no_grad():
+        theirs = follow(layer(x), h, g)
+        exact = _in_float64(words, layer.double()(x.double()), h.double(), g.double())
+    ours = jax.jit(run)(*arrays)
+    assert asked == [[], *([] if gated is None else [[gated, True]])]
+    assert ours.dtype == (jnp.float32 if words == "in float32" else jnp.bfloat16)
+    assert relative(wide(ours), exact) < 1.05 * relative(theirs.double().numpy(), exact)
+
+
+def _in_float64(words, y, h, g):
+    if words == "scaled":
+        return (h + 2 * y).numpy()
+    y = 2 * y if words == "written to" else y
+    gate = 1 if words == "cross-attention" else h if words == "another gate" else g
+    return (h + y * gate).numpy()
+
+
 @pytest.mark.parametrize(
     "degrees, tokens",
     [((2, 4, 1), (3, 8, 16)), pytest.param((1, 1, 1), (1, 6, 10), marks=pytest.mark.slow), ((1, 8, 1), (1, 6, 10))],

@@ -23,6 +23,7 @@ ORDER = [
     "mesh",
     "sharding",
     "settings",
+    "cost",
     "plans",
     "attention",
     "linear",

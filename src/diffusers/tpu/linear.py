@@ -24,6 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from .cost import cost
 from .devices import MIB, chip_of
 from .settings import Settings
 
@@ -146,6 +147,7 @@ def tpu_linear(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN,
         ),
+        cost_estimate=cost(*(array for array, _ in operands.values()), flops=2 * x.size * columns),
         interpret=interpret,
         name="linear_kernel",
     )(*(array for array, _ in operands.values()))

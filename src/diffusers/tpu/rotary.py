@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from .cost import cost
 from .linear import LANES, LEAST_ROWS, rows_over_mesh
 from .settings import Settings
 
@@ -93,6 +94,7 @@ def _by_kernel(x, weight, cos, sin, *, eps, interpret):
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        cost_estimate=cost(x, x, cos, sin, flops=10 * x.size),
         interpret=interpret,
         name="rotary_kernel",
     )(x, weight.astype(jnp.float32)[None], cos.astype(jnp.float32), sin.astype(jnp.float32))

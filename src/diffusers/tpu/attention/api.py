@@ -147,8 +147,8 @@ def _spread(settings: Settings, q, k, local):
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
     sp, tp = mesh.shape["sp"], mesh.shape["tp"]
-    bounded = getattr(local, "func", None) is kernel.tpu_attention
-    spread = functools.partial(parallel_attention, mesh=mesh, local=local, ring=settings.ring, bounded=bounded)
+    interpret = settings.interpreted if getattr(local, "func", None) is kernel.tpu_attention else None
+    spread = functools.partial(parallel_attention, mesh=mesh, local=local, ring=settings.ring, interpret=interpret)
     if q.shape[2] != k.shape[2]:
         return spread, f"queries over {sp}, whole keys"
     share = tp if q.shape[1] % tp == k.shape[1] % tp == 0 else 1

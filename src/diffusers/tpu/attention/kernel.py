@@ -17,6 +17,7 @@ is read from its schedule, which tells ways apart by their codes: `planner.bundl
 """
 
 import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -26,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from ..cost import cost
 from . import kernel_body
 from .blocks import LANES, Blocks, Shape, choose, folded_parts, vmem_bytes
 from .kernel_call import LOG2_E, SUBLANES, Call
@@ -103,8 +105,12 @@ def tpu_attention(
         q, scale = -q, -scale
     added = mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_)
     call = _static(q, k, mask, shape, blocks, open_ways(ways, added, smoothing), scale, generation)
-    scalars, inputs = make_operands(call, q, k, v, mask, bias, first_row - first_key, bounds)
-    outputs, scratch = _outputs(call, q, v, with_lse), _scratch(call, q, k, v)
+    scalars, inputs = make_operands(call, q, k, v, mask, bias, first_row - first_key, bounds, interpret)
+    outputs, scratch, scores = (
+        _outputs(call, q, v, with_lse),
+        _scratch(call, q, k, v),
+        math.prod(q.shape[:3]) * call.kv_len,
+    )
     call = replace(call, names=(*scalars, *inputs, *outputs, *scratch))
     out, *lse = pl.pallas_call(
         functools.partial(kernel_body.run, call=call),
@@ -120,6 +126,7 @@ def tpu_attention(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=vmem_bytes(blocks, shape) + VMEM_MARGIN,
         ),
+        cost_estimate=cost(q, k, v, q, flops=2 * scores * (q.shape[3] + v.shape[3]), transcendentals=scores),
         interpret=interpret,
         name="attention_kernel",
     )(*scalars.values(), *(x for x, _ in inputs.values()))

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from .blocks import LANES
 from .kernel_call import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
-from .key_bounds import KeyBounds, key_bounds
+from .key_bounds import KeyBounds, key_bounds, mean_key
 from .masks import Mask, takes_part
 from .ways import BOUND, CENTRED
 
@@ -29,7 +29,7 @@ Operands = dict[str, tuple[Array, pl.BlockSpec]]
 
 
 def make_operands(
-    call: Call, q, k, v, mask: Mask, bias, shift, bounds: KeyBounds | None
+    call: Call, q, k, v, mask: Mask, bias, shift, bounds: KeyBounds | None, interpret
 ) -> tuple[dict[str, Array], Operands]:
     """(scalars, arrays with their blocks), in the order in which the kernel gets them.
 
@@ -37,12 +37,13 @@ def make_operands(
         bias: `key_bias` of the mask.
         shift: position of the first query less that of the first key.
         bounds: of the keys; None: of these, as they are here.
+        interpret: how kernels run.
     """
     seen = keys_seen(mask, shift, call.q_len, k)
     if seen is not None:
         v = jnp.where(seen, v, jnp.zeros_like(v))  # a weight of zero times NaN would be NaN
     if bounds is None and (CENTRED in call.ways or call.ways[0] == BOUND):
-        bounds = key_bounds(k, v, seen)
+        bounds = key_bounds(k, v, mean_key(k, seen), seen, interpret=interpret)
     scalars = {}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)

@@ -4,6 +4,7 @@ A mean, a few maxima: where keys lie split over chips, each takes those of its o
 them everyone's. So nothing of the size of the keys is joined for their sake.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+from .blocks import LANES
 from .kernel_call import SUBLANES
+from .key_norms import LEAST_ROWS, longest
 from .ways import SMALLEST
 
 
@@ -37,36 +40,61 @@ class KeyBounds:
 jax.tree_util.register_dataclass(KeyBounds, data_fields=["reach", "centre", "radius"], meta_fields=[])
 
 
-def key_bounds(
+def mean_key(
     k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S E"],
     seen: Bool[Array, "B|1 K|1 S 1"] | None = None,
     axis: str | None = None,
     chips: int = 1,
-) -> KeyBounds:
-    """The bounds of a head's keys and values.
+) -> Float[Array, "B K 8 D"]:
+    """`KeyBounds.centre` of a head's keys, the same on all chips.
 
     Args:
         seen: keys that some query sees; None: all. Others may hold anything, NaN too.
-        axis: of the mesh, over which `chips` chips hold other keys of the same heads; the answer is the same on all of them.
+        axis: of the mesh, over which `chips` chips hold other keys of the same heads.
     """
+    total = functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x
+    if seen is None:
+        batch, heads, tokens, dim = k.shape
+        count, sums = tokens * chips, _by_token(k).astype(jnp.float32).sum(1).reshape(batch, heads, dim)
+    else:
+        count = jnp.maximum(total(seen.sum(2)), 1)
+        sums = jnp.where(seen, k.astype(jnp.float32), 0.0).sum(2)
+    return _as_rows(total(sums) / count, k.dtype)
 
-    def highest(x):
-        return lax.pmax(x, axis) if axis else x
 
-    def total(x):
-        return lax.psum(x, axis) if axis else x
+def key_bounds(
+    k: Float[Array, "B K S D"],
+    v: Float[Array, "B K S E"],
+    centre: Float[Array, "B K 8 D"],
+    seen: Bool[Array, "B|1 K|1 S 1"] | None = None,
+    axis: str | None = None,
+    chips: int = 1,
+    interpret=None,
+) -> KeyBounds:
+    """The bounds of a head's keys and values around their `mean_key`; the other arguments are that function's.
+
+    `interpret`: how a kernel for it runs; None: without one.
+    """
+    highest = functools.partial(lax.pmax, axis_name=axis) if axis else lambda x: x
+    tokens, point = k.shape[2], centre.astype(jnp.float32).sum(2)
 
     def among_seen(x):
         return x if seen is None else jnp.where(seen, x, 0.0)
 
-    k32, v32 = (among_seen(x.astype(jnp.float32)) for x in (k, v))
-    count = k.shape[2] * chips if seen is None else jnp.maximum(total(seen.sum(2)), 1)
-    rows = _as_rows(total(k32.sum(2)) / count, k.dtype)
-    radius = highest(_longest(among_seen(k32 - rows.astype(jnp.float32).sum(2)[:, :, None])))
-    room = LARGEST - jnp.log2(k.shape[2] * chips * jnp.maximum(highest(jnp.abs(v32).max((2, 3))), 1.0))
-    reach = jnp.where(room > 0, highest(_longest(k32)) * jnp.maximum(SMALLEST / room, 1.0), jnp.inf)
-    return KeyBounds(reach, rows, radius)
+    if interpret is not None and seen is None and k.shape[3] % LANES == 0 and (interpret or tokens >= LEAST_ROWS):
+        reach, radius = longest(_by_token(k), point, interpret)
+    else:
+        wide = among_seen(k.astype(jnp.float32))
+        reach, radius = _longest(wide), _longest(among_seen(wide - point[:, :, None]))
+    largest = highest(jnp.abs(among_seen(v.astype(jnp.float32))).max((2, 3)))
+    room = LARGEST - jnp.log2(tokens * chips * jnp.maximum(largest, 1.0))
+    reach = jnp.where(room > 0, highest(reach) * jnp.maximum(SMALLEST / room, 1.0), jnp.inf)
+    return KeyBounds(reach, centre, highest(radius))
+
+
+def _by_token(k: Float[Array, "B K S D"]) -> Float[Array, "B S K*D"]:
+    """As linear layers give them: widened to float32 on the way to a sum, not in memory."""
+    return jnp.swapaxes(k, 1, 2).reshape(k.shape[0], k.shape[2], -1)
 
 
 def _as_rows(mean, dtype) -> Float[Array, "B K 8 D"]:

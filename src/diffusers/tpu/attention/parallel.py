@@ -26,13 +26,13 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from . import masks
-from .key_bounds import KeyBounds, key_bounds
+from .exchange import Exchange
+from .key_bounds import KeyBounds, key_bounds, mean_key
 from .masks import Mask
 from .reference import reference_attention
 
 
 AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp with sp in its two factors
-TILE_ROWS = 16  # of bfloat16, twice those of float32
 
 
 def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None) -> tuple[int, int]:
@@ -63,13 +63,14 @@ def parallel_attention(
     mesh: Mesh,
     local: Callable,
     ring: int | None = None,
-    bounded: bool = False,
+    interpret=None,
 ) -> Float[Array, "B N T E"]:
     """Attention of whole arrays, the sequence split over `sp`. Fewer queries than that go to `attention_by_heads`.
 
     Args:
         local: attention of one chip, with the arguments of `reference_attention`.
-        bounded: it also takes the `bounds` of its keys: each chip's are looked at where they are, before they travel.
+        interpret: where `local` is our kernel, as it runs (see `kernel.tpu_attention`): what it asks of the keys is looked at
+            where they are, before they travel, and what travels is laid out by kernels. None: it is not.
         ring: chips of `sp` around which keys travel, where T = S; None as few as the heads allow. See `plan_ring`, which
             raises.
     """
@@ -107,7 +108,8 @@ def parallel_attention(
             ring=ring,
             ulysses=ulysses,
             travel=travel,
-            bounded=bounded and split_keys and mask is None,
+            interpret=interpret,
+            bounded=interpret is not None and split_keys and mask is None,
         ),
         mesh=Mesh(mesh.devices.reshape(dp, ring, ulysses, tp), AXES),
         in_specs=(spec, kv_spec, kv_spec, _mask_specs(mask, on_dp, traded, "ring")),
@@ -146,31 +148,33 @@ def attention_by_heads(
 
 
 def _per_chip(
-    q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool, bounded: bool
+    q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool, interpret, bounded
 ):
     """`kv_len`: keys of all chips that are no padding. `travel`: every chip of the ring holds one chunk of them."""
-    bounds = {"bounds": _bounds(k, v, kv_len, ring, ulysses)} if bounded else {}
+    bounds = {"bounds": _bounds(k, v, kv_len, ring, ulysses, interpret)} if bounded else {}
     # Rows of one call may lie in any order where nothing tells them apart but what they hold.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
+    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret)
     if ulysses > 1:
-        q, k, v = (_to_heads(x, ulysses, in_order) for x in (q, k, v))
+        q, k, v = exchange.to_heads(q, turned=True), exchange.to_heads(k), exchange.to_heads(v, turned=True)
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
     if travel:
         out = _around_ring(q, k, v, mask, bounds, local=local, kv_len=kv_len, ring=ring, place=place)
     else:
         out = local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **bounds)
-    return _to_sequence(out, ulysses, in_order) if ulysses > 1 else out
+    return exchange.to_sequence(out) if ulysses > 1 else out
 
 
-def _bounds(k, v, kv_len: int, ring: int, ulysses: int) -> KeyBounds:
+def _bounds(k, v, kv_len: int, ring: int, ulysses: int, interpret) -> KeyBounds:
     """Of the keys that this chip has after the all-to-all: all its group's, of its heads."""
     tokens, heads = k.shape[2], k.shape[1] // ulysses
     place, seen = lax.axis_index("ulysses"), None
     if kv_len < ring * ulysses * tokens:
         first = (lax.axis_index("ring") * ulysses + place) * tokens
         seen = (first + jnp.arange(tokens) < kv_len)[None, None, :, None]
-    bounds = key_bounds(k, v, seen, "ulysses", ulysses)
+    centre = mean_key(k, seen, "ulysses", ulysses)
+    bounds = key_bounds(k, v, centre, seen, "ulysses", ulysses, interpret)
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)
 
 
@@ -210,55 +214,6 @@ def _merge(out, lse, out_h, lse_h):
     both = jnp.logaddexp(lse, lse_h)
     base = jnp.where(jnp.isneginf(both), 0.0, both)[..., None]
     return out * jnp.exp(lse[..., None] - base) + out_h * jnp.exp(lse_h[..., None] - base), both
-
-
-def _to_heads(x, ways: int, in_order: bool):
-    """The all-to-all of Ulysses: [B, N, T, D] with all heads of some tokens to [B, N / ways, ways T, D].
-
-    What is sent and what comes lies token by token, all heads of a token side by side, as linear layers give and take it:
-    a chip's heads by themselves would be padded to whole tiles, and heads before tokens is another copy on either side.
-    Columns are cut and rows joined as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
-    """
-    batch, heads, tokens, dim = x.shape
-    x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)
-    x = lax.all_to_all(jnp.stack(jnp.split(x, ways, 2)), "ulysses", split_axis=0, concat_axis=0, tiled=True)
-    return jnp.swapaxes(_joined(x, in_order).reshape(batch, ways * tokens, heads // ways, dim), 1, 2)
-
-
-def _to_sequence(x, ways: int, in_order: bool):
-    """The way back of `_to_heads`."""
-    batch, heads, tokens, dim = x.shape
-    x = _parted(jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim), ways, in_order)
-    x = lax.all_to_all(x, "ulysses", split_axis=0, concat_axis=0, tiled=True)
-    # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
-    x = lax.optimization_barrier(jnp.concatenate(list(x), 2))
-    return jnp.swapaxes(x.reshape(batch, tokens // ways, ways * heads, dim), 1, 2)
-
-
-def _joined(x, in_order: bool):
-    """Rows of all chips, [ways, B, T, D] -> [B, ways T, D]; where order does not count, those that fill no tile come last.
-
-    Chips' rows one after another would each begin within a tile: a copy that shifts them takes the compiler 25 s a tensor
-    (v6e, 18,900 rows).
-    """
-    ways, batch, tokens, width = x.shape
-    fill = _fill(tokens, in_order)
-    last = jnp.moveaxis(x[:, :, fill:], 0, 1).reshape(batch, ways * (tokens - fill), width)
-    return jnp.concatenate([*x[:, :, :fill], last], 1)
-
-
-def _parted(x, ways: int, in_order: bool):
-    """The way back of `_joined`."""
-    batch, tokens, width = x.shape
-    tokens = tokens // ways
-    fill = _fill(tokens, in_order)
-    last = x[:, ways * fill :].reshape(batch, ways, tokens - fill, width)
-    return jnp.stack([jnp.concatenate([x[:, i * fill : (i + 1) * fill], last[:, i]], 1) for i in range(ways)])
-
-
-def _fill(tokens: int, in_order: bool) -> int:
-    """How many of a chip's rows are joined with the others' one chip after the other."""
-    return tokens if in_order or tokens < TILE_ROWS else tokens - tokens % TILE_ROWS
 
 
 def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:

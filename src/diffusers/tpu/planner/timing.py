@@ -25,6 +25,7 @@ READS_A_PART = {"dynamic-slice", "slice", "gather"}
 KERNEL = "tpu_custom_call"
 NOTHING_WRITTEN = 'custom_call_target="AllocateBuffer"'
 ATTENTION = "scaled_dot_product_attention"
+AROUND = ("exchange_", "key_norms_")  # kernels of ours around the attention kernel
 LINEAR = "linear_kernel"
 KINDS = ("attention", "matmul", "other", "collectives")
 
@@ -102,6 +103,7 @@ class Timing:
         top = sorted(self.operations, key=lambda o: -o.seconds)[:largest]
         return {
             "seconds": self.seconds,
+            "slower": self.slower,
             "hidden_collectives": self.hidden_collectives,
             "by_module": self.by_module(),
             "by_operation": self.by_operation(),
@@ -117,7 +119,8 @@ def time_program(compiled: CompiledProgram, chip: Chip, places: list[ici.Place])
         places: x, y, z and half of each device in the mesh's order.
     """
     program = hlo.parse(compiled.text)
-    schedules = {name: bundles.read_ways(text) for name, text in compiled.schedules.items()}
+    slots = bundles.SLOTS[chip.generation]
+    schedules = {name: bundles.read_ways(text, slots) for name, text in compiled.schedules.items()}
     timings = {}
     for way in WAYS:
         of_way = {name: ways[way] for name, ways in schedules.items()}
@@ -242,7 +245,7 @@ class _Clock:
         return operation
 
     def _kind(self, i: hlo.Instruction) -> str:
-        if KERNEL in i.rest:
+        if KERNEL in i.rest and not i.name.startswith(AROUND):
             return "attention" if ATTENTION in i.op_name else "matmul" if i.name.startswith(LINEAR) else "other"
         inner = self.program.computations.get(i.called("calls") or "", [i])
         return "matmul" if any(x.opcode in ("convolution", "dot") for x in [i, *inner]) else "other"

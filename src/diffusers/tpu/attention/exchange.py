@@ -1,0 +1,92 @@
+"""The all-to-all of Ulysses on one chip: tokens traded for heads, and back.
+
+What is sent and what comes lies token by token, all heads of a token side by side, as linear layers give and take it:
+a chip's heads by themselves would be padded to whole tiles, and heads before tokens is another copy on either side.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from . import exchange_kernels as kernels
+
+
+TILE_ROWS = 16  # of bfloat16, twice those of float32
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """How the tensors of one attention call are exchanged over `ways` chips of the axis "ulysses".
+
+    Attributes:
+        in_order: rows must stay in the order of the sequence. They need not where nothing tells them apart but what they hold.
+        by_kernel: our kernels lay out what is sent and what comes; else XLA.
+        interpret: how kernels run.
+    """
+
+    ways: int
+    in_order: bool
+    by_kernel: bool
+    interpret: object = False
+
+    @classmethod
+    def of(cls, q, k, v, ways: int, in_order: bool, interpret) -> "Exchange":
+        """For these tensors; rows of all of them come in one order. `interpret`: None keeps to XLA."""
+        by_kernel = interpret is not None and all(kernels.takes(x, ways, in_order) for x in (q, k, v))
+        return cls(ways, in_order, by_kernel, interpret)
+
+    def to_heads(self, x: Float[Array, "B N T D"], turned: bool = False) -> Float[Array, "B N/W W*T D"]:
+        """All heads of some tokens to all tokens of some heads. `turned`: who takes it wants tokens minor."""
+        batch, heads, tokens, dim = x.shape
+        x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)
+        x = self._traded(kernels.cut(x, self.ways, self.interpret) if self.by_kernel else self._cut(x))
+        heads //= self.ways
+        if self.by_kernel and turned:
+            return jnp.swapaxes(kernels.join(x, True, self.interpret).reshape(batch, heads, dim, -1), 2, 3)
+        x = kernels.join(x, False, self.interpret) if self.by_kernel else self._joined(x)
+        return jnp.swapaxes(x.reshape(batch, -1, heads, dim), 1, 2)
+
+    def to_sequence(self, x: Float[Array, "B N/W W*T D"]) -> Float[Array, "B N T D"]:
+        """The way back of `to_heads`, of what has tokens minor."""
+        batch, heads, tokens, dim = x.shape
+        if self.by_kernel:
+            turned = jnp.swapaxes(x, 2, 3).reshape(batch, heads * dim, tokens)
+            x = kernels.paste(self._traded(kernels.part(turned, self.ways, self.interpret)), self.interpret)
+        else:
+            x = self._traded(self._parted(jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)))
+            x = jnp.concatenate(list(x), 2)
+        # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
+        x = lax.optimization_barrier(x)
+        return jnp.swapaxes(x.reshape(batch, tokens // self.ways, self.ways * heads, dim), 1, 2)
+
+    def _traded(self, pieces):
+        return lax.all_to_all(pieces, "ulysses", split_axis=0, concat_axis=0, tiled=True)
+
+    def _cut(self, x):
+        """Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows)."""
+        return jnp.stack(jnp.split(x, self.ways, 2))
+
+    def _joined(self, x):
+        """Rows of all chips, [W, B, T, C] -> [B, W T, C]; where order does not count, those that fill no tile come last.
+
+        Chips' rows one after another would each begin within a tile: a copy that shifts them takes the compiler 25 s a
+        tensor (v6e, 18,900 rows).
+        """
+        ways, batch, tokens, width = x.shape
+        fill = self._fill(tokens)
+        last = jnp.moveaxis(x[:, :, fill:], 0, 1).reshape(batch, ways * (tokens - fill), width)
+        return jnp.concatenate([*x[:, :, :fill], last], 1)
+
+    def _parted(self, x):
+        """The way back of `_joined`."""
+        ways, (batch, tokens, width) = self.ways, x.shape
+        tokens = tokens // ways
+        fill = self._fill(tokens)
+        last = x[:, ways * fill :].reshape(batch, ways, tokens - fill, width)
+        return jnp.stack([jnp.concatenate([x[:, i * fill : (i + 1) * fill], last[:, i]], 1) for i in range(ways)])
+
+    def _fill(self, tokens: int) -> int:
+        """How many of a chip's rows are joined with the others' one chip after the other."""
+        return tokens if self.in_order or tokens < TILE_ROWS else tokens - tokens % TILE_ROWS

@@ -1,0 +1,192 @@
+"""What is sent and what comes in the exchange of `exchange`, written once: columns cut, and pieces of all chips joined and turned.
+
+XLA takes two passes to cut columns into pieces, one a chip to join pieces, and one more to turn tokens to lanes. These
+kernels take one pass of memory each.
+
+Joined, every chip's tokens begin at a whole tile of `LANES`: what is left of each chip's (`rest`) comes after all of them.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from ..cost import cost
+from .blocks import LANES
+
+
+BLOCK_BYTES = 7 << 20  # of one array in VMEM, of which there are two with two buffers each
+VMEM_BYTES = 4 * BLOCK_BYTES + (8 << 20)
+
+
+def takes(x: Float[Array, "B N T D"], ways: int, in_order: bool) -> bool:
+    """Whether heads [B, N, T, D] can go this way: whole tiles, and an order of tokens that may be changed or is not."""
+    _, heads, tokens, dim = x.shape
+    return heads // ways * dim % LANES == 0 and tokens >= LANES and not (in_order and tokens % LANES)
+
+
+def cut(x: Float[Array, "B T C"], ways: int, interpret) -> Float[Array, "W B T C/W"]:
+    """Columns in `ways` pieces."""
+    batch, tokens, columns = x.shape
+    width = columns // ways
+    rows = _rows_of_columns(columns * x.dtype.itemsize)
+
+    def kernel(x_ref, o_ref):
+        for n in range(ways):
+            o_ref[n] = x_ref[:, n * width : (n + 1) * width]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, pl.cdiv(tokens, rows)),
+        in_specs=[pl.BlockSpec((None, rows, columns), lambda b, t: (b, t, 0))],
+        out_specs=pl.BlockSpec((ways, None, rows, width), lambda b, t: (0, b, t, 0)),
+        out_shape=jax.ShapeDtypeStruct((ways, batch, tokens, width), x.dtype),
+        compiler_params=_parallel(2),
+        cost_estimate=cost(x, x),
+        interpret=interpret,
+        name="exchange_cut",
+    )(x)
+
+
+def paste(pieces: Float[Array, "W B T C"], interpret) -> Float[Array, "B T W*C"]:
+    """The way back of `cut`."""
+    ways, batch, tokens, width = pieces.shape
+    rows = _rows_of_columns(ways * width * pieces.dtype.itemsize)
+
+    def kernel(x_ref, o_ref):
+        for n in range(ways):
+            o_ref[:, n * width : (n + 1) * width] = x_ref[n]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, pl.cdiv(tokens, rows)),
+        in_specs=[pl.BlockSpec((ways, None, rows, width), lambda b, t: (0, b, t, 0))],
+        out_specs=pl.BlockSpec((None, rows, ways * width), lambda b, t: (b, t, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, tokens, ways * width), pieces.dtype),
+        compiler_params=_parallel(2),
+        cost_estimate=cost(pieces, pieces),
+        interpret=interpret,
+        name="exchange_paste",
+    )(pieces)
+
+
+def join(pieces: Float[Array, "W B T C"], turned: bool, interpret) -> Array:
+    """Tokens of all chips, [B, W T, C], or [B, C, W T] if they are turned to lanes."""
+    ways, batch, tokens, width = pieces.shape
+    rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)
+    last = -(-ways * rest // rows)  # blocks of what is left
+
+    def place(b, i):
+        i = jnp.minimum(i, ways * whole - 1)
+        return lax.div(i, whole), b, lax.rem(i, whole), 0
+
+    def turn(shape):
+        return (shape[0], shape[2], shape[1]) if turned else shape
+
+    def of_tokens(index):
+        shape = turn((None, rows, width))
+        return pl.BlockSpec(shape, lambda b, i: turn((b, index(i), 0)))
+
+    operands, specs = [pieces], [pl.BlockSpec((None, None, rows, width), place)]
+    if rest:
+        left = jnp.moveaxis(pieces[:, :, whole * rows :], 0, 1).reshape(batch, ways * rest, width)
+        left = jnp.pad(left, ((0, 0), (0, last * rows - ways * rest), (0, 0)))
+        operands.append(jnp.swapaxes(left, 1, 2) if turned else left)
+        specs.append(of_tokens(lambda i: jnp.maximum(i - ways * whole, 0)))
+
+    def kernel(x_ref, *refs):
+        *left, o_ref = refs
+
+        def take():
+            if turned:
+                _turn(x_ref, o_ref)
+            else:
+                o_ref[...] = x_ref[...]
+
+        if not left:
+            take()
+            return
+        pl.when(pl.program_id(1) < ways * whole)(take)
+
+        @pl.when(pl.program_id(1) >= ways * whole)
+        def _():
+            o_ref[...] = left[0][...]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(batch, ways * whole + last),
+        in_specs=specs,
+        out_specs=of_tokens(lambda i: i),
+        out_shape=jax.ShapeDtypeStruct(turn((batch, ways * tokens, width)), pieces.dtype),
+        compiler_params=_parallel(2),
+        cost_estimate=cost(pieces, pieces),
+        interpret=interpret,
+        name="exchange_join",
+    )(*operands)
+
+
+def part(x: Float[Array, "B C W*T"], ways: int, interpret) -> Float[Array, "W B T C"]:
+    """The way back of `join`, turned."""
+    batch, width, tokens = x.shape
+    tokens = tokens // ways
+    rows, whole, rest = _blocks(tokens, width * x.dtype.itemsize)
+    operands = [x]
+    specs = [pl.BlockSpec((None, width, rows), lambda w, b, i: (b, 0, w * whole + jnp.minimum(i, whole - 1)))]
+    if rest:
+        left = x[:, :, ways * whole * rows :].reshape(batch, width, ways, rest)
+        operands.append(left.transpose(2, 0, 3, 1))
+        specs.append(pl.BlockSpec((None, None, rest, width), lambda w, b, i: (w, b, 0, 0)))
+
+    def kernel(x_ref, *refs):
+        *left, o_ref = refs
+        if not left:
+            _turn(x_ref, o_ref)
+            return
+        pl.when(pl.program_id(2) < whole)(lambda: _turn(x_ref, o_ref))
+
+        @pl.when(pl.program_id(2) == whole)
+        def _():
+            o_ref[:rest] = left[0][...]
+
+    return pl.pallas_call(
+        kernel,
+        grid=(ways, batch, whole + bool(rest)),
+        in_specs=specs,
+        out_specs=pl.BlockSpec((None, None, rows, width), lambda w, b, i: (w, b, i, 0)),
+        out_shape=jax.ShapeDtypeStruct((ways, batch, tokens, width), x.dtype),
+        compiler_params=_parallel(3),
+        cost_estimate=cost(x, x),
+        interpret=interpret,
+        name="exchange_part",
+    )(*operands)
+
+
+def _rows_of_columns(row_bytes: int) -> int:
+    return max(16, BLOCK_BYTES // row_bytes // LANES * LANES)
+
+
+def _blocks(tokens: int, row_bytes: int) -> tuple[int, int, int]:
+    """(tokens of a block, whole blocks of a chip, tokens left): the largest blocks that divide a chip's whole tiles."""
+    tiles = tokens // LANES
+    most = max(1, BLOCK_BYTES // (LANES * row_bytes))
+    tiles_a_block = max(n for n in range(1, min(most, tiles) + 1) if tiles % n == 0)
+    return tiles_a_block * LANES, tiles // tiles_a_block, tokens % LANES
+
+
+def _turn(x_ref, o_ref):
+    """o = x^T, a tile of `LANES` rows of each at a time."""
+    rows, columns = x_ref.shape
+    step = math.gcd(rows, LANES)
+
+    @pl.loop(0, rows // step)
+    def _(n):
+        at = pl.ds(pl.multiple_of(n * step, step), step)
+        o_ref[:, at] = x_ref[at, :].T
+
+
+def _parallel(axes: int):
+    return pltpu.CompilerParams(dimension_semantics=("parallel",) * axes, vmem_limit_bytes=VMEM_BYTES)
