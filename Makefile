@@ -4,6 +4,9 @@
 #   make test      the fast tests, in two processes (WORKERS=4 for more: some 4 GB of memory each)
 #   make test-all  every test
 #   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (an hour)
+#   make records   every file of examples/tpu/results/ that is not of these sources, and the tables of the pages from them:
+#                  hours; goes on where it was stopped
+#   make tables    the tables of the pages alone, from the files that are there
 #   make lint      ruff, on our files
 #   make clean     removes .venv and out
 
@@ -26,7 +29,7 @@ VIDEO := out/red-circle-right.mp4
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all mutants lint clean
+.PHONY: demo test test-all mutants records tables lint clean
 
 demo: $(INSTALLED)
 	@DIFFUSERS_TPU=cpu $(BIN)/diffusers-tpu generate $(MODEL) --prompt "$(PROMPT)" --height 64 --width 64 \
@@ -43,6 +46,12 @@ test-all: $(INSTALLED)
 
 mutants: $(INSTALLED)
 	$(BIN)/python tests/tpu/mutants/run.py
+
+records: $(INSTALLED)
+	$(BIN)/python examples/tpu/results/make_records.py
+
+tables: $(INSTALLED)
+	$(BIN)/python examples/tpu/results/make_records.py --tables
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -18,7 +18,7 @@ import diffusers.utils
 import tiny
 from conftest import relative
 from diffusers import WanImageToVideoPipeline, WanPipeline
-from diffusers.tpu.cli import arguments, main, make_parser, output
+from diffusers.tpu.cli import arguments, main, output
 from diffusers.tpu.cli.errors import BadInput
 
 
@@ -255,18 +255,3 @@ def test_the_example_gives_upstreams_frames(chips, root, model, tmp_path, monkey
         runpy.run_path(str(script), run_name="__main__")
     assert videos["cpu"].shape == (5, 32, 48, 3)
     assert relative(videos["cpu"], videos["off"]) < 1e-4  # 5e-7
-
-
-def test_readme_commands_are_those_that_run(root):
-    readme = (root / "README.md").read_text()
-    assert (root / "README.md").is_symlink() and readme == (root / "README_TPU.md").read_text()
-    blocks = "\n".join(re.findall(r"```bash\n(.*?)```", readme, re.DOTALL)).replace("\\\n", " ")
-    targets = set(re.findall(r"^([\w-]+):(?!=)", (root / "Makefile").read_text(), re.M))
-    assert {"demo", "test"} <= set(re.findall(r"^make ([\w-]+)", blocks, re.M)) <= targets
-    assert (root / ".ci/run").read_text().splitlines()[-1] == "exec make test" and os.access(root / ".ci/run", os.X_OK)
-    commands = re.findall(r"^(?:DIFFUSERS_TPU=cpu )?diffusers-tpu (.*)$", blocks, re.M)
-    assert {command.split()[0] for command in commands} == {"generate", "compare", "env", "plan", "bench"}
-    for command in commands:
-        make_parser().parse_args(re.findall(r'"[^"]*"|\S+', command))
-    for script in re.findall(r"^(?:DIFFUSERS_TPU=cpu )?python (\S+)", blocks, re.M):
-        assert (root / script).is_file(), script

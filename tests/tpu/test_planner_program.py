@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import third_reading
 from diffusers.tpu import aot
 from diffusers.tpu.devices import CHIPS, compile_lowered, compiler_options, find_topology
 from diffusers.tpu.planner import bundles, hlo, ici
@@ -39,7 +40,7 @@ def answers() -> dict:
 
 
 def everything(argument, progress):
-    functions = (copying_kernel, split_product, products, meshes, product)
+    functions = (copying_kernel, split_product, products, meshes, product, attention)
     return {f.__name__: f(argument, progress) for f in functions} | {"again": copying_kernel(argument, progress)}
 
 
@@ -125,6 +126,27 @@ def product(argument, progress):
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(compiler.devices[0]))
     compiled = compiler.compile(jax.jit(lambda x, y: x @ y).lower(x, x))
     return {"schedules": sorted(compiled.schedules), "peak": compiled.peak_bytes}
+
+
+def attention(argument, progress):
+    """Seconds of the attention kernel by way, all of them in one program; and its schedule: two heads, 2048 x 2000."""
+    import jax
+    import jax.numpy as jnp
+
+    from diffusers.tpu.attention.blocks import from_list
+    from diffusers.tpu.attention.kernel import tpu_attention
+    from diffusers.tpu.planner import timing
+
+    compiler = aot.Compiler(find_topology("v6e-1"))
+    one = jax.sharding.SingleDeviceSharding(compiler.devices[0])
+    q, k = (jax.ShapeDtypeStruct((1, 2, tokens, 128), jnp.bfloat16, sharding=one) for tokens in (2048, 2000))
+    blocks = from_list([512, 512, 256, [128, 128, 2], [128, 128, 2]])
+    call = jax.jit(lambda q, k, v: tpu_attention(q, k, v, scale=1.0, blocks=blocks, generation="v6e"))
+    compiled = compiler.compile(call.lower(q, k, k))
+    (name,) = [name for name in compiled.schedules if name.startswith("attention_kernel")]
+    timed = timing.time_program(compiled, compiler.topology.chip, [(0, 0, 0, 0)])
+    seconds = {way: next(o.seconds for o in of.operations if o.name == name) for way, of in timed.items()}
+    return {"seconds": seconds, "schedule": compiled.schedules[name]}
 
 
 def split_product(argument, progress):
@@ -214,6 +236,20 @@ def test_kernels_count_as_by_hand_and_the_same_twice(answers):
     assert m["arguments"] == m["outputs"] == 1280 * 384 * 4
     assert first["peak"] == m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["program"]
     assert answers["again"] == first
+
+
+def test_the_attention_kernel_counts_as_by_hand_for_every_way(answers):
+    """Four blocks of queries of two heads, each with four of keys, of which the last has 464."""
+    rounds = {
+        "start": {"bound": [], "centred": [4], "online": [4]},  # 512 queries times the factor, 128 at a time
+        # values of 512 keys without what lies beyond the end, 128 at a time; then 512 queries, 128 at a time
+        "cut": {"bound": [4, 4], "centred": [4, 4], "online": [4, 4]},
+        "whole": {"bound": [2], "centred": [4], "online": [4]},  # 512 queries: 256 at a time, of rarer ways 128
+    }
+    counted = third_reading.bundles(answers["attention"]["schedule"], 2 * 4, 4, rounds)
+    seconds = answers["attention"]["seconds"]
+    assert {way: n / CHIPS["v6e"].clock for way, n in counted.items()} == pytest.approx(seconds, rel=0.01)
+    assert counted["bound"] < counted["centred"] < counted["online"]
 
 
 def test_a_split_product_counts_as_by_hand(answers):
@@ -415,6 +451,7 @@ SCHEDULE = """= control target key end
    0xd   : > { %p3_p2 = scmp.ge.s32.totalorder %s3_s1, 32 /* loop exit test */ }
    0xe   :  { %12 = sbr.rel (!%p3_p2) target = $region7 }
    0xf   :  { %13 = vsyncpa 0 }
+  0x10   :  { %14 = vsyncpa 1 }
 """
 
 
@@ -425,12 +462,22 @@ def test_no_estimate_is_none():
 
 
 def test_a_schedule_by_hand():
-    schedule = bundles.read(SCHEDULE)
+    schedule = bundles.read(SCHEDULE, 0)
     # 32 rounds of a pipelined grid are 30 steps. The counter takes five values: first and last piece run in a fifth.
-    assert (schedule.bundles, schedule.steps) == (16, 30)
+    assert (schedule.bundles, schedule.steps) == (17, 30)
     assert [(loop.start, loop.stop, loop.trips) for loop in schedule.loops] == [(1, 14, 30)]
-    assert schedule.cycles == pytest.approx(2 + 30 * (14 - 3) + 30 * 3 / 5)
+    assert schedule.cycles == pytest.approx(3 + 30 * (14 - 3) + 30 * 3 / 5)
     assert schedule.rows == 16 * 30  # of bfloat16 through the first unit; through the third a fifth of that
+    # One bundle behind each branch runs as well: there is one more in the loop, and one less in the first piece and the last.
+    schedule = bundles.read(SCHEDULE, 1)
+    assert [(loop.start, loop.stop, loop.trips) for loop in schedule.loops] == [(1, 15, 30)]
+    assert schedule.cycles == pytest.approx(2 + 30 * (15 - 1) + 30 * 1 / 5)
+
+
+def test_a_size_is_no_counter():
+    """`== 0` jumps over what runs where there is anything to do: in every round."""
+    text = SCHEDULE.replace("%p1_p0 = scmp.ne.s32.totalorder %s5_s5, 0", "%p1_p0 = scmp.eq.s32.totalorder %s6_s6, 0")
+    assert bundles.read(text, 0).cycles == pytest.approx(3 + 30 * (14 - 1) + 30 * 1 / 5)
 
 
 WAYS_SCHEDULE = """
@@ -440,9 +487,9 @@ WAYS_SCHEDULE = """
    0x3   : > { %10 = sbr.rel (%p1_p0) target = $region9 }
    0x4   : > { %v1 = vld [vmem:[#a] sm:$0xff] }
    0x5   : > { %v2 = vld [vmem:[#a] sm:$0xff] }
-   0x6 PF: > { %p2_p0 = scmp.eq.s32.totalorder %s5_s5, 1000003 } /* Start region 9 */
+   0x6 PF: > { %p2_p0 = scmp.eq.s32.totalorder (!%p9_p4), %s5_s5, 1000003 } /* Start region 9 */
    0x7   : > { %11 = sbr.rel (!%p2_p0) target = $region10 }
-   0x8   : > { %v3 = vld [vmem:[#a] sm:$0xff]  ;;  %14 = vmatmul.mubr.bf16.vlgmr.msra.gmra.mxu0 %v7 }
+   0x8   : > { %v3 = vld [vmem:[#a] sm:$0xff]  ;;  %14 = vmatmul.mubr.bf16.vlgmr.msra.gmra.mrb[4].mxu0 %v7 }
    0x9   : > { %v4 = vld [vmem:[#a] sm:$0xff] }
    0xa   : > { %v5 = vld [vmem:[#a] sm:$0xff] }
    0xb PF: > { %s3_s1 = sadd.s32 1, %s2_s1 } /* Start region 10 */
@@ -452,7 +499,7 @@ WAYS_SCHEDULE = """
 
 
 def test_one_way_at_a_time_of_a_schedule_by_hand():
-    ways = bundles.read_ways(WAYS_SCHEDULE)
+    ways = bundles.read_ways(WAYS_SCHEDULE, 0)
     # Six rounds of eight bundles that every way runs; "centred" is not compiled: such heads go online.
     assert {way: schedule.cycles for way, schedule in ways.items()} == {
         "bound": 1 + 6 * (8 + 2), "centred": 1 + 6 * (8 + 3), "online": 1 + 6 * (8 + 3),

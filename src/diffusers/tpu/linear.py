@@ -32,7 +32,8 @@ from .settings import Settings
 LANES = 128
 TILE_ROWS = 256  # of x against one block of w: straight code
 LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
-MOST_WORK = 18_000_000  # columns x depth of one tile: as much straight code as compiles in some 5 s on two cores
+MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
+MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
 MARGIN = 12 * MIB  # of VMEM, the compiler's
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
@@ -61,11 +62,15 @@ def choose(
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e), a tile of x too.
     """
-    results = 2 if residual else 1
-    chip, found = chip_of(generation), []
+    much, most = (_choose(rows, columns, depth, generation, residual, work) for work in (MUCH_WORK, MOST_WORK))
+    return much or most
+
+
+def _choose(rows: int, columns: int, depth: int, generation: str | None, residual: bool, most: int) -> Blocks | None:
+    chip, found, results = chip_of(generation), [], 2 if residual else 1
     for count in range(1, columns // LANES + 1):
         width = -(-columns // (count * LANES)) * LANES
-        if width * depth > MOST_WORK:
+        if width * depth > most:
             continue
         for height in (1024, 768, 512, 256):
             vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
@@ -81,6 +86,7 @@ def choose(
     return min(found, key=lambda x: x[:2])[2] if found else None
 
 
+@functools.partial(jax.jit, static_argnames=("activation", "blocks", "generation", "interpret"), inline=True)
 def tpu_linear(
     x: Float[Array, "B M K"],
     w: Float[Array, "N K"],

@@ -13,7 +13,7 @@ from .errors import BadInput
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
 STAGES = ("text", "denoise", "decode")
-BENCHES = ("attention", "sweep", "step", "vae", "calibration", "check")
+BENCHES = ("attention", "sweep", "step", "run", "vae", "calibration", "check")
 BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "way", "name", "dtype", "mask")
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 DTYPES = ("float32", "bfloat16", "float16")

@@ -1,6 +1,7 @@
 """Asking the TPU compiler before renting the TPU: does a model fit a slice, how fast is a step, and why.
 
     plan(...)     the answer for one model on one slice, from the cache if it was asked before
+    sources()     a digest of what answers: answers of one digest are of one tree
 
 The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
 run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
@@ -104,19 +105,22 @@ def remembered(
 
 def _key(function: str, request: dict, schedules: bool) -> str:
     """Changes with the question, with our code, with the packages and with a local model's configuration."""
-    digest = hashlib.sha256(json.dumps([function, request, schedules], sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([function, request, schedules, sources()], sort_keys=True).encode())
+    if os.path.isdir(request.get("model", "")):
+        for source in sorted(Path(request["model"]).rglob("*.json")):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def sources() -> str:
+    """A digest of our code and of the versions of the packages: what an answer is made by. It stands among `versions`."""
+    digest = hashlib.sha256()
     for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "flax"):
         try:
             digest.update(f"{name} {importlib.metadata.version(name)}".encode())
         except importlib.metadata.PackageNotFoundError:
             continue
-    sources = [
-        *sorted((PACKAGE / "tpu").rglob("*.py")),
-        *sorted((PACKAGE / "tpu").rglob("*.json")),
-        *sorted(PACKAGE.glob("*/**/*_flax.py")),
-    ]
-    if os.path.isdir(request.get("model", "")):
-        sources += sorted(Path(request["model"]).rglob("*.json"))
-    for source in sources:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:32]
+    for pattern in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py"):
+        for source in sorted(PACKAGE.glob(pattern)):
+            digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]

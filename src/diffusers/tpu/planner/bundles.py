@@ -3,7 +3,8 @@
 A TPU core issues one bundle per cycle; the schedule is static, so the bundles of a straight piece of it are its cycles
 (waiting for memory and for matrix units apart, see `timing`). Loops are read with their trip counts. A piece that a condition guards runs
 always, unless the condition is that a counter has its first or last value: then once per round of that counter; or that
-heads go one way of the attention kernel (`attention.ways`): then always or never, as the reader says.
+heads go one way of the attention kernel (`attention.ways`): then always or never, as the reader says. A branch takes effect some
+bundles later (`SLOTS`): those behind it take their cycles whether or not it is taken, so that they are in the loop, and in no guarded piece.
 """
 
 import re
@@ -15,17 +16,19 @@ from ..attention.ways import BOUND, CODES, FIRST_CODE, WAYS
 
 LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:")
 BRANCH = re.compile(r"sbr\.rel \((!?)%(p\d+(?:_p\d+)?)\) target = \$region(\d+)")
-COMPARE = re.compile(r"%(p\d+(?:_p\d+)?) = scmp\.(\w+)\.s32\.totalorder (%?[\w.]+), (%?[\w.]+)")
-ADD = re.compile(r"%(s\d+(?:_s\d+)?) = sadd\.s32 (\d+), ")
+ONLY_IF = r"(?:\(!?%p\w+\), )?"  # an instruction that a predicate turns off; where it is off, nothing here asks for its result
+COMPARE = re.compile(rf"%(p\d+(?:_p\d+)?) = scmp\.(\w+)\.s32\.totalorder {ONLY_IF}(%?[\w.]+), (%?[\w.]+)")
+ADD = re.compile(rf"%(s\d+(?:_s\d+)?) = sadd\.s32 {ONLY_IF}(\d+), ")
 REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
-PRODUCT = re.compile(r"\bvmatmul[\w.]*\.bf16[\w.]*\.mxu(\d)")
+PRODUCT = re.compile(r"\bvmatmul[\w.]*\.bf16[\w.\[\]]*\.mxu(\d)")
 PRODUCT_ROWS = 16  # of bfloat16 that one such instruction sends through a matrix unit
 PIPELINE = "iteration index, stage = 1"
+SLOTS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # cycles until a branch takes effect, by generation
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Bundles `start` to `stop` (of which the last is the branch back) run `trips` times."""
+    """Bundles `start` to `stop` (which end with the branch back and its slots) run `trips` times."""
 
     start: int
     stop: int
@@ -53,17 +56,18 @@ class Schedule:
     rows: float = 0.0
 
 
-def read_ways(text: str) -> dict[str, Schedule]:
+def read_ways(text: str, slots: int) -> dict[str, Schedule]:
     """`read` by way."""
     if any(str(code) in text for code in CODES.values()):
-        return {way: read(text, way) for way in WAYS}
-    return dict.fromkeys(WAYS, read(text))
+        return {way: read(text, slots, way) for way in WAYS}
+    return dict.fromkeys(WAYS, read(text, slots))
 
 
-def read(text: str, way: str = BOUND) -> Schedule:
+def read(text: str, slots: int, way: str = BOUND) -> Schedule:
     """The schedule of a `final_bundles` text.
 
     Args:
+        slots: of each branch (`SLOTS`).
         way: of the attention kernel, that all heads go, or where it is not compiled the next slower one that is.
     """
     lines, marks = [], set()
@@ -75,16 +79,16 @@ def read(text: str, way: str = BOUND) -> Schedule:
                 marks.add(len(lines) - 1)
         elif lines:
             lines[-1] += " " + line.strip()
-    loops, guards = _branches(lines)
+    loops, guards = _branches(lines, slots)
     weight = [1.0] * len(lines)
     for start, stop, guard in guards:
         if guard.code is not None and not guard.runs(_code(way, guards)):
             weight[start + 1 : stop] = [0.0] * (stop - start - 1)
     for loop in loops:
-        for n in range(loop.start, loop.stop + 1):
+        for n in range(loop.start, loop.stop + 1) if weight[loop.stop] else ():
             weight[n] *= loop.trips
     edges = sorted({0, len(lines), *marks, *(g[0] for g in guards), *(g[1] for g in guards)})
-    pieces = ((a, b) for a, b in zip(edges, [*edges[1:], len(lines)]) if any(weight[a:b]))
+    pieces = ((a, b) for a, b in zip(edges, [*edges[1:], len(lines)]) if all(weight[a:b]))
     body_start, body_stop = max(pieces, key=lambda piece: piece[1] - piece[0], default=(0, 0))
     rounds = [(start, stop, guard.round) for start, stop, guard in guards]
     last = max((abs(value) for *_, value in rounds if value), default=0)
@@ -128,14 +132,14 @@ class _Guard:
         return (self.code == code) == self.ours
 
 
-def _branches(lines: list[str]) -> tuple[list[Loop], list[tuple[int, int, _Guard]]]:
-    """Loops, outermost first, and the pieces that are jumped over: (line of the branch, its target, what it asks)."""
+def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[tuple[int, int, _Guard]]]:
+    """Loops, outermost first, and the pieces that are jumped over: (last slot of the branch, its target, what it asks)."""
     where = {region: n for n, line in enumerate(lines) for region in _regions(line)}
     compares, adds = {}, {}
     for line in lines:
         compares.update({name: (op, a, b) for name, op, a, b in COMPARE.findall(line)})
         adds.update({name: int(step) for name, step in ADD.findall(line)})
-    loops, guards = [], []
+    loops, guards, end = [], [], len(lines) - 1
     for n, line in enumerate(lines):
         for negated, predicate, region in BRANCH.findall(line):
             target = where.get(region)
@@ -143,9 +147,9 @@ def _branches(lines: list[str]) -> tuple[list[Loop], list[tuple[int, int, _Guard
                 continue
             op, a, b = compares.get(predicate, (None, "", ""))
             if target <= n:
-                loops.append(Loop(target, n, _trips(op, a, b, adds, lines[target : n + 1])))
+                loops.append(Loop(target, min(n + slots, end), _trips(op, a, b, adds, lines[target : n + 1])))
             else:
-                guards.append((n, target, _guard(op, b, negated)))
+                guards.append((min(n + slots, target - 1), target, _guard(op, b, negated)))
     return sorted(loops, key=lambda loop: (loop.start, -loop.stop)), guards
 
 
@@ -175,4 +179,6 @@ def _guard(op, b: str, negated: str) -> _Guard:
     only = (op == "ne") != bool(negated)  # the branch is taken, and the piece jumped over, in all other cases
     if int(b) >= FIRST_CODE:
         return _Guard(code=int(b), ours=only)
+    if int(b) == 0 and not only:
+        return _Guard()  # all rounds but the first; or it asks whether there is anything to do, and there is
     return _Guard(round=int(b) if only else -int(b))

@@ -8,6 +8,7 @@ import torch
 
 from ..state import read
 from ..weights import Watched
+from . import sources
 from .building import build, configuration_of
 
 
@@ -31,7 +32,12 @@ def answer(model: str) -> dict:
         "tensors": len(state.tensors),
         "check_microseconds": 1e6 * _least(lambda: state.same() and watched.same(state.tensors)),
         "read_milliseconds": 1e3 * reading,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "machine": platform.machine()},
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "sources": sources(),
+        },
     }
 
 

@@ -54,6 +54,7 @@ def answer(request: dict, progress: Callable) -> dict:
     return {
         "how": "compiled",
         "seconds": timed.seconds["total"],
+        "slower": timed.slower["total"],
         "seconds_by_kind": timed.seconds,
         "hbm_gib": {
             "weights": weights / GIB,

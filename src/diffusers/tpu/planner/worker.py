@@ -17,7 +17,7 @@ from ..plans import PipelinePlan, module_plan, plan_of
 from ..residency import room_for_weights, turns
 from ..runner import Runner
 from ..sharding import ModelPlan
-from . import calibration, ici, meshes, timing
+from . import calibration, ici, meshes, sources, timing
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
 from .work import Work, count
@@ -114,7 +114,7 @@ def stage_of(component: str) -> str:
 
 def versions() -> dict[str, str]:
     """Of what decides a plan."""
-    return {name: importlib.metadata.version(name) for name in VERSIONS}
+    return {**{name: importlib.metadata.version(name) for name in VERSIONS}, "sources": sources()}
 
 
 def _recorded(request: dict, progress: Callable) -> Recording:
@@ -371,6 +371,7 @@ class _Planner:
             },
             "memory_analysis": compiled.memory if compiled else None,
             "compile_seconds": compiled.seconds if compiled else None,
+            "trace_seconds": part.trace_seconds if compiled else None,
             "timing": part.timed[BOUND].as_json() if part.timed else None,
             "refused": part.refused and {"message": str(part.refused), "asked": part.refused.asked},
         }

@@ -1,0 +1,216 @@
+"""The tables of the pages, each made of one record: between `<!-- table: NAME -->` and `<!-- end of table -->`.
+
+    rewritten(page)     a page's text with its tables as the records have them
+
+Seconds are a range where its ends are known: from our sum to that of a chip that waits more (`planner.timing`).
+"""
+
+import json
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from diffusers.tpu.attention.ways import BOUND, WAYS
+from diffusers.tpu.planner.benches import ATTENTION_PATHS, ATTENTION_SHAPES, CHIP_SLICES
+
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[2]
+TABLE = re.compile(r"(?<=<!-- table: )(\S+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
+MARK = re.compile(r"<!-- (?:table: .*|end of table) -->")
+
+MODELS = {
+    "wan2.1-t2v-14b": "Wan 2.1 14B",
+    "wan2.1-i2v-14b-720p": "Wan 2.1 14B image-to-video",
+    "wan2.2-t2v-a14b": "Wan 2.2 A14B, either expert",
+    "wan2.2-ti2v-5b": "Wan 2.2 TI2V 5B",
+    "wan2.1-t2v-1.3b": "Wan 2.1 1.3B",
+    "cogvideox1.5-5b": "CogVideoX1.5 5B",
+    "hunyuanvideo-1.5-720p-t2v": "HunyuanVideo-1.5 720p",
+    "ltx-video": "LTX-Video",
+    "linear-1000": "a thousand submodules",
+}
+SIZES = {(720, 1280): "720p", (480, 832): "480p"}
+SHAPES = {
+    "wan-720p-self": "Wan 720p, self",
+    "wan-480p-self": "Wan 480p, self",
+    "wan-720p-cross": "Wan 720p, cross",
+    "hunyuanvideo-1.5-720p": "HunyuanVideo-1.5 720p",
+    "cogvideox1.5-720p": "CogVideoX1.5",
+    "flux-1024": "FLUX.1 1024 px",
+}
+PROGRAMS = {
+    "ours": "a run's, all heads bounded",
+    "stock splash": "JAX's splash attention",
+    "the compiler's layers": "layers by the compiler",
+    "no SparseCores": "exchanges on the core",
+    "unrolled, stock": "blocks unrolled, JAX's splash attention, layers by the compiler, exchanges on the core",
+    "unrolled, online": "the same, attention with a running maximum to base 2",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """`make`: of the rows of `record`, the lines of the table."""
+
+    record: str
+    make: Callable[[list[dict]], list[str]]
+
+
+def rewritten(page: str, folder: Path = FOLDER) -> str:
+    """The text of a page with its tables made anew. Raises ValueError for a mark that is no table's, or without its other one."""
+    marks = MARK.findall(page)
+    found = TABLE.findall(page)
+    if len(marks) != 2 * len(found) or any(mark.startswith("<!-- end") != n % 2 for n, mark in enumerate(marks)):
+        raise ValueError(f"expected pairs of marks '<!-- table: NAME -->' and '<!-- end of table -->', got {marks}")
+    return TABLE.sub(lambda table: f"{table[1]}{table[2]}{text_of(table[1], folder)}", page)
+
+
+def text_of(name: str, folder: Path = FOLDER) -> str:
+    """A table by its name. Raises ValueError for a name that is none."""
+    if name not in TABLES:
+        raise ValueError(f"expected a table among {', '.join(TABLES)}, got {name}")
+    table = TABLES[name]
+    return "\n".join(table.make(json.loads((folder / table.record).read_text()))) + "\n"
+
+
+def pages(root: Path = ROOT) -> list[Path]:
+    """Every page of ours."""
+    folders = (root / "examples" / "tpu", root / "src" / "diffusers" / "tpu")
+    return [root / "README_TPU.md", *sorted(page for folder in folders for page in folder.rglob("*.md"))]
+
+
+def _speed(rows: list[dict]) -> list[str]:
+    found: dict[tuple, dict] = {}
+    for row in rows:
+        if row["variant"] == "ours" and row.get("way"):
+            found.setdefault((list(MODELS).index(row["model"]), -row["height"], row["topology"]), {})[row["way"]] = row
+    lines = []
+    for key in sorted(found, key=lambda key: key[:2]):
+        ways = found[key]
+        seconds = (_span(ways[way]["seconds_per_step"], ways[way]["slower"]) for way in WAYS)
+        lines.append((_work(ways[BOUND]), key[2], *seconds, _gib(ways[BOUND])))
+    return _lines(("model and size", "slice", "all heads bounded", "centred", "online", "GiB a chip"), lines)
+
+
+def _steps(rows: list[dict]) -> list[str]:
+    head = ("model and size", "slice", "program", "seconds a step", "attention, layers, other, exchanges")
+    head = (*head, "MFU", "GiB a chip", "tracing, s", "compilation, s")
+    lines = []
+    for row in rows:
+        if row["variant"] == "ours" and row.get("way", BOUND) != BOUND:
+            continue
+        kinds = (f"{row['seconds'][kind]:.2f}" for kind in ("attention", "matmul", "other", "collectives"))
+        traced = f"{row['trace_seconds']:.0f}" if "trace_seconds" in row else ""
+        figures = (_span(row["seconds_per_step"], row.get("slower")), ", ".join(kinds), f"{100 * row['mfu']:.0f} %")
+        program = (_work(row), row["topology"], PROGRAMS[row["variant"]])
+        lines.append((*program, *figures, _gib(row), traced, f"{row['compile_seconds']:.0f}"))
+    return _lines(head, lines)
+
+
+def _run(rows: list[dict]) -> list[str]:
+    head = ("model and size", "slice", "heads", "text encoder", "steps", "VAE", "a run", "tracing", "compilation")
+    lines = []
+    for row in rows:
+        seconds = row["seconds"]
+        parts = [_span(seconds[part]) for part in ("text_encoder.forward", "steps", "vae.decode")]
+        before = [_span(row["trace_seconds"]), _span(row["compile_seconds"])]
+        first = _span(row["first_run_seconds"], row["first_run_slower"])
+        steps = f"{row['steps']} in {parts[1]}"
+        whole = (parts[0], steps, parts[2], _span(seconds["total"], row["slower"]), *before, first)
+        lines.append((_work(row), row["topology"], row["way"], *whole))
+    return [*_lines((*head, "a first run"), lines), "", f"In seconds. Not counted: {rows[0]['not_counted']}."]
+
+
+def _attention(rows: list[dict]) -> list[str]:
+    bundles = {(row["shape"], row["chip"], row["path"]): f"{row['bundles_per_mtile']:.0f}" for row in rows}
+    paths = [*WAYS, *(path for path in ATTENTION_PATHS if path not in WAYS)]
+    lines = []
+    for shape, (_, heads, queries, keys, dim) in ATTENTION_SHAPES.items():
+        words = f"{heads} heads x {queries:,}" + (f", {keys:,} keys" if keys != queries else "")
+        words += f", head size {dim}" if dim != 128 else ""
+        cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in CHIP_SLICES)
+        lines.append((f"{SHAPES[shape]} ({words})", *cells))
+    return _lines(("", *(f"{chip}: {', '.join(paths)}" for chip in CHIP_SLICES)), lines)
+
+
+def _calibration(rows: list[dict]) -> list[str]:
+    lines = []
+    for row in rows:
+        unit = "a call" if row["model"] == "attention" else "a step"
+        ours = _significant(row["our_seconds"])
+        ours += f" to {_significant(row['slower'])}" if row.get("slower") else ""
+        measured = f"{_significant(row['measured_seconds'])} s {unit}"
+        lines.append((row["name"], row["topology"], measured, ours, f"{100 * row['error']:+.1f} %"))
+    median = statistics.median(abs(row["error"]) for row in rows)
+    head = ("configuration", "slice", "measured by its authors", "our sum", "error")
+    return [*_lines(head, lines), "", f"The median of the errors' sizes is {100 * median:.1f} %."]
+
+
+def _vae(rows: list[dict]) -> list[str]:
+    head = ("VAE of", "slice", "dtype", "module", "seconds", "GiB of activations a chip", "program, MB")
+    lines = []
+    for row in rows:
+        compiled, held = row["how"] == "compiled", row["hbm_gib"]
+        module = {"ours": "upstream's", "nnx": "plain JAX"}[row["variant"]]
+        seconds = _span(row["seconds"], row.get("slower")) + ("" if compiled else ", modelled")
+        program = f"{held['program'] * 2**30 / 1e6:.0f}" if compiled else ""
+        took = f"{row['compile_seconds']:.0f}" if compiled else ""
+        work = (_work(row), row["topology"], row["dtype"], module)
+        lines.append((*work, seconds, f"{held['activations']:.1f}", program, took))
+    return _lines((*head, "compilation, s"), lines)
+
+
+def _check(rows: list[dict]) -> list[str]:
+    head = ("model", "submodules", "tensors", "a look, nothing changed, ms", "a reading, where something has, ms")
+    lines = []
+    for row in rows:
+        sizes = (f"{row['submodules']:,}", f"{row['tensors']:,}")
+        times = (f"{row['check_microseconds'] / 1000:.2f}", f"{row['read_milliseconds']:.1f}")
+        lines.append((MODELS[row["model"]], *sizes, *times))
+    return _lines(head, lines)
+
+
+TABLES = {
+    "speed": Table("step.json", _speed),
+    "steps": Table("step.json", _steps),
+    "run": Table("run.json", _run),
+    "attention": Table("attention.json", _attention),
+    "vae": Table("vae.json", _vae),
+    "calibration": Table("calibration.json", _calibration),
+    "check": Table("check.json", _check),
+}
+
+
+# Words and figures
+
+
+def _lines(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    """A table in Markdown."""
+    cells = [head, *rows]
+    head, *rows = ("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in cells)
+    return [head, "|" + "---|" * len(cells[0]), *rows]
+
+
+def _work(row: dict) -> str:
+    """The model and the size of its video."""
+    if "height" not in row:
+        return MODELS[row["model"]]
+    size = SIZES.get((row["height"], row["width"]), f"{row['height']} x {row['width']}")
+    return f"{MODELS[row['model']]}, {size} x {row['num_frames']}"
+
+
+def _gib(row: dict) -> str:
+    return f"{row['hbm_gib_per_chip']['peak']:.1f}"
+
+
+def _span(seconds: float, slower: float | None = None) -> str:
+    """Seconds, up to those of a chip that waits more where they are known; in hundredths, from ten on in tenths, from a hundred in full."""
+    digits = 2 if seconds < 10 else 1 if seconds < 100 else 0
+    return f"{seconds:.{digits}f}" + ("" if slower is None else f" to {slower:.{digits}f}")
+
+
+def _significant(seconds: float) -> str:
+    return f"{seconds:.4g}"

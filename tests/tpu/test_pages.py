@@ -1,0 +1,320 @@
+"""The pages for readers. Oracles: the files, names and tables they speak of; the parsers of the commands they show; their
+Python, executed as it stands, with a tiny model behind the published name.
+
+Of the commands, those that cost little are run here. `generate` and the example scripts are run in test_cli.py and
+test_generate_flax.py, stages in test_stages.py, `plan` in test_planner.py, the patch set's tool in test_refresh.py.
+"""
+
+import ast
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+
+import huggingface_hub.constants
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pip._internal.commands import create_command
+
+import apply
+import cards
+from conftest import ROOT
+from diffusers.tpu import TPUConfig, report
+from diffusers.tpu.attention.api import attention, explain
+from diffusers.tpu.cli import environment, main, make_parser
+from diffusers.tpu.devices import TOPOLOGIES, find_topology
+from diffusers.tpu.planner import benches
+from diffusers.tpu.planner.published import ALIASES, MODELS
+from hub import MAKERS, Hub
+from test_rooms import ORDER, TOP
+
+
+README = ROOT / "README_TPU.md"
+ARCHITECTURE = ROOT / "src/diffusers/tpu/README.md"
+PLANNING = ROOT / "examples/tpu/PLANNING.md"
+WAN = ROOT / "examples/tpu/wan/README.md"
+PATCHES = ROOT / "patches/README.md"
+FOLDERS = ("examples", "patches", "src/diffusers/tpu", "tests")
+PAGES = [README, *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
+MOST_LINES = 180  # of the README
+BESIDE = ("", "src/diffusers/tpu", "src/diffusers")  # where file names of a page begin
+
+
+def of(*pages):
+    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+@functools.cache
+def blocks(page, language: str) -> list[str]:
+    """The fenced blocks in a language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+@functools.cache
+def prose(page) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+
+
+def section(page, heading: str) -> str:
+    return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", page.read_text(), re.M | re.S)[1]
+
+
+def first_cells(table: str) -> list[str]:
+    """The names in backticks in the first column of a table."""
+    cells = re.findall(r"^\| ([^|]*) \|", table, re.M)
+    return [name for cell in cells[1:] for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_the_readme_is_short_and_what_the_hosting_site_shows():
+    assert len(README.read_text().splitlines()) <= MOST_LINES
+    assert (ROOT / "README.md").is_symlink() and (ROOT / "README.md").read_text() == README.read_text()
+
+
+# What pages point to
+
+
+def anchors(page) -> set[str]:
+    """Of the headings, as the hosting site makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@of(*PAGES)
+def test_links_and_anchors_exist(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+@of(*(page for page in PAGES if page.name != "mutants.md"))
+def test_named_files_exist(page):
+    for name in re.findall(r"`((?:[\w.*-]+/)+[\w.*-]*\.(?:py|md|json|html))`", prose(page)):
+        if "NAME" not in name:
+            assert any([*(ROOT / folder).glob(name)] for folder in (*BESIDE, page.parent)), name
+
+
+@functools.cache
+def defined(file) -> set[str]:
+    """Names of a module, and of its classes' members with the class before them."""
+
+    def of_body(body, prefix=""):
+        for node in body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                yield from of_body(node.body, f"{node.name}.")
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    return set(of_body(ast.parse(file.read_text()).body))
+
+
+def named_in_files(page) -> list[tuple[str, str]]:
+    """(name, file) of every "`a` and `b` in `file.py`"."""
+    name = r"`[A-Za-z_][\w.]*`"
+    found = re.findall(rf"((?:{name}(?:, | and | or ))*{name})\s+in\s+`([\w./-]+\.py)`", prose(page))
+    return [
+        (name, file) for names, file in found for name in re.findall(r"[\w.]+", names) if name not in ("and", "or")
+    ]
+
+
+@of(*(page for page in PAGES if named_in_files(page)))
+def test_names_are_in_the_files_that_pages_say(page):
+    for name, file in named_in_files(page):
+        places = [ROOT / folder / file for folder in BESIDE if (ROOT / folder / file).is_file()]
+        assert places and any(name in defined(place) for place in places), f"{name} in {file}"
+
+
+def test_the_architecture_page_says_the_way_of_a_step_and_where_things_are_added():
+    steps = re.findall(r"^\d+\. ", section(ARCHITECTURE, "The life of one step"), re.M)
+    assert len(steps) == 15
+    named = named_in_files(ARCHITECTURE)
+    for name in (
+        ("PLANS", "plans.py"),
+        ("CHIPS", "devices.py"),
+        ("TOPOLOGIES", "devices.py"),
+        ("MODELS", "planner/published.py"),
+    ):
+        assert name in named
+    rows = re.findall(r"^\| ([^|]+) \|", section(ARCHITECTURE, "Where do I add"), re.M)
+    assert {"a model", "a VAE", "a chip, a slice", "an attention kernel", "a patch", "a pipeline"} <= set(rows)
+
+
+def test_the_rooms_of_the_page_are_those_that_a_test_holds():
+    """Every room is in the table and in the graph; what the graph lets import comes later in the order."""
+    rooms = section(ARCHITECTURE, "Rooms")
+    (graph,) = re.findall(r"^```\n(.*?)^```", rooms, re.M | re.S)
+    assert set(first_cells(rooms)) == {*ORDER, *TOP}
+    chains = [[re.findall(r"\w+", link) for link in line.split("<-")] for line in graph.splitlines()]
+    assert {room for chain in chains for link in chain for room in link} == {*ORDER, *TOP}
+    place = {room: number for number, room in enumerate([*ORDER, *TOP])}
+    for chain in chains:
+        for before, after in zip(chain, chain[1:]):
+            assert max(map(place.get, before)) < min(map(place.get, after)), (before, after)
+
+
+def test_tables_of_settings_slices_and_patches_are_complete():
+    variables, fields = re.findall(r"^\|.*?(?:\n\n|\Z)", section(README, "Settings"), re.M | re.S)
+    assert first_cells(variables) == list(environment.VARIABLES)
+    assert sorted(first_cells(fields)) == sorted(field.name for field in dataclasses.fields(TPUConfig))
+    slices = re.search(r"^Slices: (.*?)\. ", PLANNING.read_text(), re.M | re.S)[1]
+    assert re.findall(r"v\w+-\d+", slices) == list(TOPOLOGIES)
+    listed = re.findall(r"^(\S+)\.patch$", (ROOT / "patches/series").read_text(), re.M)
+    assert first_cells(section(PATCHES, "The patches")) == listed
+
+
+# Commands
+
+
+def commands(page) -> list[list[str]]:
+    """The words of each command of the page's bash blocks, variables before them left out."""
+    lines = "".join(blocks(page, "bash")).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines]
+    for line in words:
+        while line and re.match(r"[A-Z_]+=", line[0]):
+            assert line.pop(0).partition("=")[0] in environment.VARIABLES
+    return [line for line in words if line]
+
+
+def inline_commands(page) -> list[list[str]]:
+    """The same of `diffusers-tpu ...` and `bench ...` in a page's text."""
+    spans = re.findall(r"`(diffusers-tpu|bench) ([^`]+?)(?: \.\.\.)?`", prose(page))
+    return [[*(["bench"] if first == "bench" else []), *shlex.split(rest)] for first, rest in spans]
+
+
+def check_command_line(words: list[str]):
+    """Raises where `diffusers-tpu` does not take these words."""
+    if len(words) == 1 and words != ["env"]:
+        with pytest.raises(SystemExit) as stop:
+            make_parser().parse_args([*words, "--help"])
+        assert stop.value.code == 0
+        return
+    options = make_parser().parse_args(words)
+    if options.command == "env":
+        assert main(words) == 0
+    elif options.command == "bench":
+        filters = {
+            name: value for name in ("chip", "model", "topology", "variant") if (value := getattr(options, name))
+        }
+        assert benches.select(options.kind, filters)
+    else:
+        known = {"MODEL", "path/to/model", *ALIASES, *MODELS, *MAKERS}
+        assert options.model in known or (ROOT / options.model / "model_index.json").is_file()
+    if options.command == "plan":
+        for name in ",".join(options.topology).split(","):
+            find_topology(name)
+
+
+def check_make(words: list[str]):
+    makefile = (ROOT / "Makefile").read_text()
+    variables = [word.partition("=")[0] for word in words if "=" in word]
+    assert set(variables) <= set(re.findall(r"^(\w+) \?=", makefile, re.M))
+    assert {word for word in words if "=" not in word} <= set(re.findall(r"^([\w-]+):(?!=)", makefile, re.M))
+
+
+def check_script(words: list[str]):
+    if words[:2] == ["-m", "pip"]:
+        return check_pip(words[2:])
+    name, *rest = words
+    assert (ROOT / name).is_file(), name
+    if name == "patches/apply.py":
+        apply.parse(rest)
+    elif name == "examples/tpu/wan/generate_flax.py":
+        earlier_script().make_parser().parse_args(rest)
+    else:
+        assert not rest, f"{name}: a parser of its arguments"
+
+
+def check_pip(words: list[str]):
+    options, rest = create_command(words[0]).parse_args(words[1:])
+    assert rest or options.editables == ["."]
+
+
+def earlier_script():
+    spec = importlib.util.spec_from_file_location("generate_flax", WAN.parent / "generate_flax.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+PROGRAMS = {"make": check_make, "pip": check_pip, "python": check_script, "diffusers-tpu": check_command_line}
+
+
+@of(*(page for page in PAGES if blocks(page, "bash") or inline_commands(page)))
+def test_commands_are_taken(page, chips, capsys):
+    for block in blocks(page, "bash"):
+        subprocess.run(["bash", "-n"], input=block, text=True, check=True)
+    for program, *words in commands(page):
+        PROGRAMS[program](words)
+    for words in inline_commands(page):
+        check_command_line(words)
+
+
+def test_the_readme_shows_every_command_and_what_ci_runs():
+    shown = commands(README)
+    assert [["make", "demo"], ["make", "test"]] == [words for words in shown if words[0] == "make"]
+    assert {words[1] for words in shown if words[0] == "diffusers-tpu"} == {"env", "generate", "compare", "plan"}
+    assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make test" and os.access(ROOT / ".ci/run", os.X_OK)
+
+
+def test_the_page_of_the_earlier_scripts_knows_every_flag():
+    flags = {flag for action in earlier_script().make_parser()._actions for flag in action.option_strings}
+    assert flags - {"-h", "--help"} <= set(re.findall(r"--\w+", WAN.read_text()))
+
+
+# Python
+
+
+@pytest.fixture
+def run(chips, monkeypatch, tmp_path):
+    """A function from a page to the names that its Python blocks leave, one after another, offline and at small sizes."""
+    hub = Hub(tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub.cache))
+    monkeypatch.chdir(tmp_path)
+
+    def run(page, **given) -> dict:
+        names = {"__name__": "__main__", **given}
+        limits = cards.Limits(height=16, width=16, num_frames=1, num_inference_steps=1)
+        with cards.surroundings(monkeypatch, limits, []):
+            for code in blocks(page, "python"):
+                for repository in cards.repositories(code):
+                    hub.lay(repository)
+                exec(compile(code, str(page), "exec"), names)
+        return names
+
+    return run
+
+
+def test_the_readmes_script_makes_a_video(run, tmp_path):
+    pipe = run(README)["pipe"]
+    assert (tmp_path / "cat.mp4").stat().st_size
+    assert pipe._tpu.config.mesh == (1, 8, 1)
+    assert report(pipe)["components"]["transformer"]["compilations"] == 0  # those were of the mesh before
+
+
+def test_the_attention_page_explains_calls(run, capsys):
+    q = jnp.ones((1, 2, 8, 16))
+    attention(q, q, q, is_causal=True)
+    run(ROOT / "src/diffusers/tpu/attention/README.md")
+    assert len(capsys.readouterr().out.splitlines()) == len(explain()) > 0
+
+
+def test_the_video_page_encodes_and_decodes(run, monkeypatch):
+    monkeypatch.setenv("DIFFUSERS_TPU_MESH", "1,1,1")
+    video = np.zeros((1, 1, 16, 16, 3), np.float32)
+    names = run(ROOT / "src/diffusers/tpu/video/README.md", video=video)
+    assert names["latents"].shape[:4] == (1, 1, 2, 2) and names["video"].shape == video.shape
+
+
+def test_every_page_with_python_is_run_here():
+    ran = {"README_TPU.md", "src/diffusers/tpu/attention/README.md", "src/diffusers/tpu/video/README.md"}
+    assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

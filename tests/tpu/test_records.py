@@ -1,0 +1,314 @@
+"""The records of examples/tpu/results/ and what pages say of them. Oracles: the records; the chips' peaks, counted by hand."""
+
+import json
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from conftest import ROOT
+from diffusers.tpu import cli, planner
+from diffusers.tpu.devices import CHIPS, Chip, find_topology
+from diffusers.tpu.planner import benches
+from diffusers.tpu.planner.benches import ATTENTION_SHAPES, Case
+
+
+RESULTS = ROOT / "examples" / "tpu" / "results"
+
+
+@pytest.fixture(scope="module")
+def maker():
+    """The script that makes records and tables."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(RESULTS)
+        import make_records
+
+        yield make_records
+
+
+def read(name: str):
+    return json.loads((RESULTS / name).read_text())
+
+
+# Pages
+
+
+def test_every_table_of_a_page_is_its_record(maker):
+    assert [str(page.relative_to(ROOT)) for page in maker.make_tables(check=True)] == []
+
+
+def test_every_table_is_on_a_page(maker):
+    shown = [name for page in maker.pages() for name in re.findall(r"<!-- table: (\S+) -->", page.read_text())]
+    assert sorted(shown) == sorted(n for n, table in maker.TABLES.items() if (RESULTS / table.record).exists())
+
+
+ROWS = [
+    {
+        "model": "linear-1000",
+        "submodules": 1000,
+        "tensors": 1998,
+        "check_microseconds": 674,
+        "read_milliseconds": 20.71,
+    },
+    {"model": "ltx-video", "submodules": 40, "tensors": 7, "check_microseconds": 1300.1, "read_milliseconds": 9},
+]
+PAGE = "before\n<!-- table: check -->\n{}<!-- end of table -->\nafter, 0.67 ms\n"
+TABLE = """| model | submodules | tensors | a look, nothing changed, ms | a reading, where something has, ms |
+|---|---|---|---|---|
+| a thousand submodules | 1,000 | 1,998 | 0.67 | 20.7 |
+| LTX-Video | 40 | 7 | 1.30 | 9.0 |
+"""
+
+
+@pytest.mark.parametrize("there", ["", "| an | old |\n", TABLE])
+def test_a_table_is_made_anew_and_nothing_around_it(maker, tmp_path, there):
+    (tmp_path / "check.json").write_text(json.dumps(ROWS))
+    (tmp_path / "README_TPU.md").write_text(PAGE.format(there))
+    differs = [tmp_path / "README_TPU.md"] if there != TABLE else []
+    assert maker.make_tables(True, tmp_path, tmp_path) == differs
+    assert (tmp_path / "README_TPU.md").read_text() == PAGE.format(there)
+    assert maker.make_tables(False, tmp_path, tmp_path) == differs
+    assert (tmp_path / "README_TPU.md").read_text() == PAGE.format(TABLE)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        PAGE.replace("<!-- end of table -->", ""),
+        PAGE.replace("<!-- table: check -->", ""),
+        PAGE + PAGE.replace("<!-- end of table -->", ""),
+        PAGE.replace(": check", ": nothing"),
+    ],
+)
+def test_marks_that_mark_no_table_are_an_error(maker, tmp_path, page):
+    (tmp_path / "check.json").write_text(json.dumps(ROWS))
+    with pytest.raises(ValueError, match="expected"):
+        maker.rewritten(page, tmp_path)
+
+
+def test_seconds_are_a_range_where_it_is_known(maker):
+    (speed,) = (table.make for name, table in maker.TABLES.items() if name == "speed")
+    row = {"model": "wan2.1-t2v-14b", "topology": "v6e-8", "height": 720, "width": 1280, "num_frames": 81}
+    row |= {"variant": "ours", "hbm_gib_per_chip": {"peak": 5.74}}
+    ways = {"bound": (2.9549, 3.177), "centred": (3.088, 3.32), "online": (10.04, 11)}
+    rows = [{**row, "way": way, "seconds_per_step": a, "slower": b} for way, (a, b) in ways.items()]
+    assert speed([*rows, {**row, "variant": "stock splash", "way": ""}])[2:] == [
+        "| Wan 2.1 14B, 720p x 81 | v6e-8 | 2.95 to 3.18 | 3.09 to 3.32 | 10.0 to 11.0 | 5.7 |"
+    ]
+
+
+# No figure above a chip's peak
+
+
+def least_bundles(chip: Chip, dim: int) -> float:
+    """Cycles that 1024 x 1024 scores of heads of this size occupy the matrix units.
+
+    A unit holds a square of one operand while rows of the other pass. Scores: for each `side` queries, in squares `dim` deep,
+    a row for each key. Values: for each `side` queries and `side` keys, a row for each of `dim` channels.
+    """
+    side = chip.matrix_side
+    rows = 1024 / side * 1024 * math.ceil(dim / side) + (1024 / side) ** 2 * dim
+    return chip.matrix_cycles(rows / chip.matrix_units)
+
+
+def test_the_least_by_hand():
+    """With heads of 128 v5e has no square half empty: 4 * 2^20 * 128 operations at 197e12 a second. v6e's are half as deep."""
+    assert least_bundles(CHIPS["v5e"], 128) == pytest.approx(4 * 2**20 * 128 / 197e12 * 1.5e9)
+    assert least_bundles(CHIPS["v6e"], 128) == pytest.approx(1.5 * 4 * 2**20 * 128 / 918e12 * 1.75e9)
+    assert round(least_bundles(CHIPS["v6e"], 128)) == 1535 and round(least_bundles(CHIPS["v6e"], 256)) == 2047
+
+
+def test_no_attention_kernel_is_above_the_peak():
+    above = []
+    for row in read("attention.json"):
+        least = least_bundles(CHIPS[row["chip"]], ATTENTION_SHAPES[row["shape"]][4])
+        if row["bundles_per_mtile"] < least:
+            above.append((row["chip"], row["shape"], row["path"], round(row["bundles_per_mtile"]), round(least)))
+    assert above == []
+
+
+# model: layers, heads of 128, pixels along the sides of a token; four frames are one
+WAN = {
+    "wan2.1-t2v-14b": (40, 40, 16),
+    "wan2.1-i2v-14b-720p": (40, 40, 16),
+    "wan2.2-t2v-a14b": (40, 40, 16),
+    "wan2.2-ti2v-5b": (30, 24, 32),
+    "wan2.1-t2v-1.3b": (30, 12, 16),
+}
+
+
+def steps() -> list[dict]:
+    """Of the bench and of every plan."""
+    plans = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("plan-*.json"))]
+    return read("step.json") + [{**p, **p["call"], "variant": "plan", "seconds": p["seconds_per_step"]} for p in plans]
+
+
+def test_no_step_is_above_the_peak():
+    above = []
+    for row in steps():
+        topology, (layers, heads, pixels) = find_topology(row["topology"]), WAN[row["model"]]
+        chip, seconds = topology.chip, row["seconds"]
+        tokens = (row["num_frames"] + 3) // 4 * (row["height"] // pixels) * (row["width"] // pixels)
+        mtiles = 2 * layers * heads * tokens**2 / 2**20 / topology.devices  # self-attention, both branches of guidance
+        attention = mtiles * least_bundles(chip, 128) / chip.clock
+        products = row["mfu"] * seconds["total"]  # all of them at the peak
+        if seconds["attention"] < attention or seconds["attention"] + seconds["matmul"] < products or row["mfu"] > 1:
+            least = {"attention": attention, "products": products}
+            above.append((row["topology"], row["model"], row["variant"], row.get("way"), seconds, least))
+    assert above == []
+
+
+def test_a_range_goes_up():
+    ranges = [(row["seconds_per_step"], row.get("slower")) for row in read("step.json")]
+    ranges += [(row["seconds"], row.get("slower")) for row in read("vae.json")]
+    ranges += [(row["our_seconds"], row.get("slower")) for row in read("calibration.json")]
+    for path in RESULTS.glob("run.json"):
+        rows = json.loads(path.read_text())
+        ranges += [(row["seconds"]["total"], row["slower"]) for row in rows]
+        ranges += [(row["first_run_seconds"], row["first_run_slower"]) for row in rows]
+    ranges = [ends for ends in ranges if ends[1] is not None]
+    assert ranges and all(0 < first <= last < 1.5 * first for first, last in ranges), ranges
+
+
+# Rows, of answers made up here
+
+
+def answer(**changes) -> dict:
+    """Of 50 steps of 2 s, 3 s online, two texts of 0.5 s and a video of 4 s; a chip that waits more takes a quarter longer."""
+
+    def part(component: str, entry: str, stage: str, runs: int, seconds: float) -> dict:
+        timing = {"slower": {"total": 1.25 * seconds}}
+        part = {"component": component, "entry": entry, "stage": stage, "runs": runs, "seconds": seconds}
+        return {**part, "timing": timing, "refused": None}
+
+    by_way = {
+        way: {"seconds": {"total": total}, "slower": 1.25 * total}
+        for way, total in (("bound", 2.0), ("centred", 2.5), ("online", 3.0))
+    }
+    parts = [part("vae", "decode", "decode", 1, 4.0), part("text_encoder", "forward", "text", 2, 0.5)]
+    parts.append(part("transformer", "forward", "denoise", 50, 2.0))
+    made = {"model": "m", "topology": "v6e-8", "mesh": {}, "steps": 50, "hbm_gib_per_chip": {}, "versions": {}}
+    return {**made, "by_way": by_way, "parts": parts, "compile_seconds": 100.0, "trace_seconds": 7.0, **changes}
+
+
+def test_a_first_run_is_a_run_and_what_comes_before_it(maker, monkeypatch):
+    """The times of compilation are of a program without schedules, which it is not read from."""
+
+    def plan(model, topology, *, schedules=True, on_progress, **asked):
+        assert asked["everything"] and asked["arguments"]["num_inference_steps"] == 50
+        return answer() if schedules else answer(by_way={}, parts=[], compile_seconds=60.0, trace_seconds=5.0)
+
+    monkeypatch.setattr(benches, "plan", plan)
+    cases = benches.select("run", {"topology": "v6e-8"})
+    rows = [{**case.row, **case.ask(print)} for case in cases]
+    assert [row["way"] for row in rows] == ["bound", "centred", "online"]
+    assert rows[0]["seconds"] == {"vae.decode": 4, "text_encoder.forward": 1, "steps": 100, "total": 105}
+    figures = [
+        [row["seconds"]["total"], row["slower"], row["first_run_seconds"], row["first_run_slower"]] for row in rows
+    ]
+    assert figures == [[105, 131.25, 170, 196.25], [130, 162.5, 195, 227.5], [155, 193.75, 220, 258.75]]
+    table = maker.TABLES["run"].make(rows)
+    online = "v6e-8 | online | 1.00 | 50 in 150 | 4.00 | 155 to 194 | 5.00 | 60.0 | 220 to 259 |"
+    assert table[4] == f"| Wan 2.1 14B, 720p x 81 | {online}"
+    assert "scheduler" in table[-1]
+
+
+@pytest.mark.parametrize("kind", ["step", "run"])
+def test_a_program_without_room_is_a_row_that_failed(kind, monkeypatch, capsys):
+    refused = answer(by_way={})
+    refused["parts"][2]["refused"] = {"message": "Used 40G of 31G hbm", "asked": 40 << 30}
+    monkeypatch.setattr(benches, "plan", lambda *args, **asked: refused)
+    filters = ["--topology", "v6e-8", "--model", "wan2.1-t2v-14b", "--way", "bound"]
+    assert cli.main(["bench", kind, *filters, "--json"]) == 1
+    said = capsys.readouterr()
+    failed = {row["failed"] for row in json.loads(said.out)}
+    assert failed == {
+        "expected a chip with room for transformer.forward of m on v6e-8, the compiler says: Used 40G of 31G hbm"
+    }
+
+
+# How records are made
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path) -> SimpleNamespace:
+    """A bench of three rows whose answers are remembered. `asked`: those that were asked; `failing`: rows to errors."""
+    bench = SimpleNamespace(asked=[], failing={})
+
+    def answers(function, request, **others):
+        bench.asked.append(request["row"])
+        if request["row"] in bench.failing:
+            raise bench.failing[request["row"]]
+        return {"answer": 10 * request["row"], "versions": {"sources": planner.sources()}}
+
+    def case(number: int) -> Case:
+        return Case({"row": number}, lambda on_progress: planner.remembered("a:question", {"row": number}))
+
+    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planner, "run_in_child", answers)
+    monkeypatch.setitem(benches.BENCHES, "check", lambda: [case(number) for number in (1, 2, 3)])
+    return bench
+
+
+def rows_of(record) -> list[tuple]:
+    return [(row["row"], row["answer"]) for row in json.loads(record.read_text())]
+
+
+def test_a_record_that_was_cut_off_goes_on_and_one_that_is_made_stays(maker, bench, tmp_path):
+    wanted, record = {"check": maker.of_bench("check")}, tmp_path / "check.json"
+    record.write_text("[]")
+    bench.failing[2] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        maker.make(wanted, tmp_path)
+    assert record.read_text() == "[]" and bench.asked == [1, 2]
+    bench.failing.clear()
+    assert maker.make(wanted, tmp_path) == 0
+    assert rows_of(record) == [(1, 10), (2, 20), (3, 30)] and bench.asked == [1, 2, 2, 3]
+    made = record.stat()
+    (tmp_path / "cache").rename(tmp_path / "no cache")
+    assert maker.make(wanted, tmp_path) == 0
+    assert len(bench.asked) == 4 and record.stat().st_ino == made.st_ino
+
+
+@pytest.mark.parametrize("change", ["sources", "a row more", "a row less"])
+def test_a_record_of_other_sources_or_rows_is_made_again(maker, bench, tmp_path, change):
+    wanted, record = {"check": maker.of_bench("check")}, tmp_path / "check.json"
+    maker.make(wanted, tmp_path)
+    rows = json.loads(record.read_text())
+    if change == "sources":
+        rows[1]["versions"]["sources"] = "0"
+    record.write_text(json.dumps({"a row more": [*rows, rows[0]], "a row less": rows[:2]}.get(change, rows)))
+    maker.make(wanted, tmp_path)
+    assert [row["versions"]["sources"] for row in json.loads(record.read_text())] == 3 * [planner.sources()]
+
+
+def test_a_row_that_fails_leaves_the_old_record_and_the_others_are_made(maker, bench, tmp_path, capsys):
+    (tmp_path / "check.json").write_text("[]")
+    bench.failing[2] = ValueError("expected a chip with room")
+    other = maker.Record(("other.json",), lambda: [maker.as_json({"versions": {}})])
+    assert maker.make({"check": maker.of_bench("check"), "other": other}, tmp_path) == 1
+    assert (tmp_path / "check.json").read_text() == "[]" and (tmp_path / "other.json").exists()
+    said = capsys.readouterr().out
+    assert "2: failed: expected a chip with room" in said and "1 of 3 rows failed, the old record stays: 2" in said
+    assert bench.asked == [1, 2, 3]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["check.json", "other.json"]
+
+
+def test_a_picture_says_what_made_it(maker, tmp_path):
+    drawn = maker.Image.new("RGB", (60, 400), "white")
+    drawn.paste("black", (10, 20, 50, 90))
+    drawn.save(tmp_path / "drawn.png")
+    record = maker.Record(("p.png",), lambda: [maker.as_png(tmp_path / "drawn.png", maker.until_it_ends)])
+    assert not record.is_of_these_sources(tmp_path)
+    maker.make({"p": record}, tmp_path)
+    assert record.is_of_these_sources(tmp_path)
+    with maker.Image.open(tmp_path / "p.png") as picture:
+        assert picture.size == (60, 110)
+
+
+def test_every_file_is_made_by_something(maker):
+    there = {path.name for path in RESULTS.iterdir() if path.is_file() and path.suffix != ".py"}
+    made = {name for record in maker.records().values() for name in record.files}
+    others = {"wan-step-ladder.md", "mutants.json", "mutants.md"}  # by hand; by their own script
+    assert there - others <= made and made - there <= {"run.json"}
