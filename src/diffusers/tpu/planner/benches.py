@@ -75,7 +75,7 @@ def _of_way(answer: dict, way: str) -> dict:
 
 
 def tune(case: Case, on_progress: Callable) -> dict:
-    """The best blocks for an attention case, the compiler as judge of both ways: a row for `attention/tuned.json`.
+    """The best blocks for an attention case, the present ones among them, the compiler as judge of both ways: a row for `tuned.json`.
 
     A head's values decide its way, so blocks that are best for heads with a bound may not ruin the others.
 
@@ -86,6 +86,8 @@ def tune(case: Case, on_progress: Callable) -> dict:
         raise ValueError(f"expected a case of path bound to tune, got {path}")
     request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape]}
     tried = remembered("diffusers.tpu.planner.attention_row:sizes_to_try", {**request, "count": 4}, 60, on_progress)
+    present = _tuned_rows().get(_tuned_key(case.row))
+    tried += [present["blocks"]] if present and present["blocks"] not in tried else []
     rows = []
     for blocks in tried:
         answer = _kernel({**request, "kernel": "kernel", "blocks": blocks}, on_progress)
@@ -98,12 +100,20 @@ def tune(case: Case, on_progress: Callable) -> dict:
 
 def tuned_table(rows: list[dict]) -> str:
     """`attention/tuned.json` with rows of `tune` in place of those it has of the same chip and shape."""
-    table = json.loads(TUNED.read_text()) if TUNED.exists() else {}
+    table = _tuned_rows()
     for row in rows:
-        _, _, q_len, kv_len, dim = ATTENTION_SHAPES[row["shape"]]
-        table[tuned_key(Shape(q_len, kv_len, dim, dim), row["chip"])] = row
+        table[_tuned_key(row)] = row
     lines = (f" {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(table.items()))
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _tuned_rows() -> dict[str, dict]:
+    return json.loads(TUNED.read_text()) if TUNED.exists() else {}
+
+
+def _tuned_key(row: dict) -> str:
+    _, _, q_len, kv_len, dim = ATTENTION_SHAPES[row["shape"]]
+    return tuned_key(Shape(q_len, kv_len, dim, dim), row["chip"])
 
 
 # What a sweep compiles: sizes of today's pipelines and odd ones, every head size, VAEs' single wide heads, short and long.
