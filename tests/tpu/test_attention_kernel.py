@@ -17,7 +17,7 @@ from conftest import QUICKLY, attention_formula, attention_weights, relative
 from diffusers.tpu.attention.blocks import Blocks, Tile
 from diffusers.tpu.attention.kernel import LOG2_E, tpu_attention
 from diffusers.tpu.attention.masks import Mask
-from diffusers.tpu.attention.ways import WAYS
+from diffusers.tpu.attention.ways import WAYS, Tally
 
 
 BLOCKS = [
@@ -31,7 +31,7 @@ SIZES = (4, 2, 300, 700, 64)  # heads of queries and keys, queries, keys, head s
 
 @functools.partial(
     jax.jit,
-    static_argnames=("scale", "blocks", "ways", "smoothing", "with_lse", "interpret", "generation"),
+    static_argnames=("scale", "blocks", "ways", "smoothing", "tally", "with_lse", "interpret", "generation"),
     compiler_options=QUICKLY,
 )
 def compiled(q, k, v, mask, **more):
@@ -183,7 +183,7 @@ def test_scores_far_below_that_of_padding(dtype, ways):
 
 def test_each_head_and_block_of_queries_goes_its_own_way():
     """Head 1, and the second block of queries of head 2, are huge; the keys of heads 2 and 3 lie far from zero. To the last
-    bit it is seen which way was taken."""
+    bit it is seen which way was taken, and a tally counts them."""
     q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
     k[:, 1] += 20
     q[:, 1] *= 300
@@ -198,6 +198,11 @@ def test_each_head_and_block_of_queries_goes_its_own_way():
         assert (chosen != other).any(-1)[~huge[..., 0]].mean() > 0.9
     oracle, _ = attention_formula(q, k, v, 1 / 8)
     assert relative(chosen, oracle) < 1e-4  # scores of a thousand have an ulp of 6e-5
+    tally = Tally()
+    run(q, k, v, ways=WAYS, with_lse=True, tally=tally)
+    jax.effects_barrier()
+    (shares,) = tally.shares().values()
+    assert shares == {"bound": 4 / 16, "centred": 6 / 16, "online": 6 / 16}  # 2 x 4 heads x 2 blocks
     for way, where in ((bound, huge | far), (centred, huge)):
         wrong = np.where(where, way, oracle)
         assert not np.isfinite(wrong).all() or relative(wrong, oracle) > 0.1

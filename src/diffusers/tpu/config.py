@@ -51,6 +51,8 @@ class TPUConfig:
         attention_window: (left, right): of the denoiser's self-attention, queries see only so many tokens before and after
             them. Text encoders and VAE have none.
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
+        attention_tally: `report(pipe)` says which ways of the kernel heads went, from all calls so far. For debugging: each
+            call of attention then waits for the host.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also
             elsewhere, interpreted; "xla": the compiler's, and upstream's attention processors.
         sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core
@@ -71,6 +73,7 @@ class TPUConfig:
     attention_smoothing: bool = True
     attention_window: tuple[int, int] | None = None
     attention_ring: int | None = None
+    attention_tally: bool = False
     layers: str = "auto"
     sparse_cores: bool = True
     host: tuple[str, ...] = ()

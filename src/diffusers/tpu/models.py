@@ -14,9 +14,11 @@ import functools
 import weakref
 from dataclasses import dataclass, field
 
+import jax
 import torch
 from jax.sharding import Mesh
 
+from .attention.ways import Tally
 from .config import TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
 from .host import HostModel
@@ -198,7 +200,8 @@ def report(module: torch.nn.Module) -> dict:
 
 
 def component_report(runner: Runner | HostModel) -> dict:
-    """Programs (entry, shapes, branches, seconds, calls), compilations, why calls run eagerly, bytes per chip and whether there."""
+    """Programs (entry, shapes, branches, seconds, calls), compilations, why calls run eagerly, bytes per chip and whether
+    there, and with `TPUConfig.attention_tally` the shares of the ways that heads went."""
     if isinstance(runner, HostModel):
         return {}
     programs = [
@@ -218,7 +221,13 @@ def component_report(runner: Runner | HostModel) -> dict:
         "eager": runner.eager,
         "weights": placed and placed.coverage,
         "on_chips": bool(placed and placed.arrays),
+        **({} if runner.tally is None else {"attention_ways": _shares(runner.tally)}),
     }
+
+
+def _shares(tally: Tally) -> dict:
+    jax.effects_barrier()  # what programs have run, they have also said
+    return tally.shares()
 
 
 # Copies

@@ -17,6 +17,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from . import bridge
+from .attention.ways import Tally
 from .branches import Branches
 from .call import Call, Values, take_apart, version_of
 from .config import TPUConfig
@@ -74,6 +75,7 @@ class Runner:
         self._numbers: dict[str, jax.Array] | None = None
         self._numbers_are_read = False
         self.uncompiled = Uncompiled(type(module).__name__)
+        self.tally = Tally() if config.attention_tally else None
 
     def attach(self):
         """Take the module's entry methods over; the module says where it runs by an attribute."""
@@ -324,6 +326,7 @@ class Runner:
                 smoothing=self.config.attention_smoothing,
                 window=self.config.attention_window if self._denoises else None,
                 ring=self.config.attention_ring,
+                tally=self.tally,
                 layers=self.config.layers,
                 convolutions=self.config.convolution_precision,
                 platform=self.mesh.devices.flat[0].platform,

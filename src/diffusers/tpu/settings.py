@@ -23,6 +23,7 @@ class Settings:
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
         layers: as `TPUConfig.layers`, for the rooms `linear` and `rotary`.
         convolutions: as `TPUConfig.convolution_precision`, for the rooms `video` and `bridge`.
+        tally: an `attention.ways.Tally` that is told which way heads go; None: nobody asks.
 
     Raises NotImplementedError for a TPU of a generation that nothing is known of.
     """
@@ -39,6 +40,7 @@ class Settings:
     interpret: bool = False
     layers: str = "auto"
     convolutions: str = "high"
+    tally: object = None
 
     def __post_init__(self):
         if self.platform == "tpu" or self.generation is not None:

@@ -118,6 +118,7 @@ def _local(settings: Settings, q, k, v, mask):
         generation=settings.generation,
         wanted=settings.blocks,
         smoothing=settings.smoothing,
+        tally=settings.tally,
         interpret=settings.interpreted,
     )
     stock = functools.partial(splash.splash_attention, interpret=settings.interpreted, blocks=settings.blocks)

@@ -34,7 +34,7 @@ from .kernel_call import LOG2_E, SUBLANES, Call
 from .kernel_operands import key_bias, make_operands, row_of
 from .key_bounds import KeyBounds
 from .masks import Mask
-from .ways import BOUND, WAYS, largest_radius, open_ways
+from .ways import BOUND, WAYS, Tally, largest_radius, open_ways
 
 
 VMEM_MARGIN = 8 << 20  # the compiler's own, beside what `blocks.vmem_bytes` counts
@@ -76,6 +76,7 @@ def tpu_attention(
     blocks: Blocks | None = None,
     smoothing: bool = True,
     ways: tuple[str, ...] = WAYS,
+    tally: Tally | None = None,
     interpret=False,
 ) -> Float[Array, "B N T E"] | tuple[Float[Array, "B N T E"], Float[Array, "B N T"]]:
     """Attention with the arguments of `reference_attention`.
@@ -86,6 +87,7 @@ def tpu_attention(
         wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
         smoothing: with the way "centred"; False: without, for which fewer heads are tame enough and less is compiled.
         ways: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
+        tally: is told which way each head and block of queries goes; costs a call to the host.
         interpret: True, or parameters of Pallas's TPU interpreter.
 
     Raises:
@@ -107,12 +109,12 @@ def tpu_attention(
     call = _static(q, k, mask, shape, blocks, open_ways(ways, added, smoothing), scale, generation)
     scalars, inputs = make_operands(call, q, k, v, mask, bias, first_row - first_key, bounds, interpret)
     outputs, scratch, scores = (
-        _outputs(call, q, v, with_lse),
+        _outputs(call, q, v, with_lse, tally is not None),
         _scratch(call, q, k, v),
         math.prod(q.shape[:3]) * call.kv_len,
     )
     call = replace(call, names=(*scalars, *inputs, *outputs, *scratch))
-    out, *lse = pl.pallas_call(
+    results = pl.pallas_call(
         functools.partial(kernel_body.run, call=call),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -130,7 +132,10 @@ def tpu_attention(
         interpret=interpret,
         name="attention_kernel",
     )(*scalars.values(), *(x for x, _ in inputs.values()))
-    return _as_asked(q.shape, mask, out, *lse)
+    results = dict(zip(outputs, results))
+    if tally is not None:
+        jax.debug.callback(tally.of(f"{list(q.shape)} with {k.shape[2]} keys"), results["went"][:, :, 0, 0])
+    return _as_asked(q.shape, mask, results["o"], *([results["lse"]] if with_lse else []))
 
 
 def _static(q, k, mask: Mask, shape: Shape, blocks: Blocks, ways, scale: float, generation: str | None) -> Call:
@@ -157,8 +162,8 @@ def _static(q, k, mask: Mask, shape: Shape, blocks: Blocks, ways, scale: float, 
     )
 
 
-def _outputs(call: Call, q, v, with_lse: bool) -> dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
-    """Name -> (array, the block of a program): the result with tokens minor, and the log-sum-exp."""
+def _outputs(call: Call, q, v, with_lse: bool, with_way: bool) -> dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
+    """Name -> (array, the block of a program): the result with tokens minor, the log-sum-exp, the code of the way."""
     rows, queries, dtype = q.shape[0] * q.shape[1], call.blocks.queries, jnp.float32 if with_lse else q.dtype
 
     def of_rows(height: int, dtype):
@@ -166,7 +171,13 @@ def _outputs(call: Call, q, v, with_lse: bool) -> dict[str, tuple[jax.ShapeDtype
         return jax.ShapeDtypeStruct((rows, height, call.q_len), dtype), spec
 
     outputs = {"o": of_rows(v.shape[3], dtype)}
-    return outputs | {"lse": of_rows(1, jnp.float32)} if with_lse else outputs
+    if with_lse:
+        outputs["lse"] = of_rows(1, jnp.float32)
+    if with_way:
+        shape = (rows, pl.cdiv(call.q_len, queries), 1, LANES)
+        spec = pl.BlockSpec((None, None, 1, LANES), lambda h, i, j, *s: (h, i, 0, 0))
+        outputs["went"] = jax.ShapeDtypeStruct(shape, jnp.int32), spec
+    return outputs
 
 
 def _scratch(call: Call, q, k, v) -> dict:

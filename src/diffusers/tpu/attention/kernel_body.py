@@ -68,6 +68,8 @@ def _start(r, call: Call, first_query, kv):
         if BOUND in call.ways:
             code = jnp.where(largest * r.reach[kv] <= SMALLEST, CODES[BOUND], code)
         r.way[0] = code
+    if hasattr(r, "went"):
+        r.went[...] = jnp.full(r.went.shape, r.way[0] if len(call.ways) > 1 else CODES[call.ways[0]], jnp.int32)
     for way in call.ways:
         _for_way(r, call, way, functools.partial(_start_way, r, call, kv, way))
 

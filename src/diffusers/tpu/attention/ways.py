@@ -13,6 +13,11 @@ device, by what scores (here times scale * log2 e) can be at most:
 Each way that is compiled is code of its own, which the kernel enters where a scalar has the way's code.
 """
 
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+
 BOUND, CENTRED, ONLINE = "bound", "centred", "online"
 WAYS = (BOUND, CENTRED, ONLINE)  # the cheapest first
 FIRST_CODE = (
@@ -43,3 +48,30 @@ def largest_radius(alike: bool) -> float:
         alike: all rows see the same keys. Else a row's largest score may lie as far below the mean as the bound is above it.
     """
     return (FREE + SMALLEST) / (1 if alike else 2)
+
+
+class Tally:
+    """Which ways heads went: of the blocks of queries of all heads, by what was called. A debugging aid."""
+
+    def __init__(self):
+        self._blocks: dict[str, Counter] = {}
+        self._lock = threading.Lock()  # every chip reports from a thread of its own
+
+    def of(self, called: str) -> Callable:
+        """What takes the codes of one chip's call."""
+
+        def add(codes):
+            with self._lock:
+                self._blocks.setdefault(called, Counter()).update(
+                    {w: int((codes == c).sum()) for w, c in CODES.items()}
+                )
+
+        return add
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """By what was called, the share of blocks that went each way so far."""
+        with self._lock:
+            return {
+                called: {way: count / blocks.total() for way, count in blocks.items()}
+                for called, blocks in self._blocks.items()
+            }
