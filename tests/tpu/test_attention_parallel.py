@@ -1,6 +1,6 @@
 """Oracle: softmax(scale q k^T + bias) v in float64 numpy of the whole arrays; collectives and splits counted by hand.
 
-`sent_beside_products` runs in the process of the TPU's compiler.
+`by_the_compiler` runs in the process of the TPU's compiler.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from conftest import QUICKLY, attention_formula, relative
@@ -264,13 +264,47 @@ def test_a_window_ends_the_journey(make_mesh, band, hops):
     assert relative(f(*operands), attention_formula(*operands, 0.3, Mask(band=band))[0]) < TOLERANCE
 
 
-def test_keys_are_sent_while_the_tpu_computes(monkeypatch):
+@pytest.fixture(scope="module")
+def compiled() -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+        return aot.run_in_child("test_attention_parallel:by_the_compiler", {}, seconds=120)
+
+
+def test_keys_are_sent_while_the_tpu_computes(compiled):
     """In the TPU's schedule every chunk leaves before the products of a hop and arrives after them."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-    assert aot.run_in_child("test_attention_parallel:sent_beside_products", {}, seconds=120) == [True] * 6
+    assert compiled["sent"] == [True] * 6
 
 
-def sent_beside_products(argument, progress) -> list[bool]:
+def test_kernels_around_the_exchange_fit_the_smallest_vmem(compiled):
+    """Where whole blocks and what is left of chips' tokens take as much as they may; and in float32."""
+    assert compiled["laid_out"] == 2
+
+
+def by_the_compiler(argument, progress) -> dict:
+    return {"sent": sent_beside_products(), "laid_out": laid_out("v7x-8")}
+
+
+def laid_out(topology: str) -> int:
+    """How many programs of all kernels around the exchange compile, with blocks as large as they may be: 1,636 tokens a chip."""
+    from diffusers.tpu.devices import find_topology
+
+    compiler = aot.Compiler(find_topology(topology))
+    device = SingleDeviceSharding(compiler.devices[0])
+
+    def there_and_back(x, k):
+        pieces = [exchange_kernels.cut(array, 4, False) for array in (x, k)]
+        turned = exchange_kernels.join(pieces[0], True, False)
+        back = exchange_kernels.paste(exchange_kernels.part(turned, 4, False), False)
+        return back, exchange_kernels.join(pieces[1], False, False)
+
+    for dtype in (jnp.bfloat16, jnp.float32):
+        operand = jax.ShapeDtypeStruct((1, 1636, 5120), dtype, sharding=device)
+        compiler.compile(jax.jit(there_and_back).lower(operand, operand))
+    return 2
+
+
+def sent_beside_products() -> list[bool]:
     """Of each of the six sends around a ring of four: does a product run between its start and its end?"""
     from diffusers.tpu.devices import find_topology
     from diffusers.tpu.mesh import make_mesh

@@ -19,8 +19,8 @@ from ..cost import cost
 from .blocks import LANES
 
 
-BLOCK_BYTES = 7 << 20  # of one array in VMEM, of which there are two with two buffers each
-VMEM_BYTES = 4 * BLOCK_BYTES + (8 << 20)
+BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
+VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own
 
 
 def takes(x: Float[Array, "B N T D"], ways: int, in_order: bool) -> bool:
