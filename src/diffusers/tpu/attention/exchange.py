@@ -37,25 +37,40 @@ class Exchange:
         by_kernel = interpret is not None and all(kernels.takes(x, ways, in_order) for x in (q, k, v))
         return cls(ways, in_order, by_kernel, interpret)
 
-    def to_heads(self, x: Float[Array, "B N T D"], turned: bool = False) -> Float[Array, "B N/W W*T D"]:
-        """All heads of some tokens to all tokens of some heads. `turned`: who takes it wants tokens minor."""
+    def to_heads(
+        self, x: Float[Array, "B N T D"], turned: bool = False, behind: Float[Array, "B N/W L D"] | None = None
+    ) -> Float[Array, "B N/W W*T+L D"]:
+        """All heads of some tokens to all tokens of some heads.
+
+        Args:
+            turned: who takes it wants tokens minor.
+            behind: tokens of this chip's heads that stand behind those of all chips.
+        """
         batch, heads, tokens, dim = x.shape
+        behind = None if behind is None else jnp.swapaxes(behind, 1, 2).reshape(batch, behind.shape[2], -1)
         x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)
         x = self._traded(kernels.cut(x, self.ways, self.interpret) if self.by_kernel else self._cut(x))
         heads //= self.ways
         if self.by_kernel and turned:
-            return jnp.swapaxes(kernels.join(x, True, self.interpret).reshape(batch, heads, dim, -1), 2, 3)
-        x = kernels.join(x, False, self.interpret) if self.by_kernel else self._joined(x)
+            x = kernels.join(x, True, self.interpret, behind)
+            return jnp.swapaxes(x.reshape(batch, heads, dim, -1), 2, 3)
+        if self.by_kernel:
+            x = kernels.join(x, False, self.interpret, behind)
+        else:
+            x = self._joined(x)
+            x = x if behind is None else jnp.concatenate([x, behind], 1)
         return jnp.swapaxes(x.reshape(batch, -1, heads, dim), 1, 2)
 
-    def to_sequence(self, x: Float[Array, "B N/W W*T D"]) -> Float[Array, "B N T D"]:
-        """The way back of `to_heads`, of what has tokens minor."""
+    def to_sequence(self, x: Float[Array, "B N/W W*T+L D"], behind: int = 0) -> Float[Array, "B N T D"]:
+        """The way back of `to_heads`, of what has tokens minor, without the tokens `behind`."""
         batch, heads, tokens, dim = x.shape
+        tokens -= behind
         if self.by_kernel:
-            turned = jnp.swapaxes(x, 2, 3).reshape(batch, heads * dim, tokens)
-            x = kernels.paste(self._traded(kernels.part(turned, self.ways, self.interpret)), self.interpret)
+            turned = jnp.swapaxes(x, 2, 3).reshape(batch, heads * dim, -1)
+            pieces = kernels.part(turned, self.ways, tokens // self.ways, self.interpret)
+            x = kernels.paste(self._traded(pieces), self.interpret)
         else:
-            x = self._traded(self._parted(jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)))
+            x = self._traded(self._parted(jnp.swapaxes(x[:, :, :tokens], 1, 2).reshape(batch, tokens, heads * dim)))
             x = jnp.concatenate(list(x), 2)
         # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
         x = lax.optimization_barrier(x)

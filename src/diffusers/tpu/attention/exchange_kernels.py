@@ -74,11 +74,14 @@ def paste(pieces: Float[Array, "W B T C"], interpret) -> Float[Array, "B T W*C"]
     )(pieces)
 
 
-def join(pieces: Float[Array, "W B T C"], turned: bool, interpret) -> Array:
-    """Tokens of all chips, [B, W T, C], or [B, C, W T] if they are turned to lanes."""
+def join(
+    pieces: Float[Array, "W B T C"], turned: bool, interpret, behind: Float[Array, "B L C"] | None = None
+) -> Array:
+    """Tokens of all chips and `behind` them others, [B, W T + L, C], or [B, C, W T + L] if they are turned to lanes."""
     ways, batch, tokens, width = pieces.shape
     rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)
-    last = -(-ways * rest // rows)  # blocks of what is left
+    rest = ways * rest + (0 if behind is None else behind.shape[1])
+    last = -(-rest // rows)  # blocks of what is left
 
     def place(b, i):
         i = jnp.minimum(i, ways * whole - 1)
@@ -93,8 +96,9 @@ def join(pieces: Float[Array, "W B T C"], turned: bool, interpret) -> Array:
 
     operands, specs = [pieces], [pl.BlockSpec((None, None, rows, width), place)]
     if rest:
-        left = jnp.moveaxis(pieces[:, :, whole * rows :], 0, 1).reshape(batch, ways * rest, width)
-        left = jnp.pad(left, ((0, 0), (0, last * rows - ways * rest), (0, 0)))
+        left = jnp.moveaxis(pieces[:, :, whole * rows :], 0, 1).reshape(batch, -1, width)
+        left = left if behind is None else jnp.concatenate([left, behind], 1)
+        left = jnp.pad(left, ((0, 0), (0, last * rows - rest), (0, 0)))
         operands.append(jnp.swapaxes(left, 1, 2) if turned else left)
         specs.append(of_tokens(lambda i: jnp.maximum(i - ways * whole, 0)))
 
@@ -121,7 +125,7 @@ def join(pieces: Float[Array, "W B T C"], turned: bool, interpret) -> Array:
         grid=(batch, ways * whole + last),
         in_specs=specs,
         out_specs=of_tokens(lambda i: i),
-        out_shape=jax.ShapeDtypeStruct(turn((batch, ways * tokens, width)), pieces.dtype),
+        out_shape=jax.ShapeDtypeStruct(turn((batch, ways * whole * rows + rest, width)), pieces.dtype),
         compiler_params=_parallel(2),
         cost_estimate=cost(pieces, pieces),
         interpret=interpret,
@@ -129,15 +133,14 @@ def join(pieces: Float[Array, "W B T C"], turned: bool, interpret) -> Array:
     )(*operands)
 
 
-def part(x: Float[Array, "B C W*T"], ways: int, interpret) -> Float[Array, "W B T C"]:
-    """The way back of `join`, turned."""
-    batch, width, tokens = x.shape
-    tokens = tokens // ways
+def part(x: Float[Array, "B C W*T+L"], ways: int, tokens: int, interpret) -> Float[Array, "W B T C"]:
+    """The way back of `join`, turned, for `tokens` of each chip; what stood behind them is left."""
+    batch, width, _ = x.shape
     rows, whole, rest = _blocks(tokens, width * x.dtype.itemsize)
     operands = [x]
     specs = [pl.BlockSpec((None, width, rows), lambda w, b, i: (b, 0, w * whole + jnp.minimum(i, whole - 1)))]
     if rest:
-        left = x[:, :, ways * whole * rows :].reshape(batch, width, ways, rest)
+        left = x[:, :, ways * whole * rows : ways * tokens].reshape(batch, width, ways, rest)
         operands.append(left.transpose(2, 0, 3, 1))
         specs.append(pl.BlockSpec((None, None, rest, width), lambda w, b, i: (w, b, 0, 0)))
 

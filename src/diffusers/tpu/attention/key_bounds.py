@@ -45,12 +45,14 @@ def mean_key(
     seen: Bool[Array, "B|1 K|1 S 1"] | None = None,
     axis: str | None = None,
     chips: int = 1,
+    beside: tuple | None = None,
 ) -> Float[Array, "B K 8 D"]:
     """`KeyBounds.centre` of a head's keys, the same on all chips.
 
     Args:
         seen: keys that some query sees; None: all. Others may hold anything, NaN too.
         axis: of the mesh, over which `chips` chips hold other keys of the same heads.
+        beside: (keys, which are seen) of the same heads that every chip has whole.
     """
     total = functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x
     if seen is None:
@@ -59,7 +61,13 @@ def mean_key(
     else:
         count = jnp.maximum(total(seen.sum(2)), 1)
         sums = jnp.where(seen, k.astype(jnp.float32), 0.0).sum(2)
-    return _as_rows(total(sums) / count, k.dtype)
+    sums = total(sums)
+    if beside is not None:
+        others, seen = beside
+        wide = others.astype(jnp.float32)
+        sums = sums + (wide if seen is None else jnp.where(seen, wide, 0.0)).sum(2)
+        count = count + (others.shape[2] if seen is None else seen.sum(2))
+    return _as_rows(sums / count, k.dtype)
 
 
 def key_bounds(
@@ -70,26 +78,39 @@ def key_bounds(
     axis: str | None = None,
     chips: int = 1,
     interpret=None,
+    beside: tuple | None = None,
 ) -> KeyBounds:
     """The bounds of a head's keys and values around their `mean_key`; the other arguments are that function's.
 
-    `interpret`: how a kernel for it runs; None: without one.
+    Args:
+        interpret: how a kernel for it runs; None: without one.
+        beside: (keys, values, which are seen) that every chip has whole.
     """
     highest = functools.partial(lax.pmax, axis_name=axis) if axis else lambda x: x
-    tokens, point = k.shape[2], centre.astype(jnp.float32).sum(2)
+    point = centre.astype(jnp.float32).sum(2)
+    reach, radius, largest = (highest(x) for x in _measured(k, v, point, seen, interpret))
+    tokens = k.shape[2] * chips
+    if beside is not None:
+        tokens += beside[0].shape[2]
+        others = _measured(*beside[:2], point, beside[2], None)
+        reach, radius, largest = (jnp.maximum(x, y) for x, y in zip((reach, radius, largest), others))
+    room = LARGEST - jnp.log2(tokens * jnp.maximum(largest, 1.0))
+    reach = jnp.where(room > 0, reach * jnp.maximum(SMALLEST / room, 1.0), jnp.inf)
+    return KeyBounds(reach, centre, radius)
+
+
+def _measured(k, v, point, seen, interpret):
+    """max |k|, max |k - point|, max |v|, by head."""
 
     def among_seen(x):
         return x if seen is None else jnp.where(seen, x, 0.0)
 
-    if interpret is not None and seen is None and k.shape[3] % LANES == 0 and (interpret or tokens >= LEAST_ROWS):
+    if interpret is not None and seen is None and k.shape[3] % LANES == 0 and (interpret or k.shape[2] >= LEAST_ROWS):
         reach, radius = longest(_by_token(k), point, interpret)
     else:
         wide = among_seen(k.astype(jnp.float32))
         reach, radius = _longest(wide), _longest(among_seen(wide - point[:, :, None]))
-    largest = highest(jnp.abs(among_seen(v.astype(jnp.float32))).max((2, 3)))
-    room = LARGEST - jnp.log2(tokens * chips * jnp.maximum(largest, 1.0))
-    reach = jnp.where(room > 0, highest(reach) * jnp.maximum(SMALLEST / room, 1.0), jnp.inf)
-    return KeyBounds(reach, centre, highest(radius))
+    return reach, radius, jnp.abs(among_seen(v.astype(jnp.float32))).max((2, 3))
 
 
 def _by_token(k: Float[Array, "B K S D"]) -> Float[Array, "B S K*D"]:

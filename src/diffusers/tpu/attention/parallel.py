@@ -91,10 +91,10 @@ def parallel_attention(
         mask = dataclasses.replace(mask, queries=None)
         mask = mask if mask.kind else None
     padded = q_len + -q_len % sp
-    q = _pad(q, 2, padded)
-    k, v = (_pad(x, 2, padded if split_keys else kv_len) for x in (k, v))
-    mask = jax.tree.map(lambda x: _pad(x, 2, padded) if x.shape[2] > 1 else x, mask)
-    mask = jax.tree.map(lambda x: _pad(x, 3, padded), mask) if travel else mask
+    q = padded_to(q, 2, padded)
+    k, v = (padded_to(x, 2, padded if split_keys else kv_len) for x in (k, v))
+    mask = jax.tree.map(lambda x: padded_to(x, 2, padded) if x.shape[2] > 1 else x, mask)
+    mask = jax.tree.map(lambda x: padded_to(x, 3, padded), mask) if travel else mask
 
     spec = P(on_dp, on_tp, ("ring", "ulysses"))
     kv_spec = spec if split_keys else P(on_dp, on_tp)
@@ -160,7 +160,8 @@ def _per_chip(
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
     if travel:
-        out = _around_ring(q, k, v, mask, bounds, local=local, kv_len=kv_len, ring=ring, place=place)
+        out, _ = around_ring(q, k, v, mask, bounds, local=local, kv_len=kv_len, ring=ring, place=place)
+        out = out.astype(q.dtype)
     else:
         out = local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **bounds)
     return exchange.to_sequence(out) if ulysses > 1 else out
@@ -178,8 +179,11 @@ def _bounds(k, v, kv_len: int, ring: int, ulysses: int, interpret) -> KeyBounds:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)
 
 
-def _around_ring(q, k, v, mask: Mask | None, bounds: dict, *, local, kv_len: int, ring: int, place):
-    chunk = k.shape[2]
+def around_ring(
+    q, k, v, mask: Mask | None = None, bounds: dict | None = None, *, local, kv_len: int, ring: int, place
+):
+    """(out, lse) in float32 of this chip's queries over the keys of all chips of the ring, of which `kv_len` are no padding."""
+    chunk, bounds = k.shape[2], bounds or {}
     hops = _hops(mask and mask.band, ring, chunk)
     state = None
     for hop, following in zip(hops, [*hops[1:], None]):
@@ -191,12 +195,12 @@ def _around_ring(q, k, v, mask: Mask | None, bounds: dict, *, local, kv_len: int
         if kv_len < ring * chunk:
             part = masks.with_length(part, kv_len - first_key, chunk)
         seen = local(q, k, v, mask=part, first_key=first_key, with_lse=True, **bounds)
-        state = seen if state is None else _merge(*state, *seen)
+        state = seen if state is None else merged(*state, *seen)
         if following is not None:
             # One chunk is in flight while one is computed with. Unbound, the compiler (v5e, libtpu 0.0.42) sends all of
             # them ahead of the kernels, whose time it does not know, and keeps every hop's result to the end.
             (k, v, bounds), state = lax.optimization_barrier((sent, state))
-    return state[0].astype(q.dtype)
+    return state
 
 
 def _hops(band: tuple[int | None, int | None] | None, ring: int, chunk: int) -> list[int]:
@@ -209,7 +213,7 @@ def _hops(band: tuple[int | None, int | None] | None, ring: int, chunk: int) -> 
     return [hop for hop in range(ring) if hop == 0 or reach(hop, left) or reach(ring - hop, right)]
 
 
-def _merge(out, lse, out_h, lse_h):
+def merged(out, lse, out_h, lse_h):
     """Two parts of the keys as one. A row without keys has lse -inf and stays zeros: exp(-inf - 0)."""
     both = jnp.logaddexp(lse, lse_h)
     base = jnp.where(jnp.isneginf(both), 0.0, both)[..., None]
@@ -223,6 +227,6 @@ def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:
     )
 
 
-def _pad(x: Array, axis: int, size: int) -> Array:
+def padded_to(x: Array, axis: int, size: int) -> Array:
     widths = [(0, size - n if a == axis else 0) for a, n in enumerate(x.shape)]
     return jnp.pad(x, widths) if size != x.shape[axis] else x
