@@ -91,14 +91,16 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
-def test_norm_and_rotation(chips, degrees, kernel):
+@pytest.mark.parametrize("per_head", [False, True])
+def test_norm_and_rotation(chips, degrees, kernel, per_head):
     tokens, heads, dim = (304 if degrees else int(np.random.default_rng().integers(1, 600))), 3, 128
-    x, weight = draw(2, tokens, heads * dim), draw(heads * dim, dtype=jnp.float32)
+    x, weight = draw(2, tokens, heads * dim), draw(dim if per_head else heads * dim, dtype=jnp.float32)
     angle = np.repeat(np.random.default_rng().uniform(-100, 100, (tokens, dim // 2)), 2, axis=1)
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
     settings = Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
     ours = wide(jax.jit(lambda *a: normed_and_rotated(*a, 1e-6, settings))(x, weight, cos, sin))
-    norm = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
+    rows = wide(x).reshape(2, tokens, -1, weight.size)
+    norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
     pairs = norm.reshape(2, tokens, heads, dim // 2, 2)
     turn = np.exp(1j * angle[None, :, None, ::2])
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn

@@ -1,4 +1,5 @@
-"""RMS norm over all heads and rotation of neighbouring entries by position: what queries and keys of video models go through.
+"""RMS norm, over all heads or of each, and rotation of neighbouring entries by position: what queries and keys of video models
+go through.
 
 One kernel on a TPU: it reads x once and writes it once. XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes
 five passes, some of them over arrays with two entries in a row of 128. Both round where upstream does: after the norm, and
@@ -34,13 +35,16 @@ def rotate_pairs(
 
 def normed_and_rotated(
     x: Float[Array, "B T C"],
-    weight: Float[Array, " C"],
+    weight: Float[Array, " C|D"],
     cos: Float[Array, "T D"],
     sin: Float[Array, "T D"],
     eps: float,
     settings: Settings,
 ) -> Float[Array, "B T C"]:
-    """x / sqrt(mean(x^2) + eps) * weight, then every head of D entries rotated; in x's dtype."""
+    """x / sqrt(mean(x^2) + eps) * weight, then every head of D entries rotated; in x's dtype.
+
+    A weight of D entries is of each head: the mean is over its entries then, over all heads' with a weight of C.
+    """
     interpret = settings.interpreted
     found = rows_over_mesh(x.shape, settings) if settings.own_layers and cos.shape[-1] % LANES == 0 else None
     if found is None or (not interpret and x.shape[0] * x.shape[1] < LEAST_ROWS * found[0]):
@@ -56,30 +60,34 @@ def normed_and_rotated(
 
 
 def _plainly(x, weight, cos, sin, eps):
-    wide = x.astype(jnp.float32)
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, weight.size)
     wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
     heads = wide.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1])
     return rotate_pairs(heads, cos[:, None], sin[:, None]).astype(x.dtype).reshape(x.shape)
 
 
+def _inverse(parts: list, eps: float):
+    """1 / sqrt(mean(x^2) + eps) of rows that are these parts side by side."""
+    squares = functools.reduce(lambda total, part: total + part * part, parts, jnp.zeros_like(parts[0]))
+    return lax.rsqrt(squares.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts) + eps)
+
+
 def _by_kernel(x, weight, cos, sin, *, eps, interpret):
     batch, tokens, width = x.shape
-    dim = cos.shape[-1]
+    dim, per_head = cos.shape[-1], weight.size < width
+    weight = jnp.tile(weight, width // weight.size)
     spec = pl.BlockSpec((None, BLOCK_ROWS, width), lambda b, t: (b, t, 0))
     table = pl.BlockSpec((BLOCK_ROWS, dim), lambda b, t: (t, 0))
 
     def tile(x_ref, w_ref, cos_ref, sin_ref, o_ref, n):
         rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
         heads = [slice(h, h + dim) for h in range(0, width, dim)]
-        squares = jnp.zeros((TILE_ROWS, dim), jnp.float32)
-        for head in heads:
-            part = x_ref[rows, head].astype(jnp.float32)
-            squares = squares + part * part
-        inverse = lax.rsqrt(squares.sum(axis=-1, keepdims=True) / width + eps)
+        inverse = None if per_head else _inverse([x_ref[rows, head].astype(jnp.float32) for head in heads], eps)
         cos, sin = cos_ref[rows, :], sin_ref[rows, :]
         even = lax.broadcasted_iota(jnp.int32, cos.shape, 1) % 2 == 0
         for head in heads:
-            part = x_ref[rows, head].astype(jnp.float32) * inverse * w_ref[:, head]
+            part = x_ref[rows, head].astype(jnp.float32)
+            part = part * (_inverse([part], eps) if per_head else inverse) * w_ref[:, head]
             part = part.astype(o_ref.dtype).astype(jnp.float32)
             before, after = pltpu.roll(part, 1, 1), pltpu.roll(part, dim - 1, 1)
             o_ref[rows, head] = (part * cos + jnp.where(even, -after, before) * sin).astype(o_ref.dtype)
