@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from ...utils import logging
 from ..settings import Settings, current
 from . import kernel, masks, splash
+from .joint import Text, joint_attention, joint_mask
 from .parallel import attention_by_heads, parallel_attention, plan_ring
 from .reference import reference_attention
 from .ways import ONLINE
@@ -79,11 +80,7 @@ def attention(
     window = settings.window if q.shape[2] == k.shape[2] else None
     mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal, window)
     run, name, chips, reason = _chosen(settings, q, k, v, mask)
-    way = Way(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason)
-    _ways[way] = _ways.get(way, 0) + 1
-    if reason:
-        _say_once(name, reason)
-
+    _note(Way(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason))
     if not isinstance(q, jax.core.Tracer):
         return _program(settings, scale)(q, k, v, mask)
 
@@ -91,6 +88,50 @@ def attention(
         return run(q, k, v, mask=mask, scale=scale)
 
     return jax.jit(scaled_dot_product_attention)(q, k, v)  # one named call in the trace: what the planner counts
+
+
+def joint(
+    q: Float[Array, "B N T D"],
+    k: Float[Array, "B K T D"],
+    v: Float[Array, "B K T E"],
+    text: Text,
+    *,
+    scale: float | None = None,
+) -> tuple[Float[Array, "B N T E"], Float[Array, "B N L E"]]:
+    """Latents and text in one softmax: (the latents' answer, the text's). `scale`: 1/sqrt(D) if None.
+
+    Raises as `attention` does.
+    """
+    for one in ((q, k, v), (text.q, text.k, text.v)):
+        _check(*one, enable_gqa=q.shape[1] != k.shape[1])
+    settings = current()
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    mask = joint_mask(k.shape[2], k.shape[2], text)
+    name, local, reason = _local(settings, q, k, v, mask)
+    _, chips = _spread(settings, q, k, local)
+    kind = "joint" if mask is None else f"joint+{mask.kind}"
+    both = (*k.shape[:2], k.shape[2] + text.k.shape[2], k.shape[3])
+    _note(Way(q.shape, both, str(q.dtype), kind, name, chips, reason))
+    mesh = settings.mesh if settings.sequence else None
+    run = functools.partial(joint_attention, scale=scale, mesh=mesh, local=local, ring=settings.ring)
+    if mesh is None and settings.mesh is not None and settings.mesh.size > 1:
+        run.keywords["local"] = functools.partial(attention_by_heads, mesh=settings.mesh, local=local)
+
+    def scaled_dot_product_attention(q, k, v, text):
+        return run(q, k, v, text, interpret=_interpret(settings, local))
+
+    return jax.jit(scaled_dot_product_attention)(q, k, v, text)
+
+
+def _note(way: Way):
+    _ways[way] = _ways.get(way, 0) + 1
+    if way.reason:
+        _say_once(way.kernel, way.reason)
+
+
+def _interpret(settings: Settings, local):
+    """How our kernels run around this attention of one chip; None: it is not ours."""
+    return settings.interpreted if getattr(local, "func", None) is kernel.tpu_attention else None
 
 
 def _chosen(settings: Settings, q, k, v, mask) -> tuple[Callable, str, str, str]:
@@ -148,7 +189,7 @@ def _spread(settings: Settings, q, k, local):
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
     sp, tp = mesh.shape["sp"], mesh.shape["tp"]
-    interpret = settings.interpreted if getattr(local, "func", None) is kernel.tpu_attention else None
+    interpret = _interpret(settings, local)
     spread = functools.partial(parallel_attention, mesh=mesh, local=local, ring=settings.ring, interpret=interpret)
     if q.shape[2] != k.shape[2]:
         return spread, f"queries over {sp}, whole keys"

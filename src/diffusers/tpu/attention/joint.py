@@ -56,7 +56,7 @@ def joint_attention(
             local if mesh is None or mesh.size == 1 else functools.partial(attention_by_heads, mesh=mesh, local=local)
         )
         both = (jnp.concatenate(pair, 2) for pair in ((q, text.q), (k, text.k), (v, text.v)))
-        out = run(*both, mask=_mask(tokens, tokens, text), scale=scale)
+        out = run(*both, mask=joint_mask(tokens, tokens, text), scale=scale)
         return out[:, :, :tokens], _without_padding(out[:, :, tokens:], text)
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     on_dp = "dp" if batch % dp == 0 else None
@@ -90,12 +90,12 @@ def _per_chip(q, k, v, text: Text, *, scale, local, tokens: int, ring: int, ulys
         bounds = {} if interpret is None else {"bounds": _bounds(k, v, text, tokens, ulysses, interpret)}
         q, v = (exchange.to_heads(x, True, other) for x, other in ((q, own.q), (v, own.v)))
         k = exchange.to_heads(k, behind=own.k)
-        out = local(q, k, v, mask=_mask(tokens, chunk, own), **bounds)
+        out = local(q, k, v, mask=joint_mask(tokens, chunk, own), **bounds)
     else:
         q = exchange.to_heads(q, True, own.q)
         k, v = exchange.to_heads(k), exchange.to_heads(v, True)
         of_latents = around_ring(q, k, v, local=local, kv_len=tokens, ring=ring, place=place)
-        of_text = local(q, own.k, own.v, mask=_mask(0, 0, own), with_lse=True)
+        of_text = local(q, own.k, own.v, mask=joint_mask(0, 0, own), with_lse=True)
         out = merged(*of_latents, *of_text)[0].astype(q.dtype)
     answer = out[:, :, chunk:]
     if ulysses > 1:
@@ -115,7 +115,7 @@ def _of_heads(text: Text, ulysses: int) -> Text:
     return Text(own(text.q), own(text.k), own(text.v), text.seen)
 
 
-def _mask(tokens: int, chunk: int, text: Text) -> Mask | None:
+def joint_mask(tokens: int, chunk: int, text: Text) -> Mask | None:
     """Of `chunk` latents, of which `tokens` are no padding, and the text behind them."""
     if text.seen is None and tokens == chunk:
         return None

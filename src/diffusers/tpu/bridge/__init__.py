@@ -34,6 +34,7 @@ __all__ = [
     "environment",
     "from_numpy",
     "in_tiles",
+    "joint_attention",
     "normed_and_rotated",
     "numpy_dtype",
     "on_device",
@@ -66,6 +67,27 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, cos: torch.Tenso
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     tables = (table.jax()[0, :, 0] for table in (cos, sin))
     return Tensor(normed_and_rotated(x.jax(), norm.weight.jax(), *tables, eps, current()), environment())
+
+
+def joint_attention(
+    latents: tuple[torch.Tensor, ...], text: tuple[torch.Tensor, ...], seen: torch.Tensor | None, backend=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two streams in one softmax, each q, k and v [B, T, N, D] of a trace; so are the answers.
+
+    Args:
+        seen: tokens of the text that are no padding [B, L]; None: all.
+        backend: a dispatcher's backend that a processor was told to use; None: what `TPUConfig.attention` says.
+    """
+    from ..attention.api import joint
+    from ..attention.joint import Text
+    from ..settings import choosing
+
+    (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in stream] for stream in (latents, text))
+    with choosing(
+        None if backend is None else str(getattr(backend, "value", backend)).removeprefix("tpu").lstrip("_") or None
+    ):
+        answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
+    return tuple(Tensor(x.swapaxes(1, 2), environment()) for x in answers)
 
 
 class ExecutionDevice(ModelHook):

@@ -112,7 +112,7 @@ class BlockRuns:
 
     Args:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
-        pin_carry: array -> array, applied to what is carried between blocks.
+        pin_carry: (array, number of the output) -> array, applied to what is carried between blocks.
     """
 
     def __init__(
@@ -239,14 +239,14 @@ class BlockRuns:
         slots = {tensor_positions.index(position): number for position, number in run.feeds.items()}
         source = {number: slot for slot, number in slots.items()}
         carry = [
-            self.pin_carry(arrays[source[n]]) if n in source else jnp.zeros(o._aval.shape, o._aval.dtype)
+            self.pin_carry(arrays[source[n]], n) if n in source else jnp.zeros(o._aval.shape, o._aval.dtype)
             for n, o in enumerate(run.outputs)
         ]
 
         def step(carry, own):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
             flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own)
-            flat = [self.pin_carry(x) for x in flat]
+            flat = [self.pin_carry(x, n) for n, x in enumerate(flat)]
             return flat, {n: flat[n] for n in numbers}
 
         numbers = sorted({n for _, n, _ in held})

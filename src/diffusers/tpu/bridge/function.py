@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import jax
 import torch
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
 from torchax.tensor import Tensor
 from torchax.view import View
@@ -157,10 +157,14 @@ class PureFunction:
     def _pin_block_weight(self, group: Group, name: str, array):
         return self._gather(f"{group.label}.{name}", array)
 
-    def _pin_carry(self, array):
-        if self.carry is None or array.ndim != len(self.carry):
+    def _pin_carry(self, array, number: int):
+        """Output `number` of a block."""
+        spec = self.carry
+        if isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
+            spec = spec[number] if number < len(spec) else None
+        if spec is None or array.ndim != len(spec):
             return array
-        return jax.lax.with_sharding_constraint(array, named(self.mesh, self.carry))
+        return jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
 
 
 def _plain(leaf):
