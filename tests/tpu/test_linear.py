@@ -67,18 +67,17 @@ def test_blocks_fit_and_keep_the_units_busy(generation):
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 8, 1), (8, 1, 1)])
 def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
     settings = Settings(layers="kernel", mesh=make_mesh(chips, degrees))
-    x, w, b = draw(8, 80, 128), draw(256, 128), draw(256)
+    x, w, b = draw(8, 79, 128), draw(256, 128), draw(256)
     run = jax.jit(lambda x, w, b: linear.linear(x, w, b, "silu", settings))
     one = linear.linear(x, w, b, "silu", KERNEL)
     np.testing.assert_array_equal(wide(run(x, w, b)), wide(one))
     refused = [
-        (x[:, :79], w, b),
         (x[:7], w, b),
         (x[..., :96], w[:, :96], b),
         (x.astype(jnp.float32), w, b),
         (x[0], w, b),
     ]
-    fits = {(1, 8, 1): [1], (8, 1, 1): [0]}.get(degrees, [])
+    fits = [0] if degrees == (1, 8, 1) else []
     for number, (x_, w_, b_) in enumerate(refused):
         assert (linear.linear(x_, w_, b_, "", settings) is None) == (number not in fits), number
     for other in (
@@ -93,7 +92,7 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
 @pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_norm_and_rotation(chips, degrees, kernel, per_head):
-    tokens, heads, dim = (304 if degrees else int(np.random.default_rng().integers(1, 600))), 3, 128
+    tokens, heads, dim = int(np.random.default_rng().integers(1, 600)), 3, 128
     x, weight = draw(2, tokens, heads * dim), draw(dim if per_head else heads * dim, dtype=jnp.float32)
     angle = np.repeat(np.random.default_rng().uniform(-100, 100, (tokens, dim // 2)), 2, axis=1)
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
@@ -152,12 +151,12 @@ RESIDUALS = {  # upstream's words for it, and the layer's gate and residual that
     ],
 )
 def test_a_gate_and_a_residual_after_a_layer_are_the_layers(chips, monkeypatch, degrees, words):
-    """Upstream's operations in float64; a gate of each sample, rows that fill no block."""
+    """Upstream's operations in float64; a gate of each sample, rows that fill no block and that the chips do not divide."""
     follow, gated = RESIDUALS[words]
     asked, fast = [], linear.linear
     monkeypatch.setattr(layers, "fast_linear", lambda *a: (asked.append([x is not None for x in a[5:]]), fast(*a))[1])
     layer = torch.nn.Linear(128, 256).bfloat16()
-    x, h, g = torch.randn(2, 152, 128).bfloat16(), torch.randn(2, 152, 256).bfloat16(), torch.randn(2, 1, 256)
+    x, h, g = torch.randn(2, 150, 128).bfloat16(), torch.randn(2, 150, 256).bfloat16(), torch.randn(2, 1, 256)
     arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias, h, g)]
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
 
@@ -188,7 +187,7 @@ def _in_float64(words, y, h, g):
     [((2, 4, 1), (3, 8, 16)), pytest.param((1, 1, 1), (1, 6, 10), marks=pytest.mark.slow), ((1, 8, 1), (1, 6, 10))],
 )
 def test_wans_transformer_by_all_kernels(chips, monkeypatch, degrees, tokens):
-    """Heads of 128 and bfloat16, as the published ones. On the last mesh tokens do not divide and layers are the compiler's."""
+    """Heads of 128 and bfloat16, as the published ones. On the last mesh tokens do not divide."""
     torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
     sizes = {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 768, "num_layers": 2, "text_dim": 128}
     model = WanTransformer3DModel(patch_size=(1, 2, 2), rope_max_seq_len=32, **sizes).eval()
@@ -205,5 +204,5 @@ def test_wans_transformer_by_all_kernels(chips, monkeypatch, degrees, tokens):
         ours = model(*arguments, return_dict=False)[0]
         runner.detach()
     assert relative(ours.float(), exact) < 1.25 * relative(theirs.float(), exact)
-    assert ((768, 512) in taken) == (degrees != (1, 8, 1))  # the feed-forward's first
+    assert (768, 512) in taken  # the feed-forward's first
     assert {type(m.processor) for m in model.modules() if hasattr(m, "processor")} == {WanAttnProcessor}

@@ -13,6 +13,7 @@ all of w. The rest is the compiler's.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -178,11 +180,10 @@ def linear(
         or w.shape[0] % LANES
     ):
         return None
-    specs = rows_over_mesh(x.shape, settings)
-    if specs is None:
+    found = rows_over_mesh(x.shape, settings)
+    if found is None:
         return None
-    ways, spec = specs
-    rows = math.prod(x.shape[:-1]) // ways
+    rows = found.rows
     blocks = choose(rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
     if blocks is None or rows < (1 if interpret else LEAST_ROWS):
         return None
@@ -203,21 +204,48 @@ def linear(
         )
         return out.reshape(*x.shape[:-1], -1)
 
-    if ways == 1:
-        return local(x, w, b, gate, residual)
     gate_spec = P("dp" if gate is not None and gate.shape[0] > 1 else None)
-    in_specs = (spec, P(), P(), gate_spec, spec)
-    return jax.shard_map(local, mesh=settings.mesh, in_specs=in_specs, out_specs=spec, check_vma=False)(
-        x, w, b, gate, residual
-    )
+    return found.run(local, (x, w, b, gate, residual), (found.spec, P(), P(), gate_spec, found.spec))
 
 
-def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> tuple[int, P] | None:
-    """(chips that share the rows of [B, T, C], how it lies on them); None where they share columns too, or hold it whole."""
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of [B, T, C] lie on the chips of `mesh`, where every chip has its part of them and whole ones.
+
+    Attributes:
+        rows: of one chip.
+        spec: of arrays with these rows.
+        fill: tokens behind the others, so that the chips of `sp` have equally many.
+    """
+
+    mesh: Mesh | None
+    rows: int
+    spec: P
+    fill: int = 0
+
+    def run(self, local: Callable, operands: tuple, specs: tuple[P, ...]) -> Array:
+        """`local` of every chip's part of the operands: what has these rows' spec is filled up, the result is cut again."""
+        if self.mesh is None:
+            return local(*operands)
+        operands = [self._filled(x, spec) for x, spec in zip(operands, specs)]
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self.spec, check_vma=False)
+        out = run(*operands)
+        return out[:, : out.shape[1] - self.fill]
+
+    def _filled(self, x, spec: P):
+        if x is None or not self.fill or "sp" not in spec:
+            return x
+        axis = tuple(spec).index("sp")
+        return jnp.pad(x, [(0, self.fill if n == axis else 0) for n in range(x.ndim)])
+
+
+def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
+    """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or hold all of it."""
     mesh = settings.mesh
     if mesh is None or mesh.size == 1:
-        return 1, P()
+        return Rows(None, math.prod(shape[:-1]), P())
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
-    if not settings.sequence or tp > 1 or len(shape) != 3 or shape[0] % dp or shape[1] % sp:
+    if not settings.sequence or tp > 1 or len(shape) != 3 or shape[0] % dp:
         return None
-    return dp * sp, P("dp", "sp", None)
+    fill = -shape[1] % sp
+    return Rows(mesh, shape[0] // dp * (shape[1] + fill) // sp, P("dp", "sp", None), fill)

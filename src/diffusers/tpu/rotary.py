@@ -47,16 +47,11 @@ def normed_and_rotated(
     """
     interpret = settings.interpreted
     found = rows_over_mesh(x.shape, settings) if settings.own_layers and cos.shape[-1] % LANES == 0 else None
-    if found is None or (not interpret and x.shape[0] * x.shape[1] < LEAST_ROWS * found[0]):
+    if found is None or (not interpret and found.rows < LEAST_ROWS):
         return _plainly(x, weight, cos, sin, eps)
-    ways, spec = found
+    table = P(found.spec[1], None) if found.mesh is not None else P()
     run = functools.partial(_by_kernel, eps=eps, interpret=interpret)
-    if ways > 1:
-        table = P(spec[1], None)
-        run = jax.shard_map(
-            run, mesh=settings.mesh, in_specs=(spec, P(), table, table), out_specs=spec, check_vma=False
-        )
-    return run(x, weight, cos, sin)
+    return found.run(run, (x, weight, cos, sin), (found.spec, P(), table, table))
 
 
 def _plainly(x, weight, cos, sin, eps):
