@@ -63,10 +63,10 @@ def target_devices() -> tuple:
     return jax_devices(target)
 
 
-def resolved(config: TPUConfig | None, devices: int, guided_by_pairs: bool = False) -> TPUConfig:
+def resolved(config: TPUConfig | None, devices: int, in_pairs: bool = False) -> TPUConfig:
     """The configuration with its degrees in numbers; None: what the environment says."""
     config = config or TPUConfig()
-    degrees = plan_degrees(devices, config.mesh or read_environment().mesh, guided_by_pairs)
+    degrees = plan_degrees(devices, config.mesh or read_environment().mesh, in_pairs)
     return dataclasses.replace(config, mesh=degrees)
 
 

@@ -42,7 +42,7 @@ def install(pipe, config: TPUConfig | None = None):
     plan = plan_of(original, PipelinePlan())
     modules = modules_of(pipe)
     wanted = config if config is not None else taken_over(pipe, modules)
-    config = models.resolved(wanted, len(devices), plan.guided_by_pairs)
+    config = models.resolved(wanted, len(devices), plan.in_pairs(pipe))
     if state is not None and config == state.config:
         return pipe
     check(pipe, modules, config)

@@ -17,6 +17,8 @@ PLANS = {
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
     "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
     "WanAnimateTransformer3DModel": "..models.transformers.transformer_wan_animate_flax",
+    "HunyuanVideo15Pipeline": "..pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_flax",
+    "HunyuanVideo15ImageToVideoPipeline": "..pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_image2video_flax",
     "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
     "WanImageToVideoPipeline": "..pipelines.wan.pipeline_wan_i2v_flax",
     "WanVideoToVideoPipeline": "..pipelines.wan.pipeline_wan_video2video_flax",
@@ -35,11 +37,17 @@ class PipelinePlan:
 
     Args:
         glue: "resident" if upstream's loop is known to run on device tensors.
-        guided_by_pairs: the denoiser is called once per guidance branch, so that dp 2 is of use.
+        once_per_branch: the denoiser is called once per guidance branch, not with all of them in one batch.
     """
 
     glue: str = "host"
-    guided_by_pairs: bool = False
+    once_per_branch: bool = False
+
+    def in_pairs(self, pipe=None) -> bool:
+        """Do calls of the denoiser come in pairs, so that dp 2 is of use? A guider says how many branches there are; without one two."""
+        guider = getattr(pipe, "guider", None)
+        branches = 2 if guider is None else guider.num_conditions if guider._enabled else 1
+        return self.once_per_branch and branches % 2 == 0
 
 
 def plan_of(cls: type, default):

@@ -11,6 +11,6 @@ from ...tpu.plans import PipelinePlan
 from .pipeline_wan import WanPipeline as UpstreamWanPipeline
 
 
-PLAN = PipelinePlan(glue="resident", guided_by_pairs=True)
+PLAN = PipelinePlan(glue="resident", once_per_branch=True)
 
 WanPipeline = self_installing(UpstreamWanPipeline, __name__)

@@ -117,10 +117,10 @@ def joint(
     if mesh is None and settings.mesh is not None and settings.mesh.size > 1:
         run.keywords["local"] = functools.partial(attention_by_heads, mesh=settings.mesh, local=local)
 
-    def scaled_dot_product_attention(q, k, v, text):
-        return run(q, k, v, text, interpret=_interpret(settings, local))
+    def scaled_dot_product_attention(q, k, v, *words):
+        return run(q, k, v, Text(*words, text.seen), interpret=_interpret(settings, local))
 
-    return jax.jit(scaled_dot_product_attention)(q, k, v, text)
+    return jax.jit(scaled_dot_product_attention)(q, k, v, text.q, text.k, text.v)
 
 
 def _note(way: Way):

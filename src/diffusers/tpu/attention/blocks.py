@@ -68,7 +68,12 @@ TILES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sizes depend on. `dense_bytes`: of one entry of a mask of queries x keys; 0 without one."""
+    """What the sizes depend on.
+
+    Attributes:
+        masked: so many last keys a mask by key may take away; 0 without one.
+        dense_bytes: of one entry of a mask of queries x keys; 0 without one.
+    """
 
     q_len: int
     kv_len: int
@@ -76,7 +81,7 @@ class Shape:
     out_dim: int
     bytes: int = 2
     out_bytes: int = 2
-    keys: bool = False
+    masked: int = 0
     dense_bytes: int = 0
 
 
@@ -106,10 +111,10 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
     tall, out_tall = round_up(shape.dim, 16), round_up(shape.out_dim, 16)
     operands = blocks.queries * tall * shape.bytes + blocks.keys * (wide + out_tall) * shape.bytes
     operands += blocks.queries * out_tall * shape.out_bytes + blocks.queries * 8 * 4
-    operands += blocks.keys * 8 * 4 * shape.keys + blocks.queries * blocks.keys * shape.dense_bytes
+    operands += blocks.keys * 8 * 4 * bool(shape.masked) + blocks.queries * blocks.keys * shape.dense_bytes
     state = blocks.queries * (16 + out_tall) * 4 + blocks.keys * out_tall * shape.bytes
     state += (blocks.queries * tall + blocks.keys * (wide if shape.dim % LANES else 0)) * 2 * shape.bytes
-    state += blocks.keys * LANES * 4 * shape.keys
+    state += blocks.keys * LANES * 4 * bool(shape.masked)
     spilled = max(
         (tile.lag + 2) * tile.queries * tile.keys * 8 + tile.queries * (out_wide + wide) * 8
         for tile in (blocks.bound, blocks.online)
@@ -181,8 +186,12 @@ def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
     # float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size
     most = MOST_SCORES.get(generation, MOST_SCORES_ELSEWHERE) // (1 if shape.bytes == 2 else 10)
     most = most * 256 // max(256, shape.dim + shape.out_dim)
+    of_keys = range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k)
+    # masking is slow: where one block, the last, holds all that may be masked, no other has code for it
+    fitting = [n for n in of_keys if shape.masked <= (shape.kv_len - 1) % n + 1]
+    of_keys = fitting if fitting and shape.masked < shape.kv_len else of_keys
     longest = MOST_QUERIES * LANES // max(LANES, shape.dim, shape.out_dim)
-    for keys in range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k):
+    for keys in of_keys:
         for piece in range(unit_q, min(2048, round_up(shape.q_len, unit_q)) + 1, unit_q):
             if piece // unit_q % 2 and piece > unit_q:
                 continue  # an odd number of tiles leaves one of two matrix units without work

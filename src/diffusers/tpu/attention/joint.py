@@ -121,7 +121,7 @@ def joint_mask(tokens: int, chunk: int, text: Text) -> Mask | None:
         return None
     seen = jnp.ones((1, text.k.shape[2]), bool) if text.seen is None else text.seen
     latents = jnp.broadcast_to(jnp.arange(chunk) < tokens, (seen.shape[0], chunk))
-    return Mask(keys=jnp.concatenate([latents, seen], 1)[:, None, None])
+    return Mask(keys=jnp.concatenate([latents, seen], 1)[:, None, None], whole=tokens)
 
 
 def _without_padding(out, text: Text):

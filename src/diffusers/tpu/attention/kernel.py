@@ -55,7 +55,7 @@ def shape_of(q, k, v, mask: Mask | None, with_lse: bool = False) -> Shape:
         out_dim=v.shape[3],
         bytes=q.dtype.itemsize,
         out_bytes=4 if with_lse else q.dtype.itemsize,
-        keys=mask.keys is not None,
+        masked=0 if mask.keys is None else k.shape[2] - mask.whole,
         dense_bytes=0 if mask.dense is None else mask.dense.dtype.itemsize,
     )
 
@@ -155,6 +155,7 @@ def _static(q, k, mask: Mask, shape: Shape, blocks: Blocks, ways, scale: float, 
         limit=largest_radius(mask.band is None and (keys is None or keys.shape[1] == 1 or groups == 1)),
         band=mask.band,
         keys=keys is not None,
+        whole=mask.whole,
         dense=mask.dense is not None,
         dtype=q.dtype,
         row_of_keys=None if keys is None else functools.partial(row_of, keys.shape, heads),

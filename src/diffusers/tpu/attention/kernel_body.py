@@ -24,7 +24,7 @@ def run(*refs, call: Call):
     pl.when(j == 0)(lambda: _start(r, call, first_query, call.row_of_kv(head)))
 
     some, cut = [], []  # conditions: any score of this block counts; not all of them do as they are
-    if call.keys:
+    if call.keys and not call.cut_at_end:
         state = r.state[call.row_of_keys(head) * call.kv_blocks + j]
         some.append(state != SKIPPED)
         cut.append(state == MIXED)
@@ -37,14 +37,14 @@ def run(*refs, call: Call):
         if high is not None:
             some.append(first_key <= high)
             cut.append(first_key + call.blocks.keys - 1 > high - call.blocks.queries + 1)
-    if call.ragged:
+    if call.ragged or (call.keys and call.cut_at_end):
         cut.append(j == call.kv_blocks - 1)
 
     def visit(is_cut: bool):
         for way in call.ways:
             _for_way(r, call, way, functools.partial(_visit, r, call, first_query, first_key, way, is_cut))
 
-    if call.dense or (call.ragged and call.kv_blocks == 1):  # no block is whole
+    if call.dense or (cut and call.cut_at_end and call.kv_blocks == 1):  # no block is whole
         _when(some, functools.partial(visit, True))
     elif cut:
         is_cut = functools.reduce(jnp.logical_or, cut)
@@ -139,8 +139,8 @@ def _visit(r, call: Call, first_query, first_key, way: str, cut: bool):
     if cut:
         _prepare_cut(r, call, first_key)
         share = blocks.piece  # masking is rare: its piece is small, so that its code is
-        if call.cut_by_length_alone:  # the last block of keys, where it is one of many
-            keys = round_up(call.kv_len % blocks.keys, tile.keys)
+        if call.cut_at_end:  # the last block of keys, where it is one of many
+            keys = round_up(call.kv_len - call.before_last, tile.keys)
             share = max(-(-2 * keys // blocks.keys), min(4, call.kv_blocks // 4))
     piece = _divisor(blocks.piece, share, tile.queries)
 

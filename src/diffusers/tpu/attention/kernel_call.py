@@ -30,6 +30,7 @@ class Call:
             where there is no room for them and scores are multiplied by the factor instead.
         twice: the keys beside themselves, which they then meet, are laid out once per block: not whole vector registers.
         keys, dense: there is a mask by key; of queries x keys.
+        whole: so many first keys the mask by key leaves as they are.
         row_of_keys, row_of_kv: from a program's first index to the row of the key mask, of keys and values.
     """
 
@@ -44,6 +45,7 @@ class Call:
     twice: bool
     band: tuple[int | None, int | None] | None
     keys: bool
+    whole: int
     dense: bool
     dtype: jnp.dtype
     row_of_keys: object = None
@@ -58,8 +60,14 @@ class Call:
         return self.kv_len % self.blocks.keys != 0
 
     @property
-    def cut_by_length_alone(self) -> bool:
-        return not (self.keys or self.dense or self.band)
+    def before_last(self) -> int:
+        """Keys of all blocks but the last."""
+        return (self.kv_blocks - 1) * self.blocks.keys
+
+    @property
+    def cut_at_end(self) -> bool:
+        """No score counts other than as it is, but in the last block of keys."""
+        return not (self.dense or self.band) and (not self.keys or self.whole >= self.before_last)
 
     @property
     def precision(self):

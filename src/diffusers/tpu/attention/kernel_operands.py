@@ -5,8 +5,8 @@ A program is (head of all batches h, block of queries i, block of keys j). A dic
 
 * queries, keys and values: `q` and `v` with tokens minor, so that scores come out transposed; `k` as it lies.
 * a band: `shift`, how far the first query lies behind the first key.
-* a mask by key: `bias`, in base 2; per row and block of keys `state` (`SKIPPED`, `WHOLE` or `MIXED`) and `fetch`, the block to
-  fetch, one that is there already where the step is skipped.
+* a mask by key: `bias`, in base 2; unless it concerns the last block alone, per row and block of keys `state` (`SKIPPED`,
+  `WHOLE` or `MIXED`) and `fetch`, the block to fetch, one that is there already where the step is skipped.
 * a mask of queries x keys: `dense`, bool as int8.
 * for the ways "bound" and "centred" (see `ways`): per head of keys `reach`, max |k|; `radius` R and `centre` c.
 """
@@ -41,13 +41,14 @@ def make_operands(
     """
     seen = keys_seen(mask, shift, call.q_len, k)
     if seen is not None:
-        v = jnp.where(seen, v, jnp.zeros_like(v))  # a weight of zero times NaN would be NaN
+        end = mask.whole if call.cut_at_end else 0
+        v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))  # a weight of zero times NaN would be NaN
     if bounds is None and (CENTRED in call.ways or call.ways[0] == BOUND):
         bounds = key_bounds(k, v, mean_key(k, seen), seen, interpret=interpret)
     scalars = {}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
-    if bias is not None:
+    if bias is not None and not call.cut_at_end:
         scalars["state"], scalars["fetch"] = _states(bias, call.blocks.keys)
     fetched = functools.partial(_block_to_fetch, call, tuple(scalars))
     inputs = _queries_keys_values(call, q, k, v, fetched)
@@ -138,12 +139,12 @@ def _block_to_fetch(call: Call, names, h, i, j, scalars):
         j = j if low is None else jnp.maximum(j, lax.div(jnp.maximum(low, 0), keys))
         j = j if high is None else jnp.minimum(j, lax.div(jnp.maximum(high, 0), keys))
         j = jnp.clip(j, 0, call.kv_blocks - 1)
-    return j if call.row_of_keys is None else named["fetch"][call.row_of_keys(h) * call.kv_blocks + j]
+    return j if "fetch" not in named else named["fetch"][call.row_of_keys(h) * call.kv_blocks + j]
 
 
 def _key_mask(call: Call, bias, fetched) -> Operands:
     def place(h, i, j, *s):
-        return call.row_of_keys(h), 0, fetched(h, i, j, s)
+        return call.row_of_keys(h), 0, call.kv_blocks - 1 if call.cut_at_end else fetched(h, i, j, s)
 
     return {"bias": (bias.reshape(-1, 1, call.kv_len), pl.BlockSpec((None, 1, call.blocks.keys), place))}
 

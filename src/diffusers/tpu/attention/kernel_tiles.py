@@ -116,7 +116,8 @@ class Piece:
     def _masked(self, s, queries, keys):
         """Scores [keys, queries] of a tile with what the mask takes away."""
         r, call, (first_query, first_key) = self.r, self.call, self.block
-        if call.cut_by_length_alone and call.kv_len % call.blocks.keys >= keys.start + keys.size:
+        end = call.whole if call.keys else call.kv_len
+        if call.cut_at_end and end - call.before_last >= keys.start + keys.size:
             return s
         key = first_key + keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
         allowed = key < call.kv_len

@@ -48,12 +48,14 @@ class Mask:
         queries: rows that are False give zeros.
         dense: as `keys`, for every pair.
         band: static (left, right): query i sees keys i - left to i + right; None is open. Causal is (None, 0).
+        whole: static: `keys` takes none of so many first keys away, and adds nothing to their scores.
     """
 
     keys: Bool[Array, "b n 1 S"] | Float[Array, "b n 1 S"] | None = None
     queries: Bool[Array, "b n T 1"] | None = None
     dense: Bool[Array, "b n T S"] | Float[Array, "b n T S"] | None = None
     band: Band | None = None
+    whole: int = 0
 
     @property
     def kind(self) -> str:
@@ -68,7 +70,7 @@ class Mask:
         return "+".join(names)
 
 
-jax.tree_util.register_dataclass(Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band"])
+jax.tree_util.register_dataclass(Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band", "whole"])
 
 
 def classify(

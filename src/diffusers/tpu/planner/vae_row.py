@@ -36,7 +36,7 @@ def answer(request: dict, progress: Callable) -> dict:
         raise BadRequest(f"expected a model with a VAE in plain JAX: {error}") from error
     plan = plan_of(getattr(diffusers, configuration.pipeline), PipelinePlan())
     compiler = Compiler(topology)
-    mesh = make_mesh(compiler.devices, plan_degrees(topology.devices, None, plan.guided_by_pairs))
+    mesh = make_mesh(compiler.devices, plan_degrees(topology.devices, None, plan.in_pairs()))
     vae = cls.abstract(config, dtype=request["dtype"], mesh=mesh)
     ratio, ratio_in_time = vae.config.scale_factor_spatial, vae.config.scale_factor_temporal
     if height % ratio or width % ratio or (frames - 1) % ratio_in_time:

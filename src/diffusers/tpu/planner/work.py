@@ -90,10 +90,12 @@ def _count(jaxpr, runs: int, work: Work, path: str) -> int:
 def _one(eqn, runs: int, work: Work, path: str) -> int:
     name, params = eqn.primitive.name, eqn.params
     if name in ("pjit", "jit") and params.get("name") == ATTENTION:
-        q, k, v = (var.aval for var in eqn.invars[-3:])
-        flops = runs * 2.0 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+        streams = [var.aval for var in eqn.invars[-3 * len(eqn.outvars) :]]  # q, k, v of each, in one softmax
+        (batch, heads, _, dim), out_dim = streams[0].shape, streams[2].shape[3]
+        queries, keys = (sum(x.shape[2] for x in streams[n::3]) for n in (0, 1))
+        flops = runs * 2.0 * batch * heads * queries * keys * (dim + out_dim)
         work.attention += flops
-        work.calls[(*q.shape[:3], k.shape[2], q.shape[3])] += runs
+        work.calls[batch, heads, queries, keys, dim] += runs
         work.by_module[module_of(path)] += flops
         return 0
     inner = [x for value in params.values() for x in _jaxprs(value)]

@@ -205,8 +205,8 @@ class _Planner:
         return (best, [*compiled[best], *rest]), ranking
 
     def _default_mesh(self, topology: Topology) -> tuple[int, int, int]:
-        plan = plan_of(type(self.recording.pipe), PipelinePlan())
-        return plan_degrees(topology.devices, None, plan.guided_by_pairs)
+        pipe = self.recording.pipe
+        return plan_degrees(topology.devices, None, plan_of(type(pipe), PipelinePlan()).in_pairs(pipe))
 
     def parts(self, topology: Topology, mesh: tuple[int, int, int], only: str | None = None) -> list[Part]:
         """The programs of the run on one mesh, compiled or modelled. `only` "denoise" or "rest"."""
