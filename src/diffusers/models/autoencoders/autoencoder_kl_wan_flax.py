@@ -215,5 +215,5 @@ PLAN = ModelPlan(
         (torch.nn.SiLU, "forward"): _activation,
     },
     remark="upstream's module, scanned over frames, is the default on every chip: its form in plain JAX becomes the same"
-    " convolutions and is no faster (720p x 81 in bfloat16 on v6e-8: 0.436 s to 0.430; others: diffusers-tpu bench vae)",
+    " convolutions and is no faster (diffusers-tpu bench vae)",
 )

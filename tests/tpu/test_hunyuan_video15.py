@@ -1,0 +1,61 @@
+"""HunyuanVideo-1.5, upstream's pipelines as they are. Oracle: the same pipeline without the TPU path, same weights and generator."""
+
+import numpy as np
+import PIL.Image
+import pytest
+import tiny
+from conftest import relative
+from diffusers import ClassifierFreeGuidance, LayerSkipConfig, SkipLayerGuidance, tpu
+
+
+ODD = {"height": 48, "width": 80}  # 15 tokens a frame: no axis of these meshes divides them
+PAIR = {"prompt": ["a red circle moving left", 'a circle with "left" on it, moving']}  # glyphs in one of them
+NO_GUIDANCE = ClassifierFreeGuidance(guidance_scale=3.0, enabled=False)
+THREE = SkipLayerGuidance(
+    guidance_scale=3.0,
+    skip_layer_guidance_start=0.0,
+    skip_layer_guidance_stop=1.0,
+    skip_layer_config=LayerSkipConfig(
+        indices=[1], fqn="transformer_blocks", skip_attention=False, skip_attention_scores=False, skip_ff=True
+    ),
+)
+
+
+def both(kind, mesh, guider=None, **changes):
+    """(pipeline on the TPU path, its frames, upstream's)."""
+    seed = int(np.random.default_rng().integers(1 << 31))
+    pipe = tiny.BUILDERS[kind](seed)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.vae.enable_slicing()  # upstream's attention refuses two videos at once
+    if guider is not None:
+        pipe.guider = guider.new()
+    given = {**tiny.arguments(kind), **changes}
+    theirs = np.asarray(pipe(**given).frames)
+    tpu.install(pipe, tpu.TPUConfig(mesh=mesh))
+    ours = np.asarray(pipe(**{**given, "generator": tiny.arguments(kind)["generator"]}).frames)
+    assert np.isfinite(theirs).all() and theirs.std() > 0.01 and ours.shape == theirs.shape
+    return pipe, ours, theirs
+
+
+@pytest.mark.parametrize(
+    "kind, mesh, guider, changes",
+    [
+        ("hunyuan15", (2, 4, 1), None, ODD | PAIR),
+        ("hunyuan15", (1, 8, 1), THREE, ODD),
+        ("hunyuan15", (2, 2, 2), NO_GUIDANCE, {"num_frames": 13}),
+        ("hunyuan15_i2v", (2, 4, 1), None, {"num_frames": 9}),
+        ("hunyuan15_i2v", (1, 1, 1), NO_GUIDANCE, {}),
+    ],
+    ids=["odd-pair", "three-branches", "no-guidance", "image", "image-no-guidance"],
+)
+def test_video_equals_upstreams(chips, kind, mesh, guider, changes):
+    pipe, ours, theirs = both(kind, mesh, guider, **changes)
+    assert relative(ours, theirs) < 1e-5
+    assert pipe._tpu.glue == "resident"
+    assert not tpu.report(pipe)["on_host"]
+
+
+def test_the_video_depends_on_the_image(chips):
+    pipe, ours, _ = both("hunyuan15_i2v", (2, 4, 1))
+    given = {**tiny.arguments("hunyuan15_i2v"), "image": PIL.Image.new("RGB", (48, 32), "red")}
+    assert relative(np.asarray(pipe(**given).frames), ours) > 0.01
