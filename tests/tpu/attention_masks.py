@@ -8,7 +8,7 @@ from diffusers.tpu.attention.masks import Mask
 
 LOWEST = float(np.finfo(np.float32).min)
 KINDS = ["none", "prefix", "keys", "keys by head", "key bias", "causal", "window", "half window", "dense", "bias"]
-KINDS += ["bfloat16 bias", "outer", "keys, causal", "all", "nothing"]
+KINDS += ["bfloat16 bias", "outer", "keys, causal", "all", "nothing", "causal by frame", "window by frame"]
 
 
 def make_mask(rng, kind: str, heads: int, t: int, s: int) -> Mask:
@@ -23,6 +23,8 @@ def make_mask(rng, kind: str, heads: int, t: int, s: int) -> Mask:
     pairs[0, 0, 0] = False  # a row without keys
     queries = rng.random((b, n, t, 1)) < 0.7
     window = tuple(int(x) for x in rng.integers(0, max(2, min(t, s)), 2))
+    frame = tuple(int(x) for x in rng.integers(1, max(2, min(t, s) // 2), 2))
+    frames = tuple(int(x) for x in rng.integers(0, 4, 2))
     parts = {
         "none": {},
         "prefix": {"keys": np.arange(s) < lengths},
@@ -38,6 +40,8 @@ def make_mask(rng, kind: str, heads: int, t: int, s: int) -> Mask:
         "outer": {"keys": some, "queries": queries},
         "keys, causal": {"keys": some, "band": (None, 0)},
         "all": {"keys": bias[:, :, 0:1], "queries": queries, "dense": pairs, "band": (s // 2, t // 3)},
+        "causal by frame": {"band": (None, 0), "frame": frame},
+        "window by frame": {"keys": some, "band": frames, "frame": frame},
         "nothing": {"keys": np.zeros((1, 1, 1, s), bool)},
     }[kind]
-    return Mask(**{name: x if name == "band" else jnp.asarray(x) for name, x in parts.items()})
+    return Mask(**{name: x if name in ("band", "frame") else jnp.asarray(x) for name, x in parts.items()})

@@ -184,7 +184,8 @@ def attention_weights(q, k, scale: float, mask=None, first_row: int = 0, first_k
             s = np.where(part, s, -np.inf) if part.dtype == bool else s + np.where(part > -1e30, part, -np.inf)
     if mask and mask.band:
         left, right = (np.inf if side is None else side for side in mask.band)
-        ahead = first_key + np.arange(s.shape[3]) - first_row - np.arange(s.shape[2])[:, None]
+        keys, rows = first_key + np.arange(s.shape[3]), first_row + np.arange(s.shape[2])[:, None]
+        ahead = keys // mask.frame[1] - rows // mask.frame[0]
         s = np.where((ahead >= -left) & (ahead <= right), s, -np.inf)
     top = s.max(-1, keepdims=True)
     top = np.where(np.isinf(top), 0, top)

@@ -44,7 +44,7 @@ def spread(mask: Mask | None, shape) -> np.ndarray:
             bias = bias + as_bias(values)
     assert mask.queries is None or mask.queries.dtype == bool
     if mask.band is not None:
-        ahead = np.arange(shape[3]) - np.arange(shape[2])[:, None]
+        ahead = np.arange(shape[3]) // mask.frame[1] - np.arange(shape[2])[:, None] // mask.frame[0]
         left, right = (np.inf if side is None else side for side in mask.band)
         bias[..., (ahead < -left) | (ahead > right)] = -np.inf
     return bias

@@ -126,8 +126,8 @@ MUTANTS = [
          "a bias by key is read as a mask", f"{KERNEL}::test_every_mask_of_every_shape"),
         ("kernel-unit", "s + dense * LOG2_E", "s + dense",
          "a bias in units of e is added to exponents of 2", f"{KERNEL}::test_every_mask_of_every_shape"),
-        ("kernel-band", "allowed if right is None else allowed & (distance <= right)",
-         "allowed if right is None else allowed & (distance < right)",
+        ("kernel-band", "allowed if high is None else allowed & (key <= high)",
+         "allowed if high is None else allowed & (key < high)",
          "causal attention does not see its own token", f"{KERNEL}::test_every_mask_of_every_shape"),
     ),
     *in_file(

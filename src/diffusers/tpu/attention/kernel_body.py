@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from .blocks import LANES, round_up
-from .kernel_call import LOG2_E, LOWEST, MIXED, SKIPPED, Call, band_ends
+from .kernel_call import LOG2_E, LOWEST, MIXED, SKIPPED, Call
 from .kernel_tiles import Piece, product
 from .ways import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST
 
@@ -29,14 +29,14 @@ def run(*refs, call: Call):
         some.append(state != SKIPPED)
         cut.append(state == MIXED)
     if call.band is not None:
-        left, right = call.band
-        low, high = band_ends(call.band, r.shift[0], first_query, call.blocks.queries)
+        last_query, last_key = first_query + call.blocks.queries - 1, first_key + call.blocks.keys - 1
+        (low, high), (last_low, last_high) = (call.ends(r.shift[0], row) for row in (first_query, last_query))
         if low is not None:
-            some.append(first_key + call.blocks.keys > low)
-            cut.append(first_key < low + call.blocks.queries - 1)
+            some.append(last_key >= low)
+            cut.append(first_key < last_low)
         if high is not None:
-            some.append(first_key <= high)
-            cut.append(first_key + call.blocks.keys - 1 > high - call.blocks.queries + 1)
+            some.append(first_key <= last_high)
+            cut.append(last_key > high)
     if call.ragged or (call.keys and call.cut_at_end):
         cut.append(j == call.kv_blocks - 1)
 

@@ -44,6 +44,7 @@ class Call:
     folded: int
     twice: bool
     band: tuple[int | None, int | None] | None
+    frame: tuple[int, int]
     keys: bool
     whole: int
     dense: bool
@@ -69,15 +70,27 @@ class Call:
         """No score counts other than as it is, but in the last block of keys."""
         return not (self.dense or self.band) and (not self.keys or self.whole >= self.before_last)
 
+    def ends(self, shift, row):
+        """`band_ends` of this call."""
+        return band_ends(self.band, self.frame, shift, row)
+
     @property
     def precision(self):
         # Products of bfloat16 operands are exact; asked for more, the compiler refuses them.
         return lax.Precision.HIGHEST if self.dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
-def band_ends(band, shift, first, rows: int):
-    """The first and last key any of the `rows` queries from `first` on may see; None where the band is open."""
-    left, right = band
-    low = None if left is None else first + shift - left
-    high = None if right is None else first + rows - 1 + shift + right
+def band_ends(band, frame, shift, row):
+    """The first and last key that query `row` may see, a number or several; None where the band is open."""
+    (left, right), (queries, keys) = band, frame
+    own = row + shift if frame == (1, 1) else _whole_part(row, queries)
+    low = None if left is None else (own - left) * keys
+    high = None if right is None else (own + right + 1) * keys - 1
     return low, high
+
+
+def _whole_part(x, divisor: int):
+    if getattr(x, "ndim", 0) == 0:
+        return x // divisor
+    # the vector units divide floats alone; half a step away from any whole number they are right up to 2^22
+    return jnp.floor((x.astype(jnp.float32) + 0.5) * (1 / divisor)).astype(jnp.int32)

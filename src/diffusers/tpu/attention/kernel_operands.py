@@ -82,12 +82,17 @@ def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"] | None
     if mask.dense is not None:
         seen = seen & takes_part(mask.dense).any(2, keepdims=True)
     if mask.band is not None:
-        key, (low, high) = jnp.arange(s_len), band_ends(mask.band, shift, 0, q_len)
+        key, (low, high) = jnp.arange(s_len), _ends_of_rows(mask.band, mask.frame, shift, 0, q_len)
         seen = seen if low is None else seen & (key >= low)
         seen = seen if high is None else seen & (key <= high)
     b, n = seen.shape[:2]
     seen = seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)
     return jnp.broadcast_to(seen[..., None], (batch, kv_heads, s_len, 1))
+
+
+def _ends_of_rows(band, frame, shift, first, rows: int):
+    """The first and last key any of the `rows` queries from `first` on may see; None where the band is open."""
+    return band_ends(band, frame, shift, first)[0], band_ends(band, frame, shift, first + rows - 1)[1]
 
 
 def row_of(shape, heads: int, h):
@@ -135,7 +140,8 @@ def _block_to_fetch(call: Call, names, h, i, j, scalars):
     named = dict(zip(names, scalars))
     keys = call.blocks.keys
     if call.band is not None:
-        low, high = band_ends(call.band, named["shift"][0], i * call.blocks.queries, call.blocks.queries)
+        rows = i * call.blocks.queries, call.blocks.queries
+        low, high = _ends_of_rows(call.band, call.frame, named["shift"][0], *rows)
         j = j if low is None else jnp.maximum(j, lax.div(jnp.maximum(low, 0), keys))
         j = j if high is None else jnp.minimum(j, lax.div(jnp.maximum(high, 0), keys))
         j = jnp.clip(j, 0, call.kv_blocks - 1)

@@ -126,10 +126,10 @@ class Piece:
             column = jnp.concatenate([column] * pl.cdiv(s.shape[1], LANES), axis=1)
             s, allowed = s + column, allowed & (column > MASKED)
         if call.band is not None:
-            left, right = call.band
-            distance = key - first_query - queries.start - r.shift[0] - lax.broadcasted_iota(jnp.int32, s.shape, 1)
-            allowed = allowed if left is None else allowed & (distance >= -left)
-            allowed = allowed if right is None else allowed & (distance <= right)
+            row = first_query + queries.start + lax.broadcasted_iota(jnp.int32, (1, s.shape[1]), 1)
+            low, high = call.ends(r.shift[0], row)
+            allowed = allowed if low is None else allowed & (key >= low)
+            allowed = allowed if high is None else allowed & (key <= high)
         if call.dense:
             dense = r.dense[queries, keys]
             is_bool = dense.dtype == jnp.int8

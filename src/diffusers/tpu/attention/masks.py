@@ -48,6 +48,7 @@ class Mask:
         queries: rows that are False give zeros.
         dense: as `keys`, for every pair.
         band: static (left, right): query i sees keys i - left to i + right; None is open. Causal is (None, 0).
+        frame: static (queries, keys): the band counts in frames of so many, from the first query and key on.
         whole: static: `keys` takes none of so many first keys away, and adds nothing to their scores.
     """
 
@@ -55,22 +56,24 @@ class Mask:
     queries: Bool[Array, "b n T 1"] | None = None
     dense: Bool[Array, "b n T S"] | Float[Array, "b n T S"] | None = None
     band: Band | None = None
+    frame: tuple[int, int] = (1, 1)
     whole: int = 0
 
     @property
     def kind(self) -> str:
-        """ "keys", "outer" (of queries, and keys if any), "causal", "window", "dense" or "bias", joined by +."""
+        """ "keys", "outer" (of queries, and keys if any), "causal", "window", either by frame, "dense" or "bias", joined by +."""
         names = []
         if self.keys is not None or self.queries is not None:
             names.append("keys" if self.queries is None else "outer")
         if self.band is not None:
-            names.append("causal" if self.band == (None, 0) else "window")
+            by = "" if self.frame == (1, 1) else " by frame"
+            names.append(("causal" if self.band == (None, 0) else "window") + by)
         if self.dense is not None:
             names.append("dense" if self.dense.dtype == jnp.bool_ else "bias")
         return "+".join(names)
 
 
-jax.tree_util.register_dataclass(Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band", "whole"])
+jax.tree_util.register_dataclass(Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band", "frame", "whole"])
 
 
 def classify(

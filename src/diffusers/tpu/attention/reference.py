@@ -60,7 +60,7 @@ def reference_attention(
         rows, columns = i * block_q + jnp.arange(block_q)[:, None], j * block_kv + jnp.arange(block_kv)
         allowed = (rows < q_len) & (columns < s_len)
         if mask.band is not None:
-            ahead = (first_key + columns) - (first_row + rows)
+            ahead = (first_key + columns) // mask.frame[1] - (first_row + rows) // mask.frame[0]
             left, right = mask.band
             allowed = allowed if left is None else allowed & (ahead >= -left)
             allowed = allowed if right is None else allowed & (ahead <= right)

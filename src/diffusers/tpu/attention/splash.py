@@ -26,7 +26,7 @@ def unsupported(q, k, v, mask: Mask | None) -> str | None:
         return "a mask that differs between queries or heads"
     if mask.keys is not None and mask.keys.dtype != jnp.bool_:
         return "a bias on the scores"
-    return None if mask.band in (None, (None, 0)) else "a window"
+    return None if mask.band in (None, (None, 0)) and mask.frame == (1, 1) else "a window"
 
 
 def splash_attention(
