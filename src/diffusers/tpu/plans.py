@@ -14,6 +14,7 @@ from .sharding import ModelPlan
 PLANS = {
     "WanTransformer3DModel": "..models.transformers.transformer_wan_flax",
     "HunyuanVideo15Transformer3DModel": "..models.transformers.transformer_hunyuan_video15_flax",
+    "AutoencoderKLHunyuanVideo15": "..models.autoencoders.autoencoder_kl_hunyuanvideo15_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
     "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
     "WanAnimateTransformer3DModel": "..models.transformers.transformer_wan_animate_flax",

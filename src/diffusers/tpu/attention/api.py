@@ -66,7 +66,7 @@ def attention(
     """softmax(scale q k^T + mask) v with torch's meaning of every argument.
 
     Args:
-        mask: bool (True takes part) or a bias, broadcastable to [B, N, T, S].
+        mask: bool (True takes part) or a bias, broadcastable to [B, N, T, S]; or a `Mask`, whose kind is known.
         scale: 1/sqrt(D) if None.
 
     Raises:
@@ -78,7 +78,8 @@ def attention(
     settings = current()
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     window = settings.window if q.shape[2] == k.shape[2] else None
-    mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal, window)
+    if not isinstance(mask, masks.Mask):
+        mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal, window)
     run, name, chips, reason = _chosen(settings, q, k, v, mask)
     _note(Way(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason))
     if not isinstance(q, jax.core.Tracer):

@@ -15,7 +15,7 @@ from .environment import DEVICE, decomposing, environment, on_device, quiet_inte
 from .function import INPUT, PureFunction, tracing
 from .outside import DEVICE_TENSORS, ValueRead
 from .scale import NumberRead
-from .video import in_tiles, over_width, scan_chunks
+from .video import attention_by_frame, in_tiles, over_width, scan_chunks
 
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "PureFunction",
     "ValueRead",
     "as_numpy",
+    "attention_by_frame",
     "decomposing",
     "deferred",
     "dispatched_attention",

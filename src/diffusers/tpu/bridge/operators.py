@@ -119,12 +119,20 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
     return Tensor(x.astype(input.jax().dtype), input._env)
 
 
+WITH_NEIGHBOURS = "columns of the neighbours stand beside a slab already"
+
+
 def _pad(env):
-    """Zero padding that a convolution can do by itself; along a split width, neighbours' columns in place of zeros."""
+    """Zero padding that a convolution can do by itself; along a split width, neighbours' columns in place of zeros or repeated ones."""
     torchax_pad = env._get_op_or_decomp(F.pad).func
 
     def pad(input, pad, mode="constant", value=None):
         x, split = input.jax(), slabs()
+        if split is not None and mode == "replicate" and len(pad) == 2 * (x.ndim - 2) and max(pad[:2]) <= 1:
+            widths = [(0, 0)] * 2 + list(zip(pad[-2::-2], pad[-1::-2]))
+            padded = split.with_neighbours(x, *widths[-1], repeated=True)
+            padded = jnp.pad(padded, [*widths[:-1], (0, 0)], mode="edge")
+            return made_of(Tensor(padded, input._env), WITH_NEIGHBOURS)
         if mode != "constant" or value not in (None, 0) or min(pad, default=0) < 0:
             if split is not None and any(pad[:2]):
                 raise NotImplementedError(
@@ -157,7 +165,7 @@ def _convolution(env):
         stride, padding, dilation = (tuple(s) * (axes if len(s) == 1 else 1) for s in (stride, padding, dilation))
         x, widths = operands(input, F.pad) or (x, [(0, 0)] * x.ndim)
         widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
-        if split is not None and w.shape[-1] > 1:
+        if split is not None and w.shape[-1] > 1 and operands(input, WITH_NEIGHBOURS) is None:
             if widths[-1] == (0, 0):
                 raise NotImplementedError("expected a convolution of a split map to be padded along the width")
             x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)

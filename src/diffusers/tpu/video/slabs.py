@@ -50,8 +50,10 @@ class Slabs:
         """The last slabs hold columns that are not the map's."""
         return self.width < self.count * self.local
 
-    def with_neighbours(self, x: jax.Array, left: int, right: int, axis: int = -1) -> jax.Array:
-        """A slab with `left` and `right` columns of its neighbours, zeros beyond the map.
+    def with_neighbours(
+        self, x: jax.Array, left: int, right: int, axis: int = -1, repeated: bool = False
+    ) -> jax.Array:
+        """A slab with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
         Raises NotImplementedError where a neighbour has fewer.
         """
@@ -64,30 +66,42 @@ class Slabs:
                 f"expected slabs of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
             )
         if self.count == 1:
-            return jnp.pad(x, [(left, right) if a == axis else (0, 0) for a in range(x.ndim)])
+            widths = [(left, right) if a == axis else (0, 0) for a in range(x.ndim)]
+            return jnp.pad(x, widths, mode="edge" if repeated else "constant")
+        place = lax.axis_index(self.axes)
+        last = self.columns(local) - 1 - place * local  # of the map, seen from this slab
         if self.filled:
             column = jnp.arange(local).reshape(-1, *(1,) * (x.ndim - 1 - axis))
-            x = jnp.where(lax.axis_index(self.axes) * local + column < self.columns(local), x, 0)
+            beyond = lax.dynamic_slice_in_dim(x, jnp.clip(last, 0, local - 1), 1, axis) if repeated else 0
+            x = jnp.where(column <= last, x, beyond)
         parts = [x]
         if left:
             edge = lax.slice_in_dim(x, local - left, local, axis=axis)
-            parts.insert(0, lax.ppermute(edge, self.axes, [(i, i + 1) for i in range(self.count - 1)]))
+            edge = lax.ppermute(edge, self.axes, [(i, i + 1) for i in range(self.count - 1)])
+            parts.insert(0, jnp.where(place == 0, lax.slice_in_dim(x, 0, 1, axis=axis), edge) if repeated else edge)
         if right:
             edge = lax.slice_in_dim(x, 0, right, axis=axis)
-            parts.append(lax.ppermute(edge, self.axes, [(i + 1, i) for i in range(self.count - 1)]))
+            edge = lax.ppermute(edge, self.axes, [(i + 1, i) for i in range(self.count - 1)])
+            own = lax.slice_in_dim(x, local - 1, local, axis=axis)
+            parts.append(jnp.where(last < local, own, edge) if repeated else edge)
         return jnp.concatenate(parts, axis)
 
-    def everyones(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray | None]:
-        """Keys and values of all positions of the map, chip after chip, and which keys are its own (None: all)."""
-        tokens = k.shape[2]
+    def everyones(self, k: jax.Array, v: jax.Array, frames: int = 1) -> tuple[jax.Array, jax.Array, np.ndarray | None]:
+        """Keys and values of all positions of the map, frame after frame, in a frame chip after chip; which keys are its own (None: all)."""
         if self.count == 1:
             return k, v, None
-        k, v = (lax.all_gather(x, self.axes, axis=2, tiled=True) for x in (k, v))
+        tokens = k.shape[2] // frames
+
+        def gathered(x):
+            x = x.reshape(*x.shape[:2], frames, tokens, -1)
+            return lax.all_gather(x, self.axes, axis=3, tiled=True).reshape(*x.shape[:2], -1, x.shape[-1])
+
+        k, v = gathered(k), gathered(v)
         if not self.filled:
             return k, v, None
         local = next(int(self.local * f) for f in FACTORS if int(self.height * f) * self.local * f == tokens)
         column = np.arange(self.count)[:, None] * local + np.arange(tokens) % local
-        return k, v, (column < self.columns(local)).reshape(1, 1, 1, -1)
+        return k, v, np.tile((column < self.columns(local)).reshape(1, 1, 1, -1), frames)
 
 
 _slabs = contextvars.ContextVar("diffusers_tpu_slabs", default=None)

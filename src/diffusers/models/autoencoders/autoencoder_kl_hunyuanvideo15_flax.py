@@ -1,0 +1,228 @@
+"""HunyuanVideo-1.5's VAE on TPU: upstream's module, its levels that change in time as one scan, split over the width of the video.
+
+Upstream computes all frames at once. Here the levels between the middle block and the video are a scanned step of one latent
+frame (`bridge.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns (`bridge.over_width`): what the
+chips hold is a step, whatever the length of the video. The middle block, whose attention sees all frames so far, is computed
+for all of them: at that level they are small. With tiling on, equal tiles are one mapped program and chips share them.
+
+Upstream's first chunk is one frame, repeated before itself wherever a layer looks back. In a video it is here as long as the
+others, all of it that frame, and what a layer keeps of it is that frame too.
+"""
+
+import contextlib
+import contextvars
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ...tpu.sharding import ModelPlan
+from .autoencoder_kl_hunyuanvideo15 import (
+    AutoencoderKLHunyuanVideo15,
+    HunyuanVideo15AttnBlock,
+    HunyuanVideo15CausalConv3d,
+    HunyuanVideo15Downsample,
+    HunyuanVideo15Upsample,
+)
+
+
+@dataclass
+class Chunk:
+    """One chunk of a scan: its number, a traced scalar; what layers keep for the next, in the order in which they ask."""
+
+    number: torch.Tensor
+    cache: list
+    asked: int = 0
+
+    def or_first(self, x, first):
+        """`x`, in the first chunk `first` repeated in time."""
+        return torch.where(self.number > 0, x, first.expand_as(x))
+
+    def with_history(self, x, frames: int):
+        """x [B, C, T, H, W] behind the last `frames` before it, which in the first chunk are its frame."""
+        before = self.cache[self.asked]
+        before = x.new_zeros(*x.shape[:2], frames, *x.shape[3:]) if before is None else before
+        longer = torch.cat([self.or_first(before, x[:, :, :1]), x], 2)
+        self.cache[self.asked] = longer[:, :, -frames:]
+        self.asked += 1
+        return longer
+
+
+_chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
+
+
+@contextlib.contextmanager
+def _computing(chunk: Chunk):
+    token = _chunk.set(chunk)
+    try:
+        yield
+    finally:
+        _chunk.reset(token)
+
+
+def _convolved(layer, x):
+    """As upstream's: looks back in time, the map's edges repeated around it."""
+    chunk, (*sides, back, ahead) = _chunk.get(), layer.time_causal_padding
+    if chunk is None or not back:
+        return type(layer).forward(layer, x)
+    return layer.conv(F.pad(chunk.with_history(x, back), (*sides, 0, ahead), mode=layer.pad_mode))
+
+
+def _upsampled(layer, x):
+    """As upstream's: doubles the map and, where it is asked to, all frames but the first."""
+    chunk, spread = _chunk.get(), layer._dcae_upsample_rearrange
+    if chunk is None or not layer.add_temporal_upsample:
+        return type(layer).forward(layer, x)
+    h = layer.conv(x)
+    first = spread(h[:, :, -1:])
+    first = first[:, : first.shape[1] // 2] + spread(x[:, :, -1:]).repeat_interleave(layer.repeats // 2, dim=1)
+    rest = spread(h, r1=2) + spread(x, r1=2).repeat_interleave(layer.repeats, dim=1)
+    return chunk.or_first(rest, first)
+
+
+def _downsampled(layer, x):
+    """As upstream's: halves the map and, where it is asked to, all frames but the first."""
+    chunk, packed = _chunk.get(), layer._dcae_downsample_rearrange
+    if chunk is None or not layer.add_temporal_downsample:
+        return type(layer).forward(layer, x)
+    h = layer.conv(x)
+    first, rest = packed(h[:, :, -1:]), packed(h, r1=2)
+
+    def mean(x, size):
+        return x.unflatten(1, (rest.shape[1], size)).mean(2)
+
+    first = torch.cat([first, first], 1) + mean(packed(x[:, :, -1:]), layer.group_size // 2)
+    return chunk.or_first(rest + mean(packed(x, r1=2), layer.group_size), first)
+
+
+def _attended(block, x):
+    """As upstream's: a frame sees itself and those before it."""
+    from ...tpu.bridge import attention_by_frame
+
+    normed, (channels, frames) = block.norm(x), x.shape[1:3]
+    query, key, value = (
+        layer(normed).flatten(2).transpose(1, 2).unsqueeze(1) for layer in (block.to_q, block.to_k, block.to_v)
+    )
+    out = attention_by_frame(query, key, value, frames)
+    return block.proj_out(out.squeeze(1).transpose(1, 2).reshape(x.shape)) + x
+
+
+def _decode(vae, z):
+    """As upstream's: z [B, C, T, H, W] -> the video."""
+    if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
+        return vae.tiled_decode(z)
+    from ...tpu.bridge import over_width
+
+    return over_width(functools.partial(_decode_map, vae), z)
+
+
+def _decode_map(vae, z):
+    from ...tpu.bridge import scan_chunks
+
+    decoder = vae.decoder
+
+    def step(hidden, cache, number):
+        with _computing(None if number is None else Chunk(number, cache)):
+            for block in decoder.up_blocks:
+                hidden = block(hidden)
+            return decoder.conv_out(decoder.conv_act(decoder.norm_out(hidden)))
+
+    hidden = decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1)
+    return scan_chunks(step, decoder.mid_block(hidden), 1, _that_keep(decoder))
+
+
+def _encode(vae, x):
+    """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
+    if vae.use_tiling and (x.shape[-1] > vae.tile_sample_min_width or x.shape[-2] > vae.tile_sample_min_height):
+        return vae.tiled_encode(x)
+    from ...tpu.bridge import over_width
+
+    return over_width(functools.partial(_encode_map, vae), x, multiple=vae.spatial_compression_ratio)
+
+
+def _encode_map(vae, x):
+    from ...tpu.bridge import scan_chunks
+
+    encoder = vae.encoder
+
+    def step(frames, cache, number):
+        chunk = None if number is None else Chunk(number, cache)
+        frames = frames if chunk is None else chunk.or_first(frames, frames[:, :, -1:])
+        with _computing(chunk):
+            hidden = encoder.conv_in(frames)
+            for block in encoder.down_blocks:
+                hidden = block(hidden)
+            return hidden
+
+    hidden = encoder.mid_block(scan_chunks(step, x, vae.temporal_compression_ratio, _that_keep(encoder)))
+    shortcut = hidden.unflatten(1, (-1, encoder.group_size)).mean(2)
+    return encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden))) + shortcut
+
+
+def _that_keep(model) -> int:
+    return sum(isinstance(module, HunyuanVideo15CausalConv3d) for module in model.modules())
+
+
+def tiled_decode(vae, z):
+    """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
+    from ...tpu.bridge import in_tiles
+
+    return in_tiles(functools.partial(_decode_map, vae), z, decode_tiling(vae, *z.shape[-2:]))
+
+
+def tiled_encode(vae, x):
+    """As upstream's."""
+    from ...tpu.bridge import in_tiles
+
+    return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
+
+
+def decode_tiling(vae, height, width):
+    """Upstream's tiles for latents of this size; the same for every form of this VAE."""
+    ratio = vae.spatial_compression_ratio
+    return _tiling(vae, *_tile_sizes(vae)[::-1], (height * ratio, width * ratio))
+
+
+def encode_tiling(vae, height, width):
+    """Upstream's tiles for a video of this size."""
+    ratio = vae.spatial_compression_ratio
+    return _tiling(vae, *_tile_sizes(vae), (height // ratio, width // ratio))
+
+
+def _tiling(vae, sizes, results, whole):
+    """Tiles of `sizes` that become maps of the sizes `results`."""
+    from ...tpu.video.tiles import Tiling
+
+    overlaps = tuple(int(size * vae.tile_overlap_factor) for size in results)
+    return Tiling(
+        sizes=sizes,
+        strides=tuple(int(size * (1 - vae.tile_overlap_factor)) for size in sizes),
+        kept=tuple(size - overlap for size, overlap in zip(results, overlaps)),
+        overlaps=overlaps,
+        whole=whole,
+    )
+
+
+def _tile_sizes(vae):
+    """Of the video, of the latents."""
+    return (
+        (vae.tile_sample_min_height, vae.tile_sample_min_width),
+        (vae.tile_latent_min_height, vae.tile_latent_min_width),
+    )
+
+
+PLAN = ModelPlan(
+    spread=True,
+    entries=("forward", "encode", "decode"),
+    methods={
+        (AutoencoderKLHunyuanVideo15, "_decode"): _decode,
+        (AutoencoderKLHunyuanVideo15, "_encode"): _encode,
+        (AutoencoderKLHunyuanVideo15, "tiled_decode"): tiled_decode,
+        (AutoencoderKLHunyuanVideo15, "tiled_encode"): tiled_encode,
+        (HunyuanVideo15CausalConv3d, "forward"): _convolved,
+        (HunyuanVideo15Upsample, "forward"): _upsampled,
+        (HunyuanVideo15Downsample, "forward"): _downsampled,
+        (HunyuanVideo15AttnBlock, "forward"): _attended,
+    },
+)
