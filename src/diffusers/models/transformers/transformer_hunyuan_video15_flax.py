@@ -12,7 +12,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from ...tpu.sharding import ModelPlan
-from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15TokenRefiner
 
 
 STORED = ("dp", "sp")
@@ -51,6 +51,14 @@ class HunyuanVideo15Processor:
         return hidden_states, attn.to_add_out(encoder_hidden_states)
 
 
+def _refined(refiner, *args, **kwargs):
+    """As upstream's, of text: whole on every chip, as what it is put beside."""
+    from ...tpu.bridge import on_every_chip
+
+    with on_every_chip():
+        return type(refiner).forward(refiner, *args, **kwargs)
+
+
 PLAN = ModelPlan(
     rules=(
         (r"attn\.(to_[qkv]|add_[qkv]_proj)\.weight$", P("tp", STORED)),
@@ -74,4 +82,5 @@ PLAN = ModelPlan(
     ),
     decide=decide_is_t2v,
     processors={HunyuanVideo15AttnProcessor2_0: HunyuanVideo15Processor},
+    methods={(HunyuanVideo15TokenRefiner, "forward"): _refined},
 )

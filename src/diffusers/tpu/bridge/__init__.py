@@ -1,5 +1,8 @@
 """The bridge: the only room that imports torchax. A torch module becomes a pure function; tensors cross both ways."""
 
+import contextlib
+import dataclasses
+
 import jax
 import torch
 from accelerate.hooks import ModelHook
@@ -39,6 +42,7 @@ __all__ = [
     "normed_and_rotated",
     "numpy_dtype",
     "on_device",
+    "on_every_chip",
     "over_width",
     "quiet_integers",
     "scan_chunks",
@@ -89,6 +93,15 @@ def joint_attention(
     ):
         answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
     return tuple(Tensor(x.swapaxes(1, 2), environment()) for x in answers)
+
+
+@contextlib.contextmanager
+def on_every_chip():
+    """What is computed inside is whole on every chip: no sequence in it is split."""
+    from ..settings import current, using
+
+    with using(dataclasses.replace(current(), sequence=False)):
+        yield
 
 
 class ExecutionDevice(ModelHook):
