@@ -8,7 +8,7 @@ from diffusers.tpu.attention.masks import Mask
 
 LOWEST = float(np.finfo(np.float32).min)
 KINDS = ["none", "prefix", "keys", "keys by head", "key bias", "causal", "window", "half window", "dense", "bias"]
-KINDS += ["bfloat16 bias", "outer", "keys, causal", "all", "nothing", "causal by frame", "window by frame"]
+KINDS += ["bfloat16 bias", "outer", "keys, causal", "all", "nothing", "tail", "causal by frame", "window by frame"]
 
 
 def make_mask(rng, kind: str, heads: int, t: int, s: int) -> Mask:
@@ -24,6 +24,7 @@ def make_mask(rng, kind: str, heads: int, t: int, s: int) -> Mask:
     queries = rng.random((b, n, t, 1)) < 0.7
     window = tuple(int(x) for x in rng.integers(0, max(2, min(t, s)), 2))
     frame = tuple(int(x) for x in rng.integers(1, max(2, min(t, s) // 2), 2))
+    whole = int(rng.integers(0, s + 1))
     frames = tuple(int(x) for x in rng.integers(0, 4, 2))
     parts = {
         "none": {},
@@ -40,8 +41,9 @@ def make_mask(rng, kind: str, heads: int, t: int, s: int) -> Mask:
         "outer": {"keys": some, "queries": queries},
         "keys, causal": {"keys": some, "band": (None, 0)},
         "all": {"keys": bias[:, :, 0:1], "queries": queries, "dense": pairs, "band": (s // 2, t // 3)},
+        "tail": {"keys": some[:, :1] | (np.arange(s) < whole), "whole": whole},
         "causal by frame": {"band": (None, 0), "frame": frame},
         "window by frame": {"keys": some, "band": frames, "frame": frame},
         "nothing": {"keys": np.zeros((1, 1, 1, s), bool)},
     }[kind]
-    return Mask(**{name: x if name in ("band", "frame") else jnp.asarray(x) for name, x in parts.items()})
+    return Mask(**{name: x if name in ("band", "frame", "whole") else jnp.asarray(x) for name, x in parts.items()})

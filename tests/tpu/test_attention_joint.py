@@ -71,12 +71,13 @@ def test_any_mesh_gives_what_the_concatenation_gives(chips, degrees, ring, padde
 
 @pytest.mark.parametrize("tokens, words, padded", [(128, 5, True), (133, 130, False), (131, 7, True)])
 def test_by_our_kernels(chips, monkeypatch, tokens, words, padded):
-    """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in either."""
+    """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them."""
     monkeypatch.setattr(exchange_kernels, "BLOCK_BYTES", 128 * 128 * 4)
     latents, text, seen = draw(2, 4, 4, 4 * tokens, words, 128, padded)
     for stream in (latents, text):
         stream[0] /= 16
-        stream[1] *= 1 + 30 * np.random.default_rng().random((2, 4, stream[1].shape[2], 1)) ** 8
+    far = (latents, text)[words % 2]
+    far[1] *= 1 + 300 * np.random.default_rng().random((2, 4, far[1].shape[2], 1)) ** 8
     kernel = functools.partial(tpu_attention, interpret=True)
     found = errors(latents, text, seen, make_mesh(chips, (2, 4, 1)), kernel, interpret=True)
     assert max(found) < 2e-6  # measured

@@ -154,6 +154,16 @@ def test_bfloat16_is_as_exact_as_a_plain_attention_in_it(dim, generation):
             assert error < 1.25 * theirs, (way, deviation, error / theirs)
 
 
+@pytest.mark.parametrize("band", [(None, 0), (1, 0)])
+def test_a_band_by_frame(band):
+    """More keys in a frame than queries, as where a chip has a part of each frame's; no block ends where a frame does."""
+    rng = np.random.default_rng()
+    queries, keys = (int(x) for x in rng.integers((30, 60), (60, 130)))
+    q, k, v = draw(rng, jnp.float32, 2, 2, 7 * queries, 7 * keys, 64)
+    mask = Mask(band=band, frame=(queries, keys))
+    assert_right(run(q, k, v, mask, with_lse=True), attention_formula(q, k, v, 1 / 8, mask), f"{queries}, {keys}")
+
+
 @pytest.mark.parametrize("band", [(None, 0), (70, 300), (0, None)])
 def test_first_row_and_first_key_say_where_the_band_lies(band):
     """They are arrays, as on a ring. Far apart no row sees a key, or all rows see all of them."""

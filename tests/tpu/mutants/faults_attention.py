@@ -5,6 +5,7 @@ from table import TPU, in_file
 
 PARALLEL, REFERENCE, KERNEL = "test_attention_parallel.py", "test_attention_reference.py", "test_attention_kernel.py"
 MASKS, ATTENTION, LINEAR = "test_attention_masks.py", "test_attention.py", "test_linear.py"
+JOINT = "test_attention_joint.py"
 
 # fmt: off
 MUTANTS = [
@@ -119,6 +120,22 @@ MUTANTS = [
          "every head goes all ways", f"{KERNEL}::test_each_head_and_block_of_queries_goes_its_own_way"),
     ),
     *in_file(
+        TPU + "attention/kernel_call.py",
+        ("kernel-frame", "(own + right + 1) * keys - 1", "(own + right) * keys",
+         "a frame sees one key of itself", f"{KERNEL}::test_a_band_by_frame"),
+        ("kernel-tail", "self.whole >= self.before_last", "self.whole >= 0",
+         "masked keys before the last block are seen", f"{KERNEL}::test_every_mask_of_every_shape"),
+    ),
+    *in_file(
+        TPU + "attention/joint.py",
+        ("joint-padding", "jnp.where(text.seen[:, None, :, None], out, 0)", "out",
+         "padding of the text has an answer", f"{JOINT}::test_any_mesh_gives_what_the_concatenation_gives"),
+        ("joint-heads", "lax.axis_index(\"ulysses\") * heads, heads, 1)\n\n    return Text", "0, heads, 1)\n\n    return Text",
+         "every chip has the text of the first heads", f"{JOINT}::test_any_mesh_gives_what_the_concatenation_gives"),
+        ("joint-bounds", "(text.k, text.v, words)", "None",
+         "bounds are of the latents' keys alone", f"{JOINT}::test_by_our_kernels"),
+    ),
+    *in_file(
         TPU + "attention/kernel_tiles.py",
         ("kernel-rescale", "rescale = jnp.exp2(m - top)", "rescale = jnp.exp2(top - m)",
          "sums grow where the running maximum does", f"{KERNEL}::test_every_mask_of_every_shape"),
@@ -139,7 +156,7 @@ MUTANTS = [
         ("linear-gate-sample", "lambda n, i, m: (i, 0, n))\n        operands[\"gate\"]", "lambda n, i, m: (0, 0, n))\n        operands[\"gate\"]",
          "all samples have the first one's gate", f"{LINEAR}::test_a_gate_and_a_residual_after_a_layer_are_the_layers"),
         ("linear-gelu", "0.044715 *", "0.0044715 *", "a wrong constant", f"{LINEAR}::test_any_number_of_rows"),
-        ("linear-specs", 'return dp * sp, P("dp", "sp", None)', 'return dp * sp, P("sp", "dp", None)',
+        ("linear-specs", 'P("dp", "sp", None), fill)', 'P("sp", "dp", None), fill)',
          "rows lie over the wrong axes of the mesh", f"{LINEAR}::test_over_a_mesh_and_what_is_not_taken"),
         ("linear-tp", "if not settings.sequence or tp > 1 or len(shape) != 3", "if not settings.sequence or len(shape) != 3",
          "features split over tp are taken for whole", f"{LINEAR}::test_over_a_mesh_and_what_is_not_taken"),
@@ -148,7 +165,7 @@ MUTANTS = [
         TPU + "rotary.py",
         ("rotary-sign", "jnp.where(even, -after, before) * sin", "jnp.where(even, after, before) * sin",
          "pairs are mirrored, not rotated", f"{LINEAR}::test_norm_and_rotation"),
-        ("rotary-table", "table = P(spec[1], None)", "table = P(None, None)",
+        ("rotary-table", "table = P(found.spec[1], None)", "table = P(None, None)",
          "every chip rotates by the first positions", f"{LINEAR}::test_norm_and_rotation"),
         ("rotary-rounding", "part = part.astype(o_ref.dtype).astype(jnp.float32)", "part = part * 1.0",
          "a rounding of upstream's is left out", f"{LINEAR}::test_norm_and_rotation",

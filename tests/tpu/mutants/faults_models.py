@@ -4,6 +4,7 @@ from table import MODELS, TPU, in_file
 
 
 VAE, NNX, BRIDGE, LINEAR = "test_wan_vae.py", "test_wan_vae_nnx.py", "test_bridge.py", "test_linear.py"
+HUNYUAN_VAE = "test_hunyuan_video15_vae.py"
 HUNYUAN, SCHEDULERS, DISPATCHER = (
     "test_patched_hunyuan15.py",
     "test_patched_schedulers.py",
@@ -27,12 +28,24 @@ MUTANTS = [
          "zeros follow the first frame in place of coming before it", FEW_CHIPS),
     ),
     *in_file(
+        MODELS + "autoencoders/autoencoder_kl_hunyuanvideo15_flax.py",
+        ("hunyuan-history", "self.or_first(before, x[:, :, :1])", "before",
+         "before the first frame lie zeros, not the frame", f"{HUNYUAN_VAE}::test_equals_upstream"),
+        ("hunyuan-first", "return chunk.or_first(rest, first)", "return rest",
+         "the first frame is doubled as the others are", f"{HUNYUAN_VAE}::test_equals_upstream"),
+    ),
+    *in_file(
         TPU + "video/slabs.py",
-        ("slabs-fill", "< self.columns(local), x, 0)", "< self.columns(local) + 1, x, 0)",
+        ("slabs-fill", "jnp.where(column <= last, x, beyond)", "jnp.where(column <= last + 1, x, beyond)",
          "a column beyond the map is read as part of it", (MORE_CHIPS, FEW_CHIPS, NNX_CHIPS)),
         ("slabs-neighbour", "[(i, i + 1) for i in range(self.count - 1)]", "[(i + 1, i) for i in range(self.count - 1)]",
          "the neighbour on the wrong side sends its edge", MORE_CHIPS),
-        ("slabs-keys", "return k, v, (column < self.columns(local)).reshape(1, 1, 1, -1)", "return k, v, None",
+        ("slabs-repeated", "jnp.where(last < local, own, edge)", "edge",
+         "beyond the map lie zeros where its edge should be repeated", f"{HUNYUAN_VAE}::test_equals_upstream"),
+        ("slabs-frames", "return k, v, np.tile((column < self.columns(local)).reshape(1, 1, 1, -1), frames)",
+         "return k, v, np.repeat((column < self.columns(local)).reshape(1, 1, 1, -1), frames)",
+         "columns that are not the map's are those of other frames", f"{HUNYUAN_VAE}::test_equals_upstream"),
+        ("slabs-keys", "np.tile((column < self.columns(local)).reshape(1, 1, 1, -1), frames)", "None",
          "attention sees keys that are no part of the map", (MORE_CHIPS, FEW_CHIPS)),
     ),
     *in_file(

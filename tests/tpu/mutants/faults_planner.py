@@ -41,7 +41,7 @@ MUTANTS = [
         TPU + "planner/work.py",
         ("planner-scan", '(params.get("length", 1) if name == "scan" else 1)', "1",
          "one block is counted for all", f"{PLANNER}::test_floating_point_operations_are_torchs"),
-        ("planner-values", "(q.shape[3] + v.shape[3])", "q.shape[3]",
+        ("planner-values", "(dim + out_dim)", "dim",
          "the second product of attention is forgotten", f"{PLANNER}::test_floating_point_operations_are_torchs"),
     ),
     *in_file(
