@@ -77,7 +77,8 @@ def test_by_our_kernels(chips, monkeypatch, tokens, words, padded):
     for stream in (latents, text):
         stream[0] /= 16
     far = (latents, text)[words % 2]
-    far[1] *= 1 + 300 * np.random.default_rng().random((2, 4, far[1].shape[2], 1)) ** 8
+    far[1] *= 1 + 100 * np.random.default_rng().random((2, 4, far[1].shape[2], 1)) ** 8
+    far[2] *= np.float32(1e32)  # not all heads are bounded where its values are so large: sums would not be finite
     kernel = functools.partial(tpu_attention, interpret=True)
     found = errors(latents, text, seen, make_mesh(chips, (2, 4, 1)), kernel, interpret=True)
     assert max(found) < 2e-6  # measured
