@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.attention import api
 from diffusers.tpu.attention.masks import Mask, classify
 from diffusers.tpu.attention.splash import splash_attention
+from diffusers.tpu.planner import calibration, exp2
 from diffusers.tpu.settings import Settings, using
 from diffusers.utils import logging
 
@@ -119,6 +121,17 @@ def test_the_kernel_around_a_ring(make_mesh, heads, kind):
     mask = given(kind, t, t)
     settings = Settings(mesh=make_mesh(1, 4, 1), kernel="kernel", interpret=True)
     assert relative(run(settings, q, k, v, mask=mask), formula(q, k, v, mask)) < 3e-6
+
+
+@pytest.mark.parametrize("degrees", [None, (2, 4, 1), (2, 1, 4)])
+def test_the_kernel_that_others_measured_runs_where_ours_would(degrees, make_mesh):
+    """Self- and cross-attention as `planner.calibration` compiles them: by name "online", on any mesh of the measured scripts."""
+    settings = Settings(mesh=degrees and make_mesh(*degrees), kernel="online", blocks=(128, 256, 128), interpret=True)
+    for keys in (260, 77):
+        operands = draw(260, keys, heads=8, kv_heads=8)
+        with mock.patch.object(exp2, "exp2_attention", wraps=exp2.exp2_attention) as theirs, calibration.as_theirs():
+            assert relative(run(settings, *operands), formula(*operands)) < 3e-6
+        assert theirs.called
 
 
 @pytest.mark.parametrize("mask, dim", [("none", 72), ("prefix", 64), ("outer", 72), ("triangle", 64)])

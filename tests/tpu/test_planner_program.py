@@ -5,6 +5,7 @@ The functions below run in the compiler's process; they are named to it as "test
 
 import os
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -40,7 +41,7 @@ def answers() -> dict:
 
 
 def everything(argument, progress):
-    functions = (copying_kernel, split_product, products, meshes, product, attention)
+    functions = (copying_kernel, split_product, products, meshes, product, attention, kept_programs)
     return {f.__name__: f(argument, progress) for f in functions} | {"again": copying_kernel(argument, progress)}
 
 
@@ -126,6 +127,51 @@ def product(argument, progress):
     x = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(compiler.devices[0]))
     compiled = compiler.compile(jax.jit(lambda x, y: x @ y).lower(x, x))
     return {"schedules": sorted(compiled.schedules), "peak": compiled.peak_bytes}
+
+
+def kept_programs(argument, progress):
+    """How often the compiler was asked for each of several programs, one after the other, and whether all that is kept came back."""
+    import jax
+    import jax.numpy as jnp
+
+    from diffusers.tpu.planner import kept
+    from diffusers.tpu.sharding import PartitionSpec, named
+
+    compiler, mesh = _mesh("v6e-4", (1, 4, 1))
+    asked, compile_it = [], aot.Compiler.compile
+
+    def times(*arguments):
+        before = len(asked)
+        try:
+            made.append(kept.compiled(compiler, *arguments))
+        except aot.OutOfMemory as error:
+            made.append((str(error), error.asked, error.limit))
+        return len(asked) - before
+
+    def traced(mesh, name="one", size=8):
+        def program(x):
+            with jax.named_scope(name):
+                return jnp.sin(x)
+
+        spec = PartitionSpec("sp", None)
+        return jax.jit(program).lower(jax.ShapeDtypeStruct((size, 8), jnp.float32, sharding=named(mesh, spec))), mesh
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIFFUSERS_TPU_CACHE", folder)
+        patch.setattr(aot.Compiler, "compile", lambda *args: asked.append(1) or compile_it(*args))
+        made, turned = [], jax.sharding.Mesh(mesh.devices[:, ::-1], mesh.axis_names)
+        counts = {"first": times(*traced(mesh))}
+        counts["on another line"] = times(*traced(mesh))
+        counts["chips in another order"] = times(*traced(turned))
+        counts["another name"] = times(*traced(mesh, "another"))
+        counts["another option"] = times(*traced(mesh), compiler_options(compiler.devices[0], False))
+        patch.setenv("LIBTPU_INIT_ARGS", os.environ["LIBTPU_INIT_ARGS"] + " --another=flag")
+        counts["another flag"] = times(*traced(mesh))
+        counts["no room"], counts["again no room"] = (times(*traced(mesh, size=1 << 32)) for _ in range(2))
+        alike, refused = made[0] == made[1] and bool(made[0].schedules), made[-1] == made[-2] and made[-1][1] > 2**33
+        patch.setattr(kept, "MOST_BYTES", 1)
+        counts["another size"], counts["none is left"] = times(*traced(mesh, size=16)), times(*traced(mesh))
+    return {"counts": counts, "alike": alike, "refused": refused}
 
 
 def attention(argument, progress):
@@ -264,6 +310,14 @@ def test_a_split_product_counts_as_by_hand(answers):
     # sp lies along the slice's axis of four: the link into either end carries three of four parts.
     assert seconds == pytest.approx(whole * 3 / 4 / CHIPS["v6e"].link_bandwidth, rel=1e-6)
     assert result["memory"]["arguments"] == (4096 * 2048 + 2048 * 1024) * 2 // 4
+
+
+def test_a_program_is_compiled_once(answers):
+    """Code that moves is the same program; chips in another order, other names, options or flags are another."""
+    again = {"on another line": 0, "again no room": 0}
+    found = answers["kept_programs"]
+    assert found["counts"] == {name: again.get(name, 1) for name in found["counts"]}
+    assert found["alike"] and found["refused"]
 
 
 def test_sparse_cores_exchange_while_the_core_computes(answers):

@@ -153,6 +153,7 @@ def _environment(work: Path | None) -> dict[str, str]:
         "TPU_ACCELERATOR_TYPE": "v6e-8",  # asked for by libtpu's start; what is compiled for is each Compiler's own
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # the lines that a program was traced at are no part of it
         "LIBTPU_INIT_ARGS": " ".join(arguments),
         DUMP_VARIABLE: str(flags.get("xla_jf_dump_to", "")),
     }
@@ -194,6 +195,11 @@ class Compiler:
     def __init__(self, topology: Topology):
         self.topology = topology
         self.dump = Path(os.environ[DUMP_VARIABLE]) if os.environ.get(DUMP_VARIABLE) else None
+
+    @property
+    def flags(self) -> str:
+        """What the compiler was told at its start, wherever it writes schedules."""
+        return os.environ.get("LIBTPU_INIT_ARGS", "").replace(str(self.dump), "SCHEDULES")
 
     @property
     def devices(self) -> tuple:

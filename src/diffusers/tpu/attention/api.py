@@ -155,31 +155,41 @@ def _program(settings: Settings, scale: float):
 
 def _local(settings: Settings, q, k, v, mask):
     """(name, attention of one chip, why no faster one): what was asked for by name, or with "auto" the fastest that takes this call."""
-    ours = functools.partial(
-        kernel.tpu_attention,
-        generation=settings.generation,
-        wanted=settings.blocks,
-        smoothing=settings.smoothing,
-        tally=settings.tally,
-        interpret=settings.interpreted,
-    )
-    stock = functools.partial(splash.splash_attention, interpret=settings.interpreted, blocks=settings.blocks)
-    known = {
-        "kernel": (ours, kernel.unsupported),
-        "online": (functools.partial(ours, ways=(ONLINE,)), kernel.unsupported),
-        "splash": (stock, splash.unsupported),
-        "reference": (reference_attention, lambda q, k, v, mask: None),
-    }
     name = settings.kernel
     if name == "auto":
         name = "kernel" if settings.platform == "tpu" else "reference"
-    run, unsupported = known[name]
+    run, unsupported = KERNELS[name](settings)
     reason = unsupported(q, k, v, mask)
     if reason is None:
         return name, run, ""
     if settings.kernel == "auto":
         return "reference", reference_attention, f"{name} does not take {reason}"
     raise NotImplementedError(f"attention {name!r} does not take {reason}; use 'auto' or 'reference'")
+
+
+def _ours(settings: Settings, **fixed):
+    options = {
+        "generation": settings.generation,
+        "wanted": settings.blocks,
+        "smoothing": settings.smoothing,
+        "tally": settings.tally,
+        "interpret": settings.interpreted,
+    }
+    return functools.partial(kernel.tpu_attention, **options, **fixed), kernel.unsupported
+
+
+def _stock(settings: Settings):
+    options = {"interpret": settings.interpreted, "blocks": settings.blocks}
+    return functools.partial(splash.splash_attention, **options), splash.unsupported
+
+
+# By name: (attention of one chip with these settings, why it does not take a call).
+KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
+    "kernel": _ours,
+    "online": functools.partial(_ours, ways=(ONLINE,)),
+    "splash": _stock,
+    "reference": lambda settings: (reference_attention, lambda q, k, v, mask: None),
+}
 
 
 def _spread(settings: Settings, q, k, local):

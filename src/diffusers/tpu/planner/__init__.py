@@ -5,7 +5,7 @@
 
 The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
 run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
-program read), `worker` (all of it, in the compiler's process), `report` (the page).
+program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `report` (the page).
 """
 
 import hashlib

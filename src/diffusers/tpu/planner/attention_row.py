@@ -16,7 +16,7 @@ from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh
 from ..sharding import PartitionSpec, named
-from . import timing
+from . import kept, timing
 from .calibration import as_theirs
 from .exp2 import exp2_attention
 from .worker import versions
@@ -75,7 +75,7 @@ def answer(request: dict, progress: Callable) -> dict:
     try:
         with as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
             lowered = jax.jit(scaled_dot_product_attention).lower(q, k, k, mask)
-        compiled = compiler.compile(lowered)
+        compiled = kept.compiled(compiler, lowered, mesh)
     except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
         raise BadRequest(f"{name} with blocks {blocks} does not compile: {str(error).splitlines()[0]}") from error
     answered = {"blocks": blocks, "compile_seconds": compiled.seconds, "versions": versions()}

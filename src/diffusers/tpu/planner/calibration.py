@@ -7,6 +7,7 @@ transformer is another program.
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -35,14 +36,15 @@ class Published:
 def as_theirs():
     """Attention as in the measured scripts: padded keys are not masked, "online" is a kernel like theirs. For compiling only."""
     from ..attention import api, splash  # imports JAX, which listing the rows does not need
-    from .exp2 import exp2_attention
+    from . import exp2
 
-    def theirs(*args, generation, wanted, smoothing, interpret, ways=(), **kwargs):
-        return exp2_attention(*args, blocks=wanted, interpret=interpret, **kwargs)
+    def theirs(settings):
+        options = {"blocks": settings.blocks, "interpret": settings.interpreted}
+        return functools.partial(exp2.exp2_attention, **options), exp2.unsupported
 
     with (
         mock.patch.object(splash, "_segments", lambda valid, q_len: None),
-        mock.patch.object(api.kernel, "tpu_attention", theirs),
+        mock.patch.dict(api.KERNELS, online=theirs),
     ):
         yield
 

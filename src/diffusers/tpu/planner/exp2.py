@@ -1,7 +1,7 @@
 """A kernel like those whose times others published: transposed scores, exp2, a running maximum. For calibration only.
 
 Nothing here is tuned: its schedule is to be that of the measured kernels, so that our sum can be held against their
-clocks. Ours is `attention.kernel`. Takes: no mask, as many key heads as query heads (else NotImplementedError).
+clocks. Ours is `attention.kernel`.
 """
 
 import functools
@@ -23,6 +23,13 @@ BLOCKS = (2048, 2048, 256)
 VMEM_BYTES = 100 << 20
 
 
+def unsupported(q, k, v, mask: Mask | None) -> str | None:
+    """What of this call the exp2 kernel does not take, or None."""
+    if q.shape[1] != k.shape[1]:
+        return f"{q.shape[1]} query heads over {k.shape[1]} key heads"
+    return None if mask is None else f"a mask ({mask.kind})"
+
+
 def exp2_attention(
     q: Float[Array, "B N T D"],
     k: Float[Array, "B N S D"],
@@ -39,10 +46,10 @@ def exp2_attention(
     """Attention in q's dtype on one chip.
 
     `blocks`: queries, keys, and keys of one inner step. VMEM: two buffers of each block of q, k, v and the output, and
-    per query D + 16 float32 of state.
+    per query D + 16 float32 of state. Raises NotImplementedError for what is `unsupported`, and for a ring's `with_lse`.
     """
-    if mask is not None or with_lse or q.shape[1] != k.shape[1]:
-        raise NotImplementedError("the exp2 kernel takes plain attention only")
+    if reason := "log-sum-exps" if with_lse else unsupported(q, k, v, mask):
+        raise NotImplementedError(f"the exp2 kernel does not take {reason}")
     batch, heads, q_len, dim = q.shape
     kv_len = k.shape[2]
     wanted_q, wanted_kv, inner = blocks or BLOCKS

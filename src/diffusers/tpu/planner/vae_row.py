@@ -11,7 +11,7 @@ from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..plans import PipelinePlan, flax_class, plan_of
-from . import ici, timing
+from . import ici, kept, timing
 from .building import configuration_of
 from .worker import GIB, versions
 
@@ -46,7 +46,7 @@ def answer(request: dict, progress: Callable) -> dict:
     shape = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.config.z_dim)
     progress(f"compiling {cls.__name__}.decode for {topology.name}")
     lowered = vae.lower("decode", shape)
-    compiled = compiler.compile(lowered)
+    compiled = kept.compiled(compiler, lowered, mesh)
     timed = timing.time_program(compiled, topology.chip, ici.places_of(mesh))[BOUND]
     held = compiled.memory
     weights = held["arguments"] - math.prod(shape) * vae.dtype.itemsize

@@ -17,7 +17,7 @@ from ..plans import PipelinePlan, module_plan, plan_of
 from ..residency import room_for_weights, turns
 from ..runner import Runner
 from ..sharding import ModelPlan
-from . import calibration, ici, meshes, sources, timing
+from . import calibration, ici, kept, meshes, sources, timing
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
 from .work import Work, count
@@ -253,7 +253,7 @@ class _Planner:
         program = hash((topology.name, lowered.as_text()))  # two experts are one program
         if program not in self.compiled:
             try:
-                compiled = compiler.compile(lowered, runner.compiler_options)
+                compiled = kept.compiled(compiler, lowered, runner.mesh, runner.compiler_options)
             except OutOfMemory as error:
                 part.refused = error
                 return
