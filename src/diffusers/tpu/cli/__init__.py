@@ -129,6 +129,11 @@ def _add_plan(commands):
     plan.add_argument(
         "--everything", action="store_true", help="compile text encoders and VAE too (minutes), not only the denoiser"
     )
+    plan.add_argument(
+        "--tiling",
+        action=argparse.BooleanOptionalAction,
+        help="the VAE works in tiles, or does not (default: as the card)",
+    )
     plan.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the answer as JSON, to FILE or the output")
     plan.add_argument("--report", metavar="FILE.html", help="the answer as a page with pictures")
     plan.add_argument("--time-limit", type=float, default=900, metavar="SECONDS", help="for one slice (default 900)")

@@ -69,6 +69,7 @@ def _plan(options, topology: str, mesh, arguments: dict) -> dict:
                 batch=options.batch,
                 arguments=arguments,
                 everything=options.everything,
+                tiling=options.tiling,
                 config={} if options.attention == "auto" else {"attention": options.attention},
                 seconds=options.time_limit,
                 on_progress=status.update,

@@ -34,6 +34,7 @@ def plan(
     batch: int = 1,
     arguments: dict | None = None,
     everything: bool = False,
+    tiling: bool | None = None,
     config: dict | None = None,
     only: list[str] | None = None,
     as_theirs: bool = False,
@@ -50,6 +51,7 @@ def plan(
         batch: prompts at once.
         arguments: of the pipeline's call; what is left out is the model card's or the pipeline's default.
         everything: compile also what is not the denoiser, instead of modelling it (a VAE takes the compiler minutes).
+        tiling: the VAE works in tiles; None: as the model card's script says.
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
         as_theirs: with the padding of the scripts that others measured (`calibration`), not for use.
@@ -74,6 +76,7 @@ def plan(
         "batch": batch,
         "arguments": arguments or {},
         "everything": everything,
+        "tiling": tiling,
         "config": config or {},
         "only": only,
         "as_theirs": as_theirs,

@@ -110,7 +110,10 @@ def build(configuration: Configuration, dtype: torch.dtype):
     missing = {name: None for name in expected - made.keys()}
     pipe = cls(**made, **missing, **configuration.settings)
     if configuration.tiled:
-        pipe.vae.enable_tiling()
+        vae = getattr(pipe, "vae", None)
+        if not hasattr(vae, "enable_tiling"):
+            raise ValueError(f"expected a pipeline whose VAE can work in tiles, got {configuration.pipeline}")
+        vae.enable_tiling()
     return pipe
 
 

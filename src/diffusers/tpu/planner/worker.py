@@ -4,7 +4,7 @@ import contextlib
 import importlib.metadata
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -84,7 +84,7 @@ def answer(request: dict, progress: Callable) -> dict:
 
     Args:
         request: `model`, `topology`, `mesh` (None: as the pipeline would choose; "auto"; or degrees), `dtype`, `batch`,
-            `arguments` of the pipeline's call, `everything` (compile more than the denoiser), `config` (further fields
+            `arguments` of the pipeline's call, `everything` (compile more than the denoiser), `tiling` (None: as the card), `config` (further fields
             of TPUConfig), `only` (components), `as_theirs` (see calibration.as_theirs).
 
     Raises BadRequest for what cannot be planned.
@@ -120,6 +120,8 @@ def versions() -> dict[str, str]:
 def _recorded(request: dict, progress: Callable) -> Recording:
     try:
         configuration = configuration_of(request["model"])
+        if request.get("tiling") is not None:
+            configuration = replace(configuration, tiled=request["tiling"])
         pipe = build(configuration, getattr(torch, request["dtype"]))
         arguments = {**configuration.call, **request["arguments"]}
         if request["batch"] > 1:

@@ -3,7 +3,8 @@
 `over_width` runs a function of maps, one slab a chip. Inside, what looks sideways asks `slabs()`: padding along the width
 brings the neighbours' columns (zeros at the map's own two edges), attention sees the whole map's keys. Everything else must
 not mix columns. A width that the chips do not divide is filled up on the right; what lies there never reaches a column of
-the map. On one chip, and in `over_tiles`, the map is one slab. `axis` is the width's, the height lies before it.
+the map. On one chip, and in `over_tiles`, the map is one slab; tiles of other sizes are filled up below and on the right, so
+that one program computes them all. `axis` is the width's, the height lies before it.
 """
 
 import contextlib
@@ -25,6 +26,12 @@ from ..settings import current, using
 FACTORS = [Fraction(2) ** power for power in range(-6, 7)]  # of the finer and coarser maps of one model
 
 
+def as_finer(own, size: int, became: int):
+    """What becomes of `own` rows or columns where `size` of them become another number: halves are cut off, as layers do."""
+    factor = next(f for f in FACTORS if int(size * f) == became)
+    return own * factor.numerator // factor.denominator
+
+
 @dataclass(frozen=True)
 class Slabs:
     """How maps are split here.
@@ -33,6 +40,7 @@ class Slabs:
         axes: of the mesh, over which chips side by side hold slabs side by side; `count` of them.
         height, width: of the map that was split; other maps are finer or coarser by a power of two.
         local: the columns of one slab of it.
+        own: rows and columns that are not filled up, traced scalars; None: all of `height`, `width`.
     """
 
     axes: tuple[str, ...]
@@ -40,6 +48,7 @@ class Slabs:
     height: int
     width: int
     local: int
+    own: tuple[jax.Array, jax.Array] | None = None
 
     def columns(self, local: int) -> int:
         """The width of the map whose slabs have `local` columns."""
@@ -55,6 +64,8 @@ class Slabs:
     ) -> jax.Array:
         """A slab with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
+        Rows that are filled up are as what is beyond the map, for who looks below.
+
         Raises NotImplementedError where a neighbour has fewer.
         """
         axis %= x.ndim
@@ -66,14 +77,15 @@ class Slabs:
                 f"expected slabs of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
             )
         if self.count == 1:
+            if self.own is not None:
+                rows, columns = self._own(x.shape[axis - 1], local)
+                x = _filled_up(_filled_up(x, rows - 1, axis - 1, repeated), columns - 1, axis, repeated)
             widths = [(left, right) if a == axis else (0, 0) for a in range(x.ndim)]
             return jnp.pad(x, widths, mode="edge" if repeated else "constant")
         place = lax.axis_index(self.axes)
         last = self.columns(local) - 1 - place * local  # of the map, seen from this slab
         if self.filled:
-            column = jnp.arange(local).reshape(-1, *(1,) * (x.ndim - 1 - axis))
-            beyond = lax.dynamic_slice_in_dim(x, jnp.clip(last, 0, local - 1), 1, axis) if repeated else 0
-            x = jnp.where(column <= last, x, beyond)
+            x = _filled_up(x, last, axis, repeated)
         parts = [x]
         if left:
             edge = lax.slice_in_dim(x, local - left, local, axis=axis)
@@ -86,11 +98,22 @@ class Slabs:
             parts.append(jnp.where(last < local, own, edge) if repeated else edge)
         return jnp.concatenate(parts, axis)
 
-    def everyones(self, k: jax.Array, v: jax.Array, frames: int = 1) -> tuple[jax.Array, jax.Array, np.ndarray | None]:
+    def _own(self, height: int, width: int) -> tuple[jax.Array, jax.Array]:
+        """Rows and columns that are not filled up, where the map has this height and width."""
+        return as_finer(self.own[0], self.height, height), as_finer(self.own[1], self.width, width)
+
+    def everyones(
+        self, k: jax.Array, v: jax.Array, frames: int = 1
+    ) -> tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]:
         """Keys and values of all positions of the map, frame after frame, in a frame chip after chip; which keys are its own (None: all)."""
-        if self.count == 1:
+        if self.count == 1 and self.own is None:
             return k, v, None
         tokens = k.shape[2] // frames
+        local = next(int(self.local * f) for f in FACTORS if int(self.height * f) * int(self.local * f) == tokens)
+        if self.count == 1:
+            place, (rows, columns) = np.arange(tokens), self._own(tokens // local, local)
+            seen = (place // local < rows) & (place % local < columns)
+            return k, v, jnp.tile(seen.reshape(1, 1, 1, -1), frames)
 
         def gathered(x):
             x = x.reshape(*x.shape[:2], frames, tokens, -1)
@@ -99,9 +122,16 @@ class Slabs:
         k, v = gathered(k), gathered(v)
         if not self.filled:
             return k, v, None
-        local = next(int(self.local * f) for f in FACTORS if int(self.height * f) * self.local * f == tokens)
         column = np.arange(self.count)[:, None] * local + np.arange(tokens) % local
         return k, v, np.tile((column < self.columns(local)).reshape(1, 1, 1, -1), frames)
+
+
+def _filled_up(x: jax.Array, last: jax.Array, axis: int, repeated: bool) -> jax.Array:
+    """x with zeros, or what is at `last` `repeated`, in the places after it."""
+    size = x.shape[axis]
+    place = jnp.arange(size).reshape(-1, *(1,) * (x.ndim - 1 - axis))
+    beyond = lax.dynamic_slice_in_dim(x, jnp.clip(last, 0, size - 1), 1, axis) if repeated else 0
+    return jnp.where(place <= last, x, beyond)
 
 
 _slabs = contextvars.ContextVar("diffusers_tpu_slabs", default=None)
@@ -153,18 +183,27 @@ def over_width(function: Callable, x: jax.Array, multiple: int = 1, axis: int = 
     return lax.slice_in_dim(out, 0, columns, axis=axis) if split.filled else out
 
 
-def over_tiles(function: Callable, x: jax.Array, axis: int = -1) -> jax.Array:
-    """`function` of each of the traced tiles x [N, ...], one after another on a chip; chips share the tiles."""
+def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, axis: int = -1) -> jax.Array:
+    """`function` of each of the traced tiles x [N, ...], one after another on a chip; chips share the tiles.
+
+    Args:
+        own: [N, 2], rows and columns of each that are not filled up; None: all. What becomes of the others is anything.
+    """
     mesh, axis = current().mesh, axis % x.ndim
     height, width = x.shape[axis - 1], x.shape[axis]
     chips = 1 if mesh is None else mesh.size
-    filled = jnp.concatenate((x, jnp.broadcast_to(x[-1:], (-len(x) % chips, *x.shape[1:]))))
+    tiles = (x,) if own is None else (x, jnp.asarray(own))
+    filled = [jnp.concatenate((a, jnp.broadcast_to(a[-1:], (-len(a) % chips, *a.shape[1:])))) for a in tiles]
 
-    def some_tiles(tiles):
-        with _computing(Slabs((), 1, height, width, width)):
-            return lax.map(function, tiles)
+    def one_tile(tile_and_own):
+        tile, *own = tile_and_own
+        with _computing(Slabs((), 1, height, width, width, tuple(own[0]) if own else None)):
+            return function(tile)
+
+    def some_tiles(*tiles):
+        return lax.map(one_tile, tiles)
 
     if chips > 1:
         spec = P(mesh.axis_names)
         some_tiles = jax.shard_map(some_tiles, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return some_tiles(filled)[: len(x)]
+    return some_tiles(*filled)[: len(x)]

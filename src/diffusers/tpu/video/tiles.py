@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from .slabs import over_tiles
+from .slabs import as_finer, over_tiles
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,7 @@ def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -
         for top in starts[0]
         for left in starts[1]
     }
-    for shape in dict.fromkeys(tile.shape for tile in tiles.values()):
-        alike = [place for place, tile in tiles.items() if tile.shape == shape]
-        tiles.update(zip(alike, over_tiles(function, jnp.stack([tiles[place] for place in alike]), across + 1)))
+    tiles = _computed(function, tiles, axes)
     rows = []
     for top in starts[0]:
         for left in starts[1]:
@@ -56,6 +55,24 @@ def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -
         ]
         rows.append(jnp.concatenate(kept, axes[1]))
     return _part(_part(jnp.concatenate(rows, axes[0]), 0, tiling.whole[0], axes[0]), 0, tiling.whole[1], axes[1])
+
+
+def _computed(function: Callable, tiles: dict, axes: tuple[int, int]) -> dict:
+    """`function` of each tile, by one program: smaller ones are filled up below and on the right, what becomes of that is cut off."""
+    own = np.array([[tile.shape[a] for a in axes] for tile in tiles.values()])
+    size = own.max(0)
+
+    def filled(tile):
+        return jnp.pad(tile, [(0, size[axes.index(a)] - n if a in axes else 0) for a, n in enumerate(tile.shape)])
+
+    outs = over_tiles(
+        function, jnp.stack([filled(tile) for tile in tiles.values()]), own if (own < size).any() else None, axes[1] + 1
+    )
+    rows, columns = (as_finer(own[:, n], size[n], outs.shape[a + 1]) for n, a in enumerate(axes))
+    return {
+        place: _part(_part(out, 0, rows[n], axes[0]), 0, columns[n], axes[1])
+        for n, (place, out) in enumerate(zip(tiles, outs))
+    }
 
 
 def _part(x: jax.Array, start: int, size: int, axis: int) -> jax.Array:
