@@ -38,6 +38,8 @@ PLANS = {  # file: model, slice, size
     "plan-wan2.1-t2v-14b-480p-v5e-8": ("wan2.1-t2v-14b", "v5e-8", benches.VIDEO_480P),
     "plan-wan2.1-t2v-1.3b-480p-v5e-1": ("wan2.1-t2v-1.3b", "v5e-1", benches.VIDEO_480P),
     "plan-wan2.2-t2v-a14b-v6e-8": ("wan2.2-t2v-a14b", "v6e-8", benches.VIDEO_720P),
+    "plan-hunyuanvideo-1.5-720p-v6e-8": ("hunyuanvideo-1.5-720p-t2v", "v6e-8", benches.HUNYUAN_720P),
+    "plan-hunyuanvideo-1.5-480p-v5e-8": ("hunyuanvideo-1.5-480p-t2v", "v5e-8", benches.HUNYUAN_480P),
 }
 PICTURED = "plan-wan2.1-t2v-14b-v6e-8"
 COMPARED = ("compare", "examples/tpu/models/wan-shapes", "--seed", "21", "--json")

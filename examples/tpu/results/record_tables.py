@@ -28,11 +28,12 @@ MODELS = {
     "wan2.2-ti2v-5b": "Wan 2.2 TI2V 5B",
     "wan2.1-t2v-1.3b": "Wan 2.1 1.3B",
     "cogvideox1.5-5b": "CogVideoX1.5 5B",
-    "hunyuanvideo-1.5-720p-t2v": "HunyuanVideo-1.5 720p",
+    "hunyuanvideo-1.5-720p-t2v": "HunyuanVideo-1.5",
+    "hunyuanvideo-1.5-480p-t2v": "HunyuanVideo-1.5",
     "ltx-video": "LTX-Video",
     "linear-1000": "a thousand submodules",
 }
-SIZES = {(720, 1280): "720p", (480, 832): "480p"}
+SIZES = {(720, 1280): "720p", (480, 832): "480p", (480, 848): "480p"}
 SHAPES = {
     "wan-720p-self": "Wan 720p, self",
     "wan-480p-self": "Wan 480p, self",
@@ -154,7 +155,7 @@ def _vae(rows: list[dict]) -> list[str]:
     lines = []
     for row in rows:
         compiled, held = row["how"] == "compiled", row["hbm_gib"]
-        module = {"ours": "upstream's", "nnx": "plain JAX"}[row["variant"]]
+        module = {"ours": "upstream's", "ours, in tiles": "upstream's, in tiles", "nnx": "plain JAX"}[row["variant"]]
         seconds = _span(row["seconds"], row.get("slower")) + ("" if compiled else ", modelled")
         program = f"{held['program'] * 2**30 / 1e6:.0f}" if compiled else ""
         took = f"{row['compile_seconds']:.0f}" if compiled else ""

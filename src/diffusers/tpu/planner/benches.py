@@ -17,6 +17,8 @@ from .calibration import PUBLISHED
 
 VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
 VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
+HUNYUAN_720P = {"height": 720, "width": 1280, "num_frames": 121}
+HUNYUAN_480P = {"height": 480, "width": 848, "num_frames": 121}
 
 # name: batch, heads, queries, keys, head size: what one chip computes in one call
 ATTENTION_SHAPES = {
@@ -187,6 +189,8 @@ def step_cases() -> list[Case]:
         ("v6e-8", "wan2.2-ti2v-5b", {"height": 704, "width": 1280, "num_frames": 121}),
         ("v5e-1", "wan2.1-t2v-1.3b", VIDEO_480P),
         ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P),
+        *((topology, "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P) for topology in ("v6e-8", "v6e-16", "v7x-8")),
+        *((topology, "hunyuanvideo-1.5-480p-t2v", HUNYUAN_480P) for topology in ("v6e-8", "v5e-8")),
     ]
     cases += [(*other, "ours", way, {}) for other in others for way in WAYS]
     return [
@@ -279,8 +283,10 @@ def _run(topology: str, model: str, size: dict, way: str) -> Callable:
 def vae_cases() -> list[Case]:
     """Decoding one video. A VAE without a plan takes the compiler long: its time here is modelled, not compiled (`how`).
 
-    Variants: upstream's module as we run it ("ours"), and the one in plain JAX ("nnx").
+    Variants: upstream's module as we run it ("ours"), the same in upstream's tiles ("ours, in tiles"), and the one in plain
+    JAX ("nnx").
     """
+    hunyuan = ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P, "bfloat16")
     cases = [
         *(
             (topology, "wan2.1-t2v-14b", VIDEO_720P, dtype, variant, True)
@@ -288,6 +294,7 @@ def vae_cases() -> list[Case]:
             for dtype in ("bfloat16", "float32")
             for variant in ("ours", "nnx")
         ),
+        *((*hunyuan, variant, True) for variant in ("ours", "ours, in tiles")),
         ("v6e-8", "cogvideox1.5-5b", {}, "bfloat16", "ours", False),
         ("v6e-1", "ltx-video", {}, "bfloat16", "ours", False),
     ]
@@ -296,7 +303,7 @@ def vae_cases() -> list[Case]:
             {"topology": topology, "model": model, **size, "dtype": dtype, "variant": variant},
             nnx_decode(topology, model, size, dtype)
             if variant == "nnx"
-            else torch_decode(topology, model, size, dtype, compiled),
+            else torch_decode(topology, model, size, dtype, compiled, variant == "ours, in tiles"),
         )
         for topology, model, size, dtype, variant, compiled in cases
     ]
@@ -313,10 +320,13 @@ def nnx_decode(topology: str, model: str, size: dict, dtype: str) -> Callable:
     return ask
 
 
-def torch_decode(topology: str, model: str, arguments: dict, dtype: str, compiled: bool) -> Callable:
+def torch_decode(
+    topology: str, model: str, arguments: dict, dtype: str, compiled: bool, tiling: bool = False
+) -> Callable:
     """The same of upstream's module as we run it. `arguments`: of the pipeline's call; `compiled`: not only modelled."""
 
     asked = {"dtype": dtype, "arguments": arguments, "everything": compiled, "only": ["vae"], "seconds": 1800}
+    asked["tiling"] = tiling
 
     def decoding(**others):
         answer = plan(model, topology, **asked, **others)
