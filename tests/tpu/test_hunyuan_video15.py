@@ -55,7 +55,16 @@ def test_video_equals_upstreams(chips, kind, mesh, guider, changes):
     assert not tpu.report(pipe)["on_host"]
 
 
-def test_the_video_depends_on_the_image(chips):
+def test_the_video_depends_on_the_image_and_prompts_of_ten_lengths_share_programs(chips):
+    """Without glyphs their encoder is not asked; with them for each prompt by itself."""
     pipe, ours, _ = both("hunyuan15_i2v", (2, 4, 1))
-    given = {**tiny.arguments("hunyuan15_i2v"), "image": PIL.Image.new("RGB", (48, 32), "red")}
-    assert relative(np.asarray(pipe(**given).frames), ours) > 0.01
+    given = tiny.arguments("hunyuan15_i2v")
+    red = PIL.Image.new("RGB", (48, 32), "red")
+    assert relative(np.asarray(pipe(**{**given, "image": red}).frames), ours) > 0.01
+    given |= {"num_inference_steps": 1, "output_type": "latent"}
+    for words in range(10):
+        pipe(**{**given, "prompt": "moving " * words + '"left"' * (words % 3), "negative_prompt": "a " * (9 - words)})
+    parts = tpu.report(pipe)
+    made = {name: part["compilations"] for name, part in parts["components"].items() if name != "vae"}
+    assert made == {"text_encoder": 1, "text_encoder_2": 1, "image_encoder": 1, "transformer": 1}
+    assert not parts["on_host"] and not any(part["eager"] for part in parts["components"].values())

@@ -2,6 +2,8 @@
 
 import copy
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -13,6 +15,7 @@ from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
 from diffusers.tpu.plans import module_plan
 from diffusers.tpu.runner import Runner
+from diffusers.tpu.video.chunks import scan_chunks
 
 
 SIZES = {
@@ -72,3 +75,13 @@ def test_in_tiles(chips, degrees):
     latents, video = torch.randn(1, 4, 2, 5, 9), torch.randn(1, 3, 5, 80, 144)
     assert relative(decoded(ours, latents), decoded(theirs, latents)) < 1e-5
     assert relative(encoded(ours, video), encoded(theirs, video)) < 1e-5
+
+
+def test_a_cache_that_grows_is_an_error_that_names_it():
+    def step(chunk, cache, number):
+        seen = chunk if cache[1] is None else jnp.concatenate([cache[1], chunk], 1)
+        return seen.mean() + chunk, [chunk, seen]
+
+    words = r"expected a cache whose shapes stay.*: entry \[1\] of \(1, 8, 3\) and then \(1, 10, 3\)\. What"
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(lambda x: scan_chunks(step, x, 2, [None, None]), jnp.zeros((1, 5, 3)))

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 
 
+SETTLED = 5  # chunks after which every cache has its shape: two frames are kept of chunks of one, once there are two
+
+
 def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -> jax.Array:
     """`step` of each chunk of `size` frames of a traced x, one after another, its outputs joined in time.
 
@@ -22,7 +25,9 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
         empty: the cache of a step that has no other before it.
         axis: of time.
 
-    Raises ValueError for a number of frames that does not fit.
+    Raises:
+        ValueError: a number of frames that does not fit.
+        NotImplementedError: an entry of the cache that never keeps its shape: there is no scan over what grows.
     """
     frames = x.shape[axis]
     if (frames - 1) % size:
@@ -40,12 +45,31 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
 
     numbered = jnp.arange(len(chunks)), chunks
     first = jax.tree.map(lambda a: a[0], numbered)
-    cache, found = None, empty
-    while found != cache:
-        cache = found
-        found, _ = jax.eval_shape(one, cache, first)
+    cache = _as_it_stays(lambda cache: jax.eval_shape(one, cache, first)[0], empty)
     _, outs = lax.scan(one, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache), numbered)
     outs = jnp.moveaxis(outs, 0, axis)
     dropped = outs.shape[axis + 1] - 1
     outs = outs.reshape(*outs.shape[:axis], -1, *outs.shape[axis + 2 :])
     return lax.slice_in_dim(outs, dropped, outs.shape[axis], axis=axis)
+
+
+def _as_it_stays(after: Callable, cache):
+    """Shapes of the cache that a chunk hands on as it got them. `after`: (the cache before a chunk) -> that after it."""
+    for _ in range(SETTLED):
+        before, cache = cache, after(cache)
+        if cache == before:
+            return cache
+    pairs = zip(*(jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_none) for tree in (before, cache)))
+    growing = [
+        f"entry {jax.tree_util.keystr(path)} of {old and old.shape} and then {new and new.shape}"
+        for (path, old), (_, new) in pairs
+        if old != new
+    ]
+    raise NotImplementedError(
+        f"expected a cache whose shapes stay from chunk to chunk, got after {SETTLED} chunks: {'; '.join(growing)}. What looks"
+        " at all frames so far is no scan: compute it for all frames at once, or keep a fixed number of them"
+    )
+
+
+def _is_none(entry) -> bool:
+    return entry is None
