@@ -34,12 +34,12 @@ class Group:
 def find_groups(model: torch.nn.Module) -> list[Group]:
     """Runs of at least two equal neighbours in the model's ModuleLists of the blocks that its class says are repeated.
 
-    diffusers names them in `_repeated_blocks`, models without it and transformers in `_no_split_modules`. Other lists may
+    diffusers names them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter. Other lists may
     hold blocks that share state from call to call, as a VAE's with its feature cache.
     """
-    repeated = getattr(model, "_repeated_blocks", None) or ()
-    if not repeated and not hasattr(model, "decode"):
-        repeated = getattr(model, "_no_split_modules", None) or ()
+    repeated = {*(getattr(model, "_repeated_blocks", None) or ())}
+    if not hasattr(model, "decode"):
+        repeated |= {*(getattr(model, "_no_split_modules", None) or ())}
     groups, shared = [], _shared(model)
     for path, blocks in model.named_modules():
         if not isinstance(blocks, torch.nn.ModuleList) or not any(type(b).__name__ in repeated for b in blocks):

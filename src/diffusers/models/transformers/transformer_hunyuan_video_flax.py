@@ -1,0 +1,163 @@
+"""HunyuanVideo's transformer on TPU: where its weights lie, and blocks of two streams that are never one.
+
+Latents are split over the sequence, text is whole on every chip. Queries, keys, values and the first projections of the
+feed-forwards split their outputs over `tp`, the projections after them their inputs; the other axis of each is storage over
+`dp` and `sp`, gathered block by block. Upstream's single blocks concatenate both; here each token's
+layers are computed in its own stream, and attention takes the two as they are. Where a model's first frame has a modulation of
+its own (image-to-video by token replacement), each token picks its modulation; nothing is cut out of the split sequence.
+
+`TwoStreamProcessor` is what models of this kind have in common: upstream's joint attention processors differ in their masks.
+"""
+
+import torch
+from jax.sharding import PartitionSpec as P
+
+from ...tpu.sharding import ModelPlan
+from .transformer_hunyuan_video import (
+    HunyuanVideoAttnProcessor2_0,
+    HunyuanVideoSingleTransformerBlock,
+    HunyuanVideoTokenRefiner,
+    HunyuanVideoTokenReplaceSingleTransformerBlock,
+    HunyuanVideoTokenReplaceTransformerBlock,
+)
+
+
+STORED = ("dp", "sp")
+
+
+class TwoStreamProcessor:
+    """Latents and text in one softmax without a concatenation; norm and rotation of the latents in one pass.
+
+    Text has projections of its own (`add_q_proj`, ...), or those of the latents.
+    """
+
+    def __init__(self, upstream):
+        self.upstream = upstream
+
+    def seen(self, attention_mask, tokens: int):
+        """Which words are no padding [B, L], of upstream's mask for a sequence of so many latents; None: all."""
+        return attention_mask
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        """As upstream's. `image_rotary_emb`: cos and sin [T, D]."""
+        from ...tpu.bridge import joint_attention, normed_and_rotated
+
+        own = attn.add_q_proj is None
+        norms = (attn.norm_q, attn.norm_k) if own else (attn.norm_added_q, attn.norm_added_k)
+        if encoder_hidden_states is None or image_rotary_emb is None or None in (attn.norm_q, *norms):
+            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        tables = [table[None, :, None] for table in image_rotary_emb]
+        query = normed_and_rotated(attn.to_q(hidden_states), attn.norm_q, *tables)
+        key = normed_and_rotated(attn.to_k(hidden_states), attn.norm_k, *tables)
+        latents = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(hidden_states))]
+        added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        projections = (attn.to_q, attn.to_k, attn.to_v) if own else added
+        text = [project(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for project in projections]
+        text[:2] = (norm(x) for norm, x in zip(norms, text))
+        seen = None if attention_mask is None else self.seen(attention_mask, hidden_states.shape[1])
+        answers = joint_attention(latents, text, seen, self.upstream._attention_backend)
+        hidden_states, encoder_hidden_states = (x.flatten(2, 3).type_as(query) for x in answers)
+        if getattr(attn, "to_out", None) is not None:
+            hidden_states = attn.to_out[1](attn.to_out[0](hidden_states))
+        if getattr(attn, "to_add_out", None) is not None:
+            encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
+        return hidden_states, encoder_hidden_states
+
+
+class HunyuanVideoProcessor(TwoStreamProcessor):
+    """Upstream's mask [B, 1, 1, T + L] is of latents and text; all latents take part."""
+
+    def seen(self, attention_mask, tokens: int):
+        return attention_mask[:, 0, 0, tokens:]
+
+
+def refined_whole(refiner, *args, **kwargs):
+    """As upstream's, of text: whole on every chip, as what it is put beside."""
+    from ...tpu.bridge import on_every_chip
+
+    with on_every_chip():
+        return type(refiner).forward(refiner, *args, **kwargs)
+
+
+def _single(block, hidden_states, encoder_hidden_states, temb, attention_mask=None, image_rotary_emb=None, *rest):
+    """As upstream's, stream by stream. `rest`: the modulation of the first frame, and how many tokens that is."""
+    streams = hidden_states, encoder_hidden_states
+    if isinstance(block, HunyuanVideoTokenReplaceSingleTransformerBlock):
+        modulations = [_modulation(block.norm, temb, *rest, hidden_states), _modulation(block.norm, temb)]
+    else:
+        modulations = [_modulation(block.norm, temb)] * 2
+    normed = [block.norm.norm(x) * (1 + scale) + shift for x, (shift, scale, _) in zip(streams, modulations)]
+    answers = block.attn(
+        hidden_states=normed[0],
+        encoder_hidden_states=normed[1],
+        attention_mask=attention_mask,
+        image_rotary_emb=image_rotary_emb,
+    )
+    wide = (torch.cat([answer, block.act_mlp(block.proj_mlp(x))], dim=2) for answer, x in zip(answers, normed))
+    return tuple(gate * block.proj_out(x) + own for x, own, (*_, gate) in zip(wide, streams, modulations))
+
+
+def _replaced_double(
+    block, hidden_states, encoder_hidden_states, temb, attention_mask=None, freqs_cis=None, replaced=None, first=None
+):
+    """As upstream's, where the first frame's tokens have a modulation of their own."""
+    shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _modulation(block.norm1, temb, replaced, first, hidden_states)
+    text, *of_text = block.norm1_context(encoder_hidden_states, emb=temb)
+    text_gate, text_shift, text_scale, text_gate_mlp = (x[:, None] for x in of_text)
+    answer, text_answer = block.attn(
+        hidden_states=block.norm1.norm(hidden_states) * (1 + scale) + shift,
+        encoder_hidden_states=text,
+        attention_mask=attention_mask,
+        image_rotary_emb=freqs_cis,
+    )
+    hidden_states = hidden_states + answer * gate
+    encoder_hidden_states = encoder_hidden_states + text_answer * text_gate
+    normed = block.norm2(hidden_states) * (1 + scale_mlp) + shift_mlp
+    text = block.norm2_context(encoder_hidden_states) * (1 + text_scale) + text_shift
+    return hidden_states + gate_mlp * block.ff(normed), encoder_hidden_states + text_gate_mlp * block.ff_context(text)
+
+
+def _modulation(norm, temb, replaced=None, first=None, tokens=None):
+    """Shift, scale and gate of a modulated norm, once or twice, each [B, 1, C]; `replaced` for the `first` of `tokens`: [B, T, C]."""
+    of_all = norm.linear(norm.silu(temb))[:, None]
+    if replaced is not None:
+        place = torch.arange(tokens.shape[1], device=tokens.device)[None, :, None]
+        of_all = torch.where(place < first, norm.linear(norm.silu(replaced))[:, None], of_all)
+    return of_all.chunk(norm.linear.out_features // norm.linear.in_features, dim=2)
+
+
+RULES = (
+    (r"attn\.(to_[qkv]|add_[qkv]_proj)\.weight$", P("tp", STORED)),
+    (r"attn\.(to_[qkv]|add_[qkv]_proj)\.bias$", P("tp")),
+    (r"attn\.(to_out\.0|to_add_out)\.weight$", P(STORED, "tp")),
+    (r"((ff|ff_context)\.net\.0\.proj|proj_mlp)\.weight$", P("tp", STORED)),
+    (r"((ff|ff_context)\.net\.0\.proj|proj_mlp)\.bias$", P("tp")),
+    (r"((ff|ff_context)\.net\.2|single_transformer_blocks\..+\.proj_out)\.weight$", P(STORED, "tp")),
+    (r"norm(1|1_context)?\.linear\.weight$", P(STORED, None)),
+)
+
+CARRY = P("dp", "sp", None), P("dp", None, None)
+
+PLAN = ModelPlan(
+    rules=RULES,
+    carry=CARRY,
+    batched=(
+        "hidden_states",
+        "timestep",
+        "encoder_hidden_states",
+        "encoder_attention_mask",
+        "pooled_projections",
+        "guidance",
+        "image_embeds",
+        "latents_clean",
+        "latents_history_2x",
+        "latents_history_4x",
+    ),
+    processors={HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor},
+    methods={
+        (HunyuanVideoTokenRefiner, "forward"): refined_whole,
+        (HunyuanVideoSingleTransformerBlock, "forward"): _single,
+        (HunyuanVideoTokenReplaceSingleTransformerBlock, "forward"): _single,
+        (HunyuanVideoTokenReplaceTransformerBlock, "forward"): _replaced_double,
+    },
+)

@@ -1,0 +1,17 @@
+"""Framepack's transformer on TPU: HunyuanVideo's blocks; padding of its text is masked, not cut off.
+
+Upstream cuts it off where the batch is one: at a length that is a value, which a trace does not have. It takes the static
+argument `mask_text`.
+"""
+
+import dataclasses
+
+from .transformer_hunyuan_video_flax import PLAN as HUNYUAN_VIDEO
+
+
+def decide_mask_text(arguments: dict) -> dict:
+    """`mask_text`, unless the caller gave it."""
+    return {} if arguments.get("mask_text") else {"mask_text": True}
+
+
+PLAN = dataclasses.replace(HUNYUAN_VIDEO, decide=decide_mask_text)
