@@ -45,7 +45,7 @@ from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionS
 WIDTH, VOCABULARY = 32, 1024
 SPECIALS = (
     "<pad>", "</s>", "<unk>", "<bos>", "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[gMASK]",
-    "<sop>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>",
+    "<sop>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|end_header_id|>",
 )  # fmt: skip
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

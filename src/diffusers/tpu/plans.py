@@ -78,13 +78,18 @@ def module_plan(module: torch.nn.Module) -> ModelPlan:
     if plan is not None:
         return plan
     if not isinstance(module, ModelMixin):
-        return ModelPlan(
-            decide=_without_cache if "use_cache" in inspect.signature(module.forward).parameters else None
-        )
+        return ModelPlan(decide=_without_cache if _fills_a_cache(module) else None)
     is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
     return ModelPlan(entries=("forward", *VAE_ENTRIES) if is_autoencoder else ("forward",))
 
 
 def _without_cache(arguments: dict) -> dict:
     """A text encoder reads its prompt once: the key-value cache that a language model would fill is never read."""
-    return {} if arguments.get("use_cache") is not None else {"use_cache": False}
+    given = {**arguments.get("kwargs", {}), **arguments}
+    return {} if given.get("use_cache") is not None else {"use_cache": False}
+
+
+def _fills_a_cache(module: torch.nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return "use_cache" in parameters or ("past_key_values" in parameters and hands_on)

@@ -30,6 +30,7 @@ def register(env):
         env.override_op_definition(overload, layers.with_activation(overload, plain))
     layers.register(env)
     env.override_op_definition(aten.convolution.default, _convolution(env))
+    env.override_op_definition(aten._is_all_true.default, is_all_true)
     env.override_op_definition(aten._softmax.default, _softmax)
     env.override_op_definition(aten.softmax.int, softmax)
     for overload in (
@@ -245,6 +246,14 @@ def _cast_before(operator):
         return operator.func(Tensor(array, x._env), *args, **kwargs)
 
     return run
+
+
+def is_all_true(x):
+    """What `torch._check_tensor_all` asks. Of values that a trace does not have it is taken to hold, as in `torch.compile`."""
+    if isinstance(x.jax(), jax.core.Tracer):
+        with jax.ensure_compile_time_eval():
+            return Tensor(jnp.ones((), jnp.bool_), x._env)
+    return Tensor(x.jax().all(), x._env)
 
 
 def softmax(x, dim, dtype=None):

@@ -122,6 +122,8 @@ def _set(upstream):
 
 
 def _formatted(t, spec):
+    if isinstance(t.jax(), jax.core.Tracer):
+        return _shown(t)  # as in the message of a check
     with plain():
         return format(as_host(t).detach(), spec)
 
