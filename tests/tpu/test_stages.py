@@ -23,6 +23,7 @@ from conftest import assert_same
 from diffusers import (
     AutoencoderKLWan,
     DiffusionPipeline,
+    HunyuanVideo15Transformer3DModel,
     UniPCMultistepScheduler,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
@@ -38,6 +39,11 @@ SEED = 3
 WEIGHTS = "*.safetensors"
 CALL = ["--prompt", "a red circle", "--height", "32", "--width", "48", "--num-frames", "5", "--guidance-scale", "4"]
 CALL += ["--max-sequence-length", "24", "--num-inference-steps", "3", "--seed", "3", "--dtype", "bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    tiny.short_texts(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,7 @@ def test_three_stages_give_what_one_run_gives(bare, saved, name, dtype, monkeypa
     folder, call = saved(name)
     denoisers = set()
     with monkeypatch.context() as patch:
-        for cls in (WanTransformer3DModel, WanVACETransformer3DModel):
+        for cls in (WanTransformer3DModel, WanVACETransformer3DModel, HunyuanVideo15Transformer3DModel):
             patch.setattr(cls, "forward", _seen(cls.forward, denoisers))
         frames = one_run(folder, call, dtype)
     assert len(denoisers) == (2 if "experts" in name else 1) and frames.std() > 0.05
@@ -109,7 +115,12 @@ def _seen(forward, denoisers: set):
 
 
 # Upstream's loop on device tensors and on host tensors, with a picture and two experts: the rest is slow.
-ON_CHIPS = {"text_to_video": torch.bfloat16, "image_to_video_two_experts": torch.float32}
+ON_CHIPS = {
+    "text_to_video": torch.bfloat16,
+    "image_to_video_two_experts": torch.float32,
+    "hunyuan_text_to_video": torch.bfloat16,
+    "hunyuan_image_to_video": torch.float32,
+}
 
 
 @pytest.mark.parametrize(
