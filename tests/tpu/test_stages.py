@@ -118,7 +118,6 @@ def _seen(forward, denoisers: set):
 ON_CHIPS = {
     "text_to_video": torch.bfloat16,
     "image_to_video_two_experts": torch.float32,
-    "hunyuan_text_to_video": torch.bfloat16,
     "hunyuan_image_to_video": torch.float32,
 }
 
