@@ -3,9 +3,17 @@
 import numpy as np
 import PIL.Image
 import pytest
+
 import tiny
 from conftest import relative
-from diffusers import ClassifierFreeGuidance, LayerSkipConfig, SkipLayerGuidance, tpu
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    HunyuanVideo15Transformer3DModel,
+    LayerSkipConfig,
+    SkipLayerGuidance,
+    tpu,
+)
 
 
 ODD = {"height": 48, "width": 80}  # 15 tokens a frame: no axis of these meshes divides them
@@ -59,3 +67,10 @@ def test_the_video_depends_on_the_image(chips):
     pipe, ours, _ = both("hunyuan15_i2v", (2, 4, 1))
     given = {**tiny.arguments("hunyuan15_i2v"), "image": PIL.Image.new("RGB", (48, 32), "red")}
     assert relative(np.asarray(pipe(**given).frames), ours) > 0.01
+
+
+@pytest.mark.parametrize("cls", [HunyuanVideo15Transformer3DModel, AutoencoderKLHunyuanVideo15])
+def test_original_weights_are_for_upstreams_conversion_script(cls, tmp_path):
+    """What the page says of `from_single_file`; where upstream learns it, the page has to."""
+    with pytest.raises((ValueError, AttributeError), match="only compatible with|no attribute"):
+        cls.from_single_file(str(tmp_path / "x.safetensors"))
