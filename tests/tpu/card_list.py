@@ -8,6 +8,8 @@ from cards import Card, Limits
 CALL = '\nimage = pipeline("a photo of an astronaut riding a horse on mars").images[0]\n'
 VIDEO_CALL = '\nvideo = pipe("a panda").frames[0]\nexport_to_video(video, "output.mp4", fps=8)\n'
 WAN_T2V = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
+HUNYUAN_T2V = "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v"
+HUNYUAN_720P = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"
 
 
 def _wan(name: str) -> Card:
@@ -32,6 +34,7 @@ CARDS = [
     Card("pipelines/hunyuan_video/pipeline_hunyuan_video.py"),
     Card("pipelines/hunyuan_video/pipeline_hunyuan_video_framepack.py"),
     Card("pipelines/hunyuan_video1_5/pipeline_hunyuan_video1_5.py"),
+    Card("pipelines/hunyuan_video1_5/pipeline_hunyuan_video1_5.py", renamed={HUNYUAN_T2V: HUNYUAN_720P}),
     Card("pipelines/hunyuan_video1_5/pipeline_hunyuan_video1_5_image2video.py", given={"load_image": _load_image()}),
     Card("pipelines/cogvideo/pipeline_cogvideox.py"),
     Card("pipelines/cogvideo/pipeline_cogvideox_image2video.py"),

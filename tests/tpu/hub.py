@@ -55,6 +55,8 @@ MAKERS = {
     "lllyasviel/flux_redux_bfl": videos.siglip_parts,
     "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v": videos.hunyuan15,
     "hunyuanvideo-community/HunyuanVideo-1.5-480p_i2v": videos.hunyuan15_i2v,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v": videos.hunyuan15,
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v": videos.hunyuan15_i2v,
     "THUDM/CogVideoX-2b": videos.cogvideox_2b,
     "THUDM/CogVideoX-5b": videos.cogvideox_5b,
     "THUDM/CogVideoX-5b-I2V": videos.cogvideox_i2v,

@@ -9,11 +9,13 @@ import pytest
 
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.attention import exchange_kernels
+from diffusers.tpu.attention.api import joint
 from diffusers.tpu.attention.joint import Text, joint_attention
 from diffusers.tpu.attention.kernel import tpu_attention
 from diffusers.tpu.attention.masks import Mask
 from diffusers.tpu.attention.reference import reference_attention
 from diffusers.tpu.mesh import make_mesh
+from diffusers.tpu.settings import Settings, using
 
 
 TOLERANCE = 1e-6  # measured: 3e-7
@@ -82,3 +84,9 @@ def test_by_our_kernels(chips, monkeypatch, tokens, words, padded):
     kernel = functools.partial(tpu_attention, interpret=True)
     found = errors(latents, text, seen, make_mesh(chips, (2, 4, 1)), kernel, interpret=True)
     assert max(found) < 2e-6  # measured
+
+
+def test_a_window_is_refused():
+    streams = [[jnp.ones((1, 2, tokens, 8))] * 3 for tokens in (6, 3)]
+    with using(Settings(window=(2, 2))), pytest.raises(NotImplementedError, match="no attention_window"):
+        joint(*streams[0], Text(*streams[1]))

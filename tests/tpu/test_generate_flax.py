@@ -1,4 +1,4 @@
-"""examples/tpu/wan/generate_flax.py. Oracle: the guides' flags read by hand; upstream's frames of the same seed."""
+"""The example scripts with the earlier scripts' flags. Oracle: those flags read by hand; upstream's frames, its transformer's answer."""
 
 import importlib.util
 import sys
@@ -8,88 +8,128 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import relative
-from diffusers import WanPipeline
+import tiny
+import tiny_stages
+from conftest import ROOT, relative
+from diffusers import DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.tpu import TPUConfig
+from diffusers.tpu.cli import flags
+from diffusers.tpu.planner.published import MODELS
 
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples/tpu/wan/generate_flax.py"
-MODEL = SCRIPT.parents[1] / "models/wan-shapes"
+EXAMPLES = ROOT / "examples/tpu"
+SCRIPTS = ("wan/generate_flax.py", "hunyuan_video15/generate_diffusers_flax.py", "hunyuan_video15/dit_flax.py")
+WAN, HUNYUAN, DIT = SCRIPTS
+WAN_SHAPES = EXAMPLES / "models/wan-shapes"
 
 
-@pytest.fixture
-def script():
-    spec = importlib.util.spec_from_file_location("generate_flax", SCRIPT)
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(Path(name).stem, EXAMPLES / name)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
+@pytest.fixture
+def run(chips, monkeypatch, capsys, tmp_path):
+    """A function that runs a script with these words, in an empty folder; what it printed."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(script, words: str, *more: str) -> str:
+        monkeypatch.setattr(sys, "argv", [script.__name__, *words.split(), *more])
+        script.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def written(monkeypatch) -> list:
+    """The frames of each video that a script writes."""
+    frames, export = [], flags.export_to_video
+    monkeypatch.setattr(
+        flags, "export_to_video", lambda video, *a, **k: frames.append(video) or export(video, *a, **k)
+    )
+    return frames
+
+
 CONFIGS = {
-    "": TPUConfig(mesh=(2, 4, 1)),
+    "": TPUConfig(),
     "--use_custom_attention --bqsize 3328 --bkvsize 2816 --bkvcomputesize 256": TPUConfig(
-        mesh=(2, 4, 1), attention_blocks=(3328, 2816, 256)
+        attention_blocks=(3328, 2816, 256)
     ),
-    "--use_custom_attention False --use_k_smooth false": TPUConfig(
-        mesh=(2, 4, 1), attention="splash", attention_smoothing=False
-    ),
+    "--use_custom_attention False --use_k_smooth false": TPUConfig(attention="splash", attention_smoothing=False),
+    "--use_dp": TPUConfig(mesh=(2, 4, 1)),
     "--use_dp False": TPUConfig(mesh=(1, 8, 1)),
-    "--use_dp --sp_num 2": TPUConfig(mesh=(2, 4, 1), attention_ring=2),
+    "--sp_num 2": TPUConfig(mesh=(2, 4, 1), attention_ring=2),
     "--use_fsdp False": TPUConfig(mesh=(2, 1, 4)),
     "--use_fsdp False --sp_num 2 --use_dp False": TPUConfig(mesh=(1, 2, 4)),
 }
 
 
 @pytest.mark.parametrize("words", CONFIGS)
-def test_flags_as_configuration(script, words):
-    assert script.config_of(script.make_parser().parse_args(words.split()), 8) == CONFIGS[words]
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_flags_as_configuration(name, words):
+    assert flags.config_of(load(name).make_parser().parse_args(words.split()), 8) == CONFIGS[words]
+
+
+def test_a_model_by_itself_splits_a_batch_of_branches_only():
+    args = load(DIT).make_parser().parse_args([])
+    assert [flags.config_of(args, 8, paired).mesh for paired in (False, True)] == [(1, 8, 1), (2, 4, 1)]
 
 
 BAD = {
-    "--bqsize 256": "all of --bqsize, --bkvsize, --bkvcomputesize or none",
-    "--bqsize 256 --bkvsize 256 --bkvcomputesize 100": "a divisor of those",
-    "--sp_num 3": "that divide the 8 chips",
-    "--use_dp perhaps": "expected True or False, got 'perhaps'",
-    "--use_bf16": "unrecognized arguments",
-    "--profile x --num_inference_steps 1": "more than 1 with --profile",
-    "--output nowhere/x.mp4": "a folder that is there",
+    "--bqsize 256": (WAN, "all of --bqsize, --bkvsize, --bkvcomputesize or none"),
+    "--bqsize 256 --bkvsize 256 --bkvcomputesize 100": (WAN, "a divisor of those"),
+    "--sp_num 3": (DIT, "that divide the 8 chips"),
+    "--use_dp perhaps": (WAN, "expected True or False, got 'perhaps'"),
+    "--use_bf16": (HUNYUAN, "unrecognized arguments"),
+    "--profile x --num_inference_steps 1": (HUNYUAN, "more than 1 with --profile"),
+    "--output nowhere/x.mp4": (WAN, "--output of an mp4 in a folder that is there"),
+    "--output_path x.gif": (HUNYUAN, "--output_path of an mp4"),
+    "--num_iterations 0": (HUNYUAN, "--num_iterations of 1 or more, got 0"),
+    "--height 480": (HUNYUAN, "--height and --width together"),
+    "--height 480 --width 832 --image x.png": (HUNYUAN, "no --height and --width with --image"),
+    f"--model_id {WAN_SHAPES}": (HUNYUAN, "--model_id of HunyuanVideo-1.5, got a WanPipeline"),
+    "--num_runs 0": (DIT, "--num_runs of 1 or more, got 0"),
+    "--resolution 1080p": (DIT, "invalid choice: '1080p'"),
 }
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_flags_are_refused_before_anything_is_loaded(script, chips, monkeypatch, capsys, tmp_path, words):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["generate_flax.py", *words.split()])
+def test_bad_flags_are_refused_before_anything_is_loaded(run, capsys, words):
+    name, expected = BAD[words]
     with pytest.raises(SystemExit) as stop:
-        script.main()
-    assert stop.value.code == 2 and BAD[words] in capsys.readouterr().err
+        run(load(name), words)
+    assert stop.value.code == 2 and expected in capsys.readouterr().err
 
 
-def test_without_a_tpu(script, monkeypatch, capsys):
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_without_a_tpu(run, monkeypatch, capsys, name):
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
-    monkeypatch.setattr(sys, "argv", ["generate_flax.py"])
     with pytest.raises(SystemExit):
-        script.main()
+        run(load(name), "")
     assert "DIFFUSERS_TPU=cpu" in capsys.readouterr().err
 
 
-def test_it_gives_upstreams_frames_and_a_trace(script, chips, monkeypatch, capsys, tmp_path):
+def upstreams(folder, monkeypatch):
+    """The pipeline in `folder`, without the TPU path."""
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    pipe = DiffusionPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_wan_gives_upstreams_frames_and_a_trace(run, written, monkeypatch):
+    words = f"--model_id {WAN_SHAPES} --width 32 --height 48 --frames 5 --fps 8 --num_inference_steps 3"
+    words += " --guidance_scale 2 --seed 6 --dtype float32 --flow_shift 2 --profile trace"
+    words += " --bqsize 256 --bkvsize 256 --bkvcomputesize 128"
     prompt = "a red circle moving right"
-    words = f"--model_id {MODEL} --width 32 --height 48 --frames 5 --fps 8 --num_inference_steps 3 --guidance_scale 2"
-    words += " --seed 6 --dtype float32 --flow_shift 2 --bqsize 256 --bkvsize 256 --bkvcomputesize 128 --profile trace"
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["generate_flax.py", "--prompt", prompt, *words.split()])
-    written, export = [], script.export_to_video
-    monkeypatch.setattr(
-        script, "export_to_video", lambda frames, *a, **k: written.append(frames) or export(frames, *a, **k)
-    )
-    script.main()
-    out = capsys.readouterr().out
-    assert "mesh dp,sp,tp 2,4,1" in out and "reference" in out and "traced steps 2 to 3 into trace" in out
+    out = run(load(WAN), words, "--prompt", prompt)
+    assert "mesh dp 2, sp 4, tp 1" in out and "reference" in out and "traced steps 2 to 3 into trace" in out
     assert Path("output.mp4").stat().st_size and list(Path("trace").rglob("*.xplane.pb"))
 
-    monkeypatch.setenv("DIFFUSERS_TPU", "off")
-    pipe = WanPipeline.from_pretrained(MODEL)
+    pipe = upstreams(WAN_SHAPES, monkeypatch)
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=2.0)
     theirs = pipe(
         prompt, height=48, width=32, num_frames=5, num_inference_steps=3, guidance_scale=2.0,
@@ -97,3 +137,79 @@ def test_it_gives_upstreams_frames_and_a_trace(script, chips, monkeypatch, capsy
     ).frames[0]  # fmt: skip
     assert np.shape(theirs) == (5, 48, 32, 3)
     assert relative(written[0], theirs) < 1e-5  # 2e-6
+
+
+@pytest.fixture
+def hunyuan(monkeypatch, tmp_path):
+    """A function from a task to a folder with a tiny HunyuanVideo-1.5 and the arguments of a small call."""
+    tiny.short_texts(monkeypatch)
+
+    def save(task: str):
+        pipe, call = tiny_stages.BUILDERS[f"hunyuan_{task}_to_video"]()
+        pipe.save_pretrained(tmp_path / task)
+        return tmp_path / task, call
+
+    return save
+
+
+@pytest.mark.parametrize(
+    "task, words, guidance",
+    [
+        ("text", "--height 32 --width 48 --guidance_scale 2.5 --disable_vae_tiling --num_iterations 2 --profile trace", 2.5),
+        pytest.param("image", "--image first.png --guidance_scale 1 --num_iterations 1 --use_dp False", None, marks=pytest.mark.slow),
+    ],
+    ids=["text", "image"],
+)  # fmt: skip
+def test_hunyuan_video_gives_upstreams_frames(run, written, hunyuan, monkeypatch, task, words, guidance):
+    folder, call = hunyuan(task)
+    if task == "image":
+        call["image"].save("first.png")
+    words += f" --model_id {folder} --num_frames 5 --num_inference_steps 3 --seed 6 --fps 8 --dtype float32"
+    prompts = {"prompt": 'a circle with "left" on it', "negative_prompt": "blurred"}
+    script, seen = load(HUNYUAN), []
+    where = script.where
+    monkeypatch.setattr(script, "where", lambda pipe, target: seen.append(pipe) or where(pipe, target))
+    given = [word for name, words in prompts.items() for word in (f"--{name}", words)]
+    out = run(script, words + " --output_path video.mp4", *given)
+    assert ("mesh dp 2, sp 4, tp 1" if guidance else "mesh dp 1, sp 8, tp 1") in out
+    assert out.count("a step after the first") == (2 if task == "text" else 1)
+    assert (
+        ("traced steps 2 to 3 into trace" in out) == bool(list(Path("trace").rglob("*.xplane.pb"))) == bool(guidance)
+    )
+    assert Path("video.mp4").stat().st_size and seen[0].vae.use_tiling == ("--disable_vae_tiling" not in words)
+    with pytest.raises(SystemExit):  # the other task
+        run(script, f"--model_id {folder}" + (" --image x.png" if task == "text" else ""))
+
+    pipe = upstreams(folder, monkeypatch)
+    pipe.guider = pipe.guider.new(guidance_scale=guidance) if guidance else pipe.guider.new(enabled=False)
+    theirs = pipe(**{**call, **prompts}, generator=torch.Generator().manual_seed(6)).frames[0]
+    assert relative(written[0], theirs) < 1e-5
+
+
+def test_the_transformer_by_itself_gives_upstreams_answer(run, hunyuan, monkeypatch):
+    folder, _ = hunyuan("text")
+    script, answers = load(DIT), []
+    monkeypatch.setattr(script, "SIZES", {"480p": (48, 80)})
+    for name, count in {"TEXT": 11, "GLYPHS": 5, "IMAGE": 3}.items():
+        monkeypatch.setattr(script, name, count)
+    once = script.run
+    monkeypatch.setattr(script, "run", lambda *args: answers.append(once(*args)) or answers[-1])
+    words = f"--model_path {folder} --resolution 480p --frames 5 --num_runs 2 --enable_cfg --seed 3 --dtype float32"
+    out = run(script, words + " --profile trace")
+    assert "mesh dp 2, sp 4, tp 1" in out and "480p, 5 frames, batch 2: 30 tokens and 19 of text" in out
+    assert "2 runs: mean" in out and list(Path("trace").rglob("*.xplane.pb")) and len(answers) == 3
+
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    model = HunyuanVideo15Transformer3DModel.from_pretrained(folder, subfolder="transformer")
+    inputs = script.make_inputs(model.config, 5, "480p", 2, 3, torch.float32)
+    assert inputs["hidden_states"].shape == (2, model.config.in_channels, 2, 3, 5)
+    theirs, _ = once(model, inputs)
+    for answer, seconds in answers:
+        assert relative(answer, theirs) < 1e-5 and seconds > 0
+
+
+def test_default_models_are_published():
+    names = {load(HUNYUAN).MODEL + task for task in ("t2v", "i2v")} | {
+        load(DIT).MODEL.format(s) for s in ("480p", "720p")
+    }
+    assert names <= MODELS.keys()

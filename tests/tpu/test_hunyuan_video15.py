@@ -3,9 +3,17 @@
 import numpy as np
 import PIL.Image
 import pytest
+
 import tiny
 from conftest import relative
-from diffusers import ClassifierFreeGuidance, LayerSkipConfig, SkipLayerGuidance, tpu
+from diffusers import (
+    AutoencoderKLHunyuanVideo15,
+    ClassifierFreeGuidance,
+    HunyuanVideo15Transformer3DModel,
+    LayerSkipConfig,
+    SkipLayerGuidance,
+    tpu,
+)
 
 
 ODD = {"height": 48, "width": 80}  # 15 tokens a frame: no axis of these meshes divides them
@@ -68,3 +76,10 @@ def test_the_video_depends_on_the_image_and_prompts_of_ten_lengths_share_program
     made = {name: part["compilations"] for name, part in parts["components"].items() if name != "vae"}
     assert made == {"text_encoder": 1, "text_encoder_2": 1, "image_encoder": 1, "transformer": 1}
     assert not parts["on_host"] and not any(part["eager"] for part in parts["components"].values())
+
+
+@pytest.mark.parametrize("cls", [HunyuanVideo15Transformer3DModel, AutoencoderKLHunyuanVideo15])
+def test_original_weights_are_for_upstreams_conversion_script(cls, tmp_path):
+    """What the page says of `from_single_file`; where upstream learns it, the page has to."""
+    with pytest.raises((ValueError, AttributeError), match="only compatible with|no attribute"):
+        cls.from_single_file(str(tmp_path / "x.safetensors"))

@@ -8,7 +8,6 @@ test_generate_flax.py, stages in test_stages.py, `plan` in test_planner.py, the 
 import ast
 import dataclasses
 import functools
-import importlib.util
 import os
 import re
 import shlex
@@ -23,20 +22,20 @@ from pip._internal.commands import create_command
 import apply
 import cards
 from conftest import ROOT
-from diffusers.tpu import TPUConfig, report
+from diffusers.tpu import TPUConfig, idioms, report
 from diffusers.tpu.attention.api import attention, explain
 from diffusers.tpu.cli import environment, main, make_parser
 from diffusers.tpu.devices import TOPOLOGIES, find_topology
 from diffusers.tpu.planner import benches
 from diffusers.tpu.planner.published import ALIASES, MODELS
 from hub import MAKERS, Hub
+from test_generate_flax import EXAMPLES, SCRIPTS, load
 from test_rooms import ORDER, TOP
 
 
 README = ROOT / "README_TPU.md"
 ARCHITECTURE = ROOT / "src/diffusers/tpu/README.md"
 PLANNING = ROOT / "examples/tpu/PLANNING.md"
-WAN = ROOT / "examples/tpu/wan/README.md"
 PATCHES = ROOT / "patches/README.md"
 FOLDERS = ("examples", "patches", "src/diffusers/tpu", "tests")
 PAGES = [README, *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
@@ -228,8 +227,8 @@ def check_script(words: list[str]):
     assert (ROOT / name).is_file(), name
     if name == "patches/apply.py":
         apply.parse(rest)
-    elif name == "examples/tpu/wan/generate_flax.py":
-        earlier_script().make_parser().parse_args(rest)
+    elif name.removeprefix("examples/tpu/") in SCRIPTS:
+        load(name.removeprefix("examples/tpu/")).make_parser().parse_args(rest)
     else:
         assert not rest, f"{name}: a parser of its arguments"
 
@@ -237,13 +236,6 @@ def check_script(words: list[str]):
 def check_pip(words: list[str]):
     options, rest = create_command(words[0]).parse_args(words[1:])
     assert rest or options.editables == ["."]
-
-
-def earlier_script():
-    spec = importlib.util.spec_from_file_location("generate_flax", WAN.parent / "generate_flax.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 PROGRAMS = {"make": check_make, "pip": check_pip, "python": check_script, "diffusers-tpu": check_command_line}
@@ -266,9 +258,11 @@ def test_the_readme_shows_every_command_and_what_ci_runs():
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make test" and os.access(ROOT / ".ci/run", os.X_OK)
 
 
-def test_the_page_of_the_earlier_scripts_knows_every_flag():
-    flags = {flag for action in earlier_script().make_parser()._actions for flag in action.option_strings}
-    assert flags - {"-h", "--help"} <= set(re.findall(r"--\w+", WAN.read_text()))
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_page_of_the_earlier_scripts_knows_every_flag(script):
+    flags = {flag for action in load(script).make_parser()._actions for flag in action.option_strings}
+    page = (EXAMPLES / script).parent / "README.md"
+    assert flags - {"-h", "--help"} <= set(re.findall(r"--\w+", page.read_text()))
 
 
 # Python
@@ -301,6 +295,17 @@ def test_the_readmes_script_makes_a_video(run, tmp_path):
     assert report(pipe)["components"]["transformer"]["compilations"] == 0  # those were of the mesh before
 
 
+@pytest.mark.slow
+def test_the_script_of_hunyuan_video15s_page_makes_a_video(run, tmp_path):
+    idioms.on()  # as `import diffusers` does where the path is active
+    try:
+        pipe = run(EXAMPLES / "hunyuan_video15/README.md")["pipe"]
+    finally:
+        idioms.off()
+    assert (tmp_path / "boat.mp4").stat().st_size
+    assert pipe.guider.guidance_scale == 5.0 and pipe._tpu.config.mesh == (2, 4, 1)
+
+
 def test_the_attention_page_explains_calls(run, capsys):
     q = jnp.ones((1, 2, 8, 16))
     attention(q, q, q, is_causal=True)
@@ -317,4 +322,5 @@ def test_the_video_page_encodes_and_decodes(run, monkeypatch):
 
 def test_every_page_with_python_is_run_here():
     ran = {"README_TPU.md", "src/diffusers/tpu/attention/README.md", "src/diffusers/tpu/video/README.md"}
+    ran.add("examples/tpu/hunyuan_video15/README.md")
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

@@ -23,6 +23,7 @@ from conftest import assert_same
 from diffusers import (
     AutoencoderKLWan,
     DiffusionPipeline,
+    HunyuanVideo15Transformer3DModel,
     UniPCMultistepScheduler,
     WanTransformer3DModel,
     WanVACETransformer3DModel,
@@ -38,6 +39,11 @@ SEED = 3
 WEIGHTS = "*.safetensors"
 CALL = ["--prompt", "a red circle", "--height", "32", "--width", "48", "--num-frames", "5", "--guidance-scale", "4"]
 CALL += ["--max-sequence-length", "24", "--num-inference-steps", "3", "--seed", "3", "--dtype", "bfloat16"]
+
+
+@pytest.fixture(autouse=True)
+def short_texts(monkeypatch):
+    tiny.short_texts(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +99,7 @@ def test_three_stages_give_what_one_run_gives(bare, saved, name, dtype, monkeypa
     folder, call = saved(name)
     denoisers = set()
     with monkeypatch.context() as patch:
-        for cls in (WanTransformer3DModel, WanVACETransformer3DModel):
+        for cls in (WanTransformer3DModel, WanVACETransformer3DModel, HunyuanVideo15Transformer3DModel):
             patch.setattr(cls, "forward", _seen(cls.forward, denoisers))
         frames = one_run(folder, call, dtype)
     assert len(denoisers) == (2 if "experts" in name else 1) and frames.std() > 0.05
@@ -109,7 +115,11 @@ def _seen(forward, denoisers: set):
 
 
 # Upstream's loop on device tensors and on host tensors, with a picture and two experts: the rest is slow.
-ON_CHIPS = {"text_to_video": torch.bfloat16, "image_to_video_two_experts": torch.float32}
+ON_CHIPS = {
+    "text_to_video": torch.bfloat16,
+    "image_to_video_two_experts": torch.float32,
+    "hunyuan_image_to_video": torch.float32,
+}
 
 
 @pytest.mark.parametrize(
@@ -139,13 +149,22 @@ def test_a_stage_needs_no_weights_of_another(bare, saved):
     assert "vae" not in components_of(type(tiny.wan()), "text")  # where no pixels are encoded
 
 
+def test_guidance_that_the_text_stage_did_not_encode_for(bare, saved):
+    folder, call = saved("hunyuan_text_to_video")
+    pipe = stages.load(folder, "text")
+    pipe.guider = pipe.guider.new(enabled=False)
+    kept = stages.run_text(pipe, call, SEED)
+    with pytest.raises(ValueError, match="its guidance was another"):
+        stages.run_denoise(stages.load(folder, "denoise"), call, SEED, kept)
+
+
 # The command line
 
 
-def command(model: str, stage: str | None, *words: str) -> int:
+def command(model: str, stage: str | None, *words: str, call: list[str] = CALL) -> int:
     names = {"text": [], "denoise": ["--input", "t.safetensors"], "decode": ["--input", "l.safetensors"]}
     outputs = {None: "one.mp4", "text": "t.safetensors", "denoise": "l.safetensors", "decode": "three.mp4"}
-    given = CALL if stage in (None, "text") else names[stage]
+    given = call if stage in (None, "text") else names[stage]
     stage_words = [] if stage is None else ["--stage", stage]
     return main(["generate", model, *stage_words, "--output", outputs[stage], "--device", "upstream", *given, *words])
 
@@ -180,6 +199,14 @@ def test_three_commands_write_the_video_of_one(finished, capsys):
         ["text", "denoise"],
     )
     assert tensors["latents"].dtype == torch.bfloat16 and tensors["latents"].shape == (1, 16, 2, 4, 6)
+
+
+def test_three_commands_for_a_pipeline_without_callbacks(bare, saved):
+    call = ["--prompt", 'a circle with "left" on it', "--height", "32", "--width", "48", "--num-frames", "5"]
+    call += ["--num-inference-steps", "2", "--seed", "3"]
+    folder, _ = saved("hunyuan_text_to_video")
+    assert [command(folder, stage, call=call) for stage in (None, *stages.STAGES)] == [0, 0, 0, 0]
+    assert Path("one.mp4").read_bytes() == Path("three.mp4").read_bytes()
 
 
 def test_a_flag_that_repeats_the_file_is_fine(bare, finished, wan):
@@ -351,13 +378,22 @@ def test_a_model_with_another_configuration(bare, finished, saved, capsys):
     assert "whose configuration is another" in capsys.readouterr().err
 
 
-def test_a_fingerprint_is_of_settings_and_not_of_versions(wan, tmp_path):
-    shutil.copytree(wan, tmp_path / "wan")
-    config = tmp_path / "wan" / "transformer" / "config.json"
+@pytest.mark.parametrize(
+    "name, file, changes",
+    [
+        ("text_to_video", "transformer/config.json", {"eps": 0.1}),
+        ("hunyuan_text_to_video", "guider/guider_config.json", {"guidance_scale": 2.0}),
+        ("hunyuan_text_to_video", "text_encoder_2/config.json", {"dropout_rate": 0.0}),
+    ],
+)
+def test_a_fingerprint_is_of_settings_and_not_of_versions(saved, tmp_path, name, file, changes):
+    folder, _ = saved(name)
+    shutil.copytree(folder, tmp_path / "model")
+    config = tmp_path / "model" / file
     settings = json.loads(config.read_text())
-    for changes, same in (({"_diffusers_version": "0.1"}, True), ({"eps": 0.1}, False)):
+    for changes, same in (({"_diffusers_version": "0.1"}, True), (changes, False)):
         config.write_text(json.dumps({**settings, **changes}))
-        assert (stages.fingerprint(str(tmp_path / "wan")) == stages.fingerprint(wan)) == same
+        assert (stages.fingerprint(str(tmp_path / "model")) == stages.fingerprint(folder)) == same
 
 
 def test_the_picture_goes_with_the_file(bare, saved, capsys):

@@ -1,5 +1,7 @@
 """Tiny pipelines of random weights, of the real classes, built without a network: the subjects of the fidelity tests."""
 
+import functools
+
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
@@ -170,6 +172,21 @@ def _shortened(pipe):
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 20, 12, 4
     pipe.prompt_template_encode_start_idx = 3
     return pipe
+
+
+def short_texts(patch):
+    """From here on every HunyuanVideo-1.5 pipeline has these token counts, those that are loaded too; `patch` undoes it."""
+    for cls in (HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline):
+        patch.setattr(cls, "__init__", _then_shortened(cls.__init__))
+
+
+def _then_shortened(init):
+    @functools.wraps(init)
+    def run(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        _shortened(self)
+
+    return run
 
 
 def cogvideox(seed: int = 0) -> CogVideoXPipeline:

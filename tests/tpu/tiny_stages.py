@@ -1,4 +1,4 @@
-"""Tiny Wan pipelines of every kind that runs in stages, with the arguments of a small call of each."""
+"""Tiny pipelines of every kind that runs in stages, with the arguments of a small call of each."""
 
 import PIL.Image
 import torch
@@ -110,6 +110,18 @@ def vace():
     return pipe, {**CALL, "video": video, "mask": masks, "reference_images": [picture(9)]}
 
 
+def hunyuan_text_to_video():
+    """HunyuanVideo-1.5: two text encoders, a call of `encode_prompt` for each prompt; a word in quotes is ByT5's."""
+    call = {name: CALL[name] for name in ("height", "width", "num_frames", "num_inference_steps")}
+    return tiny.hunyuan15(7), {**call, "prompt": 'a red circle with "left" on it', "negative_prompt": "a circle"}
+
+
+def hunyuan_image_to_video():
+    """HunyuanVideo-1.5: SigLIP's tokens beside the encoded first frame, whose size the video has."""
+    call = {name: CALL[name] for name in ("prompt", "num_frames", "num_inference_steps")}
+    return tiny.hunyuan15_i2v(8), {**call, "image": picture(5), "num_videos_per_prompt": 1}
+
+
 BUILDERS = {
     f.__name__: f
     for f in (
@@ -120,5 +132,7 @@ BUILDERS = {
         first_frame_kept,
         video_to_video,
         vace,
+        hunyuan_text_to_video,
+        hunyuan_image_to_video,
     )
 }

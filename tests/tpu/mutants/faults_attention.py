@@ -127,6 +127,11 @@ MUTANTS = [
          "masked keys before the last block are seen", f"{KERNEL}::test_every_mask_of_every_shape"),
     ),
     *in_file(
+        TPU + "attention/api.py",
+        ("joint-window", "if settings.window is not None:", "if False:", "a window that joint attention has not is left out in silence",
+         f"{JOINT}::test_a_window_is_refused"),
+    ),
+    *in_file(
         TPU + "attention/joint.py",
         ("joint-padding", "jnp.where(text.seen[:, None, :, None], out, 0)", "out",
          "padding of the text has an answer", f"{JOINT}::test_any_mesh_gives_what_the_concatenation_gives"),

@@ -70,13 +70,17 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "stages/running.py",
-        ("stages-prompts", "for name, x in zip(PROMPTS, answer)", "for name, x in zip(PROMPTS[::-1], answer)",
+        ("stages-prompts", "for name, x in zip(names, answer, strict=True)", "for name, x in zip(names[::-1], answer, strict=True)",
          "prompt and negative prompt are swapped", f"{STAGES}::test_three_stages_give_what_one_run_gives"),
+        ("stages-second-prompt", 'f"{name}.{number}" if number else name', "name", "the negative prompt takes the prompt's place",
+         f"{STAGES}::test_three_stages_give_what_one_run_gives[hunyuan_text_to_video-float32]"),
     ),
     *in_file(
         TPU + "stages/loading.py",
         ("stages-fingerprint", "for k, v in c.items() if k not in VERSIONS}", "for k, v in c.items() if k in VERSIONS}",
          "another model has the same fingerprint", f"{STAGES}::test_a_fingerprint_is_of_settings_and_not_of_versions"),
+        ("stages-guider", 'CONFIGURED = (*LOOP, "vae"', 'CONFIGURED = ("scheduler", "vae"', "a model with other guidance has the same fingerprint",
+         f"{STAGES}::test_a_fingerprint_is_of_settings_and_not_of_versions"),
     ),
     *in_file(
         TPU + "fidelity.py",
@@ -90,6 +94,15 @@ MUTANTS = [
         TPU + "cli/arguments.py",
         ("cli-needed", "if p.default is inspect.Parameter.empty and n not in names]", "if False]",
          "an argument that is needed is not asked for", f"{CLI}::test_arguments_follow_the_signature"),
+    ),
+    *in_file(
+        TPU + "cli/staged.py",
+        ("staged-callback", "call, takes_callback, lambda", "call, True, lambda", "a pipeline without callbacks is given one",
+         f"{STAGES}::test_three_commands_for_a_pipeline_without_callbacks"),
+    ),
+    *in_file(
+        TPU + "cli/flags.py",
+        ("flags-ring", "sp_num if sp_num > 1 else None", "None", "--sp_num makes no ring", "test_generate_flax.py::test_flags_as_configuration"),
     ),
     *in_file(
         TPU + "cli/errors.py",

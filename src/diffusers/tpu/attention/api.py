@@ -101,11 +101,16 @@ def joint(
 ) -> tuple[Float[Array, "B N T E"], Float[Array, "B N L E"]]:
     """Latents and text in one softmax: (the latents' answer, the text's). `scale`: 1/sqrt(D) if None.
 
-    Raises as `attention` does.
+    Raises as `attention` does, and NotImplementedError for a window.
     """
     for one in ((q, k, v), (text.q, text.k, text.v)):
         _check(*one, enable_gqa=q.shape[1] != k.shape[1])
     settings = current()
+    if settings.window is not None:
+        raise NotImplementedError(
+            f"expected no attention_window for attention of latents and text in one softmax, got {settings.window}: a window"
+            " is of one sequence; leave it out"
+        )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     mask = joint_mask(k.shape[2], k.shape[2], text)
     name, local, reason = _local(settings, q, k, v, mask)

@@ -69,7 +69,9 @@ def _add_generate(commands):
     generate.add_argument(
         "--attention", choices=ATTENTIONS, default="auto", help="see TPUConfig; kernels are interpreted without a TPU"
     )
-    generate.add_argument("--stage", choices=STAGES, help="one of three runs that give what one gives (Wan)")
+    generate.add_argument(
+        "--stage", choices=STAGES, help="one of three runs that give what one gives (Wan, HunyuanVideo-1.5)"
+    )
     generate.add_argument("--input", metavar="FILE", help="what the stage before wrote; all settings are in it")
     generate.add_argument(
         "--output",

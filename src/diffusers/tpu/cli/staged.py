@@ -137,5 +137,8 @@ def _run(stage: str, stopwatch: Stopwatch, settings: stages.Settings, tensors: d
     call = {name: stages.unpack(value, tensors) for name, value in settings.call.items()}
     if stage == "text":
         return stopwatch.call(call, False, lambda **call: stages.run_text(pipe, call, settings.seed))
-    latents = stopwatch.call(call, True, lambda **call: stages.run_denoise(pipe, call, settings.seed, tensors))
+    takes_callback = "callback_on_step_end" in arguments.parameters_of(type(pipe))
+    latents = stopwatch.call(
+        call, takes_callback, lambda **call: stages.run_denoise(pipe, call, settings.seed, tensors)
+    )
     return {stages.LATENTS: latents}

@@ -15,21 +15,25 @@ from ...pipelines.pipeline_utils import DiffusionPipeline
 
 
 STAGES = ("text", "denoise", "decode")
-STAGED = ("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline", "WanVACEPipeline")
+_WAN = ("prompt_embeds", "negative_prompt_embeds")
+_HUNYUAN_15 = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
+STAGED = {  # pipelines whose run can be cut in three: what one call of their `encode_prompt` answers
+    "WanPipeline": _WAN,
+    "WanImageToVideoPipeline": _WAN,
+    "WanVideoToVideoPipeline": _WAN,
+    "WanVACEPipeline": _WAN,
+    "HunyuanVideo15Pipeline": _HUNYUAN_15,
+    "HunyuanVideo15ImageToVideoPipeline": _HUNYUAN_15,
+}
 DENOISERS = ("transformer", "transformer_2")
-ENCODERS = ("tokenizer", "text_encoder", "image_processor", "image_encoder")
+ENCODERS = (
+    "tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2", "image_processor", "feature_extractor", "image_encoder",
+)  # fmt: skip
+LOOP = ("scheduler", "guider")  # what the loop asks before its first step, and at each
 PIXELS = {"image", "video"}  # arguments that the VAE encodes before the first step
+CONFIGURED = (*LOOP, "vae", "text_encoder", "text_encoder_2", "image_encoder", *DENOISERS)
+CONFIG_NAMES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}  # of others config.json
 VERSIONS = ("_diffusers_version", "_name_or_path", "transformers_version")  # in configurations, and no part of a model
-
-
-class _Configuration(ConfigMixin):
-    """Any component's configuration file."""
-
-    config_name = "config.json"
-
-
-class _SchedulerConfiguration(ConfigMixin):
-    config_name = "scheduler_config.json"
 
 
 def components_of(cls: type, stage: str) -> set[str]:
@@ -37,8 +41,8 @@ def components_of(cls: type, stage: str) -> set[str]:
     if stage == "decode":
         return {"vae"}
     if stage == "denoise":
-        return {"scheduler", *DENOISERS}
-    return {"scheduler", *ENCODERS, *(["vae"] if PIXELS & set(inspect.signature(cls.__call__).parameters) else [])}
+        return {*LOOP, *DENOISERS}
+    return {*LOOP, *ENCODERS, *(["vae"] if PIXELS & set(inspect.signature(cls.__call__).parameters) else [])}
 
 
 def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: torch.dtype | None = None):
@@ -55,12 +59,13 @@ def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: to
     cls, there = pipeline_class(index), _components(index)
     needed = components_of(cls, stage)
     given = {} if dtype is None else {"dtype": dtype}
-    # By its own class: DiffusionPipeline's would load optional components in spite of None.
-    pipe = cls.from_pretrained(model, **given, **{name: None for name in there if name not in needed})
-    if tpu.is_active():
-        tpu.uninstall(pipe)
     asked = {"vae", *DENOISERS} & there.keys() - needed if stage != "decode" else ()
     absent = {n: Absent(model, n, getattr(diffusers, there[n]), vae_dtype or dtype or torch.float32) for n in asked}
+    left_out = {name: absent[name].empty if name in absent else None for name in there if name not in needed}
+    # By its own class: DiffusionPipeline's would load optional components in spite of None.
+    pipe = cls.from_pretrained(model, **given, **left_out)
+    if tpu.is_active():
+        tpu.uninstall(pipe)
     _, options = cls._get_signature_keys(cls)
     options = {name: pipe.config[name] for name in options if name in pipe.config and name not in pipe.components}
     made = cls(**{**pipe.components, **absent}, **options)
@@ -83,13 +88,12 @@ def pipeline_class(index: dict) -> type:
 
 
 def fingerprint(model: str) -> str:
-    """SHA-256 over `model_index.json` and the configurations of all models and the scheduler; weights are not read."""
+    """SHA-256 over `model_index.json` and the configurations of all models, scheduler and guider; weights are not read."""
     index = DiffusionPipeline.load_config(model)
     configurations = {"": index}
-    for name in _components(index):
-        if name in ("scheduler", "vae", "text_encoder", "image_encoder", *DENOISERS):
-            reader = _SchedulerConfiguration if name == "scheduler" else _Configuration
-            configurations[name] = reader.load_config(model, subfolder=name)
+    for name in _components(index).keys() & set(CONFIGURED):
+        reader = type("Configuration", (ConfigMixin,), {"config_name": CONFIG_NAMES.get(name, "config.json")})
+        configurations[name] = reader.load_config(model, subfolder=name)
     kept = {part: {k: v for k, v in c.items() if k not in VERSIONS} for part, c in configurations.items()}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
@@ -109,12 +113,12 @@ class Reached(Exception):
 class Absent:
     """A model of another stage: its configuration and what its class makes of it, without weights. Calling it is the cut.
 
-    It is no module on purpose: neither upstream nor the TPU path shall move it.
+    It is no module on purpose: neither upstream nor the TPU path shall move it. `empty` is one, of meta tensors.
     """
 
     def __init__(self, model: str, name: str, cls: type, dtype: torch.dtype):
         with init_empty_weights():
-            self._empty = cls.from_config(cls.load_config(model, subfolder=name))
+            self.empty = cls.from_config(cls.load_config(model, subfolder=name))
         self.dtype, self.pipe = dtype, None
 
     @property
@@ -126,7 +130,7 @@ class Absent:
         return iter(())
 
     def __getattr__(self, name: str):
-        return getattr(self.__dict__["_empty"], name)
+        return getattr(self.__dict__["empty"], name)
 
     def __call__(self, *args, **kwargs):
         raise Reached

@@ -1,6 +1,7 @@
 """The three stages on a loaded pipeline: upstream's `__call__` up to its cut, components of earlier stages answering from a file."""
 
 import contextlib
+import itertools
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -8,21 +9,22 @@ from torch.utils._pytree import tree_map_only
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
 from ...models.modeling_outputs import AutoencoderKLOutput
 from ...utils.torch_utils import get_module_execution_device
-from .loading import Reached
+from .loading import STAGED, Reached
 
 
-PROMPTS = ("prompt_embeds", "negative_prompt_embeds")
 IMAGE = "image_embeds"
 ENCODED = "encoded"  # and a number: what the VAE's encoder answered, call by call
 LATENTS = "latents"  # what `vae.decode` takes
 
 
 def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
-    """What the encoders of this call answer, on the host: embeddings [B, T, C], encoded pixels [B, 2C, F, H, W]."""
+    """What the encoders of this call answer, on the host: embeddings [B, T, C], masks [B, T], encoded pixels [B, 2C, F, H, W]."""
     kept: dict[str, torch.Tensor] = {}
+    calls = itertools.count()
 
     def keep_prompt(answer):
-        kept.update((name, _on_host(x)) for name, x in zip(PROMPTS, answer) if x is not None)
+        names = _prompts(pipe, next(calls))
+        kept.update((name, _on_host(x)) for name, x in zip(names, answer, strict=True) if x is not None)
 
     def keep_image(answer):
         kept[IMAGE] = _on_host(answer)
@@ -47,14 +49,23 @@ def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> t
     """What this call would give `vae.decode`, [B, C, F, H, W] in the VAE's dtype, on the host.
 
     `kept` is what `run_text` returned for the same call and seed; `call` may have callbacks besides.
+
+    Raises ValueError where guidance asks for a prompt that `run_text` did not encode.
     """
+    calls = itertools.count()
     encoded = iter([kept[name] for name in sorted(kept, key=_number) if name.startswith(ENCODED)])
 
     def there(tensor):
         return tensor if tensor is None else tensor.to(pipe._execution_device)
 
     def answer_prompt(*args, **kwargs):
-        return tuple(there(kept.get(name)) for name in PROMPTS)
+        names = _prompts(pipe, next(calls))
+        if not kept.keys() & set(names):
+            raise ValueError(
+                f"expected {', '.join(names)} from the stage text, got {', '.join(kept)}: its guidance was another; run it"
+                " again with the guider that this pipeline has"
+            )
+        return tuple(there(kept.get(name)) for name in names)
 
     def answer_image(*args, **kwargs):
         return there(kept[IMAGE])
@@ -81,7 +92,9 @@ def run_decode(pipe, latents: torch.Tensor, output_type: str = "np"):
 
     Raises ValueError for latents of another VAE.
     """
-    expected, got = (pipe.vae.dtype, pipe.vae.config.z_dim), (latents.dtype, latents.shape[1])
+    config = pipe.vae.config
+    channels = config.z_dim if "z_dim" in config else config.latent_channels
+    expected, got = (pipe.vae.dtype, channels), (latents.dtype, latents.shape[1])
     if expected != got:
         raise ValueError(f"expected latents of dtype and channels {expected}, as the VAE has them, got {got}")
     if "_tpu" not in vars(pipe):
@@ -96,6 +109,11 @@ def _decoded(pipe, latents: torch.Tensor, output_type: str):
     latents = latents.to(get_module_execution_device(pipe.vae))
     video = pipe.vae.decode(latents, return_dict=False)[0]
     return pipe.video_processor.postprocess_video(video, output_type)
+
+
+def _prompts(pipe, number: int) -> list[str]:
+    """Names of what `encode_prompt` answers in its call of this number: 0 for both prompts or the first, 1 for the other."""
+    return [f"{name}.{number}" if number else name for name in STAGED[type(pipe).__name__]]
 
 
 def _until_cut(pipe, call: dict, seed: int):
