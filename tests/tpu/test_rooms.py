@@ -96,15 +96,16 @@ IMPORTS = """
 import sys
 import diffusers.tpu
 print(*(m for m in ("jax", "torchax") if m in sys.modules))
+import diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15_flax as hunyuan
 import diffusers.models.autoencoders.autoencoder_kl_wan_flax as wan
 print(*(m for m in ("flax",) if m in sys.modules))
-wan.FlaxAutoencoderKLWan
+hunyuan.FlaxAutoencoderKLHunyuanVideo15, wan.FlaxAutoencoderKLWan
 print(*(m for m in ("flax", "torchax") if m in sys.modules))
 """
 
 
 def test_imports_bring_no_more_than_they_must():
-    """The public face starts nothing; the VAE's plan does not import Flax, and its Flax module no torchax."""
+    """The public face starts nothing; VAEs' plans do not import Flax, and their Flax modules no torchax."""
     env = {**os.environ, "PYTHONPATH": str(ROOMS.parents[1]), "DIFFUSERS_TPU": "cpu"}
     command = [sys.executable, "-c", IMPORTS]
     brought = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout

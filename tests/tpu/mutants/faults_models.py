@@ -4,7 +4,7 @@ from table import MODELS, TPU, in_file
 
 
 VAE, NNX, BRIDGE, LINEAR = "test_wan_vae.py", "test_wan_vae_nnx.py", "test_bridge.py", "test_linear.py"
-HUNYUAN_VAE = "test_hunyuan_video15_vae.py"
+HUNYUAN_VAE, HUNYUAN_NNX = "test_hunyuan_video15_vae.py", "test_hunyuan_video15_vae_nnx.py"
 HUNYUAN, SCHEDULERS, DISPATCHER = (
     "test_patched_hunyuan15.py",
     "test_patched_schedulers.py",
@@ -16,6 +16,7 @@ FEW_CHIPS, MORE_CHIPS = (
     f"{VAE}::test_equals_upstream[2.1-degrees1-2-2-4-9]",
 )
 NNX_CHIPS = f"{NNX}::test_equals_upstream[2.1-mesh1-2-2-1-9]"
+HUNYUAN_NNX_CHIPS = f"{HUNYUAN_NNX}::test_equals_upstream[mesh1-2-5-2-9]"
 IN_FLOAT32 = "R, b = (part if part.dtype == torch.float64 else part.float() for part in (R, b))\n"
 
 # fmt: off
@@ -98,10 +99,20 @@ MUTANTS = [
          "what is before the first frame is not zero", FEW_CHIPS),
     ),
     *in_file(
-        FLAX + "nnx_layers_flax.py",
+        TPU + "video/nnx/layers.py",
         ("nnx-norm", " * x.shape[-1] ** 0.5 * self.gamma[...]", " * self.gamma[...]", "a factor is forgotten", NNX_CHIPS),
         ("nnx-bias", "return (y + b).astype(x.dtype).reshape", "return y.astype(x.dtype).reshape",
          "the bias of strided convolutions is forgotten", NNX_CHIPS,),
+        ("nnx-edge", 'mode="edge"', 'mode="constant"',
+         "above and below the map lie zeros where its edge should be repeated", HUNYUAN_NNX_CHIPS),
+    ),
+    *in_file(
+        TPU + "video/nnx/weights.py",
+        ("nnx-missing", '("missing", sorted(wanted.keys() - tensors.keys())),', "",
+         "a missing weight is not named", "test_vae_nnx.py::test_bad_files_are_named"),
+    ),
+    *in_file(
+        FLAX + "nnx_layers_flax.py",
         ("nnx-first-frame", "return jnp.where(self.number > 0, x, 0)", "return x",
          "the first frame is history to the frames after it", NNX_CHIPS),
         ("nnx-average", "[(0, 0), (-x.shape[1] % time, 0), (0, 0), (0, 0), (0, 0)]",
@@ -109,9 +120,18 @@ MUTANTS = [
          "frames are padded behind, not before", f"{NNX}::test_equals_upstream[2.2-mesh4-2-1-3-2]"),
     ),
     *in_file(
-        FLAX + "nnx_weights_flax.py",
-        ("nnx-missing", '("missing", sorted(wanted.keys() - tensors.keys())),', "",
-         "a missing weight is not named", f"{NNX}::test_bad_files_are_named"),
+        MODELS + "autoencoders/autoencoder_kl_hunyuanvideo15_nnx_flax.py",
+        ("hunyuan-nnx-history", "else self.or_first(kept, first)", "else kept",
+         "before the first frame lie zeros, not the frame", HUNYUAN_NNX_CHIPS),
+        ("hunyuan-nnx-first", "chunk.or_first(spread(y, 2) + repeated(spread(x, 2), self.features), first)",
+         "spread(y, 2) + repeated(spread(x, 2), self.features)",
+         "the first frame is doubled as the others are", HUNYUAN_NNX_CHIPS),
+        ("hunyuan-nnx-half", "spread(y[:, -1:])[..., : self.features]", "spread(y[:, -1:])[..., self.features :]",
+         "of the first frame's channels the other half is taken", HUNYUAN_NNX_CHIPS),
+        ("hunyuan-nnx-packed", "x.transpose(0, 1, 3, 5, 2, 4, 6, 7)", "x.transpose(0, 1, 3, 5, 2, 6, 4, 7)",
+         "rows and columns of a block change places", HUNYUAN_NNX_CHIPS),
+        ("hunyuan-nnx-gaps", "if not 0 < strides[0] or len({*strides, *kept}) > 1:", "if not 0 < strides[0]:",
+         "tiles that leave gaps are taken", f"{HUNYUAN_NNX}::test_sizes_and_tiles_that_the_model_cannot_take_are_refused"),
     ),
     *in_file(
         MODELS + "transformers/transformer_wan_flax.py",

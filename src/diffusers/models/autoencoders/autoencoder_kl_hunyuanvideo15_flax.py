@@ -3,7 +3,8 @@
 Upstream computes all frames at once. Here the levels between the middle block and the video are a scanned step of one latent
 frame (`bridge.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns (`bridge.over_width`): what the
 chips hold is a step, whatever the length of the video. The middle block, whose attention sees all frames so far, is computed
-for all of them: at that level they are small. With tiling on, equal tiles are one mapped program and chips share them.
+for all of them: at that level they are small. With tiling on, equal tiles are one mapped program and chips share them. The
+same VAE without torch is `FlaxAutoencoderKLHunyuanVideo15`, by name from here.
 
 Upstream's first chunk is one frame, repeated before itself wherever a layer looks back. In a video it is here as long as the
 others, all of it that frame, and what a layer keeps of it is that frame too.
@@ -100,7 +101,7 @@ def _attended(block, x):
     """As upstream's: a frame sees itself and those before it."""
     from ...tpu.bridge import attention_by_frame
 
-    normed, (channels, frames) = block.norm(x), x.shape[1:3]
+    normed, frames = block.norm(x), x.shape[2]
     query, key, value = (
         layer(normed).flatten(2).transpose(1, 2).unsqueeze(1) for layer in (block.to_q, block.to_k, block.to_v)
     )
@@ -210,6 +211,14 @@ def _tile_sizes(vae):
         (vae.tile_sample_min_height, vae.tile_sample_min_width),
         (vae.tile_latent_min_height, vae.tile_latent_min_width),
     )
+
+
+def __getattr__(name):
+    if name == "FlaxAutoencoderKLHunyuanVideo15":  # imports flax, which the plan does not need
+        from .autoencoder_kl_hunyuanvideo15_nnx_flax import FlaxAutoencoderKLHunyuanVideo15
+
+        return FlaxAutoencoderKLHunyuanVideo15
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 PLAN = ModelPlan(

@@ -1,8 +1,4 @@
-"""The layers of Wan's VAE in Flax NNX, channels last: maps are [B, T, H, W, C], kernels [T, H, W, I, O].
-
-Attributes have upstream's names, so that a weight's path is its name in upstream's files (`torch_name`). Time is passed
-chunk by chunk (`video/chunks.py`), the width may lie over chips (`video/slabs.py`): what looks back asks its `Chunk`, what
-looks sideways asks `slabs()`.
+"""The layers of Wan's VAE in Flax NNX, channels last, made of what such VAEs share (`tpu/video/nnx/layers.py`).
 
 Upstream's first chunk is one frame, which temporal resampling leaves alone. In a video it is here as long as the others,
 the frame its last; what is before it is zero wherever a layer looks back, as upstream's padding is.
@@ -11,46 +7,24 @@ the frame its last; what is before it is zero wherever a layer looks back, as up
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Float
 
 from ...tpu.attention.api import attention
-from ...tpu.settings import current
-from ...tpu.video.convolution import by_columns
+from ...tpu.video.nnx import layers
+from ...tpu.video.nnx.layers import HISTORY, Conv, Map, MidBlock, ResidualBlock, RMSNorm, silu
 from ...tpu.video.slabs import slabs
 
 
-Map = Float[Array, "B T H W C"]
-
-HISTORY = 2  # frames that a convolution looks back
-NORM_EPS = 1e-12  # of torch's `normalize`
-
-
-def torch_name(path: tuple) -> str:
-    """The name in upstream's files of the weight at this path of the module."""
-    return ".".join(map(str, path)).replace("resample_1", "resample.1").replace("kernel", "weight")
+NAMES = (
+    (r"kernel$", "weight"),
+    (r"\bresample_1\b", "resample.1"),
+)  # from a weight's path to its name in upstream's files
 
 
-class Chunk:
-    """One chunk of frames on its way through the layers.
-
-    Args:
-        number: of the chunk, a traced scalar; None for one frame that is all there is.
-        kept: what the layers kept of the chunk before, in the order of their calls. `keeps`: the same of this chunk.
-    """
-
-    def __init__(self, number: jax.Array | None, kept: list[jax.Array]):
-        self.number, self.keeps = number, []
-        self._kept = iter(kept)
+class Chunk(layers.Chunk):
+    """One chunk of frames, the first of one frame, its last."""
 
     def looking_back(self, x: Map, frames: int = HISTORY) -> Map:
-        """x with so many frames before it: the last ones of the chunk before, zeros before the first."""
-        x = self.only_the_frame(x)
-        before = next(self._kept, None)
-        before = jnp.zeros_like(x, shape=(x.shape[0], frames, *x.shape[2:])) if before is None else before
-        x = jnp.concatenate([before, x], 1)
-        self.keeps.append(x[:, -frames:])
-        return x
+        return super().looking_back(self.only_the_frame(x), frames)
 
     def only_the_frame(self, x: Map) -> Map:
         """x; in the first chunk with zeros in place of what is before its frame, the last one."""
@@ -71,71 +45,6 @@ def _is_last(frames: int) -> jax.Array:
     return (jnp.arange(frames) == frames - 1)[:, None, None, None]
 
 
-class Conv(nnx.Module):
-    """A convolution, summed in float32 with its bias and rounded once. Time is not padded: the caller looks back.
-
-    Height and width are padded by half the kernel; of stride 2 only below and on the right.
-    """
-
-    def __init__(self, channels: int, features: int, size=(3, 3, 3), stride=(1, 1, 1), *, dtype, rngs: nnx.Rngs):
-        make = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch's
-        self.kernel = nnx.Param(make(rngs.params(), (*size, channels, features), dtype))
-        self.bias = nnx.Param(jnp.zeros((features,), dtype))
-        self.stride = stride
-
-    def __call__(self, x: Map) -> Map:
-        w, b, (_, *size) = self.kernel[...], self.bias[...], self.kernel.shape[:3]
-        rows, columns = ((k // 2, k // 2) if s == 1 else (0, k - s) for k, s in zip(size, self.stride[1:]))
-        padded = slabs().with_neighbours(x, *columns, axis=3)
-        if self.stride[2] == 1:
-            y = by_columns(padded.transpose(0, 3, 1, 2, 4), w, b, [(0, 0), rows], self.stride[:2])
-            return y.transpose(0, 2, 3, 1, 4).astype(x.dtype)
-        y = lax.conv_general_dilated(
-            padded.reshape(-1, *padded.shape[2:]),
-            w[0],
-            window_strides=self.stride[1:],
-            padding=[rows, (0, 0)],
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            precision=current().convolutions,
-            preferred_element_type=jnp.float32,
-        )
-        return (y + b).astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])
-
-
-class RMSNorm(nnx.Module):
-    """x / |x| * sqrt(C) * gamma over channels in float32."""
-
-    def __init__(self, channels: int, *, dtype):
-        self.gamma = nnx.Param(jnp.ones((channels,), dtype))
-
-    def __call__(self, x: Map) -> Map:
-        wide = x.astype(jnp.float32)
-        length = jnp.sqrt((wide * wide).sum(-1, keepdims=True))
-        return (wide / jnp.maximum(length, NORM_EPS) * x.shape[-1] ** 0.5 * self.gamma[...]).astype(x.dtype)
-
-
-def silu(x: Map) -> Map:
-    """x / (1 + exp(-x)) in float32."""
-    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
-
-
-class ResidualBlock(nnx.Module):
-    """Norm, SiLU and convolution, twice, beside a shortcut."""
-
-    def __init__(self, channels: int, features: int, *, dtype, rngs: nnx.Rngs):
-        self.norm1 = RMSNorm(channels, dtype=dtype)
-        self.conv1 = Conv(channels, features, dtype=dtype, rngs=rngs)
-        self.norm2 = RMSNorm(features, dtype=dtype)
-        self.conv2 = Conv(features, features, dtype=dtype, rngs=rngs)
-        same = channels == features
-        self.conv_shortcut = None if same else Conv(channels, features, (1, 1, 1), dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: Map, chunk: Chunk) -> Map:
-        shortcut = x if self.conv_shortcut is None else self.conv_shortcut(x)
-        x = self.conv1(chunk.looking_back(silu(self.norm1(x))))
-        return self.conv2(chunk.looking_back(silu(self.norm2(x)))) + shortcut
-
-
 class AttentionBlock(nnx.Module):
     """Self-attention of one head within each frame."""
 
@@ -150,18 +59,6 @@ class AttentionBlock(nnx.Module):
         q, k, v = jnp.split(qkv, 3, -1)
         k, v, mask = slabs().everyones(k, v)
         return self.proj(attention(q, k, v, mask=mask).reshape(x.shape)) + x
-
-
-class MidBlock(nnx.Module):
-    """A residual block, attention, another residual block."""
-
-    def __init__(self, channels: int, **how):
-        self.resnets = nnx.List([ResidualBlock(channels, channels, **how) for _ in range(2)])
-        self.attentions = nnx.List([AttentionBlock(channels, **how)])
-
-    def __call__(self, x: Map, chunk: Chunk) -> Map:
-        x = self.attentions[0](self.resnets[0](x, chunk))
-        return self.resnets[1](x, chunk)
 
 
 class Resample(nnx.Module):
@@ -274,7 +171,7 @@ class Encoder(nnx.Module):
             self.down_blocks.extend(ResidualBlock(*pair, **how) for pair in zip(sizes, sizes[1:]))
             if mode is not None:
                 self.down_blocks.append(Resample(features, features, mode, **how))
-        self.mid_block = MidBlock(dims[-1], **how)
+        self.mid_block = MidBlock(dims[-1], AttentionBlock, **how)
         self.norm_out = RMSNorm(dims[-1], dtype=how["dtype"])
         self.conv_out = Conv(dims[-1], 2 * config.z_dim, **how)
 
@@ -294,7 +191,7 @@ class Decoder(nnx.Module):
         dims = [base * m for m in (config.dim_mult[-1], *config.dim_mult[::-1])]
         last, in_time = len(config.dim_mult) - 1, config.temperal_downsample[::-1]
         self.conv_in = Conv(config.z_dim, dims[0], **how)
-        self.mid_block = MidBlock(dims[0], **how)
+        self.mid_block = MidBlock(dims[0], AttentionBlock, **how)
         self.up_blocks = nnx.List([])
         for level, (channels, features) in enumerate(zip(dims, dims[1:])):
             halved = level > 0 and not config.is_residual  # by the doubling before

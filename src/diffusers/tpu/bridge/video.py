@@ -3,13 +3,10 @@
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import torch
 from torchax.tensor import Tensor
 
-from ..attention.api import attention
-from ..attention.masks import Mask
-from ..video import chunks, slabs, tiles
+from ..video import attention, chunks, slabs, tiles
 
 
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:
@@ -37,16 +34,8 @@ def over_width(function: Callable, x: torch.Tensor, multiple: int = 1) -> torch.
 
 
 def attention_by_frame(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frames: int) -> torch.Tensor:
-    """Attention in which a frame sees itself and those before it. q, k, v: [B, N, T, D] of `frames` maps, one after another.
-
-    Where a chip has a slab of each map, keys are those of whole maps.
-    """
-    arrays, seen = [x.jax() for x in (q, k, v)], None
-    if slabs.slabs() is not None:
-        *arrays[1:], seen = slabs.slabs().everyones(*arrays[1:], frames)
-    frame = tuple(x.shape[2] // frames for x in arrays[:2])
-    mask = Mask(keys=None if seen is None else jnp.asarray(seen), band=(None, 0), frame=frame)
-    return Tensor(attention(*arrays, mask=mask if frames > 1 or seen is not None else None), q._env)
+    """`attention.attention_by_frame` of q, k, v [B, N, T, D]."""
+    return Tensor(attention.attention_by_frame(q.jax(), k.jax(), v.jax(), frames), q._env)
 
 
 def in_tiles(function: Callable, x: torch.Tensor, tiling: tiles.Tiling) -> torch.Tensor:

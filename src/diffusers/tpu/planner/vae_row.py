@@ -38,12 +38,12 @@ def answer(request: dict, progress: Callable) -> dict:
     compiler = Compiler(topology)
     mesh = make_mesh(compiler.devices, plan_degrees(topology.devices, None, plan.in_pairs()))
     vae = cls.abstract(config, dtype=request["dtype"], mesh=mesh)
-    ratio, ratio_in_time = vae.config.scale_factor_spatial, vae.config.scale_factor_temporal
+    ratio, ratio_in_time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
     if height % ratio or width % ratio or (frames - 1) % ratio_in_time:
         raise BadRequest(
             f"expected a height and width of multiples of {ratio} and {ratio_in_time}k+1 frames, got {request}"
         )
-    shape = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.config.z_dim)
+    shape = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.latent_channels)
     progress(f"compiling {cls.__name__}.decode for {topology.name}")
     lowered = vae.lower("decode", shape)
     compiled = kept.compiled(compiler, lowered, mesh)

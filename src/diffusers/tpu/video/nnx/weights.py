@@ -1,8 +1,9 @@
-"""Config and weights of upstream's `AutoencoderKLWan`, from its files or the module, for the NNX form; one tensor at a time."""
+"""Config and weights of upstream's VAEs, from their files or the module, for the NNX form; one tensor at a time."""
 
 import inspect
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,11 +13,9 @@ import torch
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from ...configuration_utils import FrozenDict
-from ...utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
-from ...utils.hub_utils import _add_variant, _get_checkpoint_shard_files, _get_model_file
-from .autoencoder_kl_wan import AutoencoderKLWan
-from .autoencoder_kl_wan_nnx_layers_flax import torch_name
+from ....configuration_utils import FrozenDict
+from ....utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from ....utils.hub_utils import _add_variant, _get_checkpoint_shard_files, _get_model_file
 
 
 SHOWN = 8  # names in a message
@@ -29,24 +28,20 @@ class Config(FrozenDict):
         return hash(json.dumps(self, sort_keys=True))
 
 
-def whole_config(config: dict) -> Config:
-    """The config with upstream's defaults for what it leaves out.
+def whole_config(upstream: type, config: dict) -> Config:
+    """The config with the defaults of upstream's class for what it leaves out, its sequences as lists.
 
-    Raises ValueError for a key that upstream does not know, for the config of another class, and for `attn_scales`.
+    Raises ValueError for a key that upstream does not know, and for the config of another class.
     """
-    parameters = list(inspect.signature(AutoencoderKLWan.__init__).parameters.values())[1:]
+    parameters = list(inspect.signature(upstream.__init__).parameters.values())[1:]
     known = {p.name: p.default for p in parameters}
-    name = config.get("_class_name", AutoencoderKLWan.__name__)
-    if name != AutoencoderKLWan.__name__:
-        raise ValueError(f"expected the config of an {AutoencoderKLWan.__name__}, got one of {name}")
+    name = config.get("_class_name", upstream.__name__)
+    if name != upstream.__name__:
+        raise ValueError(f"expected the config of an {upstream.__name__}, got one of {name}")
     given = {key: value for key, value in config.items() if not key.startswith("_")}
     if unknown := sorted(given.keys() - known.keys()):
         raise ValueError(f"expected a config of {', '.join(known)}, got also {', '.join(unknown)}")
-    if given.get("attn_scales"):
-        raise ValueError(
-            f"expected an empty attn_scales, got {given['attn_scales']}: upstream's encoder does not run with any either"
-        )
-    return Config({**known, **given})
+    return Config(json.loads(json.dumps({**known, **given})))
 
 
 @dataclass(frozen=True)
@@ -62,8 +57,10 @@ def open_module(vae: torch.nn.Module) -> dict[str, Tensor]:
     return {name: Tensor(tuple(t.shape), lambda t=t: t) for name, t in vae.state_dict().items()}
 
 
-def open_files(path, subfolder: str | None, variant: str | None, hub: dict) -> tuple[dict, dict[str, Tensor]]:
-    """(config, tensors by name) of a directory or of a hub's repository.
+def open_files(
+    upstream: type, path, subfolder: str | None, variant: str | None, hub: dict
+) -> tuple[dict, dict[str, Tensor]]:
+    """(config, tensors by name) of a directory or of a hub's repository, as upstream's class saves them.
 
     Raises:
         ValueError: a file that is no safetensors file.
@@ -75,7 +72,7 @@ def open_files(path, subfolder: str | None, variant: str | None, hub: dict) -> t
         if not os.path.isdir(folder):
             raise OSError(f"expected a folder {subfolder} in {path}, got {sorted(os.listdir(path))}")
         path, subfolder = folder, None
-    config = AutoencoderKLWan.load_config(path, subfolder=subfolder, **hub)
+    config = upstream.load_config(path, subfolder=subfolder, **hub)
     tensors = {}
     for file in _files(path, subfolder, variant, hub):
         try:
@@ -102,13 +99,23 @@ def _files(path: str, subfolder: str | None, variant: str | None, hub: dict) -> 
     return _get_checkpoint_shard_files(path, index, subfolder=subfolder or "", **hub)[0]
 
 
-def load_weights(vae: nnx.Module, tensors: dict[str, Tensor], source: str) -> nnx.Module:
-    """The abstract module with these weights, each where its shape says that it lies.
+def torch_name(path: tuple, names: tuple[tuple[str, str], ...]) -> str:
+    """The name in upstream's files of the weight at this path of a module, by rules (pattern, replacement), all of them in turn."""
+    name = ".".join(map(str, path))
+    for pattern, replacement in names:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def load_weights(
+    vae: nnx.Module, names: tuple[tuple[str, str], ...], tensors: dict[str, Tensor], source: str
+) -> nnx.Module:
+    """The abstract module with these weights, each where its shape says that it lies. `names`: as of `torch_name`.
 
     Raises ValueError for names that are missing or not known, and for shapes that differ, before anything is read.
     """
-    state = nnx.state(vae)
-    wanted = {torch_name(path): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    state = nnx.to_flat_state(nnx.state(vae))
+    wanted = {torch_name(path, names): variable.get_value() for path, variable in state}
     problems = [
         f"{what}: {_listed(names)}"
         for what, names in (
@@ -123,10 +130,9 @@ def load_weights(vae: nnx.Module, tensors: dict[str, Tensor], source: str) -> nn
             f"expected the {len(wanted)} weights that the config asks for in {source}, got {'; '.join(problems)}."
             " Are config and weights of one model?"
         )
-    flat = [(path, wanted[torch_name(path)], tensors[torch_name(path)]) for path, _ in nnx.to_flat_state(state)]
-    nnx.update(
-        vae, nnx.from_flat_state([(path, nnx.Param(_placed(aval, tensor.read()))) for path, aval, tensor in flat])
-    )
+    flat = [(path, torch_name(path, names)) for path, _ in state]
+    flat = [(path, nnx.Param(_placed(wanted[name], tensors[name].read()))) for path, name in flat]
+    nnx.update(vae, nnx.from_flat_state(flat))
     return vae
 
 

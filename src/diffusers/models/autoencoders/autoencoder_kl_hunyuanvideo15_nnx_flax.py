@@ -1,0 +1,309 @@
+"""HunyuanVideo-1.5's VAE in pure JAX: Flax NNX, channels last, from the files of upstream's class, with its results.
+
+    vae = FlaxAutoencoderKLHunyuanVideo15.from_pretrained(MODEL, subfolder="vae", dtype=jnp.bfloat16)
+    latents = vae.encode(video).mode()      # video [B, 4 f - 3, H, W, 3] in [-1, 1]
+    video = vae.decode(latents)             # latents [B, f, H / 16, W / 16, 32]
+
+What lies between the middle block and the video is a scan, one latent frame a step; the middle block, whose attention sees all
+frames so far, is computed for all of them: at that level they are small. The rest is what such VAEs share
+(`tpu/video/nnx/`). A caller that needs latents normalised uses `config.scaling_factor`.
+
+Upstream's first chunk is one frame, repeated before itself wherever a layer looks back. In a video it is here as long as the
+others, all of it that frame, and what a layer keeps of it is that frame too.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from ...tpu.video.attention import attention_by_frame
+from ...tpu.video.nnx import layers
+from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
+from ...tpu.video.nnx.layers import Conv, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
+from .autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
+from .autoencoder_kl_hunyuanvideo15_flax import decode_tiling, encode_tiling
+
+
+NAMES = (  # from a weight's path to its name in upstream's files
+    (r"kernel$", "weight"),
+    (r"\b(conv|conv1|conv2|conv_in|conv_out)\.(weight|bias)$", r"\1.conv.\2"),  # upstream pads in a module around it
+    (r"\b(down|up)_blocks\.(\d+)\.resamplers\b", r"\1_blocks.\2.\1samplers"),
+)
+
+
+class Chunk(layers.Chunk):
+    """One chunk of frames, the first all of one frame, which is what came before it too."""
+
+    def history(self, x: Map, frames: int, kept: Map | None) -> Map:
+        first = jnp.broadcast_to(x[:, :1], (x.shape[0], frames, *x.shape[2:]))
+        return first if kept is None else self.or_first(kept, first)
+
+    def or_first(self, x: Map, first: Map) -> Map:
+        """`x`, in the first chunk `first`, repeated in time."""
+        return first if self.number is None else jnp.where(self.number > 0, x, first)
+
+
+def packed(x: Map, time: int = 1) -> Map:
+    """Blocks of `time` frames and 2 by 2 pixels into channels, the blocks' places before the channels'."""
+    batch, frames, height, width, channels = x.shape
+    x = x.reshape(batch, frames // time, time, height // 2, 2, width // 2, 2, channels)
+    return x.transpose(0, 1, 3, 5, 2, 4, 6, 7).reshape(batch, frames // time, height // 2, width // 2, -1)
+
+
+def spread(x: Map, time: int = 1) -> Map:
+    """Channels into blocks of `time` frames and 2 by 2 pixels, as `packed` packs them."""
+    batch, frames, height, width, channels = x.shape
+    x = x.reshape(batch, frames, height, width, time, 2, 2, channels // (4 * time))
+    return x.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(batch, frames * time, height * 2, width * 2, -1)
+
+
+def averaged(x: Map, features: int) -> Map:
+    """Means of groups of neighbouring channels, `features` of them, in float32."""
+    return x.reshape(*x.shape[:4], features, -1).astype(jnp.float32).mean(-1).astype(x.dtype)
+
+
+def repeated(x: Map, features: int) -> Map:
+    """Each channel as many times as gives `features`."""
+    return x.repeat(features // x.shape[-1], axis=-1)
+
+
+def block_size(fine: int, coarse: int, in_time: bool) -> int:
+    """How many positions of a map of `fine` channels become one of a map of `coarse` channels.
+
+    Raises ValueError where the one's channels do not make up the other's.
+    """
+    size = 8 if in_time else 4
+    if coarse % size or 4 * fine % coarse:
+        raise ValueError(
+            f"expected block_out_channels of which the coarser of two levels that follow each other is a multiple of {size}"
+            f" and divides four times the finer, got {fine} and {coarse}"
+        )
+    return size
+
+
+class Downsample(nnx.Module):
+    """Halves height and width and, `in_time`, the frames but for the video's first, beside means of channels."""
+
+    def __init__(self, channels: int, features: int, in_time: bool, **how):
+        self.features, self.in_time = features, in_time
+        self.conv = Conv(channels, features // block_size(channels, features, in_time), **how)
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        y = self.conv(chunk.looking_back(x))
+        if not self.in_time:
+            return packed(y) + averaged(packed(x), self.features)
+        first = packed(y[:, -1:])
+        first = jnp.concatenate([first, first], -1) + averaged(packed(x[:, -1:]), self.features)
+        if chunk.number is None:
+            return first
+        return chunk.or_first(packed(y, 2) + averaged(packed(x, 2), self.features), first)
+
+
+class Upsample(nnx.Module):
+    """Doubles height and width and, `in_time`, the frames but for the video's first, beside repeated channels."""
+
+    def __init__(self, channels: int, features: int, in_time: bool, **how):
+        self.features, self.in_time = features, in_time
+        self.conv = Conv(channels, features * block_size(features, channels, in_time), **how)
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        y = self.conv(chunk.looking_back(x))
+        if not self.in_time:
+            return spread(y) + repeated(spread(x), self.features)
+        first = spread(y[:, -1:])[..., : self.features] + repeated(spread(x[:, -1:]), self.features)
+        if chunk.number is None:
+            return first
+        return chunk.or_first(spread(y, 2) + repeated(spread(x, 2), self.features), first)
+
+
+class AttentionBlock(nnx.Module):
+    """Self-attention of one head in which a frame sees itself and those before it."""
+
+    def __init__(self, channels: int, **how):
+        self.norm = RMSNorm(channels, dtype=how["dtype"])
+        for name in ("to_q", "to_k", "to_v", "proj_out"):
+            setattr(self, name, Conv(channels, channels, (1, 1, 1), **how))
+
+    def __call__(self, x: Map) -> Map:
+        normed, (batch, frames, *_, channels) = self.norm(x), x.shape
+        q, k, v = (to(normed).reshape(batch, 1, -1, channels) for to in (self.to_q, self.to_k, self.to_v))
+        return self.proj_out(attention_by_frame(q, k, v, frames).reshape(x.shape)) + x
+
+
+class Level(nnx.Module):
+    """Residual blocks at one size, and the module that resamples what they give, if any."""
+
+    def __init__(self, channels: int, features: int, blocks: int, resampler: nnx.Module | None, **how):
+        sizes = [channels, *(features,) * blocks]
+        self.resnets = nnx.List([ResidualBlock(*pair, **how) for pair in zip(sizes, sizes[1:])])
+        self.resamplers = nnx.List([] if resampler is None else [resampler])
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        for layer in (*self.resnets, *self.resamplers):
+            x = layer(x, chunk)
+        return x
+
+
+class Encoder(nnx.Module):
+    """Frames [B, T, H, W, I] -> maps of the middle block [B, T / 4, H / 16, W / 16, M], of which `moments` are of all frames."""
+
+    def __init__(self, config, **how):
+        dims, latents = config.block_out_channels, 2 * config.latent_channels
+        halvings, in_time = _halvings(config)
+        self.conv_in = Conv(config.in_channels, dims[0], **how)
+        self.down_blocks, channels = nnx.List([]), dims[0]
+        for level, features in enumerate(dims):
+            resampler, after = None, features
+            if level < halvings:
+                after = dims[level + 1] if config.downsample_match_channel else features
+                resampler = Downsample(features, after, level >= halvings - in_time, **how)
+            self.down_blocks.append(Level(channels, features, config.layers_per_block, resampler, **how))
+            channels = after
+        self.mid_block = MidBlock(dims[-1], AttentionBlock, **how)
+        self.norm_out = RMSNorm(dims[-1], dtype=how["dtype"])
+        self.conv_out = Conv(dims[-1], latents, **how)
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        x = chunk.or_first(x, x[:, -1:])
+        x = self.conv_in(chunk.looking_back(x))
+        for block in self.down_blocks:
+            x = block(x, chunk)
+        return x
+
+    def moments(self, x: Map, chunk: Chunk) -> Latents:
+        """Of all frames after the levels, twice the latents' channels."""
+        x = self.mid_block(x, chunk)
+        shortcut = averaged(x, self.conv_out.bias.shape[0])
+        return self.conv_out(chunk.looking_back(silu(self.norm_out(x)))) + shortcut
+
+
+class Decoder(nnx.Module):
+    """Maps of the middle block [B, T, H, W, M] -> frames [B, 4 T, 16 H, 16 W, O]; the first map gives one frame."""
+
+    def __init__(self, config, **how):
+        dims = config.block_out_channels[::-1]
+        doublings, in_time = _halvings(config)
+        self.conv_in = Conv(config.latent_channels, dims[0], **how)
+        self.mid_block = MidBlock(dims[0], AttentionBlock, **how)
+        self.up_blocks, channels = nnx.List([]), dims[0]
+        for level, features in enumerate(dims):
+            resampler, after = None, features
+            if level < doublings:
+                after = dims[level + 1] if config.upsample_match_channel else features
+                resampler = Upsample(features, after, level < in_time, **how)
+            self.up_blocks.append(Level(channels, features, config.layers_per_block + 1, resampler, **how))
+            channels = after
+        self.norm_out = RMSNorm(dims[-1], dtype=how["dtype"])
+        self.conv_out = Conv(dims[-1], config.out_channels, **how)
+
+    def middle(self, z: Latents, chunk: Chunk) -> Map:
+        """Maps of the middle block of all latents."""
+        x = self.conv_in(chunk.looking_back(z))
+        return self.mid_block(x + repeated(z, x.shape[-1]), chunk)
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        for block in self.up_blocks:
+            x = block(x, chunk)
+        return self.conv_out(chunk.looking_back(silu(self.norm_out(x))))
+
+
+def _halvings(config) -> tuple[int, int]:
+    """How often the map is halved, and at how many of the coarsest of these levels the frames are too."""
+    space, time = config.spatial_compression_ratio, config.temporal_compression_ratio
+    return space.bit_length() - 1, time.bit_length() - 1
+
+
+class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
+    """HunyuanVideo-1.5's VAE.
+
+    Videos [B, F, H, W, 3] have 4 f - 3 frames and a height and width of multiples of 16; latents [B, f, h, w, C] are decoded
+    to as many, as upstream's not clipped to [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config that
+    cannot be.
+    """
+
+    upstream, names = AutoencoderKLHunyuanVideo15, NAMES
+
+    def __init__(self, config: dict, *, rngs: nnx.Rngs, **settings):
+        super().__init__(config, **settings)
+        config = self.config
+        _check_config(config)
+        self.spatial_compression_ratio = config.spatial_compression_ratio
+        self.temporal_compression_ratio = config.temporal_compression_ratio
+        self.video_channels, self.latent_channels = config.in_channels, config.latent_channels
+        self.in_multiples = True
+        latents = self.tile_sample_min_height // self.spatial_compression_ratio
+        self.tile_latent_min_height = self.tile_latent_min_width = latents
+        self.tile_overlap_factor = 0.25  # upstream's
+        how = {"dtype": self.dtype, "rngs": rngs, "repeated": True}
+        self.encoder, self.decoder = Encoder(config, **how), Decoder(config, **how)
+
+    def enable_tiling(
+        self,
+        tile_sample_min_height: int | None = None,
+        tile_sample_min_width: int | None = None,
+        tile_latent_min_height: int | None = None,
+        tile_latent_min_width: int | None = None,
+        tile_overlap_factor: float | None = None,
+    ):
+        """Larger maps go in overlapping tiles, which the chips share; sizes in pixels and in latents, None: as they are.
+
+        Raises ValueError for tiles of latents that are not those of the video, and for tiles that do not meet.
+        """
+        video = (
+            tile_sample_min_height or self.tile_sample_min_height,
+            tile_sample_min_width or self.tile_sample_min_width,
+        )
+        latents = (
+            tile_latent_min_height or self.tile_latent_min_height,
+            tile_latent_min_width or self.tile_latent_min_width,
+        )
+        factor, ratio = tile_overlap_factor or self.tile_overlap_factor, self.spatial_compression_ratio
+        for size, latent in zip(video, latents):
+            if size != ratio * latent:
+                raise ValueError(
+                    f"expected tiles of {ratio} pixels to each of their latents, got {size} pixels and {latent} latents:"
+                    " enable_tiling(...) takes sizes of both"
+                )
+            strides = int(size * (1 - factor)), ratio * int(latent * (1 - factor))
+            kept = size - int(size * factor), ratio * (latent - int(latent * factor))
+            if not 0 < strides[0] or len({*strides, *kept}) > 1:
+                raise ValueError(
+                    f"expected a tile_overlap_factor of whole latents, below all {latent} of a tile, got {factor}: it would"
+                    " leave gaps between tiles"
+                )
+        self.use_tiling, self.tile_overlap_factor = True, factor
+        self.tile_sample_min_height, self.tile_sample_min_width = video
+        self.tile_latent_min_height, self.tile_latent_min_width = latents
+
+    def _check_video(self, frames: int, height: int, width: int):
+        super()._check_video(frames, height, width)
+        ratio = self.temporal_compression_ratio
+        if (frames - 1) % ratio:
+            raise ValueError(f"expected one frame and a multiple of {ratio} more, got {frames} frames")
+
+    def _decode(self, z: Latents) -> Video:
+        return self._decoded(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
+
+    def _encode(self, x: Video) -> Latents:
+        return self._encoded(self._encode_map, x, encode_tiling(self, *x.shape[2:4]))
+
+    def _decode_map(self, z: Latents) -> Video:
+        return in_chunks(self.decoder, self.decoder.middle(z, Chunk(None, [])), 1, Chunk)
+
+    def _encode_map(self, x: Video) -> Latents:
+        x = in_chunks(self.encoder, x, self.temporal_compression_ratio, Chunk)
+        return self.encoder.moments(x, Chunk(None, []))
+
+
+def _check_config(config):
+    space, time = ratios = config.spatial_compression_ratio, config.temporal_compression_ratio
+    if any(ratio < 1 or ratio & (ratio - 1) for ratio in ratios) or time > space:
+        raise ValueError(
+            f"expected compression ratios of powers of two, that in time at most that in space, got {ratios}"
+        )
+    dims, latents = config.block_out_channels, config.latent_channels
+    levels = _halvings(config)[0] + (config.downsample_match_channel or config.upsample_match_channel)
+    if len(dims) < levels or dims[-1] % (2 * latents):
+        raise ValueError(
+            f"expected at least {levels} block_out_channels for a ratio of {space}, the last a multiple of"
+            f" {2 * latents}, got {dims}"
+        )

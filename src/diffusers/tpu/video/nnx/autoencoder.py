@@ -1,0 +1,278 @@
+"""What video VAEs in Flax NNX are to their users: `VideoAutoencoder`, from upstream's config and files, with its results.
+
+One program per shape and settings: each chip computes a slab of the width with its neighbours' edge columns, prompts lie
+over `dp`. As with upstream's, latents are the model's own: a caller that needs them normalised uses the config's figures.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from ...config import TPUConfig, parse_mesh, read_environment
+from ...devices import find_target, generation_of, jax_devices, keep_compiled_programs
+from ...mesh import AXES, make_mesh, plan_degrees
+from ...settings import Settings, using
+from ...sharding import default_spec, fit, named
+from ..slabs import over_width
+from ..tiles import Tiling, in_tiles
+from .weights import load_weights, open_files, open_module, whole_config
+
+
+Video = Float[Array, "B F H W 3"]
+Latents = Float[Array, "B f h w C"]
+
+DTYPES = ("float32", "bfloat16")
+HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+LOGVAR_RANGE = (-30.0, 20.0)  # upstream's
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DiagonalGaussian:
+    """What a video is encoded to: `parameters` [B, f, h, w, 2 C], means and then logarithms of variances."""
+
+    parameters: jax.Array
+
+    @property
+    def mean(self) -> Latents:
+        return jnp.split(self.parameters, 2, -1)[0]
+
+    @property
+    def logvar(self) -> Latents:
+        return jnp.clip(jnp.split(self.parameters, 2, -1)[1], *LOGVAR_RANGE)
+
+    @property
+    def std(self) -> Latents:
+        return jnp.exp(0.5 * self.logvar)
+
+    def mode(self) -> Latents:
+        return self.mean
+
+    def sample(self, key: jax.Array) -> Latents:
+        """`key`: of `jax.random`."""
+        return self.mean + self.std * jax.random.normal(key, self.mean.shape, self.mean.dtype)
+
+
+class VideoAutoencoder(nnx.Module):
+    """A VAE of videos. A model's own class makes `encoder` and `decoder`, and has `_encode` and `_decode`.
+
+    Args:
+        config: as in upstream's config.json; what is left out is upstream's default.
+        dtype: of weights and activations, float32 or bfloat16. Sums of products are float32.
+        mesh: of chips, with the axes dp, sp, tp, or these three degrees. None: all chips of the TPU path (those of
+            `DIFFUSERS_TPU_MESH`), else JAX's first device.
+        convolution_precision: as `TPUConfig`'s.
+        rngs: of a model's class, for weights from scratch; see `from_pretrained` and `from_torch` for those there are.
+
+    Attributes:
+        upstream: its class in upstream, whose config and weights it takes.
+        names: from a weight's path to its name in upstream's files, as `torch_name` takes them.
+        spatial_compression_ratio, temporal_compression_ratio: pixels and, after the first, frames to one of the latents.
+        video_channels, latent_channels: of a video, of its latents.
+        in_multiples: heights and widths of a video, and of its tiles, are multiples of the ratio.
+
+    Raises ValueError for a config, dtype, mesh or precision that cannot be.
+    """
+
+    upstream: ClassVar[type]
+    names: ClassVar[tuple[tuple[str, str], ...]]
+
+    def __init__(
+        self,
+        config: dict,
+        *,
+        dtype=jnp.float32,
+        mesh: Mesh | tuple[int, int, int] | None = None,
+        convolution_precision: str = TPUConfig.convolution_precision,
+    ):
+        self.dtype = jnp.dtype(dtype)
+        if self.dtype.name not in DTYPES:
+            raise ValueError(f"expected a dtype among {', '.join(DTYPES)}, got {self.dtype.name}")
+        self.config = whole_config(self.upstream, config)
+        self.mesh = _mesh_of(mesh)
+        self.convolution_precision = TPUConfig(convolution_precision=convolution_precision).convolution_precision
+        self.use_slicing = self.use_tiling = False
+        self.tile_sample_min_height = self.tile_sample_min_width = 256  # upstream's
+
+    # Where the weights come from
+
+    @classmethod
+    def abstract(cls, config: dict, **settings) -> Self:
+        """The module with shapes in place of weights, as they would lie on the mesh. `settings` as for the class."""
+        vae = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **settings))
+
+        def placed(weight):
+            sharding = named(vae.mesh, default_spec(weight.shape, vae.mesh))
+            return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
+
+        nnx.update(vae, jax.tree.map(placed, nnx.state(vae)))
+        return vae
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path_or_id,
+        subfolder: str | None = None,
+        *,
+        dtype=jnp.float32,
+        mesh=None,
+        variant: str | None = None,
+        **others,
+    ) -> Self:
+        """The VAE of a directory or a hub's repository in diffusers layout, sharded files included.
+
+        Args:
+            dtype, mesh, and of `others` convolution_precision: as for the class.
+            variant: of the files' names, as upstream's.
+            others: for the hub, as upstream's: those of `HUB`.
+
+        Raises:
+            ValueError: a config of another model; weights that are missing, not known or of other shapes; a broken file.
+            OSError: no such directory, repository or file.
+            TypeError: an argument that is not known.
+        """
+        hub = {name: others.pop(name) for name in HUB if name in others}
+        if unknown := others.keys() - {"convolution_precision"}:
+            raise TypeError(
+                f"expected of arguments dtype, mesh, convolution_precision, {', '.join(HUB)}, got {unknown}"
+            )
+        config, tensors = open_files(cls.upstream, path_or_id, subfolder, variant, hub)
+        vae = cls.abstract(config, dtype=dtype, mesh=mesh, **others)
+        return load_weights(vae, cls.names, tensors, str(path_or_id))
+
+    @classmethod
+    def from_torch(cls, vae: torch.nn.Module, **settings) -> Self:
+        """The VAE with the weights of upstream's. `settings` as for `from_pretrained`."""
+        ours = cls.abstract(dict(vae.config), **settings)
+        return load_weights(ours, cls.names, open_module(vae), type(vae).__name__)
+
+    # Tiles and slices
+
+    def disable_tiling(self):
+        self.use_tiling = False
+
+    def enable_slicing(self):
+        """The videos of a batch go one after another."""
+        self.use_slicing = True
+
+    def disable_slicing(self):
+        self.use_slicing = False
+
+    # Encoding and decoding
+
+    def encode(self, video: Video) -> DiagonalGaussian:
+        """The latents' distribution of videos in [-1, 1].
+
+        Raises ValueError for a shape, or tiles, that the model cannot take.
+        """
+        self._check("video", video, self.video_channels)
+        self._check_video(*video.shape[1:4])
+        return DiagonalGaussian(self._run("_encode", video))
+
+    def decode(self, latents: Latents) -> Video:
+        """Videos of latents: one frame of the first, as many as they are compressed to of each other.
+
+        Raises ValueError for a shape that the model cannot take.
+        """
+        self._check("latents", latents, self.latent_channels)
+        return self._run("_decode", latents)
+
+    def lower(self, entry: str, shape: tuple[int, ...]) -> jax.stages.Lowered:
+        """The program of `entry`, "encode" or "decode", for an input of this shape; an abstract module will do."""
+        graphdef, state = nnx.split(self)
+        x = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._spread(shape))
+        return _program.lower(graphdef, state, x, f"_{entry}")
+
+    def _check(self, name: str, x, channels: int):
+        if x.ndim != 5 or x.shape[-1] != channels or 0 in x.shape:
+            raise ValueError(
+                f"expected {name} [batch, frames, height, width, {channels}], channels last, got {list(x.shape)}"
+            )
+
+    def _check_video(self, frames: int, height: int, width: int):
+        """Raises ValueError for a size that the model cannot take."""
+        ratio = self.spatial_compression_ratio
+        if min(height, width) < ratio or (self.in_multiples and (height % ratio or width % ratio)):
+            multiples = "multiples of" if self.in_multiples else "at least"
+            raise ValueError(f"expected a height and width of {multiples} {ratio}, got {height} x {width}")
+
+    def _run(self, entry: str, x) -> jax.Array:
+        graphdef, state = nnx.split(self)
+        parts = [x[n : n + 1] for n in range(len(x))] if self.use_slicing else [x]
+        parts = [part if isinstance(part, jax.Array) else np.asarray(part) for part in parts]
+        parts = [jax.device_put(part.astype(self.dtype), self._spread(part.shape)) for part in parts]
+        outs = [_program(graphdef, state, part, entry) for part in parts]
+        return outs[0] if len(outs) == 1 else jnp.concatenate(outs)
+
+    def _spread(self, shape: tuple[int, ...]):
+        """An input's width over all chips where they divide it."""
+        return named(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
+
+    def _decoded(self, decode: Callable, z: Latents, tiling: Tiling) -> jax.Array:
+        """`decode` of maps of latents: in tiles where they are on and the map is larger, else a slab a chip."""
+        if self._exceeds(z.shape[2:4], tiling):
+            return in_tiles(decode, z, tiling, axis=3)
+        return over_width(decode, z, axis=3)
+
+    def _encoded(self, encode: Callable, x: jax.Array, tiling: Tiling, patch: int = 1) -> Latents:
+        """The same of maps of a video. `patch`: the pixels of a side that the map has as one."""
+        height, width = x.shape[2:4]
+        if self._exceeds((height * patch, width * patch), tiling):
+            self._check_tiles((height, width), tiling, patch)
+            return in_tiles(encode, x, tiling, axis=3)
+        return over_width(encode, x, self.spatial_compression_ratio // patch, axis=3)
+
+    def _exceeds(self, size: tuple[int, int], tiling: Tiling) -> bool:
+        return self.use_tiling and any(length > tile for length, tile in zip(size, tiling.sizes))
+
+    def _check_tiles(self, size: tuple[int, int], tiling: Tiling, patch: int):
+        """The last tiles of a video are what its strides leave."""
+        ratio = self.spatial_compression_ratio // patch
+        rests = [(length - 1) % stride + 1 for length, stride in zip(size, tiling.strides)]
+        if min(rests) < ratio or (self.in_multiples and any(n % ratio for n in (*rests, *tiling.sizes))):
+            multiples = "multiples of" if self.in_multiples else "at least"
+            raise ValueError(
+                f"expected tiles of {multiples} {ratio * patch} pixels, got tiles of {[n * patch for n in tiling.sizes]} and"
+                f" {[n * patch for n in rests]}, which the strides leave: enable_tiling(...) takes others"
+            )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _program(graphdef, state, x: jax.Array, entry: str) -> jax.Array:
+    """What is compiled, once for modules that are alike."""
+    vae = nnx.merge(graphdef, state)
+    device = vae.mesh.devices.flat[0]
+    settings = Settings(
+        mesh=vae.mesh,
+        sequence=False,
+        platform=device.platform,
+        generation=generation_of(device),
+        convolutions=vae.convolution_precision,
+    )
+    with using(settings):
+        return getattr(vae, entry)(x)
+
+
+def _mesh_of(mesh: Mesh | tuple[int, int, int] | None) -> Mesh:
+    if isinstance(mesh, Mesh):
+        if mesh.axis_names != AXES:
+            raise ValueError(f"expected a mesh with the axes {', '.join(AXES)}, got {mesh.axis_names}")
+        return mesh
+    environment = read_environment()
+    target = find_target(environment)
+    if target is not None:
+        devices = jax_devices(target)
+        keep_compiled_programs(environment.cache_dir)
+    else:
+        devices = tuple(jax.devices() if mesh is not None else jax.devices()[:1])
+    wanted = environment.mesh if mesh is None else parse_mesh(mesh)
+    return make_mesh(devices, plan_degrees(len(devices), wanted, paired=False))

@@ -1,0 +1,140 @@
+"""Layers of video VAEs in Flax NNX, channels last: maps are [B, T, H, W, C], kernels [T, H, W, I, O].
+
+Attributes have upstream's names: a weight's path is its name in upstream's files, but for a model's rules (`torch_name` in
+`weights`). Time is passed chunk by chunk (`in_chunks`), the width may lie over chips (`video/slabs.py`): what looks back
+asks its `Chunk`, what looks sideways asks `slabs()`.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float
+
+from ...settings import current
+from ..chunks import scan_chunks
+from ..convolution import by_columns
+from ..slabs import slabs
+
+
+Map = Float[Array, "B T H W C"]
+
+HISTORY = 2  # frames that a convolution looks back
+NORM_EPS = 1e-12  # of torch's `normalize`
+
+
+class Chunk:
+    """One chunk of frames on its way through the layers. A model's own says what comes before the first frame.
+
+    Args:
+        number: of the chunk, a traced scalar; None for frames that are all there are.
+        kept: what the layers kept of the chunk before, in the order of their calls. `keeps`: the same of this chunk.
+    """
+
+    def __init__(self, number: jax.Array | None, kept: list[jax.Array]):
+        self.number, self.keeps = number, []
+        self._kept = iter(kept)
+
+    def looking_back(self, x: Map, frames: int = HISTORY) -> Map:
+        """x with so many frames before it: the last ones of the chunk before."""
+        x = jnp.concatenate([self.history(x, frames, next(self._kept, None)), x], 1)
+        self.keeps.append(x[:, -frames:])
+        return x
+
+    def history(self, x: Map, frames: int, kept: Map | None) -> Map:
+        """The `frames` before x: what was `kept`, zeros before the first."""
+        return jnp.zeros_like(x, shape=(x.shape[0], frames, *x.shape[2:])) if kept is None else kept
+
+
+def in_chunks(layers: Callable[[Map, Chunk], Map], x: Map, size: int, chunk: type[Chunk] = Chunk) -> Map:
+    """`layers` of chunks of `size` frames, one after another: `scan_chunks`, whose errors it raises."""
+
+    def step(frames, kept, number):
+        this = chunk(number, kept)
+        return layers(frames, this), this.keeps
+
+    return scan_chunks(step, x, size, [])
+
+
+class Conv(nnx.Module):
+    """A convolution, summed in float32 with its bias and rounded once. Time is not padded: the caller looks back.
+
+    Height and width are padded by half the kernel, with zeros or the map's `repeated` edge; of stride 2 only below and on
+    the right.
+    """
+
+    def __init__(
+        self, channels: int, features: int, size=(3, 3, 3), stride=(1, 1, 1), *, repeated=False, dtype, rngs: nnx.Rngs
+    ):
+        make = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch's
+        self.kernel = nnx.Param(make(rngs.params(), (*size, channels, features), dtype))
+        self.bias = nnx.Param(jnp.zeros((features,), dtype))
+        self.stride, self.repeated = stride, repeated
+
+    def __call__(self, x: Map) -> Map:
+        w, b, (_, *size) = self.kernel[...], self.bias[...], self.kernel.shape[:3]
+        rows, columns = ((k // 2, k // 2) if s == 1 else (0, k - s) for k, s in zip(size, self.stride[1:]))
+        padded = slabs().with_neighbours(x, *columns, axis=3, repeated=self.repeated)
+        if self.repeated and any(rows):
+            padded = jnp.pad(padded, [(0, 0), (0, 0), rows, (0, 0), (0, 0)], mode="edge")
+            rows = 0, 0
+        if self.stride[2] == 1:
+            y = by_columns(padded.transpose(0, 3, 1, 2, 4), w, b, [(0, 0), rows], self.stride[:2])
+            return y.transpose(0, 2, 3, 1, 4).astype(x.dtype)
+        y = lax.conv_general_dilated(
+            padded.reshape(-1, *padded.shape[2:]),
+            w[0],
+            window_strides=self.stride[1:],
+            padding=[rows, (0, 0)],
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            precision=current().convolutions,
+            preferred_element_type=jnp.float32,
+        )
+        return (y + b).astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])
+
+
+class RMSNorm(nnx.Module):
+    """x / |x| * sqrt(C) * gamma over channels in float32."""
+
+    def __init__(self, channels: int, *, dtype):
+        self.gamma = nnx.Param(jnp.ones((channels,), dtype))
+
+    def __call__(self, x: Map) -> Map:
+        wide = x.astype(jnp.float32)
+        length = jnp.sqrt((wide * wide).sum(-1, keepdims=True))
+        return (wide / jnp.maximum(length, NORM_EPS) * x.shape[-1] ** 0.5 * self.gamma[...]).astype(x.dtype)
+
+
+def silu(x: Map) -> Map:
+    """x / (1 + exp(-x)) in float32."""
+    return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
+
+
+class ResidualBlock(nnx.Module):
+    """Norm, SiLU and convolution, twice, beside a shortcut. `how`: of its convolutions."""
+
+    def __init__(self, channels: int, features: int, **how):
+        self.norm1 = RMSNorm(channels, dtype=how["dtype"])
+        self.conv1 = Conv(channels, features, **how)
+        self.norm2 = RMSNorm(features, dtype=how["dtype"])
+        self.conv2 = Conv(features, features, **how)
+        self.conv_shortcut = None if channels == features else Conv(channels, features, (1, 1, 1), **how)
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        shortcut = x if self.conv_shortcut is None else self.conv_shortcut(x)
+        x = self.conv1(chunk.looking_back(silu(self.norm1(x))))
+        return self.conv2(chunk.looking_back(silu(self.norm2(x)))) + shortcut
+
+
+class MidBlock(nnx.Module):
+    """A residual block, attention, another residual block. `attention`: the module of a model's attention, a map to a map."""
+
+    def __init__(self, channels: int, attention: type[nnx.Module], **how):
+        self.resnets = nnx.List([ResidualBlock(channels, channels, **how) for _ in range(2)])
+        self.attentions = nnx.List([attention(channels, **how)])
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        x = self.attentions[0](self.resnets[0](x, chunk))
+        return self.resnets[1](x, chunk)
