@@ -1,8 +1,10 @@
 """HunyuanVideo-1.5, upstream's pipelines as they are. Oracle: the same pipeline without the TPU path, same weights and generator."""
 
+import jax.numpy as jnp
 import numpy as np
 import PIL.Image
 import pytest
+import torch
 
 import tiny
 from conftest import relative
@@ -14,6 +16,9 @@ from diffusers import (
     SkipLayerGuidance,
     tpu,
 )
+from diffusers.models.transformers import transformer_hunyuan_video15_flax as plan
+from diffusers.tpu import bridge
+from diffusers.tpu.call import asked_once
 
 
 ODD = {"height": 48, "width": 80}  # 15 tokens a frame: no axis of these meshes divides them
@@ -76,6 +81,22 @@ def test_the_video_depends_on_the_image_and_prompts_of_ten_lengths_share_program
     made = {name: part["compilations"] for name, part in parts["components"].items() if name != "vae"}
     assert made == {"text_encoder": 1, "text_encoder_2": 1, "image_encoder": 1, "transformer": 1}
     assert not parts["on_host"] and not any(part["eager"] for part in parts["components"].values())
+
+
+def test_whether_there_is_an_image_is_asked_once_until_the_tensor_is_written_to(chips, monkeypatch):
+    """Two branches of two steps, and another call of the same images; the answer waits for the device."""
+    asked = []
+    monkeypatch.setattr(plan, "_is_zero", asked_once(lambda tensor: asked.append(1) or not bool(tensor.any())))
+    pipe, _, _ = both("hunyuan15_i2v", (2, 1, 1), num_inference_steps=2)
+    assert asked == [1]
+    for zeros in (torch.zeros(1, 4, 16), bridge.to_torch(jnp.zeros((1, 4, 16)))):
+        asked.clear()
+        with bridge.environment():
+            for written, answer in ((0.0, True), (1.0, False), (0.0, True)):
+                zeros[0, -1, -1] = written
+                given = {"image_embeds": zeros}
+                assert plan.decide_is_t2v(given) == plan.decide_is_t2v(given) == {"is_t2v": answer}
+        assert len(asked) == 3
 
 
 @pytest.mark.parametrize("cls", [HunyuanVideo15Transformer3DModel, AutoencoderKLHunyuanVideo15])

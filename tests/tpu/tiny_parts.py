@@ -22,6 +22,8 @@ from transformers import (
     GlmModel,
     LlamaConfig,
     LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -170,6 +172,15 @@ DECODER = {
 
 def llama(**changes) -> LlamaModel:
     return LlamaModel(LlamaConfig(**{**DECODER, **changes})).eval()
+
+
+def llava() -> LlavaForConditionalGeneration:
+    """Of four patches an image."""
+    config = LlavaConfig(
+        vision_config=_clip_vision_config(WIDTH), text_config=LlamaConfig(**DECODER), vision_feature_layer=-1,
+        image_token_index=id_of("<|image_pad|>"), pad_token_id=id_of("<pad>"),
+    )  # fmt: skip
+    return LlavaForConditionalGeneration(config).eval()
 
 
 def gemma2() -> Gemma2Model:

@@ -21,10 +21,13 @@ from diffusers import (
     DDIMScheduler,
     EulerDiscreteScheduler,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanSkyreelsImageToVideoPipeline,
     HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
+    HunyuanVideoFramepackPipeline,
     HunyuanVideoFramepackTransformer3DModel,
+    HunyuanVideoImageToVideoPipeline,
     HunyuanVideoPipeline,
     HunyuanVideoTransformer3DModel,
     Kandinsky5T2VPipeline,
@@ -120,19 +123,44 @@ def hunyuan_vae():
     ).eval()
 
 
-def hunyuan():
-    return HunyuanVideoPipeline(
-        text_encoder=parts.llama(), tokenizer=parts.tokenizer(512, before="<bos>"),
-        transformer=HunyuanVideoTransformer3DModel(**HUNYUAN).eval(), vae=hunyuan_vae(),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0), text_encoder_2=parts.clip_text(),
-        tokenizer_2=parts.clip_tokenizer(),
+def hunyuan_transformer(condition: str | None = None) -> HunyuanVideoTransformer3DModel:
+    channels = {None: 4, "token_replace": 4, "latent_concat": 9}[condition]
+    changes = {"image_condition_type": condition, "in_channels": channels, "guidance_embeds": condition != "latent_concat"}
+    return HunyuanVideoTransformer3DModel(**HUNYUAN | changes).eval()
+
+
+def hunyuan(cls=HunyuanVideoPipeline, **changes):
+    return cls(
+        **{
+            "text_encoder": parts.llama(), "tokenizer": parts.tokenizer(512, before="<bos>"),
+            "transformer": hunyuan_transformer(), "vae": hunyuan_vae(),
+            "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0), "text_encoder_2": parts.clip_text(),
+            "tokenizer_2": parts.clip_tokenizer(), **changes,
+        }
     )  # fmt: skip
+
+
+def hunyuan_i2v():
+    return hunyuan(
+        HunyuanVideoImageToVideoPipeline, text_encoder=parts.llava(), image_processor=parts.clip_images(),
+        transformer=hunyuan_transformer("token_replace"),
+    )  # fmt: skip
+
+
+def hunyuan_skyreels_i2v():
+    """As published: channels of the image beside the video's, guidance by a second call."""
+    transformer = HunyuanVideoTransformer3DModel(**HUNYUAN | {"in_channels": 8})
+    return hunyuan(HunyuanSkyreelsImageToVideoPipeline, transformer=transformer.eval())
 
 
 def framepack():
     return HunyuanVideoFramepackTransformer3DModel(
-        **HUNYUAN, has_image_proj=True, image_proj_dim=16, has_clean_x_embedder=True
+        **HUNYUAN, guidance_embeds=True, has_image_proj=True, image_proj_dim=16, has_clean_x_embedder=True
     ).eval()
+
+
+def hunyuan_framepack():
+    return hunyuan(HunyuanVideoFramepackPipeline, transformer=framepack(), **siglip_parts())
 
 
 def siglip_parts() -> dict:

@@ -1,12 +1,14 @@
 """One call of a module's method, taken apart into tensors and what is static; and its values, taken when it was made."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 from . import bridge
 from .sharding import ModelPlan
@@ -90,6 +92,21 @@ def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: 
 def version_of(tensor: torch.Tensor):
     """Changes when the tensor is written to: of a host tensor torch counts, a device tensor gets another array."""
     return tensor.jax() if bridge.on_device(tensor) else tensor._version
+
+
+def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """`question` of a tensor, asked again only when it was written to: the answer of a device tensor waits for the device."""
+    answers = WeakIdKeyDictionary()
+
+    def answered(tensor: torch.Tensor):
+        version = version_of(tensor)
+        asked, answer = answers.get(tensor, (None, None))
+        if asked is None or not _is_same(version, asked):
+            answer = question(tensor)
+            answers[tensor] = version, answer
+        return answer
+
+    return answered
 
 
 def _is_same(version, other) -> bool:

@@ -6,6 +6,7 @@ static argument `is_t2v`.
 
 import torch
 
+from ...tpu.call import asked_once
 from ...tpu.sharding import ModelPlan
 from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15TokenRefiner
 from .transformer_hunyuan_video_flax import CARRY, RULES, TwoStreamProcessor, refined_whole
@@ -16,7 +17,12 @@ def decide_is_t2v(arguments: dict) -> dict:
     image_embeds = arguments.get("image_embeds")
     if arguments.get("is_t2v") is not None or image_embeds is None:
         return {}
-    return {"is_t2v": bool(torch.all(image_embeds == 0))}
+    return {"is_t2v": _is_zero(image_embeds)}
+
+
+@asked_once
+def _is_zero(tensor: torch.Tensor) -> bool:
+    return not bool(tensor.any())
 
 
 PLAN = ModelPlan(
