@@ -295,7 +295,7 @@ def laid_out(topology: str) -> int:
     def there_and_back(x, k):
         pieces = [exchange_kernels.cut(array, 4, False) for array in (x, k)]
         turned = exchange_kernels.join(pieces[0], True, False)
-        back = exchange_kernels.paste(exchange_kernels.part(turned, 4, False), False)
+        back = exchange_kernels.paste(exchange_kernels.part(turned, 4, 13924, False), False)
         return back, exchange_kernels.join(pieces[1], False, False)
 
     for dtype in (jnp.bfloat16, jnp.float32):

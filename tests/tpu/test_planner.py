@@ -234,7 +234,7 @@ def test_what_is_planned_is_what_runs(saved, chips, monkeypatch):
 
     class Listening:
         def __init__(self, topology):
-            self.devices = chips
+            self.devices, self.topology, self.flags = chips, topology, ""
 
         def compile(self, lowered, options=None):
             planned.setdefault(lowered.as_text(), options)

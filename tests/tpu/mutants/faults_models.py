@@ -37,7 +37,7 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "video/slabs.py",
-        ("slabs-fill", "jnp.where(column <= last, x, beyond)", "jnp.where(column <= last + 1, x, beyond)",
+        ("slabs-fill", "jnp.where(place <= last, x, beyond)", "jnp.where(place <= last + 1, x, beyond)",
          "a column beyond the map is read as part of it", (MORE_CHIPS, FEW_CHIPS, NNX_CHIPS)),
         ("slabs-neighbour", "[(i, i + 1) for i in range(self.count - 1)]", "[(i + 1, i) for i in range(self.count - 1)]",
          "the neighbour on the wrong side sends its edge", MORE_CHIPS),
