@@ -15,7 +15,14 @@ from diffusers.tpu.config import TPUConfig
 
 
 WORDS, WIDTH = 11, tiny_videos.WIDTH
-CALL = {"prompt": "a red circle moving", "height": 48, "width": 80, "num_frames": 9, "num_inference_steps": 2, "output_type": "np"}
+CALL = {
+    "prompt": "a red circle moving",
+    "height": 48,
+    "width": 80,
+    "num_frames": 9,
+    "num_inference_steps": 2,
+    "output_type": "np",
+}
 GUIDED = {"negative_prompt": "bad", "true_cfg_scale": 3.0}
 LLAVA = {  # the published template's places, of this tokenizer and four patches
     "template": "<bos> <|image_pad|> describe: {} <|end_header_id|> a <|end_header_id|> b <|end_header_id|> tell",
@@ -46,7 +53,9 @@ def inputs(model, latents, batch=2):
 
 
 def built(kind):
-    return tiny.with_uneven_norms(tiny_videos.framepack() if kind == "framepack" else tiny_videos.hunyuan_transformer(kind))
+    return tiny.with_uneven_norms(
+        tiny_videos.framepack() if kind == "framepack" else tiny_videos.hunyuan_transformer(kind)
+    )
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,10 @@ def encoded(vae, video):
 def test_equals_upstream(chips, degrees, frames, height, width):
     theirs, ours = both()
     attached(ours, chips, degrees)
-    latents, video = torch.randn(1, 4, 1 + frames // 4, height, width), torch.randn(1, 3, frames, 16 * height, 16 * width)
+    latents, video = (
+        torch.randn(1, 4, 1 + frames // 4, height, width),
+        torch.randn(1, 3, frames, 16 * height, 16 * width),
+    )
     assert relative(decoded(ours, latents), decoded(theirs, latents)) < 1e-5
     assert relative(encoded(ours, video), encoded(theirs, video)) < 1e-5
 

@@ -125,7 +125,11 @@ def hunyuan_vae():
 
 def hunyuan_transformer(condition: str | None = None) -> HunyuanVideoTransformer3DModel:
     channels = {None: 4, "token_replace": 4, "latent_concat": 9}[condition]
-    changes = {"image_condition_type": condition, "in_channels": channels, "guidance_embeds": condition != "latent_concat"}
+    changes = {
+        "image_condition_type": condition,
+        "in_channels": channels,
+        "guidance_embeds": condition != "latent_concat",
+    }
     return HunyuanVideoTransformer3DModel(**HUNYUAN | changes).eval()
 
 

@@ -42,7 +42,9 @@ def make_operands(
     seen = keys_seen(mask, shift, call.q_len, k)
     if seen is not None:
         end = mask.whole if call.cut_at_end else 0
-        v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))  # a weight of zero times NaN would be NaN
+        v = v.at[:, :, end:].set(
+            jnp.where(seen[:, :, end:], v[:, :, end:], 0)
+        )  # a weight of zero times NaN would be NaN
     if bounds is None and (CENTRED in call.ways or call.ways[0] == BOUND):
         bounds = key_bounds(k, v, mean_key(k, seen), seen, interpret=interpret)
     scalars = {}

@@ -73,7 +73,9 @@ class Mask:
         return "+".join(names)
 
 
-jax.tree_util.register_dataclass(Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band", "frame", "whole"])
+jax.tree_util.register_dataclass(
+    Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band", "frame", "whole"]
+)
 
 
 def classify(

@@ -294,7 +294,7 @@ def vae_cases() -> list[Case]:
             for dtype in ("bfloat16", "float32")
             for variant in ("ours", "nnx")
         ),
-        *((*hunyuan, variant, True) for variant in ("ours", "ours, in tiles")),
+        *((*hunyuan, variant, True) for variant in ("ours", "ours, in tiles", "nnx")),
         ("v6e-8", "cogvideox1.5-5b", {}, "bfloat16", "ours", False),
         ("v6e-1", "ltx-video", {}, "bfloat16", "ours", False),
     ]

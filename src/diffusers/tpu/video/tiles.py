@@ -66,7 +66,10 @@ def _computed(function: Callable, tiles: dict, axes: tuple[int, int]) -> dict:
         return jnp.pad(tile, [(0, size[axes.index(a)] - n if a in axes else 0) for a, n in enumerate(tile.shape)])
 
     outs = over_tiles(
-        function, jnp.stack([filled(tile) for tile in tiles.values()]), own if (own < size).any() else None, axes[1] + 1
+        function,
+        jnp.stack([filled(tile) for tile in tiles.values()]),
+        own if (own < size).any() else None,
+        axes[1] + 1,
     )
     rows, columns = (as_finer(own[:, n], size[n], outs.shape[a + 1]) for n, a in enumerate(axes))
     return {
