@@ -97,7 +97,7 @@ def test_norm_and_rotation(chips, degrees, kernel, per_head):
     angle = np.repeat(np.random.default_rng().uniform(-100, 100, (tokens, dim // 2)), 2, axis=1)
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
     settings = Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
-    ours = wide(jax.jit(lambda *a: normed_and_rotated(*a, 1e-6, settings))(x, weight, cos, sin))
+    ours = wide(jax.jit(lambda x, weight, *a: normed_and_rotated(x, weight, a, 1e-6, settings))(x, weight, cos, sin))
     rows = wide(x).reshape(2, tokens, -1, weight.size)
     norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
     pairs = norm.reshape(2, tokens, heads, dim // 2, 2)

@@ -240,12 +240,14 @@ class Rows:
 
 
 def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
-    """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or hold all of it."""
+    """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or nothing is known."""
     mesh = settings.mesh
     if mesh is None or mesh.size == 1:
         return Rows(None, math.prod(shape[:-1]), P())
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
-    if not settings.sequence or tp > 1 or len(shape) != 3 or shape[0] % dp:
+    if not (settings.sequence or settings.whole) or tp > 1 or len(shape) != 3 or shape[0] % dp:
         return None
+    if settings.whole:
+        return Rows(mesh, shape[0] // dp * shape[1], P("dp", None, None))
     fill = -shape[1] % sp
     return Rows(mesh, shape[0] // dp * (shape[1] + fill) // sp, P("dp", "sp", None), fill)

@@ -36,27 +36,30 @@ def rotate_pairs(
 def normed_and_rotated(
     x: Float[Array, "B T C"],
     weight: Float[Array, " C|D"],
-    cos: Float[Array, "T D"],
-    sin: Float[Array, "T D"],
+    tables: tuple[Float[Array, "T D"], ...],
     eps: float,
     settings: Settings,
 ) -> Float[Array, "B T C"]:
-    """x / sqrt(mean(x^2) + eps) * weight, then every head of D entries rotated; in x's dtype.
+    """x / sqrt(mean(x^2) + eps) * weight, then every head of D entries rotated by the tables, cos and sin; in x's dtype.
 
-    A weight of D entries is of each head: the mean is over its entries then, over all heads' with a weight of C.
+    A weight of D entries is of each head: the mean is over its entries then, over all heads' with a weight of C. Without
+    tables nothing is rotated.
     """
-    interpret = settings.interpreted
-    found = rows_over_mesh(x.shape, settings) if settings.own_layers and cos.shape[-1] % LANES == 0 else None
+    interpret, dim = settings.interpreted, tables[0].shape[-1] if tables else weight.size
+    found = rows_over_mesh(x.shape, settings) if settings.own_layers and dim % LANES == 0 else None
     if found is None or (not interpret and found.rows < LEAST_ROWS):
-        return _plainly(x, weight, cos, sin, eps)
+        return _plainly(x, weight, tables, eps)
     table = P(found.spec[1], None) if found.mesh is not None else P()
     run = functools.partial(_by_kernel, eps=eps, interpret=interpret)
-    return found.run(run, (x, weight, cos, sin), (found.spec, P(), table, table))
+    return found.run(run, (x, weight, *tables), (found.spec, P(), *(table for _ in tables)))
 
 
-def _plainly(x, weight, cos, sin, eps):
+def _plainly(x, weight, tables, eps):
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, weight.size)
     wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
+    if not tables:
+        return wide.astype(x.dtype).reshape(x.shape)
+    cos, sin = tables
     heads = wide.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1])
     return rotate_pairs(heads, cos[:, None], sin[:, None]).astype(x.dtype).reshape(x.shape)
 
@@ -67,25 +70,30 @@ def _inverse(parts: list, eps: float):
     return lax.rsqrt(squares.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts) + eps)
 
 
-def _by_kernel(x, weight, cos, sin, *, eps, interpret):
+def _by_kernel(x, weight, *tables, eps, interpret):
     batch, tokens, width = x.shape
-    dim, per_head = cos.shape[-1], weight.size < width
+    per_head = weight.size < width
+    dim = tables[0].shape[-1] if tables else weight.size if per_head else LANES
     weight = jnp.tile(weight, width // weight.size)
     spec = pl.BlockSpec((None, BLOCK_ROWS, width), lambda b, t: (b, t, 0))
     table = pl.BlockSpec((BLOCK_ROWS, dim), lambda b, t: (t, 0))
 
-    def tile(x_ref, w_ref, cos_ref, sin_ref, o_ref, n):
+    def tile(x_ref, w_ref, *refs):
+        *table_refs, o_ref, n = refs
         rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
         heads = [slice(h, h + dim) for h in range(0, width, dim)]
         inverse = None if per_head else _inverse([x_ref[rows, head].astype(jnp.float32) for head in heads], eps)
-        cos, sin = cos_ref[rows, :], sin_ref[rows, :]
-        even = lax.broadcasted_iota(jnp.int32, cos.shape, 1) % 2 == 0
+        if tables:
+            cos, sin = (ref[rows, :] for ref in table_refs)
+            even = lax.broadcasted_iota(jnp.int32, cos.shape, 1) % 2 == 0
         for head in heads:
             part = x_ref[rows, head].astype(jnp.float32)
             part = part * (_inverse([part], eps) if per_head else inverse) * w_ref[:, head]
-            part = part.astype(o_ref.dtype).astype(jnp.float32)
-            before, after = pltpu.roll(part, 1, 1), pltpu.roll(part, dim - 1, 1)
-            o_ref[rows, head] = (part * cos + jnp.where(even, -after, before) * sin).astype(o_ref.dtype)
+            if tables:
+                part = part.astype(o_ref.dtype).astype(jnp.float32)
+                before, after = pltpu.roll(part, 1, 1), pltpu.roll(part, dim - 1, 1)
+                part = part * cos + jnp.where(even, -after, before) * sin
+            o_ref[rows, head] = part.astype(o_ref.dtype)
 
     def kernel(*refs):
         pl.loop(0, BLOCK_ROWS // TILE_ROWS)(functools.partial(tile, *refs))
@@ -93,11 +101,11 @@ def _by_kernel(x, weight, cos, sin, *, eps, interpret):
     return pl.pallas_call(
         kernel,
         grid=(batch, pl.cdiv(tokens, BLOCK_ROWS)),
-        in_specs=[spec, pl.BlockSpec((1, width), lambda b, t: (0, 0)), table, table],
+        in_specs=[spec, pl.BlockSpec((1, width), lambda b, t: (0, 0)), *(table for _ in tables)],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        cost_estimate=cost(x, x, cos, sin, flops=10 * x.size),
+        cost_estimate=cost(x, x, *tables, flops=10 * x.size),
         interpret=interpret,
         name="rotary_kernel",
-    )(x, weight.astype(jnp.float32)[None], cos.astype(jnp.float32), sin.astype(jnp.float32))
+    )(x, weight.astype(jnp.float32)[None], *(table.astype(jnp.float32) for table in tables))

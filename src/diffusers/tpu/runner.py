@@ -334,5 +334,6 @@ class Runner:
             ),
             matmul_precision=self.config.matmul_precision,
             processors={} if self.config.layers == "xla" else self.plan.processors,
+            whole=self.plan.whole,
             methods=self.plan.methods,
         )

@@ -18,6 +18,7 @@ class Settings:
     Attributes:
         mesh: the chips.
         sequence: activations lie split over `sp` by the sequence.
+        whole: they lie whole on every chip of `sp`, and are computed there; with `sequence` False.
         kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`; `window` of denoisers only.
         platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
@@ -30,6 +31,7 @@ class Settings:
 
     mesh: Mesh | None = None
     sequence: bool = True
+    whole: bool = False
     kernel: str = "auto"
     blocks: tuple[int, int, int] | None = None
     smoothing: bool = True

@@ -35,6 +35,7 @@ class ModelPlan:
             outside the trace and passed as static arguments.
         processors: class of an attention processor -> what makes, of one of exactly that class, the one that is traced in
             its place.
+        whole: regular expressions; a part whose name has one of them computes its sequence whole on every chip, not split.
         methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of
             that method.
         remark: what `diffusers-tpu plan` says of the model.
@@ -47,6 +48,7 @@ class ModelPlan:
     entries: tuple[str, ...] = ("forward",)
     decide: Callable[[dict], dict] | None = None
     processors: Mapping[type, Callable] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
     methods: Mapping[tuple[type, str], Callable] = field(default_factory=dict)
     remark: str = ""
 

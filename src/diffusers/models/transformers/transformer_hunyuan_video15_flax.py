@@ -8,8 +8,8 @@ import torch
 
 from ...tpu.call import asked_once
 from ...tpu.sharding import ModelPlan
-from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15TokenRefiner
-from .transformer_hunyuan_video_flax import CARRY, RULES, TwoStreamProcessor, refined_whole
+from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15RotaryPosEmbed
+from .transformer_hunyuan_video_flax import CARRY, RULES, TEXT, TwoStreamProcessor, tables_by_axis
 
 
 def decide_is_t2v(arguments: dict) -> dict:
@@ -40,5 +40,6 @@ PLAN = ModelPlan(
     ),
     decide=decide_is_t2v,
     processors={HunyuanVideo15AttnProcessor2_0: TwoStreamProcessor},
-    methods={(HunyuanVideo15TokenRefiner, "forward"): refined_whole},
+    whole=(*TEXT, r"^image_embedder$"),
+    methods={(HunyuanVideo15RotaryPosEmbed, "forward"): tables_by_axis},
 )

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from ...tpu.sharding import ModelPlan
 from .transformer_hunyuan_video import (
     HunyuanVideoAttnProcessor2_0,
+    HunyuanVideoRotaryPosEmbed,
     HunyuanVideoSingleTransformerBlock,
-    HunyuanVideoTokenRefiner,
     HunyuanVideoTokenReplaceSingleTransformerBlock,
     HunyuanVideoTokenReplaceTransformerBlock,
 )
@@ -40,7 +40,7 @@ class TwoStreamProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's. `image_rotary_emb`: cos and sin [T, D]."""
-        from ...tpu.bridge import joint_attention, normed_and_rotated
+        from ...tpu.bridge import joint_attention, normed_and_rotated, on_every_chip
 
         own = attn.add_q_proj is None
         norms = (attn.norm_q, attn.norm_k) if own else (attn.norm_added_q, attn.norm_added_k)
@@ -52,15 +52,18 @@ class TwoStreamProcessor:
         latents = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(hidden_states))]
         added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
         projections = (attn.to_q, attn.to_k, attn.to_v) if own else added
-        text = [project(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for project in projections]
-        text[:2] = (norm(x) for norm, x in zip(norms, text))
+        with on_every_chip():
+            text = [project(encoder_hidden_states) for project in projections]
+            text[:2] = (normed_and_rotated(x, norm) for norm, x in zip(norms, text))
+        text = [x.unflatten(2, (attn.heads, -1)) for x in text]
         seen = None if attention_mask is None else self.seen(attention_mask, hidden_states.shape[1])
         answers = joint_attention(latents, text, seen, self.upstream._attention_backend)
         hidden_states, encoder_hidden_states = (x.flatten(2, 3).type_as(query) for x in answers)
         if getattr(attn, "to_out", None) is not None:
             hidden_states = attn.to_out[1](attn.to_out[0](hidden_states))
         if getattr(attn, "to_add_out", None) is not None:
-            encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
+            with on_every_chip():
+                encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
         return hidden_states, encoder_hidden_states
 
 
@@ -71,16 +74,24 @@ class HunyuanVideoProcessor(TwoStreamProcessor):
         return attention_mask[:, 0, 0, tokens:]
 
 
-def refined_whole(refiner, *args, **kwargs):
-    """As upstream's, of text: whole on every chip, as what it is put beside."""
-    from ...tpu.bridge import on_every_chip
-
-    with on_every_chip():
-        return type(refiner).forward(refiner, *args, **kwargs)
+def tables_by_axis(embed, hidden_states):
+    """As upstream's cos and sin [T, D] of [B, C, F, H, W]: each axis' columns computed of its own places, not of all tokens."""
+    steps = embed.patch_size_t, embed.patch_size, embed.patch_size
+    sizes = [size // step for size, step in zip(hidden_states.shape[2:], steps)]
+    columns, parts = 0, []
+    for axis, (size, dim) in enumerate(zip(sizes, embed.rope_dim)):
+        shape = [size * step if n == axis else step for n, step in enumerate(steps)]
+        of_axis = type(embed).forward(embed, hidden_states.new_empty(1, 1, *shape))
+        place = [size if n == axis else 1 for n in range(3)]
+        parts.append([table[:, columns : columns + dim].reshape(*place, dim).expand(*sizes, dim) for table in of_axis])
+        columns += dim
+    return tuple(torch.cat(tables, dim=3).flatten(0, 2) for tables in zip(*parts))
 
 
 def _single(block, hidden_states, encoder_hidden_states, temb, attention_mask=None, image_rotary_emb=None, *rest):
     """As upstream's, stream by stream. `rest`: the modulation of the first frame, and how many tokens that is."""
+    from ...tpu.bridge import on_every_chip
+
     streams = hidden_states, encoder_hidden_states
     if isinstance(block, HunyuanVideoTokenReplaceSingleTransformerBlock):
         modulations = [_modulation(block.norm, temb, *rest, hidden_states), _modulation(block.norm, temb)]
@@ -93,8 +104,16 @@ def _single(block, hidden_states, encoder_hidden_states, temb, attention_mask=No
         attention_mask=attention_mask,
         image_rotary_emb=image_rotary_emb,
     )
-    wide = (torch.cat([answer, block.act_mlp(block.proj_mlp(x))], dim=2) for answer, x in zip(answers, normed))
-    return tuple(gate * block.proj_out(x) + own for x, own, (*_, gate) in zip(wide, streams, modulations))
+    latents, text = zip(normed, answers, streams, modulations)
+    with on_every_chip():
+        text = _single_end(block, *text)
+    return _single_end(block, *latents), text
+
+
+def _single_end(block, x, answer, own, modulation):
+    """Of one stream, what comes after attention."""
+    wide = torch.cat([answer, block.act_mlp(block.proj_mlp(x))], dim=2)
+    return modulation[-1] * block.proj_out(wide) + own
 
 
 def _replaced_double(
@@ -136,6 +155,8 @@ RULES = (
     (r"norm(1|1_context)?\.linear\.weight$", P(STORED, None)),
 )
 
+TEXT = (r"^context_embedder(_2)?$", r"\bff_context$")  # whole on every chip, as what it is put beside
+
 CARRY = P("dp", "sp", None), P("dp", None, None)
 
 PLAN = ModelPlan(
@@ -154,8 +175,9 @@ PLAN = ModelPlan(
         "latents_history_4x",
     ),
     processors={HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor},
+    whole=TEXT,
     methods={
-        (HunyuanVideoTokenRefiner, "forward"): refined_whole,
+        (HunyuanVideoRotaryPosEmbed, "forward"): tables_by_axis,
         (HunyuanVideoSingleTransformerBlock, "forward"): _single,
         (HunyuanVideoTokenReplaceSingleTransformerBlock, "forward"): _single,
         (HunyuanVideoTokenReplaceTransformerBlock, "forward"): _replaced_double,

@@ -1,7 +1,5 @@
 """The bridge: the only room that imports torchax. A torch module becomes a pure function; tensors cross both ways."""
 
-import contextlib
-import dataclasses
 
 import jax
 import torch
@@ -15,7 +13,7 @@ from torchax.view import View
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
-from .function import INPUT, PureFunction, tracing
+from .function import INPUT, PureFunction, on_every_chip, tracing
 from .outside import DEVICE_TENSORS, ValueRead
 from .scale import NumberRead
 from .video import attention_by_frame, in_tiles, over_width, scan_chunks
@@ -64,14 +62,14 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return Tensor(array, environment())
 
 
-def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """`norm(x)` of a traced x [B, T, C], every head's pairs of neighbours rotated by cos and sin [1, T, 1, D]."""
+def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, *tables: torch.Tensor) -> torch.Tensor:
+    """`norm(x)` of a traced x [B, T, C], every head's pairs of neighbours rotated by cos and sin [1, T, 1, D], if given."""
     from ..rotary import normed_and_rotated
     from ..settings import current
 
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
-    tables = (table.jax()[0, :, 0] for table in (cos, sin))
-    return Tensor(normed_and_rotated(x.jax(), norm.weight.jax(), *tables, eps, current()), environment())
+    tables = tuple(table.jax()[0, :, 0] for table in tables)
+    return Tensor(normed_and_rotated(x.jax(), norm.weight.jax(), tables, eps, current()), environment())
 
 
 def joint_attention(
@@ -93,15 +91,6 @@ def joint_attention(
     ):
         answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
     return tuple(Tensor(x.swapaxes(1, 2), environment()) for x in answers)
-
-
-@contextlib.contextmanager
-def on_every_chip():
-    """What is computed inside is whole on every chip: no sequence in it is split."""
-    from ..settings import current, using
-
-    with using(dataclasses.replace(current(), sequence=False)):
-        yield
 
 
 class ExecutionDevice(ModelHook):

@@ -3,8 +3,9 @@
 import contextlib
 import contextvars
 import functools
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import torch
@@ -15,7 +16,7 @@ from torchax.view import View
 
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
 from ..scan import Group
-from ..settings import Settings, using
+from ..settings import Settings, current, using
 from ..sharding import gathered, named
 from ..state import Trace, read, undone, without_caches
 from .blocks import BlockRuns, Method, numbered
@@ -51,7 +52,7 @@ class PureFunction:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
         carry: spec of what repeated blocks hand on.
-        processors, methods: as in `ModelPlan`.
+        processors, whole, methods: as in `ModelPlan`.
 
     After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
     `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way.
@@ -68,6 +69,7 @@ class PureFunction:
     attention: Settings
     matmul_precision: str
     processors: dict
+    whole: tuple[str, ...]
     methods: dict
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
@@ -95,6 +97,7 @@ class PureFunction:
                 _marked(),
                 _processors_of(self.module, self.processors),
                 _methods_of(self.module, self.methods),
+                _whole_of(self.module, self.whole),
                 numbered(self.module, single_numbers),
                 self._computing(),
                 module_scopes(self.module, self.groups),
@@ -196,6 +199,37 @@ def _processors_of(module: torch.nn.Module, makers: dict):
     finally:
         for m, processor in replaced:
             m.processor = processor
+
+
+@contextlib.contextmanager
+def on_every_chip():
+    """What is computed inside is whole on every chip: no sequence in it is split."""
+    with using(replace(current(), sequence=False, whole=True)):
+        yield
+
+
+@contextlib.contextmanager
+def _whole_of(module: torch.nn.Module, names: tuple[str, ...]):
+    """Parts of these names run `on_every_chip`."""
+    before = []
+    for name, m in module.named_modules():
+        if any(re.search(pattern, name) for pattern in names):
+            before.append((m, vars(m).get("forward")))
+            m.forward = functools.partial(_run_whole, *before[-1])
+    try:
+        yield
+    finally:
+        for m, forward in before:
+            if forward is None:
+                del m.forward
+            else:
+                m.forward = forward
+
+
+def _run_whole(module: torch.nn.Module, forward: Callable | None, *args, **kwargs):
+    """`forward` of the instance, or its class's."""
+    with on_every_chip():
+        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
 
 
 @contextlib.contextmanager

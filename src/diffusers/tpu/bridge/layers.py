@@ -50,7 +50,7 @@ def linear(input, weight, bias=None):
     x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
     result = fast_linear(x, w, b, "", current())
     if result is not None:
-        return made_of(Tensor(result, input._env), linear, x, w, b)
+        return made_of(Tensor(result, input._env), linear, x, w, b, current())
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = result if b is None else result + b
@@ -73,7 +73,7 @@ def with_activation(overload, plain):
         layer, activation = operands(x, linear), ACTIVATIONS[overload](*args, **kwargs)
         if layer is None or not activation:
             return plain(x, *args, **kwargs)
-        return Tensor(fast_linear(*layer, activation, current()), x._env)
+        return Tensor(_again(layer, activation), x._env)
 
     return run
 
@@ -130,4 +130,10 @@ def _with_residual(layer, gate, residual) -> jax.Array | None:
     x, *_ = layer
     if residual.dtype != x.dtype:
         return None
-    return fast_linear(*layer, "", current(), gate, residual)
+    return _again(layer, "", gate, residual)
+
+
+def _again(layer: tuple, activation: str, gate=None, residual=None) -> jax.Array | None:
+    """A layer with what follows it, on the chips where it was."""
+    x, w, b, settings = layer
+    return fast_linear(x, w, b, activation, settings, gate, residual)

@@ -31,6 +31,8 @@ def register(env):
     layers.register(env)
     env.override_op_definition(aten.convolution.default, _convolution(env))
     env.override_op_definition(aten._is_all_true.default, is_all_true)
+    env.override_op_definition(aten.expand.default, _expand(env._get_op_or_decomp(aten.expand.default).func))
+    env.override_op_definition(aten.gather.default, _gather(env._get_op_or_decomp(aten.gather.default).func))
     env.override_op_definition(aten._softmax.default, _softmax)
     env.override_op_definition(aten.softmax.int, softmax)
     for overload in (
@@ -246,6 +248,30 @@ def _cast_before(operator):
         return operator.func(Tensor(array, x._env), *args, **kwargs)
 
     return run
+
+
+def _expand(plain):
+    """torchax's; the result remembers what it repeats."""
+
+    def expand(x, sizes, *, implicit=False):
+        return made_of(Tensor(plain(x.jax(), sizes), x._env), _expand, x.jax())
+
+    return expand
+
+
+def _gather(plain):
+    """torchax's takes entry by entry. An index that `expand` has made the same for all of a row takes rows."""
+
+    def gather(x, dim, index, *, sparse_grad=False):
+        array, indices = x.jax(), index.jax()
+        others = [n for n in range(array.ndim) if n != dim % max(array.ndim, 1)]
+        if array.ndim == 0 or any(array.shape[n] != indices.shape[n] for n in others):
+            return Tensor(plain(array, dim, indices), x._env)
+        (narrow,) = operands(index, _expand) or (indices,)
+        narrow = narrow if narrow.ndim == array.ndim and narrow.shape[dim] == indices.shape[dim] else indices
+        return Tensor(jnp.take_along_axis(array, narrow, dim, mode="clip"), x._env)
+
+    return gather
 
 
 def is_all_true(x):
