@@ -34,6 +34,9 @@ from .settings import Settings
 LANES = 128
 TILE_ROWS = 256  # of x against one block of w: straight code
 LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
+LEAST_WHOLE_ROWS = (
+    128  # of what every chip computes whole: text, once a step, which the compiler takes seconds a layer for
+)
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
 MARGIN = 12 * MIB  # of VMEM, the compiler's
@@ -59,16 +62,21 @@ class Blocks:
 def choose(
     rows: int, columns: int, depth: int, generation: str | None = None, residual: bool = False
 ) -> Blocks | None:
-    """The blocks of bfloat16 operands that read HBM least, or None where the units would wait for it.
+    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e), a tile of x too.
     """
-    much, most = (_choose(rows, columns, depth, generation, residual, work) for work in (MUCH_WORK, MOST_WORK))
-    return much or most
+    for most, waits in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if rows < LEAST_ROWS else 0)):
+        if found := _choose(rows, columns, depth, generation, residual, most, waits):
+            return found
+    return None
 
 
-def _choose(rows: int, columns: int, depth: int, generation: str | None, residual: bool, most: int) -> Blocks | None:
+def _choose(
+    rows: int, columns: int, depth: int, generation: str | None, residual: bool, most: int, waits: float
+) -> Blocks | None:
+    """The best with at most so much work a tile, where HBM takes less than `waits` of the units' time."""
     chip, found, results = chip_of(generation), [], 2 if residual else 1
     for count in range(1, columns // LANES + 1):
         width = -(-columns // (count * LANES)) * LANES
@@ -83,8 +91,9 @@ def _choose(rows: int, columns: int, depth: int, generation: str | None, residua
             moved = 2 * (-(-columns // width) * rows * depth + columns * depth + results * rows * columns)
             steps = -(-rows // height) * -(-columns // width)
             compute = 2 * done * depth / chip.flops + steps * 200 / chip.clock
-            if moved / chip.hbm_bandwidth < 0.8 * compute:
-                found.append((compute, moved, Blocks(height, width)))
+            wait = moved / chip.hbm_bandwidth
+            if wait < waits * compute:
+                found.append((max(compute, wait), moved, Blocks(height, width)))
     return min(found, key=lambda x: x[:2])[2] if found else None
 
 
@@ -185,7 +194,7 @@ def linear(
         return None
     rows = found.rows
     blocks = choose(rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
-    if blocks is None or rows < (1 if interpret else LEAST_ROWS):
+    if blocks is None or rows < found.least(interpret):
         return None
 
     def local(x, w, b, gate, residual):
@@ -216,12 +225,18 @@ class Rows:
         rows: of one chip.
         spec: of arrays with these rows.
         fill: tokens behind the others, so that the chips of `sp` have equally many.
+        whole: every chip of `sp` has all of them.
     """
 
     mesh: Mesh | None
     rows: int
     spec: P
     fill: int = 0
+    whole: bool = False
+
+    def least(self, interpret: bool) -> int:
+        """The rows from which on a kernel is better than the compiler."""
+        return 1 if interpret else LEAST_WHOLE_ROWS if self.whole else LEAST_ROWS
 
     def run(self, local: Callable, operands: tuple, specs: tuple[P, ...]) -> Array:
         """`local` of every chip's part of the operands: what has these rows' spec is filled up, the result is cut again."""
@@ -248,6 +263,6 @@ def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
     if not (settings.sequence or settings.whole) or tp > 1 or len(shape) != 3 or shape[0] % dp:
         return None
     if settings.whole:
-        return Rows(mesh, shape[0] // dp * shape[1], P("dp", None, None))
+        return Rows(mesh, shape[0] // dp * shape[1], P("dp", None, None), whole=True)
     fill = -shape[1] % sp
     return Rows(mesh, shape[0] // dp * (shape[1] + fill) // sp, P("dp", "sp", None), fill)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .cost import cost
-from .linear import LANES, LEAST_ROWS, rows_over_mesh
+from .linear import LANES, rows_over_mesh
 from .settings import Settings
 
 
@@ -47,7 +47,7 @@ def normed_and_rotated(
     """
     interpret, dim = settings.interpreted, tables[0].shape[-1] if tables else weight.size
     found = rows_over_mesh(x.shape, settings) if settings.own_layers and dim % LANES == 0 else None
-    if found is None or (not interpret and found.rows < LEAST_ROWS):
+    if found is None or found.rows < found.least(interpret):
         return _plainly(x, weight, tables, eps)
     table = P(found.spec[1], None) if found.mesh is not None else P()
     run = functools.partial(_by_kernel, eps=eps, interpret=interpret)

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from ..devices import MIB, chip_of
-from .ways import BOUND
+from .ways import BOUND, WAYS
 
 
 LANES = 128
@@ -24,6 +24,8 @@ PER_QUERY = 0.25  # before the first key and after the last
 
 MOST_SCORES = {"v7x": 4_500_000}  # of one piece of code: as many as compile in some 10 s on two cores
 MOST_SCORES_ELSEWHERE = 5_600_000
+RARER_SCORES = 4_500_000  # of one piece of code of a way that fewer heads go: what compiles in some 10 s on two cores
+AS_GOOD = 1.005  # of the lowest price: then what compiles sooner is better
 MOST_QUERIES = 8192  # of heads up to 128: what is done to a whole block of them before and after is straight code
 
 
@@ -55,6 +57,23 @@ class Blocks:
     def tile(self, way: str) -> Tile:
         """The tiles of this way."""
         return self.bound if way == BOUND else self.online
+
+    def straight(self, way: str, kv_len: int, cut: bool, cut_at_end: bool) -> tuple[int, int]:
+        """Queries and keys of one straight piece of code of this way.
+
+        Args:
+            cut: its scores are masked; `cut_at_end`: no others are but those of the last block of keys.
+        """
+        tile, keys, share = self.tile(way), self.keys, 1
+        if cut and cut_at_end:  # one block of many
+            blocks = -(-kv_len // keys)
+            keys = round_up(kv_len - (blocks - 1) * keys, tile.keys)
+            share = max(-(-2 * keys // self.keys), min(4, blocks // 4))
+        elif cut:  # rare: its piece is small, so that its code is
+            share = self.piece
+        elif way != BOUND:  # rarer, and the running maximum takes twice the code
+            share = max(2, -(-self.piece * keys // RARER_SCORES))
+        return _divisor(self.piece, share, tile.queries), keys
 
 
 # By generation: tiles for the two ways. By schedules of head size 128.
@@ -88,6 +107,12 @@ class Shape:
 def round_up(n: int, multiple: int) -> int:
     """The least multiple that is not less than n."""
     return -(-n // multiple) * multiple
+
+
+def _divisor(whole: int, share: int, unit: int) -> int:
+    """The largest multiple of `unit` that divides `whole`, a multiple of it, and is at most `whole / share`."""
+    units = whole // unit
+    return max((n for n in range(1, units + 1) if units % n == 0 and n * share <= units), default=1) * unit
 
 
 def folded_parts(shape: Shape, generation: str | None) -> int:
@@ -204,7 +229,21 @@ def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
                 found.append((_price(blocks, shape), astuple(blocks)[:3], blocks))
     if not found:
         raise ValueError(f"expected heads whose smallest blocks fit VMEM on {generation}, got head size {shape.dim}")
-    return tuple(blocks for _, _, blocks in sorted(found, key=lambda x: x[:2]))
+    most = AS_GOOD * min(price for price, _, _ in found)
+    found = [
+        (price > most, _code(blocks, shape) if price <= most else 0, price, sizes, blocks)
+        for price, sizes, blocks in found
+    ]
+    return tuple(blocks for *_, blocks in sorted(found, key=lambda x: x[:4]))
+
+
+def _code(blocks: Blocks, shape: Shape) -> int:
+    """Scores of all straight pieces of code that are compiled, where nothing but the end is masked."""
+    ends = shape.masked or shape.kv_len % blocks.keys
+    pieces = [blocks.straight(way, shape.kv_len, True, True) for way in WAYS if ends]
+    if not ends or shape.kv_len > blocks.keys:
+        pieces += [blocks.straight(way, shape.kv_len, False, True) for way in WAYS]
+    return sum(queries * keys for queries, keys in pieces)
 
 
 def _fitted(tile: Tile, shape: Shape) -> Tile:

@@ -7,13 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .blocks import LANES, round_up
+from .blocks import LANES
 from .kernel_call import LOG2_E, LOWEST, MIXED, SKIPPED, Call
 from .kernel_tiles import Piece, product
 from .ways import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST
-
-
-RARER_SCORES = 4_500_000  # of one piece of code of a way that fewer heads go: what compiles in some 10 s on two cores
 
 
 def run(*refs, call: Call):
@@ -131,18 +128,11 @@ def _finish(r):
 def _visit(r, call: Call, first_query, first_key, way: str, cut: bool):
     """All queries of the block with all its keys, piece by piece."""
     blocks, tile = call.blocks, call.blocks.tile(way)
-    keys, share = blocks.keys, 1
-    if way != BOUND:  # rarer, and the running maximum takes twice the code
-        share = max(2, -(-blocks.piece * keys // RARER_SCORES))
     if call.twice and way != BOUND:
         _in_steps(blocks.keys, tile.keys, functools.partial(_double, r))
     if cut:
         _prepare_cut(r, call, first_key)
-        share = blocks.piece  # masking is rare: its piece is small, so that its code is
-        if call.cut_at_end:  # the last block of keys, where it is one of many
-            keys = round_up(call.kv_len - call.before_last, tile.keys)
-            share = max(-(-2 * keys // blocks.keys), min(4, call.kv_blocks // 4))
-    piece = _divisor(blocks.piece, share, tile.queries)
+    piece, keys = blocks.straight(way, call.kv_len, cut, call.cut_at_end)
 
     def run(n):
         first = 0 if isinstance(n, int) else pl.multiple_of(n * piece, piece)
@@ -157,12 +147,6 @@ def _visit(r, call: Call, first_query, first_key, way: str, cut: bool):
 def _double(r, keys):
     """Keys beside themselves, against what `_fold` lays one below the other."""
     r.twice[keys, :] = jnp.concatenate([r.k[keys, :]] * 2, axis=1)
-
-
-def _divisor(whole: int, share: int, unit: int) -> int:
-    """The largest multiple of `unit` that divides `whole`, a multiple of it, and is at most `whole / share`."""
-    units = whole // unit
-    return max((n for n in range(1, units + 1) if units % n == 0 and n * share <= units), default=1) * unit
 
 
 def _prepare_cut(r, call: Call, first_key):

@@ -1,6 +1,5 @@
 """The bridge: the only room that imports torchax. A torch module becomes a pure function; tensors cross both ways."""
 
-
 import jax
 import torch
 from accelerate.hooks import ModelHook
