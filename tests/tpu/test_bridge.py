@@ -1,6 +1,7 @@
 """Oracle: torch on the host, the same operation on the same numbers. One test for each of our operators and rules."""
 
 import copy
+import re
 from operator import attrgetter
 
 import jax
@@ -273,6 +274,27 @@ def test_repeat_interleave(env, repeats, dim, sized):
     more = {"output_size": theirs.shape[dim or 0]} if sized else {}
     ours = on_chip(x).repeat_interleave(on_chip(count) if isinstance(repeats, list) else count, dim=dim, **more)
     assert torch.equal(on_host(ours), theirs)
+
+
+@pytest.mark.parametrize(
+    "dim, index, sizes",
+    [(1, (2, 7, 1), (2, 7, 5)), (1, (2, 7, 5), (2, 7, 5)), (-1, (2, 3, 8), (2, 3, 8)), (0, (4, 1, 1), (4, 3, 5)), (0, (1, 2, 2), (1, 2, 2))],
+)  # fmt: skip
+def test_gather(env, dim, index, sizes):
+    """An index that is repeated along other axes takes whole rows: so many entries as it had are computed."""
+    x, index = torch.randn(2, 3, 5), torch.randint(0, (2, 3, 5)[dim], index)
+
+    def run(*arrays):
+        x, index = map(bridge.to_torch, arrays)
+        return x.gather(dim, index.expand(*sizes)).jax()
+
+    arrays = [on_chip(t).jax() for t in (x, index)]
+    theirs = x.gather(dim, index.expand(*sizes)).numpy()
+    assert np.array_equal(run(*arrays), theirs) and np.array_equal(jax.jit(run)(*arrays), theirs)
+    lowered = jax.jit(run).lower(*arrays).as_text()
+    (places,) = re.findall(r"stablehlo.gather.*, tensor<([\dx]+)xi\d+>\) ->", lowered)
+    if sizes[1:] != (2, 2):  # torchax's own: places in all axes
+        assert np.prod([int(n) for n in places.split("x")]) == index.numel()
 
 
 def test_a_host_tensor_moves_to_the_device_tensor_it_meets(env):

@@ -11,6 +11,9 @@ import tiny
 import tiny_videos
 from conftest import relative
 from diffusers import tpu
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
+from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
 from diffusers.tpu.config import TPUConfig
 
 
@@ -110,3 +113,13 @@ def test_video_equals_upstreams(chips, kind, mesh, changes):
     report = tpu.report(pipe)
     assert report["glue"] == "resident" and not report["on_host"]
     assert not any(part["eager"] for part in report["components"].values())
+
+
+@pytest.mark.parametrize(
+    "embed", [HunyuanVideoRotaryPosEmbed(2, 1, (16, 56, 56)), HunyuanVideo15RotaryPosEmbed(1, 2, (4, 6, 6))]
+)
+def test_rotation_by_axis_is_upstreams_bit_for_bit(embed):
+    size = (2 * int(n) for n in np.random.default_rng().integers(1, 9, 3))
+    latents = torch.empty(2, 4, *size)
+    for ours, theirs in zip(tables_by_axis(embed, latents), embed(latents)):
+        assert torch.equal(ours, theirs)

@@ -1,6 +1,8 @@
 """Oracles: float64 for the linear kernel and the rotation, and upstream's own modules in one process for where they are used."""
 
+import contextlib
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
 from diffusers.tpu.rotary import normed_and_rotated
 from diffusers.tpu.runner import Runner
-from diffusers.tpu.settings import Settings, using
+from diffusers.tpu.settings import Settings, current, using
 
 
 KERNEL = Settings(layers="kernel")
@@ -172,6 +174,32 @@ def test_a_gate_and_a_residual_after_a_layer_are_the_layers(chips, monkeypatch, 
     assert asked == [[], *([] if gated is None else [[gated, True]])]
     assert ours.dtype == (jnp.float32 if words == "in float32" else jnp.bfloat16)
     assert relative(wide(ours), exact) < 1.05 * relative(theirs.double().numpy(), exact)
+
+
+@pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 8, 1)])
+def test_what_is_whole_on_every_chip_stays_so_with_what_follows(chips, monkeypatch, degrees):
+    """A text's layer, its gate and residual behind the part that is whole, its norm: one chip's values, nothing exchanged."""
+    asked, fast = [], linear.linear
+    monkeypatch.setattr(layers, "fast_linear", lambda *a: (asked.append((a[4].whole, len(a) > 5)), fast(*a))[1])
+    arrays = [draw(*shape) for shape in ((2, 77, 128), (256, 128), (256,), (2, 77, 256), (2, 1, 256), (128,))]
+
+    def run(settings, whole, x, w, b, h, g, weight):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            x, w, b, h, g = map(bridge.to_torch, (x, w, b, h, g))
+            with bridge.on_every_chip() if whole else contextlib.nullcontext():
+                y = F.linear(x, w, b)
+            text = (h + g * y).jax()
+            with bridge.on_every_chip() if whole else contextlib.nullcontext():
+                return text, normed_and_rotated(text, weight, (), 1e-6, current())
+
+    mesh = make_mesh(chips, degrees)
+    one = run(KERNEL, False, *arrays)
+    asked.clear()
+    compiled = jax.jit(functools.partial(run, Settings(layers="kernel", mesh=mesh), True)).lower(*arrays).compile()
+    assert asked == [(True, False), (True, True)]
+    for ours, theirs in zip(compiled(*arrays), one):
+        np.testing.assert_array_equal(wide(ours), wide(theirs))
+    assert "all-to-all" not in compiled.as_text() and "collective-permute" not in compiled.as_text()
 
 
 def _in_float64(words, y, h, g):

@@ -152,7 +152,9 @@ def test_no_step_is_above_the_peak():
         topology, (layers, heads, pixels) = find_topology(row["topology"]), SIZES[row["model"]]
         chip, seconds = topology.chip, row["seconds"]
         tokens = (row["num_frames"] + 3) // 4 * (row["height"] // pixels) * (row["width"] // pixels)
-        mtiles = 2 * layers * heads * tokens**2 / 2**20 / topology.devices  # of the video's tokens, both branches of guidance
+        mtiles = (
+            2 * layers * heads * tokens**2 / 2**20 / topology.devices
+        )  # of the video's tokens, both branches of guidance
         attention = mtiles * least_bundles(chip, 128) / chip.clock
         products = row["mfu"] * seconds["total"]  # all of them at the peak
         if seconds["attention"] < attention or seconds["attention"] + seconds["matmul"] < products or row["mfu"] > 1:

@@ -163,7 +163,10 @@ MUTANTS = [
         ("linear-gelu", "0.044715 *", "0.0044715 *", "a wrong constant", f"{LINEAR}::test_any_number_of_rows"),
         ("linear-specs", 'P("dp", "sp", None), fill)', 'P("sp", "dp", None), fill)',
          "rows lie over the wrong axes of the mesh", f"{LINEAR}::test_over_a_mesh_and_what_is_not_taken"),
-        ("linear-tp", "if not settings.sequence or tp > 1 or len(shape) != 3", "if not settings.sequence or len(shape) != 3",
+        ("linear-whole", 'P("dp", None, None), whole=True)', 'P("dp", "sp", None), whole=True)',
+         "what every chip has whole is cut in pieces that are put together again",
+         f"{LINEAR}::test_what_is_whole_on_every_chip_stays_so_with_what_follows"),
+        ("linear-tp", "settings.whole) or tp > 1 or len(shape) != 3", "settings.whole) or len(shape) != 3",
          "features split over tp are taken for whole", f"{LINEAR}::test_over_a_mesh_and_what_is_not_taken"),
     ),
     *in_file(

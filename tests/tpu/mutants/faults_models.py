@@ -36,6 +36,11 @@ MUTANTS = [
          "the first frame is doubled as the others are", f"{HUNYUAN_VAE}::test_equals_upstream"),
     ),
     *in_file(
+        MODELS + "transformers/transformer_hunyuan_video_flax.py",
+        ("hunyuan-tables", "columns += dim", "columns += 0", "all axes turn by the first one's angles",
+         "test_hunyuan_video.py::test_rotation_by_axis_is_upstreams_bit_for_bit"),
+    ),
+    *in_file(
         TPU + "video/slabs.py",
         ("slabs-fill", "jnp.where(place <= last, x, beyond)", "jnp.where(place <= last + 1, x, beyond)",
          "a column beyond the map is read as part of it", (MORE_CHIPS, FEW_CHIPS, NNX_CHIPS)),
@@ -66,6 +71,9 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "bridge/layers.py",
+        ("layers-again", "return fast_linear(x, w, b, activation, settings, gate, residual)",
+         "return fast_linear(x, w, b, activation, current(), gate, residual)",
+         "what follows a layer that is whole on every chip runs split", f"{LINEAR}::test_what_is_whole_on_every_chip_stays_so_with_what_follows"),
         ("layers-bias", "result = result if b is None else result + b", "result = result * 1.0",
          "the bias is forgotten", f"{BRIDGE}::test_products_round_once"),
         ("layers-written-padding", "made_by is operator and x.jax() is array", "made_by is operator",
@@ -80,6 +88,8 @@ MUTANTS = [
         TPU + "bridge/operators.py",
         ("operators-dtype", "array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))",
          "array = x.jax()", "a sum forgets the dtype asked for", f"{BRIDGE}::test_reductions_in_the_dtype_asked_for"),
+        ("operators-gather", "(narrow,) = operands(index, _expand) or (indices,)", "narrow = indices",
+         "rows are gathered entry by entry", f"{BRIDGE}::test_gather"),
         ("operators-norm", "x = x - x.mean(axes, keepdims=True)\n", "",
          "a layer norm without its mean", f"{BRIDGE}::test_norms"),
         ("operators-lead", "jnp.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])", "q.shape[:-3]",
