@@ -69,8 +69,8 @@ class PureFunction:
     attention: Settings
     matmul_precision: str
     processors: dict
-    whole: tuple[str, ...]
     methods: dict
+    whole: tuple[str, ...] = ()
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
     effects: Trace | None = None
