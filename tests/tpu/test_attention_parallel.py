@@ -143,6 +143,17 @@ def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_m
     assert error(make_mesh(2, 4, 1), operands, None, ring, local=checking, interpret=True) < TOLERANCE
 
 
+@pytest.mark.parametrize("dim", [8, 128])
+def test_keys_that_are_none_have_no_part_in_the_bounds(dim):
+    """Of 128 entries by a kernel."""
+    _, k, v = draw(np.random.default_rng(), 2, 4, 4, 600, 600, dim)
+    theirs = key_bounds(k[:, :, :531], v[:, :, :531], mean_key(k[:, :, :531]))
+    k, v = (x.at[:, :, 531:].set(jnp.nan) for x in (jnp.asarray(k), jnp.asarray(v)))
+    ours = key_bounds(k, v, mean_key(k, jnp.asarray(531)), jnp.asarray(531), interpret=True)
+    assert jnp.allclose(ours.reach, theirs.reach, rtol=1e-3) and jnp.allclose(ours.radius, theirs.radius, rtol=1e-5)
+    assert jnp.allclose(ours.centre, theirs.centre, atol=1e-6)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rings", [(2,), (1, 4)])
 def test_every_mask_over_every_split(make_mesh, rings, kind):

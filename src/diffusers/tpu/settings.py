@@ -19,6 +19,8 @@ class Settings:
         mesh: the chips.
         sequence: activations lie split over `sp` by the sequence.
         whole: they lie whole on every chip of `sp`, and are computed there; with `sequence` False.
+        fill: tokens behind those of the sequence that are none of the model's, so that the chips of `sp` have equally many;
+            attention does not see them, what becomes of them is cut off.
         kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`; `window` of denoisers only.
         platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
@@ -32,6 +34,7 @@ class Settings:
     mesh: Mesh | None = None
     sequence: bool = True
     whole: bool = False
+    fill: int = 0
     kernel: str = "auto"
     blocks: tuple[int, int, int] | None = None
     smoothing: bool = True

@@ -47,6 +47,8 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "attention/key_norms.py",
+        ("norms-own", "last = own_ref[0][0] if own_ref else tokens", "last = tokens",
+         "keys that are none may be the longest", f"{PARALLEL}::test_keys_that_are_none_have_no_part_in_the_bounds"),
         ("norms-padding", "jnp.where(there, (x * x).sum(-1, keepdims=True), 0.0)", "(x * x).sum(-1, keepdims=True)",
          "what lies beyond the last key may be the longest",
          f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
@@ -139,6 +141,8 @@ MUTANTS = [
          "every chip has the text of the first heads", f"{JOINT}::test_any_mesh_gives_what_the_concatenation_gives"),
         ("joint-bounds", "(text.k, text.v, words)", "None",
          "bounds are of the latents' keys alone", f"{JOINT}::test_by_our_kernels"),
+        ("joint-fill", "tokens=tokens - fill, ring=ring", "tokens=tokens, ring=ring",
+         "tokens that are none are seen", "test_hunyuan_video15.py::test_video_equals_upstreams[odd-pair]"),
     ),
     *in_file(
         TPU + "attention/kernel_tiles.py",

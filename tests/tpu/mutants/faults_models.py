@@ -39,6 +39,8 @@ MUTANTS = [
         MODELS + "transformers/transformer_hunyuan_video_flax.py",
         ("hunyuan-tables", "columns += dim", "columns += 0", "all axes turn by the first one's angles",
          "test_hunyuan_video.py::test_rotation_by_axis_is_upstreams_bit_for_bit"),
+        ("hunyuan-fill", "hidden_states.shape[1] - current().fill", "hidden_states.shape[1]",
+         "the text's mask is read beside its place", "test_hunyuan_video.py::test_the_transformer_equals_upstreams"),
     ),
     *in_file(
         TPU + "video/slabs.py",

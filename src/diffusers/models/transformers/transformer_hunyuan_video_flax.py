@@ -28,7 +28,7 @@ STORED = ("dp", "sp")
 class TwoStreamProcessor:
     """Latents and text in one softmax without a concatenation; norm and rotation of the latents in one pass.
 
-    Text has projections of its own (`add_q_proj`, ...), or those of the latents.
+    Text has projections of its own (`add_q_proj`, ..., `to_add_out`), or those of the latents.
     """
 
     def __init__(self, upstream):
@@ -38,32 +38,48 @@ class TwoStreamProcessor:
         """Which words are no padding [B, L], of upstream's mask for a sequence of so many latents; None: all."""
         return attention_mask
 
+    def prepared(self, x, norm, tables):
+        """Queries or keys [B, T, C]: normed, and rotated by tables [1, T, 1, D], if any."""
+        from ...tpu.bridge import normed_and_rotated
+
+        return normed_and_rotated(x, norm, *tables)
+
+    def tells_fill(self, attn) -> bool:
+        """Whether latents may be followed by some that are none (`Settings.fill`): those of attention of two streams."""
+        return None not in (attn.norm_q, *self._norms(attn))
+
+    def _norms(self, attn):
+        """Of the text's queries and keys."""
+        return (attn.norm_q, attn.norm_k) if attn.add_q_proj is None else (attn.norm_added_q, attn.norm_added_k)
+
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's. `image_rotary_emb`: cos and sin [T, D]."""
-        from ...tpu.bridge import joint_attention, normed_and_rotated, on_every_chip
+        from ...tpu.bridge import filled, joint_attention, on_every_chip
+        from ...tpu.settings import current
 
-        own = attn.add_q_proj is None
-        norms = (attn.norm_q, attn.norm_k) if own else (attn.norm_added_q, attn.norm_added_k)
-        if encoder_hidden_states is None or image_rotary_emb is None or None in (attn.norm_q, *norms):
+        own, norms = attn.add_q_proj is None, self._norms(attn)
+        if encoder_hidden_states is None or None in (attn.norm_q, *norms):
             return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        tables = [table[None, :, None] for table in image_rotary_emb]
-        query = normed_and_rotated(attn.to_q(hidden_states), attn.norm_q, *tables)
-        key = normed_and_rotated(attn.to_k(hidden_states), attn.norm_k, *tables)
+        tables = [filled(table)[None, :, None] for table in image_rotary_emb or ()]
+        query = self.prepared(attn.to_q(hidden_states), attn.norm_q, tables)
+        key = self.prepared(attn.to_k(hidden_states), attn.norm_k, tables)
         latents = [x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(hidden_states))]
         added = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
         projections = (attn.to_q, attn.to_k, attn.to_v) if own else added
         with on_every_chip():
             text = [project(encoder_hidden_states) for project in projections]
-            text[:2] = (normed_and_rotated(x, norm) for norm, x in zip(norms, text))
+            text[:2] = (self.prepared(x, norm, ()) for norm, x in zip(norms, text))
         text = [x.unflatten(2, (attn.heads, -1)) for x in text]
-        seen = None if attention_mask is None else self.seen(attention_mask, hidden_states.shape[1])
-        answers = joint_attention(latents, text, seen, self.upstream._attention_backend)
+        seen = None if attention_mask is None else self.seen(attention_mask, hidden_states.shape[1] - current().fill)
+        answers = joint_attention(latents, text, seen, getattr(self.upstream, "_attention_backend", None))
         hidden_states, encoder_hidden_states = (x.flatten(2, 3).type_as(query) for x in answers)
-        if getattr(attn, "to_out", None) is not None:
-            hidden_states = attn.to_out[1](attn.to_out[0](hidden_states))
-        if getattr(attn, "to_add_out", None) is not None:
+        out = getattr(attn, "to_out", None)
+        if out is not None:
+            hidden_states = out[1](out[0](hidden_states))
+        out = out[0] if own and out is not None else getattr(attn, "to_add_out", None)
+        if out is not None:
             with on_every_chip():
-                encoder_hidden_states = attn.to_add_out(encoder_hidden_states)
+                encoder_hidden_states = out(encoder_hidden_states)
         return hidden_states, encoder_hidden_states
 
 

@@ -76,6 +76,11 @@ def attention(
     """
     _check(q, k, v, enable_gqa)
     settings = current()
+    if settings.fill:
+        raise NotImplementedError(
+            f"expected attention in which latents that are none can be told apart, got that of q {q.shape} among blocks that"
+            f" are filled up by {settings.fill}"
+        )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     window = settings.window if q.shape[2] == k.shape[2] else None
     if not isinstance(mask, masks.Mask):
@@ -112,14 +117,16 @@ def joint(
             " is of one sequence; leave it out"
         )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    mask = joint_mask(k.shape[2], k.shape[2], text)
+    mask = joint_mask(k.shape[2] - settings.fill, k.shape[2], text)
     name, local, reason = _local(settings, q, k, v, mask)
     _, chips = _spread(settings, q, k, local)
     kind = "joint" if mask is None else f"joint+{mask.kind}"
     both = (*k.shape[:2], k.shape[2] + text.k.shape[2], k.shape[3])
     _note(Way(q.shape, both, str(q.dtype), kind, name, chips, reason))
     mesh = settings.mesh if settings.sequence else None
-    run = functools.partial(joint_attention, scale=scale, mesh=mesh, local=local, ring=settings.ring)
+    run = functools.partial(
+        joint_attention, scale=scale, mesh=mesh, local=local, ring=settings.ring, fill=settings.fill
+    )
     if mesh is None and settings.mesh is not None and settings.mesh.size > 1:
         run.keywords["local"] = functools.partial(attention_by_heads, mesh=settings.mesh, local=local)
 

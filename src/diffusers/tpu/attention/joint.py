@@ -48,15 +48,19 @@ def joint_attention(
     local: Callable,
     ring: int | None = None,
     interpret=None,
+    fill: int = 0,
 ) -> tuple[Float[Array, "B N T E"], Float[Array, "B N L E"]]:
-    """(the latents' answer, split as they are; the text's, whole). The arguments are those of `parallel_attention`."""
+    """(the latents' answer, split as they are; the text's, whole). The arguments are those of `parallel_attention`.
+
+    `fill`: the last latents, which are none; their answers are anything.
+    """
     batch, heads, tokens, _ = q.shape
     if mesh is None or mesh.size == 1 or tokens < mesh.shape["sp"]:
         run = (
             local if mesh is None or mesh.size == 1 else functools.partial(attention_by_heads, mesh=mesh, local=local)
         )
         both = (jnp.concatenate(pair, 2) for pair in ((q, text.q), (k, text.k), (v, text.v)))
-        out = run(*both, mask=joint_mask(tokens, tokens, text), scale=scale)
+        out = run(*both, mask=joint_mask(tokens - fill, tokens, text), scale=scale)
         return out[:, :, :tokens], _without_padding(out[:, :, tokens:], text)
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     on_dp = "dp" if batch % dp == 0 else None
@@ -68,7 +72,7 @@ def joint_attention(
     seen = P(on_dp if text.seen is not None and text.seen.shape[0] > 1 else None)
     out, words = jax.shard_map(
         functools.partial(
-            _per_chip, scale=scale, local=local, tokens=tokens, ring=ring, ulysses=ulysses, interpret=interpret
+            _per_chip, scale=scale, local=local, tokens=tokens - fill, ring=ring, ulysses=ulysses, interpret=interpret
         ),
         mesh=Mesh(mesh.devices.reshape(dp, ring, ulysses, tp), AXES),
         in_specs=(spec, spec, spec, Text(whole, whole, whole, None if text.seen is None else seen)),
@@ -133,7 +137,7 @@ def _bounds(k, v, text: Text, tokens: int, ulysses: int, interpret):
     place = lax.axis_index("ulysses")
     seen = None
     if tokens < k.shape[2] * ulysses:
-        seen = (place * k.shape[2] + jnp.arange(k.shape[2]) < tokens)[None, None, :, None]
+        seen = jnp.clip(tokens - place * k.shape[2], 0, k.shape[2])
     words = None if text.seen is None else text.seen[:, None, :, None]
     centre = mean_key(k, seen, "ulysses", ulysses, (text.k, words))
     bounds = key_bounds(k, v, centre, seen, "ulysses", ulysses, interpret, (text.k, text.v, words))

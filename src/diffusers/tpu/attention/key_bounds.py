@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from .blocks import LANES
 from .kernel_call import SUBLANES
@@ -42,7 +42,7 @@ jax.tree_util.register_dataclass(KeyBounds, data_fields=["reach", "centre", "rad
 
 def mean_key(
     k: Float[Array, "B K S D"],
-    seen: Bool[Array, "B|1 K|1 S 1"] | None = None,
+    seen: Bool[Array, "B|1 K|1 S 1"] | Int[Array, ""] | None = None,
     axis: str | None = None,
     chips: int = 1,
     beside: tuple | None = None,
@@ -50,14 +50,18 @@ def mean_key(
     """`KeyBounds.centre` of a head's keys, the same on all chips.
 
     Args:
-        seen: keys that some query sees; None: all. Others may hold anything, NaN too.
+        seen: keys that some query sees, or how many of the first; None: all. Others may hold anything, NaN too.
         axis: of the mesh, over which `chips` chips hold other keys of the same heads.
         beside: (keys, which are seen) of the same heads that every chip has whole.
     """
     total = functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x
+    batch, heads, tokens, dim = k.shape
     if seen is None:
-        batch, heads, tokens, dim = k.shape
         count, sums = tokens * chips, _by_token(k).astype(jnp.float32).sum(1).reshape(batch, heads, dim)
+    elif seen.ndim == 0:
+        count = jnp.maximum(total(seen), 1)
+        wide = jnp.where(jnp.arange(tokens)[:, None] < seen, _by_token(k).astype(jnp.float32), 0.0)
+        sums = wide.sum(1).reshape(batch, heads, dim)
     else:
         count = jnp.maximum(total(seen.sum(2)), 1)
         sums = jnp.where(seen, k.astype(jnp.float32), 0.0).sum(2)
@@ -74,7 +78,7 @@ def key_bounds(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S E"],
     centre: Float[Array, "B K 8 D"],
-    seen: Bool[Array, "B|1 K|1 S 1"] | None = None,
+    seen: Bool[Array, "B|1 K|1 S 1"] | Int[Array, ""] | None = None,
     axis: str | None = None,
     chips: int = 1,
     interpret=None,
@@ -102,11 +106,16 @@ def key_bounds(
 def _measured(k, v, point, seen, interpret):
     """max |k|, max |k - point|, max |v|, by head."""
 
+    own = seen if seen is not None and seen.ndim == 0 else None
+    if own is not None:
+        seen = jnp.arange(k.shape[2])[:, None] < own
+
     def among_seen(x):
         return x if seen is None else jnp.where(seen, x, 0.0)
 
-    if interpret is not None and seen is None and k.shape[3] % LANES == 0 and (interpret or k.shape[2] >= LEAST_ROWS):
-        reach, radius = longest(_by_token(k), point, interpret)
+    by_kernel = interpret is not None and (seen is None or own is not None)
+    if by_kernel and k.shape[3] % LANES == 0 and (interpret or k.shape[2] >= LEAST_ROWS):
+        reach, radius = longest(_by_token(k), point, interpret, own)
     else:
         wide = among_seen(k.astype(jnp.float32))
         reach, radius = _longest(wide), _longest(among_seen(wide - point[:, :, None]))

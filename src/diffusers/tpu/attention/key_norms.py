@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..cost import cost
 
@@ -20,23 +20,26 @@ LEAST_ROWS = 1024  # with fewer XLA's way is no slower
 
 
 def longest(
-    k: Float[Array, "B S K*D"], centre: Float[Array, "B K D"], interpret
+    k: Float[Array, "B S K*D"], centre: Float[Array, "B K D"], interpret, own: Int[Array, ""] | None = None
 ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
-    """max |k| and max |k - centre|, computed in float32; D is a multiple of 128."""
+    """max |k| and max |k - centre|, computed in float32; D is a multiple of 128. `own`: so many of the first count, None: all."""
     batch, tokens, columns = k.shape
     heads, dim = centre.shape[1:]
 
-    def kernel(k_ref, c_ref, o_ref):
+    def kernel(k_ref, c_ref, *refs):
+        *own_ref, o_ref = refs
+
         @pl.when(pl.program_id(1) == 0)
         def _():
             o_ref[...] = jnp.zeros_like(o_ref)
 
         first = pl.program_id(1) * BLOCK_ROWS
+        last = own_ref[0][0] if own_ref else tokens
 
         @pl.loop(0, BLOCK_ROWS // TILE_ROWS)
         def _(n):
             rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
-            there = first + n * TILE_ROWS + lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0) < tokens
+            there = first + n * TILE_ROWS + lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0) < last
             for head in range(heads):
                 of_head = slice(head * dim, (head + 1) * dim)
                 keys = k_ref[rows, of_head].astype(jnp.float32)
@@ -53,6 +56,7 @@ def longest(
         in_specs=[
             pl.BlockSpec((None, BLOCK_ROWS, columns), lambda b, t: (b, t, 0)),
             pl.BlockSpec((None, 1, columns), lambda b, t: (b, 0, 0)),
+            *([] if own is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]),
         ],
         out_specs=pl.BlockSpec((None, 2, SUBLANES, columns), lambda b, t: (b, 0, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((batch, 2, SUBLANES, columns), jnp.float32),
@@ -60,6 +64,6 @@ def longest(
         cost_estimate=cost(k, flops=6 * k.size),
         interpret=interpret,
         name="key_norms_kernel",
-    )(k, centre.reshape(batch, 1, columns))
+    )(k, centre.reshape(batch, 1, columns), *([] if own is None else [own.reshape(1).astype(jnp.int32)]))
     reach, radius = jnp.moveaxis(jnp.sqrt(squares[..., ::dim].max(2)), 1, 0)
     return reach, radius

@@ -172,8 +172,7 @@ def _bounds(k, v, kv_len: int, ring: int, ulysses: int, interpret) -> KeyBounds:
     tokens, heads = k.shape[2], k.shape[1] // ulysses
     place, seen = lax.axis_index("ulysses"), None
     if kv_len < ring * ulysses * tokens:
-        first = (lax.axis_index("ring") * ulysses + place) * tokens
-        seen = (first + jnp.arange(tokens) < kv_len)[None, None, :, None]
+        seen = jnp.clip(kv_len - (lax.axis_index("ring") * ulysses + place) * tokens, 0, tokens)
     centre = mean_key(k, seen, "ulysses", ulysses)
     bounds = key_bounds(k, v, centre, seen, "ulysses", ulysses, interpret)
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)

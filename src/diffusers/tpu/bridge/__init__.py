@@ -33,6 +33,7 @@ __all__ = [
     "deferred",
     "dispatched_attention",
     "environment",
+    "filled",
     "from_numpy",
     "in_tiles",
     "joint_attention",
@@ -69,6 +70,13 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, *tables: torch.T
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     tables = tuple(table.jax()[0, :, 0] for table in tables)
     return Tensor(normed_and_rotated(x.jax(), norm.weight.jax(), tables, eps, current()), environment())
+
+
+def filled(table: torch.Tensor) -> torch.Tensor:
+    """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.fill`)."""
+    from ..settings import current
+
+    return torch.nn.functional.pad(table, (0, 0, 0, current().fill)) if current().fill else table
 
 
 def joint_attention(

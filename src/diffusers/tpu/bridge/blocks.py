@@ -11,6 +11,7 @@ What blocks inside of a run gave and the model still holds then (hidden states i
 import contextlib
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ..scan import Group, scan_blocks
+from ..settings import current, using
 from ..state import Number, signature
 from .deferred import Deferred
 from .scale import Scale
@@ -113,14 +115,23 @@ class BlockRuns:
     Args:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
         pin_carry: (array, number of the output) -> array, applied to what is carried between blocks.
+        fill: (shape, number of the output) -> tokens that it is carried with beyond its own.
     """
 
     def __init__(
-        self, model, groups: list[Group], weights: dict, numbers: dict, env, pin_weights: Callable, pin_carry: Callable
+        self,
+        model,
+        groups: list[Group],
+        weights: dict,
+        numbers: dict,
+        env,
+        pin_weights: Callable,
+        pin_carry: Callable,
+        fill: Callable,
     ):
         self.model, self.groups, self.env = model, groups, env
         self.stacks = {group.label: (weights[group.label], numbers[group.label]) for group in groups}
-        self.pin_weights, self.pin_carry = pin_weights, pin_carry
+        self.pin_weights, self.pin_carry, self.fill = pin_weights, pin_carry, fill
         self.run: Run | None = None
         self.forwards, self.settings = {}, {}
 
@@ -238,14 +249,17 @@ class BlockRuns:
         tensor_positions = [p for p, leaf in enumerate(run.leaves) if isinstance(leaf, Tensor)]
         slots = {tensor_positions.index(position): number for position, number in run.feeds.items()}
         source = {number: slot for slot, number in slots.items()}
+        fills = self._fills(run, source)
+        settings = replace(current(), fill=max(fills))
         carry = [
-            self.pin_carry(arrays[source[n]], n) if n in source else jnp.zeros(o._aval.shape, o._aval.dtype)
-            for n, o in enumerate(run.outputs)
+            self.pin_carry(_filled(arrays[source[n]], fills[n]), n) if n in source else jnp.zeros(o.shape, o.dtype)
+            for n, o in enumerate(output._aval for output in run.outputs)
         ]
 
         def step(carry, own):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
-            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own)
+            with using(settings):
+                flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own)
             flat = [self.pin_carry(x, n) for n, x in enumerate(flat)]
             return flat, {n: flat[n] for n in numbers}
 
@@ -256,5 +270,22 @@ class BlockRuns:
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, first, last), stacked)
         last, kept = scan_blocks(step, carry, stacked)
         for k, n, output in held:
-            output.settle(kept[n][k])
-        return last
+            output.settle(_cut(kept[n][k], fills[n]))
+        return [_cut(array, fill) for array, fill in zip(last, fills)]
+
+    def _fills(self, run: Run, carried) -> list[int]:
+        """Tokens beyond its own with which each output is carried, one of them at most: of blocks whose attention tells those apart."""
+        block = self.model.get_submodule(f"{run.group.path}.{run.start}")
+        processors = [(m, m.processor) for m in block.modules() if hasattr(m, "processor")]
+        known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
+        fills = [self.fill(o._aval.shape, n) if known and n in carried else 0 for n, o in enumerate(run.outputs)]
+        return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
+
+
+def _filled(array, fill: int):
+    """[B, T, C] with so many tokens of zeros behind it."""
+    return jnp.pad(array, ((0, 0), (0, fill), (0, 0))) if fill else array
+
+
+def _cut(array, fill: int):
+    return array[:, : array.shape[1] - fill] if fill else array

@@ -15,6 +15,7 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
+from ..linear import LANES
 from ..scan import Group
 from ..settings import Settings, current, using
 from ..sharding import gathered, named
@@ -23,6 +24,8 @@ from .blocks import BlockRuns, Method, numbered
 from .environment import decomposing, environment, quiet_integers
 from .scopes import module_scopes
 
+
+MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
 
 INPUT = object()
 _OUTPUT = object()
@@ -90,7 +93,14 @@ class PureFunction:
         with contextlib.ExitStack() as stack:
             self.effects = stack.enter_context(undone(read(self.module)))
             runs = BlockRuns(
-                self.module, self.groups, stacked, stacked_numbers, env, self._pin_block_weight, self._pin_carry
+                self.module,
+                self.groups,
+                stacked,
+                stacked_numbers,
+                env,
+                self._pin_block_weight,
+                self._pin_carry,
+                self._fill,
             )
             for context in (
                 without_caches(self.module),
@@ -160,14 +170,24 @@ class PureFunction:
     def _pin_block_weight(self, group: Group, name: str, array):
         return self._gather(f"{group.label}.{name}", array)
 
-    def _pin_carry(self, array, number: int):
-        """Output `number` of a block."""
+    def _carry_spec(self, axes: int, number: int) -> PartitionSpec | None:
+        """Of output `number` of a block, of so many axes."""
         spec = self.carry
         if isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
             spec = spec[number] if number < len(spec) else None
-        if spec is None or array.ndim != len(spec):
-            return array
-        return jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
+        return None if spec is None or axes != len(spec) else spec
+
+    def _pin_carry(self, array, number: int):
+        spec = self._carry_spec(array.ndim, number)
+        return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
+
+    def _fill(self, shape: tuple[int, ...], number: int) -> int:
+        """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little."""
+        spec, sp = self._carry_spec(len(shape), number), self.mesh.shape["sp"]
+        if spec is None or len(spec) != 3 or spec[1] != "sp" or shape[1] % sp == 0:
+            return 0
+        tiles = -shape[1] % (sp * LANES)
+        return tiles if tiles <= MOST_FILL * shape[1] else -shape[1] % sp
 
 
 def _plain(leaf):
@@ -204,7 +224,7 @@ def _processors_of(module: torch.nn.Module, makers: dict):
 @contextlib.contextmanager
 def on_every_chip():
     """What is computed inside is whole on every chip: no sequence in it is split."""
-    with using(replace(current(), sequence=False, whole=True)):
+    with using(replace(current(), sequence=False, whole=True, fill=0)):
         yield
 
 
