@@ -131,7 +131,7 @@ def _show(plan: dict, console: Console):
         console.print(f"note: {note}", soft_wrap=True)
     for advice in plan["advice"]:
         console.print(f"[bold]what would fit[/]: {advice}", soft_wrap=True)
-    console.print("Compiled, not measured: see README_TPU.md, Planning, for how near the sum comes to hardware.\n")
+    console.print("Compiled, not measured: see examples/tpu/PLANNING.md for how near the sum comes to hardware.\n")
 
 
 def _parts(plan: dict) -> Table:

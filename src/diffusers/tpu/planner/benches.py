@@ -290,7 +290,7 @@ def vae_cases() -> list[Case]:
     cases = [
         *(
             (topology, "wan2.1-t2v-14b", VIDEO_720P, dtype, variant, True)
-            for topology in ("v6e-8", "v5e-8", "v7x-8")
+            for topology in ("v6e-8", "v5e-8")  # v7x-8 takes the compiler more than a quarter of an hour
             for dtype in ("bfloat16", "float32")
             for variant in ("ours", "nnx")
         ),
