@@ -117,7 +117,11 @@ def test_two_streams_exchange_heads_and_text_alone(program, latents, monkeypatch
     assert [re.search(r"\[(.*?)\]", shape)[1] for shape in joined] == [f"1,{HEADS},{WORDS},{DIM}"]
     rows = -(-tokens // 8)
     assert f"[1,{rows},{HEADS * DIM}]" in body and not re.search(rf"\[1,({tokens}|{8 * rows}),{HEADS * DIM}\]", body)
-    assert {(way.q[2], way.mask) for way in api.explain()} == {(tokens, "joint+keys"), (TEXT, "outer")}
+    assert {(way.q[2], way.mask) for way in api.explain()} == {
+        (tokens, "joint+keys"),  # for its shapes
+        (8 * rows, "joint+keys"),  # what runs: filled up where `sp` does not divide
+        (TEXT, "outer"),
+    }
 
 
 @pytest.mark.parametrize("made", [wan, hunyuan15])
