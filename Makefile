@@ -4,8 +4,8 @@
 #   make test      the fast tests, in two processes (WORKERS=4 for more: some 4 GB of memory each)
 #   make test-all  every test
 #   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (an hour)
-#   make records   every file of examples/tpu/results/ that is not of these sources, and the tables of the pages from them:
-#                  hours; goes on where it was stopped
+#   make records   every file of examples/tpu/results/ whose programs these sources make otherwise, and the tables of the pages
+#                  from them: minutes to see which, hours to make all; goes on where it was stopped
 #   make tables    the tables of the pages alone, from the files that are there
 #   make lint      ruff, on our files
 #   make clean     removes .venv and out

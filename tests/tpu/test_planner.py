@@ -228,13 +228,28 @@ def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, c
     assert f"{step['total']:.3f} s per step" in shown and "dp 2, sp 4, tp 1" in shown
 
 
+def test_programs_are_named_without_compiling(root, cached):
+    """As the answer names them; a program that is traced otherwise has another name, the others keep theirs."""
+    size = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 4}
+    requests = [
+        planner.request_of(str(root / SHAPES), "v6e-8", arguments=size, config=config)
+        for config in ({}, {"scan": False})
+    ]
+    ours, others = planner.programs_of([planner.Question(planner.PLANS, request) for request in requests])
+    answer = planner.remembered(planner.PLANS, requests[0])
+    assert (ours["programs"], ours["reader"]) == (answer["programs"], answer["reader"])
+    same = [one == other for one, other in zip(ours["programs"], others["programs"], strict=True)]
+    parts = [part["component"] for part in answer["parts"]]
+    assert dict(zip(parts, same, strict=True)) == {"text_encoder": True, "transformer": False, "vae": True}
+
+
 def test_what_is_planned_is_what_runs(saved, chips, monkeypatch):
     """The very text that goes to the compiler, of every component, in the plan of a configuration and in a run."""
     planned, ran, compile_lowered = {}, {}, programs.compile_lowered
 
     class Listening:
         def __init__(self, topology):
-            self.devices, self.topology, self.flags = chips, topology, ""
+            self.devices, self.topology, self.flags, self.asked_flags = chips, topology, "", ""
 
         def compile(self, lowered, options=None):
             planned.setdefault(lowered.as_text(), options)

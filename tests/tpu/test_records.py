@@ -193,19 +193,20 @@ def answer(**changes) -> dict:
     parts = [part("vae", "decode", "decode", 1, 4.0), part("text_encoder", "forward", "text", 2, 0.5)]
     parts.append(part("transformer", "forward", "denoise", 50, 2.0))
     made = {"model": "m", "topology": "v6e-8", "mesh": {}, "steps": 50, "hbm_gib_per_chip": {}, "versions": {}}
+    made |= {"programs": ["p"], "reader": "r"}
     return {**made, "by_way": by_way, "parts": parts, "compile_seconds": 100.0, "trace_seconds": 7.0, **changes}
 
 
 def test_a_first_run_is_a_run_and_what_comes_before_it(maker, monkeypatch):
     """The times of compilation are of a program without schedules, which it is not read from."""
 
-    def plan(model, topology, *, schedules=True, on_progress, **asked):
-        assert asked["everything"] and asked["arguments"]["num_inference_steps"] == 50
+    def remembered(function, request, seconds, on_progress, schedules):
+        assert request["everything"] and request["arguments"]["num_inference_steps"] == 50
         return answer() if schedules else answer(by_way={}, parts=[], compile_seconds=60.0, trace_seconds=5.0)
 
-    monkeypatch.setattr(benches, "plan", plan)
+    monkeypatch.setattr(planner, "remembered", remembered)
     cases = benches.select("run", {"topology": "v6e-8"})
-    rows = [{**case.row, **case.ask(print)} for case in cases]
+    rows = [{**case.row, **case.ask()} for case in cases]
     assert [row["way"] for row in rows] == ["bound", "centred", "online"]
     assert rows[0]["seconds"] == {"vae.decode": 4, "text_encoder.forward": 1, "steps": 100, "total": 105}
     figures = [
@@ -222,7 +223,7 @@ def test_a_first_run_is_a_run_and_what_comes_before_it(maker, monkeypatch):
 def test_a_program_without_room_is_a_row_that_failed(kind, monkeypatch, capsys):
     refused = answer(by_way={})
     refused["parts"][2]["refused"] = {"message": "Used 40G of 31G hbm", "asked": 40 << 30}
-    monkeypatch.setattr(benches, "plan", lambda *args, **asked: refused)
+    monkeypatch.setattr(planner, "remembered", lambda *asked: refused)
     filters = ["--topology", "v6e-8", "--model", "wan2.1-t2v-14b", "--way", "bound"]
     assert cli.main(["bench", kind, *filters, "--json"]) == 1
     said = capsys.readouterr()
@@ -237,17 +238,26 @@ def test_a_program_without_room_is_a_row_that_failed(kind, monkeypatch, capsys):
 
 @pytest.fixture
 def bench(monkeypatch, tmp_path) -> SimpleNamespace:
-    """A bench of three rows whose answers are remembered. `asked`: those that were asked; `failing`: rows to errors."""
-    bench = SimpleNamespace(asked=[], failing={})
+    """A bench of three rows whose answers are remembered. `asked`: those that were asked; `failing`: rows to errors.
+
+    A row's program is named by its number, `renamed` ones otherwise.
+    """
+    bench = SimpleNamespace(asked=[], failing={}, renamed={})
+
+    def of_program(row):
+        return {"programs": [bench.renamed.get(row, f"program {row}")], "reader": "this"}
 
     def answers(function, request, **others):
+        if function.endswith("naming:answer"):
+            return {"programs": [of_program(asked["row"]) for _, asked in request["questions"]]}
         bench.asked.append(request["row"])
         if request["row"] in bench.failing:
             raise bench.failing[request["row"]]
-        return {"answer": 10 * request["row"], "versions": {"sources": planner.sources()}}
+        versions = {"sources": planner.sources()}
+        return {"answer": 10 * request["row"], **of_program(request["row"]), "versions": versions}
 
     def case(number: int) -> Case:
-        return Case({"row": number}, lambda on_progress: planner.remembered("a:question", {"row": number}))
+        return Case({"row": number}, planner.Question("a:question", {"row": number}), dict)
 
     monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planner, "run_in_child", answers)
@@ -275,16 +285,28 @@ def test_a_record_that_was_cut_off_goes_on_and_one_that_is_made_stays(maker, ben
     assert len(bench.asked) == 4 and record.stat().st_ino == made.st_ino
 
 
-@pytest.mark.parametrize("change", ["sources", "a row more", "a row less"])
-def test_a_record_of_other_sources_or_rows_is_made_again(maker, bench, tmp_path, change):
+@pytest.mark.parametrize("change", ["another program", "another reader", "a row more", "a row less"])
+def test_a_record_of_other_programs_or_rows_is_made_again(maker, bench, tmp_path, monkeypatch, change):
     wanted, record = {"check": maker.of_bench("check")}, tmp_path / "check.json"
     maker.make(wanted, tmp_path)
+    monkeypatch.setattr(planner, "sources", lambda: "changed")
+    if change == "another program":
+        bench.renamed[2] = "program 4"
     rows = json.loads(record.read_text())
-    if change == "sources":
-        rows[1]["versions"]["sources"] = "0"
+    if change == "another reader":
+        rows[1]["reader"] = "that"
     record.write_text(json.dumps({"a row more": [*rows, rows[0]], "a row less": rows[:2]}.get(change, rows)))
     maker.make(wanted, tmp_path)
-    assert [row["versions"]["sources"] for row in json.loads(record.read_text())] == 3 * [planner.sources()]
+    assert [row["versions"]["sources"] for row in json.loads(record.read_text())] == 3 * ["changed"]
+
+
+def test_a_record_of_the_same_programs_stands(maker, bench, tmp_path, monkeypatch):
+    wanted, record = {"check": maker.of_bench("check")}, tmp_path / "check.json"
+    maker.make(wanted, tmp_path)
+    monkeypatch.setattr(planner, "sources", lambda: "changed")
+    before = record.read_bytes()
+    assert maker.make(wanted, tmp_path) == 0
+    assert record.read_bytes() == before and bench.asked == [1, 2, 3]
 
 
 def test_a_row_that_fails_leaves_the_old_record_and_the_others_are_made(maker, bench, tmp_path, capsys):
@@ -300,15 +322,21 @@ def test_a_row_that_fails_leaves_the_old_record_and_the_others_are_made(maker, b
 
 
 def test_a_picture_says_what_made_it(maker, tmp_path):
-    drawn = maker.Image.new("RGB", (60, 400), "white")
+    drawn, page = maker.Image.new("RGB", (60, 400), "white"), ["a page"]
     drawn.paste("black", (10, 20, 50, 90))
     drawn.save(tmp_path / "drawn.png")
-    record = maker.Record(("p.png",), lambda: [maker.as_png(tmp_path / "drawn.png", maker.until_it_ends)])
-    assert not record.is_of_these_sources(tmp_path)
+
+    def make():
+        return [maker.as_png(tmp_path / "drawn.png", maker.until_it_ends, page[0])]
+
+    record = maker.Record(("p.png",), make, made_of=lambda: page[0])
+    assert record.doubts(tmp_path) is None
     maker.make({"p": record}, tmp_path)
-    assert record.is_of_these_sources(tmp_path)
+    assert record.doubts(tmp_path) == []
     with maker.Image.open(tmp_path / "p.png") as picture:
         assert picture.size == (60, 110)
+    page[0] = "another page"
+    assert record.doubts(tmp_path) is None
 
 
 def test_every_file_is_made_by_something(maker):

@@ -1,16 +1,20 @@
 """Makes every file of this folder (but wan-step-ladder.md, which is written by hand), and the tables of the pages from them.
 
-    python examples/tpu/results/make_records.py                  what is not of these sources yet, then the tables: hours
+    python examples/tpu/results/make_records.py                  what these sources would answer otherwise, then the tables
     python examples/tpu/results/make_records.py --only step vae  those records, then the tables
     python examples/tpu/results/make_records.py --tables         the tables alone
     python examples/tpu/results/make_records.py --check          which pages have a table that is not its record's
 
-A run that was stopped goes on from there: answers of the compiler are kept (`planner.remembered`), and a record that the
-same sources and packages made (`planner.sources`, in its `versions`) is not made again. A record is replaced as a whole when
-all of it is there; if a part of it fails, the old one stays and the exit status is 1.
+A record stands if the same sources made it (`planner.sources`, in its `versions`) or, where its figures are of compiled
+programs, if these sources trace the same programs for its rows and read them by the same code (`planner.programs_of`: a few
+minutes for all). What does not stand is made again, hours for all; answers of the compiler are kept (`planner.remembered`), so that a run that was stopped goes
+on from there. A record is replaced as a whole when all of it is there; if a part of it fails, the old one stays and the exit
+status is 1.
 """
 
 import argparse
+import functools
+import hashlib
 import io
 import json
 import os
@@ -50,30 +54,58 @@ class Record:
     """Files of this folder that are made together.
 
     Attributes:
-        files: the first one says in its versions which sources made it.
+        files: the first one says what made it.
         make: what is in each of them, in this order.
-        cases: which rows it has, for a bench.
+        rows: for a bench, the identity of its rows and the question of each (None for what is measured).
+        made_of: what a picture says that it was made of; None for files that are made each time, which takes no time.
     """
 
     files: tuple[str, ...]
     make: Callable[[], list[bytes]]
-    cases: Callable[[], list[benches.Case]] | None = None
+    rows: Callable[[], list[tuple[dict, planner.Question | None]]] | None = None
+    made_of: Callable[[], str] | None = planner.sources
 
-    def is_of_these_sources(self, folder: Path) -> bool:
-        """Is it there, with all its rows, made by the sources as they are now?"""
-        if not self.files or not all((folder / name).is_file() for name in self.files):
-            return False
+    def doubts(self, folder: Path) -> list[tuple[planner.Question, dict]] | None:
+        """Questions with the rows that are of other sources: it stands if their programs are the same. None: it does not."""
+        if self.made_of is None or not all((folder / name).is_file() for name in self.files):
+            return None
         first = folder / self.files[0]
         if first.suffix == ".png":
             with Image.open(first) as picture:
-                return picture.info.get("sources") == planner.sources()
+                return [] if picture.info.get("sources") == self.made_of() else None
         found = json.loads(first.read_text())
-        if self.cases is not None:
-            wanted = [case.row for case in self.cases()]
-            if len(found) != len(wanted) or any(not case.items() <= row.items() for case, row in zip(wanted, found)):
-                return False
-        parts = found if isinstance(found, list) else [found]
-        return all(part.get("versions", {}).get("sources") == planner.sources() for part in parts)
+        found = found if isinstance(found, list) else [found]
+        wanted = self.rows() if self.rows is not None else [({}, None)]
+        if len(found) != len(wanted) or any(not row.items() <= has.items() for (row, _), has in zip(wanted, found)):
+            return None
+        pairs = [
+            (q, has)
+            for (_, q), has in zip(wanted, found)
+            if has.get("versions", {}).get("sources") != planner.sources()
+        ]
+        return None if any(question is None or "programs" not in has for question, has in pairs) else pairs
+
+
+def standing(wanted: dict[str, Record], folder: Path) -> set[str]:
+    """The names of those that need not be made."""
+    doubts = {name: pairs for name, record in wanted.items() if (pairs := record.doubts(folder)) is not None}
+    asked = [question for pairs in doubts.values() for question, _ in pairs]
+    if asked:
+        print(f"{len(asked)} rows are of other sources: are they of the same programs?", flush=True)
+    named = iter(planner.programs_of(asked, on_progress=lambda text: print(f"  {text}", flush=True)) if asked else [])
+    stand = set()
+    for name, pairs in doubts.items():
+        others = [has for _, has in pairs if not is_of(has, next(named))]
+        if others:
+            print(f"{name}: {len(others)} rows are of other programs", flush=True)
+        else:
+            stand.add(name)
+    return stand
+
+
+def is_of(row: dict, named: dict | None) -> bool:
+    """Is this row, or this plan, of these programs by this reader?"""
+    return named is not None and all(row[name] == named[name] for name in ("programs", "reader"))
 
 
 def records() -> dict[str, Record]:
@@ -87,24 +119,26 @@ def records() -> dict[str, Record]:
         "attention": of_bench("attention"),
     }
     for name, asked in PLANS.items():
-        made[name] = Record((f"{name}.json", f"{name}.html"), lambda asked=asked: planned(*asked))
-    made["picture"] = Record((f"{PICTURED}.png",), pictured)
+        rows = functools.partial(rows_of_plan, *asked)
+        made[name] = Record((f"{name}.json",), functools.partial(planned, *asked), rows)
+    made["pages"] = Record(tuple(f"{name}.html" for name in PLANS), paged, made_of=None)
+    made["picture"] = Record((f"{PICTURED}.png",), pictured, made_of=picture_of)
     made |= {"vae": of_bench("vae"), "calibration": of_bench("calibration")}
-    return made | {"sweep": of_bench("sweep", "attention-sweep.json"), "mutants": Record((), mutants)}
+    return made | {"sweep": of_bench("sweep", "attention-sweep.json"), "mutants": Record((), mutants, made_of=None)}
 
 
 def of_bench(kind: str, name: str | None = None) -> Record:
     """The rows of `diffusers-tpu bench KIND --json`."""
 
-    def cases() -> list[benches.Case]:
-        return benches.BENCHES[kind]()
+    def rows() -> list[tuple[dict, planner.Question | None]]:
+        return [(case.row, case.question) for case in benches.BENCHES[kind]()]
 
     def make() -> list[bytes]:
-        rows, failed, asked = [], [], cases()
+        rows, failed, asked = [], [], benches.BENCHES[kind]()
         for number, case in enumerate(asked, 1):
             what, start = ", ".join(str(value) for value in case.row.values() if value != ""), time.monotonic()
             try:
-                rows.append({**case.row, **case.ask(lambda text: None)})
+                rows.append({**case.row, **case.ask()})
                 said = "done"
             except (ValueError, RuntimeError) as error:  # of a child: no room, no end in time, a crash
                 failed.append(what)
@@ -114,19 +148,30 @@ def of_bench(kind: str, name: str | None = None) -> Record:
             raise RuntimeError(f"{len(failed)} of {len(asked)} rows failed, the old record stays: {'; '.join(failed)}")
         return [as_json(rows)]
 
-    return Record((name or f"{kind}.json",), make, cases)
+    return Record((name or f"{kind}.json",), make, rows)
+
+
+def rows_of_plan(model: str, topology: str, size: dict) -> list[tuple[dict, planner.Question]]:
+    request = planner.request_of(model, topology, arguments=size)
+    return [({"model": model, "topology": topology}, planner.Question(planner.PLANS, request))]
 
 
 def planned(model: str, topology: str, size: dict) -> list[bytes]:
-    """`diffusers-tpu plan` with `--json` and with `--report`."""
-    plan = planner.plan(model, topology, arguments=size, seconds=1800)
-    return [as_json(plan), report.page([plan]).encode()]
+    """`diffusers-tpu plan --json`."""
+    return [as_json(planner.plan(model, topology, arguments=size, seconds=1800))]
+
+
+def paged() -> list[bytes]:
+    """`diffusers-tpu plan --report`, of the plans that are there."""
+    return [report.page([json.loads((FOLDER / f"{name}.json").read_text())]).encode() for name in PLANS]
+
+
+def picture_of() -> str:
+    return hashlib.sha256((FOLDER / f"{PICTURED}.html").read_bytes()).hexdigest()
 
 
 def pictured() -> list[bytes]:
     """The page of a plan as a browser of 1200 pixels shows it."""
-    if not records()[PICTURED].is_of_these_sources(FOLDER):
-        raise RuntimeError(f"expected {PICTURED}.html of these sources to take a picture of; make it first")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise RuntimeError(f"expected a browser on PATH to take a picture with, one of {', '.join(BROWSERS)}")
@@ -136,7 +181,7 @@ def pictured() -> list[bytes]:
         options += [f"--user-data-dir={work}/profile", f"--screenshot={picture}"]
         page = (FOLDER / f"{PICTURED}.html").as_uri()
         subprocess.run([browser, *options, page], check=True, capture_output=True, timeout=120)
-        return [as_png(picture, until_it_ends)]
+        return [as_png(picture, until_it_ends, picture_of())]
 
 
 def until_it_ends(picture: Image.Image) -> Image.Image:
@@ -171,10 +216,12 @@ def as_json(found) -> bytes:
     return (json.dumps(found, indent=1) + "\n").encode()
 
 
-def as_png(path: Path, changed: Callable[[Image.Image], Image.Image] = lambda picture: picture) -> bytes:
-    """A picture that says which sources made it."""
+def as_png(
+    path: Path, changed: Callable[[Image.Image], Image.Image] = lambda picture: picture, made_of: str = ""
+) -> bytes:
+    """A picture that says what it was made of; without more, of these sources."""
     said, out = PngImagePlugin.PngInfo(), io.BytesIO()
-    said.add_text("sources", planner.sources())
+    said.add_text("sources", made_of or planner.sources())
     with Image.open(path) as picture:
         changed(picture).save(out, "PNG", pnginfo=said, optimize=True)
     return out.getvalue()
@@ -182,11 +229,11 @@ def as_png(path: Path, changed: Callable[[Image.Image], Image.Image] = lambda pi
 
 def make(wanted: dict[str, Record], folder: Path = FOLDER) -> int:
     """Makes these records; returns how many failed."""
-    failed = 0
+    failed, stand = 0, standing(wanted, folder)
     for number, (name, record) in enumerate(wanted.items(), 1):
         print(f"{number} of {len(wanted)}, {name}: ", end="", flush=True)
-        if record.is_of_these_sources(folder):
-            print("of these sources already", flush=True)
+        if name in stand and record.doubts(folder) is not None:  # a page that was made just now has no picture yet
+            print("stands", flush=True)
             continue
         print("...", flush=True)
         start = time.monotonic()

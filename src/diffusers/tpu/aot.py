@@ -202,6 +202,11 @@ class Compiler:
         return os.environ.get("LIBTPU_INIT_ARGS", "").replace(str(self.dump), "SCHEDULES")
 
     @property
+    def asked_flags(self) -> str:
+        """Those that the user gave, without ours for schedules."""
+        return " ".join(flag for flag in self.flags.split() if not flag.startswith("--xla_jf_dump"))
+
+    @property
     def devices(self) -> tuple:
         """JAX's devices of the topology: they compile, they do not run."""
         from jax.experimental import topologies

@@ -1,19 +1,24 @@
 """Asking the TPU compiler before renting the TPU: does a model fit a slice, how fast is a step, and why.
 
     plan(...)     the answer for one model on one slice, from the cache if it was asked before
-    sources()     a digest of what answers: answers of one digest are of one tree
+    Question      what plan and the benchmarks ask
+    programs_of   of which programs the answers to questions would be, and by which reader: the same ones, the same figures
+    sources()     a digest of our code: an answer is kept for as long as it stays
 
 The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
 run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
-program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `report` (the page).
+program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
+alone), `report` (the page).
 """
 
+import ast
 import hashlib
 import importlib.metadata
 import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..aot import run_in_child
@@ -23,9 +28,62 @@ from ..devices import find_topology
 
 TIME_LIMIT = 900.0
 PACKAGE = Path(__file__).resolve().parents[2]
+PLANS = "diffusers.tpu.planner.worker:answer"
+# What makes figures of a compiled program, in this room and the one above; its rows' own module comes to it.
+READERS = (
+    "planner/bundles.py",
+    "planner/hlo.py",
+    "planner/ici.py",
+    "planner/timing.py",
+    "planner/work.py",
+    "devices.py",
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to the compiler's process.
+
+    Attributes:
+        function, request: as `aot.run_in_child` takes them.
+        seconds: the process is stopped after these.
+        schedules: False compiles as a run does, without writing them, for `compile_seconds`; times are worth nothing then.
+    """
+
+    function: str
+    request: dict
+    seconds: float = TIME_LIMIT
+    schedules: bool = True
+
+    def answer(self, on_progress: Callable[[str], None] = lambda text: None) -> dict:
+        """What it says. Raises ValueError, aot.NoCompiler, aot.ChildError: see `aot.run_in_child`."""
+        return remembered(self.function, self.request, self.seconds, on_progress, self.schedules)
 
 
 def plan(
+    model: str,
+    topology: str,
+    *,
+    schedules: bool = True,
+    seconds: float = TIME_LIMIT,
+    on_progress: Callable[[str], None] = lambda text: None,
+    **asked,
+) -> dict:
+    """The plan of a model on a slice, as `diffusers-tpu plan --json` prints it.
+
+    Args:
+        model, topology, asked: see `request_of`.
+        schedules, seconds: see `Question`.
+
+    Raises:
+        ValueError: what was asked for cannot be; the message says what can.
+        aot.NoCompiler, aot.ChildError: see `aot.run_in_child`.
+    """
+    question = Question(PLANS, request_of(model, topology, **asked), seconds, schedules)
+    return {**question.answer(on_progress), "model": model}
+
+
+def request_of(
     model: str,
     topology: str,
     *,
@@ -38,11 +96,8 @@ def plan(
     config: dict | None = None,
     only: list[str] | None = None,
     as_theirs: bool = False,
-    schedules: bool = True,
-    seconds: float = TIME_LIMIT,
-    on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict:
-    """The plan of a model on a slice, as `diffusers-tpu plan --json` prints it.
+    """What is asked for a plan.
 
     Args:
         model: a directory, a model in the hub's cache, or a published model's id or short name.
@@ -55,12 +110,8 @@ def plan(
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
         as_theirs: with the padding of the scripts that others measured (`calibration`), not for use.
-        schedules: False compiles as a run does, without writing them, for `compile_seconds`; times are worth nothing then.
-        seconds: the compiler's process is stopped after these.
 
-    Raises:
-        ValueError: what was asked for cannot be; the message says what can.
-        aot.NoCompiler, aot.ChildError: see `aot.run_in_child`.
+    Raises ValueError: what was asked for cannot be; the message says what can.
     """
     devices = find_topology(topology).devices
     if isinstance(mesh, tuple) and math.prod(mesh) != devices:
@@ -68,7 +119,7 @@ def plan(
             f"expected a mesh dp,sp,tp whose product is the {devices} devices of {topology}, got"
             f" {','.join(map(str, mesh))} = {math.prod(mesh)}"
         )
-    request = {
+    return {
         "model": os.path.abspath(model) if os.path.isdir(model) else model,
         "topology": topology,
         "mesh": list(mesh) if isinstance(mesh, tuple) else mesh,
@@ -81,8 +132,6 @@ def plan(
         "only": only,
         "as_theirs": as_theirs,
     }
-    result = remembered("diffusers.tpu.planner.worker:answer", request, seconds, on_progress, schedules)
-    return {**result, "model": model}
 
 
 def remembered(
@@ -126,4 +175,32 @@ def sources() -> str:
     for pattern in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py"):
         for source in sorted(PACKAGE.glob(pattern)):
             digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def programs_of(
+    questions: list[Question], seconds: float = 3600, on_progress: Callable[[str], None] = lambda text: None
+) -> list[dict | None]:
+    """`programs` and `reader` as an answer to each of these questions would have them, nothing compiled; None if there is none.
+
+    An answer that has the same is the same answer, whatever else of the sources has changed.
+    """
+    asked = list(
+        {json.dumps([q.function, q.request], sort_keys=True): [q.function, q.request] for q in questions}.values()
+    )
+    request = {"questions": asked}
+    found = run_in_child("diffusers.tpu.planner.naming:answer", request, seconds=seconds, on_progress=on_progress)
+    named = {json.dumps(question, sort_keys=True): programs for question, programs in zip(asked, found["programs"])}
+    return [named[json.dumps([q.function, q.request], sort_keys=True)] for q in questions]
+
+
+def reader(module: str) -> str:
+    """A digest of what makes figures of programs for the answers of this module: its code, without comments and docstrings."""
+    digest = hashlib.sha256()
+    for name in (f"planner/{module.rpartition('.')[2]}.py", *READERS):
+        tree = ast.parse((PACKAGE / "tpu" / name).read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+                node.body = node.body[1:]
+        digest.update(ast.dump(tree).encode())
     return digest.hexdigest()[:12]

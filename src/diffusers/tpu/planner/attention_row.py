@@ -16,7 +16,7 @@ from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh
 from ..sharding import PartitionSpec, named
-from . import kept, timing
+from . import kept, reader, timing
 from .calibration import as_theirs
 from .exp2 import exp2_attention
 from .worker import versions
@@ -37,7 +37,8 @@ def answer(request: dict, progress: Callable) -> dict:
     Args:
         request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash" or
             "exp2"; `blocks`, as `Blocks` in a list for ours and three sizes for the others, None for the kernel's own;
-            `kv_heads`, `dtype`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`.
+            `kv_heads`, `dtype`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`;
+            `named` (see `naming`).
 
     A child that writes no schedules says of a kernel only how long it compiles.
 
@@ -75,10 +76,18 @@ def answer(request: dict, progress: Callable) -> dict:
     try:
         with as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
             lowered = jax.jit(scaled_dot_product_attention).lower(q, k, k, mask)
+        of_program = {"programs": [kept.name_of(compiler, lowered, mesh)], "reader": reader(__name__)}
+        if request.get("named"):
+            return of_program
         compiled = kept.compiled(compiler, lowered, mesh)
     except (OutOfMemory, jax.errors.JaxRuntimeError) as error:
         raise BadRequest(f"{name} with blocks {blocks} does not compile: {str(error).splitlines()[0]}") from error
-    answered = {"blocks": blocks, "compile_seconds": compiled.seconds, "versions": versions()}
+    answered = {
+        "blocks": blocks,
+        "compile_seconds": compiled.seconds,
+        **of_program,
+        "versions": versions(),
+    }
     if not compiled.schedules:
         return answered
     timed = timing.time_program(compiled, topology.chip, [(0, 0, 0)])

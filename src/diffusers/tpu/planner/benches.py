@@ -1,17 +1,18 @@
 """The benchmarks of `diffusers-tpu bench`: what the compiler says of one case, as a row; every row from one compilation.
 
-A bench is a list of cases, each a row's identity (what filters select by) and the question that gives the rest of it.
-Comparisons are cases of the same bench, asked the same way.
+A bench is a list of cases, each a row's identity (what filters select by), the question to the compiler and how the rest of
+the row is read from its answer. Comparisons are cases of the same bench, asked the same way.
 """
 
+import functools
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..attention.blocks import TUNED, Shape, tuned_key
 from ..attention.ways import BOUND, ONLINE, WAYS
 from ..devices import find_topology
-from . import check_row, plan, remembered
+from . import PLANS, Question, check_row, request_of
 from .calibration import PUBLISHED
 
 
@@ -37,37 +38,49 @@ AS_COMPILED_BY_OTHERS = {"layers": "xla", "sparse_cores": False}
 DENOISERS = ["transformer", "transformer_2"]
 
 
+KERNELS = "diffusers.tpu.planner.attention_row:answer"
+VAES = "diffusers.tpu.planner.vae_row:answer"
+
+
 @dataclass(frozen=True)
 class Case:
-    """`row`: what it is; `ask(on_progress)`: the rest of the row."""
+    """A row.
+
+    Attributes:
+        row: what it is.
+        question: the compiler's; None for what is measured here.
+        read: the rest of the row, of the answer; of nothing if there is no question.
+        as_run: the question is asked a second time without schedules; `read` takes that answer too.
+    """
 
     row: dict
-    ask: Callable[[Callable], dict]
+    question: Question | None
+    read: Callable[..., dict]
+    as_run: bool = False
+
+    def ask(self, on_progress: Callable = lambda text: None) -> dict:
+        """The rest of the row. Raises ValueError for what has no figures, and as `Question.answer`."""
+        if self.question is None:
+            return self.read()
+        answers = [_compiled(self.question.answer(on_progress))]
+        if self.as_run:
+            answers.append(replace(self.question, schedules=False).answer(on_progress))
+        return {**self.read(*answers), **{name: answers[0][name] for name in ("programs", "reader", "versions")}}
 
 
 def attention_cases() -> list[Case]:
     """Attention kernels by chip, shape and path: bundles per 1024 x 1024 scores."""
     return [
-        Case({"chip": chip, "shape": shape, "path": path}, _attention(chip, shape, path))
-        for chip in CHIP_SLICES
-        for shape in ATTENTION_SHAPES
-        for path in ATTENTION_PATHS
+        _attention(chip, shape, path) for chip in CHIP_SLICES for shape in ATTENTION_SHAPES for path in ATTENTION_PATHS
     ]
 
 
-def _attention(chip: str, shape: str, path: str) -> Callable:
-    def ask(on_progress):
-        request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
-        if path == "stock":
-            request |= {"kernel": "splash", "blocks": STOCK_BLOCKS[chip], "as_theirs": True}
-        answer = _kernel(request, on_progress)
-        return answer if path == "stock" else _of_way(answer, path)
-
-    return ask
-
-
-def _kernel(request: dict, on_progress: Callable, schedules: bool = True) -> dict:
-    return remembered("diffusers.tpu.planner.attention_row:answer", request, 600, on_progress, schedules)
+def _attention(chip: str, shape: str, path: str) -> Case:
+    request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
+    if path == "stock":
+        request |= {"kernel": "splash", "blocks": STOCK_BLOCKS[chip], "as_theirs": True}
+    read = dict if path == "stock" else functools.partial(_of_way, way=path)
+    return Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read)
 
 
 def _of_way(answer: dict, way: str) -> dict:
@@ -87,12 +100,13 @@ def tune(case: Case, on_progress: Callable) -> dict:
     if path != BOUND:
         raise ValueError(f"expected a case of path bound to tune, got {path}")
     request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape]}
-    tried = remembered("diffusers.tpu.planner.attention_row:sizes_to_try", {**request, "count": 4}, 60, on_progress)
+    sizes = Question("diffusers.tpu.planner.attention_row:sizes_to_try", {**request, "count": 4}, 60)
+    tried = sizes.answer(on_progress)
     present = _tuned_rows().get(_tuned_key(case.row))
     tried += [present["blocks"]] if present and present["blocks"] not in tried else []
     rows = []
     for blocks in tried:
-        answer = _kernel({**request, "kernel": "kernel", "blocks": blocks}, on_progress)
+        answer = Question(KERNELS, {**request, "kernel": "kernel", "blocks": blocks}, 600).answer(on_progress)
         online = answer["by_way"][ONLINE]["bundles_per_mtile"]
         rows.append({**_of_way(answer, path), "online_bundles_per_mtile": online})
     best = min(rows, key=lambda row: row["bundles_per_mtile"] + row["online_bundles_per_mtile"])
@@ -144,23 +158,14 @@ def sweep_cases() -> list[Case]:
     """Does the attention kernel, all its ways at once, compile: by chip, shape, dtype and mask; not timed."""
     rows = [(shape, dtype, "none") for shape in SWEEP_SHAPES for dtype in ("bfloat16", "float32")]
     rows += [(SWEEP_MASKED, dtype, mask) for mask in SWEEP_MASKS for dtype in ("bfloat16", "float32")]
-    return [
-        Case(
-            {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask},
-            _sweep(CHIP_SLICES[chip], shape, dtype, mask),
-        )
-        for chip in CHIP_SLICES
-        for shape, dtype, mask in rows
-    ]
+    return [_sweep(chip, shape, dtype, mask) for chip in CHIP_SLICES for shape, dtype, mask in rows]
 
 
-def _sweep(topology: str, shape: tuple[int, ...], dtype: str, mask: str) -> Callable:
-    def ask(on_progress):
-        request = {"topology": topology, "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
-        answer = _kernel(request, on_progress, schedules=False)
-        return {name: answer[name] for name in ("compile_seconds", "blocks", "versions")}
-
-    return ask
+def _sweep(chip: str, shape: tuple[int, ...], dtype: str, mask: str) -> Case:
+    request = {"topology": CHIP_SLICES[chip], "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
+    row = {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask}
+    question = Question(KERNELS, request, 600, schedules=False)
+    return Case(row, question, lambda answer: {name: answer[name] for name in ("compile_seconds", "blocks")})
 
 
 def step_cases() -> list[Case]:
@@ -193,24 +198,16 @@ def step_cases() -> list[Case]:
         *((topology, "hunyuanvideo-1.5-480p-t2v", HUNYUAN_480P) for topology in ("v6e-8", "v5e-8")),
     ]
     cases += [(*other, "ours", way, {}) for other in others for way in WAYS]
-    return [
-        Case(
-            {"topology": topology, "model": model, **size, "variant": variant, "way": way},
-            _step(topology, model, size, way or BOUND, config),
-        )
-        for topology, model, size, variant, way, config in cases
-    ]
+    return [_step(*case) for case in cases]
 
 
-def _step(topology: str, model: str, arguments: dict, way: str, config: dict) -> Callable:
-    asked = {"arguments": arguments, "config": config, "only": DENOISERS, "seconds": 1800}
+def _step(topology: str, model: str, size: dict, variant: str, way: str, config: dict) -> Case:
     # JAX's kernel with padded keys not masked, as it is fastest.
-    asked["as_theirs"] = config.get("attention") == "splash"
+    theirs = config.get("attention") == "splash"
+    request = request_of(model, topology, arguments=size, config=config, only=DENOISERS, as_theirs=theirs)
 
-    def ask(on_progress):
-        answer = _compiled(plan(model, topology, **asked, on_progress=on_progress))
-        as_run = plan(model, topology, **asked, schedules=False, on_progress=on_progress)
-        of_way = answer["by_way"][way]
+    def read(answer, as_run):
+        of_way = answer["by_way"][way or BOUND]
         return {
             "seconds_per_step": of_way["seconds"]["total"],
             "seconds": of_way["seconds"],
@@ -220,15 +217,15 @@ def _step(topology: str, model: str, arguments: dict, way: str, config: dict) ->
             "hbm_gib_per_chip": answer["hbm_gib_per_chip"],
             "compile_seconds": as_run["compile_seconds"],
             "trace_seconds": as_run["trace_seconds"],
-            "versions": answer["versions"],
         }
 
-    return ask
+    row = {"topology": topology, "model": model, **size, "variant": variant, "way": way}
+    return Case(row, Question(PLANS, request, 1800), read, as_run=True)
 
 
 def _compiled(answer: dict) -> dict:
-    """The plan, if the compiler found room for all of it. Raises ValueError if not."""
-    for part in answer["parts"]:
+    """The answer, if the compiler found room for all of it. Raises ValueError if not."""
+    for part in answer.get("parts", ()):
         if part["refused"]:
             what = f"{part['component']}.{part['entry']} of {answer['model']} on {answer['topology']}"
             raise ValueError(f"expected a chip with room for {what}, the compiler says: {part['refused']['message']}")
@@ -243,19 +240,13 @@ NOT_COUNTED = (
 def run_cases() -> list[Case]:
     """A whole run, text encoder, steps and VAE, all compiled; and a first run, which traces and compiles them before."""
     cases = [("v6e-8", "wan2.1-t2v-14b", VIDEO_720P), ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P)]
-    return [
-        Case({"topology": topology, "model": model, **size, "way": way}, _run(topology, model, size, way))
-        for topology, model, size in cases
-        for way in WAYS
-    ]
+    return [_run(*case, way) for case in cases for way in WAYS]
 
 
-def _run(topology: str, model: str, size: dict, way: str) -> Callable:
-    asked = {"arguments": {**size, "num_inference_steps": 50}, "everything": True, "seconds": 3600}
+def _run(topology: str, model: str, size: dict, way: str) -> Case:
+    request = request_of(model, topology, arguments={**size, "num_inference_steps": 50}, everything=True)
 
-    def ask(on_progress):
-        answer = _compiled(plan(model, topology, **asked, on_progress=on_progress))
-        as_run = plan(model, topology, **asked, schedules=False, on_progress=on_progress)
+    def read(answer, as_run):
         steps, of_way = answer["steps"], answer["by_way"][way]
         others = [part for part in answer["parts"] if part["stage"] != "denoise"]
         seconds = {f"{part['component']}.{part['entry']}": part["runs"] * part["seconds"] for part in others}
@@ -274,10 +265,10 @@ def _run(topology: str, model: str, size: dict, way: str) -> Callable:
             "hbm_gib_per_chip": answer["hbm_gib_per_chip"],
             "compile_seconds": as_run["compile_seconds"],
             "trace_seconds": as_run["trace_seconds"],
-            "versions": answer["versions"],
         }
 
-    return ask
+    row = {"topology": topology, "model": model, **size, "way": way}
+    return Case(row, Question(PLANS, request, 3600), read, as_run=True)
 
 
 def vae_cases() -> list[Case]:
@@ -299,94 +290,88 @@ def vae_cases() -> list[Case]:
         ("v6e-1", "ltx-video", {}, "bfloat16", "ours", False),
     ]
     return [
-        Case(
-            {"topology": topology, "model": model, **size, "dtype": dtype, "variant": variant},
-            nnx_decode(topology, model, size, dtype)
-            if variant == "nnx"
-            else torch_decode(topology, model, size, dtype, compiled, variant == "ours, in tiles"),
-        )
+        nnx_vae(topology, model, size, dtype)
+        if variant == "nnx"
+        else torch_vae(topology, model, size, dtype, compiled, variant == "ours, in tiles")
         for topology, model, size, dtype, variant, compiled in cases
     ]
 
 
-def nnx_decode(topology: str, model: str, size: dict, dtype: str) -> Callable:
-    """What asks for one video's decoding by the model's VAE in plain JAX. `size`: height, width and num_frames."""
+def nnx_vae(topology: str, model: str, size: dict, dtype: str, entry: str = "decode") -> Case:
+    """One video by the model's VAE in plain JAX. `size`: height, width and num_frames."""
+    request = {"topology": topology, "model": model, "dtype": dtype, "entry": entry, **size}
+    row = {"topology": topology, "model": model, **size, "dtype": dtype, "variant": "nnx", "entry": entry}
 
-    def ask(on_progress):
-        request = {"topology": topology, "model": model, "dtype": dtype, **size}
-        asked = "diffusers.tpu.planner.vae_row:answer", request, 1800, on_progress
-        return {**remembered(*asked), "compile_seconds": remembered(*asked, schedules=False)["compile_seconds"]}
+    def read(answer, as_run):
+        return {**answer, "compile_seconds": as_run["compile_seconds"]}
 
-    return ask
+    return Case(row, Question(VAES, request, 1800), read, as_run=True)
 
 
-def torch_decode(
-    topology: str, model: str, arguments: dict, dtype: str, compiled: bool, tiling: bool = False
-) -> Callable:
-    """The same of upstream's module as we run it. `arguments`: of the pipeline's call; `compiled`: not only modelled."""
+def torch_vae(
+    topology: str, model: str, arguments: dict, dtype: str, compiled: bool = True, tiling: bool = False
+) -> Case:
+    """Decoding by upstream's module as we run it. `arguments`: of the pipeline's call; `compiled`: not only modelled."""
+    asked = {"arguments": arguments, "everything": compiled, "only": ["vae"], "tiling": tiling}
+    variant = "ours, in tiles" if tiling else "ours"
+    row = {"topology": topology, "model": model, **arguments, "dtype": dtype, "variant": variant, "entry": "decode"}
 
-    asked = {"dtype": dtype, "arguments": arguments, "everything": compiled, "only": ["vae"], "seconds": 1800}
-    asked["tiling"] = tiling
+    def decoding(answer):
+        return next(part for part in answer["parts"] if part["entry"] == "decode")
 
-    def decoding(**others):
-        answer = plan(model, topology, **asked, **others)
-        return answer, next(p for p in answer["parts"] if p["entry"] == "decode")
-
-    def ask(on_progress):
-        answer, part = decoding(on_progress=on_progress)
-        as_run = decoding(on_progress=on_progress, schedules=False)[1] if compiled else part
+    def read(answer, as_run):
+        part = decoding(answer)
         return {
             "how": part["how"],
             "seconds": part["seconds"],
             "slower": part["timing"] and part["timing"]["slower"]["total"],
             "seconds_by_kind": part["timing"] and part["timing"]["seconds"],
             "hbm_gib": part["hbm_gib"],
-            "compile_seconds": as_run["compile_seconds"],
-            "versions": answer["versions"],
+            "compile_seconds": decoding(as_run)["compile_seconds"],
         }
 
-    return ask
+    return Case(row, Question(PLANS, request_of(model, topology, dtype=dtype, **asked), 1800), read, as_run=True)
 
 
 def calibration_cases() -> list[Case]:
     """Our sum for configurations that others measured on hardware, and its error."""
-    return [Case(p.row, _calibration(p)) for p in PUBLISHED]
+    return [_calibration(published) for published in PUBLISHED]
 
 
-def _calibration(published) -> Callable:
-    def ask(on_progress):
-        if published.attention is not None:
-            request = {
-                "topology": published.topology,
-                "shape": published.attention,
-                "kernel": {"online": "exp2"}.get(published.config["attention"], published.config["attention"]),
-                "blocks": published.config.get("attention_blocks"),
-                "as_theirs": True,
-            }
-            answer = _kernel(request, on_progress)
-            ours = answer["seconds"]
-        else:
-            asked = {"arguments": published.arguments, "config": {**AS_COMPILED_BY_OTHERS, **published.config}}
-            asked |= {"mesh": published.mesh, "only": DENOISERS, "as_theirs": True, "seconds": 1800}
-            answer = _compiled(plan(published.model, published.topology, **asked, on_progress=on_progress))
-            ours = answer["seconds_per_step"]["total"]
+def _calibration(published) -> Case:
+    if published.attention is not None:
+        request = {
+            "topology": published.topology,
+            "shape": published.attention,
+            "kernel": {"online": "exp2"}.get(published.config["attention"], published.config["attention"]),
+            "blocks": published.config.get("attention_blocks"),
+            "as_theirs": True,
+        }
+        question = Question(KERNELS, request, 600)
+    else:
+        asked = {"arguments": published.arguments, "config": {**AS_COMPILED_BY_OTHERS, **published.config}}
+        asked |= {"mesh": published.mesh, "only": DENOISERS, "as_theirs": True}
+        question = Question(PLANS, request_of(published.model, published.topology, **asked), 1800)
+
+    def read(answer):
+        of_step = published.attention is None
+        ours = answer["seconds_per_step"]["total"] if of_step else answer["seconds"]
         return {
             "measured_seconds": published.seconds,
             "our_seconds": ours,
-            "slower": answer["by_way"][BOUND]["slower"] if published.attention is None else None,
+            "slower": answer["by_way"][BOUND]["slower"] if of_step else None,
             "error": ours / published.seconds - 1,
             "our_seconds_by_kind": answer.get("seconds_per_step"),
             "source": published.source,
-            "versions": answer["versions"],
         }
 
-    return ask
+    return Case(published.row, question, read)
 
 
 def check_cases() -> list[Case]:
     """The look at a module before each call: measured here, not compiled for anything."""
     models = ("linear-1000", "wan2.1-t2v-1.3b", "wan2.1-t2v-14b", "hunyuanvideo-1.5-720p-t2v")
-    return [Case({"model": model}, lambda on_progress, model=model: check_row.answer(model)) for model in models]
+    return [Case({"model": model}, None, functools.partial(check_row.answer, model)) for model in models]
 
 
 BENCHES = {

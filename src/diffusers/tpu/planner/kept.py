@@ -44,11 +44,20 @@ def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = Non
     return _unpacked(packed)
 
 
+def name_of(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None) -> str:
+    """Of one program: changes with all that decides what the compiler makes of it, whether or not it writes schedules."""
+    return _digest(compiler.asked_flags, compiler, lowered, mesh, options)
+
+
 def _key(compiler: Compiler, lowered, mesh: Mesh, options: dict | None) -> str:
-    """Of all that decides what the compiler makes and how long it takes."""
+    """Changes with all that decides what the compiler makes and how long it takes."""
+    return _digest(compiler.flags, compiler, lowered, mesh, options)
+
+
+def _digest(flags: str, compiler: Compiler, lowered, mesh: Mesh, options: dict | None) -> str:
     said = [
         *(importlib.metadata.version(name) for name in ("jaxlib", "libtpu")),
-        compiler.flags,
+        flags,
         compiler.topology.name,
         [device.id for device in mesh.devices.flat],
         sorted((options or {}).items()),

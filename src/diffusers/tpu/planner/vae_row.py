@@ -1,4 +1,4 @@
-"""Decoding by a VAE in plain JAX, compiled, in the compiler's process: `answer` is what `bench vae --variant nnx` runs in a child."""
+"""One call of a VAE in plain JAX, compiled, in the compiler's process: `answer` is what `bench vae --variant nnx` runs in a child."""
 
 import importlib.metadata
 import math
@@ -11,7 +11,7 @@ from ..attention.ways import BOUND
 from ..devices import find_topology
 from ..mesh import make_mesh, plan_degrees
 from ..plans import PipelinePlan, flax_class, plan_of
-from . import ici, kept, timing
+from . import ici, kept, reader, timing
 from .building import configuration_of
 from .worker import GIB, versions
 
@@ -20,10 +20,11 @@ SIZES = ("height", "width", "num_frames")
 
 
 def answer(request: dict, progress: Callable) -> dict:
-    """Seconds, memory and compilation of one video's decoding, on the mesh that its pipeline would choose.
+    """Seconds, memory and compilation of one video's decoding or encoding, on the mesh that its pipeline would choose.
 
     Args:
-        request: `topology`, `model`, `dtype`; `height`, `width` and `num_frames` of the video.
+        request: `topology`, `model`, `dtype`, `entry` ("decode" or "encode"); `height`, `width` and `num_frames` of the
+            video; `named` (see `naming`).
 
     Raises BadRequest for what cannot be planned.
     """
@@ -43,9 +44,14 @@ def answer(request: dict, progress: Callable) -> dict:
         raise BadRequest(
             f"expected a height and width of multiples of {ratio} and {ratio_in_time}k+1 frames, got {request}"
         )
-    shape = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.latent_channels)
-    progress(f"compiling {cls.__name__}.decode for {topology.name}")
-    lowered = vae.lower("decode", shape)
+    entry, video = request["entry"], (1, frames, height, width, 3)
+    latents = (1, 1 + (frames - 1) // ratio_in_time, height // ratio, width // ratio, vae.latent_channels)
+    shape = latents if entry == "decode" else video
+    progress(f"compiling {cls.__name__}.{entry} for {topology.name}")
+    lowered = vae.lower(entry, shape)
+    of_program = {"programs": [kept.name_of(compiler, lowered, mesh)], "reader": reader(__name__)}
+    if request.get("named"):
+        return of_program
     compiled = kept.compiled(compiler, lowered, mesh)
     timed = timing.time_program(compiled, topology.chip, ici.places_of(mesh))[BOUND]
     held = compiled.memory
@@ -63,5 +69,6 @@ def answer(request: dict, progress: Callable) -> dict:
             "peak": compiled.peak_bytes / GIB,
         },
         "compile_seconds": compiled.seconds,
+        **of_program,
         "versions": {**versions(), "flax": importlib.metadata.version("flax")},
     }

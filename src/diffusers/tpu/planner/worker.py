@@ -1,7 +1,9 @@
 """One question to the planner, answered in the compiler's process: `answer` is what `planner.plan` runs in a child."""
 
 import contextlib
+import hashlib
 import importlib.metadata
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +19,7 @@ from ..plans import PipelinePlan, module_plan, plan_of
 from ..residency import room_for_weights, turns
 from ..runner import Runner
 from ..sharding import ModelPlan
-from . import calibration, ici, kept, meshes, sources, timing
+from . import calibration, ici, kept, meshes, reader, sources, timing
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
 from .work import Work, count
@@ -34,7 +36,8 @@ VERSIONS = ("diffusers", "torch", "torchax", "jax", "libtpu", "transformers")
 class Part:
     """One program of the run: a component's call, alone or as the two branches of guidance, on one mesh.
 
-    `timed`: by way of the attention kernel.
+    `timed`: by way of the attention kernel. `is_of`: a digest of the program, or of what was counted of it, and of what the
+    run does with it.
     """
 
     recorded: RecordedCall
@@ -43,6 +46,7 @@ class Part:
     work: Work
     weights: int
     inputs: int
+    is_of: str = ""
     compiled: CompiledProgram | None = None
     timed: dict[str, timing.Timing] | None = None
     refused: OutOfMemory | None = None
@@ -85,7 +89,7 @@ def answer(request: dict, progress: Callable) -> dict:
     Args:
         request: `model`, `topology`, `mesh` (None: as the pipeline would choose; "auto"; or degrees), `dtype`, `batch`,
             `arguments` of the pipeline's call, `everything` (compile more than the denoiser), `tiling` (None: as the card), `config` (further fields
-            of TPUConfig), `only` (components), `as_theirs` (see calibration.as_theirs).
+            of TPUConfig), `only` (components), `as_theirs` (see calibration.as_theirs), `named` (see `naming`).
 
     Raises BadRequest for what cannot be planned.
     """
@@ -99,6 +103,8 @@ def answer(request: dict, progress: Callable) -> dict:
 def _answer(request: dict, topology: Topology, recording: Recording, progress: Callable) -> dict:
     works = {id(r): count(r.traced.jaxpr) for r in recording.calls}
     planner = _Planner(request, topology, recording, works, progress)
+    if request.get("named"):
+        return {"programs": planner.named(), "reader": reader(__name__)}
     chosen, ranking = planner.choose()
     result = planner.as_json(*chosen)
     result["ranking"] = ranking
@@ -206,6 +212,11 @@ class _Planner:
         rest = self.parts(self.topology, best, only="rest")
         return (best, [*compiled[best], *rest]), ranking
 
+    def named(self) -> list[str]:
+        """What the plan is of, nothing compiled. Not for mesh "auto", which the compiler chooses."""
+        mesh = tuple(self.request["mesh"] or self._default_mesh(self.topology))
+        return [part.is_of for part in self.parts(self.topology, mesh)]
+
     def _default_mesh(self, topology: Topology) -> tuple[int, int, int]:
         pipe = self.recording.pipe
         return plan_degrees(topology.devices, None, plan_of(type(pipe), PipelinePlan()).in_pairs(pipe))
@@ -238,6 +249,7 @@ class _Planner:
         inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
         weights = runner.plan_weights().coverage.bytes_per_chip
         part = Part(recorded, branches, runs, self.works[id(recorded)], weights, inputs)
+        part.is_of = _digest(part, None)
         self._compile(part, runner, compiler, places, topology)
         return [part]
 
@@ -252,6 +264,9 @@ class _Planner:
         start = time.perf_counter()
         lowered = runner.trace(part.recorded.call, part.branches).traced.lower()
         part.trace_seconds = time.perf_counter() - start
+        part.is_of = _digest(part, kept.name_of(compiler, lowered, runner.mesh, runner.compiler_options))
+        if self.request.get("named"):
+            return
         program = hash((topology.name, lowered.as_text()))  # two experts are one program
         if program not in self.compiled:
             try:
@@ -341,6 +356,8 @@ class _Planner:
             ),
             "trace_seconds": sum({id(p.compiled): p.trace_seconds for p in parts if p.compiled is not None}.values()),
             "peak_flops": peak_flops,
+            "programs": [p.is_of for p in parts],
+            "reader": reader(__name__),
             "versions": versions(),
             "pipeline": type(self.recording.pipe).__name__,
             "dtype": self.request["dtype"],
@@ -466,6 +483,12 @@ class _Planner:
                     f"{self._per_step(made):.2f} s per step (compiled, mesh {','.join(map(str, mesh))})"
                 )
         return None
+
+
+def _digest(part: Part, program: str | None) -> str:
+    work = [part.work.flops, part.work.bytes, part.work.live]
+    said = [part.name, program, part.runs, part.branches, part.weights, part.inputs, part.shared, *work]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 def _largest(sums: dict[str, float], kept: int = 12) -> dict[str, float]:
