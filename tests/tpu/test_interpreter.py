@@ -113,15 +113,18 @@ def test_linear(interpreted, rows, columns, activation):
     assert not raced and relative(wide(ours), exact) < 5e-3  # measured: 1.7e-3 to 2.9e-3
 
 
-@pytest.mark.parametrize("tokens", [1, 255, 300])
-def test_rotary(interpreted, tokens):
+@pytest.mark.parametrize("tokens, dim", [(1, 128), (255, 64), (300, 128)])
+def test_rotary(interpreted, tokens, dim):
     rng = np.random.default_rng()
-    (x,), (weight,) = draw(rng, jnp.bfloat16, (2, tokens, 256)), draw(rng, jnp.float32, (256,))
-    angle = np.repeat(rng.uniform(-100, 100, (tokens, 64)), 2, axis=1)
+    size = 256 if dim == 128 else dim  # small heads are normed each
+    (x,), (weight,) = draw(rng, jnp.bfloat16, (2, tokens, 256)), draw(rng, jnp.float32, (size,))
+    angle = np.repeat(rng.uniform(-100, 100, (tokens, dim // 2)), 2, axis=1)
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
-    ours, raced = interpreted(lambda settings: rotary._by_kernel(x, weight, cos, sin, eps=1e-6, interpret=settings))
-    norm = wide(x) / np.sqrt((wide(x) ** 2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
-    pairs = norm.reshape(2, tokens, 2, 64, 2)
+    static = {"eps": 1e-6, "centred": False, "biased": False, "apart": False}
+    ours, raced = interpreted(lambda settings: rotary._by_kernel(x, weight, cos, sin, **static, interpret=settings))
+    rows = wide(x).reshape(2, tokens, -1, size)
+    norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
+    pairs = norm.reshape(2, tokens, 256 // dim, dim // 2, 2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle[None, :, None, ::2])
     exact = np.stack([turned.real, turned.imag], -1).reshape(x.shape)
     assert not raced and relative(wide(ours), exact) < 5e-3  # measured: 2.4e-3

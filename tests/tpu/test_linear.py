@@ -20,7 +20,7 @@ from diffusers.tpu import bridge, linear
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.rotary import normed_and_rotated
+from diffusers.tpu.rotary import Norm, normed_and_rotated
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.settings import Settings, current, using
 
@@ -92,20 +92,41 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
 
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
-@pytest.mark.parametrize("per_head", [False, True])
-def test_norm_and_rotation(chips, degrees, kernel, per_head):
-    tokens, heads, dim = int(np.random.default_rng().integers(1, 600)), 3, 128
-    x, weight = draw(2, tokens, heads * dim), draw(dim if per_head else heads * dim, dtype=jnp.float32)
-    angle = np.repeat(np.random.default_rng().uniform(-100, 100, (tokens, dim // 2)), 2, axis=1)
-    cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+@pytest.mark.parametrize(
+    "dim, per_head, centred, apart",
+    [
+        (128, False, False, False),
+        (128, True, False, True),
+        (128, False, True, False),
+        (128, True, True, False),
+        (64, True, True, False),
+        (64, True, True, True),
+        (32, True, False, False),
+    ],
+    ids=["Wan", "heads-halves", "layer-norm", "heads-layer-norm", "CogVideoX", "small-halves", "small-RMS"],
+)
+def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart):
+    tokens, heads = int(np.random.default_rng().integers(1, 600)), 384 // dim
+    size = dim if per_head else heads * dim
+    x, weight = draw(2, tokens, heads * dim) + 1, draw(size, dtype=jnp.float32)
+    bias = draw(size, dtype=jnp.float32) if centred else None
+    angle = np.random.default_rng().uniform(-100, 100, (tokens, dim // 2))
+    both = np.concatenate([angle, angle], 1) if apart else np.repeat(angle, 2, axis=1)
+    cos, sin = (jnp.asarray(f(both), jnp.float32) for f in (np.cos, np.sin))
     settings = Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
-    ours = wide(jax.jit(lambda x, weight, *a: normed_and_rotated(x, weight, a, 1e-6, settings))(x, weight, cos, sin))
-    rows = wide(x).reshape(2, tokens, -1, weight.size)
+
+    def run(x, weight, bias, *tables):
+        return normed_and_rotated(x, Norm(weight, 1e-6, bias, centred), tables, settings, apart)
+
+    ours = wide(jax.jit(run)(x, weight, bias, cos, sin))
+    rows = wide(x).reshape(2, tokens, -1, size)
+    rows = rows - rows.mean(-1, keepdims=True) if centred else rows
     norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
-    pairs = norm.reshape(2, tokens, heads, dim // 2, 2)
-    turn = np.exp(1j * angle[None, :, None, ::2])
-    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * turn
-    exact = np.stack([turned.real, turned.imag], -1).reshape(x.shape)
+    norm = norm + wide(bias) if centred else norm
+    pairs = norm.reshape(2, tokens, heads, *((2, dim // 2) if apart else (dim // 2, 2)))
+    first, second = np.split(pairs, 2, -2 if apart else -1)
+    turned = (first + 1j * second) * np.exp(1j * angle)[None, :, None].reshape(1, tokens, 1, *first.shape[3:])
+    exact = np.concatenate([turned.real, turned.imag], -2 if apart else -1).reshape(x.shape)
     rounding = relative(wide(jnp.asarray(exact, jnp.bfloat16)), exact)
     assert relative(ours, exact) < 1.5 * rounding  # rounded twice, as upstream does: 1.41
 
@@ -190,7 +211,7 @@ def test_what_is_whole_on_every_chip_stays_so_with_what_follows(chips, monkeypat
                 y = F.linear(x, w, b)
             text = (h + g * y).jax()
             with bridge.on_every_chip() if whole else contextlib.nullcontext():
-                return text, normed_and_rotated(text, weight, (), 1e-6, current())
+                return text, normed_and_rotated(text, Norm(weight, 1e-6), (), current())
 
     mesh = make_mesh(chips, degrees)
     one = run(KERNEL, False, *arrays)

@@ -16,6 +16,7 @@ PLANS = {
     "HunyuanVideo15Transformer3DModel": "..models.transformers.transformer_hunyuan_video15_flax",
     "HunyuanVideoTransformer3DModel": "..models.transformers.transformer_hunyuan_video_flax",
     "HunyuanVideoFramepackTransformer3DModel": "..models.transformers.transformer_hunyuan_video_framepack_flax",
+    "CogVideoXTransformer3DModel": "..models.transformers.cogvideox_transformer_3d_flax",
     "AutoencoderKLHunyuanVideo15": "..models.autoencoders.autoencoder_kl_hunyuanvideo15_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
     "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
@@ -26,6 +27,10 @@ PLANS = {
     "HunyuanVideoImageToVideoPipeline": "..pipelines.hunyuan_video.pipeline_hunyuan_video_image2video_flax",
     "HunyuanVideoFramepackPipeline": "..pipelines.hunyuan_video.pipeline_hunyuan_video_framepack_flax",
     "HunyuanSkyreelsImageToVideoPipeline": "..pipelines.hunyuan_video.pipeline_hunyuan_skyreels_image2video_flax",
+    "CogVideoXPipeline": "..pipelines.cogvideo.pipeline_cogvideox_flax",
+    "CogVideoXImageToVideoPipeline": "..pipelines.cogvideo.pipeline_cogvideox_image2video_flax",
+    "CogVideoXVideoToVideoPipeline": "..pipelines.cogvideo.pipeline_cogvideox_video2video_flax",
+    "CogVideoXFunControlPipeline": "..pipelines.cogvideo.pipeline_cogvideox_fun_control_flax",
     "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
     "WanImageToVideoPipeline": "..pipelines.wan.pipeline_wan_i2v_flax",
     "WanVideoToVideoPipeline": "..pipelines.wan.pipeline_wan_video2video_flax",
@@ -46,13 +51,17 @@ class PipelinePlan:
     Args:
         glue: "resident" if upstream's loop is known to run on device tensors.
         once_per_branch: the denoiser is called once per guidance branch, not with all of them in one batch.
+        guided_in_batch: it is called with both branches in one batch, which `dp` splits as the plan of the model says.
     """
 
     glue: str = "host"
     once_per_branch: bool = False
+    guided_in_batch: bool = False
 
     def in_pairs(self, pipe=None) -> bool:
-        """Do calls of the denoiser come in pairs, so that dp 2 is of use? A guider says how many branches there are; without one two."""
+        """Are there two of what a call computes, so that dp 2 is of use? A guider says how many branches there are; without one two."""
+        if self.guided_in_batch:
+            return True
         guider = getattr(pipe, "guider", None)
         branches = 2 if guider is None else guider.num_conditions if guider._enabled else 1
         return self.once_per_branch and branches % 2 == 0

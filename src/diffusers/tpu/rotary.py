@@ -1,12 +1,16 @@
-"""RMS norm, over all heads or of each, and rotation of neighbouring entries by position: what queries and keys of video models
-go through.
+"""RMS norm or layer norm, over all heads or of each, and rotation of pairs of entries by position: what queries and keys of
+video models go through.
 
 One kernel on a TPU: it reads x once and writes it once. XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes
 five passes, some of them over arrays with two entries in a row of 128. Both round where upstream does: after the norm, and
 after the rotation, each computed in float32.
+
+Heads smaller than a row of 128 lanes share one. Sums over each of them are products with ones on the matrix unit, which
+else waits here; what is summed goes there in bfloat16 parts.
 """
 
 import functools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -23,45 +27,76 @@ from .settings import Settings
 
 BLOCK_ROWS = 256
 TILE_ROWS = 32  # in registers at once, one head of them
+TILE_ROWS_OF_SMALL_HEADS = 64
+
+
+@dataclass(frozen=True)
+class Norm:
+    """(x - mean) / sqrt(variance + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight.
+
+    Attributes:
+        weight, bias: of all channels, or of the D entries of a head: then each head is normed by itself.
+        centred: layer norm, not RMS.
+    """
+
+    weight: Float[Array, " C|D"]
+    eps: float
+    bias: Float[Array, " C|D"] | None = None
+    centred: bool = False
 
 
 def rotate_pairs(
-    x: Float[Array, "... D"], cos: Float[Array, "... D"], sin: Float[Array, "... D"]
+    x: Float[Array, "... D"], cos: Float[Array, "... D"], sin: Float[Array, "... D"], apart: bool = False
 ) -> Float[Array, "... D"]:
-    """(x_0, x_1) to (x_0 cos - x_1 sin, x_0 sin + x_1 cos) for every pair of neighbours; cos and sin have each value twice."""
-    even = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) % 2 == 0
-    return x * cos + jnp.where(even, -jnp.roll(x, -1, -1), jnp.roll(x, 1, -1)) * sin
+    """(x_0, x_1) to (x_0 cos - x_1 sin, x_0 sin + x_1 cos) for every pair of neighbours, or of entries half a head apart.
+
+    cos and sin have each value where each of its pair is.
+    """
+    distance = x.shape[-1] // 2 if apart else 1
+    first = _first_of_pairs(x.shape, distance, 2 * distance)
+    return x * cos + jnp.where(first, -jnp.roll(x, -distance, -1), jnp.roll(x, distance, -1)) * sin
+
+
+def _first_of_pairs(shape: tuple[int, ...], distance: int, of: int):
+    lane = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
+    return lane % 2 == 0 if distance == 1 else lane % of < distance
 
 
 def normed_and_rotated(
     x: Float[Array, "B T C"],
-    weight: Float[Array, " C|D"],
+    norm: Norm,
     tables: tuple[Float[Array, "T D"], ...],
-    eps: float,
     settings: Settings,
+    apart: bool = False,
 ) -> Float[Array, "B T C"]:
-    """x / sqrt(mean(x^2) + eps) * weight, then every head of D entries rotated by the tables, cos and sin; in x's dtype.
+    """x normed, then every head of D entries rotated by the tables, cos and sin (`rotate_pairs`); in x's dtype.
 
-    A weight of D entries is of each head: the mean is over its entries then, over all heads' with a weight of C. Without
-    tables nothing is rotated.
+    Without tables nothing is rotated.
     """
-    interpret, dim = settings.interpreted, tables[0].shape[-1] if tables else weight.size
-    found = rows_over_mesh(x.shape, settings) if settings.own_layers and dim % LANES == 0 else None
+    interpret, dim = settings.interpreted, tables[0].shape[-1] if tables else norm.weight.size
+    whole = x.shape[-1] % LANES == 0 and (dim % LANES == 0 or (LANES % dim == 0 and norm.weight.size == dim))
+    found = rows_over_mesh(x.shape, settings) if settings.own_layers and whole else None
     if found is None or found.rows < found.least(interpret):
-        return _plainly(x, weight, tables, eps)
+        return _plainly(x, norm, tables, apart)
     table = P(found.spec[1], None) if found.mesh is not None else P()
-    run = functools.partial(_by_kernel, eps=eps, interpret=interpret)
-    return found.run(run, (x, weight, *tables), (found.spec, P(), *(table for _ in tables)))
+    vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
+    static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart}
+    run = functools.partial(_by_kernel, **static, interpret=interpret)
+    return found.run(run, (x, *vectors, *tables), (found.spec, *(P() for _ in vectors), *(table for _ in tables)))
 
 
-def _plainly(x, weight, tables, eps):
-    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, weight.size)
-    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + eps) * weight.astype(jnp.float32)
+def _plainly(x, norm, tables, apart):
+    wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, norm.weight.size)
+    if norm.centred:
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + norm.eps) * norm.weight.astype(jnp.float32)
+    if norm.bias is not None:
+        wide = wide + norm.bias.astype(jnp.float32)
     if not tables:
         return wide.astype(x.dtype).reshape(x.shape)
     cos, sin = tables
     heads = wide.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1])
-    return rotate_pairs(heads, cos[:, None], sin[:, None]).astype(x.dtype).reshape(x.shape)
+    return rotate_pairs(heads, cos[:, None], sin[:, None], apart).astype(x.dtype).reshape(x.shape)
 
 
 def _inverse(parts: list, eps: float):
@@ -70,42 +105,84 @@ def _inverse(parts: list, eps: float):
     return lax.rsqrt(squares.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts) + eps)
 
 
-def _by_kernel(x, weight, *tables, eps, interpret):
+def _mean(parts: list):
+    """Of rows that are these parts side by side."""
+    total = functools.reduce(lambda total, part: total + part, parts)
+    return total.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts)
+
+
+def _mean_of_small_heads(x, dim: int, parts: int):
+    """Of each `dim` lanes, in all of them. `parts`: of bfloat16, that x is the sum of, nearly enough."""
+    row, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) // dim for axis in (0, 1))
+    ones = (row == column).astype(jnp.bfloat16)
+    total, left = 0.0, x
+    for _ in range(parts):
+        part = left.astype(jnp.bfloat16)
+        total = total + jnp.dot(part, ones, preferred_element_type=jnp.float32)
+        left = left - part.astype(jnp.float32)
+    return total / dim
+
+
+def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     batch, tokens, width = x.shape
+    bias, tables = (others[0], others[1:]) if biased else (None, others)
     per_head = weight.size < width
     dim = tables[0].shape[-1] if tables else weight.size if per_head else LANES
-    weight = jnp.tile(weight, width // weight.size)
+    distance = (dim // 2 if apart else 1, dim)
+    small, lanes = dim < LANES, max(dim, LANES)
+    vectors = [jnp.tile(vector, width // vector.size) for vector in (weight, bias)[: 2 if biased else 1]]
+    tables = [jnp.tile(table, (1, lanes // dim)) for table in tables] if small else tables
     spec = pl.BlockSpec((None, BLOCK_ROWS, width), lambda b, t: (b, t, 0))
-    table = pl.BlockSpec((BLOCK_ROWS, dim), lambda b, t: (t, 0))
+    table = pl.BlockSpec((BLOCK_ROWS, lanes), lambda b, t: (t, 0))
+    tile_rows = TILE_ROWS_OF_SMALL_HEADS if small else TILE_ROWS
+
+    def normed(part, of_row):
+        """One part of a row, whose mean and inverse deviation `of_row` has if the norm is over all parts."""
+        if small:
+            half = x.dtype == jnp.bfloat16
+            if centred:
+                part = part - _mean_of_small_heads(part, dim, 1 if half else 3)
+            return part * lax.rsqrt(_mean_of_small_heads(part * part, dim, 2 if half else 3) + eps)
+        mean, inverse = of_row
+        if centred:
+            part = part - (_mean([part]) if per_head else mean)
+        return part * (_inverse([part], eps) if per_head else inverse)
 
     def tile(x_ref, w_ref, *refs):
+        b_ref, refs = (refs[0], refs[1:]) if biased else (None, refs)
         *table_refs, o_ref, n = refs
-        rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
-        heads = [slice(h, h + dim) for h in range(0, width, dim)]
-        inverse = None if per_head else _inverse([x_ref[rows, head].astype(jnp.float32) for head in heads], eps)
+        rows = pl.ds(pl.multiple_of(n * tile_rows, tile_rows), tile_rows)
+        heads = [slice(h, h + lanes) for h in range(0, width, lanes)]
+        mean = inverse = None
+        if not per_head:
+            parts = [x_ref[rows, head].astype(jnp.float32) for head in heads]
+            mean = _mean(parts) if centred else None
+            inverse = _inverse([part - mean for part in parts] if centred else parts, eps)
         if tables:
             cos, sin = (ref[rows, :] for ref in table_refs)
-            even = lax.broadcasted_iota(jnp.int32, cos.shape, 1) % 2 == 0
+            first = _first_of_pairs(cos.shape, *distance)
         for head in heads:
-            part = x_ref[rows, head].astype(jnp.float32)
-            part = part * (_inverse([part], eps) if per_head else inverse) * w_ref[:, head]
+            part = normed(x_ref[rows, head].astype(jnp.float32), (mean, inverse)) * w_ref[:, head]
+            if biased:
+                part = part + b_ref[:, head]
             if tables:
                 part = part.astype(o_ref.dtype).astype(jnp.float32)
-                before, after = pltpu.roll(part, 1, 1), pltpu.roll(part, dim - 1, 1)
-                part = part * cos + jnp.where(even, -after, before) * sin
+                before, after = pltpu.roll(part, distance[0], 1), pltpu.roll(part, lanes - distance[0], 1)
+                part = part * cos + jnp.where(first, -after, before) * sin
             o_ref[rows, head] = part.astype(o_ref.dtype)
 
     def kernel(*refs):
-        pl.loop(0, BLOCK_ROWS // TILE_ROWS)(functools.partial(tile, *refs))
+        pl.loop(0, BLOCK_ROWS // tile_rows)(functools.partial(tile, *refs))
 
+    vector = pl.BlockSpec((1, width), lambda b, t: (0, 0))
     return pl.pallas_call(
         kernel,
         grid=(batch, pl.cdiv(tokens, BLOCK_ROWS)),
-        in_specs=[spec, pl.BlockSpec((1, width), lambda b, t: (0, 0)), *(table for _ in tables)],
+        in_specs=[spec, *(vector for _ in vectors), *(table for _ in tables)],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         cost_estimate=cost(x, x, *tables, flops=10 * x.size),
         interpret=interpret,
         name="rotary_kernel",
-    )(x, weight.astype(jnp.float32)[None], *(table.astype(jnp.float32) for table in tables))
+    )(x, *(each.astype(jnp.float32)[None] for each in vectors), *(table.astype(jnp.float32) for table in tables))

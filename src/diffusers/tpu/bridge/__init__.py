@@ -62,14 +62,22 @@ def to_torch(array: jax.Array) -> torch.Tensor:
     return Tensor(array, environment())
 
 
-def normed_and_rotated(x: torch.Tensor, norm: torch.nn.RMSNorm, *tables: torch.Tensor) -> torch.Tensor:
-    """`norm(x)` of a traced x [B, T, C], every head's pairs of neighbours rotated by cos and sin [1, T, 1, D], if given."""
-    from ..rotary import normed_and_rotated
+def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Tensor, apart=False) -> torch.Tensor:
+    """`norm(x)` of a traced x [B, T, C], every head's pairs of entries rotated by cos and sin [1, T, 1, D], if given.
+
+    Args:
+        norm: RMS or layer norm with weights; over all of C, or of the entries of a head.
+        apart: pairs are of entries half a head apart, not of neighbours.
+    """
+    from ..rotary import Norm, normed_and_rotated
     from ..settings import current
 
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    bias = getattr(norm, "bias", None)
+    centred = isinstance(norm, torch.nn.LayerNorm)
+    ours = Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)
     tables = tuple(table.jax()[0, :, 0] for table in tables)
-    return Tensor(normed_and_rotated(x.jax(), norm.weight.jax(), tables, eps, current()), environment())
+    return Tensor(normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
 
 
 def filled(table: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,55 @@
+"""CogVideoX's transformer on TPU: where its weights lie, and blocks whose two streams are never one.
+
+Latents are split over the sequence, text is whole on every chip; both go through the same weights. Projections and the first
+layer of a feed-forward split their outputs over `tp`, those after them their inputs; the other axis of each is storage over
+`dp` and `sp`, gathered block by block. Upstream concatenates the streams for attention and again for the feed-forward; here
+each token's layers are computed in its own stream (see transformer_hunyuan_video_flax.py).
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from ...tpu.sharding import ModelPlan
+from ..attention_processor import CogVideoXAttnProcessor2_0
+from .cogvideox_transformer_3d import CogVideoXBlock
+from .transformer_hunyuan_video_flax import CARRY, STORED, TwoStreamProcessor
+
+
+class CogVideoXProcessor(TwoStreamProcessor):
+    """Rotation is of the latents alone. Upstream's mask is of all pairs of tokens; its pipelines give none."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None):
+        if attention_mask is not None:
+            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, None, image_rotary_emb)
+
+
+def _block(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, attention_kwargs=None):
+    """As upstream's, stream by stream."""
+    from ...tpu.bridge import on_every_chip
+
+    normed, text, gate, text_gate = block.norm1(hidden_states, encoder_hidden_states, temb)
+    given = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}
+    answer, text_answer = block.attn1(hidden_states=normed, encoder_hidden_states=text, **given)
+    hidden_states = hidden_states + gate * answer
+    encoder_hidden_states = encoder_hidden_states + text_gate * text_answer
+    normed, text, gate, text_gate = block.norm2(hidden_states, encoder_hidden_states, temb)
+    hidden_states = hidden_states + gate * block.ff(normed)
+    with on_every_chip():
+        encoder_hidden_states = encoder_hidden_states + text_gate * block.ff(text)
+    return hidden_states, encoder_hidden_states
+
+
+RULES = (
+    (r"attn1\.to_[qkv]\.", P("tp", STORED)),
+    (r"attn1\.to_out\.0\.weight$", P(STORED, "tp")),
+    (r"ff\.net\.0\.proj\.", P("tp", STORED)),
+    (r"ff\.net\.2\.weight$", P(STORED, "tp")),
+    (r"norm[12]\.linear\.weight$", P(STORED, None)),
+)
+
+PLAN = ModelPlan(
+    rules=RULES,
+    carry=CARRY,
+    processors={CogVideoXAttnProcessor2_0: CogVideoXProcessor},
+    methods={(CogVideoXBlock, "forward"): _block},
+)
