@@ -28,6 +28,8 @@ MODELS = {
     "wan2.2-ti2v-5b": "Wan 2.2 TI2V 5B",
     "wan2.1-t2v-1.3b": "Wan 2.1 1.3B",
     "cogvideox1.5-5b": "CogVideoX1.5 5B",
+    "cogvideox-5b": "CogVideoX 5B",
+    "cogvideox-2b": "CogVideoX 2B",
     "hunyuanvideo-1.5-720p-t2v": "HunyuanVideo-1.5",
     "hunyuanvideo-1.5-480p-t2v": "HunyuanVideo-1.5",
     "ltx-video": "LTX-Video",

@@ -118,7 +118,7 @@ def _mean_of_small_heads(x, dim: int, parts: int):
     total, left = 0.0, x
     for _ in range(parts):
         part = left.astype(jnp.bfloat16)
-        total = total + jnp.dot(part, ones, preferred_element_type=jnp.float32)
+        total = total + jnp.dot(part, ones, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
         left = left - part.astype(jnp.float32)
     return total / dim
 
