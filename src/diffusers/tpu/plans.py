@@ -17,6 +17,7 @@ PLANS = {
     "HunyuanVideoTransformer3DModel": "..models.transformers.transformer_hunyuan_video_flax",
     "HunyuanVideoFramepackTransformer3DModel": "..models.transformers.transformer_hunyuan_video_framepack_flax",
     "CogVideoXTransformer3DModel": "..models.transformers.cogvideox_transformer_3d_flax",
+    "AutoencoderKLCogVideoX": "..models.autoencoders.autoencoder_kl_cogvideox_flax",
     "AutoencoderKLHunyuanVideo15": "..models.autoencoders.autoencoder_kl_hunyuanvideo15_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
     "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",

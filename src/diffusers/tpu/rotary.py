@@ -113,7 +113,7 @@ def _mean(parts: list):
 
 def _mean_of_small_heads(x, dim: int, parts: int):
     """Of each `dim` lanes, in all of them. `parts`: of bfloat16, that x is the sum of, nearly enough."""
-    row, column = (lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis) // dim for axis in (0, 1))
+    row, column = (lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis), dim) for axis in (0, 1))
     ones = (row == column).astype(jnp.bfloat16)
     total, left = 0.0, x
     for _ in range(parts):

@@ -15,7 +15,16 @@ from .environment import DEVICE, decomposing, environment, on_device, quiet_inte
 from .function import INPUT, PureFunction, on_every_chip, tracing
 from .outside import DEVICE_TENSORS, ValueRead
 from .scale import NumberRead
-from .video import attention_by_frame, in_tiles, over_width, scan_chunks
+from .video import (
+    attention_by_frame,
+    doubled,
+    group_normed,
+    in_tiles,
+    over_width,
+    scan_alike,
+    scan_batches,
+    scan_chunks,
+)
 
 
 __all__ = [
@@ -35,6 +44,8 @@ __all__ = [
     "environment",
     "filled",
     "from_numpy",
+    "doubled",
+    "group_normed",
     "in_tiles",
     "joint_attention",
     "normed_and_rotated",
@@ -43,6 +54,8 @@ __all__ = [
     "on_every_chip",
     "over_width",
     "quiet_integers",
+    "scan_alike",
+    "scan_batches",
     "scan_chunks",
     "to_jax",
     "to_torch",

@@ -3,10 +3,14 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax import lax
 from torchax.tensor import Tensor
 
-from ..video import attention, chunks, slabs, tiles
+from ..video import attention, chunks, norm, slabs, tiles
+from ..video.convolution import doubled_by_columns
+from .blocks import Method
 
 
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:
@@ -26,6 +30,70 @@ def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch
         return out, [entry if entry is None else entry.jax() for entry in cache]
 
     return Tensor(chunks.scan_chunks(one, x.jax(), size, [None] * slots, axis=2), env)
+
+
+def scan_batches(step: Callable, x: torch.Tensor, size: int) -> torch.Tensor:
+    """`chunks.scan_batches` of x [B, C, T, H, W]. `step` hands on any structure of tensors."""
+    env = x._env
+
+    def one(batch, kept):
+        out, kept = step(Tensor(batch, env), _tensors(kept, env))
+        return out.jax(), _arrays(kept)
+
+    return Tensor(chunks.scan_batches(one, x.jax(), size, axis=2), env)
+
+
+def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, own) -> tuple[torch.Tensor, object]:
+    """Modules of one kind one after another, traced once and scanned: (what the last gives, what each keeps, stacked).
+
+    Args:
+        call: (module, x, what is its own) -> (x for the next, what it keeps: any structure of tensors).
+        own: None, or the structures of all of them, stacked.
+    """
+    env, first = x._env, modules[0]
+    weights = [dict(module.state_dict(keep_vars=True)) for module in modules]
+    stacked = {name: jnp.stack([tensors[name].jax() for tensors in weights]) for name in weights[0]}
+    method = Method(first, lambda x, kept: call(first, x, kept))
+
+    def one(x, weights_and_own):
+        weights, own = weights_and_own
+        weights = {f"module.{name}": Tensor(array, env) for name, array in weights.items()}
+        out, kept = torch.func.functional_call(method, weights, (Tensor(x, env), _tensors(own, env)))
+        return out.jax(), _arrays(kept)
+
+    x, kept = lax.scan(one, x.jax(), (stacked, _arrays(own)))
+    return Tensor(x, env), _tensors(kept, env)
+
+
+def _tensors(tree, env):
+    return jax.tree.map(lambda array: Tensor(array, env), tree)
+
+
+def _arrays(tree):
+    return jax.tree.map(lambda tensor: tensor.jax(), tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+
+
+def group_normed(
+    layer: torch.nn.GroupNorm, x: torch.Tensor, scale: torch.Tensor | None = None, shift: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`norm.normed` of x [B, C, T, H, W], or `norm.normed_by_place` with `scale` and `shift`."""
+    how = layer.weight.jax(), layer.bias.jax(), layer.num_groups, layer.eps
+    maps = [_last(tensor.jax()) for tensor in (x, scale, shift) if tensor is not None]
+    out = norm.normed(maps[0], *how) if scale is None else norm.normed_by_place(maps[0], *how, *maps[1:])
+    return Tensor(jnp.moveaxis(out, -1, 1), x._env)
+
+
+def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """`convolution.doubled_by_columns` of x [B, C, T, H, W], on a slab."""
+    array = x.jax()
+    columns = slabs.slabs().with_neighbours(array, 1, 1).transpose(0, 4, 2, 3, 1)
+    out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
+    return Tensor(out.transpose(0, 4, 2, 3, 1).astype(array.dtype), x._env)
+
+
+def _last(x: jax.Array) -> jax.Array:
+    """Channels last."""
+    return jnp.moveaxis(x, 1, -1)
 
 
 def over_width(function: Callable, x: torch.Tensor, multiple: int = 1) -> torch.Tensor:

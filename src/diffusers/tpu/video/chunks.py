@@ -53,6 +53,33 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     return lax.slice_in_dim(outs, dropped, outs.shape[axis], axis=axis)
 
 
+def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.Array:
+    """`step` of batches of `size` frames of a traced x, one after another, its outputs joined in time.
+
+    The first batch holds the remainder as well and is computed by itself, the others by one scan.
+
+    Args:
+        step: (batch, what the one before handed on, None for the first) -> (output, what is handed on). Its shapes stay.
+        axis: of time.
+    """
+    frames = x.shape[axis]
+    first = frames if frames < 2 * size else size + frames % size
+    out, kept = step(lax.slice_in_dim(x, 0, first, axis=axis), None)
+    if first == frames:
+        return out
+    rest = lax.slice_in_dim(x, first, frames, axis=axis)
+    batches = jnp.moveaxis(rest.reshape(*rest.shape[:axis], -1, size, *rest.shape[axis + 1 :]), axis, 0)
+
+    def one(kept, batch):
+        out, kept = step(batch, kept)
+        return kept, out
+
+    _, outs = lax.scan(one, kept, batches)
+    outs = jnp.moveaxis(outs, 0, axis)
+    outs = outs.reshape(*outs.shape[:axis], -1, *outs.shape[axis + 2 :])
+    return jnp.concatenate([out, outs], axis)
+
+
 def _as_it_stays(after: Callable, cache):
     """Shapes of the cache that a chunk hands on as it got them. `after`: (the cache before a chunk) -> that after it."""
     for _ in range(SETTLED):

@@ -27,6 +27,29 @@ def by_columns(
     strides: tuple[int, int] = (1, 1),
 ) -> Float[Array, "B V U G O"]:
     """A convolution in float32: `padding` and `strides` of time and height; the width is padded already, its stride is 1."""
+    y, taps, features = _taps(x, w, padding, strides), w.shape[2], w.shape[4]
+    columns = x.shape[1] - taps + 1
+    y = sum(y[:, tap : tap + columns, ..., tap * features : (tap + 1) * features] for tap in range(taps))
+    return y if b is None else y + b
+
+
+def doubled_by_columns(
+    x: Float[Array, "B W+2 T H C"], w: Float[Array, "3 3 C O"], b: Float[Array, " O"]
+) -> Float[Array, "B 2*W T 2*H O"]:
+    """The convolution, in float32, of frames each of whose positions has become four; a column stands beside them on both sides.
+
+    Columns that are alike are convolved once.
+    """
+    y = _taps(jnp.repeat(x, 2, 3), w[None], [(0, 0), (1, 1)], (1, 1))
+    first, second, third = jnp.split(y, 3, -1)
+    left, here, right = slice(0, -2), slice(1, -1), slice(2, None)
+    even = first[:, left] + second[:, here] + third[:, here]
+    odd = first[:, here] + second[:, here] + third[:, right]
+    return jnp.stack([even, odd], 2).reshape(len(x), -1, *even.shape[2:]) + b
+
+
+def _taps(x, w, padding, strides):
+    """The features of each tap along the width side by side, in float32 [B, W, U, G, taps * O]."""
     if x.dtype == w.dtype == jnp.float32 and current().platform == "tpu":
         x, w = as_bfloat16_products(x, w, PRODUCTS[current().convolutions])
     *spatial, taps, channels, features = w.shape
@@ -40,10 +63,7 @@ def by_columns(
         precision=current().convolutions,
         preferred_element_type=jnp.float32,
     )
-    y = y.reshape(*x.shape[:2], *y.shape[1:])
-    columns = x.shape[1] - taps + 1
-    y = sum(y[:, tap : tap + columns, ..., tap * features : (tap + 1) * features] for tap in range(taps))
-    return y if b is None else y + b
+    return y.reshape(*x.shape[:2], *y.shape[1:])
 
 
 def as_bfloat16_products(x, w, products):

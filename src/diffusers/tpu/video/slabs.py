@@ -102,6 +102,18 @@ class Slabs:
         """Rows and columns that are not filled up, where the map has this height and width."""
         return as_finer(self.own[0], self.height, height), as_finer(self.own[1], self.width, width)
 
+    def own_positions(self, height: int, width: int) -> jax.Array | None:
+        """Of a slab of a map of this height, which positions are not filled up [height | 1, width]; None: all."""
+        if self.count == 1:
+            if self.own is None:
+                return None
+            rows, columns = self._own(height, width)
+            return (jnp.arange(height) < rows)[:, None] & (jnp.arange(width) < columns)
+        if not self.filled:
+            return None
+        place = lax.axis_index(self.axes) * width + jnp.arange(width)
+        return jnp.broadcast_to(place < self.columns(width), (height, width))
+
     def everyones(
         self, k: jax.Array, v: jax.Array, frames: int = 1
     ) -> tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]:

@@ -1,0 +1,229 @@
+"""CogVideoX's VAE on TPU: upstream's module, its loop over batches of frames as one scan, split over the width of the video.
+
+Upstream decodes two latent frames at a time and encodes eight of the video, the remainder with the first; what its
+convolutions keep goes from batch to batch. Here the first batch is computed by itself and the others by one scanned step
+(`bridge.scan_batches`), each chip on its slab of the width with its neighbours' edge columns (`bridge.over_width`); group norms
+have the statistics of the whole map. Residual blocks that are alike are scanned too. With tiling on, equal tiles are one mapped
+program and chips share them. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name from here.
+
+The decoder's norms are scaled and shifted by the latents at each position. Upstream makes the latents as fine as the map
+and convolves them then; here they are convolved, which sees one position at a time, and what comes of it is made finer.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from ...tpu.sharding import ModelPlan
+from ..downsampling import CogVideoXDownsample3D
+from ..upsampling import CogVideoXUpsample3D
+from .autoencoder_kl_cogvideox import (
+    AutoencoderKLCogVideoX,
+    CogVideoXCausalConv3d,
+    CogVideoXDownBlock3D,
+    CogVideoXMidBlock3D,
+    CogVideoXSafeConv3d,
+    CogVideoXSpatialNorm3D,
+    CogVideoXUpBlock3D,
+)
+from .vae import DecoderOutput
+
+
+def _convolved(layer, inputs, conv_cache=None):
+    """As upstream's: (the convolution of the inputs behind the last frames before them, its last frames)."""
+    back = layer.time_kernel_size - 1
+    if layer.pad_mode == "replicate":
+        return type(layer).forward(layer, inputs, conv_cache)
+    if not back:
+        return layer.conv(inputs), None
+    if conv_cache is None:
+        conv_cache = inputs[:, :, :1].expand(-1, -1, back, -1, -1)
+    inputs = torch.cat([conv_cache, inputs], 2)
+    return layer.conv(inputs), inputs[:, :, -back:]
+
+
+def _not_in_parts(conv, x):
+    """As upstream's, which cuts large inputs for GPUs."""
+    return torch.nn.Conv3d.forward(conv, x)
+
+
+def _group_norm(norm, x):
+    from ...tpu.bridge import group_normed
+
+    return group_normed(norm, x)
+
+
+def _spatial_norm(norm, f, zq, conv_cache=None):
+    """As upstream's: f normed, scaled and shifted by what the latents are where it is."""
+    from ...tpu.bridge import group_normed
+
+    return group_normed(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq)), None
+
+
+def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
+    """As upstream's: residual blocks, all but a first of other channels as one scan, then what resamples."""
+    from ...tpu.bridge import scan_alike
+
+    cache, keeps = conv_cache or {}, {}
+    resnets = list(block.resnets)
+    if resnets[0].in_channels != resnets[0].out_channels:
+        first = resnets.pop(0)
+        hidden_states, keeps["first"] = first(hidden_states, temb, zq, conv_cache=cache.get("first"))
+    if resnets:
+
+        def call(resnet, x, kept):
+            return resnet(x, temb, zq, conv_cache=kept)
+
+        hidden_states, keeps["alike"] = scan_alike(call, resnets, hidden_states, cache.get("alike"))
+    for name in ("downsamplers", "upsamplers"):
+        for resample in getattr(block, name, None) or ():
+            hidden_states = resample(hidden_states)
+    return hidden_states, keeps
+
+
+def _upsampled(layer, x):
+    """As upstream's: doubles the map and, where it is asked to, all frames but a first of an odd number."""
+    from ...tpu.bridge import doubled
+
+    x = doubled(layer.conv, x)  # of frames that are alike, once
+    if not layer.compress_time or x.shape[2] == 1:
+        return x
+    first = x.shape[2] % 2
+    return torch.cat([x[:, :, :first], x[:, :, first:].repeat_interleave(2, 2)], 2)
+
+
+def _downsampled(layer, x):
+    """As upstream's: halves the map and, where it is asked to, all frames but a first of an odd number."""
+    if layer.compress_time:
+        first = x.shape[2] % 2
+        rest = x[:, :, first:].unflatten(2, (-1, 2)).float().mean(3).to(x.dtype)
+        x = torch.cat([x[:, :, :first], rest], 2)
+    maps = layer.conv(F.pad(x.transpose(1, 2).flatten(0, 1), (0, 1, 0, 1)))
+    return maps.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+
+
+def _decode(vae, z, return_dict=True):
+    """As upstream's: z [B, C, T, H, W] -> the video, wrapped."""
+    if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
+        return vae.tiled_decode(z, return_dict=return_dict)
+    from ...tpu.bridge import over_width
+
+    return _wrapped(over_width(functools.partial(_decode_map, vae), z), return_dict)
+
+
+def _decode_map(vae, z):
+    from ...tpu.bridge import scan_batches
+
+    def step(latents, cache):
+        if vae.post_quant_conv is not None:
+            latents = vae.post_quant_conv(latents)
+        return vae.decoder(latents, conv_cache=cache)
+
+    return scan_batches(step, z, vae.num_latent_frames_batch_size)
+
+
+def _encode(vae, x):
+    """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
+    if vae.use_tiling and (x.shape[-1] > vae.tile_sample_min_width or x.shape[-2] > vae.tile_sample_min_height):
+        return vae.tiled_encode(x)
+    from ...tpu.bridge import over_width
+
+    return over_width(functools.partial(_encode_map, vae), x, multiple=spatial_ratio(vae))
+
+
+def _encode_map(vae, x):
+    from ...tpu.bridge import scan_batches
+
+    def step(frames, cache):
+        moments, cache = vae.encoder(frames, conv_cache=cache)
+        return moments if vae.quant_conv is None else vae.quant_conv(moments), cache
+
+    return scan_batches(step, x, vae.num_sample_frames_batch_size)
+
+
+def _wrapped(sample, return_dict):
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def tiled_decode(vae, z, return_dict=True):
+    """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
+    from ...tpu.bridge import in_tiles
+
+    tiling = decode_tiling(vae, *z.shape[-2:])
+    return _wrapped(in_tiles(functools.partial(_decode_map, vae), z, tiling), return_dict)
+
+
+def tiled_encode(vae, x):
+    """As upstream's."""
+    from ...tpu.bridge import in_tiles
+
+    return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
+
+
+def spatial_ratio(vae) -> int:
+    return 2 ** (len(vae.config.block_out_channels) - 1)
+
+
+def decode_tiling(vae, height, width):
+    """Upstream's tiles for latents of this size; the same for every form of this VAE."""
+    ratio, (video, latents) = spatial_ratio(vae), _tile_sizes(vae)
+    return _tiling(vae, latents, video, (height * ratio, width * ratio))
+
+
+def encode_tiling(vae, height, width):
+    """Upstream's tiles for a video of this size."""
+    ratio, (video, latents) = spatial_ratio(vae), _tile_sizes(vae)
+    return _tiling(vae, video, latents, (-(-height // ratio), -(-width // ratio)))
+
+
+def _tiling(vae, sizes, results, whole):
+    """Tiles of `sizes` that become maps of the sizes `results`."""
+    from ...tpu.video.tiles import Tiling
+
+    factors = vae.tile_overlap_factor_height, vae.tile_overlap_factor_width
+    overlaps = tuple(int(size * factor) for size, factor in zip(results, factors))
+    return Tiling(
+        sizes=sizes,
+        strides=tuple(int(size * (1 - factor)) for size, factor in zip(sizes, factors)),
+        kept=tuple(size - overlap for size, overlap in zip(results, overlaps)),
+        overlaps=overlaps,
+        whole=whole,
+    )
+
+
+def _tile_sizes(vae):
+    """Of the video, of the latents."""
+    return (
+        (vae.tile_sample_min_height, vae.tile_sample_min_width),
+        (vae.tile_latent_min_height, vae.tile_latent_min_width),
+    )
+
+
+def __getattr__(name):
+    if name == "FlaxAutoencoderKLCogVideoX":  # imports flax, which the plan does not need
+        from .autoencoder_kl_cogvideox_nnx_flax import FlaxAutoencoderKLCogVideoX
+
+        return FlaxAutoencoderKLCogVideoX
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+PLAN = ModelPlan(
+    spread=True,
+    entries=("forward", "encode", "decode"),
+    methods={
+        (AutoencoderKLCogVideoX, "_decode"): _decode,
+        (AutoencoderKLCogVideoX, "_encode"): _encode,
+        (AutoencoderKLCogVideoX, "tiled_decode"): tiled_decode,
+        (AutoencoderKLCogVideoX, "tiled_encode"): tiled_encode,
+        (CogVideoXCausalConv3d, "forward"): _convolved,
+        (CogVideoXSafeConv3d, "forward"): _not_in_parts,
+        (torch.nn.GroupNorm, "forward"): _group_norm,
+        (CogVideoXSpatialNorm3D, "forward"): _spatial_norm,
+        (CogVideoXDownBlock3D, "forward"): _level,
+        (CogVideoXMidBlock3D, "forward"): _level,
+        (CogVideoXUpBlock3D, "forward"): _level,
+        (CogVideoXUpsample3D, "forward"): _upsampled,
+        (CogVideoXDownsample3D, "forward"): _downsampled,
+    },
+)
