@@ -41,6 +41,7 @@ PLANS = {
 FLAX = {  # upstream class: where its form in plain JAX is, under the name with Flax before it
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_nnx_flax",
     "AutoencoderKLHunyuanVideo15": "..models.autoencoders.autoencoder_kl_hunyuanvideo15_nnx_flax",
+    "AutoencoderKLCogVideoX": "..models.autoencoders.autoencoder_kl_cogvideox_nnx_flax",
 }
 VAE_ENTRIES = ("encode", "decode")
 

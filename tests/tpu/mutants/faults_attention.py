@@ -175,7 +175,7 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "rotary.py",
-        ("rotary-sign", "jnp.where(even, -after, before) * sin", "jnp.where(even, after, before) * sin",
+        ("rotary-sign", "jnp.where(first, -after, before) * sin", "jnp.where(first, after, before) * sin",
          "pairs are mirrored, not rotated", f"{LINEAR}::test_norm_and_rotation"),
         ("rotary-table", "table = P(found.spec[1], None)", "table = P(None, None)",
          "every chip rotates by the first positions", f"{LINEAR}::test_norm_and_rotation"),

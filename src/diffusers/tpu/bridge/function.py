@@ -182,12 +182,16 @@ class PureFunction:
         return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
 
     def _fill(self, shape: tuple[int, ...], number: int) -> int:
-        """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little."""
-        spec, sp = self._carry_spec(len(shape), number), self.mesh.shape["sp"]
-        if spec is None or len(spec) != 3 or spec[1] != "sp" or shape[1] % sp == 0:
+        """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
+
+        Whole tiles also where a chip has several sequences: it would move every one to where the one before ends.
+        """
+        spec, (dp, sp) = self._carry_spec(len(shape), number), (self.mesh.shape[axis] for axis in ("dp", "sp"))
+        if spec is None or len(spec) != 3 or spec[1] != "sp":
             return 0
-        tiles = -shape[1] % (sp * LANES)
-        return tiles if tiles <= MOST_FILL * shape[1] else -shape[1] % sp
+        rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)
+        several = shape[0] > (dp if spec[0] == "dp" else 1)
+        return tiles if (rest or several) and tiles <= MOST_FILL * shape[1] else rest
 
 
 def _plain(leaf):

@@ -14,8 +14,8 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from ...settings import current
-from ..chunks import scan_chunks
-from ..convolution import by_columns
+from ..chunks import scan_batches, scan_chunks
+from ..convolution import by_columns, doubled_by_columns
 from ..slabs import slabs
 
 
@@ -39,9 +39,13 @@ class Chunk:
 
     def looking_back(self, x: Map, frames: int = HISTORY) -> Map:
         """x with so many frames before it: the last ones of the chunk before."""
-        x = jnp.concatenate([self.history(x, frames, next(self._kept, None)), x], 1)
+        x = jnp.concatenate([self.history(x, frames, self.kept()), x], 1)
         self.keeps.append(x[:, -frames:])
         return x
+
+    def kept(self):
+        """What the caller kept of the chunk before, None if there was none: asked for once, in the order of calls."""
+        return next(self._kept, None)
 
     def history(self, x: Map, frames: int, kept: Map | None) -> Map:
         """The `frames` before x: what was `kept`, zeros before the first."""
@@ -56,6 +60,31 @@ def in_chunks(layers: Callable[[Map, Chunk], Map], x: Map, size: int, chunk: typ
         return layers(frames, this), this.keeps
 
     return scan_chunks(step, x, size, [])
+
+
+def in_batches(layers: Callable[[Map, Chunk], Map], x: Map, size: int, chunk: type[Chunk] = Chunk) -> Map:
+    """`layers` of batches of `size` frames, one after another, the remainder with the first: `scan_batches`."""
+
+    def step(frames, kept):
+        this = chunk(None, kept or [])
+        return layers(frames, this), this.keeps
+
+    return scan_batches(step, x, size)
+
+
+def one_after_another(modules: list[nnx.Module], x: Map, chunk: Chunk, *others) -> Map:
+    """Modules that are alike, each of (what the one before gives, chunk, *others): traced once and scanned."""
+    graphdef, states = nnx.split(modules[0])[0], [nnx.split(module)[1] for module in modules]
+
+    def one(x, state_and_kept):
+        state, kept = state_and_kept
+        this = type(chunk)(chunk.number, kept or [])
+        return nnx.merge(graphdef, state)(x, this, *others), this.keeps
+
+    stacked = jax.tree.map(lambda *weights: jnp.stack(weights), *states)
+    x, keeps = lax.scan(one, x, (stacked, chunk.kept()))
+    chunk.keeps.append(keeps)
+    return x
 
 
 class Conv(nnx.Module):
@@ -93,6 +122,12 @@ class Conv(nnx.Module):
             preferred_element_type=jnp.float32,
         )
         return (y + b).astype(x.dtype).reshape(*x.shape[:2], *y.shape[1:])
+
+    def doubled(self, x: Map) -> Map:
+        """The same of frames each of whose positions has become four; of a kernel [1, 3, 3] with zeros around the map."""
+        padded = slabs().with_neighbours(x, 1, 1, axis=3)
+        y = doubled_by_columns(padded.transpose(0, 3, 1, 2, 4), self.kernel[0], self.bias[...])
+        return y.transpose(0, 2, 3, 1, 4).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):

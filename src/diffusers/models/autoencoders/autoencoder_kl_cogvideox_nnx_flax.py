@@ -1,0 +1,267 @@
+"""CogVideoX's VAE in Flax NNX, with upstream's weights and results, for programs in plain JAX.
+
+    vae = FlaxAutoencoderKLCogVideoX.from_pretrained("THUDM/CogVideoX1.5-5B", subfolder="vae", dtype=jnp.bfloat16)
+    latents = vae.encode(video).mode()      # video [B, F, H, W, 3] in [-1, 1]
+    video = vae.decode(latents)             # latents [B, f, H / 8, W / 8, 16]
+
+Frames go in batches, as upstream's: two of the latents or eight of the video, the remainder with the first; group norms have the
+statistics of a batch. The first batch is computed by itself, the others are a scan. The rest is what such VAEs share
+(`tpu/video/nnx/`). A caller that needs latents normalised uses `config.scaling_factor`.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from ...tpu.video.nnx import layers
+from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
+from ...tpu.video.nnx.layers import Conv, Map, in_batches, one_after_another, silu
+from ...tpu.video.norm import normed, normed_by_place, repeated_in_time
+from .autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
+from .autoencoder_kl_cogvideox_flax import decode_tiling, encode_tiling, spatial_ratio
+
+
+NAMES = (  # from a weight's path to its name in upstream's files
+    (r"kernel$", "weight"),
+    (
+        r"\b(conv1|conv2|conv_y|conv_b|conv_in|conv_out)\.(weight|bias)$",
+        r"\1.conv.\2",
+    ),  # upstream pads in a module around it
+    (r"\b(down|up)_blocks\.(\d+)\.resamplers\b", r"\1_blocks.\2.\1samplers"),
+)
+NORM_EPS = 1e-6  # upstream's, where its config does not say
+
+
+class Chunk(layers.Chunk):
+    """One batch of frames; before the video's first frame is that frame."""
+
+    def history(self, x: Map, frames: int, kept: Map | None) -> Map:
+        return jnp.broadcast_to(x[:, :1], (x.shape[0], frames, *x.shape[2:])) if kept is None else kept
+
+
+class GroupNorm(nnx.Module):
+    """Group norm with the statistics of all frames and the whole map."""
+
+    def __init__(self, channels: int, groups: int, eps: float, *, dtype):
+        self.weight, self.bias = nnx.Param(jnp.ones((channels,), dtype)), nnx.Param(jnp.zeros((channels,), dtype))
+        self.groups, self.eps = groups, eps
+
+    def __call__(self, x: Map, latents: Latents | None = None) -> Map:
+        return normed(x, self.weight[...], self.bias[...], self.groups, self.eps)
+
+
+class SpatialNorm(nnx.Module):
+    """Group norm, scaled and shifted by what the latents are at each position."""
+
+    def __init__(self, channels: int, groups: int, latents: int, **how):
+        self.norm_layer = GroupNorm(channels, groups, NORM_EPS, dtype=how["dtype"])
+        self.conv_y, self.conv_b = (Conv(latents, channels, (1, 1, 1), **how) for _ in range(2))
+
+    def __call__(self, x: Map, latents: Latents) -> Map:
+        norm = self.norm_layer
+        affine = norm.weight[...], norm.bias[...], norm.groups, norm.eps
+        return normed_by_place(x, *affine, self.conv_y(latents), self.conv_b(latents))
+
+
+class ResidualBlock(nnx.Module):
+    """Norm, SiLU and convolution, twice, beside a shortcut. `latents`: the channels of what norms are conditioned by, 0: none."""
+
+    def __init__(self, channels: int, features: int, groups: int, eps: float, latents: int, **how):
+        def norm(size):
+            if latents:
+                return SpatialNorm(size, groups, latents, **how)
+            return GroupNorm(size, groups, eps, dtype=how["dtype"])
+
+        self.norm1, self.conv1 = norm(channels), Conv(channels, features, **how)
+        self.norm2, self.conv2 = norm(features), Conv(features, features, **how)
+        self.conv_shortcut = None if channels == features else Conv(channels, features, (1, 1, 1), **how)
+
+    def __call__(self, x: Map, chunk: Chunk, latents: Latents | None) -> Map:
+        shortcut = x if self.conv_shortcut is None else self.conv_shortcut(x)
+        x = self.conv1(chunk.looking_back(silu(self.norm1(x, latents))))
+        return self.conv2(chunk.looking_back(silu(self.norm2(x, latents)))) + shortcut
+
+
+class Downsample(nnx.Module):
+    """Halves height and width and, `in_time`, the frames but a first of an odd number, by means of pairs."""
+
+    def __init__(self, channels: int, in_time: bool, **how):
+        self.in_time = in_time
+        self.conv = Conv(channels, channels, (1, 3, 3), (1, 2, 2), **how)
+
+    def __call__(self, x: Map) -> Map:
+        if self.in_time:
+            first = x.shape[1] % 2
+            rest = x[:, first:].astype(jnp.float32).reshape(x.shape[0], -1, 2, *x.shape[2:]).mean(2)
+            x = jnp.concatenate([x[:, :first], rest.astype(x.dtype)], 1)
+        return self.conv(x)
+
+
+class Upsample(nnx.Module):
+    """Doubles height and width and, `in_time`, the frames but a first of an odd number."""
+
+    def __init__(self, channels: int, in_time: bool, **how):
+        self.in_time = in_time
+        self.conv = Conv(channels, channels, (1, 3, 3), **how)
+
+    def __call__(self, x: Map) -> Map:
+        y, frames = self.conv.doubled(x), x.shape[1]  # frames that are alike are convolved once
+        return repeated_in_time(y, 2 * frames - frames % 2) if self.in_time else y
+
+
+class Level(nnx.Module):
+    """Residual blocks at one size, and the module that resamples what they give, if any."""
+
+    def __init__(self, channels: int, features: int, blocks: int, resampler: nnx.Module | None, *norm, **how):
+        sizes = [channels, *(features,) * blocks]
+        self.resnets = nnx.List([ResidualBlock(*pair, *norm, **how) for pair in zip(sizes, sizes[1:])])
+        self.resamplers = nnx.List([] if resampler is None else [resampler])
+
+    def __call__(self, x: Map, chunk: Chunk, latents: Latents | None = None) -> Map:
+        resnets = list(self.resnets)
+        if resnets[0].conv_shortcut is not None:
+            x = resnets.pop(0)(x, chunk, latents)
+        x = one_after_another(resnets, x, chunk, latents)
+        return self.resamplers[0](x) if self.resamplers else x
+
+
+class Encoder(nnx.Module):
+    """Frames [B, T, H, W, I] -> twice the latents' channels [B, T / 4, H / 8, W / 8, 2 C]."""
+
+    def __init__(self, config, **how):
+        dims, channels = config.block_out_channels, config.block_out_channels[0]
+        norm = config.norm_num_groups, config.norm_eps, 0
+        self.conv_in = Conv(config.in_channels, channels, **how)
+        self.down_blocks = nnx.List([])
+        for level, features in enumerate(dims):
+            resampler = Downsample(features, level < _in_time(config), **how) if level < len(dims) - 1 else None
+            self.down_blocks.append(Level(channels, features, config.layers_per_block, resampler, *norm, **how))
+            channels = features
+        self.mid_block = Level(channels, channels, 2, None, norm[0], NORM_EPS, 0, **how)
+        self.norm_out = GroupNorm(channels, norm[0], NORM_EPS, dtype=how["dtype"])
+        self.conv_out = Conv(channels, 2 * config.latent_channels, **how)
+
+    def __call__(self, x: Map, chunk: Chunk) -> Latents:
+        x = self.conv_in(chunk.looking_back(x))
+        for block in (*self.down_blocks, self.mid_block):
+            x = block(x, chunk)
+        return self.conv_out(chunk.looking_back(silu(self.norm_out(x))))
+
+
+class Decoder(nnx.Module):
+    """Latents [B, T, H, W, C] -> frames [B, 4 T, 8 H, 8 W, O], a first of an odd number of them one frame."""
+
+    def __init__(self, config, **how):
+        dims, latents = config.block_out_channels[::-1], config.latent_channels
+        channels, norm = dims[0], (config.norm_num_groups, NORM_EPS, latents)
+        self.conv_in = Conv(latents, channels, **how)
+        self.mid_block = Level(channels, channels, 2, None, *norm, **how)
+        self.up_blocks = nnx.List([])
+        for level, features in enumerate(dims):
+            resampler = Upsample(features, level < _in_time(config), **how) if level < len(dims) - 1 else None
+            self.up_blocks.append(Level(channels, features, config.layers_per_block + 1, resampler, *norm, **how))
+            channels = features
+        self.norm_out = SpatialNorm(channels, norm[0], latents, **how)
+        self.conv_out = Conv(channels, config.out_channels, **how)
+
+    def __call__(self, latents: Latents, chunk: Chunk) -> Map:
+        x = self.conv_in(chunk.looking_back(latents))
+        for block in (self.mid_block, *self.up_blocks):
+            x = block(x, chunk, latents)
+        return self.conv_out(chunk.looking_back(silu(self.norm_out(x, latents))))
+
+
+def _in_time(config) -> int:
+    """At how many of the finest levels, or of the coarsest of the decoder, the frames are resampled too."""
+    return int(config.temporal_compression_ratio).bit_length() - 1
+
+
+class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
+    """CogVideoX's VAE.
+
+    Videos [B, F, H, W, 3] have a height and width of multiples of 8 and as a rule 4 f - 3 frames; latents [B, f, h, w, C] are
+    decoded to as many, as upstream's not clipped to [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config
+    that cannot be.
+    """
+
+    upstream, names = AutoencoderKLCogVideoX, NAMES
+
+    def __init__(self, config: dict, *, rngs: nnx.Rngs, **settings):
+        super().__init__(config, **settings)
+        config = self.config
+        _check_config(config)
+        self.spatial_compression_ratio = spatial_ratio(self)
+        self.temporal_compression_ratio = config.temporal_compression_ratio
+        self.video_channels, self.latent_channels = config.in_channels, config.latent_channels
+        self.in_multiples = True
+        self.num_latent_frames_batch_size, self.num_sample_frames_batch_size = 2, 8  # upstream's
+        self.tile_sample_min_height, self.tile_sample_min_width = config.sample_height // 2, config.sample_width // 2
+        self.tile_overlap_factor_height, self.tile_overlap_factor_width = 1 / 6, 1 / 5  # upstream's
+        self._set_latent_tiles()
+        how = {"dtype": self.dtype, "rngs": rngs}
+        self.encoder, self.decoder = Encoder(config, **how), Decoder(config, **how)
+
+    def _set_latent_tiles(self):
+        ratio = self.spatial_compression_ratio
+        self.tile_latent_min_height = self.tile_sample_min_height // ratio
+        self.tile_latent_min_width = self.tile_sample_min_width // ratio
+
+    def enable_tiling(
+        self,
+        tile_sample_min_height: int | None = None,
+        tile_sample_min_width: int | None = None,
+        tile_overlap_factor_height: float | None = None,
+        tile_overlap_factor_width: float | None = None,
+    ):
+        """Larger maps go in overlapping tiles, which the chips share; sizes in pixels, None: as they are.
+
+        Raises ValueError for tiles that do not meet.
+        """
+        sizes = (
+            tile_sample_min_height or self.tile_sample_min_height,
+            tile_sample_min_width or self.tile_sample_min_width,
+        )
+        factors = (
+            tile_overlap_factor_height or self.tile_overlap_factor_height,
+            tile_overlap_factor_width or self.tile_overlap_factor_width,
+        )
+        ratio = self.spatial_compression_ratio
+        for size, factor in zip(sizes, factors):
+            latents = size // ratio
+            strides = int(size * (1 - factor)), ratio * int(latents * (1 - factor))
+            kept = size - int(size * factor), ratio * (latents - int(latents * factor))
+            if size % ratio or not 0 < strides[0] or len({*strides, *kept}) > 1:
+                raise ValueError(
+                    f"expected tiles of multiples of {ratio} pixels and overlap factors of whole latents, got {size} pixels and"
+                    f" {factor:.3g}: it would leave gaps between tiles"
+                )
+        self.use_tiling = True
+        self.tile_sample_min_height, self.tile_sample_min_width = sizes
+        self.tile_overlap_factor_height, self.tile_overlap_factor_width = factors
+        self._set_latent_tiles()
+
+    def _decode(self, z: Latents) -> Video:
+        return self._decoded(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
+
+    def _encode(self, x: Video) -> Latents:
+        return self._encoded(self._encode_map, x, encode_tiling(self, *x.shape[2:4]))
+
+    def _decode_map(self, z: Latents) -> Video:
+        return in_batches(self.decoder, z, self.num_latent_frames_batch_size, Chunk)
+
+    def _encode_map(self, x: Video) -> Latents:
+        return in_batches(self.encoder, x, self.num_sample_frames_batch_size, Chunk)
+
+
+def _check_config(config):
+    ratio, dims, groups = config.temporal_compression_ratio, config.block_out_channels, config.norm_num_groups
+    if ratio != int(ratio) or int(ratio) & (int(ratio) - 1) or ratio > 2 ** (len(dims) - 1):
+        raise ValueError(
+            f"expected a temporal_compression_ratio of a power of two, at most {2 ** (len(dims) - 1)}, got {ratio}"
+        )
+    if any(size % groups for size in dims):
+        raise ValueError(f"expected block_out_channels of multiples of norm_num_groups {groups}, got {dims}")
+    if config.use_quant_conv or config.use_post_quant_conv or config.act_fn != "silu":
+        raise ValueError(
+            "expected a config without quant_conv and post_quant_conv, with act_fn silu, as published ones are, got"
+            f" use_quant_conv {config.use_quant_conv}, use_post_quant_conv {config.use_post_quant_conv}, act_fn {config.act_fn!r}"
+        )
