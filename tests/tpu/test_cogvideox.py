@@ -22,12 +22,7 @@ KINDS = {  # as 2b, 5b, its image-to-video and 1.5
     "5b": {"use_rotary_positional_embeddings": True},
     "5b image": {"use_rotary_positional_embeddings": True, "use_learned_positional_embeddings": True},
     "1.5": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "patch_bias": False},
-    "1.5 image": {
-        "use_rotary_positional_embeddings": True,
-        "patch_size_t": 2,
-        "ofs_embed_dim": 8,
-        "patch_bias": False,
-    },
+    "1.5 image": {"use_rotary_positional_embeddings": True, "patch_size_t": 2, "ofs_embed_dim": 8, "patch_bias": False},
 }
 
 
