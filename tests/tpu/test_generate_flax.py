@@ -321,6 +321,7 @@ def test_cogvideoxs_vae_by_itself_gives_upstreams_answer(run, cogvideox, monkeyp
         monkeypatch.setattr(script, form, noted)
     words += f" --model_id {folder} --height 16 --width 32 --num_runs 1 --seed 4 --dtype float32"
     out = run(script, words)
+    assert ("Flax NNX" in out) == ("--flax" in words) and "mesh dp 1, sp 8, tp 1; " in out
     for shape in shapes:
         assert f"code {shape}, float32" in out
     assert out.count("1 runs: mean") == len(shapes)

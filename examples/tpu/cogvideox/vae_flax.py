@@ -55,6 +55,12 @@ def in_flax(vae, entry: str, x: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.array(answer, np.float32)).permute(CHANNELS_FIRST)
 
 
+def where_in_flax(vae, target) -> str:
+    """In one line what it runs on, as `where` says it of upstream's."""
+    mesh = ", ".join(f"{axis} {degree}" for axis, degree in vae.mesh.shape.items())
+    return f"Flax NNX; mesh {mesh}; " + ("simulated chips: these are not TPU times" if target.simulated else "TPU")
+
+
 def load(args: argparse.Namespace) -> tuple[object, Callable]:
     """The VAE on the chips, and what calls it: `upstreams` or `in_flax`."""
     if args.flax:
@@ -99,7 +105,7 @@ def main():
             parser.error(f"expected --{name} of a multiple of {SPATIAL}, got {getattr(args, name)}")
 
     vae, run = load(args)
-    print(f"Flax NNX, mesh {dict(vae.mesh.shape)}" if args.flax else where(vae, target))
+    print(where_in_flax(vae, target) if args.flax else where(vae, target))
     theirs = None
     if args.compare:
         theirs = AutoencoderKLCogVideoX.from_pretrained(args.model_id, subfolder="vae")
