@@ -7,6 +7,7 @@ from cards import Card, Limits
 
 CALL = '\nimage = pipeline("a photo of an astronaut riding a horse on mars").images[0]\n'
 VIDEO_CALL = '\nvideo = pipe("a panda").frames[0]\nexport_to_video(video, "output.mp4", fps=8)\n'
+COGVIDEOX_2B = "THUDM/CogVideoX-2b"
 WAN_T2V = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 HUNYUAN_T2V = "hunyuanvideo-community/HunyuanVideo-1.5-480p_t2v"
 HUNYUAN_720P = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"
@@ -14,6 +15,10 @@ HUNYUAN_720P = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v"
 
 def _wan(name: str) -> Card:
     return Card("pipelines/wan/pipeline_wan.py", renamed={WAN_T2V: name})
+
+
+def _cogvideox(name: str) -> Card:
+    return Card("pipelines/cogvideo/pipeline_cogvideox.py", renamed={COGVIDEOX_2B: name})
 
 
 def _load_image():
@@ -37,6 +42,8 @@ CARDS = [
     Card("pipelines/hunyuan_video1_5/pipeline_hunyuan_video1_5.py", renamed={HUNYUAN_T2V: HUNYUAN_720P}),
     Card("pipelines/hunyuan_video1_5/pipeline_hunyuan_video1_5_image2video.py", given={"load_image": _load_image()}),
     Card("pipelines/cogvideo/pipeline_cogvideox.py"),
+    _cogvideox("THUDM/CogVideoX-5b"),
+    _cogvideox("THUDM/CogVideoX1.5-5B"),
     Card("pipelines/cogvideo/pipeline_cogvideox_image2video.py"),
     Card("pipelines/cogvideo/pipeline_cogvideox_video2video.py"),
     Card("pipelines/cogvideo/pipeline_cogvideox_fun_control.py"),

@@ -59,6 +59,7 @@ MAKERS = {
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v": videos.hunyuan15_i2v,
     "THUDM/CogVideoX-2b": videos.cogvideox_2b,
     "THUDM/CogVideoX-5b": videos.cogvideox_5b,
+    "THUDM/CogVideoX1.5-5B": videos.cogvideox_15,
     "THUDM/CogVideoX-5b-I2V": videos.cogvideox_i2v,
     "alibaba-pai/CogVideoX-Fun-V1.1-5b-Pose": videos.cogvideox_control,
     "Lightricks/LTX-Video": videos.ltx,

@@ -2,7 +2,8 @@
 Python, executed as it stands, with a tiny model behind the published name.
 
 Of the commands, those that cost little are run here. `generate` and the example scripts are run in test_cli.py and
-test_generate_flax.py, stages in test_stages.py, `plan` in test_planner.py, the patch set's tool in test_refresh.py.
+test_generate_flax.py, stages in test_stages.py, `plan` in test_planner.py, the patch set's tool in test_refresh.py. The migration
+pages' Python is run in test_migration.py.
 """
 
 import ast
@@ -323,4 +324,5 @@ def test_the_video_page_encodes_and_decodes(run, monkeypatch):
 def test_every_page_with_python_is_run_here():
     ran = {"README_TPU.md", "src/diffusers/tpu/attention/README.md", "src/diffusers/tpu/video/README.md"}
     ran.add("examples/tpu/hunyuan_video15/README.md")
+    ran |= {"examples/tpu/MIGRATION.md", "examples/tpu/MIGRATION.zh.md"}  # in test_migration.py
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

@@ -229,6 +229,10 @@ def cogvideox_5b():
     return cogvideox(scheduler=CogVideoXDPMScheduler)
 
 
+def cogvideox_15():
+    return cogvideox(patch_size_t=2, patch_bias=False)
+
+
 def cogvideox_i2v():
     return cogvideox(CogVideoXImageToVideoPipeline, CogVideoXDPMScheduler, 8, use_learned_positional_embeddings=True)
 

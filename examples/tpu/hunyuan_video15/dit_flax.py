@@ -5,9 +5,6 @@ of glyphs or of an image. A run is one call, from inputs on the host to its answ
 """
 
 import argparse
-import contextlib
-import statistics
-import time
 
 import torch
 
@@ -62,22 +59,16 @@ def make_inputs(config, frames: int, resolution: str, batch: int, seed: int, dty
 
 
 @torch.no_grad()
-def run(transformer, inputs: dict) -> tuple[torch.Tensor, float]:
-    """The transformer's answer on the host, and its seconds."""
-    start = time.perf_counter()
-    answer = transformer(**inputs, return_dict=False)[0]
-    return answer, time.perf_counter() - start
+def run(transformer, inputs: dict) -> torch.Tensor:
+    """The transformer's answer on the host."""
+    return transformer(**inputs, return_dict=False)[0]
 
 
 def main():
     parser = make_parser()
     args = parser.parse_args()
     config, target = flags.checked(parser, args, paired=args.enable_cfg)
-    for name in ("frames", "num_runs"):
-        if getattr(args, name) < 1:
-            parser.error(f"expected --{name} of 1 or more, got {getattr(args, name)}")
-
-    import jax
+    flags.at_least_one(parser, args, "frames", "num_runs")
 
     dtype = getattr(torch, args.dtype)
     transformer = HunyuanVideo15Transformer3DModel.from_pretrained(
@@ -91,14 +82,7 @@ def main():
     print(
         f"{args.resolution}, {args.frames} frames, batch {batch}: {tokens:,} tokens and {TEXT + GLYPHS + IMAGE:,} of text"
     )
-    _, seconds = run(transformer, inputs)
-    print(f"first run, with compilation and the weights' way to the chips: {seconds:.2f} s")
-    with jax.profiler.trace(args.profile) if args.profile else contextlib.nullcontext():
-        times = [1e3 * run(transformer, inputs)[1] for _ in range(args.num_runs)]
-    print(
-        f"{args.num_runs} runs: mean {statistics.mean(times):.1f} ms, least {min(times):.1f}, most {max(times):.1f}"
-        + (f"; traced into {args.profile}" if args.profile else "")
-    )
+    flags.time_runs(lambda: run(transformer, inputs), args.num_runs, args.profile)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What example scripts share that take the flags of earlier TPU scripts: chips, attention, a profile, the clock of steps."""
+"""What example scripts share that take the flags of earlier TPU scripts: chips, attention, a profile, the clock of steps and runs."""
 
 import argparse
 import contextlib
+import functools
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from ...utils import export_to_video
@@ -92,9 +94,7 @@ def checked(
 
     Ends the process with status 2 for flags that `config_of` refuses, a profile of one step of `steps`, and without a TPU.
     """
-    target = find_target(read_environment())
-    if target is None:
-        parser.error("expected a TPU, found none; DIFFUSERS_TPU=cpu runs the same on simulated chips, slowly")
+    target = target_of(parser)
     if args.profile and steps is not None and steps <= FIRST_PROFILED:
         parser.error(
             f"expected --num_inference_steps of more than {FIRST_PROFILED} with --profile: the first one compiles"
@@ -106,6 +106,21 @@ def checked(
     if target.simulated and config.attention == "auto" and config.attention_blocks:
         print("simulated chips compute attention by its reference: --bqsize and the others take effect on a TPU")
     return config, target
+
+
+def target_of(parser: argparse.ArgumentParser) -> Target:
+    """What the script runs on; ends the process with status 2 without a TPU."""
+    target = find_target(read_environment())
+    if target is None:
+        parser.error("expected a TPU, found none; DIFFUSERS_TPU=cpu runs the same on simulated chips, slowly")
+    return target
+
+
+def at_least_one(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str):
+    """Ends the process with status 2 where one of these counts is less than 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            parser.error(f"expected --{name} of 1 or more, got {getattr(args, name)}")
 
 
 def output_file(parser: argparse.ArgumentParser, flag: str, name: str) -> Path:
@@ -121,6 +136,33 @@ def write_video(frames, path: Path, fps: int):
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")  # else imageio forks, which JAX warns of
     with whole_files([path]) as (draft,):
         export_to_video(frames, str(draft), fps=fps)
+
+
+def time_runs(run: Callable[[], object], count: int, profile: str | None = None) -> object:
+    """The answer of the last run. Prints the seconds of the first, which compiles, and of `count` more.
+
+    Args:
+        run: returns when its answer is on the host.
+        profile: the folder of a trace of the runs that count, None for none.
+    """
+    import jax
+
+    def timed() -> tuple[object, float]:
+        start = time.perf_counter()
+        return run(), time.perf_counter() - start
+
+    answer, seconds = timed()
+    print(f"first run, with compilation and the weights' way to the chips: {seconds:.2f} s")
+    times = []
+    with jax.profiler.trace(profile) if profile else contextlib.nullcontext():
+        for _ in range(count):
+            answer, seconds = timed()
+            times.append(1e3 * seconds)
+    print(
+        f"{count} runs: mean {statistics.mean(times):.1f} ms, least {min(times):.1f}, most {max(times):.1f}"
+        + (f"; traced into {profile}" if profile else "")
+    )
+    return answer
 
 
 class Steps:
@@ -141,7 +183,8 @@ class Steps:
 
     def __enter__(self) -> "Steps":
         self._step = self.scheduler.step
-        self._open.enter_context(in_place_of(self.scheduler, "step", self._timed))
+        timed = functools.wraps(self._step)(functools.partial(self._timed))  # upstream reads what `step` takes
+        self._open.enter_context(in_place_of(self.scheduler, "step", timed))
         self._trace = self._open.enter_context(contextlib.ExitStack())
         self._since = time.perf_counter()
         return self

@@ -1,0 +1,82 @@
+"""CogVideoX text-to-video with the flags of the earlier TPU scripts, on this library. What each became: README.md, beside it."""
+
+import argparse
+import time
+
+import torch
+
+import diffusers.tpu
+from diffusers import CogVideoXPipeline
+from diffusers.tpu.cli import flags
+from diffusers.tpu.cli.errors import BadInput
+from diffusers.tpu.cli.generate import where
+from diffusers.tpu.cli.session import pipeline_class
+
+
+MODEL = "THUDM/CogVideoX1.5-5B"
+PASSED = ("height", "width", "prompt", "negative_prompt", "num_inference_steps", "guidance_scale", "use_dynamic_cfg")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--model_id", default=MODEL)
+    add("--prompt", default="A paper lantern drifts down a river at dusk, fireflies around it.")
+    add("--negative_prompt", default="")
+    add("--num_inference_steps", type=int, default=50)
+    add("--width", type=int, help="with --height (default: as the model says)")
+    add("--height", type=int, help="with --width (default: as the model says)")
+    add("--frames", type=int, help="default: as the model says")
+    add("--fps", type=int, default=16)
+    add("--guidance_scale", type=float, default=6.0, help="up to 1 for none")
+    add("--use_dynamic_cfg", action="store_true", help="guidance that grows from step to step")
+    add("--seed", type=int, default=0)
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--disable_vae_tiling", action="store_true", help="the VAE decodes the map as a whole")
+    add("--num_iterations", type=int, default=2, help="runs of the same call, the first of which compiles")
+    add("--output", default="output.mp4", help="the video of the last run")
+    flags.add(parser)
+    return parser
+
+
+def check(args: argparse.Namespace):
+    """Raises ValueError for a size in part, and a model that is not text-to-video of CogVideoX."""
+    if (args.height is None) != (args.width is None):
+        raise ValueError("expected --height and --width together, or neither for the model's own size, got one")
+    cls = pipeline_class(args.model_id)
+    if not issubclass(cls, CogVideoXPipeline):
+        raise ValueError(f"expected --model_id of CogVideoX, text-to-video, got a {cls.__name__}")
+
+
+def main():
+    parser = make_parser()
+    args = parser.parse_args()
+    config, target = flags.checked(parser, args, args.num_inference_steps)
+    flags.at_least_one(parser, args, "num_iterations")
+    output = flags.output_file(parser, "--output", args.output)
+    try:
+        check(args)
+    except (ValueError, BadInput) as error:
+        parser.error(str(error))
+
+    pipe = CogVideoXPipeline.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))
+    if not args.disable_vae_tiling:
+        pipe.vae.enable_tiling()
+    diffusers.tpu.install(pipe, config).to("tpu")
+    print(f"{where(pipe, target)}; attention {config.attention}")
+
+    call = {name: getattr(args, name) for name in PASSED} | {"num_frames": args.frames, "output_type": "np"}
+    for number in range(args.num_iterations):
+        last, start = number == args.num_iterations - 1, time.perf_counter()
+        with flags.Steps(pipe, args.num_inference_steps, args.profile if last else None) as steps:
+            frames = pipe(**call, generator=torch.Generator().manual_seed(args.seed)).frames[0]
+        seconds = time.perf_counter() - start
+        print(f"run {number + 1}: {seconds:.2f} s{'' if number else ' with compilation'}, {steps}")
+    flags.write_video(frames, output, args.fps)
+    print(f"wrote {args.output}")
+    if args.profile:
+        print(steps.traced)
+
+
+if __name__ == "__main__":
+    main()
