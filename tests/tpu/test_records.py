@@ -285,8 +285,10 @@ def test_a_record_that_was_cut_off_goes_on_and_one_that_is_made_stays(maker, ben
     assert len(bench.asked) == 4 and record.stat().st_ino == made.st_ino
 
 
-@pytest.mark.parametrize("change", ["another program", "another reader", "a row more", "a row less"])
-def test_a_record_of_other_programs_or_rows_is_made_again(maker, bench, tmp_path, monkeypatch, change):
+@pytest.mark.parametrize(
+    "change, made", [("another program", [2]), ("another reader", [2]), ("a row more", []), ("a row less", [3])]
+)
+def test_rows_of_other_programs_are_made_again_and_the_others_stay(maker, bench, tmp_path, monkeypatch, change, made):
     wanted, record = {"check": maker.of_bench("check")}, tmp_path / "check.json"
     maker.make(wanted, tmp_path)
     monkeypatch.setattr(planner, "sources", lambda: "changed")
@@ -296,8 +298,11 @@ def test_a_record_of_other_programs_or_rows_is_made_again(maker, bench, tmp_path
     if change == "another reader":
         rows[1]["reader"] = "that"
     record.write_text(json.dumps({"a row more": [*rows, rows[0]], "a row less": rows[:2]}.get(change, rows)))
+    bench.asked.clear()
     maker.make(wanted, tmp_path)
-    assert [row["versions"]["sources"] for row in json.loads(record.read_text())] == 3 * ["changed"]
+    assert bench.asked == made and rows_of(record) == [(1, 10), (2, 20), (3, 30)]
+    found = {row["row"]: row["versions"]["sources"] == "changed" for row in json.loads(record.read_text())}
+    assert [row for row, anew in found.items() if anew] == made
 
 
 def test_a_record_of_the_same_programs_stands(maker, bench, tmp_path, monkeypatch):
@@ -312,7 +317,7 @@ def test_a_record_of_the_same_programs_stands(maker, bench, tmp_path, monkeypatc
 def test_a_row_that_fails_leaves_the_old_record_and_the_others_are_made(maker, bench, tmp_path, capsys):
     (tmp_path / "check.json").write_text("[]")
     bench.failing[2] = ValueError("expected a chip with room")
-    other = maker.Record(("other.json",), lambda: [maker.as_json({"versions": {}})])
+    other = maker.Record(("other.json",), lambda stand: [maker.as_json({"versions": {}})])
     assert maker.make({"check": maker.of_bench("check"), "other": other}, tmp_path) == 1
     assert (tmp_path / "check.json").read_text() == "[]" and (tmp_path / "other.json").exists()
     said = capsys.readouterr().out
@@ -326,17 +331,17 @@ def test_a_picture_says_what_made_it(maker, tmp_path):
     drawn.paste("black", (10, 20, 50, 90))
     drawn.save(tmp_path / "drawn.png")
 
-    def make():
+    def make(stand):
         return [maker.as_png(tmp_path / "drawn.png", maker.until_it_ends, page[0])]
 
     record = maker.Record(("p.png",), make, made_of=lambda: page[0])
-    assert record.doubts(tmp_path) is None
+    assert record.there(tmp_path) == []
     maker.make({"p": record}, tmp_path)
-    assert record.doubts(tmp_path) == []
+    assert record.is_whole([row for row, _ in record.there(tmp_path)], tmp_path)
     with maker.Image.open(tmp_path / "p.png") as picture:
         assert picture.size == (60, 110)
     page[0] = "another page"
-    assert record.doubts(tmp_path) is None
+    assert record.there(tmp_path) == []
 
 
 def test_every_file_is_made_by_something(maker):

@@ -5,11 +5,11 @@
     python examples/tpu/results/make_records.py --tables         the tables alone
     python examples/tpu/results/make_records.py --check          which pages have a table that is not its record's
 
-A record stands if the same sources made it (`planner.sources`, in its `versions`) or, where its figures are of compiled
-programs, if these sources trace the same programs for its rows and read them by the same code (`planner.programs_of`: a few
-minutes for all). What does not stand is made again, hours for all; answers of the compiler are kept (`planner.remembered`), so that a run that was stopped goes
-on from there. A record is replaced as a whole when all of it is there; if a part of it fails, the old one stays and the exit
-status is 1.
+A row stands if the same sources made it (`planner.sources`, in its `versions`) or, where its figures are of compiled programs,
+if these sources trace the same programs for it and read them by the same code (`planner.programs_of`: a few minutes for all).
+Others are made, hours for all; answers of the compiler are kept (`planner.remembered`), so that a run that was stopped goes on
+from there. A record is replaced as a whole when all of it is there; if a part of it fails, the old one stays and the exit status
+is 1.
 """
 
 import argparse
@@ -55,51 +55,55 @@ class Record:
 
     Attributes:
         files: the first one says what made it.
-        make: what is in each of them, in this order.
+        make: (rows that stand) -> what is in each of the files, in this order.
         rows: for a bench, the identity of its rows and the question of each (None for what is measured).
         made_of: what a picture says that it was made of; None for files that are made each time, which takes no time.
     """
 
     files: tuple[str, ...]
-    make: Callable[[], list[bytes]]
-    rows: Callable[[], list[tuple[dict, planner.Question | None]]] | None = None
+    make: Callable[[list[dict]], list[bytes]]
+    rows: Callable[[], list[tuple[dict, planner.Question | None]]] = lambda: [({}, None)]
     made_of: Callable[[], str] | None = planner.sources
 
-    def doubts(self, folder: Path) -> list[tuple[planner.Question, dict]] | None:
-        """Questions with the rows that are of other sources: it stands if their programs are the same. None: it does not."""
+    def there(self, folder: Path) -> list[tuple[dict, planner.Question | None]]:
+        """Rows that are there and may stand: with the question whose programs decide, None where the sources are the same."""
         if self.made_of is None or not all((folder / name).is_file() for name in self.files):
-            return None
+            return []
         first = folder / self.files[0]
         if first.suffix == ".png":
             with Image.open(first) as picture:
-                return [] if picture.info.get("sources") == self.made_of() else None
+                return [({}, None)] if picture.info.get("sources") == self.made_of() else []
         found = json.loads(first.read_text())
-        found = found if isinstance(found, list) else [found]
-        wanted = self.rows() if self.rows is not None else [({}, None)]
-        if len(found) != len(wanted) or any(not row.items() <= has.items() for (row, _), has in zip(wanted, found)):
-            return None
-        pairs = [
-            (q, has)
-            for (_, q), has in zip(wanted, found)
-            if has.get("versions", {}).get("sources") != planner.sources()
-        ]
-        return None if any(question is None or "programs" not in has for question, has in pairs) else pairs
+        found, sources = found if isinstance(found, list) else [found], planner.sources()
+        pairs = []
+        for row, question in self.rows():
+            has = next((has for has in found if row.items() <= has.items()), None)
+            if has is not None and has.get("versions", {}).get("sources") == sources:
+                pairs.append((has, None))
+            elif has is not None and question is not None and "programs" in has:
+                pairs.append((has, question))
+        return pairs
+
+    def is_whole(self, stand: list[dict], folder: Path) -> bool:
+        """Are these all its rows, and is nothing else there?"""
+        if self.made_of is None or len(stand) != len(self.rows()):
+            return False
+        first = folder / self.files[0]
+        return first.suffix == ".png" or json.loads(first.read_text()) in (stand, *stand)
 
 
-def standing(wanted: dict[str, Record], folder: Path) -> set[str]:
-    """The names of those that need not be made."""
-    doubts = {name: pairs for name, record in wanted.items() if (pairs := record.doubts(folder)) is not None}
-    asked = [question for pairs in doubts.values() for question, _ in pairs]
+def standing(wanted: dict[str, Record], folder: Path) -> dict[str, list[dict]]:
+    """The rows of each that need not be made."""
+    there = {name: record.there(folder) for name, record in wanted.items()}
+    asked = [question for pairs in there.values() for _, question in pairs if question is not None]
     if asked:
         print(f"{len(asked)} rows are of other sources: are they of the same programs?", flush=True)
     named = iter(planner.programs_of(asked, on_progress=lambda text: print(f"  {text}", flush=True)) if asked else [])
-    stand = set()
-    for name, pairs in doubts.items():
-        others = [has for _, has in pairs if not is_of(has, next(named))]
-        if others:
-            print(f"{name}: {len(others)} rows are of other programs", flush=True)
-        else:
-            stand.add(name)
+    stand = {}
+    for name, pairs in there.items():
+        stand[name] = [has for has, question in pairs if question is None or is_of(has, next(named))]
+        if others := len(pairs) - len(stand[name]):
+            print(f"{name}: {others} rows are of other programs", flush=True)
     return stand
 
 
@@ -133,9 +137,12 @@ def of_bench(kind: str, name: str | None = None) -> Record:
     def rows() -> list[tuple[dict, planner.Question | None]]:
         return [(case.row, case.question) for case in benches.BENCHES[kind]()]
 
-    def make() -> list[bytes]:
+    def make(stand: list[dict]) -> list[bytes]:
         rows, failed, asked = [], [], benches.BENCHES[kind]()
         for number, case in enumerate(asked, 1):
+            if stands := [row for row in stand if case.row.items() <= row.items()]:
+                rows += stands
+                continue
             what, start = ", ".join(str(value) for value in case.row.values() if value != ""), time.monotonic()
             try:
                 rows.append({**case.row, **case.ask()})
@@ -156,12 +163,12 @@ def rows_of_plan(model: str, topology: str, size: dict) -> list[tuple[dict, plan
     return [({"model": model, "topology": topology}, planner.Question(planner.PLANS, request))]
 
 
-def planned(model: str, topology: str, size: dict) -> list[bytes]:
+def planned(model: str, topology: str, size: dict, stand: list[dict]) -> list[bytes]:
     """`diffusers-tpu plan --json`."""
     return [as_json(planner.plan(model, topology, arguments=size, seconds=1800))]
 
 
-def paged() -> list[bytes]:
+def paged(stand: list[dict]) -> list[bytes]:
     """`diffusers-tpu plan --report`, of the plans that are there."""
     return [report.page([json.loads((FOLDER / f"{name}.json").read_text())]).encode() for name in PLANS]
 
@@ -170,7 +177,7 @@ def picture_of() -> str:
     return hashlib.sha256((FOLDER / f"{PICTURED}.html").read_bytes()).hexdigest()
 
 
-def pictured() -> list[bytes]:
+def pictured(stand: list[dict]) -> list[bytes]:
     """The page of a plan as a browser of 1200 pixels shows it."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
@@ -192,13 +199,13 @@ def until_it_ends(picture: Image.Image) -> Image.Image:
     return picture.crop((0, 0, picture.width, min(bottom + top, picture.height))).quantize()
 
 
-def demonstrated() -> list[bytes]:
+def demonstrated(stand: list[dict]) -> list[bytes]:
     """The frames of `make demo`."""
     subprocess.run(["make", "-o", ".venv/installed", "demo"], cwd=ROOT, check=True)  # of which this runs
     return [as_png(ROOT / "out" / "red-circle-right.png")]
 
 
-def compared() -> list[bytes]:
+def compared(stand: list[dict]) -> list[bytes]:
     """`diffusers-tpu compare` of the model that is shipped."""
     command = [str(Path(sys.executable).with_name("diffusers-tpu")), *COMPARED]
     environment = {**os.environ, "DIFFUSERS_TPU": "cpu"}
@@ -206,7 +213,7 @@ def compared() -> list[bytes]:
     return [as_json({**json.loads(said), "versions": versions()})]
 
 
-def mutants() -> list[bytes]:
+def mutants(stand: list[dict]) -> list[bytes]:
     """Writes its two files itself, fault by fault; one that has been seen is planted again if it or its test has changed."""
     subprocess.run([sys.executable, str(ROOT / "tests/tpu/mutants/run.py")], cwd=ROOT, check=True)
     return []
@@ -232,13 +239,14 @@ def make(wanted: dict[str, Record], folder: Path = FOLDER) -> int:
     failed, stand = 0, standing(wanted, folder)
     for number, (name, record) in enumerate(wanted.items(), 1):
         print(f"{number} of {len(wanted)}, {name}: ", end="", flush=True)
-        if name in stand and record.doubts(folder) is not None:  # a page that was made just now has no picture yet
+        rows = stand[name] if record.there(folder) else []  # a page that was made just now has no picture yet
+        if record.is_whole(rows, folder):
             print("stands", flush=True)
             continue
         print("...", flush=True)
         start = time.monotonic()
         try:
-            contents = record.make()
+            contents = record.make(rows)
         except (ValueError, RuntimeError, OSError, subprocess.SubprocessError) as error:
             failed += 1
             print(f"  FAILED after {time.monotonic() - start:.0f} s: {error}", flush=True)
