@@ -153,7 +153,7 @@ def _calibration(rows: list[dict]) -> list[str]:
 
 
 def _vae(rows: list[dict]) -> list[str]:
-    head = ("VAE of", "slice", "dtype", "module", "seconds", "GiB of activations a chip", "program, MB")
+    head = ("VAE of", "call", "slice", "dtype", "module", "seconds", "GiB of activations a chip", "program, MB")
     lines = []
     for row in rows:
         compiled, held = row["how"] == "compiled", row["hbm_gib"]
@@ -161,7 +161,7 @@ def _vae(rows: list[dict]) -> list[str]:
         seconds = _span(row["seconds"], row.get("slower")) + ("" if compiled else ", modelled")
         program = f"{held['program'] * 2**30 / 1e6:.0f}" if compiled else ""
         took = f"{row['compile_seconds']:.0f}" if compiled else ""
-        work = (_work(row), row["topology"], row["dtype"], module)
+        work = (_work(row), row["entry"], row["topology"], row["dtype"], module)
         lines.append((*work, seconds, f"{held['activations']:.1f}", program, took))
     return _lines((*head, "compilation, s"), lines)
 
