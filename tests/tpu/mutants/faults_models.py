@@ -10,6 +10,7 @@ HUNYUAN, SCHEDULERS, DISPATCHER = (
     "test_patched_schedulers.py",
     "test_patched_dispatcher.py",
 )
+COGVIDEOX_VAE = "test_cogvideox_vae.py::test_equals_upstream"
 FLAX = MODELS + "autoencoders/autoencoder_kl_wan_"
 FEW_CHIPS, MORE_CHIPS = (
     f"{VAE}::test_equals_upstream[2.1-degrees0-1-3-3-5]",
@@ -27,6 +28,31 @@ MUTANTS = [
          "one frame too many is kept of the first chunk", FEW_CHIPS),
         ("chunks-padding", "[(size - 1, 0) if a == axis", "[(0, size - 1) if a == axis",
          "zeros follow the first frame in place of coming before it", FEW_CHIPS),
+        ("chunks-batches", "        out, kept = step(batch, kept)\n", "        out, _ = step(batch, kept)\n",
+         "every batch of frames goes on from the first", COGVIDEOX_VAE),
+    ),
+    *in_file(
+        TPU + "video/norm.py",
+        ("norm-pivot", "means = (mean + pivot).reshape", "means = mean.reshape",
+         "a group's mean is without what its channels' sums left out", COGVIDEOX_VAE),
+        ("norm-own", "left = jnp.where(own[..., None], left, 0)", "left = left * 1.0",
+         "statistics are of columns that are no part of the map too", COGVIDEOX_VAE),
+        ("norm-parts", "count * jnp.square(means - whole[..., None]).sum(-1)", "0.0",
+         "a group's variance is without how far its channels lie apart", COGVIDEOX_VAE),
+        ("norm-chips", "return whole, everyone(around) / total", "return whole, around * split.count / total",
+         "each chip has the variance of its own slab", COGVIDEOX_VAE),
+        ("norm-shift", "factor, summand = factor * scale, summand * scale + shift", "factor, summand = factor * scale, summand + shift",
+         "the norm's bias is not scaled by place", COGVIDEOX_VAE),
+    ),
+    *in_file(
+        MODELS + "transformers/cogvideox_transformer_3d_flax.py",
+        ("cogvideox-gate", "text_gate * text_answer", "gate * text_answer",
+         "the text's answer has the latents' gate", "test_cogvideox.py::test_the_transformer_equals_upstreams"),
+    ),
+    *in_file(
+        MODELS + "autoencoders/autoencoder_kl_cogvideox_flax.py",
+        ("cogvideox-first", "first = x.shape[2] % 2\n    return torch.cat", "first = 0\n    return torch.cat",
+         "a first frame by itself is doubled too", COGVIDEOX_VAE),
     ),
     *in_file(
         MODELS + "autoencoders/autoencoder_kl_hunyuanvideo15_flax.py",
@@ -67,6 +93,8 @@ MUTANTS = [
         TPU + "video/convolution.py",
         ("convolution-product", '"high": ((0, 0), (1, 0), (0, 1)),', '"high": ((0, 0), (1, 0)),',
          "one of three products is left out", f"{VAE}::test_float32_by_products_of_bfloat16"),
+        ("convolution-doubled", "odd = first[:, here] + second[:, here] + third[:, right]", "odd = first[:, here] + second[:, here] + third[:, here]",
+         "a doubled column does not see the one on its right", COGVIDEOX_VAE),
         ("convolution-bias", "return y if b is None else y + b", "return y", "the bias is forgotten", FEW_CHIPS),
         ("convolution-tap", "y[:, tap : tap + columns,", "y[:, taps - 1 - tap : taps - 1 - tap + columns,",
          "taps along the width are mirrored", FEW_CHIPS),

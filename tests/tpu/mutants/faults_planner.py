@@ -58,6 +58,8 @@ MUTANTS = [
         TPU + "planner/worker.py",
         ("planner-frames", "frames and (frames - 1) % ratio:", "frames and False:",
          "frames that the VAE rounds are planned as asked", f"{PLANNER}::test_bad_input_is_one_line"),
+        ("planner-named", "part.is_of = _digest(part, kept.name_of(compiler, lowered, runner.mesh, runner.compiler_options))", "part.is_of = _digest(part, None)",
+         "another program has the same name", f"{PLANNER}::test_programs_are_named_without_compiling"),
     ),
     *in_file(
         TPU + "planner/markup.py",
