@@ -83,7 +83,7 @@ MUTANTS = [
          f"{STAGES}::test_a_fingerprint_is_of_settings_and_not_of_versions"),
     ),
     *in_file(
-        TPU + "fidelity.py",
+        TPU + "fidelity/pipelines.py",
         ("fidelity-limit", "LOW_PRECISION_FACTOR * upstream", "LOW_PRECISION_FACTOR", "bfloat16 is held to an error of 1.25",
          f"{FIDELITY}::test_bfloat16_is_held_to_upstreams_own_error"),
         ("fidelity-norm", "(np.linalg.norm(o) or 1.0)", "1.0", "the error is not relative", f"{FIDELITY}::test_relative_error_by_hand"),

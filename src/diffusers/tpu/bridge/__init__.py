@@ -9,6 +9,7 @@ from . import compat  # noqa: F401  isort: skip  before everything that imports 
 from torchax.tensor import Tensor
 from torchax.view import View
 
+from .captures import Marked, Tag, capture, capture_p, capturing
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
@@ -24,11 +25,16 @@ __all__ = [
     "INPUT",
     "Deferred",
     "ExecutionDevice",
+    "Marked",
     "NumberRead",
     "PureFunction",
+    "Tag",
     "ValueRead",
     "as_numpy",
     "attention_by_frame",
+    "capture",
+    "capture_p",
+    "capturing",
     "decomposing",
     "deferred",
     "dispatched_attention",
