@@ -14,6 +14,7 @@ from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .function import INPUT, PureFunction, on_every_chip, tracing
+from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, ValueRead
 from .scale import NumberRead
 from .video import attention_by_frame, in_tiles, over_width, scan_chunks
@@ -27,10 +28,12 @@ __all__ = [
     "ExecutionDevice",
     "Marked",
     "NumberRead",
+    "Obstacle",
     "PureFunction",
     "Tag",
     "ValueRead",
     "as_numpy",
+    "assuming",
     "attention_by_frame",
     "capture",
     "capture_p",
