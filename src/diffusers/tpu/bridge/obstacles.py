@@ -8,6 +8,7 @@ every entry of an index, zeros of the shape that torch's meta device gives.
 import contextlib
 import linecache
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from torch.utils._pytree import tree_map_only
+from torchax import view
 from torchax.tensor import OperatorNotFound, Tensor
 
 from .crossing import numpy_dtype
@@ -43,6 +45,7 @@ LIBRARIES = (
     "<frozen",
 )
 OURS = "_flax.py"
+USES_OF_A_VIEW = ("transform_tensor", "update_tensor")
 VALUES = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
 IN_WORDS = {
     aten.nonzero.default: "the places of entries that are not zero (nonzero)",
@@ -83,12 +86,14 @@ class Obstacles:
     asked: Counter = field(default_factory=Counter)
 
     def add(self, what: str) -> Obstacle:
-        frame = _line_of_the_module(sys._getframe(1))
+        """The obstacle at the line that the trace has come to."""
+        frame, again = _line_of_the_module(sys._getframe(1))
         file, line = frame.f_code.co_filename, frame.f_lineno
         code = linecache.getline(file, line, frame.f_globals).strip()
         obstacle = Obstacle(what, file, line, code, frame.f_code.co_qualname)
-        self.found[obstacle] = None
         self.asked[file, line] += 1
+        if not again:
+            self.found[obstacle] = None
         return obstacle
 
     def truth(self, obstacle: Obstacle) -> bool:
@@ -96,11 +101,16 @@ class Obstacles:
         return self.answer if asked <= PATIENCE else bool(asked % 2)
 
 
-def _line_of_the_module(frame):
-    """The innermost frame that is no library's and not ours; without one the outermost."""
+def _line_of_the_module(frame) -> tuple[types.FrameType, bool]:
+    """The innermost frame that is no library's and not ours (without one the outermost), and whether it asks once more.
+
+    A part of a tensor (`x[:, :n]`) is taken again each time that it is used, with the bounds that its own line gave.
+    """
+    again = False
     while frame.f_back is not None and _foreign(frame.f_code.co_filename.replace("\\", "/")):
+        again |= frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in USES_OF_A_VIEW
         frame = frame.f_back
-    return frame
+    return frame, again
 
 
 def _foreign(file: str) -> bool:
