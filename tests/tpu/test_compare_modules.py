@@ -120,7 +120,7 @@ def test_the_submodule_with_a_planted_fault_is_named_first(which, kind, plant, n
     found = fidelity.run_form(ours, Form(kind), call)
     comparison = compared(oracle, found, None, call, kind, "upstream")
     assert comparison.first == name and not comparison.ok
-    assert graded(next(row for row in comparison.rows if row.name == name).error.scaled) in (
+    assert graded(next(row for row in comparison.rows if row.name == name).error.relative) in (
         "attention",
         "severe",
         "warning",

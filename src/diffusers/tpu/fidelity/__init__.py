@@ -1,14 +1,14 @@
 """Ours against upstream: same weights, same inputs, one process.
 
     compare, compare_each     every module of a pipeline, and its whole result (`pipelines`)
-    compare_modules           one component, every submodule of it: where two forms of it part (`modules`)
+    compare_component         one component, every submodule of it: where two forms of it part (`modules`)
 
 Of the second, in the order that it is made: `forms` (how a component is run, its submodules' values with it), `harvest` (values
 out of a traced program), `matching` (one layout, the same calls), `modules` (errors and the ladder), `page` (the report).
 """
 
 from .forms import Form, forms_of, run_form
-from .modules import Comparison, ModuleRow, compare_modules
+from .modules import Comparison, ModuleRow, compare_component, compare_modules
 from .pipelines import (
     DTYPES,
     LOW_PRECISION_FACTOR,
@@ -39,6 +39,7 @@ __all__ = [
     "Reference",
     "Row",
     "compare",
+    "compare_component",
     "compare_each",
     "compare_modules",
     "compare_on",

@@ -97,11 +97,13 @@ class Captured:
         calls: upstream's in the order in which they ended, a program's in that of their calls.
         lost: names of those that were called where no output of the program can come from.
         kinds: class of each by name.
+        weighted: names of those that have parameters of their own.
     """
 
     calls: list[ModuleCall]
     lost: list[str]
     kinds: dict[str, str]
+    weighted: set[str]
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[ModuleCall]]:
@@ -174,7 +176,7 @@ def _run_upstream(module: torch.nn.Module, call: Call) -> Captured:
         given = _host_values((call.args, call.kwargs))
         output = getattr(module, call.entry)(*call.args, **call.kwargs)
     calls.append(ModuleCall("", given, _host_values(output)))
-    return Captured(calls, [], _kinds(module))
+    return Captured(calls, [], *_facts(module))
 
 
 def _host_values(values) -> dict[int, Value]:
@@ -182,8 +184,10 @@ def _host_values(values) -> dict[int, Value]:
     return {n: Value(_wide(as_numpy(t.detach()).copy())) for n, t in enumerate(tensors)}
 
 
-def _kinds(module: torch.nn.Module) -> dict[str, str]:
-    return {name: type(m).__name__ for name, m in module.named_modules()}
+def _facts(module: torch.nn.Module) -> tuple[dict[str, str], set[str]]:
+    """Class by name, and names of submodules that have parameters of their own."""
+    kinds = {name: type(m).__name__ for name, m in module.named_modules()}
+    return kinds, {name for name, m in module.named_modules() if m._parameters}
 
 
 def _wide(array: np.ndarray) -> np.ndarray:
@@ -214,7 +218,7 @@ def _run_traced(module: torch.nn.Module, form: Form, call: Call) -> Captured:
         found = _computed(program.traced.jaxpr, arguments, runner.compiler_options)
     finally:
         runner.detach()
-    return _sorted_out(found, groups, _kinds(module))
+    return _sorted_out(found, groups, module)
 
 
 def _computed(program, arguments: list, options: dict | None) -> Harvest:
@@ -229,7 +233,7 @@ def _computed(program, arguments: list, options: dict | None) -> Harvest:
     return dataclasses.replace(kept[-1], outputs=outputs, values=values)
 
 
-def _sorted_out(found: Harvest, groups: list[Group], kinds: dict[str, str]) -> Captured:
+def _sorted_out(found: Harvest, groups: list[Group], module: torch.nn.Module) -> Captured:
     """Each value of a loop by itself: a scanned block's by the block's number, any other's as one call after another."""
     first = {}
     for place in found.places:
@@ -250,7 +254,7 @@ def _sorted_out(found: Harvest, groups: list[Group], kinds: dict[str, str]) -> C
             values = made.answered if place.tag.given else made.given
             values[place.tag.leaf] = Value(array[steps], by_chip, spec, chips)
     lost = sorted({tag.name for tag in found.lost})
-    return Captured([calls[key] for key in sorted(calls)], lost, kinds)
+    return Captured([calls[key] for key in sorted(calls)], lost, *_facts(module))
 
 
 def _name(place: Place, steps: tuple, loops: list, groups: list[Group]) -> str:
@@ -299,7 +303,7 @@ def _run_nnx(module: torch.nn.Module, form: Form, call: Call) -> Captured:
     state, run = vae.traceable(call.entry)
     with _marking(nnx, type(vae), f"_{call.entry}", module):
         program = jax.jit(run).trace(state, x).jaxpr
-    return _sorted_out(_computed(program, jax.tree.leaves((state, x)), None), [], _kinds(module))
+    return _sorted_out(_computed(program, jax.tree.leaves((state, x)), None), [], module)
 
 
 @contextlib.contextmanager

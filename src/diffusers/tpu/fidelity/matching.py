@@ -23,15 +23,15 @@ class Error:
 
     Attributes:
         mean, maximum: of |x - o|.
-        scaled: mean |x - o| / mean |o|; mean |x - o| where o is zero.
-        relative: |x - o| / |o|, Euclidean norms; |x| where o is zero.
+        relative: mean |x - o| / mean |o|; mean |x - o| where o is zero.
+        euclidean: |x - o| / |o|, Euclidean norms; |x| where o is zero.
         cosine: of the angle between both; 1 where both are zero.
     """
 
     mean: float
     maximum: float
-    scaled: float
     relative: float
+    euclidean: float
     cosine: float
 
 
@@ -43,9 +43,9 @@ def error_of(values: list[Value], oracle: Value) -> tuple[Error, bool] | None:
     o, nearest = oracle.array.astype(np.float64), None
     for x, sure in arranged(values, o.shape):
         error = measured(x.astype(np.float64), o)
-        if nearest is None or not error.scaled >= nearest[0].scaled:
+        if nearest is None or not error.relative >= nearest[0].relative:
             nearest = error, sure
-        if error.scaled < NEAR:
+        if error.relative < NEAR:
             break
     return nearest
 
@@ -57,12 +57,10 @@ def measured(x: np.ndarray, o: np.ndarray) -> Error:
     with np.errstate(invalid="ignore", over="ignore"):
         apart = np.where(x == o, 0.0, np.abs(x - o))  # infinities that agree are no error
         usual, lengths = np.abs(o).mean(), (np.linalg.norm(x), np.linalg.norm(o))
-        relative = (
-            float(np.linalg.norm(apart) / (lengths[1] or 1.0)) if np.isfinite(lengths[1]) else float(apart.max())
-        )
-        scaled = float(apart.mean() / (usual or 1.0)) if np.isfinite(usual) else float(apart.mean())
-        cosine = float(np.vdot(x, o) / (lengths[0] * lengths[1])) if all(lengths) else float(lengths[0] == lengths[1])
-    return Error(float(apart.mean()), float(apart.max()), scaled, relative, cosine)
+        relative = apart.mean() / (usual or 1.0) if np.isfinite(usual) else apart.mean()
+        euclidean = np.linalg.norm(apart) / (lengths[1] or 1.0) if np.isfinite(usual) else np.linalg.norm(apart)
+        cosine = np.vdot(x, o) / (lengths[0] * lengths[1]) if all(lengths) else lengths[0] == lengths[1]
+    return Error(*map(float, (apart.mean(), apart.max(), relative, euclidean, cosine)))
 
 
 def arranged(values: list[Value], shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, bool]]:

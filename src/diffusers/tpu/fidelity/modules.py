@@ -2,7 +2,7 @@
 
 The method and its ladder are those of a guide to moving a VAE from PyTorch to JAX (CogVideoX, 2025; its section on numerical
 checks): compare from the smallest layer up, each rung with a threshold of its own. There errors are absolute, of values
-around one; here they are divided by the oracle's mean magnitude (`Error.scaled`), and what a submodule gets wrong already
+around one; here they are divided by the oracle's mean magnitude (`Error.relative`), and what a submodule gets wrong already
 is told from what it does itself:
 
     limit = max(rung, 16 x the error of its inputs, 1.25 x upstream's own error in this dtype)
@@ -13,6 +13,7 @@ them, the first to be computed. Rungs above a block's, which the guide lets grow
 
 import dataclasses
 import math
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ import torch
 
 from .forms import Captured, Form, ModuleCall, Value, run_form
 from .matching import Error, error_of
-from .pipelines import LOW_PRECISION_FACTOR, Call
+from .pipelines import LOW_PRECISION_FACTOR, Call, draw_arguments, load, modules, record
 
 
 LADDER = (  # the guide's grades of an error
@@ -33,7 +34,11 @@ LADDER = (  # the guide's grades of an error
     (math.inf, "severe"),
 )
 NO_EFFECT = 1e-3  # of an error, where what the submodule is part of has less
-LAYER, NORM, BLOCK = 1e-6, 1e-5, 1e-4  # the guide's thresholds: of a convolution, of a norm, of a residual block
+LAYER, NORM, BLOCK = (
+    1e-6,
+    1e-5,
+    1e-4,
+)  # the guide's thresholds: of a convolution, of a norm (here also of a function), of a residual block
 GROWTH = 16.0  # of an error in one submodule that does nothing wrong; the guide measured 14, in a group norm
 
 
@@ -47,7 +52,7 @@ class ModuleRow:
         error: of what it gave.
         inherited: the largest error of what it took; None where none of that could be compared.
         own: upstream's error in the dtype compared; None in the oracle's dtype.
-        limit: of `error.scaled`.
+        limit: of `error.relative`.
         shape, spec, chips: of what it gave first, in the form compared.
         finite: whether all of that is.
     """
@@ -67,16 +72,16 @@ class ModuleRow:
     @property
     def ok(self) -> bool:
         """Whether it does not part by itself; NaN does."""
-        return self.error.scaled <= self.limit
+        return self.error.relative <= self.limit
 
     @property
     def growth(self) -> float | None:
         """Its error by the largest of its inputs'; None where those have none."""
-        return self.error.scaled / self.inherited if self.inherited else None
+        return self.error.relative / self.inherited if self.inherited else None
 
     @property
     def grade(self) -> str:
-        return graded(self.error.scaled)
+        return graded(self.error.relative)
 
 
 @dataclass(frozen=True)
@@ -116,6 +121,37 @@ def graded(error: float) -> str:
     return next((word for limit, word in LADDER if error < limit), LADDER[-1][1])
 
 
+def compare_component(
+    model,
+    component: str,
+    form: Form,
+    against: Form = Form("upstream"),
+    entry: str | None = None,
+    arguments: dict | None = None,
+    seed: int | None = None,
+) -> Iterator[Comparison]:
+    """The comparison of each entry of a pipeline's component that one small run calls, or of one.
+
+    Args:
+        model, arguments, seed: as of `compare_each`.
+
+    Raises ValueError for a component or an entry that the run does not call; else as `run_form`.
+    """
+    seed = random.randrange(2**31) if seed is None else seed
+    pipe = load(model, form.dtype)
+    if component not in modules(pipe):
+        raise ValueError(f"expected a component among {', '.join(modules(pipe))}, got {component!r}")
+    calls, _ = record(pipe, {**draw_arguments(type(pipe), seed), **(arguments or {})}, seed)
+    calls = [call for call in calls if call.module == component]
+    wanted = [call for call in calls if entry in (None, call.entry)]
+    if not wanted:
+        raise ValueError(
+            f"expected an entry of {component} that a run calls ({', '.join(c.entry for c in calls) or 'none'}), got {entry!r}"
+        )
+    for call in wanted:
+        yield compare_modules(modules(pipe)[component], form, call, against)
+
+
 def compare_modules(
     module: torch.nn.Module,
     form: Form,
@@ -153,7 +189,7 @@ def compared(
         ours = _pieces(found.by_name.get(name, []), len(theirs), place)
         reason = _left_out(name, len(theirs), found)
         kind = oracle.kinds.get(name, "")
-        rung = BLOCK if name in parents else NORM if "norm" in kind.lower() else LAYER
+        rung = BLOCK if name in parents else LAYER if name in oracle.weighted and "norm" not in kind.lower() else NORM
         row = None if reason else _row(made, ours, kind, rung, last)
         if row is None:
             left_out[name] = reason or f"gives {_shapes(ours[0])}, the oracle {_shapes(made)}"
@@ -162,9 +198,9 @@ def compared(
         if mine and len(mine) == len(theirs):
             worst = _worst([mine[place].answered], made.answered)
             if worst is not None:
-                limit = max(row.limit, LOW_PRECISION_FACTOR * worst.scaled)
-                row = dataclasses.replace(row, own=worst.scaled, limit=limit)
-        last = row.error.scaled
+                limit = max(row.limit, LOW_PRECISION_FACTOR * worst.relative)
+                row = dataclasses.replace(row, own=worst.relative, limit=limit)
+        last = row.error.relative
         if not row.ok:
             parted.append(name)
         before = rows.get(name)
@@ -175,9 +211,9 @@ def compared(
     left_out = {name: reason for name, reason in left_out.items() if name not in rows}
     for name in dict.fromkeys(parted):
         outer = next((rows[other] for other in _outer(name) if other in rows), None)
-        if outer is not None and outer.ok and outer.error.scaled < NO_EFFECT * rows[name].error.scaled:
+        if outer is not None and outer.ok and outer.error.relative < NO_EFFECT * rows[name].error.relative:
             left_out[name] = (
-                f"differs by {rows.pop(name).error.scaled:.1e}, what it is part of does not: it is not the oracle's"
+                f"differs by {rows.pop(name).error.relative:.1e}, what it is part of does not: it is not the oracle's"
             )
     strange = [c.name for c in found.calls if not _finite(c.answered) and _finite(c.given)]
     first = innermost([name for name in parted if name in rows])
@@ -223,7 +259,7 @@ def _row(oracle: ModuleCall, ours: list[ModuleCall], kind: str, rung: float, las
     if error is None:
         return None
     taken = _worst([call.given for call in ours], oracle.given, BLOCK)
-    inherited = 0.0 if not oracle.given else None if taken is None else taken.scaled
+    inherited = 0.0 if not oracle.given else None if taken is None else taken.relative
     limit = max(rung, GROWTH * (last if inherited is None else inherited))
     value = ours[0].answered[min(ours[0].answered)]
     return ModuleRow(
@@ -247,8 +283,8 @@ def _worst(ours: list[dict[int, Value]], oracle: dict[int, Value], guessed: floa
     `guessed`: an error above which a layout that the shape does not tell is taken for a wrong one.
     """
     pairs = [error_of([of[n] for of in ours], oracle[n]) for n in oracle if all(n in of for of in ours)]
-    found = [error for error, sure in filter(None, pairs) if sure or error.scaled <= guessed]
-    return max(found, key=lambda error: np.nan_to_num(error.scaled, nan=np.inf), default=None)
+    found = [error for error, sure in filter(None, pairs) if sure or error.relative <= guessed]
+    return max(found, key=lambda error: np.nan_to_num(error.relative, nan=np.inf), default=None)
 
 
 def _finite(values: dict[int, Value]) -> bool:
@@ -256,7 +292,7 @@ def _finite(values: dict[int, Value]) -> bool:
 
 
 def _excess(row: ModuleRow) -> float:
-    return np.nan_to_num(row.error.scaled / row.limit, nan=np.inf)
+    return np.nan_to_num(row.error.relative / row.limit, nan=np.inf)
 
 
 def _shapes(call: ModuleCall) -> str:
