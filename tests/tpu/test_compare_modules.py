@@ -2,16 +2,26 @@
 
 import copy
 import functools
+import json
 
+import jax
+import numpy as np
 import pytest
 import torch
+from jax import lax
+from jax.sharding import PartitionSpec
 
 import tiny
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
 from diffusers.tpu import bridge, fidelity
+from diffusers.tpu.bridge import Tag, capture
+from diffusers.tpu.cli import main
 from diffusers.tpu.fidelity import Form
-from diffusers.tpu.fidelity.modules import compared, graded
+from diffusers.tpu.fidelity.forms import Value
+from diffusers.tpu.fidelity.harvest import harvest
+from diffusers.tpu.fidelity.matching import error_of, measured
+from diffusers.tpu.fidelity.modules import compared, graded, innermost
 
 
 pytestmark = pytest.mark.usefixtures("chips")
@@ -125,3 +135,212 @@ def test_the_submodule_with_a_planted_fault_is_named_first(which, kind, plant, n
         "severe",
         "warning",
     )
+
+
+def test_equal_weights_part_nowhere_and_every_scanned_block_is_there():
+    for which, kind in ((WAN, "scanned"), (WAN, "torchax"), (VAE, "nnx")):
+        module, call, oracle = recorded(*which)
+        found = fidelity.run_form(module, Form(kind), call)
+        comparison = compared(oracle, found, None, call, kind, "upstream")
+        assert comparison.ok and max(row.error.relative for row in comparison.rows) < 3e-6, comparison.first  # 1.2e-6
+        if which is WAN:
+            blocks = {name.split(".")[1] for name in found.by_name if name.startswith("blocks.")}
+            assert blocks == {"0", "1", "2"} and len(comparison.rows) == 86
+            assert {*comparison.left_out} == {f"blocks.{n}.attn1.norm_{x}" for n in range(3) for x in "qk"}
+
+
+def test_values_of_a_mesh_are_put_together():
+    """A VAE whose chips hold slabs of the width, in chunks of frames; tokens over chips."""
+    module, call, oracle = recorded(*VAE)
+    for kind in ("nnx", "scanned"):
+        found = fidelity.run_form(module, Form(kind, mesh=(1, 2, 1)), call)
+        comparison = compared(oracle, found, None, call, kind, "upstream")
+        rows = {row.name: row for row in comparison.rows}
+        assert (
+            comparison.ok and rows["decoder.conv_out"].chips == 2 and rows["decoder.conv_out"].spec == "a part a chip"
+        )
+    module, call, oracle = recorded(*WAN)
+    found = fidelity.run_form(module, Form("scanned", mesh=(1, 4, 1)), call)
+    comparison = compared(oracle, found, None, call, "scanned", "upstream")
+    rows = {row.name: row for row in comparison.rows}
+    assert comparison.ok and rows["blocks.1.ffn"].spec == "P(-, sp, -)" and rows["blocks.1.ffn"].chips == 4
+
+
+def test_bfloat16_is_held_to_upstreams_own_error_in_each_submodule():
+    pipe = tiny.wan()
+    arguments = {key: value for key, value in tiny.arguments("wan", 1).items() if key != "generator"}
+    form = Form("scanned", torch.bfloat16)
+    (comparison,) = fidelity.compare_component(pipe, "transformer", form, arguments=arguments, seed=5)
+    rows = {row.name: row for row in comparison.rows}
+    assert comparison.ok and all(row.own is not None for row in comparison.rows)
+    assert 1e-3 < rows["blocks.1.ffn.net.2"].own < 2e-2 and rows["blocks.1.ffn.net.2"].limit > 1e-3
+    assert pipe.transformer.patch_embedding.weight.dtype == torch.float32  # the pipeline is left as it is
+
+
+def test_the_first_submodule_that_is_not_finite_is_named():
+    module, call, oracle = recorded(*WAN)
+    ours = copy.deepcopy(module)
+    ours.blocks[1].ffn.net[2].weight.data[0, 0] = torch.nan
+    found = fidelity.run_form(ours, Form("scanned"), call)
+    comparison = compared(oracle, found, None, call, "scanned", "upstream")
+    assert comparison.not_finite == comparison.first == "blocks.1.ffn.net.2" and not comparison.ok
+
+
+def test_what_cannot_be_run_is_refused_with_the_way_out():
+    module, call, _ = recorded(*WAN)
+    with pytest.raises(ValueError, match="upstream, torchax, scanned"):
+        fidelity.run_form(module, Form("nnx"), call)
+    with pytest.raises(ValueError, match="expected a form among"):
+        Form("jax")
+
+    class Decides(torch.nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(NotImplementedError, match="compare --trace"):
+        fidelity.run_form(Decides(), Form("torchax"), fidelity.Call("m", "forward", (torch.ones(2),), {}))
+
+
+def test_harvest_by_hand(chips):
+    """Marks in a scan, a compiled part, a part of each chip, a branch and an open loop; the program's own outputs with them."""
+    mesh = jax.sharding.Mesh(np.array(chips[:2]), ("sp",))
+
+    def program(weights, x):
+        def step(carry, w):
+            capture(carry * w, Tag("block", True, 0, 0))
+            return carry * w + 1, carry
+
+        x, befores = lax.scan(step, x, weights)
+        x = jax.jit(lambda x: (capture(x, Tag("jit", True, 0, 1)), x * 2)[1])(x)
+        local = jax.shard_map(
+            lambda x: (capture(x, Tag("chip", True, 0, 2)), x + 1)[1],
+            mesh=mesh,
+            in_specs=PartitionSpec("sp"),
+            out_specs=PartitionSpec("sp"),
+        )
+        x = local(x)
+        x = lax.cond(x[0] > 0, lambda x: (capture(x, Tag("branch", True, 0, 3)), x)[1], lambda x: x, x)
+        return lax.while_loop(
+            lambda x: x[0] < 100, lambda x: (capture(x, Tag("loop", True, 0, 4)), x * 3)[1], x
+        ), befores
+
+    weights, x = np.float32([2, 3]), np.float32([1, 5])
+    jaxpr = jax.jit(program).trace(weights, x).jaxpr
+    places = []
+
+    def run(*arguments):
+        found = harvest(jaxpr, arguments)
+        places.append(found)
+        return found.outputs, found.values
+
+    outputs, values = jax.jit(run)(weights, x)
+    found = {place.tag.name: value for place, value in zip(places[-1].places, values)}
+    assert {*found} == {"block", "jit", "chip"} and {tag.name for tag in places[-1].lost} == {"branch", "loop"}
+    # x: 1, 5 -> 3, 11 -> 10, 34 -> 20, 68 -> 21, 69 -> 189, 621
+    assert found["block"].tolist() == [[2, 10], [9, 33]] and found["jit"].tolist() == [10, 34]
+    assert found["chip"].tolist() == [[20], [68]]
+    assert outputs[0].tolist() == [189, 621] and outputs[1].tolist() == [[1, 5], [3, 11]]
+
+
+LAYOUTS = {
+    "channels last": ((2, 3, 4, 5, 6), lambda o: np.moveaxis(o, 1, -1)),
+    "frames in the batch": ((6, 4, 5, 7), lambda o: o.reshape(2, 3, 4, 5, 7).transpose(0, 1, 3, 4, 2)),
+    "an axis of one": ((1, 4, 5), lambda o: o.reshape(4, 5)),
+    "frames before the first": ((1, 4, 1, 5, 6), lambda o: np.concatenate([0 * o, o], 2)),
+    "tokens behind the last": ((2, 7, 4), lambda o: np.concatenate([o, 0 * o[:, :1]], 1)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_are_told_by_shapes(layout):
+    shape, change = LAYOUTS[layout]
+    o = np.random.default_rng(1).normal(size=shape)
+    assert error_of([Value(change(o))], Value(o))[0].maximum == 0
+    assert error_of([Value(change(o) + 0.5)], Value(o))[0].mean == pytest.approx(0.5)
+    assert error_of([Value(o[..., :-1])], Value(o)) is None
+
+
+def test_slabs_and_chunks_are_put_together():
+    o = np.random.default_rng(2).normal(size=(1, 3, 4, 2, 6))
+    slabs = np.stack([o[..., :4], o[..., 2:]])  # of two chips, two columns in common
+    assert error_of([Value(slabs, by_chip=True)], Value(o))[0].maximum == 0
+    assert error_of([Value(o[:, :, :1]), Value(o[:, :, 1:])], Value(o))[0].maximum == 0
+    assert error_of([Value(o[:, :, 1:]), Value(o[:, :, :1])], Value(o))[0].maximum == 0
+
+
+def test_errors_by_hand():
+    x, o = np.array([3.0, 4.0, 0.0]), np.array([3.0, 2.0, 1.0])
+    error = measured(x, o)
+    assert (error.mean, error.maximum, error.relative) == (1.0, 2.0, 0.5)
+    assert error.euclidean == pytest.approx((5 / 14) ** 0.5) and error.cosine == pytest.approx(17 / (5 * 14**0.5))
+    assert np.isnan(measured(np.array([np.nan]), np.array([1.0])).relative)
+    assert measured(np.array([-np.inf, 1]), np.array([-np.inf, 1])).maximum == 0
+    grades = [graded(e) for e in (5e-7, 5e-5, 5e-4, 5e-3, 0.05, 0.5, np.nan)]
+    assert grades == ["perfect", "excellent", "good", "warning", "attention", "severe", "severe"]
+    assert innermost(["a", "a.b", "c", "a.b.c"]) == "c" and innermost(["", "x"]) == "x" and innermost([]) is None
+
+
+# The command line
+
+
+CALL = [
+    "--prompt",
+    "a red circle",
+    "--height",
+    "32",
+    "--width",
+    "48",
+    "--num-frames",
+    "5",
+    "--num-inference-steps",
+    "1",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    pipe = tiny.wan()
+    pipe.save_pretrained(folder)
+    return str(folder)
+
+
+def test_the_command_prints_writes_and_answers(model, tmp_path, capsys, monkeypatch):
+    words = ["compare", model, "--component", "transformer", "--seed", "1", *CALL]
+    report = tmp_path / "r.html"
+    assert main([*words, "--debug-nans", "--debug-sharding", "--report", str(report)]) == 0
+    out = capsys.readouterr().out
+    assert "none parts by itself" in out and "first NaN or infinity: none" in out and "P(-, -, -)" in out
+    text = report.read_text()
+    assert (
+        text.count("<circle") == 86 and "blocks.2.ffn.net.2" in text and "<script" not in text and "http" not in text
+    )
+
+    theirs = transformer_wan_flax.dispatch_attention_fn
+    monkeypatch.setattr(
+        transformer_wan_flax, "dispatch_attention_fn", lambda q, k, v, **more: theirs(q, k[:, 1:], v[:, 1:], **more)
+    )
+    assert main([*words, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)["comparisons"]
+    assert [c["first"] for c in answer] == ["blocks.0.attn1"] and answer[0]["form"] == "scanned float32 mesh 1,1,1"
+
+
+BAD = {
+    "no such component": (["--component", "unet"], "expected a component among"),
+    "no such entry": (["--component", "transformer", "--entry", "decode"], "an entry of transformer that a run calls"),
+    "no such form": (["--component", "transformer", "--form", "nnx"], "expected a form of WanTransformer3DModel"),
+    "a form without a component": (["--form", "nnx"], "expected --component NAME with --form"),
+    "two meshes": (["--component", "vae", "--mesh", "1,1,1", "--mesh", "1,2,1"], "expected --mesh once"),
+    "another suffix": (["--component", "vae", "--report", "r.txt"], "ends in .html"),
+    "plans without a trace": (["--component", "vae", "--planned"], "expected --trace with --planned"),
+    "a form of a trace": (["--trace", "--form", "nnx"], "expected --trace without --form"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line_and_status_2(model, capsys, name):
+    words, expected = BAD[name]
+    capsys.readouterr()
+    assert main(["compare", model, *words, *CALL]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("diffusers-tpu: ") and expected in error

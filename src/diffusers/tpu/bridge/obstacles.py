@@ -8,6 +8,7 @@ every entry of an index, zeros of the shape that torch's meta device gives.
 import contextlib
 import linecache
 import sys
+import traceback
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -108,9 +109,13 @@ def _line_of_the_module(frame) -> tuple[types.FrameType, bool]:
     """
     again = False
     while frame.f_back is not None and _foreign(frame.f_code.co_filename.replace("\\", "/")):
-        again |= frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in USES_OF_A_VIEW
+        again |= _uses_a_view(frame)
         frame = frame.f_back
     return frame, again
+
+
+def _uses_a_view(frame) -> bool:
+    return frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in USES_OF_A_VIEW
 
 
 def _foreign(file: str) -> bool:
@@ -145,7 +150,9 @@ class _Assumed:
             self.obstacles.add(f"random numbers ({_name(func)}), which a program would repeat in every call")
         try:
             return type(self.env).dispatch(self.env, func, types, args, kwargs)
-        except READS:
+        except READS as error:
+            if any(_uses_a_view(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
+                return self._zeros(func, args, kwargs or {})
             return self._unread(func, args, kwargs or {})
         except OperatorNotFound:
             if not isinstance(func, torch._ops.OpOverload):

@@ -124,7 +124,7 @@ def run_form(module: torch.nn.Module, form: Form, call: Call) -> Captured:
 
     Args:
         module: upstream's, with the weights to run with, not on the TPU path.
-        call: of one of its entries; floating tensors are put into the form's dtype where they are of float32 or narrower.
+        call: of one of its entries, as a pipeline of the form's dtype makes it; for float32 what is narrower is widened.
 
     Raises:
         ValueError: a component that does not have this form.
