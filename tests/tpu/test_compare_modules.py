@@ -10,8 +10,11 @@ import pytest
 import torch
 from jax import lax
 from jax.sharding import PartitionSpec
+from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5LayerNorm
 
 import tiny
+from diffusers.models.autoencoders import autoencoder_kl_wan_nnx_layers_flax
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanRMS_norm
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
 from diffusers.tpu import bridge, fidelity
@@ -94,9 +97,29 @@ def masked_text(module, patch):
     patch.setattr(bridge, "joint_attention", joint)
 
 
+def masked_word(module, patch):
+    """No token attends to the first one."""
+    forward = UMT5Attention.forward
+
+    def masked(attention, hidden_states, *args, attention_mask=None, **more):
+        keys = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        return forward(attention, hidden_states, *args, attention_mask=attention_mask - 1e9 * (keys == 0), **more)
+
+    patch.setattr(UMT5Attention, "forward", masked)
+
+
+def masked_position(module, patch):
+    """The first position of a map is left out."""
+    attention = autoencoder_kl_wan_nnx_layers_flax.attention
+    patch.setattr(
+        autoencoder_kl_wan_nnx_layers_flax,
+        "attention",
+        lambda q, k, v, mask: attention(q, k[:, :, 1:], v[:, :, 1:], mask=mask),
+    )
+
+
 WAN, HUNYUAN, COG = ("wan", "transformer"), ("hunyuan15", "transformer"), ("cogvideox", "transformer")
 TEXT, VAE = ("wan", "text_encoder"), ("wan", "vae", "decode")
-LAYER = "encoder.block.1.layer.1.DenseReluDense.wo"
 FAULTS = [
     (WAN, "scanned", swapped_pairs, "blocks.0.attn1"),
     (WAN, "scanned", dropped_bias("blocks.1.ffn.net.2"), "blocks.1.ffn.net.2"),
@@ -113,11 +136,15 @@ FAULTS = [
     (COG, "scanned", swapped_pairs, "transformer_blocks.0.attn1"),
     (COG, "scanned", dropped_bias("transformer_blocks.1.norm2.linear"), "transformer_blocks.1.norm2.linear"),
     (COG, "scanned", transposed_kernel("transformer_blocks.1.attn1.to_q"), "transformer_blocks.1.attn1.to_q"),
+    (COG, "scanned", norm_over_tokens(torch.nn.LayerNorm), "transformer_blocks.0.norm1.norm"),
     (COG, "scanned", masked_text, "transformer_blocks.0.attn1"),
     (TEXT, "scanned", transposed_kernel("encoder.block.1.layer.0.SelfAttention.q"), "encoder.block.1.layer.0.SelfAttention.q"),
+    (TEXT, "scanned", norm_over_tokens(UMT5LayerNorm), "encoder.block.0.layer.0.layer_norm"),
+    (TEXT, "scanned", masked_word, "encoder.block.0.layer.0.SelfAttention"),
     (VAE, "scanned", dropped_bias("decoder.mid_block.resnets.1.conv2"), "decoder.mid_block.resnets.1.conv2"),
-    (VAE, "scanned", transposed_kernel("decoder.up_blocks.0.resnets.0.conv1", (-1, -2)), "decoder.up_blocks.0.resnets.0.conv1"),
+    (VAE, "scanned", norm_over_tokens(WanRMS_norm), "decoder.mid_block.resnets.0.norm1"),
     (VAE, "nnx", transposed_kernel("decoder.up_blocks.1.resnets.0.conv1", (-1, -2)), "decoder.up_blocks.1.resnets.0.conv1"),
+    (VAE, "nnx", masked_position, "decoder.mid_block.attentions.0"),
     (VAE, "nnx", dropped_bias("decoder.mid_block.attentions.0.to_qkv"), "decoder.mid_block.attentions.0.to_qkv"),
 ]  # fmt: skip
 
@@ -152,13 +179,10 @@ def test_equal_weights_part_nowhere_and_every_scanned_block_is_there():
 def test_values_of_a_mesh_are_put_together():
     """A VAE whose chips hold slabs of the width, in chunks of frames; tokens over chips."""
     module, call, oracle = recorded(*VAE)
-    for kind in ("nnx", "scanned"):
-        found = fidelity.run_form(module, Form(kind, mesh=(1, 2, 1)), call)
-        comparison = compared(oracle, found, None, call, kind, "upstream")
-        rows = {row.name: row for row in comparison.rows}
-        assert (
-            comparison.ok and rows["decoder.conv_out"].chips == 2 and rows["decoder.conv_out"].spec == "a part a chip"
-        )
+    found = fidelity.run_form(module, Form("nnx", mesh=(1, 2, 1)), call)
+    comparison = compared(oracle, found, None, call, "nnx", "upstream")
+    rows = {row.name: row for row in comparison.rows}
+    assert comparison.ok and rows["decoder.conv_out"].chips == 2 and rows["decoder.conv_out"].spec == "a part a chip"
     module, call, oracle = recorded(*WAN)
     found = fidelity.run_form(module, Form("scanned", mesh=(1, 4, 1)), call)
     comparison = compared(oracle, found, None, call, "scanned", "upstream")
@@ -330,6 +354,14 @@ BAD = {
     "no such entry": (["--component", "transformer", "--entry", "decode"], "an entry of transformer that a run calls"),
     "no such form": (["--component", "transformer", "--form", "nnx"], "expected a form of WanTransformer3DModel"),
     "a form without a component": (["--form", "nnx"], "expected --component NAME with --form"),
+    "a mesh of upstream's": (
+        ["--component", "vae", "--against-mesh", "1,2,1"],
+        "expected no mesh of upstream's own form",
+    ),
+    "an attention of plain JAX": (
+        ["--component", "vae", "--form", "nnx", "--attention", "online"],
+        "expected no attention",
+    ),
     "two meshes": (["--component", "vae", "--mesh", "1,1,1", "--mesh", "1,2,1"], "expected --mesh once"),
     "another suffix": (["--component", "vae", "--report", "r.txt"], "ends in .html"),
     "plans without a trace": (["--component", "vae", "--planned"], "expected --trace with --planned"),

@@ -36,20 +36,13 @@ def run(options, rest: list[str]) -> int:
     from .. import fidelity
 
     seed = random.randrange(2**31) if options.seed is None else options.seed
-    form = _form(
-        options.form or "scanned",
-        options.dtype and options.dtype[0],
-        options.mesh and options.mesh[0],
-        options.attention,
-        target,
-    )
-    against = _form(
-        options.against or "upstream", options.against_dtype, options.against_mesh, options.against_attention, target
-    )
+    ours = (options.dtype or [None])[0], (options.mesh or [None])[0], options.attention
+    theirs = options.against_dtype, options.against_mesh, options.against_attention
     with calling():
-        found = [
-            *fidelity.compare_component(options.model, options.component, form, against, options.entry, call, seed)
-        ]
+        form = _form(options.form or "scanned", *ours, target)
+        against = _form(options.against or "upstream", *theirs, target)
+        found = fidelity.compare_component(options.model, options.component, form, against, options.entry, call, seed)
+        found = [*found]
     if options.json:
         print(json.dumps({"seed": seed, "comparisons": [comparison.as_dict() for comparison in found]}, indent=2))
     else:

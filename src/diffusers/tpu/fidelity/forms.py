@@ -42,9 +42,9 @@ NNX_ENTRIES = ("encode", "decode")
 
 @dataclass(frozen=True)
 class Form:
-    """One way to run a component. `mesh` and `attention` are as of `TPUConfig`, and mean nothing to upstream's own.
+    """One way to run a component. `mesh` and `attention` are as of `TPUConfig`.
 
-    Raises ValueError for a kind that is none of `KINDS`.
+    Raises ValueError for a kind that is none of `KINDS`, or that has no mesh, or no attention to choose.
     """
 
     kind: str
@@ -55,6 +55,13 @@ class Form:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"expected a form among {', '.join(KINDS)}, got {self.kind!r}")
+        if self.kind == "upstream" and self.mesh != (1, 1, 1):
+            raise ValueError(f"expected no mesh of upstream's own form, which runs on the host, got {self.mesh}")
+        if self.kind in ("upstream", "nnx") and self.attention != "auto":
+            raise ValueError(
+                f"expected no attention of the form {self.kind}, which has its own, got {self.attention}: torchax and scanned"
+                " take one"
+            )
 
     def __str__(self):
         words = [self.kind, str(self.dtype).removeprefix("torch.")]
@@ -296,8 +303,9 @@ def _run_nnx(module: torch.nn.Module, form: Form, call: Call) -> Captured:
     vae = cls.from_torch(
         module, dtype=str(form.dtype).removeprefix("torch."), mesh=make_mesh(target_devices(), form.mesh)
     )
-    for name in ("use_tiling", "use_slicing"):
-        setattr(vae, name, getattr(module, name, False))
+    for name in vars(vae):
+        if name == "use_tiling" or name.startswith("tile_sample_"):
+            setattr(vae, name, getattr(module, name, getattr(vae, name)))
     (x,) = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor))
     x = jnp.asarray(np.moveaxis(as_numpy(x), 1, -1), vae.dtype)
     state, run = vae.traceable(call.entry)

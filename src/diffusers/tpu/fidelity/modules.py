@@ -132,6 +132,8 @@ def compare_component(
 ) -> Iterator[Comparison]:
     """The comparison of each entry of a pipeline's component that one small run calls, or of one.
 
+    All values are kept on the host. Both forms have the weights that the model has in `form`'s dtype.
+
     Args:
         model, arguments, seed: as of `compare_each`.
 
