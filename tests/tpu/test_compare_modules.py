@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import re
 
 import jax
 import numpy as np
@@ -340,6 +341,8 @@ def test_the_command_prints_writes_and_answers(model, tmp_path, capsys, monkeypa
     out = capsys.readouterr().out
     assert "none parts by itself" in out and "first NaN or infinity: none" in out and "P(-, -, -)" in out
     text = report.read_text()
+    headings, cells = re.findall(r"<th[ >]", text), re.findall(r"<td[ >]", text)
+    assert len(headings) * 86 == len(cells) > 0
     assert (
         text.count("<circle") == 86 and "blocks.2.ffn.net.2" in text and "<script" not in text and "http" not in text
     )

@@ -78,23 +78,9 @@ def _height(error: float) -> str:
 
 
 def _rows(rows: list[ModuleRow]) -> Html:
-    columns = [
-        ("submodule", "name"),
-        ("class", "name"),
-        ("calls", "n"),
-        ("mean", "n"),
-        ("max", "n"),
-        ("relative", "n"),
-    ]
-    columns += [
-        ("cosine", "n"),
-        ("scaled", "n"),
-        ("growth", "n"),
-        ("upstream's own", "n"),
-        ("limit", "n"),
-        ("verdict", ""),
-    ]
-    columns += [("shape", "n"), ("spec", ""), ("chips", "n")]
+    numbers = ("calls", "mean", "max", "relative", "Euclidean", "cosine", "growth", "upstream's own", "limit")
+    columns = [("submodule", "name"), ("class", "name"), *((name, "n") for name in numbers), ("verdict", "")]
+    columns += [("shape", "n"), ("spec", "n"), ("chips", "n")]
     lines = []
     for row in rows:
         e = row.error
