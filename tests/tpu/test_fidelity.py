@@ -7,6 +7,7 @@ import torch
 import tiny
 from diffusers import tpu
 from diffusers.tpu import fidelity
+from diffusers.tpu.fidelity import pipelines
 
 
 SEED = 5
@@ -79,7 +80,7 @@ def test_relative_error_by_hand():
 
 
 def test_low_precision_noise_is_the_float32_noise_rounded():
-    with fidelity._OneNoise():
+    with pipelines._OneNoise():
         noise = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     wide = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     assert noise.dtype == torch.bfloat16 and torch.equal(noise, wide.bfloat16())

@@ -58,7 +58,7 @@ class Uncompiled:
 
     def decides(self, error: Exception, call: Call, key: tuple):
         """The trace asked for a value: `error` is one of `READS_A_VALUE`."""
-        self.add(call, key, f"it decides by a value ({_line_of(error)})")
+        self.add(call, key, f"it decides by a value ({line_of(error)})")
 
     def add(self, call: Call, key: tuple, reason: str):
         self.reasons[key] = reason
@@ -81,7 +81,7 @@ def random_state_kept(call: Call):
             generator.set_state(state)
 
 
-def _line_of(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     """The line of upstream's or the user's code that asked."""
     frames = traceback.extract_tb(error.__traceback__)
     libraries = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")

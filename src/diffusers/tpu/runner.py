@@ -189,14 +189,15 @@ class Runner:
             program = None if self.uncompiled.lasting else self.program(call)
             if program is None:
                 return self._run_eagerly(call)
-            self._take_values(call)
+            self.take_values(call)
             return self._answer(program.function, self.branches.run(call, program))
 
     def take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
         return take_apart(entry, self._signatures[entry], self.plan, args, kwargs)
 
-    def _take_values(self, call: Call):
+    def take_values(self, call: Call):
+        """Give the call what its program computes with: weights where they lie, numbers, its tensors' values."""
         self._bring()
         everywhere = named(self.mesh, PartitionSpec())
         if self._numbers is None:
@@ -229,7 +230,7 @@ class Runner:
 
     def _run_eagerly(self, call: Call):
         self.branches.finish()
-        self._take_values(call)
+        self.take_values(call)
         weights, specs = self._placed.one_by_one()
         function = dataclasses.replace(self._function(call), groups=[], specs=specs)
         return self._answer(function, function.eagerly(weights, call.values.inputs))

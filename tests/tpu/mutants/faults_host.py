@@ -3,6 +3,7 @@
 from table import TPU, in_file
 
 
+PARTS, TRACE = "test_compare_modules.py", "test_compare_trace.py"
 CONFIG, WEIGHTS, STAGES, CLI, FIDELITY = (f"test_{x}.py" for x in ("config", "weights", "stages", "cli", "fidelity"))
 
 # fmt: off
@@ -83,12 +84,43 @@ MUTANTS = [
          f"{STAGES}::test_a_fingerprint_is_of_settings_and_not_of_versions"),
     ),
     *in_file(
-        TPU + "fidelity.py",
+        TPU + "fidelity/pipelines.py",
         ("fidelity-limit", "LOW_PRECISION_FACTOR * upstream", "LOW_PRECISION_FACTOR", "bfloat16 is held to an error of 1.25",
          f"{FIDELITY}::test_bfloat16_is_held_to_upstreams_own_error"),
         ("fidelity-norm", "(np.linalg.norm(o) or 1.0)", "1.0", "the error is not relative", f"{FIDELITY}::test_relative_error_by_hand"),
         ("fidelity-nan", "if not np.isnan(errors).any() else np.nan", "if errors else np.nan",
          "NaN is left out of the largest error", f"{FIDELITY}::test_relative_error_by_hand"),
+    ),
+    *in_file(
+        TPU + "fidelity/forms.py",
+        ("forms-block", "return f\"{prefix}{start + step}{", "return f\"{prefix}{start}{", "values of all scanned blocks go by the first one's name",
+         f"{PARTS}::test_equal_weights_part_nowhere_and_every_scanned_block_is_there"),
+    ),
+    *in_file(
+        TPU + "fidelity/harvest.py",
+        ("harvest-order", "part.outputs[:carried], (part.outputs[carried:], part.values)", "part.outputs[:carried], (part.outputs[carried:], part.values[::-1])",
+         "values of a loop go by each other's names", f"{PARTS}::test_equal_weights_part_nowhere_and_every_scanned_block_is_there"),
+        ("harvest-lost", "found.lost += [*(place.tag for place in part.places), *part.lost]\n            return", "return",
+         "what a branch computes is not said to be lost", f"{PARTS}::test_harvest_by_hand"),
+    ),
+    *in_file(
+        TPU + "fidelity/modules.py",
+        ("parts-inherited", "limit = max(rung, GROWTH * (last if inherited is None else inherited))", "limit = rung",
+         "what comes after a fault is told as one", f"{PARTS}::test_the_submodule_with_a_planted_fault_is_named_first"),
+        ("parts-innermost", "if not any(_inside(other, name) for other in names)", "if True",
+         "the whole is named, not the part", f"{PARTS}::test_errors_by_hand"),
+    ),
+    *in_file(
+        TPU + "fidelity/matching.py",
+        ("matching-first", "for start in (0, x.shape[axis] - shape[axis]):", "for start in (0,):",
+         "frames before the first are taken for the first", f"{PARTS}::test_layouts_are_told_by_shapes"),
+    ),
+    *in_file(
+        TPU + "bridge/obstacles.py",
+        ("obstacles-view", "        if not again:\n", "        if True:\n", "a bound of a slice is told where the slice is used",
+         f"{TRACE}::test_what_stops_video_models"),
+        ("obstacles-answers", "return self.answer if asked <= PATIENCE else bool(asked % 2)", "return False",
+         "one branch is never traced", f"{TRACE}::test_every_sin_is_named_with_its_line"),
     ),
     *in_file(
         TPU + "cli/arguments.py",

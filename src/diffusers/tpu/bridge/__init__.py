@@ -9,10 +9,12 @@ from . import compat  # noqa: F401  isort: skip  before everything that imports 
 from torchax.tensor import Tensor
 from torchax.view import View
 
+from .captures import Marked, Tag, capture, capture_p, capturing
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .function import INPUT, PureFunction, on_every_chip, tracing
+from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, ValueRead
 from .scale import NumberRead
 from .video import (
@@ -33,11 +35,18 @@ __all__ = [
     "INPUT",
     "Deferred",
     "ExecutionDevice",
+    "Marked",
     "NumberRead",
+    "Obstacle",
     "PureFunction",
+    "Tag",
     "ValueRead",
     "as_numpy",
+    "assuming",
     "attention_by_frame",
+    "capture",
+    "capture_p",
+    "capturing",
     "decomposing",
     "deferred",
     "dispatched_attention",

@@ -9,6 +9,7 @@ What blocks inside of a run gave and the model still holds then (hidden states i
 """
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +30,13 @@ from .scale import Scale
 
 
 _TENSOR = object()  # in a flat return value, where a tensor was
+_scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
 _PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+def scanned() -> tuple[int, int] | None:
+    """First of the blocks that are traced as one here, and behind the last; None outside of a scan of blocks."""
+    return _scanned.get()
 
 
 class Method(torch.nn.Module):
@@ -258,7 +265,7 @@ class BlockRuns:
 
         def step(carry, own):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
-            with using(settings):
+            with using(settings), _as_all_of(run):
                 flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own)
             flat = [self.pin_carry(x, n) for n, x in enumerate(flat)]
             return flat, {n: flat[n] for n in numbers}
@@ -280,6 +287,15 @@ class BlockRuns:
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
         fills = [self.fill(o._aval.shape, n) if known and n in carried else 0 for n, o in enumerate(run.outputs)]
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
+
+
+@contextlib.contextmanager
+def _as_all_of(run: Run):
+    token = _scanned.set((run.start, run.stop))
+    try:
+        yield
+    finally:
+        _scanned.reset(token)
 
 
 def _filled(array, fill: int):

@@ -30,6 +30,11 @@ class Deferred(Tensor):
     def _elem(self, value: jax.Array):
         self._value, self._twin = value, None
 
+    @property
+    def waits(self) -> bool:
+        """Whether nobody has asked for its value yet."""
+        return self._value is None
+
     def settle(self, value: jax.Array):
         self._value, self._compute = value, None
 

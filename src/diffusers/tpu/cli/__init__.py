@@ -16,6 +16,7 @@ STAGES = ("text", "denoise", "decode")
 BENCHES = ("attention", "sweep", "step", "run", "vae", "calibration", "check")
 BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "way", "name", "dtype", "mask")
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
+FORMS = ("upstream", "torchax", "scanned", "nnx")
 DTYPES = ("float32", "bfloat16", "float16")
 
 # Arguments of most pipelines, for the help; any other name of a pipeline's __call__ is taken too.
@@ -87,20 +88,50 @@ def _add_generate(commands):
 def _add_compare(commands):
     compare = commands.add_parser(
         "compare",
-        help="ours against upstream, module by module",
-        description="Runs upstream's modules and ours in one process on the same weights and inputs; exit status 1 if any row fails.",
+        help="ours against upstream, module by module; what keeps a model from being compiled",
+        description="Runs upstream's modules and ours in one process on the same weights and inputs; exit status 1 if any row"
+        " fails. With --component it goes through one component submodule by submodule and names the first that parts; with"
+        " --trace it lists what stops components from being compiled, without weights.",
         allow_abbrev=False,
     )
-    _add_model(compare)
+    compare.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a directory in diffusers layout, or a hub id; --trace: also a short name as of plan",
+    )
     compare.add_argument(
         "--mesh",
         metavar="DP,SP,TP",
         action="append",
-        help="again for more (default: one chip and four meshes of up to eight)",
+        help="again for more (default: one chip and four meshes of up to eight; of a component one chip)",
     )
-    compare.add_argument("--dtype", choices=DTYPES[:2], action="append", help="again for more (default: both)")
+    compare.add_argument(
+        "--dtype", choices=DTYPES[:2], action="append", help="again for more (default: both; of a component float32)"
+    )
     compare.add_argument("--seed", type=int, help="of prompt and noise (default: drawn, and printed)")
     compare.add_argument("--json", action="store_true", help="rows as JSON")
+    group = compare.add_argument_group("one component, submodule by submodule")
+    group.add_argument("--component", metavar="NAME", help="such as transformer or vae; --trace: only this one")
+    group.add_argument("--entry", choices=("forward", "encode", "decode"), help="default: all that a run calls")
+    group.add_argument("--form", choices=FORMS, help="how ours runs (default scanned)")
+    group.add_argument("--attention", choices=ATTENTIONS, help="see TPUConfig")
+    group.add_argument("--against", choices=FORMS, help="the oracle (default upstream)")
+    group.add_argument("--against-dtype", choices=DTYPES[:2], help="of the oracle (default float32)")
+    group.add_argument("--against-mesh", metavar="DP,SP,TP", help="of the oracle (default 1,1,1)")
+    group.add_argument("--against-attention", choices=ATTENTIONS, help="of the oracle")
+    group.add_argument("--depth", type=int, help="of names in the table (default 2); what parts stands there always")
+    group.add_argument("--report", metavar="FILE.html", help="every submodule as a page with a plot")
+    group.add_argument(
+        "--debug-nans", action="store_true", help="name the first submodule that gives NaN or an infinity"
+    )
+    group.add_argument(
+        "--debug-sharding", action="store_true", help="shape, spec and chips of every submodule's value"
+    )
+    group = compare.add_argument_group("what cannot be compiled")
+    group.add_argument(
+        "--trace", action="store_true", help="list what stops a trace of each component, with file and line"
+    )
+    group.add_argument("--planned", action="store_true", help="trace what a run does, not upstream's forward as it is")
     _add_pipeline_arguments(compare)
 
 

@@ -10,11 +10,31 @@ from rich.table import Table
 from tqdm import tqdm
 
 from . import COMMON_ARGUMENTS, arguments, session
+from .arguments import flag
 from .errors import BadInput, calling
+
+
+OF_A_COMPONENT = ("entry", "form", "attention", "against", "against_dtype", "against_mesh", "against_attention")
+OF_A_COMPONENT += ("depth", "report", "debug_nans", "debug_sharding")
 
 
 def run(options, rest: list[str]) -> int:
     """The command; returns its exit status."""
+    if options.trace:
+        from . import compare_trace
+
+        return compare_trace.run(options, rest)
+    if options.component:
+        from . import compare_modules
+
+        return compare_modules.run(options, rest)
+    for name in OF_A_COMPONENT:
+        if getattr(options, name):
+            raise BadInput(
+                f"expected --component NAME with {flag(name)}, got none; without it whole components are compared"
+            )
+    if options.planned:
+        raise BadInput("expected --trace with --planned, got none: only a trace is with our plans or without")
     target = session.choose_target("auto")
     if target is None:
         raise BadInput("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")

@@ -90,6 +90,16 @@ def whole_file(wanted: str, suffix: str):
         yield draft
 
 
+def check_writable(wanted: str, suffix: str):
+    """Says now, not after minutes, that a file cannot be written: as `whole_file`, nothing is left there."""
+    with contextlib.suppress(_NotYet), whole_file(wanted, suffix):
+        raise _NotYet
+
+
+class _NotYet(Exception):
+    pass
+
+
 def contact_sheet(video: list[Image.Image]) -> Image.Image:
     """Up to `MAX_TILES` frames at even distances, in rows, small ones enlarged and large ones reduced."""
     chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_TILES)).round().astype(int)

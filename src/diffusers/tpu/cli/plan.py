@@ -1,6 +1,5 @@
 """`diffusers-tpu plan`: does a model fit a slice, how fast is a step, and why."""
 
-import contextlib
 import json
 import math
 import sys
@@ -17,7 +16,7 @@ from ..planner.report import step_ranges
 from . import PLAN_ARGUMENTS
 from .arguments import given_arguments
 from .errors import BadInput, one_line
-from .output import whole_file
+from .output import check_writable, whole_file
 
 
 def run(options, rest: list[str]) -> int:
@@ -31,10 +30,10 @@ def run(options, rest: list[str]) -> int:
     if options.batch < 1:
         raise BadInput(f"expected --batch of at least 1, got {options.batch}")
     if options.report:
-        _checked(options.report, ".html")
+        check_writable(options.report, ".html")
     if options.json and options.json != "-":
-        _checked(options.json, ".json")
-    arguments = {name: _number(name, words) for name, words in given_arguments(options, PLAN_ARGUMENTS, rest).items()}
+        check_writable(options.json, ".json")
+    arguments = {name: number(name, words) for name, words in given_arguments(options, PLAN_ARGUMENTS, rest).items()}
     console = Console(stderr=options.json == "-")
     plans = []
     for topology in topologies:
@@ -81,7 +80,7 @@ def _plan(options, topology: str, mesh, arguments: dict) -> dict:
             raise SystemExit(1) from error
 
 
-def _number(name: str, words: list[str]):
+def number(name: str, words: list[str]):
     """The value of an argument of the pipeline: a number where it reads as one, else the word itself."""
     if len(words) != 1:
         raise BadInput(f"expected --{name.replace('_', '-')} once with a value, got {words}")
@@ -91,16 +90,6 @@ def _number(name: str, words: list[str]):
         except ValueError:
             continue
     return words[0]
-
-
-def _checked(wanted: str, suffix: str):
-    """Says now, not after minutes, that a file cannot be written."""
-    with contextlib.suppress(_NotYet), whole_file(wanted, suffix):
-        raise _NotYet
-
-
-class _NotYet(Exception):
-    pass
 
 
 def _show(plan: dict, console: Console):

@@ -8,7 +8,7 @@
 The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
 run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
 program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
-alone), `report` (the page).
+alone), `report` (the page). Beside them `obstacles`: what keeps a model from being compiled.
 """
 
 import ast

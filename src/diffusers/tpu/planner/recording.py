@@ -45,14 +45,19 @@ class Recording:
     arguments: dict = field(default_factory=dict)
 
 
-def record(pipe, arguments: dict, on_progress: Callable[[str], None] = lambda text: None) -> Recording:
+def record(
+    pipe, arguments: dict, on_progress: Callable[[str], None] = lambda text: None, runner: type | None = None
+) -> Recording:
     """The calls of `pipe(**arguments)`. What the pipeline needs and `arguments` do not hold (prompt, image) stands in.
+
+    `runner`: what traces a module's calls, a `RecordingRunner`.
 
     Raises whatever upstream's check of the arguments raises.
     """
     recorder = _Recorder(on_progress)
     modules = {name: m for name, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
-    runners = [_RecordingRunner(name, module, module_plan(module), recorder) for name, module in modules.items()]
+    make = RecordingRunner if runner is None else runner
+    runners = [make(name, module, module_plan(module), recorder) for name, module in modules.items()]
     for runner in runners:
         runner.attach()
     pipe.__class__ = _planning_class(type(pipe))
@@ -74,7 +79,7 @@ class _Recorder:
         self.on_progress = on_progress
         self.last: tuple[RecordedCall, Call] | None = None
 
-    def add(self, runner: "_RecordingRunner", call: Call) -> RecordedCall:
+    def add(self, runner: "RecordingRunner", call: Call) -> RecordedCall:
         key = (runner.component, call.key)
         found = next((r for r in self.calls if (r.component, r.call.key) == key), None)
         if found is None:
@@ -92,7 +97,7 @@ class _Recorder:
         return found
 
 
-class _RecordingRunner(Runner):
+class RecordingRunner(Runner):
     """Writes calls down in place of running them."""
 
     def __init__(self, component: str, module: torch.nn.Module, plan: ModelPlan, recorder: _Recorder):

@@ -192,6 +192,11 @@ class VideoAutoencoder(nnx.Module):
         x = jax.ShapeDtypeStruct(shape, self.dtype, sharding=self._spread(shape))
         return _program.lower(graphdef, state, x, f"_{entry}")
 
+    def traceable(self, entry: str) -> tuple[nnx.State, Callable[[nnx.State, jax.Array], jax.Array]]:
+        """(its weights, a function of weights and input that is the program of `entry`, to be traced anew)."""
+        graphdef, state = nnx.split(self)
+        return state, lambda state, x: _program.__wrapped__(graphdef, state, x, f"_{entry}")
+
     def _check(self, name: str, x, channels: int):
         if x.ndim != 5 or x.shape[-1] != channels or 0 in x.shape:
             raise ValueError(

@@ -21,10 +21,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .. import DiffusionPipeline, ModelMixin
-from . import install, uninstall
-from .config import TPUConfig
-from .pipeline import installation
+from ... import DiffusionPipeline, ModelMixin
+from .. import install, uninstall
+from ..config import TPUConfig
+from ..pipeline import installation
 
 
 MODULE_LIMIT, RESULT_LIMIT = 1e-5, 1e-4
@@ -122,13 +122,19 @@ def load(model, dtype: torch.dtype) -> DiffusionPipeline:
 def cast(pipe, dtype: torch.dtype):
     """The pipeline with its weights in this dtype, but for what its classes keep in float32, as from_pretrained does it."""
     for module in modules(pipe).values():
-        # transformers keeps what the plain list names in float32 for float16 only
-        names = "_keep_in_fp32_modules" if isinstance(module, ModelMixin) else "_keep_in_fp32_modules_strict"
-        kept, saved = set(getattr(module, names, None) or ()), module.state_dict().keys()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.is_floating_point() and name in saved and not kept & set(name.split(".")):
-                tensor.data = tensor.data.to(dtype)
+        cast_module(module, dtype)
     return pipe
+
+
+def cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The module with its weights in this dtype, but for what its class keeps in float32."""
+    # transformers keeps what the plain list names in float32 for float16 only
+    names = "_keep_in_fp32_modules" if isinstance(module, ModelMixin) else "_keep_in_fp32_modules_strict"
+    kept, saved = set(getattr(module, names, None) or ()), module.state_dict().keys()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and name in saved and not kept & set(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+    return module
 
 
 def draw_arguments(pipeline_class: type, seed: int) -> dict:

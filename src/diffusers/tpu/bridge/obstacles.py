@@ -1,0 +1,245 @@
+"""What of a module cannot be traced, all of it in one go: `assuming` records each obstacle, assumes an answer and lets the trace go on.
+
+An obstacle is what asks for a value that a trace does not have (a branch, a number, an index of as many entries as are
+true), an operator that torchax lacks, or one that fails. Assumed are, in this order of what it is: a given truth value, one,
+every entry of an index, zeros of the shape that torch's meta device gives.
+"""
+
+import contextlib
+import linecache
+import sys
+import traceback
+import types
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch.utils._pytree import tree_map_only
+from torchax import view
+from torchax.tensor import OperatorNotFound, Tensor
+
+from .crossing import numpy_dtype
+from .draws import is_draw
+from .environment import environment
+from .outside import DEVICE_TENSORS, ValueRead
+
+
+aten = torch.ops.aten
+READS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+    ValueRead,
+)
+LIBRARIES = (
+    "/torch/",
+    "/torchax/",
+    "/jax/",
+    "/jaxlib/",
+    "/diffusers/tpu/",
+    "/contextlib.py",
+    "/functools.py",
+    "<frozen",
+)
+OURS = "_flax.py"
+USES_OF_A_VIEW = ("transform_tensor", "update_tensor")
+VALUES = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+IN_WORDS = {
+    aten.nonzero.default: "the places of entries that are not zero (nonzero)",
+    aten.masked_select.default: "the entries where a mask is true (masked_select)",
+    aten.index.Tensor: "a boolean index",
+    aten.index_put.default: "a boolean index that is written to",
+    aten.index_put_.default: "a boolean index that is written to",
+    aten._to_copy.default: "a copy to the host",
+    torch.Tensor.__getitem__: "a boolean index",
+    torch.Tensor.__setitem__: "a boolean index that is written to",
+}
+UNIQUE = {aten._unique2.default, aten.unique_consecutive.default}
+PATIENCE = 100  # answers at one line, after which they alternate: a loop waits for another one
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """What stops a trace at a line of the module's own code: `what` in words, `code` the line."""
+
+    what: str
+    file: str
+    line: int
+    code: str
+    function: str
+
+
+@dataclass
+class Obstacles:
+    """Of one trace.
+
+    Attributes:
+        found: each once, in the order in which the trace came to them.
+        answer: what a question for a truth value is answered with.
+    """
+
+    answer: bool
+    found: dict[Obstacle, None] = field(default_factory=dict)
+    asked: Counter = field(default_factory=Counter)
+
+    def add(self, what: str) -> Obstacle:
+        """The obstacle at the line that the trace has come to."""
+        frame, again = _line_of_the_module(sys._getframe(1))
+        file, line = frame.f_code.co_filename, frame.f_lineno
+        code = linecache.getline(file, line, frame.f_globals).strip()
+        obstacle = Obstacle(what, file, line, code, frame.f_code.co_qualname)
+        self.asked[file, line] += 1
+        if not again:
+            self.found[obstacle] = None
+        return obstacle
+
+    def truth(self, obstacle: Obstacle) -> bool:
+        asked = self.asked[obstacle.file, obstacle.line]
+        return self.answer if asked <= PATIENCE else bool(asked % 2)
+
+
+def _line_of_the_module(frame) -> tuple[types.FrameType, bool]:
+    """The innermost frame that is no library's and not ours (without one the outermost), and whether it asks once more.
+
+    A part of a tensor (`x[:, :n]`) is taken again each time that it is used, with the bounds that its own line gave.
+    """
+    again = False
+    while frame.f_back is not None and _foreign(frame.f_code.co_filename.replace("\\", "/")):
+        again |= _uses_a_view(frame)
+        frame = frame.f_back
+    return frame, again
+
+
+def _uses_a_view(frame) -> bool:
+    return frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in USES_OF_A_VIEW
+
+
+def _foreign(file: str) -> bool:
+    return file.endswith(OURS) or any(name in file for name in LIBRARIES)
+
+
+@contextlib.contextmanager
+def assuming(answer: bool) -> Iterator[Obstacles]:
+    """While this is open, traces go on past what would stop them."""
+    env, obstacles = environment(), Obstacles(answer)
+    assumed = _Assumed(env, obstacles)
+    before = [(cls, name, getattr(cls, name)) for cls in DEVICE_TENSORS for name in ("tolist", "numpy")]
+    env.dispatch = assumed.dispatch
+    for cls, name, method in before:
+        setattr(cls, name, assumed.read_whole(name, method))
+    try:
+        yield obstacles
+    finally:
+        del env.dispatch
+        for cls, name, method in before:
+            setattr(cls, name, method)
+
+
+class _Assumed:
+    """The environment's `dispatch`, and what takes the place of what it cannot do."""
+
+    def __init__(self, env, obstacles: Obstacles):
+        self.env, self.obstacles = env, obstacles
+
+    def dispatch(self, func, types, args, kwargs):
+        if is_draw(func):
+            self.obstacles.add(f"random numbers ({_name(func)}), which a program would repeat in every call")
+        try:
+            return type(self.env).dispatch(self.env, func, types, args, kwargs)
+        except READS as error:
+            if any(_uses_a_view(frame) for frame, _ in traceback.walk_tb(error.__traceback__)):
+                return self._zeros(func, args, kwargs or {})
+            return self._unread(func, args, kwargs or {})
+        except OperatorNotFound:
+            if not isinstance(func, torch._ops.OpOverload):
+                raise  # torch takes it apart
+            self.obstacles.add(f"an operator that torchax lacks ({func})")
+            return self._zeros(func, args, kwargs or {})
+
+    def read_whole(self, name: str, method):
+        def read(t, *args, **kwargs):
+            if not isinstance(t.jax(), jax.core.Tracer):
+                return method(t, *args, **kwargs)
+            self.obstacles.add(f"all values of a tensor (.{name}())")
+            ones = torch.ones(tuple(t.shape), dtype=t.dtype)
+            with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                return getattr(ones, name)(*args, **kwargs)
+
+        return read
+
+    def _unread(self, func, args, kwargs):
+        if func in VALUES or getattr(func, "__name__", "") in (
+            "item",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+        ):
+            return self._value(args[0])
+        what = IN_WORDS.get(func)
+        self.obstacles.add(what or f"a value that a trace does not have ({_name(func)})")
+        if func is aten.nonzero.default:
+            return self._ones((args[0].shape.numel(), args[0].ndim), torch.int64)
+        if func is aten.masked_select.default:
+            return self._ones((torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),), args[0].dtype)
+        if func in UNIQUE:
+            shape, number = args[0].shape, args[0].shape.numel()
+            flat = self._filled(jnp.zeros, (number,), args[0].dtype)
+            return flat, self._ones(shape, torch.int64), self._ones((number,), torch.int64)
+        if func is torch.Tensor.__setitem__:
+            return None
+        return self._zeros(func, args, kwargs)
+
+    def _value(self, tensor):
+        if tensor.dtype == torch.bool:
+            return self.obstacles.truth(self.obstacles.add("a truth value of a tensor (a branch, .item())"))
+        self.obstacles.add("a number of a tensor (.item(), int(), a bound of a slice or a range)")
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def _zeros(self, func, args, kwargs):
+        """Zeros of the shapes that torch's meta device gives; a boolean index takes every entry. Where it cannot: the first tensor."""
+        first = next((x for x in args if isinstance(x, torch.Tensor)), None)
+        args, kwargs = tree_map_only(torch.Tensor, _meta, (args, kwargs))
+        if func is torch.Tensor.__getitem__:
+            args = args[0], _whole(args[1])
+        elif func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            args = args[0], list(_whole(tuple(args[1]))), *args[2:]
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        try:
+            with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                result = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):
+            return first  # its shape depends on values
+        return tree_map_only(torch.Tensor, lambda t: self._filled(jnp.zeros, t.shape, t.dtype), result)
+
+    def _ones(self, shape, dtype):
+        return self._filled(jnp.ones, shape, dtype)
+
+    def _filled(self, make, shape, dtype):
+        return Tensor(make(tuple(shape), numpy_dtype(dtype)), self.env)
+
+
+def _meta(t: torch.Tensor) -> torch.Tensor:
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
+
+
+def _whole(key):
+    """The key of an index, in place of a boolean one the places of all its entries."""
+    keys = []
+    for part in key if isinstance(key, tuple) else (key,):
+        if isinstance(part, torch.Tensor) and part.dtype == torch.bool:
+            with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                keys += [torch.empty(part.shape.numel(), dtype=torch.int64, device="meta")] * part.ndim
+        else:
+            keys.append(part)
+    return tuple(keys)
+
+
+def _name(func) -> str:
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)

@@ -1,0 +1,129 @@
+"""Two forms' values of one tensor in one layout, and how far apart they are.
+
+Layouts are told by shapes: channels last and first, frames in the batch or on an axis of their own, one chip's part of a
+map or the whole, all frames at once or one chunk after another. Along one axis a form may have more than the oracle: frames before the first, tokens that fill the chips. Where
+shapes leave a choice, what lies nearest is the pair.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .forms import Value
+
+
+NEAR = 1e-4  # an error at which a layout is the right one
+EDGES = (0, 1, 2)  # columns that a chip's part of a map has in common with the next one's
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a tensor x is from the oracle's o.
+
+    Attributes:
+        mean, maximum: of |x - o|.
+        relative: mean |x - o| / mean |o|; mean |x - o| where o is zero.
+        euclidean: |x - o| / |o|, Euclidean norms; |x| where o is zero.
+        cosine: of the angle between both; 1 where both are zero.
+    """
+
+    mean: float
+    maximum: float
+    relative: float
+    euclidean: float
+    cosine: float
+
+
+def error_of(values: list[Value], oracle: Value) -> tuple[Error, bool] | None:
+    """The error of a value, or of one that is there in pieces, in the layout that fits the oracle's; None where none does.
+
+    With it whether its shape alone told the layout; else something of it was cut off.
+    """
+    o, nearest = oracle.array.astype(np.float64), None
+    for x, sure in arranged(values, o.shape):
+        error = measured(x.astype(np.float64), o)
+        if nearest is None or not error.relative >= nearest[0].relative:
+            nearest = error, sure
+        if error.relative < NEAR:
+            break
+    return nearest
+
+
+def measured(x: np.ndarray, o: np.ndarray) -> Error:
+    """The error of float64 arrays of one shape."""
+    if not x.size:
+        return Error(0.0, 0.0, 0.0, 0.0, 1.0)
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.where(x == o, 0.0, np.abs(x - o))  # infinities that agree are no error
+        usual, lengths = np.abs(o).mean(), (np.linalg.norm(x), np.linalg.norm(o))
+        relative = apart.mean() / (usual or 1.0) if np.isfinite(usual) else apart.mean()
+        euclidean = np.linalg.norm(apart) / (lengths[1] or 1.0) if np.isfinite(usual) else np.linalg.norm(apart)
+        cosine = np.vdot(x, o) / (lengths[0] * lengths[1]) if all(lengths) else lengths[0] == lengths[1]
+    return Error(*map(float, (apart.mean(), apart.max(), relative, euclidean, cosine)))
+
+
+def arranged(values: list[Value], shape: tuple[int, ...]) -> Iterator[tuple[np.ndarray, bool]]:
+    """(The value in a layout in which it has this shape, whether nothing was cut off) for every one.
+
+    Several pieces follow each other along some axis.
+    """
+    cuts = 2 if any(value.by_chip for value in values) else 1
+    for whole, sure in _joined(values):
+        for x in _layouts(whole, len(shape)):
+            if x.shape == shape:
+                yield x, sure
+            elif x.ndim == len(shape):
+                longer = [axis for axis, (has, wanted) in enumerate(zip(x.shape, shape)) if has > wanted]
+                if len(longer) <= cuts and all(has >= wanted for has, wanted in zip(x.shape, shape)):
+                    yield from ((cut, False) for cut in _cut(x, longer, shape))
+            elif [n for n in x.shape if n > 1] == [n for n in shape if n > 1]:
+                yield x.reshape(shape), sure
+
+
+def _cut(x: np.ndarray, axes: list[int], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """The first and the last part of each of these axes."""
+    if not axes:
+        yield x
+        return
+    axis, *rest = axes
+    for start in (0, x.shape[axis] - shape[axis]):
+        yield from _cut(np.take(x, range(start, start + shape[axis]), axis), rest, shape)
+
+
+def _joined(values: list[Value]) -> Iterator[tuple[np.ndarray, bool]]:
+    """Pieces one behind the other along some axis, as they came or the other way round (text before latents)."""
+    for found in zip(*map(_wholes, values)):
+        pieces, sure = [x for x, _ in found], all(sure for _, sure in found)
+        if len(pieces) == 1:
+            yield pieces[0], sure
+            continue
+        for axis in range(pieces[0].ndim):
+            if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in pieces}) == 1:
+                yield np.concatenate(pieces, axis), sure
+                yield np.concatenate(pieces[::-1], axis), sure
+
+
+def _wholes(value: Value) -> Iterator[tuple[np.ndarray, bool]]:
+    """A chip's part [chips, ...] as the same on all, or as parts side by side along some axis, with their neighbours' edges or not."""
+    x = value.array
+    if not value.by_chip:
+        yield x, True
+        return
+    yield x[0], True
+    for axis in range(x.ndim - 1) if len(x) > 1 else ():
+        for edge in EDGES:
+            if x.shape[axis + 1] > edge:
+                parts = [np.take(part, range(part.shape[axis] - edge), axis) for part in x[:-1]]
+                yield np.concatenate([*parts, x[-1]], axis), edge == 0
+
+
+def _layouts(x: np.ndarray, axes: int) -> Iterator[np.ndarray]:
+    yield x
+    if x.ndim >= 3:
+        yield np.moveaxis(x, -1, 1)
+        yield np.moveaxis(x, 1, -1)
+    if x.ndim == 5 and axes == 4:  # frames, which upstream has in the batch
+        for channels in (1, -1):
+            first = np.moveaxis(x, channels, 2)
+            yield first.reshape(-1, *first.shape[2:])

@@ -1,0 +1,130 @@
+"""What stops the components of a model from becoming programs: `list_obstacles`, before any weight is loaded.
+
+Every call that one small run of the pipeline makes is traced twice, truth values of tensors assumed false and then true; what
+stops a trace is written down and passed (`bridge.assuming`). Components are traced as upstream wrote them, or with their
+plans, which is how a run traces them.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..bridge import Obstacle, assuming
+from ..call import Call
+from ..eager import line_of
+from ..plans import PLANS
+from ..programs import Program
+from ..sharding import ModelPlan
+from .building import build, configuration_of
+from .recording import RecordingRunner, record
+
+
+LONGEST = 500  # characters of why a trace stopped
+SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
+
+
+@dataclass
+class Traced:
+    """One component's calls.
+
+    Attributes:
+        entries: methods of it that were traced.
+        obstacles: what stops them, in order.
+        stopped: why a trace did not come to its end, if one did not: what is behind that is not known.
+    """
+
+    component: str
+    kind: str
+    entries: list[str] = field(default_factory=list)
+    obstacles: list[Obstacle] = field(default_factory=list)
+    stopped: list[str] = field(default_factory=list)
+
+
+def list_obstacles(
+    model: str,
+    dtype,
+    arguments: dict | None = None,
+    planned: bool = False,
+    only: list[str] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> list[Traced]:
+    """Of a directory, a model in the hub's cache or a published one: its components, in the order of their first calls.
+
+    Args: see `of_pipeline`; `dtype` is torch's.
+
+    Raises ValueError for a model that is not known, components that it does not have, arguments that its pipeline refuses.
+    """
+    configuration = configuration_of(model)
+    on_progress(f"building {model} without weights")
+    pipe = build(configuration, dtype)
+    return of_pipeline(pipe, {**configuration.call, **SMALL, **(arguments or {})}, planned, only, on_progress)
+
+
+def of_pipeline(
+    pipe,
+    arguments: dict,
+    planned: bool = False,
+    only: list[str] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> list[Traced]:
+    """Of a pipeline that is not on the TPU path; its weights are not read.
+
+    Args:
+        arguments: of its call; names that it does not take are left out.
+        planned: trace as a run does, with what our plans put in the place of upstream's methods.
+        only: names of components; the others are traced as a run does, and not listed.
+
+    Raises ValueError for components that it does not have.
+    """
+    unknown = set(only or ()) - pipe.components.keys()
+    if unknown:
+        raise ValueError(
+            f"expected components of {type(pipe).__name__} ({', '.join(pipe.components)}), got {', '.join(sorted(unknown))}"
+        )
+    takes = inspect.signature(type(pipe).__call__).parameters
+    arguments = {name: value for name, value in arguments.items() if name in takes}
+    found: dict[str, Traced] = {}
+    with contextlib.suppress(_Stopped):
+        record(pipe, arguments, on_progress, functools.partial(_TracingRunner, found, planned, only))
+    return [*found.values()]
+
+
+class _Stopped(Exception):
+    """A component's answer is not known, and with it what the pipeline does next."""
+
+
+class _TracingRunner(RecordingRunner):
+    """Traces every call with answers assumed, and writes down in `found` what they were asked for."""
+
+    def __init__(
+        self, found: dict[str, Traced], planned: bool, only, component: str, module, plan: ModelPlan, recorder
+    ):
+        listed = only is None or component in only
+        if listed and not planned and type(module).__name__ in PLANS:
+            plan = ModelPlan(entries=plan.entries)
+        super().__init__(component, module, plan, recorder)
+        self.found = found if listed else {}
+
+    def trace(self, call: Call, branches: int = 1) -> Program:
+        into = self.found.setdefault(self.component, Traced(self.component, type(self.module).__name__))
+        into.entries += [call.entry] * (call.entry not in into.entries)
+        programs = [self._assuming(answer, call, into) for answer in (False, True)]
+        program = programs[0] or programs[1]
+        if program is None:
+            raise _Stopped
+        return program
+
+    def _assuming(self, answer: bool, call: Call, into: Traced) -> Program | None:
+        with assuming(answer) as obstacles:
+            try:
+                return super().trace(call)
+            except Exception as error:  # of any kind: upstream's code goes on with what it was told
+                words = (
+                    f"{call.entry}, truth values assumed {answer}: {type(error).__name__} in {line_of(error)}: {error}"
+                )
+                into.stopped.append(" ".join(words.split())[:LONGEST])
+                return None
+            finally:
+                into.obstacles += [one for one in obstacles.found if one not in into.obstacles]

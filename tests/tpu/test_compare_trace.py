@@ -1,0 +1,133 @@
+"""What keeps a model from being compiled. Oracle: the lines that our patches replace, read from them; a module of known sins."""
+
+import json
+import re
+
+import jax
+import pytest
+import torch
+
+import tiny_videos
+from diffusers.models.transformers import transformer_hunyuan_video15
+from diffusers.tpu.bridge import assuming
+from diffusers.tpu.cli import main
+from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.mesh import make_mesh
+from diffusers.tpu.planner.building import build, configuration_of
+from diffusers.tpu.planner.obstacles import SMALL, of_pipeline
+from diffusers.tpu.runner import Runner
+from diffusers.tpu.sharding import ModelPlan
+
+
+HUNYUAN = "diffusers.models.transformers.transformer_hunyuan_video15"
+FILE = HUNYUAN.replace(".", "/") + ".py"
+
+
+def replaced_lines(root, number: str) -> set[str]:
+    """Lines of upstream's that this patch takes out."""
+    (patch,) = root.glob(f"patches/{number}-*.patch")
+    return {line[1:].strip() for line in patch.read_text().splitlines() if re.match(r"-(?!-)", line)} - {""}
+
+
+def test_unpatched_hunyuanvideo15_stops_at_the_lines_that_our_patches_replace(root, upstream, pristine):
+    pipe = build(configuration_of("hunyuanvideo-1.5-480p-i2v"), torch.bfloat16)
+    theirs = upstream(HUNYUAN)
+    for module in pipe.transformer.modules():
+        if type(module).__module__ == transformer_hunyuan_video15.__name__:
+            module.__class__ = getattr(theirs, type(module).__name__)
+    (traced,) = of_pipeline(pipe, {**SMALL}, only=["transformer"])
+    assert traced.kind == "HunyuanVideo15Transformer3DModel" and traced.entries == ["forward"] and not traced.stopped
+    lines = pristine[FILE].decode().splitlines()
+    code = [lines[one.line - 1].strip() for one in traced.obstacles]
+    assert all(one.file == f"upstream {HUNYUAN}" for one in traced.obstacles)
+    assert code[0] == "if is_t2v:" and lines[traced.obstacles[0].line - 2].strip() in replaced_lines(root, "0002")
+    indices = [
+        line.split("#")[0].strip() for line in replaced_lines(root, "0003") if re.search(r"\[~?\w*mask\w*\]", line)
+    ]
+    assert sorted(line.split("#")[0].strip() for line in code[1:]) == sorted(indices) and len(indices) == 12
+    assert {one.what for one in traced.obstacles[1:]} == {"a boolean index"}
+
+
+def test_the_patched_one_is_stopped_by_nothing_as_a_run_traces_it():
+    pipe = build(configuration_of("hunyuanvideo-1.5-480p-i2v"), torch.bfloat16)
+    (planned,) = of_pipeline(pipe, {**SMALL}, planned=True, only=["transformer"])
+    assert not planned.obstacles and not planned.stopped
+
+
+@pytest.mark.parametrize(
+    "name, arguments, stops",
+    [
+        ("mochi", {}, {"transformer": [("attention_processor.py", "torch.nonzero(mask.flatten(), as_tuple=False)")]}),
+        (
+            "hunyuan_framepack",
+            {"latent_window_size": 1},
+            {"transformer": [("framepack.py", "encoder_hidden_states[:, : effective_condition_sequence_length[0]]")]},
+        ),
+    ],
+)
+def test_what_stops_video_models(name, arguments, stops):
+    found = of_pipeline(getattr(tiny_videos, name)(), {**SMALL, **arguments})
+    assert {"transformer", "vae"} <= {traced.component for traced in found}
+    for traced in found:
+        expected = stops.get(traced.component, [])
+        assert len(traced.obstacles) == len(expected) and not traced.stopped, traced
+        for one, (file, code) in zip(traced.obstacles, expected):
+            assert one.file.endswith(file) and code in one.code and one.function.endswith(("__call__", "forward"))
+
+
+class Sins(torch.nn.Module):
+    def forward(self, x, mask):
+        if x.sum() > 0:  # 1
+            x = x + x.max().item()  # 2
+        else:
+            x = x * float(x.min())  # 3
+        part = x[:, : mask.sum(1)[0]]  # 4
+        kept = x[mask]  # 5
+        places = torch.nonzero(mask)  # 6
+        chosen = x.masked_select(mask)  # 7
+        different = torch.unique(x)  # 8
+        host = x.cpu()  # 9
+        listed = x.tolist()  # 10
+        noise = torch.randn(x.shape, device=x.device)  # 11
+        for _ in range(int(mask.sum())):  # 12
+            x = x + 1
+        while x.sum() > 0:  # 13
+            x = x - 1
+        waves = torch.special.airy_ai(x)  # 14
+        x[0] = part.sum() + kept.sum() + places.sum() + chosen.sum() + different.sum() + host.sum() + len(listed)
+        return x + noise + waves
+
+
+def test_every_sin_is_named_with_its_line():
+    module = Sins()
+    runner = Runner(module, ModelPlan(), make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), TPUConfig())
+    runner.attach()
+    call = runner.take_apart("forward", (torch.ones(4, 6), torch.ones(4, 6) > 0), {})
+    found = {}
+    for answer in (False, True):
+        with assuming(answer) as obstacles:
+            (shape,) = [aval.shape for aval in runner.trace(call).avals]
+        assert shape == (4, 6)
+        found |= obstacles.found
+    runner.detach()
+    marked = {int(one.code.rpartition("# ")[2]): one.what for one in found}
+    assert sorted(marked) == [*range(1, 15)], marked
+    words = {4: "bound of a slice", 5: "boolean index", 6: "nonzero", 7: "masked_select", 9: "host", 10: "tolist"}
+    words |= {1: "truth value", 2: "number", 11: "random", 13: "truth value", 14: "torchax lacks"}
+    assert all(word in marked[number] for number, word in words.items()), marked
+    with assuming(False) as obstacles:  # another trace begins with none
+        pass
+    assert not obstacles.found
+
+
+def test_the_command_lists_them(capsys):
+    assert main(["compare", "hunyuanvideo-1.5-480p-t2v", "--trace", "--component", "transformer"]) == 1
+    out = capsys.readouterr().out
+    assert re.search(rf"^  {FILE}:\d+: a truth value of a tensor", out, re.M) and "if is_t2v:" in out
+    assert main(["compare", "ltx-video", "--trace", "--component", "transformer", "--json"]) == 0
+    (traced,) = json.loads(capsys.readouterr().out)
+    assert traced["component"] == "transformer" and traced["obstacles"] == traced["stopped"] == []
+    assert main(["compare", "no-such-model", "--trace"]) == 2
+    assert "one of the published models" in capsys.readouterr().err
+    assert main(["compare", "ltx-video", "--trace", "--component", "unet"]) == 2
+    assert "expected components of LTXPipeline" in capsys.readouterr().err
