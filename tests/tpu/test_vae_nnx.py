@@ -19,7 +19,7 @@ from conftest import relative
 from diffusers.models.autoencoders.autoencoder_kl_wan_flax import FlaxAutoencoderKLWan
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.tpu.planner import vae_row
-from diffusers.tpu.planner.benches import torch_vae, vae_alone
+from diffusers.tpu.planner.benches import nnx_vae, torch_vae
 from diffusers.tpu.plans import flax_class
 from diffusers.tpu.video.nnx.autoencoder import DiagonalGaussian
 from diffusers.tpu.video.nnx.weights import torch_name
@@ -244,7 +244,7 @@ def test_the_benchmarks_row_is_like_that_of_upstreams_module(tmp_path, monkeypat
     tiny.wan().save_pretrained(tmp_path)
     size = {"height": 32, "width": 80, "num_frames": 9}
     theirs = torch_vae("v6e-8", str(tmp_path), {**size, "num_inference_steps": 1}, "bfloat16").ask()
-    ours = vae_alone("v6e-8", str(tmp_path), size, "bfloat16").ask()
+    ours = nnx_vae("v6e-8", str(tmp_path), size, "bfloat16").ask()
     assert ours.keys() == theirs.keys() and ours["hbm_gib"].keys() == theirs["hbm_gib"].keys()
     assert ours["hbm_gib"]["weights"] == pytest.approx(theirs["hbm_gib"]["weights"], rel=0.02)
     assert ours["seconds"] < 1.1 * theirs["seconds"]  # measured: 0.97

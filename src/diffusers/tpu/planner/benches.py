@@ -42,7 +42,6 @@ DENOISERS = ["transformer", "transformer_2"]
 
 KERNELS = "diffusers.tpu.planner.attention_row:answer"
 VAES = "diffusers.tpu.planner.vae_row:answer"
-TORCH_VAES = "diffusers.tpu.planner.vae_torch_row:answer"
 
 
 @dataclass(frozen=True)
@@ -292,30 +291,26 @@ def vae_cases() -> list[Case]:
             for variant in ("ours", "nnx")
         ),
         *((*hunyuan, variant, True) for variant in ("ours", "ours, in tiles", "nnx")),
+        ("v6e-8", "cogvideox1.5-5b", COGVIDEOX_15, "bfloat16", "nnx", True),
         ("v6e-1", "ltx-video", {}, "bfloat16", "ours", False),
     ]
     return [
-        vae_alone(topology, model, size, dtype)
+        nnx_vae(topology, model, size, dtype)
         if variant == "nnx"
         else torch_vae(topology, model, size, dtype, compiled, variant == "ours, in tiles")
         for topology, model, size, dtype, variant, compiled in cases
-    ] + [
-        vae_alone("v6e-8", "cogvideox1.5-5b", {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", entry, variant)
-        for frames in (81, 49)
-        for entry in ("decode", "encode")
-        for variant in ("ours", "nnx")
     ]
 
 
-def vae_alone(topology: str, model: str, size: dict, dtype: str, entry: str = "decode", variant: str = "nnx") -> Case:
-    """One video by the model's VAE, in plain JAX or ("ours") upstream's module as we run it. `size`: height, width, num_frames."""
+def nnx_vae(topology: str, model: str, size: dict, dtype: str, entry: str = "decode") -> Case:
+    """One video by the model's VAE in plain JAX. `size`: height, width and num_frames."""
     request = {"topology": topology, "model": model, "dtype": dtype, "entry": entry, **size}
-    row = {"topology": topology, "model": model, **size, "dtype": dtype, "variant": variant, "entry": entry}
+    row = {"topology": topology, "model": model, **size, "dtype": dtype, "variant": "nnx", "entry": entry}
 
     def read(answer, as_run):
         return {**answer, "compile_seconds": as_run["compile_seconds"]}
 
-    return Case(row, Question(VAES if variant == "nnx" else TORCH_VAES, request, 1800), read, as_run=True)
+    return Case(row, Question(VAES, request, 1800), read, as_run=True)
 
 
 def torch_vae(

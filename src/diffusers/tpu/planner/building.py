@@ -117,12 +117,6 @@ def build(configuration: Configuration, dtype: torch.dtype):
     return pipe
 
 
-def component(configuration: Configuration, name: str, dtype: torch.dtype):
-    """One component of the pipeline; a model's weights are as `build` makes them. Raises KeyError for a name that it does not have."""
-    class_name, config = configuration.components[name]
-    return _component(name, class_name, dict(config), configuration, dtype)
-
-
 def _component(name: str, class_name: str, config: dict, configuration: Configuration, dtype: torch.dtype):
     library, _, cls_name = class_name.rpartition(".")
     cls = _class(library, cls_name, configuration.pipeline)
