@@ -19,6 +19,7 @@ READS_A_VALUE = (
     jax.errors.NonConcreteBooleanIndexError,
     bridge.ValueRead,
 )
+LEAVES = "a call sees what the one before left in {}"
 KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
 
@@ -28,7 +29,8 @@ class Uncompiled:
 
     Attributes:
         reasons: why, by call and state.
-        lasting: what hooks, processors or counters change in each call, while the module has them: then none is traced.
+        lasting: what hooks, processors or counters change in each call, or attributes that a call reads and writes, while
+            the module has them: then none is traced.
     """
 
     def __init__(self, name: str):
@@ -50,9 +52,9 @@ class Uncompiled:
         """
         if effects.draws:
             self.add(call, key, DRAWS)
-        elif any(one is other for one in effects.lasting for other in self._once):
+        elif effects.certain or any(one is other for one in effects.lasting for other in self._once):
             self.lasting += effects.lasting
-            self.add(call, key, KEEPS)
+            self.add(call, key, LEAVES.format(", ".join(effects.names)) if effects.names else KEEPS)
         self._once += effects.lasting
         return bool(effects.lasting or effects.draws)
 

@@ -263,12 +263,15 @@ class Runner:
         try:
             with random_state_kept(call):
                 program = self.trace(call, branches)
+                effects = program.function.effects
+                if effects.scratch and not (effects.lasting or effects.draws):
+                    bridge.look_after(program.function)
         except bridge.NumberRead:
             self._numbers_are_read, self._key = True, None
             return self.program(call)
         except READS_A_VALUE as error:
             return self.uncompiled.decides(error, call, key)
-        if self.uncompiled.because_of(program.function.effects, call, key):
+        if self.uncompiled.because_of(effects, call, key):
             if self.uncompiled.lasting:
                 self._plan_anew()
             return None

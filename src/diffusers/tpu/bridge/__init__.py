@@ -12,6 +12,7 @@ from torchax.view import View
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
+from .following import look_after
 from .function import INPUT, PureFunction, on_every_chip, tracing
 from .outside import DEVICE_TENSORS, ValueRead
 from .scale import NumberRead
@@ -48,6 +49,7 @@ __all__ = [
     "group_normed",
     "in_tiles",
     "joint_attention",
+    "look_after",
     "normed_and_rotated",
     "numpy_dtype",
     "on_device",

@@ -116,6 +116,7 @@ class BlockRuns:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
         pin_carry: (array, number of the output) -> array, applied to what is carried between blocks.
         fill: (shape, number of the output) -> tokens that it is carried with beyond its own.
+        settings: of each block by its group's path and its number; filled here where they are not known.
     """
 
     def __init__(
@@ -128,12 +129,13 @@ class BlockRuns:
         pin_weights: Callable,
         pin_carry: Callable,
         fill: Callable,
+        settings: dict,
     ):
         self.model, self.groups, self.env = model, groups, env
         self.stacks = {group.label: (weights[group.label], numbers[group.label]) for group in groups}
         self.pin_weights, self.pin_carry, self.fill = pin_weights, pin_carry, fill
         self.run: Run | None = None
-        self.forwards, self.settings = {}, {}
+        self.forwards, self.settings = {}, settings
 
     @contextlib.contextmanager
     def installed(self):
@@ -142,7 +144,8 @@ class BlockRuns:
         for group in self.groups:
             for index in range(group.start, group.stop):
                 block = self.model.get_submodule(f"{group.path}.{index}")
-                self.settings[group.path, index] = signature(block)
+                if (group.path, index) not in self.settings:
+                    self.settings[group.path, index] = signature(block)
                 self.forwards[id(block)] = (block, vars(block).get("forward"))
                 block.forward = self._answer(group, index)
                 blocks.append(block)

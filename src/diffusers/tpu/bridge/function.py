@@ -58,7 +58,8 @@ class PureFunction:
         processors, whole, methods: as in `ModelPlan`.
 
     After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
-    `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way.
+    `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
+    dtypes of what was given, `settings` what the blocks' state was.
     """
 
     module: torch.nn.Module
@@ -77,6 +78,8 @@ class PureFunction:
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
     effects: Trace | None = None
+    avals: tuple = ()
+    settings: dict = field(default_factory=dict)
 
     def __call__(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array] | None = None
@@ -86,12 +89,21 @@ class PureFunction:
         Args:
             numbers: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
         """
+        drawn = environment().draws
+        self.avals = jax.tree.map(jax.typeof, (weights, inputs, numbers or {}))
+        with undone(read(self.module)) as self.effects:
+            arrays = self.traced(weights, inputs, numbers or {})
+        self.effects.draws = environment().draws - drawn
+        return arrays
+
+    def traced(
+        self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array]
+    ) -> list[jax.Array]:
+        """Flat output arrays; what the module's own Python does to its state stays."""
         env = environment()
         stacked, single = self._split(weights)
-        stacked_numbers, single_numbers = self._split(numbers or {})
-        drawn = env.draws
+        stacked_numbers, single_numbers = self._split(numbers)
         with contextlib.ExitStack() as stack:
-            self.effects = stack.enter_context(undone(read(self.module)))
             runs = BlockRuns(
                 self.module,
                 self.groups,
@@ -101,6 +113,7 @@ class PureFunction:
                 self._pin_block_weight,
                 self._pin_carry,
                 self._fill,
+                self.settings,
             )
             for context in (
                 without_caches(self.module),
@@ -114,9 +127,7 @@ class PureFunction:
                 runs.installed(),
             ):
                 stack.enter_context(context)
-            arrays = self._run(single, inputs)
-        self.effects.draws = env.draws - drawn
-        return arrays
+            return self._run(single, inputs)
 
     def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
         """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays."""

@@ -80,6 +80,7 @@ class State:
         owners: of each container the module or class whose attributes it holds; None: it belongs to a hook, a processor or
             another object of its own, or is held by one of a module's attributes.
         foreign: of each container, whether such an object owns it.
+        names: of each container the attribute that holds it, or the module whose attributes it holds.
         of_tensors: dicts of parameters and buffers, and what they held; `views` of their values, and what those `held`.
             Compared by identity alone: tensors are large.
         constants: tensors that are plain attributes, and their versions.
@@ -93,6 +94,7 @@ class State:
     copies: list = field(default_factory=list)
     owners: list = field(default_factory=list)
     foreign: list[bool] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     of_tensors: list[tuple[dict, dict]] = field(default_factory=list)
     views: list = field(default_factory=list)
     held: list = field(default_factory=list)
@@ -114,6 +116,19 @@ class State:
         """Positions of containers that no longer hold what they held."""
         pairs = enumerate(zip(self.containers, self.copies))
         return [n for n, (now, before) in pairs if differ(now, before)]
+
+    def left(self) -> dict[str, object]:
+        """What the modules' attributes hold that they did not, by name: `blocks.0.before`."""
+        found = {}
+        for n in self.changed():
+            name, now, before = self.names[n], self.containers[n], self.copies[n]
+            if not isinstance(self.owners[n], torch.nn.Module):
+                found[name] = now
+                continue
+            for key, value in now.items():
+                if key not in before or before[key] is not value:
+                    found[f"{name}.{key}".lstrip(".")] = value
+        return found
 
     def restore(self):
         """Every container holds again what it held."""
@@ -156,6 +171,7 @@ class _Reader:
         self.root, self.state, self.hooks_of_root = root, state, hooks_of_root
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.met: dict[int, int] = {}
+        self.at = ""  # of what is read now
         self.types: dict[type, Hashable] = {}
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         self.tuner = () if tuners is None else tuners.BaseTunerLayer
@@ -165,12 +181,13 @@ class _Reader:
         self.state.copies.append(copy_of(container))
         self.state.owners.append(owner)
         self.state.foreign.append(foreign)
+        self.state.names.append(self.at)
 
     def tree(self) -> Hashable:
         return tuple(self.module(path, module) for path, module in self.root.named_modules())
 
     def module(self, path: str, module: torch.nn.Module) -> Hashable:
-        attributes = vars(module)
+        attributes, self.at = vars(module), path
         self.note(attributes, module)
         for name in (*HOOKS, "_modules"):
             self.note(attributes[name])
@@ -183,6 +200,7 @@ class _Reader:
                 continue
             if _says_nothing(module, name, value):
                 continue
+            self.at = f"{path}.{name}".lstrip(".")
             if name == "scaling" and isinstance(module, self.tuner):
                 own.append((name, self.scales(path, value)))
             else:
