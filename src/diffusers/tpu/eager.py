@@ -12,7 +12,8 @@ from .idioms import said
 from .state import State, Trace
 
 
-READS_A_VALUE = (
+NO_PROGRAM = (
+    bridge.WeightWritten,
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -41,7 +42,7 @@ class Uncompiled:
 
     def look_at(self, state: State):
         """What the module no longer has keeps nothing."""
-        held = {id(container) for container in state.containers}
+        held = {id(container) for container in (*state.containers, *state.beside.containers)}
         self.lasting = [container for container in self.lasting if id(container) in held]
 
     def because_of(self, effects: Trace, call: Call, key: tuple) -> bool:
@@ -59,7 +60,9 @@ class Uncompiled:
         return bool(effects.lasting or effects.draws)
 
     def decides(self, error: Exception, call: Call, key: tuple):
-        """The trace asked for a value: `error` is one of `READS_A_VALUE`."""
+        """The trace asked for a value, or wrote a weight: `error` is one of `NO_PROGRAM`."""
+        if isinstance(error, bridge.WeightWritten):
+            return self.add(call, key, f"it writes into {error}")
         self.add(call, key, f"it decides by a value ({_line_of(error)})")
 
     def add(self, call: Call, key: tuple, reason: str):

@@ -22,7 +22,7 @@ from .branches import Branches
 from .call import Call, Values, take_apart, version_of
 from .config import TPUConfig
 from .devices import compiler_options, generation_of
-from .eager import READS_A_VALUE, Uncompiled, random_state_kept
+from .eager import NO_PROGRAM, Uncompiled, random_state_kept
 from .idioms.refusing import without_gradients
 from .programs import Program, trace_program
 from .residency import Residency
@@ -269,7 +269,7 @@ class Runner:
         except bridge.NumberRead:
             self._numbers_are_read, self._key = True, None
             return self.program(call)
-        except READS_A_VALUE as error:
+        except NO_PROGRAM as error:
             return self.uncompiled.decides(error, call, key)
         if self.uncompiled.because_of(effects, call, key):
             if self.uncompiled.lasting:

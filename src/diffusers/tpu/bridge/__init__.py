@@ -9,6 +9,7 @@ from . import compat  # noqa: F401  isort: skip  before everything that imports 
 from torchax.tensor import Tensor
 from torchax.view import View
 
+from .blocks import WeightWritten
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
@@ -37,6 +38,7 @@ __all__ = [
     "NumberRead",
     "PureFunction",
     "ValueRead",
+    "WeightWritten",
     "as_numpy",
     "attention_by_frame",
     "decomposing",

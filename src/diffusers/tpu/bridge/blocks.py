@@ -44,6 +44,18 @@ class Method(torch.nn.Module):
         return self.call(*args, **kwargs)
 
 
+class WeightWritten(Exception):
+    """A trace wrote into a parameter or buffer: its message names which."""
+
+
+def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> tuple[object, dict[str, torch.Tensor]]:
+    """What the method returns with these weights, by `module.NAME`; and those of them that it wrote into, or replaced."""
+    before = {name: weight.jax() for name, weight in weights.items()}
+    output = torch.func.functional_call(method, weights, args, kwargs)  # puts what is there afterwards into `weights`
+    after = {name: w for name, w in weights.items() if not isinstance(w, Tensor) or w.jax() is not before[name]}
+    return output, {name.removeprefix("module."): weight for name, weight in after.items()}
+
+
 @contextlib.contextmanager
 def numbered(module: torch.nn.Module, numbers: dict[str, jax.Array]):
     """The module's numbers are those that the program is given, by `str(Number)`."""
@@ -223,9 +235,11 @@ class BlockRuns:
                 self.env,
                 numbered(block, numbers),
             ):  # its forward alone: hooks of the block have seen its call by the model
-                output = torch.func.functional_call(Method(block, block.forward), weights, args, kwargs)
+                output, changed = written(Method(block, block.forward), weights, args, kwargs)
         finally:
             block.forward = stand_in
+        if changed:
+            raise WeightWritten(", ".join(f"{group.path}.{index}.{name}" for name in changed))
         flat, output_spec = tree_flatten(output)
         plain = [_TENSOR if isinstance(x, (Tensor, View)) else x for x in flat]
 

@@ -44,12 +44,14 @@ def undone(state: State):
     try:
         yield trace
     finally:
+        trace.lasting += [state.beside.containers[n] for n in state.beside.changed()]
         for n in state.changed():
             now, before, owner = state.containers[n], state.copies[n], state.owners[n]
             shadowed = type(owner) if isinstance(owner, torch.nn.Module) else None
             lasts = state.foreign[n] or isinstance(owner, type) or rewritten(now, before, shadowed)
             (trace.lasting if lasts else trace.scratch).append(now)
         state.restore()
+        state.beside.restore()
 
 
 @contextlib.contextmanager
