@@ -59,8 +59,15 @@ class Uncompiled:
         self._once += effects.lasting
         return bool(effects.lasting or effects.draws)
 
-    def decides(self, error: Exception, call: Call, key: tuple):
-        """The trace asked for a value, or wrote a weight: `error` is one of `NO_PROGRAM`."""
+    def decides(self, error: Exception, effects: Trace, call: Call, key: tuple):
+        """The trace asked for a value, or wrote a weight: `error` is one of `NO_PROGRAM`.
+
+        Where each such call changes the state too, none is traced any more.
+        """
+        changed = effects.lasting + effects.scratch
+        if any(one is other for one in changed for other in self._once):
+            self.lasting += changed
+        self._once += changed
         if isinstance(error, bridge.WeightWritten):
             return self.add(call, key, f"it writes into {error}")
         self.add(call, key, f"it decides by a value ({_line_of(error)})")
