@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -457,6 +458,230 @@ def test_what_the_first_call_makes_once_and_keeps_is_a_constant(both):
     compiled = runner.compilations
     assert differ() < 1e-6 and differ() < 1e-6
     assert runner.compilations == compiled + 1 and not runner.eager
+
+
+# What a forward leaves in its own module, on its class or in names of the script
+
+
+def made(forward, blocks: int = 0, **attributes):
+    """A model with this forward, or of blocks with it; the class is its own."""
+    cls = type("Leaving", (torch.nn.Module,), {"forward": forward, "kept": []})
+    parts = [cls() for _ in range(blocks or 1)]
+    for part in parts:
+        part.linear = torch.nn.Linear(WIDTH, WIDTH)
+        for name, value in attributes.items():
+            (part.register_buffer if name == "buffer" else part.__setattr__)(name, copy.deepcopy(value))
+    return (Row(parts) if blocks else parts[0]).eval()
+
+
+class Row(torch.nn.Module):
+    _repeated_blocks = ["Leaving"]
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def of_before(self, x):
+    before, self.before = self.before, x
+    return self.linear(x) + (0 if before is None else before)
+
+
+def of_its_list(self, x):
+    self.list.append(x)
+    return self.linear(x) - self.list[0]
+
+
+def of_a_length(self, x):
+    self.list.append(None)
+    return self.linear(x) * len(self.list)
+
+
+def of_the_class(self, x):
+    self.kept.append(x)
+    return self.linear(x) - self.kept[0]
+
+
+def of_the_script(self, x):
+    before, MEMORY.before = MEMORY.before, x
+    return self.linear(x) + before
+
+
+def of_a_name(self, x):
+    global remembered
+    before, remembered = remembered, x
+    return self.linear(x) + before
+
+
+def of_the_first(self, x):
+    if not hasattr(self, "first"):
+        self.first = x
+    return self.linear(x) - self.first
+
+
+def of_a_new_number(self, x):
+    self.count = getattr(self, "count", 0) + 1
+    return self.linear(x) * self.count
+
+
+def of_a_count(self, x):
+    self.count = self.count + torch.ones((), device=x.device)
+    return self.linear(x) * self.count
+
+
+def of_a_buffer(self, x):
+    before, self.buffer = self.buffer, x
+    return self.linear(x) - before
+
+
+def of_a_buffer_in_place(self, x):
+    self.buffer.add_(x)
+    return self.linear(x) - self.buffer
+
+
+def of_a_sum(self, x):
+    self.before.add_(x)
+    return self.linear(x) - self.before
+
+
+class Memory:
+    before = 0
+
+
+MEMORY, remembered = Memory(), 0
+ROWS = torch.zeros(3, WIDTH)
+KEPT = {
+    of_before: ({"before": ROWS}, "left in before"),
+    of_its_list: ({"list": []}, "left in list"),
+    of_a_length: ({"list": []}, "left in list"),
+    of_the_class: ({}, "from call to call"),
+    of_the_script: ({}, "from call to call"),
+    of_a_name: ({}, "from call to call"),
+    of_the_first: ({}, "left in first"),
+    of_a_new_number: ({}, "left in count"),
+    of_a_count: ({"count": torch.ones(())}, "left in count"),
+    of_a_buffer: ({"buffer": ROWS}, "writes into buffer"),
+    of_a_buffer_in_place: ({"buffer": ROWS}, "writes into buffer"),
+    of_a_sum: ({"before": ROWS}, "decides by a value (test_changes.py, line"),
+}
+
+
+def called(model, inputs) -> list[torch.Tensor]:
+    global remembered
+    MEMORY.before = remembered = 0
+    with torch.no_grad():
+        return [model(x).clone() for x in inputs]
+
+
+def as_upstream(mesh, build) -> Runner:
+    """The runner of a model that was called some times, each time with upstream's answer."""
+    inputs, theirs = torch.randn(4, 3, WIDTH), build()
+    weights = copy.deepcopy(theirs.state_dict())
+    oracles, ours = called(theirs, inputs), build()
+    ours.load_state_dict(weights)
+    runner = Runner(ours, ModelPlan(), mesh, TPUConfig())
+    runner.attach()
+    for answer, oracle in zip(called(ours, inputs), oracles, strict=True):
+        assert relative(answer, oracle) < 1e-6
+    return runner
+
+
+@pytest.mark.idiom("stores")
+@pytest.mark.parametrize("forward", KEPT, ids=lambda forward: forward.__name__)
+def test_what_a_forward_leaves_and_reads_is_upstreams(make_mesh, forward):
+    attributes, reason = KEPT[forward]
+    runner = as_upstream(make_mesh(1, 1, 1), functools.partial(made, forward, **attributes))
+    assert not runner.compilations and len(runner.eager) == 1 and reason in runner.eager[0]
+
+
+def test_what_blocks_leave_and_read_is_upstreams(make_mesh):
+    runner = as_upstream(make_mesh(2, 2, 2), lambda: made(of_before, blocks=BLOCKS, before=None))
+    assert not runner.compilations and "left in blocks.0.before, blocks.1.before" in runner.eager[-1]
+
+
+def only_written(self, x):
+    self.before, self.shape = self.linear(x), x.shape
+    return self.before * 2
+
+
+def emptied_first(self, x):
+    self.list = [None] * 2
+    for _ in range(2):
+        self.list[0] = self.linear(x) + (0 if self.list[0] is None else self.list[0])
+    return self.list[0]
+
+
+def emptied_last(self, x):
+    for _ in range(2):
+        self.list.append(self.linear(x) + sum(self.list))
+    x = self.list[1]
+    self.list.clear()
+    return x
+
+
+def of_a_table(self, x):
+    if self.before is None:
+        self.before = torch.arange(WIDTH, device=x.device) * 0.5
+    return self.linear(x) * self.before
+
+
+def of_a_flag(self, x):
+    if hasattr(self, "called"):
+        return self.linear(x)
+    self.called = True
+    return x
+
+
+@pytest.mark.parametrize("blocks", [0, BLOCKS])
+@pytest.mark.parametrize(
+    "forward", [only_written, emptied_first, emptied_last, of_a_table, of_a_flag], ids=lambda forward: forward.__name__
+)
+def test_scratch_tables_and_what_the_first_call_does_stay_compiled(make_mesh, forward, blocks):
+    runner = as_upstream(make_mesh(1, 1, 1), lambda: made(forward, blocks, list=[], before=None))
+    assert not runner.eager and runner.compilations == 1
+
+
+def printed(self, x):
+    print(x)
+    return self.linear(x)
+
+
+def checked(self, x):
+    if x.shape[0] != 2:
+        raise ValueError(f"expected two rows, got {x}")
+    return self.linear(x)
+
+
+READS = {
+    "formatted": lambda self, x: self.linear(x) * float(f"{x.max():.2f}"),
+    "text": lambda self, x: self.linear(x) * str(x).count("-"),
+    "numpy": lambda self, x: self.linear(x) + torch.from_numpy(x.numpy() * 2),
+    "array": lambda self, x: self.linear(x) + float(np.asarray(x, dtype=np.float64).sum()),
+    "array of a view": lambda self, x: self.linear(x) + torch.as_tensor(np.asarray(x[1:2]) * 2),
+    "printed": printed,
+}
+
+
+@pytest.mark.idiom("decisions")
+@pytest.mark.parametrize("name", READS)
+def test_texts_and_arrays_of_values_are_values(make_mesh, name, capsys):
+    runner = as_upstream(make_mesh(1, 1, 1), lambda: made(READS[name]))
+    assert not runner.compilations and "decides by a value (test_changes.py, line" in runner.eager[0]
+    shown = capsys.readouterr().out.replace(", device='jax:0'", "")
+    assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
+
+
+def test_a_check_says_upstreams_values(make_mesh):
+    model, x = made(checked), torch.randn(3, WIDTH)
+    Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
+    with pytest.raises(ValueError) as error, torch.no_grad():
+        model(x)
+    assert str(error.value) == f"expected two rows, got {x}"
 
 
 class Attending(torch.nn.Module):

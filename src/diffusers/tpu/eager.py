@@ -12,13 +12,15 @@ from .idioms import said
 from .state import State, Trace
 
 
-READS_A_VALUE = (
+NO_PROGRAM = (
+    bridge.WeightWritten,
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
     jax.errors.NonConcreteBooleanIndexError,
     bridge.ValueRead,
 )
+LEAVES = "a call sees what the one before left in {}"
 KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
 
@@ -28,7 +30,8 @@ class Uncompiled:
 
     Attributes:
         reasons: why, by call and state.
-        lasting: what hooks, processors or counters change in each call, while the module has them: then none is traced.
+        lasting: what hooks, processors or counters change in each call, or attributes that a call reads and writes, while
+            the module has them: then none is traced.
     """
 
     def __init__(self, name: str):
@@ -39,7 +42,7 @@ class Uncompiled:
 
     def look_at(self, state: State):
         """What the module no longer has keeps nothing."""
-        held = {id(container) for container in state.containers}
+        held = {id(container) for container in (*state.containers, *state.beside.containers)}
         self.lasting = [container for container in self.lasting if id(container) in held]
 
     def because_of(self, effects: Trace, call: Call, key: tuple) -> bool:
@@ -50,14 +53,23 @@ class Uncompiled:
         """
         if effects.draws:
             self.add(call, key, DRAWS)
-        elif any(one is other for one in effects.lasting for other in self._once):
+        elif effects.certain or any(one is other for one in effects.lasting for other in self._once):
             self.lasting += effects.lasting
-            self.add(call, key, KEEPS)
+            self.add(call, key, LEAVES.format(", ".join(effects.names)) if effects.names else KEEPS)
         self._once += effects.lasting
         return bool(effects.lasting or effects.draws)
 
-    def decides(self, error: Exception, call: Call, key: tuple):
-        """The trace asked for a value: `error` is one of `READS_A_VALUE`."""
+    def decides(self, error: Exception, effects: Trace, call: Call, key: tuple):
+        """The trace asked for a value, or wrote a weight: `error` is one of `NO_PROGRAM`.
+
+        Where each such call changes the state too, none is traced any more.
+        """
+        changed = effects.lasting + effects.scratch
+        if any(one is other for one in changed for other in self._once):
+            self.lasting += changed
+        self._once += changed
+        if isinstance(error, bridge.WeightWritten):
+            return self.add(call, key, f"it writes into {error}")
         self.add(call, key, f"it decides by a value ({line_of(error)})")
 
     def add(self, call: Call, key: tuple, reason: str):

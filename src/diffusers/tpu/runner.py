@@ -22,7 +22,7 @@ from .branches import Branches
 from .call import Call, Values, take_apart, version_of
 from .config import TPUConfig
 from .devices import compiler_options, generation_of
-from .eager import READS_A_VALUE, Uncompiled, random_state_kept
+from .eager import NO_PROGRAM, Uncompiled, random_state_kept
 from .idioms.refusing import without_gradients
 from .programs import Program, trace_program
 from .residency import Residency
@@ -250,7 +250,7 @@ class Runner:
     @property
     def eager(self) -> list[str]:
         """Why calls of this module run eagerly, if any do."""
-        return [*self.uncompiled.reasons.values()]
+        return [*dict.fromkeys(self.uncompiled.reasons.values())]
 
     def program(self, call: Call) -> Program | None:
         """The program of calls like this one, traced if it is new; None if none can stand for it."""
@@ -261,19 +261,24 @@ class Runner:
             return None
         if key in self.traced:
             return self.traced[key]
+        function = self._function(call)
         try:
             with random_state_kept(call):
-                program = self.trace(call, branches)
+                program = self.trace(call, branches, function)
+                effects = function.effects
+                if effects.scratch and not (effects.lasting or effects.draws):
+                    bridge.look_after(function)
         except bridge.NumberRead:
             self._numbers_are_read, self._key = True, None
             return self.program(call)
-        except READS_A_VALUE as error:
-            return self.uncompiled.decides(error, call, key)
-        if self.uncompiled.because_of(program.function.effects, call, key):
-            if self.uncompiled.lasting:
-                self._plan_anew()
-            return None
-        self.traced[key] = program
+        except NO_PROGRAM as error:
+            program = self.uncompiled.decides(error, function.effects, call, key)
+        else:
+            program = None if self.uncompiled.because_of(effects, call, key) else program
+        if program is not None:
+            self.traced[key] = program
+        elif self.uncompiled.lasting:
+            self._plan_anew()
         return program
 
     def prepare(self, some: list[Call]):
@@ -283,12 +288,12 @@ class Runner:
         if program is not None:
             self._compile(program)
 
-    def trace(self, call: Call, branches: int = 1) -> Program:
+    def trace(self, call: Call, branches: int = 1, function: bridge.PureFunction | None = None) -> Program:
         """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
         self._look_at_state()
-        name = type(self.module).__name__
+        function, name = function or self._function(call), type(self.module).__name__
         return trace_program(
-            self._function(call), self._placed, self._number_arguments(), call, branches, name, self.compiler_options
+            function, self._placed, self._number_arguments(), call, branches, name, self.compiler_options
         )
 
     def _compile(self, program: Program):

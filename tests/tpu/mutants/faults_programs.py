@@ -5,6 +5,8 @@ from table import TPU, in_file
 
 CHANGES = "test_changes.py"
 EVERY_CHANGE = f"{CHANGES}::test_every_change_after_a_first_call_is_seen"
+LEFT = f"{CHANGES}::test_what_a_forward_leaves_and_reads_is_upstreams"
+SCRATCH = f"{CHANGES}::test_scratch_tables_and_what_the_first_call_does_stay_compiled"
 
 # fmt: off
 MUTANTS = [
@@ -25,6 +27,8 @@ MUTANTS = [
          "what a trace did to a module stays", "test_bridge.py::test_a_trace_leaves_no_tracer_in_the_module"),
         ("state-caches", "setattr(owner, name, plain)", "setattr(owner, name, value)",
          "a cache on a class keeps a tracer", f"{CHANGES}::test_a_cache_on_the_class_keeps_nothing_of_a_trace"),
+        ("state-beside", "trace.lasting += [state.beside.containers[n] for n in state.beside.changed()]", "pass",
+         "what a forward keeps on its class or in the script is not seen", LEFT),
     ),
     *in_file(
         TPU + "branches.py",
@@ -40,10 +44,24 @@ MUTANTS = [
         TPU + "bridge/blocks.py",
         ("blocks-written", "elif value is not None and leaf.jax() is not value:", "elif False:",
          "a scanned block sees the first block's context", f"{CHANGES}::test_blocks_see_the_values_of_their_call"),
+        ("blocks-settings", "if (group.path, index) not in self.settings:", "if True:",
+         "blocks in which a call wrote something are no longer alike to the next", SCRATCH),
         ("blocks-twice", "if started.setdefault(number[id(leaf)], value) is not value:", "if False:",
          "of two arguments that become one the first call gets one for both", f"{CHANGES}::test_blocks_see_the_values_of_their_call"),
         ("blocks-alike", "return self.settings[group.path, one] == self.settings[group.path, other]", "return True",
          "blocks with other settings are scanned as one", EVERY_CHANGE),
+    ),
+    *in_file(
+        TPU + "bridge/following.py",
+        ("following-inputs", "if self.second & self.inputs:", "if False:",
+         "a call that is made of the first one's inputs is like it", LEFT),
+        ("following-within", "return bool(self.second & self.within) or", "return",
+         "a value without a value is taken for a constant", SCRATCH),
+    ),
+    *in_file(
+        TPU + "bridge/function.py",
+        ("function-buffers", "            _put(self.module, name, weight)\n", "            pass\n",
+         "what a forward writes into a buffer is lost", LEFT),
     ),
     *in_file(
         TPU + "weights.py",

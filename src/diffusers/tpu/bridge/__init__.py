@@ -9,10 +9,12 @@ from . import compat  # noqa: F401  isort: skip  before everything that imports 
 from torchax.tensor import Tensor
 from torchax.view import View
 
+from .blocks import WeightWritten
 from .captures import Marked, Tag, capture, capture_p, capturing
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
+from .following import look_after
 from .function import INPUT, PureFunction, on_every_chip, tracing
 from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, ValueRead
@@ -41,6 +43,7 @@ __all__ = [
     "PureFunction",
     "Tag",
     "ValueRead",
+    "WeightWritten",
     "as_numpy",
     "assuming",
     "attention_by_frame",
@@ -57,6 +60,7 @@ __all__ = [
     "group_normed",
     "in_tiles",
     "joint_attention",
+    "look_after",
     "normed_and_rotated",
     "numpy_dtype",
     "on_device",

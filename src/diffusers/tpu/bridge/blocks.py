@@ -51,6 +51,18 @@ class Method(torch.nn.Module):
         return self.call(*args, **kwargs)
 
 
+class WeightWritten(Exception):
+    """A trace wrote into a parameter or buffer: its message names which."""
+
+
+def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> tuple[object, dict[str, torch.Tensor]]:
+    """What the method returns with these weights, by `module.NAME`; and those of them that it wrote into, or replaced."""
+    before = {name: weight.jax() for name, weight in weights.items()}
+    output = torch.func.functional_call(method, weights, args, kwargs)  # puts what is there afterwards into `weights`
+    after = {name: w for name, w in weights.items() if not isinstance(w, Tensor) or w.jax() is not before[name]}
+    return output, {name.removeprefix("module."): weight for name, weight in after.items()}
+
+
 @contextlib.contextmanager
 def numbered(module: torch.nn.Module, numbers: dict[str, jax.Array]):
     """The module's numbers are those that the program is given, by `str(Number)`."""
@@ -123,6 +135,7 @@ class BlockRuns:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
         pin_carry: (array, number of the output) -> array, applied to what is carried between blocks.
         fill: (shape, number of the output) -> tokens that it is carried with beyond its own.
+        settings: of each block by its group's path and its number; filled here where they are not known.
     """
 
     def __init__(
@@ -135,12 +148,13 @@ class BlockRuns:
         pin_weights: Callable,
         pin_carry: Callable,
         fill: Callable,
+        settings: dict,
     ):
         self.model, self.groups, self.env = model, groups, env
         self.stacks = {group.label: (weights[group.label], numbers[group.label]) for group in groups}
         self.pin_weights, self.pin_carry, self.fill = pin_weights, pin_carry, fill
         self.run: Run | None = None
-        self.forwards, self.settings = {}, {}
+        self.forwards, self.settings = {}, settings
 
     @contextlib.contextmanager
     def installed(self):
@@ -149,7 +163,8 @@ class BlockRuns:
         for group in self.groups:
             for index in range(group.start, group.stop):
                 block = self.model.get_submodule(f"{group.path}.{index}")
-                self.settings[group.path, index] = signature(block)
+                if (group.path, index) not in self.settings:
+                    self.settings[group.path, index] = signature(block)
                 self.forwards[id(block)] = (block, vars(block).get("forward"))
                 block.forward = self._answer(group, index)
                 blocks.append(block)
@@ -227,9 +242,11 @@ class BlockRuns:
                 self.env,
                 numbered(block, numbers),
             ):  # its forward alone: hooks of the block have seen its call by the model
-                output = torch.func.functional_call(Method(block, block.forward), weights, args, kwargs)
+                output, changed = written(Method(block, block.forward), weights, args, kwargs)
         finally:
             block.forward = stand_in
+        if changed:
+            raise WeightWritten(", ".join(f"{group.path}.{index}.{name}" for name in changed))
         flat, output_spec = tree_flatten(output)
         plain = [_TENSOR if isinstance(x, (Tensor, View)) else x for x in flat]
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import warnings
 
 import jax
@@ -22,7 +23,7 @@ from .outside import DEVICE_TENSORS, usable_outside
 
 DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
-_WRITES_TO_FIRST = {torch.Tensor.__setitem__, torch.Tensor.copy_, torch.Tensor.fill_}
+_WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
 
 
 def on_device(x) -> bool:
@@ -97,7 +98,7 @@ class Environment(_Environment):
         if isinstance(func, torch._ops.OpOverload) and is_draw(func):
             return drawn(self, func, args, kwargs, self._on_host)
         if host and len(host) < len(tensors) and not self._moves(func):
-            if func in _WRITES_TO_FIRST and not on_device(args[0]):
+            if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
             args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
         result = super().dispatch(func, types, args, kwargs)

@@ -20,8 +20,9 @@ from ..scan import Group
 from ..settings import Settings, current, using
 from ..sharding import gathered, named
 from ..state import Trace, read, undone, without_caches
-from .blocks import BlockRuns, Method, numbered
-from .environment import decomposing, environment, quiet_integers
+from .blocks import BlockRuns, Method, WeightWritten, numbered, written
+from .crossing import from_numpy, numpy_dtype
+from .environment import decomposing, environment, on_device, quiet_integers
 from .scopes import module_scopes
 
 
@@ -58,7 +59,8 @@ class PureFunction:
         processors, whole, methods: as in `ModelPlan`.
 
     After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
-    `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way.
+    `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
+    dtypes of what was given, `settings` what the blocks' state was.
     """
 
     module: torch.nn.Module
@@ -77,6 +79,8 @@ class PureFunction:
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
     effects: Trace | None = None
+    avals: tuple = ()
+    settings: dict = field(default_factory=dict)
 
     def __call__(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array] | None = None
@@ -86,12 +90,21 @@ class PureFunction:
         Args:
             numbers: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
         """
+        drawn = environment().draws
+        self.avals = jax.tree.map(jax.typeof, (weights, inputs, numbers or {}))
+        with undone(read(self.module)) as self.effects:
+            arrays = self.traced(weights, inputs, numbers or {})
+        self.effects.draws = environment().draws - drawn
+        return arrays
+
+    def traced(
+        self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array]
+    ) -> list[jax.Array]:
+        """Flat output arrays; what the module's own Python does to its state stays."""
         env = environment()
         stacked, single = self._split(weights)
-        stacked_numbers, single_numbers = self._split(numbers or {})
-        drawn = env.draws
+        stacked_numbers, single_numbers = self._split(numbers)
         with contextlib.ExitStack() as stack:
-            self.effects = stack.enter_context(undone(read(self.module)))
             runs = BlockRuns(
                 self.module,
                 self.groups,
@@ -101,6 +114,7 @@ class PureFunction:
                 self._pin_block_weight,
                 self._pin_carry,
                 self._fill,
+                self.settings,
             )
             for context in (
                 without_caches(self.module),
@@ -114,9 +128,10 @@ class PureFunction:
                 runs.installed(),
             ):
                 stack.enter_context(context)
-            arrays = self._run(single, inputs)
-        self.effects.draws = env.draws - drawn
-        return arrays
+            arrays, changed = self._run(single, inputs)
+            if changed:
+                raise WeightWritten(", ".join(changed))
+            return arrays
 
     def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
         """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays."""
@@ -124,9 +139,12 @@ class PureFunction:
         before, env.one_at_a_time = env.one_at_a_time, self.attention.platform == "cpu"
         try:
             with _marked(), self._computing():
-                return self._run(weights, inputs, plain=lambda leaf: leaf)
+                arrays, changed = self._run(weights, inputs, plain=lambda leaf: leaf)
         finally:
             env.one_at_a_time = before
+        for name, weight in changed.items():
+            _put(self.module, name, weight)
+        return arrays
 
     @contextlib.contextmanager
     def _computing(self):
@@ -134,18 +152,23 @@ class PureFunction:
             with decomposing(), environment().override_property(mesh=self.mesh), environment():
                 yield
 
-    def _run(self, weights: dict[str, jax.Array], inputs: list[jax.Array], plain=None) -> list[jax.Array]:
-        """`plain`: what becomes of a part of the return value that is no tensor; of a trace it must be static."""
+    def _run(
+        self, weights: dict[str, jax.Array], inputs: list[jax.Array], plain=None
+    ) -> tuple[list[jax.Array], dict[str, torch.Tensor]]:
+        """Flat output arrays, and the weights that were written to.
+
+        `plain`: what becomes of a part of the return value that is no tensor; of a trace it must be static.
+        """
         plain = plain or _plain
         env = environment()
         tensors = iter(inputs)
         leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         weights = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in weights.items()}
-        output = torch.func.functional_call(Method(self.module, self.call), weights, args, kwargs)
+        output, changed = written(Method(self.module, self.call), weights, args, kwargs)
         flat, self.output_spec = tree_flatten(output)
         self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
-        return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
+        return [x.jax() for x in flat if isinstance(x, (Tensor, View))], changed
 
     def output(self, tensors: list):
         """Upstream's return value with these tensors in the places of the traced ones."""
@@ -192,6 +215,16 @@ class PureFunction:
         rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)
         several = shape[0] > (dp if spec[0] == "dp" else 1)
         return tiles if (rest or several) and tiles <= MOST_FILL * shape[1] else rest
+
+
+def _put(module: torch.nn.Module, name: str, weight: torch.Tensor):
+    """The module's own weight of this name is what a call on the chips made of it."""
+    path, _, name = name.rpartition(".")
+    owner, value = module.get_submodule(path), from_numpy(weight.jax()) if on_device(weight) else weight
+    before = getattr(owner, name)
+    if numpy_dtype(before.dtype) == numpy_dtype(value.dtype):
+        value = value.to(before.dtype)  # 64 bits again
+    setattr(owner, name, torch.nn.Parameter(value, before.requires_grad) if name in owner._parameters else value)
 
 
 def _plain(leaf):

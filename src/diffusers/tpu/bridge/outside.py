@@ -34,16 +34,22 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
             host = as_host(t.parent)[tree_map_only(jax.Array, from_numpy, t.view_info.slices)]
         _root(t)._twin[1].setdefault(t, t._version)
         return host
+    array = _valued(t)
+    if vars(t).get("_twin") is None:
+        twin = from_numpy(array)
+        t._twin = twin, WeakIdKeyDictionary({t: t._version, twin: twin._version})
+    return t._twin[0]
+
+
+def _valued(t: torch.Tensor) -> jax.Array:
+    """The tensor's array, which has values; raises ValueRead where it has none yet."""
     array = t.jax()
     if isinstance(array, jax.core.Tracer):
         raise ValueRead(
             f"expected a tensor with values, got {array.aval.str_short()} of a model while it is compiled: values exist when"
             " it has run. Take what leaves the model, or register the hook before its first call"
         )
-    if vars(t).get("_twin") is None:
-        twin = from_numpy(array)
-        t._twin = twin, WeakIdKeyDictionary({t: t._version, twin: twin._version})
-    return t._twin[0]
+    return array
 
 
 def _root(t: torch.Tensor) -> Tensor:
@@ -122,16 +128,12 @@ def _set(upstream):
 
 
 def _formatted(t, spec):
-    if isinstance(t.jax(), jax.core.Tracer):
-        return _shown(t)  # as in the message of a check
     with plain():
         return format(as_host(t).detach(), spec)
 
 
 def _shown(t):
-    array = t.jax()
-    if isinstance(array, jax.core.Tracer):
-        return f"tensor({array.aval.str_short()} of a model while it is compiled)"
+    array = _valued(t)
     with plain():
         return f"{repr(from_numpy(array)).removesuffix(')')}, device='jax:0')"
 
@@ -154,7 +156,12 @@ def _listed(t):
 
 def _array_of(t):
     """Of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name."""
-    return copy.copy(jax.device_get(t.jax()))
+    return copy.copy(jax.device_get(_valued(t)))
+
+
+def _as_array(t, dtype=None, copy=None):
+    """What numpy asks for, which is a copy in any case."""
+    return t.numpy() if dtype is None else t.numpy().astype(dtype, copy=False)
 
 
 def usable_outside():
@@ -172,3 +179,4 @@ def usable_outside():
         cls.__reduce_ex__ = _pickled
         cls.tolist = _listed
         cls.numpy = _array_of
+        cls.__array__ = _as_array

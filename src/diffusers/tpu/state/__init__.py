@@ -11,7 +11,10 @@ A program is keyed by everything its trace read:
 | tensors that are plain attributes | constants of the program: which tensor, and its version, are in `State.key` |
 | the process's attention backend, torch's default dtype | `process_key` |
 | what a forward writes: attributes (a VAE's feature cache), hooks that it installs | put back after the trace (`undone`) |
+| what it writes there and the next call reads | no program can: `bridge.look_after` finds it, the module runs eagerly |
 | what hooks, processors or counters keep from call to call | no program can: the module runs eagerly (`Trace.lasting`) |
+| what classes hold, and names of the script that the user's methods read | no part of the key; written, as what hooks keep |
+| parameters and buffers that a forward writes into | no program can: the module runs eagerly (`bridge.WeightWritten`) |
 | `functools.lru_cache` on upstream's classes and functions | bypassed during a trace: they would keep tracers |
 | random numbers | no program draws any: the module runs eagerly, and torch's CPU stream is drawn from |
 | autocast, `torch.backends` (TF32 and the like), gradient and inference mode | never: models compute in their own dtype, `TPUConfig` has precisions |

@@ -1,6 +1,7 @@
 """A module's Python state as a key: equal keys, equal traces."""
 
 import argparse
+import dis
 import enum
 import functools
 import itertools
@@ -80,9 +81,11 @@ class State:
         owners: of each container the module or class whose attributes it holds; None: it belongs to a hook, a processor or
             another object of its own, or is held by one of a module's attributes.
         foreign: of each container, whether such an object owns it.
+        names: of each container the attribute that holds it, or the module whose attributes it holds.
         of_tensors: dicts of parameters and buffers, and what they held; `views` of their values, and what those `held`.
             Compared by identity alone: tensors are large.
         constants: tensors that are plain attributes, and their versions.
+        beside: what classes hold and what methods of the user's name: no part of the key, but a trace may change it.
     """
 
     module: torch.nn.Module
@@ -93,10 +96,12 @@ class State:
     copies: list = field(default_factory=list)
     owners: list = field(default_factory=list)
     foreign: list[bool] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
     of_tensors: list[tuple[dict, dict]] = field(default_factory=list)
     views: list = field(default_factory=list)
     held: list = field(default_factory=list)
     constants: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    beside: "State | None" = None
 
     def same(self) -> bool:
         """Whether nothing was changed since."""
@@ -115,6 +120,19 @@ class State:
         pairs = enumerate(zip(self.containers, self.copies))
         return [n for n, (now, before) in pairs if differ(now, before)]
 
+    def left(self) -> dict[str, object]:
+        """What the modules' attributes hold that they did not, by name: `blocks.0.before`."""
+        found = {}
+        for n in self.changed():
+            name, now, before = self.names[n], self.containers[n], self.copies[n]
+            if not isinstance(self.owners[n], torch.nn.Module):
+                found[name] = now
+                continue
+            for key, value in now.items():
+                if key not in before or before[key] is not value:
+                    found[f"{name}.{key}".lstrip(".")] = value
+        return found
+
     def restore(self):
         """Every container holds again what it held."""
         for n in self.changed():
@@ -127,10 +145,12 @@ class State:
 def read(module: torch.nn.Module) -> State:
     """The state of a module and all that it holds."""
     state = State(module)
-    state.key = _Reader(module, state).tree()
+    reader = _Reader(module, state)
+    state.key = reader.tree()
     state.tensors = dict((*module.named_parameters(), *module.named_buffers()))
     state.views = [tensors.values() for tensors, _ in state.of_tensors]
     state.held = state._tensors_now()
+    state.beside = _Beside(module, State(module)).of(reader)
     return state
 
 
@@ -156,6 +176,7 @@ class _Reader:
         self.root, self.state, self.hooks_of_root = root, state, hooks_of_root
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.met: dict[int, int] = {}
+        self.at = ""  # of what is read now
         self.types: dict[type, Hashable] = {}
         tuners = sys.modules.get("peft.tuners.tuners_utils")
         self.tuner = () if tuners is None else tuners.BaseTunerLayer
@@ -165,12 +186,13 @@ class _Reader:
         self.state.copies.append(copy_of(container))
         self.state.owners.append(owner)
         self.state.foreign.append(foreign)
+        self.state.names.append(self.at)
 
     def tree(self) -> Hashable:
         return tuple(self.module(path, module) for path, module in self.root.named_modules())
 
     def module(self, path: str, module: torch.nn.Module) -> Hashable:
-        attributes = vars(module)
+        attributes, self.at = vars(module), path
         self.note(attributes, module)
         for name in (*HOOKS, "_modules"):
             self.note(attributes[name])
@@ -183,6 +205,7 @@ class _Reader:
                 continue
             if _says_nothing(module, name, value):
                 continue
+            self.at = f"{path}.{name}".lstrip(".")
             if name == "scaling" and isinstance(module, self.tuner):
                 own.append((name, self.scales(path, value)))
             else:
@@ -279,6 +302,45 @@ class _Reader:
             self.note(function.__globals__, foreign=True)
         read = (bool, int, float, str, dict, list, set)
         return [self.value(value, True) for value in values.values() if isinstance(value, read)]
+
+
+class _Beside(_Reader):
+    """What a trace of the modules may change and no key is made of, as most of it no forward reads."""
+
+    def of(self, reader: _Reader) -> State:
+        """What the classes that `reader` has met hold, and what the methods of the user's among them name."""
+        self.met = dict.fromkeys(map(id, reader.state.containers), 0)
+        for cls in reader.types:
+            package = cls.__module__.partition(".")[0]
+            for x in () if package in _LIBRARIES else vars(cls).values():
+                if isinstance(x, (dict, list, set)):
+                    self.value(x, True)
+                elif package not in _UPSTREAM:
+                    self.value(getattr(x, "__func__", x), True)
+        return self.state
+
+    def object(self, x) -> Hashable:
+        """Of upstream's objects, tokenizers say, nothing is read."""
+        return Held(x) if type(x).__module__.partition(".")[0] in _UPSTREAM else super().object(x)
+
+    def function(self, function: types.FunctionType) -> Hashable:
+        if function.__module__ is None or function.__module__.partition(".")[0] in (*_LIBRARIES, *_UPSTREAM):
+            return Held(function)
+        return super().function(function)
+
+    def globals(self, function: types.FunctionType) -> list[Hashable]:
+        """Of a function that gives names of its module other values all of these too."""
+        namespace, code = function.__globals__, function.__code__
+        if _writes_globals(code) and id(namespace) not in self.met:
+            self.met[id(namespace)] = 0
+            self.note(namespace, foreign=True)
+        named = (namespace.get(name) for name in code.co_names)
+        return [self.value(x, True) for x in named if not isinstance(x, (type, types.ModuleType, np.ndarray))]
+
+
+@functools.cache
+def _writes_globals(code: types.CodeType) -> bool:
+    return any(instruction.opname == "STORE_GLOBAL" for instruction in dis.get_instructions(code))
 
 
 def _says_nothing(module: torch.nn.Module, name: str, value) -> bool:

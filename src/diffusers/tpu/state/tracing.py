@@ -19,10 +19,16 @@ class Trace:
 
     Attributes:
         lasting: containers that it changed so that the next call would see it: counters, what hooks and processors keep.
+        scratch: the other containers that it changed, attributes of modules and what these hold: the next call may not look.
+        names: of attributes by which a call after it does not do what it does.
+        certain: whether that is so of every later call, not of the first one alone.
         draws: how many times it drew random numbers.
     """
 
     lasting: list = field(default_factory=list)
+    scratch: list = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    certain: bool = False
     draws: int = 0
 
 
@@ -30,19 +36,22 @@ class Trace:
 def undone(state: State):
     """Around a trace: what it wrote into attributes, dicts and hooks is put back. Gives a `Trace`, filled at the end.
 
-    A forward's scratch (a VAE's feature cache, hooks that transformers installs once) is of no consequence: the next
-    forward makes it again. What objects beside the modules keep is, and a number of a module's that was counted on.
+    A forward's scratch (a VAE's feature cache, hooks that transformers installs once) is of no consequence where the next
+    forward makes it again: `bridge.look_after` says whether it does. What objects beside the modules keep is, and a number of a
+    module's that was counted on.
     """
     trace = Trace()
     try:
         yield trace
     finally:
+        trace.lasting += [state.beside.containers[n] for n in state.beside.changed()]
         for n in state.changed():
             now, before, owner = state.containers[n], state.copies[n], state.owners[n]
             shadowed = type(owner) if isinstance(owner, torch.nn.Module) else None
-            if state.foreign[n] or isinstance(owner, type) or rewritten(now, before, shadowed):
-                trace.lasting.append(now)
+            lasts = state.foreign[n] or isinstance(owner, type) or rewritten(now, before, shadowed)
+            (trace.lasting if lasts else trace.scratch).append(now)
         state.restore()
+        state.beside.restore()
 
 
 @contextlib.contextmanager
