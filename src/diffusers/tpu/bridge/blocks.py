@@ -24,7 +24,7 @@ from torchax.view import View
 
 from ..scan import Group, scan_blocks
 from ..settings import current, using
-from ..state import Number, signature
+from ..state import Number, read, signature, undone
 from .deferred import Deferred
 from .scale import Scale
 
@@ -214,7 +214,8 @@ class BlockRuns:
             outputs, found["answer"] = self._call(group, index, leaves, spec, arrays, weights)
             return outputs
 
-        avals = jax.eval_shape(shapes, arrays, self._weights_of(group, index))
+        with undone(read(self.model.get_submodule(f"{group.path}.{index}"))):  # it runs again when the run is computed
+            avals = jax.eval_shape(shapes, arrays, self._weights_of(group, index))
         outputs = [self._deferred(aval) for aval in avals]
         self.run = Run(group, index, leaves, arrays, spec, outputs, found["answer"])
         return self.run.answer(outputs)
