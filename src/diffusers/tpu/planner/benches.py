@@ -21,7 +21,6 @@ VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
 HUNYUAN_720P = {"height": 720, "width": 1280, "num_frames": 121}
 HUNYUAN_480P = {"height": 480, "width": 848, "num_frames": 121}
 COGVIDEOX_15 = {"height": 768, "width": 1360, "num_frames": 81}
-COGVIDEOX = {"height": 480, "width": 720, "num_frames": 49}
 
 # name: batch, heads, queries, keys, head size: what one chip computes in one call
 ATTENTION_SHAPES = {
@@ -199,8 +198,6 @@ def step_cases() -> list[Case]:
         *((topology, "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P) for topology in ("v6e-8", "v6e-16", "v7x-8")),
         *((topology, "hunyuanvideo-1.5-480p-t2v", HUNYUAN_480P) for topology in ("v6e-8", "v5e-8")),
         *((topology, "cogvideox1.5-5b", COGVIDEOX_15) for topology in ("v6e-8", "v7x-8")),
-        *((topology, "cogvideox-5b", COGVIDEOX) for topology in ("v6e-1", "v6e-8", "v5e-8")),
-        *((topology, "cogvideox-2b", COGVIDEOX) for topology in ("v6e-1", "v6e-8", "v5e-8", "v7x-8")),
     ]
     cases += [(*other, "ours", way, {}) for other in others for way in WAYS]
     return [_step(*case) for case in cases]
