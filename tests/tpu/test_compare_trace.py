@@ -94,6 +94,9 @@ class Sins(torch.nn.Module):
         while x.sum() > 0:  # 13
             x = x - 1
         waves = torch.special.airy_ai(x)  # 14
+        listed += [f"{x.sum():.1f}"]  # 15
+        listed += [str(x)]  # 16
+        listed += [*x.numpy()]  # 17
         x[0] = part.sum() + kept.sum() + places.sum() + chosen.sum() + different.sum() + host.sum() + len(listed)
         return x + noise + waves
 
@@ -111,9 +114,10 @@ def test_every_sin_is_named_with_its_line():
         found |= obstacles.found
     runner.detach()
     marked = {int(one.code.rpartition("# ")[2]): one.what for one in found}
-    assert sorted(marked) == [*range(1, 15)], marked
+    assert sorted(marked) == [*range(1, 18)], marked
     words = {4: "bound of a slice", 5: "boolean index", 6: "nonzero", 7: "masked_select", 9: "host", 10: "tolist"}
     words |= {1: "truth value", 2: "number", 11: "random", 13: "truth value", 14: "torchax lacks"}
+    words |= {15: "in a text", 16: "a text", 17: "numpy"}
     assert all(word in marked[number] for number, word in words.items()), marked
     with assuming(False) as obstacles:  # another trace begins with none
         pass

@@ -59,6 +59,13 @@ IN_WORDS = {
     torch.Tensor.__setitem__: "a boolean index that is written to",
 }
 UNIQUE = {aten._unique2.default, aten.unique_consecutive.default}
+WHOLE = {
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+    "__format__": "in a text",
+    "__repr__": "a text",
+    "__str__": "a text",
+}
 PATIENCE = 100  # answers at one line, after which they alternate: a loop waits for another one
 
 
@@ -127,7 +134,7 @@ def assuming(answer: bool) -> Iterator[Obstacles]:
     """While this is open, traces go on past what would stop them."""
     env, obstacles = environment(), Obstacles(answer)
     assumed = _Assumed(env, obstacles)
-    before = [(cls, name, getattr(cls, name)) for cls in DEVICE_TENSORS for name in ("tolist", "numpy")]
+    before = [(cls, name, getattr(cls, name)) for cls in DEVICE_TENSORS for name in WHOLE]
     env.dispatch = assumed.dispatch
     for cls, name, method in before:
         setattr(cls, name, assumed.read_whole(name, method))
@@ -164,7 +171,7 @@ class _Assumed:
         def read(t, *args, **kwargs):
             if not isinstance(t.jax(), jax.core.Tracer):
                 return method(t, *args, **kwargs)
-            self.obstacles.add(f"all values of a tensor (.{name}())")
+            self.obstacles.add(f"all values of a tensor ({WHOLE[name]})")
             ones = torch.ones(tuple(t.shape), dtype=t.dtype)
             with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
                 return getattr(ones, name)(*args, **kwargs)
