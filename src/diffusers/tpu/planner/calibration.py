@@ -34,7 +34,11 @@ class Published:
 
 @contextlib.contextmanager
 def as_theirs():
-    """Attention as in the measured scripts: padded keys are not masked, "online" is a kernel like theirs. For compiling only."""
+    """As in the measured scripts: padded keys are not masked, "online" is a kernel like theirs, CogVideoX has upstream's blocks.
+
+    For compiling only.
+    """
+    from .. import plans
     from ..attention import api, splash  # imports JAX, which listing the rows does not need
     from . import exp2
 
@@ -45,7 +49,9 @@ def as_theirs():
     with (
         mock.patch.object(splash, "_segments", lambda valid, q_len: None),
         mock.patch.dict(api.KERNELS, online=theirs),
+        mock.patch.dict(plans.PLANS, {}),
     ):
+        plans.PLANS.pop("CogVideoXTransformer3DModel")
         yield
 
 
