@@ -19,7 +19,7 @@ from diffusers import (
     DiffusionPipeline,
     HunyuanVideo15Transformer3DModel,
 )
-from diffusers.tpu import TPUConfig, plans
+from diffusers.tpu import TPUConfig
 from diffusers.tpu.cli import flags
 from diffusers.tpu.planner.published import MODELS
 
@@ -296,15 +296,12 @@ def test_cogvideoxs_transformer_by_itself_gives_upstreams_answer(run, monkeypatc
     assert all(relative(answer, theirs) < 1e-5 for answer in answers)
 
 
-IN_FLAX = pytest.mark.skipif("AutoencoderKLCogVideoX" not in plans.FLAX, reason="no form of this VAE in Flax yet")
-
-
 @pytest.mark.parametrize(
     "words, shapes",
     [
         ("--frames 9 --compare --profile trace", [[1, 3, 9, 16, 32], [1, 4, 3, 2, 4]]),
         ("--frames 1 --only decode --enable_tiling --batch 2", [[2, 4, 1, 2, 4]]),
-        pytest.param("--flax --frames 9 --compare", [[1, 3, 9, 16, 32], [1, 4, 3, 2, 4]], marks=IN_FLAX),
+        ("--flax --frames 9 --compare", [[1, 3, 9, 16, 32], [1, 4, 3, 2, 4]]),
     ],
     ids=["both", "decode", "flax"],
 )

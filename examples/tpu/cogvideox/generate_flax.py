@@ -1,7 +1,6 @@
 """CogVideoX text-to-video with the flags of the earlier TPU scripts, on this library. What each became: README.md, beside it."""
 
 import argparse
-import time
 
 import torch
 
@@ -66,12 +65,7 @@ def main():
     print(f"{where(pipe, target)}; attention {config.attention}")
 
     call = {name: getattr(args, name) for name in PASSED} | {"num_frames": args.frames, "output_type": "np"}
-    for number in range(args.num_iterations):
-        last, start = number == args.num_iterations - 1, time.perf_counter()
-        with flags.Steps(pipe, args.num_inference_steps, args.profile if last else None) as steps:
-            frames = pipe(**call, generator=torch.Generator().manual_seed(args.seed)).frames[0]
-        seconds = time.perf_counter() - start
-        print(f"run {number + 1}: {seconds:.2f} s{'' if number else ' with compilation'}, {steps}")
+    frames, steps = flags.repeat_call(pipe, call, args)
     flags.write_video(frames, output, args.fps)
     print(f"wrote {args.output}")
     if args.profile:

@@ -27,6 +27,7 @@ from .autoencoder_kl_cogvideox import (
     CogVideoXSpatialNorm3D,
     CogVideoXUpBlock3D,
 )
+from .autoencoder_kl_hunyuanvideo15_flax import tile_sizes
 from .vae import DecoderOutput
 
 
@@ -167,37 +168,20 @@ def spatial_ratio(vae) -> int:
 
 def decode_tiling(vae, height, width):
     """Upstream's tiles for latents of this size; the same for every form of this VAE."""
-    ratio, (video, latents) = spatial_ratio(vae), _tile_sizes(vae)
+    ratio, (video, latents) = spatial_ratio(vae), tile_sizes(vae)
     return _tiling(vae, latents, video, (height * ratio, width * ratio))
 
 
 def encode_tiling(vae, height, width):
     """Upstream's tiles for a video of this size."""
-    ratio, (video, latents) = spatial_ratio(vae), _tile_sizes(vae)
+    ratio, (video, latents) = spatial_ratio(vae), tile_sizes(vae)
     return _tiling(vae, video, latents, (-(-height // ratio), -(-width // ratio)))
 
 
 def _tiling(vae, sizes, results, whole):
-    """Tiles of `sizes` that become maps of the sizes `results`."""
     from ...tpu.video.tiles import Tiling
 
-    factors = vae.tile_overlap_factor_height, vae.tile_overlap_factor_width
-    overlaps = tuple(int(size * factor) for size, factor in zip(results, factors))
-    return Tiling(
-        sizes=sizes,
-        strides=tuple(int(size * (1 - factor)) for size, factor in zip(sizes, factors)),
-        kept=tuple(size - overlap for size, overlap in zip(results, overlaps)),
-        overlaps=overlaps,
-        whole=whole,
-    )
-
-
-def _tile_sizes(vae):
-    """Of the video, of the latents."""
-    return (
-        (vae.tile_sample_min_height, vae.tile_sample_min_width),
-        (vae.tile_latent_min_height, vae.tile_latent_min_width),
-    )
+    return Tiling.overlapping(sizes, results, (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width), whole)
 
 
 def __getattr__(name):

@@ -22,10 +22,8 @@ from .autoencoder_kl_cogvideox_flax import decode_tiling, encode_tiling, spatial
 
 NAMES = (  # from a weight's path to its name in upstream's files
     (r"kernel$", "weight"),
-    (
-        r"\b(conv1|conv2|conv_y|conv_b|conv_in|conv_out)\.(weight|bias)$",
-        r"\1.conv.\2",
-    ),  # upstream pads in a module around it
+    # Upstream pads in a module around these.
+    (r"\b(conv1|conv2|conv_y|conv_b|conv_in|conv_out)\.(weight|bias)$", r"\1.conv.\2"),
     (r"\b(down|up)_blocks\.(\d+)\.resamplers\b", r"\1_blocks.\2.\1samplers"),
 )
 NORM_EPS = 1e-6  # upstream's, where its config does not say

@@ -182,30 +182,22 @@ def tiled_encode(vae, x):
 def decode_tiling(vae, height, width):
     """Upstream's tiles for latents of this size; the same for every form of this VAE."""
     ratio = vae.spatial_compression_ratio
-    return _tiling(vae, *_tile_sizes(vae)[::-1], (height * ratio, width * ratio))
+    return _tiling(vae, *tile_sizes(vae)[::-1], (height * ratio, width * ratio))
 
 
 def encode_tiling(vae, height, width):
     """Upstream's tiles for a video of this size."""
     ratio = vae.spatial_compression_ratio
-    return _tiling(vae, *_tile_sizes(vae), (height // ratio, width // ratio))
+    return _tiling(vae, *tile_sizes(vae), (height // ratio, width // ratio))
 
 
 def _tiling(vae, sizes, results, whole):
-    """Tiles of `sizes` that become maps of the sizes `results`."""
     from ...tpu.video.tiles import Tiling
 
-    overlaps = tuple(int(size * vae.tile_overlap_factor) for size in results)
-    return Tiling(
-        sizes=sizes,
-        strides=tuple(int(size * (1 - vae.tile_overlap_factor)) for size in sizes),
-        kept=tuple(size - overlap for size, overlap in zip(results, overlaps)),
-        overlaps=overlaps,
-        whole=whole,
-    )
+    return Tiling.overlapping(sizes, results, (vae.tile_overlap_factor,) * 2, whole)
 
 
-def _tile_sizes(vae):
+def tile_sizes(vae):
     """Of the video, of the latents."""
     return (
         (vae.tile_sample_min_height, vae.tile_sample_min_width),

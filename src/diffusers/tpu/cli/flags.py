@@ -211,3 +211,19 @@ class Steps:
     @property
     def traced(self) -> str:
         return f"traced steps {FIRST_PROFILED + 1} to {self.last_profiled + 1} into {self.profile}"
+
+
+def repeat_call(pipe, call: dict, args: argparse.Namespace) -> tuple[object, Steps]:
+    """The frames of the last of `args.num_iterations` calls, alike to the seed, and its clock. Prints the seconds of each.
+
+    `args` names also `num_inference_steps`, `seed`, and `profile`: the folder for a trace of the last call's steps, or None.
+    """
+    import torch
+
+    for number in range(args.num_iterations):
+        last, start = number == args.num_iterations - 1, time.perf_counter()
+        with Steps(pipe, args.num_inference_steps, args.profile if last else None) as steps:
+            frames = pipe(**call, generator=torch.Generator().manual_seed(args.seed)).frames[0]
+        seconds = time.perf_counter() - start
+        print(f"run {number + 1}: {seconds:.2f} s{'' if number else ' with compilation'}, {steps}")
+    return frames, steps

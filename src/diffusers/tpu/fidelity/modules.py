@@ -34,11 +34,8 @@ LADDER = (  # the guide's grades of an error
     (math.inf, "severe"),
 )
 NO_EFFECT = 1e-3  # of an error, where what the submodule is part of has less
-LAYER, NORM, BLOCK = (
-    1e-6,
-    1e-5,
-    1e-4,
-)  # the guide's thresholds: of a convolution, of a norm (here also of a function), of a residual block
+# The guide's thresholds: of a convolution, of a norm (here also of a function), of a residual block.
+LAYER, NORM, BLOCK = 1e-6, 1e-5, 1e-4
 GROWTH = 16.0  # of an error in one submodule that does nothing wrong; the guide measured 14, in a group norm
 
 

@@ -28,6 +28,18 @@ class Tiling:
     overlaps: tuple[int, int]
     whole: tuple[int, int]
 
+    @classmethod
+    def overlapping(cls, sizes, results, factors: tuple[float, float], whole) -> "Tiling":
+        """Tiles of `sizes` that become maps of the sizes `results`, each over a share `factors` of the one before."""
+        overlaps = tuple(int(size * factor) for size, factor in zip(results, factors))
+        return cls(
+            sizes=sizes,
+            strides=tuple(int(size * (1 - factor)) for size, factor in zip(sizes, factors)),
+            kept=tuple(size - overlap for size, overlap in zip(results, overlaps)),
+            overlaps=overlaps,
+            whole=whole,
+        )
+
 
 def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -> jax.Array:
     """`function` of tiles of a traced x, put together. `axis` is the width's, the height lies before it."""
