@@ -1,10 +1,9 @@
 """CogVideoX's VAE on TPU: upstream's module, its loop over batches of frames as one scan, split over the width of the video.
 
 Upstream decodes two latent frames at a time and encodes eight of the video, the remainder with the first; what its
-convolutions keep goes from batch to batch. Here the first batch is computed by itself and the others by one scanned step
-(`bridge.scan_batches`), each chip on its slab of the width with its neighbours' edge columns (`bridge.over_width`); group norms
-have the statistics of the whole map. Residual blocks that are alike are scanned too. With tiling on, equal tiles are one mapped
-program and chips share them. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name from here.
+convolutions keep goes from batch to batch. Here the batches are one scan (`bridge.scan_batches`), each chip on its slab of the
+width with its neighbours' edge columns (`bridge.over_width`); group norms have the statistics of the whole map. Residual blocks
+that are alike are scanned too. With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name from here.
 
 The decoder's norms are scaled and shifted by the latents at each position. Upstream makes the latents as fine as the map
 and convolves them then; here they are convolved, which sees one position at a time, and what comes of it is made finer.
@@ -38,9 +37,9 @@ def _convolved(layer, inputs, conv_cache=None):
         return type(layer).forward(layer, inputs, conv_cache)
     if not back:
         return layer.conv(inputs), None
-    if conv_cache is None:
-        conv_cache = inputs[:, :, :1].expand(-1, -1, back, -1, -1)
-    inputs = torch.cat([conv_cache, inputs], 2)
+    from ...tpu.bridge import looking_back
+
+    inputs = looking_back(inputs, conv_cache, back)
     return layer.conv(inputs), inputs[:, :, -back:]
 
 

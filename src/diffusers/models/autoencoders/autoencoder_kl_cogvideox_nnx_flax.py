@@ -5,13 +5,14 @@
     video = vae.decode(latents)             # latents [B, f, H / 8, W / 8, 16]
 
 Frames go in batches, as upstream's: two of the latents or eight of the video, the remainder with the first; group norms have the
-statistics of a batch. The first batch is computed by itself, the others are a scan. The rest is what such VAEs share
+statistics of a batch. The batches are a scan. The rest is what such VAEs share
 (`tpu/video/nnx/`). A caller that needs latents normalised uses `config.scaling_factor`.
 """
 
 import jax.numpy as jnp
 from flax import nnx
 
+from ...tpu.video.chunks import looking_back
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
 from ...tpu.video.nnx.layers import Conv, Map, in_batches, one_after_another, silu
@@ -32,8 +33,8 @@ NORM_EPS = 1e-6  # upstream's, where its config does not say
 class Chunk(layers.Chunk):
     """One batch of frames; before the video's first frame is that frame."""
 
-    def history(self, x: Map, frames: int, kept: Map | None) -> Map:
-        return jnp.broadcast_to(x[:, :1], (x.shape[0], frames, *x.shape[2:])) if kept is None else kept
+    def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
+        return looking_back(x, kept, frames)
 
 
 class GroupNorm(nnx.Module):

@@ -43,6 +43,11 @@ def scan_batches(step: Callable, x: torch.Tensor, size: int) -> torch.Tensor:
     return Tensor(chunks.scan_batches(one, x.jax(), size, axis=2), env)
 
 
+def looking_back(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:
+    """`chunks.looking_back` of x [B, C, T, H, W]."""
+    return Tensor(chunks.looking_back(x.jax(), None if kept is None else kept.jax(), frames, axis=2), x._env)
+
+
 def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, own) -> tuple[torch.Tensor, object]:
     """Modules of one kind one after another, traced once and scanned: (what the last gives, what each keeps, stacked).
 

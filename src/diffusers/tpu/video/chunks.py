@@ -1,7 +1,12 @@
-"""A causal model's loop over chunks of frames as one scan; its layers' last frames are what is handed on."""
+"""A causal model's loop over chunks of frames as one scan; its layers' last frames are what is handed on.
 
+`scan_chunks`: the first frame is a chunk. `scan_batches`: the first chunk is one frame longer than the others, or as long.
+"""
+
+import contextvars
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +40,7 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     if frames == 1:
         return step(x, empty, None)[0]
     x = jnp.pad(x, [(size - 1, 0) if a == axis else (0, 0) for a in range(x.ndim)])
-    chunks = jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+    chunks = _in_parts(x, size, axis)
 
     @functools.partial(jax.jit, inline=True)  # traced once for one shape of cache
     def one(cache, numbered):
@@ -47,16 +52,57 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     first = jax.tree.map(lambda a: a[0], numbered)
     cache = _as_it_stays(lambda cache: jax.eval_shape(one, cache, first)[0], empty)
     _, outs = lax.scan(one, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache), numbered)
-    outs = jnp.moveaxis(outs, 0, axis)
     dropped = outs.shape[axis + 1] - 1
-    outs = outs.reshape(*outs.shape[:axis], -1, *outs.shape[axis + 2 :])
+    outs = _joined(outs, axis)
     return lax.slice_in_dim(outs, dropped, outs.shape[axis], axis=axis)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The batch of frames that is traced here.
+
+    Attributes:
+        first: whether it is the video's first, a traced scalar; None: what it is handed says so.
+        longer: the first batch has a frame before those that all have; in the others that place is empty, at every level.
+    """
+
+    first: jax.Array | None = None
+    longer: bool = False
+
+    def full_places(self, frames: int) -> jax.Array | None:
+        """Which of a map's `frames` are not empty; None: all."""
+        return self.first | (jnp.arange(frames) > 0) if self.longer else None
+
+
+_batch = contextvars.ContextVar("diffusers_tpu_batch", default=Batch())
+
+
+def batch() -> Batch:
+    return _batch.get()
+
+
+def looking_back(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> jax.Array:
+    """x with so many frames before it: those `kept` of the batch before, in the first batch its own first frame.
+
+    Where its first place is empty, they come before the second.
+    """
+    this, own = batch(), lax.slice_in_dim(x, 0, 1, axis=axis)
+    before = jnp.concatenate([own] * frames, axis)
+    if this.first is None:
+        return jnp.concatenate([before if kept is None else kept, x], axis)
+    before = jnp.where(this.first, before, kept)
+    if not this.longer:
+        return jnp.concatenate([before, x], axis)
+    none = jnp.where(this.first, own, lax.slice_in_dim(kept, 0, 1, axis=axis))
+    return jnp.concatenate([none, before, lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)], axis)
 
 
 def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """`step` of batches of `size` frames of a traced x, one after another, its outputs joined in time.
 
-    The first batch holds the remainder as well and is computed by itself, the others by one scan.
+    The first batch holds the remainder as well. Of one frame, with an even size, the others have an empty place for it, so that
+    one program computes them all: what looks back does it by `looking_back`, and what sums over frames leaves that place out
+    (`Batch.full_places`). With a longer remainder the first batch is computed by itself.
 
     Args:
         step: (batch, what the one before handed on, None for the first) -> (output, what is handed on). Its shapes stay.
@@ -64,20 +110,46 @@ def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.
     """
     frames = x.shape[axis]
     first = frames if frames < 2 * size else size + frames % size
-    out, kept = step(lax.slice_in_dim(x, 0, first, axis=axis), None)
-    if first == frames:
-        return out
-    rest = lax.slice_in_dim(x, first, frames, axis=axis)
-    batches = jnp.moveaxis(rest.reshape(*rest.shape[:axis], -1, size, *rest.shape[axis + 1 :]), axis, 0)
+    longer = first - size
+    by_itself = longer > 1 or (longer == 1 and size % 2)
+    if first == frames or by_itself:
+        out, kept = step(lax.slice_in_dim(x, 0, first, axis=axis), None)
+        if first == frames:
+            return out
+        rest = _in_parts(lax.slice_in_dim(x, first, frames, axis=axis), size, axis)
+        _, outs = lax.scan(lambda kept, part: step(part, kept)[::-1], kept, rest)
+        return jnp.concatenate([out, _joined(outs, axis)], axis)
+    parts = _in_parts(x[(slice(None),) * axis + (slice(longer, None),)], size, axis)
+    if longer:
+        places = jnp.broadcast_to(
+            lax.slice_in_dim(x, 0, 1, axis=axis), (len(parts), *x.shape[:axis], 1, *x.shape[axis + 1 :])
+        )
+        parts = jnp.concatenate([places, parts], axis + 1)
 
-    def one(kept, batch):
-        out, kept = step(batch, kept)
-        return kept, out
+    def one(kept, numbered):
+        number, part = numbered
+        token = _batch.set(Batch(number == 0, bool(longer)))
+        try:
+            return step(part, kept)[::-1]
+        finally:
+            _batch.reset(token)
 
-    _, outs = lax.scan(one, kept, batches)
-    outs = jnp.moveaxis(outs, 0, axis)
-    outs = outs.reshape(*outs.shape[:axis], -1, *outs.shape[axis + 2 :])
-    return jnp.concatenate([out, outs], axis)
+    empty = jax.eval_shape(lambda part: step(part, None)[1], parts[0])
+    empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), empty)
+    _, outs = lax.scan(one, empty, (jnp.arange(len(parts)), parts))
+    if not longer:
+        return _joined(outs, axis)
+    rest = lax.slice_in_dim(outs[1:], 1, outs.shape[axis + 1], axis=axis + 1)
+    return jnp.concatenate([outs[0], _joined(rest, axis)], axis)
+
+
+def _in_parts(x: jax.Array, size: int, axis: int) -> jax.Array:
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _joined(parts: jax.Array, axis: int) -> jax.Array:
+    parts = jnp.moveaxis(parts, 0, axis)
+    return parts.reshape(*parts.shape[:axis], -1, *parts.shape[axis + 2 :])
 
 
 def _as_it_stays(after: Callable, cache):

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .chunks import batch
 from .slabs import slabs
 
 
@@ -11,7 +12,7 @@ Map = Float[Array, "B T H W C"]
 
 
 def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
-    """Mean and variance in float32 of each group of neighbouring channels, over all frames and the whole map.
+    """Mean and variance in float32 of each group of neighbouring channels, over all frames of the batch and the whole map.
 
     Read once: sums are of what is left of x without the mean of its first column, so that they cancel little, and what chips
     and channels have is put together by Chan, Golub and LeVeque's formula for the variance of parts.
@@ -21,11 +22,14 @@ def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G
     pivot = wide[:, :, :, :1].mean(spread)
     left = wide - pivot[:, None, None, None]
     own = None if split is None else split.own_positions(x.shape[2], x.shape[3])
-    if own is None:
-        count = jnp.float32(x[0, ..., 0].size)
-    else:
+    full = batch().full_places(x.shape[1])
+    count = jnp.float32(x[0, ..., 0].size)
+    if own is not None:
         left = jnp.where(own[..., None], left, 0)
         count = x.shape[1] * own.sum(dtype=jnp.float32)
+    if full is not None:
+        left = jnp.where(full[:, None, None, None], left, 0)
+        count = count * full.mean(dtype=jnp.float32)
     first, second = left.sum(spread), (left * left).sum(spread)
     mean = first / jnp.maximum(count, 1)
     parts = second - first * mean  # of each channel, the sum of squares around its mean

@@ -39,13 +39,17 @@ class Chunk:
 
     def looking_back(self, x: Map, frames: int = HISTORY) -> Map:
         """x with so many frames before it: the last ones of the chunk before."""
-        x = jnp.concatenate([self.history(x, frames, self.kept()), x], 1)
+        x = self.behind(x, frames, self.kept())
         self.keeps.append(x[:, -frames:])
         return x
 
     def kept(self):
         """What the caller kept of the chunk before, None if there was none: asked for once, in the order of calls."""
         return next(self._kept, None)
+
+    def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
+        """x with so many frames before it."""
+        return jnp.concatenate([self.history(x, frames, kept), x], 1)
 
     def history(self, x: Map, frames: int, kept: Map | None) -> Map:
         """The `frames` before x: what was `kept`, zeros before the first."""
