@@ -22,6 +22,7 @@ from .autoencoder_kl_cogvideox import (
     CogVideoXCausalConv3d,
     CogVideoXDownBlock3D,
     CogVideoXMidBlock3D,
+    CogVideoXResnetBlock3D,
     CogVideoXSafeConv3d,
     CogVideoXSpatialNorm3D,
     CogVideoXUpBlock3D,
@@ -59,6 +60,26 @@ def _spatial_norm(norm, f, zq, conv_cache=None):
     from ...tpu.bridge import group_normed
 
     return group_normed(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq)), None
+
+
+def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
+    """As upstream's: norm, SiLU and convolution, twice, beside a shortcut; where no channels change, as one scan."""
+    from ...tpu.bridge import scan_alike
+
+    def half(norm_and_conv, x, kept):
+        norm, conv = norm_and_conv
+        x = norm(x) if zq is None else norm(x, zq)[0]
+        return conv(block.nonlinearity(x), conv_cache=kept)
+
+    halves = [torch.nn.ModuleList([block.norm1, block.conv1]), torch.nn.ModuleList([block.norm2, block.conv2])]
+    if block.in_channels == block.out_channels:
+        x, keeps = scan_alike(half, halves, inputs, conv_cache)
+        return x + inputs, keeps
+    x, keeps = inputs, []
+    for one, kept in zip(halves, conv_cache or (None, None)):
+        x, kept = half(one, x, kept)
+        keeps.append(kept)
+    return x + block.conv_shortcut(inputs), keeps
 
 
 def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
@@ -203,6 +224,7 @@ PLAN = ModelPlan(
         (CogVideoXSafeConv3d, "forward"): _not_in_parts,
         (torch.nn.GroupNorm, "forward"): _group_norm,
         (CogVideoXSpatialNorm3D, "forward"): _spatial_norm,
+        (CogVideoXResnetBlock3D, "forward"): _residual,
         (CogVideoXDownBlock3D, "forward"): _level,
         (CogVideoXMidBlock3D, "forward"): _level,
         (CogVideoXUpBlock3D, "forward"): _level,

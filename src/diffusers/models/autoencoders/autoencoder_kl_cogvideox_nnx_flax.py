@@ -75,9 +75,17 @@ class ResidualBlock(nnx.Module):
         self.conv_shortcut = None if channels == features else Conv(channels, features, (1, 1, 1), **how)
 
     def __call__(self, x: Map, chunk: Chunk, latents: Latents | None) -> Map:
-        shortcut = x if self.conv_shortcut is None else self.conv_shortcut(x)
-        x = self.conv1(chunk.looking_back(silu(self.norm1(x, latents))))
-        return self.conv2(chunk.looking_back(silu(self.norm2(x, latents)))) + shortcut
+        def half(norm_and_conv, x, chunk):
+            norm, conv = norm_and_conv
+            return conv(chunk.looking_back(silu(norm(x, latents))))
+
+        halves = [(self.norm1, self.conv1), (self.norm2, self.conv2)]
+        if self.conv_shortcut is None:
+            return one_after_another(half, halves, x, chunk) + x
+        shortcut = self.conv_shortcut(x)
+        for one in halves:
+            x = half(one, x, chunk)
+        return x + shortcut
 
 
 class Downsample(nnx.Module):
@@ -119,7 +127,7 @@ class Level(nnx.Module):
         resnets = list(self.resnets)
         if resnets[0].conv_shortcut is not None:
             x = resnets.pop(0)(x, chunk, latents)
-        x = one_after_another(resnets, x, chunk, latents)
+        x = one_after_another(lambda resnet, x, chunk: resnet(x, chunk, latents), resnets, x, chunk)
         return self.resamplers[0](x) if self.resamplers else x
 
 

@@ -76,14 +76,17 @@ def in_batches(layers: Callable[[Map, Chunk], Map], x: Map, size: int, chunk: ty
     return scan_batches(step, x, size)
 
 
-def one_after_another(modules: list[nnx.Module], x: Map, chunk: Chunk, *others) -> Map:
-    """Modules that are alike, each of (what the one before gives, chunk, *others): traced once and scanned."""
-    graphdef, states = nnx.split(modules[0])[0], [nnx.split(module)[1] for module in modules]
+def one_after_another(call: Callable, parts: list, x: Map, chunk: Chunk) -> Map:
+    """Parts that are alike, modules or tuples of them, each of what the one before gives: traced once and scanned.
+
+    `call`: (part, x, chunk) -> a map as x.
+    """
+    graphdef, states = nnx.split(parts[0])[0], [nnx.split(part)[1] for part in parts]
 
     def one(x, state_and_kept):
         state, kept = state_and_kept
         this = type(chunk)(chunk.number, kept or [])
-        return nnx.merge(graphdef, state)(x, this, *others), this.keeps
+        return call(nnx.merge(graphdef, state), x, this), this.keeps
 
     stacked = jax.tree.map(lambda *weights: jnp.stack(weights), *states)
     x, keeps = lax.scan(one, x, (stacked, chunk.kept()))
