@@ -112,16 +112,21 @@ def test_in_bfloat16_within_upstreams_error(chips):
     assert np.sqrt(np.prod(ratios)) < 1.25, ratios  # measured: 0.92 to 1.06; one of them alone 0.82 to 1.10
 
 
-@pytest.mark.parametrize("precision, limit", [("default", 5e-3), ("high", 1e-5), ("highest", 5e-7)])
+@pytest.mark.parametrize("precision, limit", [("default", 5e-3), ("high", 1e-5), ("highest", None)])
 def test_float32_by_products_of_bfloat16(chips, precision, limit):
-    """What a TPU is given for a float32 convolution."""
+    """What a TPU is given for a float32 convolution; at its most exact as good as sums of float32 are on this machine."""
     x, w = (
         np.random.default_rng().standard_normal(s).astype(np.float32) for s in ((2, 40, 3, 6, 8), (5, 40, 2, 3, 3))
     )
     exact = torch.nn.functional.conv3d(torch.tensor(x).double(), torch.tensor(w).double(), padding=(0, 1, 0))
-    with using(Settings(platform="tpu", generation="v6e", convolutions=precision)):
-        ours = jax.jit(lambda x, w: operators._by_columns(x, w, None, [(0, 0), (1, 1)]))(x, w)
-    assert limit / 20 < relative(ours, exact) < limit
+
+    def error(platform):
+        with using(Settings(platform=platform, generation="v6e", convolutions=precision)):
+            ours = jax.jit(lambda x, w: operators._by_columns(x, w, None, [(0, 0), (1, 1)]))(x, w)
+        return relative(ours, exact)
+
+    limit = limit or 6 * error("cpu")  # of a sum of six times as many terms
+    assert limit / 20 < error("tpu") < limit
 
 
 def test_one_step_whatever_the_number_of_frames(chips):
