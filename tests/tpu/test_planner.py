@@ -129,6 +129,14 @@ def _watch(module, component: str, entry: str, seen: Counter):
     setattr(module, entry, run)
 
 
+def test_another_pipeline_of_the_same_weights(saved):
+    """What it is given, a video here, is of the size that is asked for."""
+    calls = record(build(configuration_of(f"{saved}@WanVideoToVideoPipeline"), torch.float32), SMALL).calls
+    (encoded,) = [r for r in calls if r.call.entry == "encode"]
+    (video,) = encoded.call.tensors
+    assert video.shape == (1, 3, SMALL["num_frames"], SMALL["height"], SMALL["width"])
+
+
 def test_guidance_branches_are_seen_as_pairs():
     (wan,) = [r for r in record(tiny.wan(), {**SMALL, "guidance_scale": 4.0}).calls if r.component == "transformer"]
     assert (wan.count, wan.pairs) == (6, 3)

@@ -20,7 +20,9 @@ VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
 VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
 HUNYUAN_720P = {"height": 720, "width": 1280, "num_frames": 121}
 HUNYUAN_480P = {"height": 480, "width": 848, "num_frames": 121}
+COGVIDEOX = {"height": 480, "width": 720, "num_frames": 49}
 COGVIDEOX_15 = {"height": 768, "width": 1360, "num_frames": 81}
+COGVIDEOX_VIDEO_TO_VIDEO = "cogvideox-5b@CogVideoXVideoToVideoPipeline"  # encodes and decodes; the VAE is 1.5's
 
 # name: batch, heads, queries, keys, head size: what one chip computes in one call
 ATTENTION_SHAPES = {
@@ -198,6 +200,8 @@ def step_cases() -> list[Case]:
         *((topology, "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P) for topology in ("v6e-8", "v6e-16", "v7x-8")),
         *((topology, "hunyuanvideo-1.5-480p-t2v", HUNYUAN_480P) for topology in ("v6e-8", "v5e-8")),
         *((topology, "cogvideox1.5-5b", COGVIDEOX_15) for topology in ("v6e-8", "v7x-8")),
+        *((topology, "cogvideox-5b", COGVIDEOX) for topology in ("v6e-1", "v5e-8", "v7x-8")),
+        *((topology, "cogvideox-2b", COGVIDEOX) for topology in ("v6e-1", "v5e-8", "v7x-8")),
     ]
     cases += [(*other, "ours", way, {}) for other in others for way in WAYS]
     return [_step(*case) for case in cases]
@@ -282,21 +286,26 @@ def vae_cases() -> list[Case]:
     hunyuan = ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P, "bfloat16")
     cases = [
         *(
-            (topology, "wan2.1-t2v-14b", VIDEO_720P, dtype, variant, True)
+            (topology, "wan2.1-t2v-14b", VIDEO_720P, dtype, variant)
             for topology in ("v6e-8", "v5e-8")  # v7x-8 takes the compiler more than a quarter of an hour
             for dtype in ("bfloat16", "float32")
             for variant in ("ours", "nnx")
         ),
-        *((*hunyuan, variant, True) for variant in ("ours", "ours, in tiles", "nnx")),
-        ("v6e-8", "cogvideox1.5-5b", COGVIDEOX_15, "bfloat16", "nnx", True),
-        ("v6e-1", "ltx-video", {}, "bfloat16", "ours", False),
+        *((*hunyuan, variant) for variant in ("ours", "ours, in tiles", "nnx")),
+        *(
+            ("v6e-8", COGVIDEOX_VIDEO_TO_VIDEO, {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", variant, entry)
+            for entry in ("decode", "encode")
+            for frames in (49, 81)
+            for variant in ("ours", "nnx")
+        ),
     ]
-    return [
-        nnx_vae(topology, model, size, dtype)
-        if variant == "nnx"
-        else torch_vae(topology, model, size, dtype, compiled, variant == "ours, in tiles")
-        for topology, model, size, dtype, variant, compiled in cases
-    ]
+    return [*(_vae(*case) for case in cases), torch_vae("v6e-1", "ltx-video", {}, "bfloat16", compiled=False)]
+
+
+def _vae(topology: str, model: str, size: dict, dtype: str, variant: str, entry: str = "decode") -> Case:
+    if variant == "nnx":
+        return nnx_vae(topology, model, size, dtype, entry)
+    return torch_vae(topology, model, size, dtype, tiling=variant == "ours, in tiles", entry=entry)
 
 
 def nnx_vae(topology: str, model: str, size: dict, dtype: str, entry: str = "decode") -> Case:
@@ -311,25 +320,31 @@ def nnx_vae(topology: str, model: str, size: dict, dtype: str, entry: str = "dec
 
 
 def torch_vae(
-    topology: str, model: str, arguments: dict, dtype: str, compiled: bool = True, tiling: bool = False
+    topology: str,
+    model: str,
+    arguments: dict,
+    dtype: str,
+    compiled: bool = True,
+    tiling: bool = False,
+    entry: str = "decode",
 ) -> Case:
-    """Decoding by upstream's module as we run it. `arguments`: of the pipeline's call; `compiled`: not only modelled."""
+    """One call by upstream's module as we run it. `arguments`: of the pipeline's call; `compiled`: not only modelled."""
     asked = {"arguments": arguments, "everything": compiled, "only": ["vae"], "tiling": tiling}
     variant = "ours, in tiles" if tiling else "ours"
-    row = {"topology": topology, "model": model, **arguments, "dtype": dtype, "variant": variant, "entry": "decode"}
+    row = {"topology": topology, "model": model, **arguments, "dtype": dtype, "variant": variant, "entry": entry}
 
-    def decoding(answer):
-        return next(part for part in answer["parts"] if part["entry"] == "decode")
+    def of_entry(answer):
+        return next(part for part in answer["parts"] if part["entry"] == entry)
 
     def read(answer, as_run):
-        part = decoding(answer)
+        part = of_entry(answer)
         return {
             "how": part["how"],
             "seconds": part["seconds"],
             "slower": part["timing"] and part["timing"]["slower"]["total"],
             "seconds_by_kind": part["timing"] and part["timing"]["seconds"],
             "hbm_gib": part["hbm_gib"],
-            "compile_seconds": decoding(as_run)["compile_seconds"],
+            "compile_seconds": of_entry(as_run)["compile_seconds"],
         }
 
     return Case(row, Question(PLANS, request_of(model, topology, dtype=dtype, **asked), 1800), read, as_run=True)

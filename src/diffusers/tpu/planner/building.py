@@ -5,7 +5,7 @@ Where the configuration comes from: a directory, the hub's cache, or the table o
 
 import importlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -51,10 +51,15 @@ class Configuration:
 def configuration_of(model: str) -> Configuration:
     """The configuration of a directory, of a hub id in the local cache, or of a published model, by id or short name.
 
+    "MODEL@PIPELINE": the same weights in another of diffusers' pipelines, image- or video-to-video say.
+
     Raises ValueError for a model that is none of these, or a directory whose model_index.json is not one.
     """
     if Path(model).is_dir():
         return _read(Path(model))
+    if "@" in model:
+        model, _, pipeline = model.rpartition("@")
+        return replace(configuration_of(model), pipeline=pipeline)
     try:
         return _read(Path(snapshot_download(model, local_files_only=True, allow_patterns="*.json")))
     except (LocalEntryNotFoundError, ValueError, OSError):
@@ -106,9 +111,11 @@ def build(configuration: Configuration, dtype: torch.dtype):
         name: _component(name, class_name, dict(config), configuration, dtype)
         for name, (class_name, config) in configuration.components.items()
     }
-    expected = cls._get_signature_keys(cls)[0]
+    expected, settings = map(set, cls._get_signature_keys(cls))
     missing = {name: None for name in expected - made.keys()}
-    pipe = cls(**made, **missing, **configuration.settings)
+    given = {**made, **configuration.settings}
+    known = {name: value for name, value in given.items() if name in expected | settings}
+    pipe = cls(**known, **missing)  # without what it does not take, as from_pretrained does
     if configuration.tiled:
         vae = getattr(pipe, "vae", None)
         if not hasattr(vae, "enable_tiling"):

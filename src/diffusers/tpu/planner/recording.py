@@ -48,7 +48,7 @@ class Recording:
 def record(
     pipe, arguments: dict, on_progress: Callable[[str], None] = lambda text: None, runner: type | None = None
 ) -> Recording:
-    """The calls of `pipe(**arguments)`. What the pipeline needs and `arguments` do not hold (prompt, image) stands in.
+    """The calls of `pipe(**arguments)`. What the pipeline needs and `arguments` do not hold (prompt, image, video) stands in.
 
     `runner`: what traces a module's calls, a `RecordingRunner`.
 
@@ -151,8 +151,11 @@ def _complete(pipe, arguments: dict) -> dict:
         given.setdefault("prompt", PROMPT)
     if "negative_prompt" in parameters and given.get("negative_prompt") is None:
         given["negative_prompt"] = PROMPT
+    image = PIL.Image.new("RGB", (given.get("width") or 1280, given.get("height") or 720))
     if "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
-        given.setdefault("image", PIL.Image.new("RGB", (given.get("width") or 1280, given.get("height") or 720)))
+        given.setdefault("image", image)
+    if "video" in parameters and "num_frames" not in parameters and "num_frames" in given:
+        given.setdefault("video", [image] * given.pop("num_frames"))  # as many as are to come out
     if "output_type" in parameters:
         given["output_type"] = "pt"
     return given
