@@ -28,6 +28,7 @@ ORDER = [
     "attention",
     "linear",
     "rotary",
+    "adapters",
     "scan",
     "state",
     "video",

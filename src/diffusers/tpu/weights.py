@@ -9,9 +9,10 @@ one chip's part of one tensor where that is more.
 
 import functools
 import itertools
+import math
 import operator
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import jax
@@ -21,6 +22,7 @@ import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .adapters import Adapters
 from .bridge import as_numpy, numpy_dtype
 from .checkpoint import FileTensor, is_ordinary, missing_message, values
 from .devices import MIB
@@ -42,16 +44,17 @@ class PlacedWeights:
 
     Attributes:
         arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
-        sources: key -> the module's tensor names that make it up.
+        sources: key -> the module's tensor names that make it up; None: zeros, for the term of an adapter that a block lacks.
         specs: key -> storage spec of the array, the stacked axis left out.
         avals: key -> shape, dtype and sharding of the array.
         placement: changes, to a number of this process's own, when something is placed.
+        terms: keys that are of adapters.
     """
 
     module: torch.nn.Module
     mesh: Mesh
     groups: list[Group]
-    sources: dict[str, list[str]]
+    sources: dict[str, list[str | None]]
     specs: dict
     avals: dict[str, jax.ShapeDtypeStruct]
     coverage: Coverage
@@ -60,6 +63,7 @@ class PlacedWeights:
     samples: dict[str, torch.Tensor] = field(default_factory=dict)
     watched: "Watched | None" = None
     placement: int = -1
+    terms: frozenset[str] = frozenset()
 
     def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
         """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
@@ -70,21 +74,21 @@ class PlacedWeights:
             return False
         stale = []
         with torch._C.DisableTorchFunctionSubclass():  # no detour for tensors of a file
-            for key, names in self.sources.items():
+            for key, names in self._named():
                 if any(name not in tensors for name in names):
                     return True
                 if self.versions.get(key) != (version := _version(tensors, names)):
                     stale.append((key, names, version))
                     if any(not self._fits(key, tensors[name]) for name in names):
                         return True
-        if sum(map(len, self.sources.values())) != len(tensors):
+        if sum(len(names) for _, names in self._named()) != len(tensors):
             return True
         if not place:
             return False
         staging = _Staging()
         for key, names, version in stale:
             self.arrays.pop(key, None)  # first: the old and the new need not both have room
-            self.arrays[key] = self._place(key, [tensors[name] for name in names], staging)
+            self.arrays[key] = self._place(key, [tensors.get(name) for name in self.sources[key]], staging)
             self.versions[key] = version
             self.samples.update((name, _sample(tensors[name])) for name in names)
             self.placement = next(_placements)
@@ -95,7 +99,7 @@ class PlacedWeights:
     def sampled_changes(self):
         """Places at the next call what was written to through `.data` since, as far as a sample of its values shows."""
         tensors = self.watched.tensors if self.watched is not None else {}
-        for key, names in self.sources.items():
+        for key, names in self._named():
             if key in self.versions and not all(_same_bits(self.samples[n], _sample(tensors[n])) for n in names):
                 del self.versions[key]
                 self.watched = None
@@ -105,9 +109,15 @@ class PlacedWeights:
         arrays, specs = {}, {}
         for key, names in self.sources.items():
             for n, name in enumerate(names):
-                arrays[name] = self.arrays[key][n] if _is_stacked(key) else self.arrays[key]
-                specs[name] = self.specs[key]
+                if name is not None:
+                    array = self.arrays[key][n] if _is_stacked(key) else self.arrays[key]
+                    arrays[name] = array[tuple(map(slice, self.watched.tensors[name].shape))]
+                    specs[name] = self.specs[key]
         return arrays, specs
+
+    def _named(self) -> Iterator[tuple[str, list[str]]]:
+        """The sources that are tensors."""
+        return ((key, [name for name in names if name is not None]) for key, names in self.sources.items())
 
     def drop(self):
         """Leave the chips; the host tensors stay."""
@@ -116,18 +126,21 @@ class PlacedWeights:
         self.watched = None
 
     def _fits(self, key: str, tensor: torch.Tensor) -> bool:
-        aval = self.avals[key]
-        shape = aval.shape[1:] if _is_stacked(key) else aval.shape
-        return is_ordinary(tensor) and tuple(tensor.shape) == shape and numpy_dtype(tensor.dtype) == aval.dtype
+        """Of a stack's terms of adapters a lower rank fits too."""
+        aval, shape = self.avals[key], tuple(tensor.shape)
+        stacked = _is_stacked(key)
+        planned = aval.shape[1:] if stacked else aval.shape
+        lower = stacked and key in self.terms and len(shape) == len(planned) and all(map(operator.le, shape, planned))
+        return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
 
-    def _place(self, key: str, tensors: list[torch.Tensor], staging: "_Staging") -> jax.Array:
+    def _place(self, key: str, tensors: list[torch.Tensor | None], staging: "_Staging") -> jax.Array:
         aval, stacked = self.avals[key], _is_stacked(key)
         layers = _layers_at_once(aval) if stacked else 1
         if layers == len(tensors):
-            return staging.send(aval.shape, aval, _part(tensors, stacked))
+            return staging.send(aval.shape, aval, _part(tensors, aval, stacked))
         whole = _zeros(aval.shape, aval.dtype, aval.sharding)()
         for start in range(0, len(tensors), layers):
-            some = _part(tensors[start : start + layers], stacked)
+            some = _part(tensors[start : start + layers], aval, stacked)
             whole = _write(aval.sharding)(whole, staging.send((layers, *aval.shape[1:]), aval, some), start)
         return whole
 
@@ -138,7 +151,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
     Raises ValueError where weights have no values, because the checkpoint did not have them, and NotImplementedError for
     quantized ones.
     """
-    tensors = named_tensors(module)
+    adapters, tensors = Adapters(module), named_tensors(module)
     missing = sorted(name for name, t in tensors.items() if t.is_meta)
     if missing:
         raise ValueError(missing_message(type(module).__name__, missing))
@@ -146,24 +159,25 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
     if quantized:
         refuse_weights(type(module).__name__, quantized[0], tensors[quantized[0]])
     groups = find_groups(module) if scan else []
-    sources = {}
-    for group in groups:
-        block = module.get_submodule(f"{group.path}.{group.start}")
-        for name in named_tensors(block):
-            sources[f"{group.label}.{name}"] = group.names(name)
-    taken = {name for names in sources.values() for name in names}
-    sources.update({name: [name] for name in tensors if name not in taken})
-    shapes = {
-        key: (tuple(tensors[names[0]].shape), sum(tensors[name].nbytes for name in names))
-        for key, names in sources.items()
+    sources = {
+        f"{group.label}.{name}": names for group in groups for name, names in group.sources(module, adapters).items()
     }
+    taken = {name for names in sources.values() for name in names}
+    seen = ((key, name) for key, name in adapters.tensors(module).items() if name in tensors)
+    sources.update({key: [name] for key, name in seen if name not in taken})
+    shapes = {}
+    for key, names in sources.items():
+        some = [tensors[name] for name in names if name is not None]
+        largest = tuple(map(max, *(t.shape for t in some))) if len(some) > 1 else tuple(some[0].shape)
+        shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
     specs, coverage = plan_weights(shapes, plan.rules, mesh)
     avals = {}
     for key, names in sources.items():
         stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
-        dtype = numpy_dtype(tensors[names[0]].dtype)
+        dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
-    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage)
+    terms = frozenset(key for key, names in sources.items() if any(name and adapters.in_a_term(name) for name in names))
+    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, terms=terms)
 
 
 def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str, np.ndarray]:
@@ -171,9 +185,10 @@ def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str
     left = {str(number): scale for number, scale in numbers.items()}
     values = {}
     for group in groups:
-        prefix = f"{group.path}.{group.start}."
-        for name in [key.removeprefix(prefix) for key in left if key.startswith(prefix)]:
-            values[f"{group.label}.{name}"] = [left.pop(key) for key in group.names(name)]
+        blocks = [f"{group.path}.{index}." for index in range(group.start, group.stop)]
+        of_blocks = [{key.removeprefix(b): left.pop(key) for key in [*left] if key.startswith(b)} for b in blocks]
+        for name in dict.fromkeys(itertools.chain.from_iterable(of_blocks)):
+            values[f"{group.label}.{name}"] = [scales.get(name, 0.0) for scales in of_blocks]
     return {key: np.asarray(value, np.float32) for key, value in (values | left).items()}
 
 
@@ -241,9 +256,19 @@ def _version(tensors: dict, names: list[str]) -> tuple:
 # On the way to the chips
 
 
-def _part(tensors: list[torch.Tensor], stacked: bool) -> Callable:
-    """index -> values of the tensors, stacked, or of the only one. Small ones are read at once, large ones part by part."""
-    if sum(t.nbytes for t in tensors) <= STAGED_BYTES:
+def _part(tensors: list[torch.Tensor | None], aval: jax.ShapeDtypeStruct, stacked: bool) -> Callable:
+    """index -> values of the tensors, stacked, or of the only one. Small ones are read at once, large ones part by part.
+
+    Zeros stand for None, and behind a tensor that is smaller than the others.
+    """
+    shape = aval.shape[1:] if stacked else aval.shape
+    if any(t is None or tuple(t.shape) != shape for t in tensors):
+        arrays = [np.zeros(shape, aval.dtype) for _ in tensors]
+        for array, tensor in zip(arrays, tensors):
+            if tensor is not None:
+                array[tuple(map(slice, tensor.shape))] = as_numpy(tensor)
+        parts = [lambda index, array=array: array[index] for array in arrays]
+    elif sum(t.nbytes for t in tensors) <= STAGED_BYTES:
         arrays = [as_numpy(t) for t in tensors]  # narrow columns, converted by themselves, take several times as long
         parts = [lambda index, array=array: array[index] for array in arrays]
     else:

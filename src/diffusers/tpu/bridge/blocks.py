@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchax.tensor import Tensor
 from torchax.view import View
 
+from ..adapters import Adapters
 from ..scan import Group, scan_blocks
 from ..settings import current, using
 from ..state import Number, read, signature, undone
@@ -64,14 +65,14 @@ def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> t
 
 
 @contextlib.contextmanager
-def numbered(module: torch.nn.Module, numbers: dict[str, jax.Array]):
+def numbered(module: torch.nn.Module, numbers: dict[str, jax.Array], adapters: Adapters):
     """The module's numbers are those that the program is given, by `str(Number)`."""
     before = []
     for key, array in numbers.items():
-        number = Number(*key.split("/", 1))
-        holder = number.holder(module)
-        before.append((holder, number.adapter, holder[number.adapter]))
-        holder[number.adapter] = Scale(array)
+        number = Number.parse(key)
+        holder, adapter = number.holder(module), adapters.order[number.adapter]
+        before.append((holder, adapter, holder[adapter]))
+        holder[adapter] = Scale(array)
     try:
         yield
     finally:
@@ -151,6 +152,7 @@ class BlockRuns:
         settings: dict,
     ):
         self.model, self.groups, self.env = model, groups, env
+        self.adapters = Adapters(model)
         self.stacks = {group.label: (weights[group.label], numbers[group.label]) for group in groups}
         self.pin_weights, self.pin_carry, self.fill = pin_weights, pin_carry, fill
         self.run: Run | None = None
@@ -164,7 +166,8 @@ class BlockRuns:
             for index in range(group.start, group.stop):
                 block = self.model.get_submodule(f"{group.path}.{index}")
                 if (group.path, index) not in self.settings:
-                    self.settings[group.path, index] = signature(block)
+                    with group.lent(self.model, block):
+                        self.settings[group.path, index] = signature(block, self.adapters)
                 self.forwards[id(block)] = (block, vars(block).get("forward"))
                 block.forward = self._answer(group, index)
                 blocks.append(block)
@@ -235,14 +238,14 @@ class BlockRuns:
         args, kwargs = tree_unflatten(
             [Tensor(next(tensors), self.env) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         )
-        weights = {f"module.{name}": Tensor(self.pin_weights(group, name, w), self.env) for name, w in weights.items()}
+        weights = {name: Tensor(self.pin_weights(group, name, w), self.env) for name, w in weights.items()}
         stand_in = vars(block)["forward"]
         self._restore(block)
         try:
-            with (
-                self.env,
-                numbered(block, numbers),
-            ):  # its forward alone: hooks of the block have seen its call by the model
+            with self.env, group.lent(self.model, block), numbered(block, numbers, self.adapters):
+                names = Adapters(block, self.adapters.order).tensors(block)
+                weights = {f"module.{names[name]}": w for name, w in weights.items()}
+                # its forward alone: hooks of the block have seen its call by the model
                 output, changed = written(Method(block, block.forward), weights, args, kwargs)
         finally:
             block.forward = stand_in

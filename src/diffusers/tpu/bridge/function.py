@@ -15,6 +15,7 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
+from ..adapters import Adapters
 from ..linear import LANES
 from ..scan import Group
 from ..settings import Settings, current, using
@@ -122,7 +123,7 @@ class PureFunction:
                 _processors_of(self.module, self.processors),
                 _methods_of(self.module, self.methods),
                 _whole_of(self.module, self.whole),
-                numbered(self.module, single_numbers),
+                numbered(self.module, single_numbers, Adapters(self.module)),
                 self._computing(),
                 module_scopes(self.module, self.groups),
                 runs.installed(),
@@ -164,7 +165,8 @@ class PureFunction:
         tensors = iter(inputs)
         leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        weights = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in weights.items()}
+        names = Adapters(self.module).tensors(self.module)
+        weights = {f"module.{names.get(key, key)}": Tensor(self._gather(key, w), env) for key, w in weights.items()}
         output, changed = written(Method(self.module, self.call), weights, args, kwargs)
         flat, self.output_spec = tree_flatten(output)
         self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..adapters import BOOKKEEPING, SIZES, Adapters
 from .containers import content, copy_of, differ, put_back
 
 
@@ -25,6 +26,7 @@ _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 # A block's own number says where it stands, not what it computes; accelerate's hook says where inputs go.
 _NOT_READ = frozenset(
     {"layer_idx", "layer_index", "block_idx", "block_index", "_hf_hook", "__getstate__", "__deepcopy__"}
+    | {"peft_config", "_hf_peft_config_loaded", "_prepare_lora_hotswap_kwargs"}  # what is in the layers
 )
 _PLAIN = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "torchax", "numpy", "accelerate", "PIL", "tokenizers", "tqdm"})
@@ -48,13 +50,18 @@ class Held:
 
 @dataclass(frozen=True, order=True)
 class Number:
-    """A number that travels as an argument: `scaling[adapter]` of the LoRA layer at `path`."""
+    """A number that travels as an argument: the scale of an adapter, by its place, in the LoRA layer at `path`."""
 
     path: str
-    adapter: str
+    adapter: int
 
     def __str__(self):
         return f"{self.path}/{self.adapter}"
+
+    @staticmethod
+    def parse(text: str) -> "Number":
+        path, adapter = text.split("/")
+        return Number(path, int(adapter))
 
     def holder(self, module: torch.nn.Module) -> dict:
         """The dict that has it, in the module that `path` is relative to."""
@@ -76,7 +83,8 @@ class State:
     Attributes:
         key: equal for equal states; `numbers` are not in it.
         numbers: scales of LoRA layers.
-        tensors: parameters and buffers by name, tied ones once.
+        adapters: which of LoRA layers' a forward adds.
+        tensors: parameters and buffers that a forward reads, by name, tied ones once.
         containers, copies: everything that was read and can change in place, and what it held.
         owners: of each container the module or class whose attributes it holds; None: it belongs to a hook, a processor or
             another object of its own, or is held by one of a module's attributes.
@@ -90,6 +98,7 @@ class State:
 
     module: torch.nn.Module
     key: Hashable = None
+    adapters: Adapters | None = None
     numbers: dict[Number, float] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     containers: list = field(default_factory=list)
@@ -146,20 +155,22 @@ def read(module: torch.nn.Module) -> State:
     """The state of a module and all that it holds."""
     state = State(module)
     reader = _Reader(module, state)
-    state.key = reader.tree()
-    state.tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    state.key, state.adapters = reader.tree(), reader.adapters
+    seen = {*reader.adapters.tensors(module).values()}
+    named = (*module.named_parameters(), *module.named_buffers())
+    state.tensors = {name: tensor for name, tensor in named if name in seen}
     state.views = [tensors.values() for tensors, _ in state.of_tensors]
     state.held = state._tensors_now()
     state.beside = _Beside(module, State(module)).of(reader)
     return state
 
 
-def signature(block: torch.nn.Module) -> Hashable:
+def signature(block: torch.nn.Module, adapters: Adapters) -> Hashable:
     """What must agree between two blocks, beside weights and numbers, for one trace to stand for both.
 
-    Hooks of the block itself run around its traced forward, as the model calls it: they may differ.
+    Hooks of the block itself run around its traced forward, as the model calls it: they may differ. `adapters`: the model's.
     """
-    return _Reader(block, State(block), hooks_of_root=False).tree()
+    return _Reader(block, State(block), hooks_of_root=False, adapters=Adapters(block, adapters.order)).tree()
 
 
 def process_key() -> Hashable:
@@ -172,14 +183,15 @@ def process_key() -> Hashable:
 class _Reader:
     """One walk. An object met again is named by when it was met first, so that equal structures have equal keys."""
 
-    def __init__(self, root: torch.nn.Module, state: State, hooks_of_root: bool = True):
+    def __init__(
+        self, root: torch.nn.Module, state: State, hooks_of_root: bool = True, adapters: Adapters | None = None
+    ):
         self.root, self.state, self.hooks_of_root = root, state, hooks_of_root
+        self.adapters = Adapters(root) if adapters is None else adapters
         self.paths = {id(module): name for name, module in root.named_modules()}
         self.met: dict[int, int] = {}
         self.at = ""  # of what is read now
         self.types: dict[type, Hashable] = {}
-        tuners = sys.modules.get("peft.tuners.tuners_utils")
-        self.tuner = () if tuners is None else tuners.BaseTunerLayer
 
     def note(self, container, owner=None, foreign: bool = False):
         self.state.containers.append(container)
@@ -189,41 +201,70 @@ class _Reader:
         self.state.names.append(self.at)
 
     def tree(self) -> Hashable:
-        return tuple(self.module(path, module) for path, module in self.root.named_modules())
+        found = ((path, self.adapters.seen(path), module) for path, module in self.root.named_modules())
+        read = (self.lora(path, m) if path in self.adapters.layers else self.module(path, seen, m) for path, seen, m in found)
+        return tuple(key for key in read if key is not None)
 
-    def module(self, path: str, module: torch.nn.Module) -> Hashable:
+    def module(self, path: str, seen: str | None, module: torch.nn.Module) -> Hashable:
+        """A module's key; None of one of an adapter that is not added."""
+        if seen is None:
+            return None
+        self.watch(path, module)
+        sizes = SIZES if self.adapters.in_a_term(path) else ()
+        own = []
+        for name, value in vars(module).items():
+            if is_entry(value):
+                value = value.tpu_entry.own
+            elif name in _TORCHS or name in _NOT_READ or name in sizes or name.startswith("_tpu_"):
+                continue
+            if _says_nothing(module, name, value):
+                continue
+            self.at = f"{path}.{name}".lstrip(".")
+            own.append((name, self.value(value, False)))
+        return self.whole(path, seen, module, own)
+
+    def lora(self, path: str, layer: torch.nn.Module) -> Hashable:
+        """A LoRA layer's key; None where it adds nothing, but what may change that is watched."""
+        self.watch(path, layer)
+        for name in ("merged_adapters", "_active_adapter"):
+            if isinstance(vars(layer)[name], list):
+                self.note(vars(layer)[name])
+        own, terms = [], self.adapters.layers[path]
+        for name, value in vars(layer).items():
+            self.at = f"{path}.{name}"
+            if name == "scaling":
+                own.append((name, self.scales(path, value, terms)))
+            elif terms and name not in _TORCHS and name not in BOOKKEEPING:
+                own.append((name, self.value(self.adapters.by_place(path, layer, value), False)))
+        return self.whole(path, path, layer, own) if terms else None
+
+    def watch(self, path: str, module: torch.nn.Module):
+        """Changes of what the module has directly are seen."""
         attributes, self.at = vars(module), path
         self.note(attributes, module)
         for name in (*HOOKS, "_modules"):
             self.note(attributes[name])
         self.state.of_tensors += [(attributes[name], dict(attributes[name])) for name in TENSORS]
-        own = []
-        for name, value in attributes.items():
-            if is_entry(value):
-                value = value.tpu_entry.own
-            elif name in _TORCHS or name in _NOT_READ or name.startswith("_tpu_"):
-                continue
-            if _says_nothing(module, name, value):
-                continue
-            self.at = f"{path}.{name}".lstrip(".")
-            if name == "scaling" and isinstance(module, self.tuner):
-                own.append((name, self.scales(path, value)))
-            else:
-                own.append((name, self.value(value, False)))
+
+    def whole(self, path: str, seen: str, module: torch.nn.Module, own: list) -> Hashable:
         own.sort(key=lambda item: item[0])
-        with_hooks = path or self.hooks_of_root
+        attributes, with_hooks = vars(module), path or self.hooks_of_root
         hooks = tuple(self.hook(module, k, n, f) for k in HOOKS for n, f in attributes[k].items() if with_hooks)
-        children = tuple((name, type(child)) for name, child in attributes["_modules"].items())
-        return path, self.type(type(module)), tuple(own), hooks, children
+        children = ((name, cls) for name, cls in self.adapters.children(path, module))
+        return seen, self.type(type(module)), tuple(own), hooks, tuple(children)
 
     def hook(self, module: torch.nn.Module, kind: str, number: int, function) -> Hashable:
         flags = tuple(number in getattr(module, f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called"))
         return kind, flags, self.value(function, True)
 
-    def scales(self, path: str, scaling: dict) -> Hashable:
+    def scales(self, path: str, scaling: dict, terms: tuple[str, ...]) -> Hashable:
+        """Of the adapters that the layer adds, by their place; a tensor (peft's, for hot swaps) may be written to."""
         self.note(scaling)
-        self.state.numbers.update((Number(path, adapter), float(scale)) for adapter, scale in scaling.items())
-        return tuple(scaling)
+        of_terms = {self.adapters.order.index(name): scaling[name] for name in terms if name in scaling}
+        self.state.numbers.update((Number(path, place), float(scale)) for place, scale in of_terms.items())
+        tensors = [scale for scale in of_terms.values() if isinstance(scale, torch.Tensor)]
+        self.state.constants += [(tensor, tensor._version) for tensor in tensors]
+        return tuple(of_terms)
 
     def type(self, cls: type) -> Hashable:
         """A class, and which of the methods and attributes that it has had it has now."""

@@ -1,0 +1,191 @@
+"""LoRA layers as programs see them: the base layer, and a term for each adapter that is active, by its place among them.
+
+    W x + b + sum_i scale_i B_i A_i x
+
+What an adapter is called, which others are loaded beside it, and whether one is merged or disabled is nothing to a program: a
+layer that adds nothing is its base layer. Blocks that one trace stands for need not have the same adapters: where one of them
+lacks a term, its A and B are zeros there, and zeros fill up a lower rank; the sum is the same to the last bit.
+
+Layers are peft's; one whose forward is another, or that a hook looks at, is left as it is.
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+
+# Of a layer and of what its terms are made of: which term there is says the program's name for it, how large it is its shape.
+BOOKKEEPING = frozenset(
+    {"_active_adapter", "_disable_adapters", "merged_adapters", "r", "lora_alpha", "_caches"}
+)
+SIZES = frozenset({"in_features", "out_features", "in_channels", "out_channels"})
+_BASE = "base_layer"
+
+
+def is_tuner(module: torch.nn.Module) -> bool:
+    """Whether peft has put this layer around another."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+
+
+class Adapters:
+    """The adapters that forwards of a module add.
+
+    Args:
+        order: names of adapters by their place; without it, in the order in which the module's layers add them.
+
+    Attributes:
+        layers: path of a LoRA layer -> adapters that its forward adds.
+    """
+
+    def __init__(self, module: torch.nn.Module, order: Sequence[str] | None = None):
+        found = ((path, _terms(m)) for path, m in module.named_modules() if is_tuner(m))
+        self.layers = {path: terms for path, terms in found if terms is not None}
+        self.order = [*dict.fromkeys(name for terms in self.layers.values() for name in terms)] if order is None else order
+
+    def seen(self, name: str) -> str | None:
+        """What programs call the module or tensor of this name; None: they have none, a layer without terms is its base."""
+        return self._named(name) if self.layers else name
+
+    def bare(self, name: str) -> str | None:
+        """As `seen`, of the model without its adapters: None for a LoRA layer itself and its terms."""
+        path, rest = self._split(name)
+        if path is None:
+            return name
+        return None if rest.partition(".")[0] != _BASE else self._named(name)
+
+    def in_a_term(self, name: str) -> bool:
+        path, rest = self._split(name)
+        return path is not None and rest.partition(".")[0] not in ("", _BASE)
+
+    def _split(self, name: str) -> tuple[str | None, str]:
+        """The outermost LoRA layer that has this name, and the name in there."""
+        if self.layers:
+            parts = name.split(".")
+            for n in range(1, len(parts) + 1):
+                path = ".".join(parts[:n])
+                if path in self.layers:
+                    return path, ".".join(parts[n:])
+        return None, name
+
+    def _named(self, name: str) -> str | None:
+        path, rest = self._split(name)
+        if path is None:
+            return name
+        terms = self.layers[path]
+        part, _, more = rest.partition(".")
+        if part == _BASE:
+            return f"{path}.{more}" if more else path
+        if not terms:
+            return None
+        adapter, _, rest = more.partition(".")
+        if not adapter:
+            return f"{path}.{part}".rstrip(".")
+        return ".".join(filter(None, (path, part, str(self.order.index(adapter)), rest))) if adapter in terms else None
+
+    def tensors(self, module: torch.nn.Module) -> dict[str, str]:
+        """Programs' names of the module's parameters and buffers that a forward reads, to the module's."""
+        names = (name for name, _ in (*module.named_parameters(), *module.named_buffers()))
+        return {seen: name for name in names if (seen := self.seen(name)) is not None}
+
+    def children(self, path: str, module: torch.nn.Module) -> Iterator[tuple[str, type]]:
+        """(name, class) of what is directly in a module, as programs see it."""
+        for name, child in module._modules.items():
+            whole = f"{path}.{name}".lstrip(".")
+            if self.layers.get(whole) == ():
+                yield name, type(child.get_base_layer())
+            elif (seen := self.seen(whole)) is not None:
+                yield seen.rpartition(".")[2], type(child)
+
+    def by_place(self, path: str, layer: torch.nn.Module, value):
+        """An attribute of a layer as programs see it: of a dict by adapters those that it adds, by their place."""
+        if isinstance(value, dict) and value.keys() <= _available(layer):
+            return {self.order.index(name): value[name] for name in self.layers[path] if name in value}
+        return value
+
+
+def _terms(layer: torch.nn.Module) -> tuple[str, ...] | None:
+    """The adapters that the layer's forward adds, in its order; None where it does something else."""
+    known = {_BASE, "lora_dropout", *layer.adapter_layer_names}
+    if not (type(layer).__module__.startswith("peft.") and layer._modules.keys() <= known):
+        return None
+    own = layer._parameters or layer._buffers or layer._forward_hooks or layer._forward_pre_hooks
+    if own or "forward" in vars(layer) or (layer.merged and layer.disable_adapters):
+        return None
+    if layer.merged or layer.disable_adapters:
+        return ()
+    available = _available(layer)
+    return tuple(name for name in layer.active_adapters if name in available)
+
+
+def _available(layer: torch.nn.Module) -> set[str]:
+    return {name for part in layer.adapter_layer_names for name in getattr(layer, part)}
+
+
+# Blocks with and without
+
+
+def lenders(blocks: Sequence[torch.nn.Module], order: Sequence[str]) -> dict[str, int] | None:
+    """Path of a LoRA layer -> number of the block whose layer has all terms that any block's has there, where not all have.
+
+    None where one trace cannot stand for all of these blocks: no block has all terms of a layer, zeros would not leave the sum
+    as it is (DoRA divides by norms), or dtypes differ.
+    """
+    of_blocks = [Adapters(block, order).layers for block in blocks]
+    found = {}
+    for path in dict.fromkeys(path for layers in of_blocks for path, terms in layers.items() if terms):
+        layers = [block.get_submodule(path) for block in blocks]
+        full = max(range(len(blocks)), key=lambda number: len(of_blocks[number].get(path, ())))
+        if not all(_may_take(layer, layers[full]) for layer in layers):
+            return None
+        if any(lacks(layer, layers[full]) for layer in layers):
+            found[path] = full
+    return found
+
+
+def lacks(layer: torch.nn.Module, full: torch.nn.Module) -> bool:
+    """Whether the layer adds fewer terms."""
+    return not is_tuner(layer) or _terms(layer) != _terms(full)
+
+
+def _may_take(layer: torch.nn.Module, full: torch.nn.Module) -> bool:
+    """Whether `full`, with zeros for the terms that the layer lacks and for what it lacks of a rank, does what the layer does."""
+    additive = not getattr(full, "lora_variant", True)
+    if layer is full:
+        return True
+    if not is_tuner(layer):
+        return additive and type(layer) is type(full.get_base_layer())
+    terms = _terms(layer)
+    if terms is None or type(layer) is not type(full):
+        return False
+    own, given = _tensors(layer, terms), _tensors(full, terms)
+    if _flags(layer) != _flags(full) or {k: t.dtype for k, t in own.items()} != {k: t.dtype for k, t in given.items()}:
+        return not terms and additive
+    return additive or (terms == _terms(full) and all(t.shape == given[name].shape for name, t in own.items()))
+
+
+def _tensors(layer: torch.nn.Module, terms: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    return {name: t for name, t in layer.named_parameters() if name.split(".")[1] in terms and not name.startswith(_BASE)}
+
+
+def _flags(layer: torch.nn.Module) -> dict:
+    plain = (bool, int, float, str)
+    return {k: v for k, v in vars(layer).items() if isinstance(v, plain) and k not in BOOKKEEPING}
+
+
+@contextlib.contextmanager
+def lent(block: torch.nn.Module, layers: Iterable[tuple[str, torch.nn.Module]]):
+    """While this is open, the block has these layers at these paths."""
+    before = []
+    for path, layer in layers:
+        parent, _, name = path.rpartition(".")
+        children = block.get_submodule(parent)._modules
+        before.append((children, name, children[name]))
+        children[name] = layer
+    try:
+        yield
+    finally:
+        for children, name, layer in before:
+            children[name] = layer
