@@ -10,8 +10,9 @@ Layers are peft's; one whose forward is another, or that a hook looks at, is lef
 """
 
 import contextlib
+import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -122,6 +123,25 @@ def _terms(layer: torch.nn.Module) -> tuple[str, ...] | None:
 
 def _available(layer: torch.nn.Module) -> set[str]:
     return {name for part in layer.adapter_layer_names for name in getattr(layer, part)}
+
+
+def scaled_by(method: Callable) -> str | None:
+    """The argument whose `scale` upstream's method multiplies the scales of its LoRA layers by while it runs, if it has one."""
+    while method is not None:
+        code = getattr(method, "__code__", None)
+        if code is not None and method.__globals__["__name__"] == "diffusers.utils.peft_utils":
+            return inspect.getclosurevars(method).nonlocals.get("kwargs_name")
+        method = getattr(method, "__wrapped__", None)
+    return None
+
+
+def take_scale(kwargs: dict, name: str | None) -> tuple[dict, float]:
+    """The arguments without that scale, and the scale."""
+    given = kwargs.get(name)
+    scale = given.get("scale") if isinstance(given, dict) else None
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        return kwargs, 1.0
+    return {**kwargs, name: {k: v for k, v in given.items() if k != "scale"} or None}, scale
 
 
 # Blocks with and without

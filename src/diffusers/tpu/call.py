@@ -40,6 +40,7 @@ class Call:
         key: tells calls apart but for their tensors' values.
         batched: flags the tensors whose first axis is the batch.
         state: the key of the module's state when it was made.
+        scale: what the scales of LoRA layers are multiplied by.
     """
 
     entry: str
@@ -50,6 +51,7 @@ class Call:
     batched: tuple[bool, ...]
     batch: int | None
     state: object = None
+    scale: float = 1.0
     values: Values | None = None
 
     @property

@@ -16,7 +16,9 @@ import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
 
+from ..utils.peft_utils import unscale_lora_layers
 from . import bridge
+from .adapters import scaled_by, take_scale
 from .attention.ways import Tally
 from .branches import Branches
 from .call import Call, Values, take_apart, version_of
@@ -72,7 +74,7 @@ class Runner:
         self._state: State | None = None
         self._states: dict[object, int] = {}
         self._key: tuple | None = None
-        self._numbers: dict[str, jax.Array] | None = None
+        self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
         self.uncompiled = Uncompiled(type(module).__name__)
         self.tally = Tally() if config.attention_tally else None
@@ -154,7 +156,10 @@ class Runner:
             self._placed.sampled_changes()
 
     def _plan_anew(self):
-        self._placed = self._key = self._numbers = None
+        former, self._placed = self._placed, None
+        self._key = self._numbers = None
+        if former is not None:
+            self.plan_weights().take_over(former)
 
     def _look_at_state(self):
         """Read the module's state again if it is not as it was."""
@@ -182,15 +187,28 @@ class Runner:
     def run(self, entry: str, args: tuple, kwargs: dict):
         """Upstream's return value of the module's `entry(*args, **kwargs)`, computed on the mesh."""
         with torch.inference_mode(False), torch.no_grad():
-            call = self.take_apart(entry, args, kwargs)
+            call = self._scaled(entry, args, kwargs)
             if not _looked.get():
                 self.look()
             self.current()
             program = None if self.uncompiled.lasting else self.program(call)
+            if program is not None and self._numbers_are_read and call.scale != 1.0:
+                return self.run(entry, args, kwargs)
             if program is None:
-                return self._run_eagerly(call)
+                return self._run_eagerly(self.take_apart(entry, args, kwargs))
             self.take_values(call)
-            return self._answer(program.function, self.branches.run(call, program))
+            answer = self._answer(program.function, self.branches.run(call, program))
+            if call.scale == 0:
+                unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
+            return answer
+
+    def _scaled(self, entry: str, args: tuple, kwargs: dict) -> Call:
+        """A call whose scale of LoRA layers, upstream's `attention_kwargs={"scale": ...}`, is no argument but multiplies numbers."""
+        name = None if self._numbers_are_read else scaled_by(self.original(entry))
+        kwargs, scale = take_scale(kwargs, name)
+        call = self.take_apart(entry, args, kwargs)
+        call.scale = scale
+        return call
 
     def take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
@@ -200,12 +218,12 @@ class Runner:
         """Give the call what its program computes with: weights where they lie, numbers, its tensors' values."""
         self._bring()
         everywhere = named(self.mesh, PartitionSpec())
-        if self._numbers is None:
-            self._numbers = place_numbers(self._number_arguments(), self.mesh)
+        if self._numbers is None or self._numbers[0] != call.scale:
+            self._numbers = call.scale, place_numbers(self._number_arguments(call.scale), self.mesh)
         call.values = Values(
             weights=dict(self._placed.arrays),
             placement=self._placed.placement,
-            numbers=self._numbers,
+            numbers=self._numbers[1],
             inputs=[bridge.to_jax(t, everywhere) for t in call.tensors],
             versions=[version_of(t) for t in call.tensors],
         )
@@ -300,8 +318,9 @@ class Runner:
         if program.compiled is None:
             program.compile(share=self.residency is not None and len(self.residency.kind(self)) > 1)
 
-    def _number_arguments(self) -> dict:
-        return {} if self._numbers_are_read else stack_numbers(self._state.numbers, self.plan_weights().groups)
+    def _number_arguments(self, scale: float = 1.0) -> dict:
+        numbers = {} if self._numbers_are_read else {n: x * scale for n, x in self._state.numbers.items()}
+        return stack_numbers(numbers, self.plan_weights().groups)
 
     @property
     def compiler_options(self) -> dict[str, bool]:

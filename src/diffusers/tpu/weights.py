@@ -96,11 +96,26 @@ class PlacedWeights:
         self.watched = Watched(tensors)
         return False
 
+    def take_over(self, former: "PlacedWeights"):
+        """What is there already of weights that are planned as they were: of a module whose adapters are others, say."""
+        tensors = named_tensors(self.module)
+        with torch._C.DisableTorchFunctionSubclass():
+            for key, names in self._named():
+                known = former.avals.get(key) == self.avals[key] and all(name in tensors for name in names)
+                if known and key in former.arrays and former.versions.get(key) == _version(tensors, names):
+                    self.arrays[key], self.versions[key] = former.arrays[key], former.versions[key]
+                    before = (name for name in former.sources[key] if name is not None)
+                    self.samples.update((name, former.samples[old]) for name, old in zip(names, before))
+        if self.arrays:
+            self.placement = former.placement
+        former.drop()
+
     def sampled_changes(self):
         """Places at the next call what was written to through `.data` since, as far as a sample of its values shows."""
-        tensors = self.watched.tensors if self.watched is not None else {}
+        tensors = self.watched.tensors if self.watched is not None else named_tensors(self.module)
         for key, names in self._named():
-            if key in self.versions and not all(_same_bits(self.samples[n], _sample(tensors[n])) for n in names):
+            there = key in self.versions and all(name in tensors for name in names)
+            if there and not all(_same_bits(self.samples[n], _sample(tensors[n])) for n in names):
                 del self.versions[key]
                 self.watched = None
 
