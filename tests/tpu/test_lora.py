@@ -1,8 +1,11 @@
 """Oracle: the same pipeline with the path off, the same LoRA calls in the same order. Every change is seen, and few compile."""
 
 import copy
+import gc
 
+import jax
 import numpy as np
+import peft
 import pytest
 import torch
 
@@ -12,82 +15,252 @@ from diffusers.tpu import TPUConfig, install
 
 
 LAYERS = ("attn1.to_q", "attn2.to_v", "ffn.net.2")
+KOHYA = {
+    **{f"{theirs}_attn_{o}": f"{ours}.{c}" for theirs, ours in (("self", "attn1"), ("cross", "attn2"))
+       for o, c in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))},
+    "ffn_0": "ffn.net.0.proj", "ffn_2": "ffn.net.2",
+}  # fmt: skip
+ORIGINAL = {"self_attn.q": "attn1.to_q", "cross_attn.v": "attn2.to_v", "ffn.2": "ffn.net.2"}
 
 
-def weights(pipe, rank: int, seed: int, blocks=(0, 1, 2)) -> dict[str, torch.Tensor]:
-    """A LoRA file's tensors for the transformer, large enough to be seen."""
+def weights(pipe, rank: int, seed: int, blocks=(0, 1, 2), layers=LAYERS) -> dict[str, torch.Tensor]:
+    """A LoRA file's tensors for the transformer, large enough to be seen. `rank` may differ by block."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for block in blocks:
-        for layer in LAYERS:
+        r = rank[block] if isinstance(rank, dict) else rank
+        for layer in layers:
             out, inner = pipe.transformer.get_submodule(f"blocks.{block}.{layer}").weight.shape
             name = f"transformer.blocks.{block}.{layer}"
-            found[f"{name}.lora_A.weight"] = torch.randn(rank, inner, generator=generator) / inner**0.5
-            found[f"{name}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.5
+            found[f"{name}.lora_A.weight"] = torch.randn(r, inner, generator=generator) / inner**0.5
+            found[f"{name}.lora_B.weight"] = torch.randn(out, r, generator=generator) * 0.5
     return found
 
 
-def unload_after_fusing(pipe):
+def renamed(found: dict, names: dict, prefix: str, dot: str, alpha: float | None = None) -> dict[str, torch.Tensor]:
+    """The same file as others write it: by original names, ups and downs, and alphas."""
+    file = {}
+    for key, tensor in found.items():
+        _, _, block, layer = key.removesuffix(".weight").rsplit(".lora_", 1)[0].split(".", 3)
+        name = next(theirs for theirs, ours in names.items() if ours == layer)
+        way = "lora_down" if "lora_A" in key else "lora_up"
+        file[f"{prefix}blocks{dot}{block}{dot}{name}.{way}.weight"] = tensor
+        if alpha is not None:
+            file[f"{prefix}blocks{dot}{block}{dot}{name}.alpha"] = torch.tensor(alpha)
+    return file
+
+
+def load(name: str, file: str, **options):
+    return lambda pipe, files: pipe.load_lora_weights(copy.copy(files[file]), adapter_name=name, **options)
+
+
+def adapters(names, scales=None):
+    return lambda pipe, files: pipe.set_adapters(names, scales)
+
+
+def unload_after_fusing(pipe, files):
     pipe.fuse_lora()
     pipe.unload_lora_weights()
 
 
-# (what a script does, how many executables of the transformer it may add)
-SCRIPT = {
-    "load": (lambda p, w: p.load_lora_weights(copy.copy(w[0]), adapter_name="a"), 1),
-    "scale": (lambda p, w: p.set_adapters(["a"], [0.25]), 0),
-    "scale of zero": (lambda p, w: p.set_adapters(["a"], [0.0]), 0),
-    "scale below zero": (lambda p, w: p.set_adapters(["a"], [-1.5]), 0),
-    "scale back": (lambda p, w: p.set_adapters(["a"], [1.0]), 0),
-    "disable": (lambda p, w: p.disable_lora(), 1),
-    "enable": (lambda p, w: p.enable_lora(), 0),
-    "another": (lambda p, w: p.load_lora_weights(copy.copy(w[1]), adapter_name="b"), 1),
-    "both": (lambda p, w: p.set_adapters(["a", "b"], [0.5, 2.0]), 1),
-    "other scales of both": (lambda p, w: p.set_adapters(["a", "b"], [0.7, -0.3]), 0),
-    "scales by block": (
-        lambda p, w: p.set_adapters(["a", "b"], [{"transformer": 0.1}, 1.0]), 0
-    ),
-    "one of two": (lambda p, w: p.set_adapters("b"), 1),
-    "fuse": (lambda p, w: p.fuse_lora(adapter_names=["b"], lora_scale=0.7), 1),
-    "unfuse": (lambda p, w: p.unfuse_lora(), 1),
-    "delete": (lambda p, w: p.delete_adapters("b"), 1),
-    "set again": (lambda p, w: p.set_adapters("a"), 1),
-    "hot-swap": (lambda p, w: p.load_lora_weights(copy.copy(w[2]), adapter_name="a", hotswap=True), 0),
-    "fuse and unload": (lambda p, w: unload_after_fusing(p), 2),
-    "load again": (lambda p, w: p.load_lora_weights(copy.copy(w[0]), adapter_name="a"), 1),
-    "unload": (lambda p, w: p.unload_lora_weights(), 1),
-}  # fmt: skip
+def written_to(pipe):
+    """As peft does where another file's alpha is another."""
+    for layer in pipe.transformer.modules():
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            layer.scaling["a"].fill_(0.3)
+
+
+def swapped(pipe, files):
+    """Another file under another name, in the place of the one that there was."""
+    pipe.load_lora_weights(copy.copy(files["3"]), adapter_name="c")
+    pipe.delete_adapters(["a", "b"])
+    pipe.set_adapters("c")
+
+
+def nothing(pipe, files):
+    pass
+
+
+# (name, what a script does, how many executables of the transformer it may add, scale of the call after it)
+SCRIPT = [
+    ("load", load("a", "1"), 1, None),
+    ("scale", adapters("a", 0.25), 0, None),
+    ("scale of zero", adapters("a", 0.0), 0, None),
+    ("scale below zero", adapters("a", -1.5), 0, None),
+    ("scale of a call", adapters("a", 0.5), 0, 0.7),
+    ("another", nothing, 0, -0.3),
+    ("zero, by which upstream forgets the other scale", nothing, 0, 0.0),
+    ("so that is one", nothing, 0, None),
+    ("disable", lambda p, f: p.disable_lora(), 0, None),
+    ("enable", lambda p, f: p.enable_lora(), 0, None),
+    ("another of another rank", load("b", "2"), 1, None),
+    ("both", adapters(["a", "b"], [0.5, 2.0]), 1, None),
+    ("other scales of both", adapters(["a", "b"], [0.7, -0.3]), 0, 0.5),
+    ("scales by block", adapters("a", {"transformer": {"blocks.1": 0.1}}), 0, None),
+    ("fuse", lambda p, f: p.fuse_lora(adapter_names=["a"], lora_scale=0.7), 0, 0.6),
+    ("unfuse", lambda p, f: p.unfuse_lora(), 0, None),
+    ("swap", swapped, 0, None),
+    ("hot-swap", load("c", "1", hotswap=True), 0, None),
+    ("hot-swap of a lower rank", load("c", "2", hotswap=True), 0, 0.5),
+    ("fuse and unload", unload_after_fusing, 0, None),
+    ("load again", load("a", "3"), 0, None),
+    ("unload", lambda p, f: p.unload_lora_weights(), 0, None),
+    ("prepared for hot-swaps", lambda p, f: p.enable_lora_hotswap(target_rank=6), 0, None),
+    ("and loaded", load("a", "2"), 1, None),
+    ("a higher rank", load("a", "1", hotswap=True), 0, None),
+    ("a scale that is a tensor, written to", lambda p, f: written_to(p), 0, 1.2),
+    ("unload all", lambda p, f: p.unload_lora_weights(), 0, None),
+    ("ranks by block", load("r", "by block"), 1, -0.5),
+    ("kohya's names", lambda p, f: (p.unload_lora_weights(), load("k", "kohya")(p, f)), 1, None),
+    ("original names", lambda p, f: (p.unload_lora_weights(), load("o", "original")(p, f)), 0, None),
+]  # fmt: skip
+
+
+@pytest.fixture
+def pipes():
+    theirs, ours = (tiny_wan.build("t2v") for _ in range(2))
+    ours.transformer.load_state_dict(theirs.transformer.state_dict())
+    return theirs, ours
+
+
+class Session:
+    """Both pipelines: what is done to one is done to the other, and what they make of the same noise is compared."""
+
+    def __init__(self, pipes, mesh, **changes):
+        self.theirs, self.ours = pipes
+        self.inputs = {
+            "prompt_embeds": torch.randn(1, 12, 32),
+            "negative_prompt_embeds": torch.randn(1, 12, 32),
+            **tiny_wan.arguments("t2v", prompt=None, output_type="latent", num_inference_steps=1, **changes),
+        }
+        install(self.ours, TPUConfig(mesh=mesh))
+        self.ours.to("cuda")
+        self.runner = self.ours.transformer._tpu_runner
+
+    def does(self, step, files: dict, scale: float | None = None) -> float:
+        """Relative error of the result after that step."""
+        for pipe in (self.ours, self.theirs):
+            step(pipe, files)
+        return self.error(scale)
+
+    def error(self, scale: float | None = None) -> float:
+        given = {} if scale is None else {"attention_kwargs": {"scale": scale}}
+        with torch.no_grad():
+            ours, oracle = (p(**self.inputs, **given, **tiny_wan.fresh()).frames for p in (self.ours, self.theirs))
+        return relative(np.asarray(ours), np.asarray(oracle))
+
+
+def files_of(pipe) -> dict[str, dict]:
+    return {
+        "1": weights(pipe, 4, 1),
+        "2": weights(pipe, 2, 2),
+        "3": weights(pipe, 4, 3),
+        "by block": weights(pipe, {0: 2, 1: 3, 2: 1}, 4),
+        "kohya": renamed(weights(pipe, 4, 5, layers=KOHYA.values()), KOHYA, "lora_unet_", "_", 2.0),
+        "original": renamed(weights(pipe, 4, 6), ORIGINAL, "diffusion_model.", "."),
+    }
 
 
 @pytest.mark.idiom("lora")
 @pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 4, 1)], ids=str)
-def test_a_session_with_loras(chips, mesh):
-    pytest.importorskip("peft")
-    theirs, ours = (tiny_wan.build("t2v") for _ in range(2))
-    ours.transformer.load_state_dict(theirs.transformer.state_dict())
-    files = [weights(theirs, 4, 1), weights(theirs, 2, 2), weights(theirs, 4, 3)]
-    inputs = {
-        "prompt_embeds": torch.randn(1, 12, 32),
-        "negative_prompt_embeds": torch.randn(1, 12, 32),
-        **tiny_wan.arguments("t2v", prompt=None, output_type="latent", num_inference_steps=1),
-    }
-    install(ours, TPUConfig(mesh=mesh))
-    ours.to("cuda")
-    runner = ours.transformer._tpu_runner
-
-    def error() -> float:
-        with torch.no_grad():
-            ourses, oracle = (pipe(**inputs, **tiny_wan.fresh()).frames for pipe in (ours, theirs))
-        return relative(np.asarray(ourses), np.asarray(oracle))
-
-    assert error() < 1e-4
-    last = None
-    for name, (step, executables) in SCRIPT.items():
-        before = runner.compilations
-        for pipe in (ours, theirs):
-            step(pipe, files)
-        found = error()
+def test_a_session_with_loras(chips, pipes, mesh):
+    session, files = Session(pipes, mesh), files_of(pipes[0])
+    assert session.error() < 1e-4
+    for name, step, executables, scale in SCRIPT:
+        before = session.runner.compilations
+        found = session.does(step, files, scale)
         assert found < 1e-4, (name, found)
-        assert runner.compilations - before <= executables, name
-        last = name
-    assert last == "unload" and not runner.eager
+        assert session.runner.compilations - before <= executables, name
+    assert name == "original names" and not session.runner.eager
+
+
+def test_scales_and_swaps_trace_nothing_and_hold_nothing(chips, pipes):
+    """Ten changes, twice: the second time arrays on the chips are as many, and as large, as after the first."""
+    session, files = Session(pipes, (2, 4, 1)), files_of(pipes[0])
+    session.does(load("a", "1"), files)
+    known = {id(program) for program in session.runner.traced.values()}
+    held = []
+    for turn in range(2):
+        for n in range(5):
+            assert (
+                session.does(adapters("a" if n % 2 == turn else "b", 0.1 * n + turn), files, 0.3 + n) < 1e-4
+                if n
+                else True
+            )
+            name = "b" if n % 2 == turn else "a"
+            assert session.does(lambda p, f: _in_turn(p, f, name, str(1 + 2 * (n % 2))), files, 1.0 + n) < 1e-4
+        gc.collect()
+        held.append((len(jax.live_arrays()), sum(array.nbytes for array in jax.live_arrays())))
+    assert {id(program) for program in session.runner.traced.values()} == known
+    assert held[0] == held[1]
+
+
+def _in_turn(pipe, files, name, file):
+    """The file under this name, alone."""
+    others = pipe.get_list_adapters().get("transformer", [])
+    pipe.delete_adapters(others)
+    pipe.load_lora_weights(copy.copy(files[file]), adapter_name=name)
+
+
+PARTS = {
+    "one block": [("a", dict(rank=4, seed=1, blocks=(1,)))],
+    "the ends, of different rank": [("a", dict(rank={0: 2, 2: 5}, seed=1, blocks=(0, 2)))],
+    "two, each in its own, one in both": [
+        ("a", dict(rank=4, seed=1, blocks=(0, 1))), ("b", dict(rank=3, seed=2, blocks=(1, 2), layers=LAYERS[:2])),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_blocks_with_and_without_an_adapter_are_one_scan(chips, pipes, part):
+    session, files = Session(pipes, (1, 2, 1)), {}
+    for name, given in PARTS[part]:
+        files[name] = weights(pipes[0], **given)
+        for pipe in pipes:
+            load(name, name)(pipe, files)
+    assert session.does(adapters([*files], [0.8] * len(files)), files, 0.5) < 1e-4
+    (program,) = session.runner.programs.values()
+    assert [(g.start, g.stop) for g in program.function.groups] == [(0, 3)]
+    assert session.does(adapters([*files], [-0.4] * len(files)), files) < 1e-4
+    assert session.runner.compilations == 1 and not session.runner.eager
+
+
+def test_what_zeros_cannot_stand_for_is_scanned_apart(chips, pipes):
+    """DoRA divides by norms of the sum; two adapters none of whose layers has both; a block whose adapters are disabled."""
+    session = Session(pipes, (1, 2, 1))
+    for pipe in pipes:
+        config = peft.LoraConfig(r=2, target_modules=["blocks.0.attn1.to_q", "blocks.1.attn1.to_q"], use_dora=True,
+                                 init_lora_weights=False)  # fmt: skip
+        torch.manual_seed(3)
+        pipe.transformer.add_adapter(config, "dora")
+    assert session.error() < 1e-4
+    groups = [(g.start, g.stop) for g in [*session.runner.programs.values()][-1].function.groups]
+    assert groups == [(0, 2)]
+    for pipe in pipes:
+        pipe.transformer.delete_adapters("dora")
+        for block, name in ((0, "x"), (1, "y")):
+            torch.manual_seed(block)
+            config = peft.LoraConfig(r=2, target_modules=[f"blocks.{block}.attn1.to_q"], init_lora_weights=False)
+            pipe.transformer.add_adapter(config, name)
+        pipe.transformer.set_adapters(["x", "y"])
+    assert session.error() < 1e-4 and not session.runner.eager
+
+
+def test_two_experts_and_a_guidance_of_one(chips):
+    """Few-step adapters: of both experts, each its own file, without a second branch."""
+    pipes = [tiny_wan.build("a14b") for _ in range(2)]
+    for name in ("transformer", "transformer_2"):
+        getattr(pipes[1], name).load_state_dict(getattr(pipes[0], name).state_dict())
+    session = Session(pipes, (1, 4, 1), guidance_scale=1.0)
+    session.inputs |= {"num_inference_steps": 4, "guidance_scale_2": 1.0}
+    files = {"high": weights(pipes[0], 4, 1), "low": weights(pipes[0], 4, 2)}
+    for pipe in pipes:
+        load("fast", "high")(pipe, files)
+        load("fast", "low", load_into_transformer_2=True)(pipe, files)
+    assert session.error() < 1e-4
+    calls = [
+        program.calls
+        for t in ("transformer", "transformer_2")
+        for program in getattr(pipes[1], t)._tpu_runner.programs.values()
+    ]
+    assert sum(calls) == 4

@@ -18,9 +18,7 @@ import torch
 
 
 # Of a layer and of what its terms are made of: which term there is says the program's name for it, how large it is its shape.
-BOOKKEEPING = frozenset(
-    {"_active_adapter", "_disable_adapters", "merged_adapters", "r", "lora_alpha", "_caches"}
-)
+BOOKKEEPING = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "r", "lora_alpha", "_caches"})
 SIZES = frozenset({"in_features", "out_features", "in_channels", "out_channels"})
 _BASE = "base_layer"
 
@@ -44,7 +42,9 @@ class Adapters:
     def __init__(self, module: torch.nn.Module, order: Sequence[str] | None = None):
         found = ((path, _terms(m)) for path, m in module.named_modules() if is_tuner(m))
         self.layers = {path: terms for path, terms in found if terms is not None}
-        self.order = [*dict.fromkeys(name for terms in self.layers.values() for name in terms)] if order is None else order
+        self.order = (
+            [*dict.fromkeys(name for terms in self.layers.values() for name in terms)] if order is None else order
+        )
 
     def seen(self, name: str) -> str | None:
         """What programs call the module or tensor of this name; None: they have none, a layer without terms is its base."""
@@ -187,7 +187,9 @@ def _may_take(layer: torch.nn.Module, full: torch.nn.Module) -> bool:
 
 
 def _tensors(layer: torch.nn.Module, terms: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    return {name: t for name, t in layer.named_parameters() if name.split(".")[1] in terms and not name.startswith(_BASE)}
+    return {
+        name: t for name, t in layer.named_parameters() if name.split(".")[1] in terms and not name.startswith(_BASE)
+    }
 
 
 def _flags(layer: torch.nn.Module) -> dict:

@@ -191,7 +191,9 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
         stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
         dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
-    terms = frozenset(key for key, names in sources.items() if any(name and adapters.in_a_term(name) for name in names))
+    terms = frozenset(
+        key for key, names in sources.items() if any(name and adapters.in_a_term(name) for name in names)
+    )
     return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, terms=terms)
 
 

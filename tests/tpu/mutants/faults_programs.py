@@ -5,6 +5,7 @@ from table import TPU, in_file
 
 CHANGES = "test_changes.py"
 EVERY_CHANGE = f"{CHANGES}::test_every_change_after_a_first_call_is_seen"
+LORA = "test_lora.py::test_a_session_with_loras"
 LEFT = f"{CHANGES}::test_what_a_forward_leaves_and_reads_is_upstreams"
 SCRATCH = f"{CHANGES}::test_scratch_tables_and_what_the_first_call_does_stay_compiled"
 
@@ -67,8 +68,30 @@ MUTANTS = [
         TPU + "weights.py",
         ("weights-samples", "                del self.versions[key]\n", "                pass\n",
          "writes through .data are not seen", EVERY_CHANGE),
-        ("weights-numbers", "[left.pop(key) for key in group.names(name)]", "[left.pop(key) for key in group.names(name)][::-1]",
+        ("weights-numbers", "[scales.get(name, 0.0) for scales in of_blocks]", "[scales.get(name, 0.0) for scales in of_blocks[::-1]]",
          "LoRA scales of blocks in the other order", f"{CHANGES}::test_lora"),
+        ("weights-take-over", " and former.versions.get(key) == _version(tensors, names):", ":",
+         "weights of another adapter are not placed", LORA),
+    ),
+    *in_file(
+        TPU + "adapters.py",
+        ("adapters-dora", "        return additive and type(layer)", "        return type(layer)",
+         "zeros stand for a term that is no sum", "test_lora.py::test_what_zeros_cannot_stand_for_is_scanned_apart"),
+        ("adapters-merged", "    if layer.merged or layer.disable_adapters:", "    if layer.disable_adapters:",
+         "a merged adapter is added again", LORA),
+        ("adapters-order", "found[path] = full\n", "found[path] = 0\n",
+         "a block without the adapter lends its layer", "test_lora.py::test_blocks_with_and_without_an_adapter_are_one_scan"),
+    ),
+    *in_file(
+        TPU + "runner.py",
+        ("runner-scale-of-zero", "                unscale_lora_layers(self.module, 0)  #", "                pass  #",
+         "what upstream forgets after a scale of zero is kept", LORA),
+        ("runner-scale", "self._numbers[0] != call.scale", "False", "a call's scale is the one before's", LORA),
+    ),
+    *in_file(
+        TPU + "state/reading.py",
+        ("reading-scale-tensors", "        self.state.constants += [(tensor, tensor._version) for tensor in tensors]\n", "",
+         "a scale that is written to in place is not seen", LORA),
     ),
     *in_file(
         TPU + "eager.py",

@@ -26,7 +26,10 @@ _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 # A block's own number says where it stands, not what it computes; accelerate's hook says where inputs go.
 _NOT_READ = frozenset(
     {"layer_idx", "layer_index", "block_idx", "block_index", "_hf_hook", "__getstate__", "__deepcopy__"}
-    | {"peft_config", "_hf_peft_config_loaded", "_prepare_lora_hotswap_kwargs"}  # what is in the layers
+)
+# What upstream's loaders note of adapters on a model: what a forward reads of them is in the layers.
+_OF_LOADERS = frozenset(
+    {"peft_config", "_hf_peft_config_loaded", "_prepare_lora_hotswap_kwargs", "lora_scale", "_safe_fusing"}
 )
 _PLAIN = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "torchax", "numpy", "accelerate", "PIL", "tokenizers", "tqdm"})
@@ -202,7 +205,10 @@ class _Reader:
 
     def tree(self) -> Hashable:
         found = ((path, self.adapters.seen(path), module) for path, module in self.root.named_modules())
-        read = (self.lora(path, m) if path in self.adapters.layers else self.module(path, seen, m) for path, seen, m in found)
+        read = (
+            self.lora(path, m) if path in self.adapters.layers else self.module(path, seen, m)
+            for path, seen, m in found
+        )
         return tuple(key for key in read if key is not None)
 
     def module(self, path: str, seen: str | None, module: torch.nn.Module) -> Hashable:
@@ -210,12 +216,12 @@ class _Reader:
         if seen is None:
             return None
         self.watch(path, module)
-        sizes = SIZES if self.adapters.in_a_term(path) else ()
+        ignored = SIZES if self.adapters.in_a_term(path) else () if path else _OF_LOADERS
         own = []
         for name, value in vars(module).items():
             if is_entry(value):
                 value = value.tpu_entry.own
-            elif name in _TORCHS or name in _NOT_READ or name in sizes or name.startswith("_tpu_"):
+            elif name in _TORCHS or name in _NOT_READ or name in ignored or name.startswith("_tpu_"):
                 continue
             if _says_nothing(module, name, value):
                 continue
