@@ -1,9 +1,12 @@
 """Oracle: upstream with the same cache. What its hooks decide and keep from step to step is what they decide and keep there."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 
+import test_cogvideox
 import tiny_wan
 from conftest import relative
 from diffusers import (
@@ -40,37 +43,136 @@ CACHES = {
 }
 
 
+COMPILED = {"first block": 2, "magnitudes": 2}  # how many programs stand for their steps
+
+
 @pytest.fixture
 def pipes():
-    return [tiny_wan.build("t2v") for _ in range(2)]
+    theirs, ours = (tiny_wan.build("t2v") for _ in range(2))
+    ours.transformer.load_state_dict(theirs.transformer.state_dict())
+    return theirs, ours
+
+
+def decisions(transformer) -> list[bool]:
+    """Filled with what upstream's hooks decide: of each call, whether the last block's attention ran."""
+    found = []
+    transformer.register_forward_pre_hook(lambda *given: found.append(False))
+    transformer.blocks[-1].attn1.register_forward_pre_hook(lambda *given: found.__setitem__(-1, True))
+    return found
+
+
+class Session:
+    """Both pipelines, and what they make of the same noise."""
+
+    def __init__(self, pipes, mesh, **changes):
+        self.theirs, self.ours = pipes
+        install(self.ours, TPUConfig(mesh=mesh))
+        self.runner = self.ours.transformer._tpu_runner
+        self.inputs = {
+            "prompt_embeds": torch.randn(1, 12, 32),
+            "negative_prompt_embeds": torch.randn(1, 12, 32),
+            **tiny_wan.arguments("t2v", prompt=None, output_type="latent", num_inference_steps=STEPS, **changes),
+        }
+        self.decided = decisions(self.theirs.transformer)
+
+    def enable(self, config):
+        for pipe in (self.theirs, self.ours):
+            pipe.transformer.enable_cache(config(pipe))
+
+    def disable(self):
+        for pipe in (self.theirs, self.ours):
+            pipe.transformer.disable_cache()
+
+    def results(self, **changes) -> tuple[np.ndarray, np.ndarray]:
+        self.decided.clear()
+        with torch.no_grad():
+            given = {**self.inputs, **changes}
+            return tuple(np.asarray(pipe(**given, **tiny_wan.fresh()).frames) for pipe in (self.ours, self.theirs))
+
+    def ours_decided(self) -> list[bool]:
+        return [bool(np.asarray(x).all()) for x in [*self.runner.kept.decided][-len(self.decided) :]]
 
 
 @pytest.mark.idiom("caches")
 @pytest.mark.parametrize("name", CACHES)
 @pytest.mark.parametrize("mesh", [(1, 1, 1), pytest.param((2, 4, 1), marks=pytest.mark.slow)], ids=str)
 def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, pipes, mesh, name):
-    theirs, ours = pipes
-    install(ours, TPUConfig(mesh=mesh))
-    runner = ours.transformer._tpu_runner
-    inputs = {
-        "prompt_embeds": torch.randn(1, 12, 32),
-        "negative_prompt_embeds": torch.randn(1, 12, 32),
-        **tiny_wan.arguments("t2v", prompt=None, output_type="latent", num_inference_steps=STEPS),
-    }
-
-    def call():
-        with torch.no_grad():
-            return [np.asarray(pipe(**inputs, **tiny_wan.fresh()).frames) for pipe in (theirs, ours)]
-
-    plain, first = call()
+    session = Session(pipes, mesh)
+    first, plain = session.results()
     assert relative(first, plain) < 1e-5
-    compiled = runner.compilations
-    for pipe in (theirs, ours):
-        pipe.transformer.enable_cache(CACHES[name](pipe))
-    oracle, result = call()
-    assert relative(result, oracle) < 1e-5
-    assert relative(oracle, plain) > 1e-4  # the cache does something
-    for pipe in (theirs, ours):
-        pipe.transformer.disable_cache()
-    oracle, result = call()
-    assert relative(result, oracle) < 1e-5 and runner.compilations == compiled
+    compiled = session.runner.compilations
+    session.enable(CACHES[name])
+    for turn in range(2):  # the second video begins with an empty cache, and compiles nothing
+        result, oracle = session.results()
+        assert relative(result, oracle) < 1e-5
+        assert relative(oracle, plain) > 1e-4  # the cache does something
+        assert session.runner.compilations == compiled + COMPILED.get(name, 0)
+        if name in COMPILED:
+            assert session.ours_decided() == session.decided and True in session.decided and False in session.decided
+    assert bool(session.runner.eager) == (name not in COMPILED)
+    session.disable()
+    result, oracle = session.results()
+    assert relative(result, oracle) < 1e-5 and session.runner.compilations == compiled + COMPILED.get(name, 0)
+
+
+@pytest.mark.parametrize("mesh", [(2, 2, 1), pytest.param((2, 4, 1), marks=pytest.mark.slow)], ids=str)
+def test_each_branch_decides_for_itself(chips, pipes, mesh):
+    """Guidance branches side by side, where one of them needs its blocks and the other does not; odd sizes, other thresholds."""
+    session = Session(pipes, mesh, height=48, width=80, guidance_scale=6.0)
+    session.inputs["negative_prompt_embeds"] *= 30
+    parted = 0
+    for threshold in (0.05, 0.12, 0.2, 0.3, 100.0):
+        session.enable(lambda pipe: FirstBlockCacheConfig(threshold=threshold))
+        result, oracle = session.results()
+        assert relative(result, oracle) < 1e-5, threshold
+        assert session.ours_decided() == session.decided, threshold
+        parted += sum(cond != uncond for cond, uncond in zip(session.decided[::2], session.decided[1::2]))
+        session.disable()
+    assert parted
+
+
+def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips, pipes):
+    """Other schedules compile nothing; calibration, which reads values, runs eagerly and gives upstream's ratios."""
+    session = Session(pipes, (2, 2, 1))
+    known = None
+    for threshold, skips in ((0.5, 2), (0.02, 3), (10.0, 1)):
+        ratios = 1 + 0.02 * torch.randn(STEPS)
+        session.enable(
+            lambda pipe: MagCacheConfig(
+                mag_ratios=ratios, num_inference_steps=STEPS, threshold=threshold, max_skip_steps=skips
+            )
+        )
+        result, oracle = session.results()
+        assert relative(result, oracle) < 1e-5 and session.ours_decided() == session.decided
+        known = known or session.runner.compilations
+        session.disable()
+    assert session.runner.compilations == known
+    session.enable(lambda pipe: MagCacheConfig(calibrate=True, num_inference_steps=2 * STEPS))
+    result, oracle = session.results()
+    assert relative(result, oracle) < 1e-5 and session.runner.kept is None
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
+    """CogVideoX: both branches in one batch, latents and text from block to block, no pipeline around."""
+    theirs = test_cogvideox.built("5b")
+    ours = copy.deepcopy(theirs)
+    install(ours, TPUConfig(mesh=(2, 2, 1)))
+    config = CACHES[name](None)
+    decided, given = [], test_cogvideox.inputs(theirs, 2)
+    theirs.register_forward_pre_hook(lambda *_: decided.append(False))
+    theirs.transformer_blocks[-1].attn1.register_forward_pre_hook(lambda *_: decided.__setitem__(-1, True))
+    for model in (theirs, ours):
+        model.enable_cache(config)
+    for step in range(STEPS):
+        given["hidden_states"] = given["hidden_states"] + (0.4 if step == 3 else 0.02) * torch.randn_like(
+            given["hidden_states"]
+        )
+        answers = []
+        for model in (theirs, ours):
+            with torch.no_grad(), model.cache_context("cond"):
+                answers.append(model(**given)[0])
+        assert relative(answers[1], answers[0]) < 1e-5
+    runner = ours._tpu_runner
+    assert [bool(np.asarray(x).all()) for x in runner.kept.decided] == decided and len({*decided}) == 2
+    assert runner.compilations == 2 and not runner.eager

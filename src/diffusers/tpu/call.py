@@ -41,6 +41,7 @@ class Call:
         batched: flags the tensors whose first axis is the batch.
         state: the key of the module's state when it was made.
         scale: what the scales of LoRA layers are multiplied by.
+        step: what it does of a cache that the module has.
     """
 
     entry: str
@@ -52,11 +53,25 @@ class Call:
     batch: int | None
     state: object = None
     scale: float = 1.0
+    step: bridge.Step | None = None
     values: Values | None = None
 
     @property
     def shapes(self) -> tuple:
         return self.key[-1]
+
+    def keeps(self, step: bridge.Step | None):
+        """The call is this step of a cache."""
+        self.step = step
+        if step is not None:
+            kept = tuple((tuple(t.shape), t.dtype) for t in step.tensors)
+            self.key = (*self.key[:-1], (step.kind, kept), self.key[-1])
+            self.batched += (any(self.batched),) * len(step.tensors)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """All that its program takes: its tensors, and what is kept."""
+        return [*self.tensors, *(self.step.tensors if self.step is not None else ())]
 
     def pairs_with(self, other: "Call") -> bool:
         """Whether both can run as one call of both batches: alike, and the same values where not batched."""

@@ -1,5 +1,6 @@
 """Programs: a call's trace, and the executable that is compiled of it when it first runs."""
 
+import functools
 import hashlib
 import time
 import weakref
@@ -8,13 +9,13 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..utils import logging
 from . import bridge
 from .call import Call
 from .devices import compile_lowered
-from .sharding import named
+from .sharding import fit, named
 from .weights import PlacedWeights
 
 
@@ -71,6 +72,12 @@ class Program:
         return compiled
 
 
+def kept_at(mesh: Mesh, spread: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:
+    """Where an array [B, T, C] lies that a cache keeps: its tokens where a block has them, whole on every chip where these cannot be split."""
+    spec = PartitionSpec(batch, "sp") if spread and len(shape) == 3 else PartitionSpec(batch)
+    return named(mesh, fit(spec, shape, mesh))
+
+
 _executables = weakref.WeakValueDictionary()
 
 
@@ -82,36 +89,47 @@ def trace_program(
     branches: int,
     name: str,
     options: dict,
+    spread: bool = False,
 ) -> Program:
     """The program of calls like this one, traced from shapes alone: nothing is placed, the mesh may be of chips elsewhere.
 
     Args:
         numbers: LoRA scales, of which only the shapes count.
         branches: calls side by side on dp.
+        spread: what a cache keeps lies over `sp`.
     """
     mesh, start = placed.mesh, time.perf_counter()
-    everywhere = named(mesh, PartitionSpec())
+    everywhere, kept = named(mesh, PartitionSpec()), functools.partial(kept_at, mesh, spread)
     by_batch = named(mesh, PartitionSpec("dp"))
     split = call.batch is not None and (branches * call.batch) % mesh.shape["dp"] == 0
 
-    def join(parts: tuple[jax.Array, ...], batched: bool) -> jax.Array:
+    def join(parts: tuple[jax.Array, ...], batched: bool, where: NamedSharding) -> jax.Array:
         joined = jnp.concatenate(parts) if batched and len(parts) > 1 else parts[0]
-        return jax.lax.with_sharding_constraint(joined, by_batch) if batched and split else joined
+        return jax.lax.with_sharding_constraint(joined, where) if batched and split else joined
 
     def program(weights, numbers, inputs):
-        joined = [join(parts, flag) for parts, flag in zip(zip(*inputs), call.batched)]
-        outputs = [jax.lax.with_sharding_constraint(x, everywhere) for x in function(weights, joined, numbers)]
+        at = [by_batch] * len(call.tensors) + [kept(t.shape, "dp") for t in call.inputs[len(call.tensors) :]]
+        joined = [join(*parts) for parts in zip(zip(*inputs), call.batched, at)]
+        outputs = function(weights, joined, numbers)
+        own = len(outputs) - function.results
+        at = [everywhere] * own + [kept(x.shape) for x in outputs[own:]]
+        outputs = [jax.lax.with_sharding_constraint(*output) for output in zip(outputs, at)]
         if branches > 1 and any(x.shape[:1] != (branches * call.batch,) for x in outputs):
             raise ValueError(
                 f"expected outputs of {name}.{call.entry} that lead with the batch {branches * call.batch}, got"
                 f" {[x.shape for x in outputs]}: this model cannot pair guidance calls, use a mesh with dp 1"
             )
         parts = [jnp.split(x, branches) if branches > 1 else [x] for x in outputs]
+        if branches > 1 and function.results:
+            parts[own:] = [[jax.lax.with_sharding_constraint(x, kept(x.shape)) for x in some] for some in parts[own:]]
         return [[part[branch] for part in parts] for branch in range(branches)]
 
     numbers = {key: jax.ShapeDtypeStruct(n.shape, n.dtype, sharding=everywhere) for key, n in numbers.items()}
     inputs = [jax.ShapeDtypeStruct(t.shape, bridge.numpy_dtype(t.dtype), sharding=everywhere) for t in call.tensors]
-    jitted = jax.jit(program, out_shardings=everywhere)
+    if call.step is not None:
+        some = [(t.shape, bridge.numpy_dtype(t.dtype)) for t in call.step.tensors]
+        inputs += [jax.ShapeDtypeStruct(shape, dtype, sharding=kept(shape)) for shape, dtype in some]
+    jitted = jax.jit(program, **({"out_shardings": everywhere} if call.step is None else {}))
     traced = jitted.trace(placed.avals, numbers, [inputs] * branches)
     made = Program(
         name, call.entry, call.shapes, branches, mesh, options, traced, function, time.perf_counter() - start

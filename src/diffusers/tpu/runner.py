@@ -26,7 +26,7 @@ from .config import TPUConfig
 from .devices import compiler_options, generation_of
 from .eager import NO_PROGRAM, Uncompiled, random_state_kept
 from .idioms.refusing import without_gradients
-from .programs import Program, trace_program
+from .programs import Program, kept_at, trace_program
 from .residency import Residency
 from .settings import Settings
 from .sharding import ModelPlan, named
@@ -74,6 +74,7 @@ class Runner:
         self._state: State | None = None
         self._states: dict[object, int] = {}
         self._key: tuple | None = None
+        self.kept: bridge.Kept | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
         self.uncompiled = Uncompiled(type(module).__name__)
@@ -165,7 +166,8 @@ class Runner:
         """Read the module's state again if it is not as it was."""
         if self._state is not None and self._state.same():
             return
-        self._state = read(self.module)
+        self.kept = bridge.kept_by(self.module, self.plan_weights().groups, self.kept)
+        self._state = read(self.module, () if self.kept is None else self.kept.apart)
         self._key = self._numbers = None
         kept = self.uncompiled.lasting
         self.uncompiled.look_at(self._state)
@@ -191,13 +193,22 @@ class Runner:
             if not _looked.get():
                 self.look()
             self.current()
+            if self.kept is not None and entry == "forward" and not self.uncompiled.lasting:
+                call.keeps(self.kept.step())
             program = None if self.uncompiled.lasting else self.program(call)
-            if program is not None and self._numbers_are_read and call.scale != 1.0:
-                return self.run(entry, args, kwargs)
-            if program is None:
+            if program is None or (self._numbers_are_read and call.scale != 1.0):
+                if call.step is not None:
+                    call.step.undo()
+                if program is not None:
+                    return self.run(entry, args, kwargs)
                 return self._run_eagerly(self.take_apart(entry, args, kwargs))
             self.take_values(call)
-            answer = self._answer(program.function, self.branches.run(call, program))
+            outputs = self.branches.run(call, program)
+            if call.step is not None:
+                own = len(outputs) - program.function.results
+                call.step.keep([x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]])
+                outputs = outputs[:own]
+            answer = self._answer(program.function, outputs)
             if call.scale == 0:
                 unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
             return answer
@@ -224,9 +235,13 @@ class Runner:
             weights=dict(self._placed.arrays),
             placement=self._placed.placement,
             numbers=self._numbers[1],
-            inputs=[bridge.to_jax(t, everywhere) for t in call.tensors],
-            versions=[version_of(t) for t in call.tensors],
+            inputs=[bridge.to_jax(t, everywhere) for t in call.tensors] + self._kept_inputs(call),
+            versions=[version_of(t) for t in call.inputs],
         )
+
+    def _kept_inputs(self, call: Call) -> list[jax.Array]:
+        tensors = [] if call.step is None else call.step.tensors
+        return [bridge.to_jax(t, kept_at(self.mesh, self.plan.carry is not None, t.shape)) for t in tensors]
 
     def _bring(self):
         if self.residency is None:
@@ -302,6 +317,8 @@ class Runner:
     def prepare(self, some: list[Call]):
         """Compile what calls like these will need; nothing is placed."""
         self.current()
+        if some[0].step is not None or self.kept is not None:
+            return  # which step of its cache the first one is shows when it comes
         program = None if self.uncompiled.lasting else self.program(dataclasses.replace(some[0], values=None))
         if program is not None:
             self._compile(program)
@@ -310,8 +327,9 @@ class Runner:
         """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
         self._look_at_state()
         function, name = function or self._function(call), type(self.module).__name__
+        function.branches, spread = branches, self.plan.carry is not None
         return trace_program(
-            function, self._placed, self._number_arguments(), call, branches, name, self.compiler_options
+            function, self._placed, self._number_arguments(), call, branches, name, self.compiler_options, spread
         )
 
     def _compile(self, program: Program):
@@ -361,4 +379,6 @@ class Runner:
             processors={} if self.config.layers == "xla" else self.plan.processors,
             whole=self.plan.whole,
             methods=self.plan.methods,
+            kept=None if call.step is None else self.kept,
+            kind="" if call.step is None else call.step.kind,
         )

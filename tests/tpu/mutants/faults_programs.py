@@ -15,7 +15,7 @@ MUTANTS = [
         TPU + "state/reading.py",
         ("state-objects", "return self.type(type(x)), tuple(own)", "return self.type(type(x)), ()",
          "a processor's settings are no part of the key", EVERY_CHANGE),
-        ("state-hooks", "return path, self.type(type(module)), tuple(own), hooks, children", "return path, self.type(type(module)), tuple(own), (), children",
+        ("state-hooks", "return seen, self.type(type(module)), tuple(own), hooks, tuple(children)", "return seen, self.type(type(module)), tuple(own), (), tuple(children)",
          "a hook inside of a block is no part of the key", f"{CHANGES}::test_what_comes_back_is_not_compiled_again"),
         ("state-classes", "if not differ(vars(cls), attributes):", "if True:",
          "a method replaced on a class is not seen", f"{CHANGES}::test_a_method_replaced_on_the_class_is_seen"),

@@ -10,6 +10,7 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from .blocks import WeightWritten
+from .caches import Kept, Step, kept_by
 from .captures import Marked, Tag, capture, capture_p, capturing
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .deferred import Deferred
@@ -38,10 +39,12 @@ __all__ = [
     "INPUT",
     "Deferred",
     "ExecutionDevice",
+    "Kept",
     "Marked",
     "NumberRead",
     "Obstacle",
     "PureFunction",
+    "Step",
     "Tag",
     "ValueRead",
     "WeightWritten",
@@ -61,6 +64,7 @@ __all__ = [
     "group_normed",
     "in_tiles",
     "joint_attention",
+    "kept_by",
     "look_after",
     "looking_back",
     "normed_and_rotated",

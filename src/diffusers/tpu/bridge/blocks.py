@@ -25,7 +25,7 @@ from torchax.view import View
 from ..adapters import Adapters
 from ..scan import Group, scan_blocks
 from ..settings import current, using
-from ..state import Number, read, signature, undone
+from ..state import Number, own_forward, read, signature, undone
 from .deferred import Deferred
 from .scale import Scale
 
@@ -103,6 +103,12 @@ class Run:
         self.passed.append([weakref.ref(output) for output in self.outputs])
         self.outputs = outputs
 
+    @property
+    def slots(self) -> dict[int, int]:
+        """Number of the tensor among a block's arguments -> output that it is in the next one; of a single block none."""
+        tensors = [p for p, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return {tensors.index(position): number for position, number in (self.feeds or {}).items()}
+
     def still_held(self) -> list[tuple[int, int, Deferred]]:
         """(block of the run, number, output) of those passed on that someone else holds too."""
         found = ((k, n, ref()) for k, refs in enumerate(self.passed) for n, ref in enumerate(refs))
@@ -132,6 +138,8 @@ class Run:
 class BlockRuns:
     """The runs of one trace. `weights` and `numbers` are the stacked arrays by group label; `pin` fixes layouts inside the scan.
 
+    Where `condition` is set, runs are computed only if it holds: else nothing of what they give may be used.
+
     Args:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
         pin_carry: (array, number of the output) -> array, applied to what is carried between blocks.
@@ -156,6 +164,7 @@ class BlockRuns:
         self.stacks = {group.label: (weights[group.label], numbers[group.label]) for group in groups}
         self.pin_weights, self.pin_carry, self.fill = pin_weights, pin_carry, fill
         self.run: Run | None = None
+        self.condition: jax.Array | None = None
         self.forwards, self.settings = {}, settings
 
     @contextlib.contextmanager
@@ -168,8 +177,7 @@ class BlockRuns:
                 if (group.path, index) not in self.settings:
                     with group.lent(self.model, block):
                         self.settings[group.path, index] = signature(block, self.adapters)
-                self.forwards[id(block)] = (block, vars(block).get("forward"))
-                block.forward = self._answer(group, index)
+                self._stand_in(block, self._answer(group, index))
                 blocks.append(block)
         try:
             yield
@@ -179,12 +187,22 @@ class BlockRuns:
             for block in blocks:
                 self._restore(block)
 
-    def _restore(self, block):
-        own = self.forwards[id(block)][1]
-        if own is None:
-            vars(block).pop("forward", None)
+    def _stand_in(self, block, forward: Callable):
+        """`forward` answers for the block's own; hooks of upstream's on the block see its answers."""
+        reference = own_forward(block)
+        if reference is None:
+            self.forwards[id(block)] = vars(block), "forward", vars(block).get("forward")
         else:
-            block.forward = own
+            self.forwards[id(block)] = vars(reference), "original_forward", reference.original_forward
+        where, name, _ = self.forwards[id(block)]
+        where[name] = forward
+
+    def _restore(self, block):
+        where, name, own = self.forwards[id(block)]
+        if own is None:
+            where.pop(name, None)
+        else:
+            where[name] = own
 
     def _answer(self, group: Group, index: int):
         def forward(*args, **kwargs):
@@ -239,16 +257,17 @@ class BlockRuns:
             [Tensor(next(tensors), self.env) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         )
         weights = {name: Tensor(self.pin_weights(group, name, w), self.env) for name, w in weights.items()}
-        stand_in = vars(block)["forward"]
+        where, place, _ = self.forwards[id(block)]
+        stand_in = where[place]
         self._restore(block)
         try:
             with self.env, group.lent(self.model, block), numbered(block, numbers, self.adapters):
                 names = Adapters(block, self.adapters.order).tensors(block)
                 weights = {f"module.{names[name]}": w for name, w in weights.items()}
                 # its forward alone: hooks of the block have seen its call by the model
-                output, changed = written(Method(block, block.forward), weights, args, kwargs)
+                output, changed = written(Method(block, where.get(place) or block.forward), weights, args, kwargs)
         finally:
-            block.forward = stand_in
+            where[place] = stand_in
         if changed:
             raise WeightWritten(", ".join(f"{group.path}.{index}.{name}" for name in changed))
         flat, output_spec = tree_flatten(output)
@@ -265,17 +284,24 @@ class BlockRuns:
         run, self.run = self.run, None
         if run is None:
             return
-        if run.stop - run.start == 1:
-            own = self._weights_of(run.group, run.start)
-            flat, _ = self._call(run.group, run.start, run.leaves, run.spec, run.arrays, own)
+        held = run.still_held()
+        outputs = [*run.outputs, *(output for *_, output in held)]
+        if self.condition is None:
+            values = self._values(run, held)
         else:
-            flat = self._scan(run, run.arrays, run.still_held())
-        for output, value in zip(run.outputs, flat):
+            values = lax.cond(self.condition, lambda: self._values(run, held), lambda: _unchanged(run, outputs))
+        for output, value in zip(outputs, values):
             output.settle(value)
 
+    def _values(self, run: Run, held: list) -> list[jax.Array]:
+        """Of the last block's outputs, and of those that are held."""
+        if run.stop - run.start > 1:
+            return self._scan(run, run.arrays, held)
+        own = self._weights_of(run.group, run.start)
+        return self._call(run.group, run.start, run.leaves, run.spec, run.arrays, own)[0]
+
     def _scan(self, run: Run, arrays: list, held: list) -> list:
-        tensor_positions = [p for p, leaf in enumerate(run.leaves) if isinstance(leaf, Tensor)]
-        slots = {tensor_positions.index(position): number for position, number in run.feeds.items()}
+        slots = run.slots
         source = {number: slot for slot, number in slots.items()}
         fills = self._fills(run, source)
         settings = replace(current(), fill=max(fills))
@@ -297,9 +323,10 @@ class BlockRuns:
         if (first, last) != (0, run.group.stop - run.group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, first, last), stacked)
         last, kept = scan_blocks(step, carry, stacked)
-        for k, n, output in held:
-            output.settle(_cut(kept[n][k], fills[n]))
-        return [_cut(array, fill) for array, fill in zip(last, fills)]
+        return [
+            *(_cut(array, fill) for array, fill in zip(last, fills)),
+            *(_cut(kept[n][k], fills[n]) for k, n, _ in held),
+        ]
 
     def _fills(self, run: Run, carried) -> list[int]:
         """Tokens beyond its own with which each output is carried, one of them at most: of blocks whose attention tells those apart."""
@@ -308,6 +335,16 @@ class BlockRuns:
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
         fills = [self.fill(o._aval.shape, n) if known and n in carried else 0 for n, o in enumerate(run.outputs)]
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
+
+
+def _unchanged(run: Run, outputs: list[Deferred]) -> list[jax.Array]:
+    """In the place of outputs of blocks that do not run: what they were given, zeros where nothing was."""
+    given = {number: run.arrays[slot] for slot, number in run.slots.items()}
+    found = [given.get(number) for number in range(len(run.outputs))]
+    return [
+        jnp.zeros(o._aval.shape, o._aval.dtype) if x is None else x
+        for o, x in zip(outputs, [*found, *[None] * (len(outputs) - len(found))])
+    ]
 
 
 @contextlib.contextmanager

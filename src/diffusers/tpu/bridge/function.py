@@ -22,6 +22,7 @@ from ..settings import Settings, current, using
 from ..sharding import gathered, named
 from ..state import Trace, read, undone, without_caches
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
+from .caches import Kept
 from .crossing import from_numpy, numpy_dtype
 from .environment import decomposing, environment, on_device, quiet_integers
 from .scopes import module_scopes
@@ -58,6 +59,9 @@ class PureFunction:
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
         carry: spec of what repeated blocks hand on.
         processors, whole, methods: as in `ModelPlan`.
+        kept, kind: a cache that the module has, and the kind of step that the call is: its tensors are the last inputs, what it
+            gives the last outputs, `results` in number.
+        branches: how many calls are side by side in the batch.
 
     After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
     `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
@@ -77,6 +81,10 @@ class PureFunction:
     processors: dict
     methods: dict
     whole: tuple[str, ...] = ()
+    kept: Kept | None = None
+    kind: str = ""
+    branches: int = 1
+    results: int = 0
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
     effects: Trace | None = None
@@ -129,10 +137,17 @@ class PureFunction:
                 runs.installed(),
             ):
                 stack.enter_context(context)
-            arrays, changed = self._run(single, inputs)
+            given = self.leaves.count(INPUT)
+            with contextlib.ExitStack() as keeping:
+                results = []
+                if self.kept is not None:
+                    tensors = [Tensor(x, env) for x in inputs[given:]]
+                    results = keeping.enter_context(self.kept.traced(self.kind, tensors, runs, self.branches))
+                arrays, changed = self._run(single, inputs[:given])
             if changed:
                 raise WeightWritten(", ".join(changed))
-            return arrays
+            self.results = len(results)
+            return arrays + [x.jax() for x in results]
 
     def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
         """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays."""

@@ -6,7 +6,8 @@ A program is keyed by everything its trace read:
 |---|---|
 | attributes of every submodule, also in dicts and lists, of processors, hooks, configurations, closures of functions | `State.key` |
 | `training`, a `forward` put on an instance, hooks of torch, transformers and diffusers, methods replaced on a class | `State.key` |
-| scales of LoRA layers | arguments of the program (`State.numbers`): a changed scale compiles nothing |
+| LoRA layers | what they add: a term for each active adapter, by its place; scales are arguments (`State.numbers`): a changed one compiles nothing |
+| what hooks of caches keep from call to call, where `bridge.kept_by` knows them | arguments and results of the program |
 | names, shapes and dtypes of parameters and buffers | the key, by `weights`; their values are arguments |
 | tensors that are plain attributes | constants of the program: which tensor, and its version, are in `State.key` |
 | the process's attention backend, torch's default dtype | `process_key` |
@@ -21,7 +22,7 @@ A program is keyed by everything its trace read:
 | environment variables | upstream reads them when it is imported |
 """
 
-from .reading import Entry, Number, State, is_entry, process_key, read, signature
+from .reading import Entry, Number, State, is_entry, own_forward, process_key, read, signature
 from .tracing import Trace, undone, without_caches
 
 
@@ -31,6 +32,7 @@ __all__ = [
     "State",
     "Trace",
     "is_entry",
+    "own_forward",
     "process_key",
     "read",
     "signature",

@@ -154,10 +154,10 @@ class State:
             put_back(tensors, before)
 
 
-def read(module: torch.nn.Module) -> State:
-    """The state of a module and all that it holds."""
+def read(module: torch.nn.Module, apart: tuple = ()) -> State:
+    """The state of a module and all that it holds, but for what is in the objects `apart`."""
     state = State(module)
-    reader = _Reader(module, state)
+    reader = _Reader(module, state, apart=apart)
     state.key, state.adapters = reader.tree(), reader.adapters
     seen = {*reader.adapters.tensors(module).values()}
     named = (*module.named_parameters(), *module.named_buffers())
@@ -187,8 +187,14 @@ class _Reader:
     """One walk. An object met again is named by when it was met first, so that equal structures have equal keys."""
 
     def __init__(
-        self, root: torch.nn.Module, state: State, hooks_of_root: bool = True, adapters: Adapters | None = None
+        self,
+        root: torch.nn.Module,
+        state: State,
+        hooks_of_root: bool = True,
+        adapters: Adapters | None = None,
+        apart: tuple = (),
     ):
+        self.apart = {*map(id, apart)}
         self.root, self.state, self.hooks_of_root = root, state, hooks_of_root
         self.adapters = Adapters(root) if adapters is None else adapters
         self.paths = {id(module): name for name, module in root.named_modules()}
@@ -217,6 +223,8 @@ class _Reader:
             return None
         self.watch(path, module)
         ignored = SIZES if self.adapters.in_a_term(path) else () if path else _OF_LOADERS
+        if not (path or self.hooks_of_root) and own_forward(module) is not None:
+            ignored = (*ignored, "forward", HOOK_REGISTRY)
         own = []
         for name, value in vars(module).items():
             if is_entry(value):
@@ -299,6 +307,8 @@ class _Reader:
             return Held(x.__func__), self.value(x.__self__, True)
         if isinstance(x, tuple):
             return type(x), tuple(self.value(item, foreign) for item in x)
+        if id(x) in self.apart:
+            return type(x)
         if id(x) in self.met:
             return "met", self.met[id(x)]
         self.met[id(x)] = len(self.met)
@@ -399,6 +409,13 @@ def _says_nothing(module: torch.nn.Module, name: str, value) -> bool:
         return type(inherited) is type(value) and inherited == value
     own = isinstance(value, types.MethodType) and value.__self__ is module
     return own and value.__func__ is getattr(type(module), name, None)
+
+
+def own_forward(block: torch.nn.Module):
+    """What upstream's hooks on a block hold its own forward by, its class's; None where there are none."""
+    references = getattr(vars(block).get(HOOK_REGISTRY), "_fn_refs", None)
+    own = getattr(references[0].original_forward, "__func__", None) if references else None
+    return references[0] if own is type(block).forward else None
 
 
 def is_entry(value) -> bool:

@@ -1,0 +1,261 @@
+"""Upstream's caches that decide by step: what their hooks keep from call to call is arguments and results of programs.
+
+| cache | decided | programs |
+|---|---|---|
+| `FirstBlockCacheConfig` | on the device, by the first block's residual: |r - r'| / |r'| > threshold | one for the first call, one for the others: the other blocks' scan is under a condition |
+| `MagCacheConfig` | on the host, by ratios that are known before: upstream's own hooks are asked, on a tensor of one value | one with blocks, one without |
+
+In a trace upstream's hooks run as they are, around the blocks of a run; their states are filled before, and read after. Each of
+the branches that a program has side by side decides for itself: blocks run if one of them needs them.
+"""
+
+import contextlib
+import dataclasses
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torchax.tensor import Tensor
+
+from ..scan import Group
+from ..state import own_forward
+from .environment import environment
+
+
+REMEMBERED = 1000  # decisions, of the last calls
+
+
+@dataclasses.dataclass
+class Step:
+    """What a call does of a cache.
+
+    Attributes:
+        kind: static, part of the program's key.
+        tensors: kept from calls before, [B, T, C], that the program is given.
+        keep: takes what the program gives, in the order of `Kept.results`.
+        undo: puts back what was decided, where the call runs otherwise.
+    """
+
+    kind: str
+    tensors: list[torch.Tensor]
+    keep: Callable[[list[torch.Tensor]], None]
+    undo: Callable[[], None]
+
+
+class Kept:
+    """A cache on a model whose blocks have its hooks, in order: the first one's and the last one's decide and keep.
+
+    Attributes:
+        decided: of each of the last calls whether its blocks ran: a bool, or a tensor of them [B].
+    """
+
+    def __init__(self, hooked: list[tuple[torch.nn.Module, object]]):
+        (self.first, self.head), *_, (self.last, self.tail) = hooked
+        self.manager = self.head.state_manager
+        self.metadata = self.head._metadata
+        for _, hook in hooked:  # upstream looks up where arguments are when a hook first runs
+            for name in (hook._metadata.hidden_states_argument_name, "encoder_hidden_states"):
+                with contextlib.suppress(ValueError):
+                    hook._metadata._get_parameter_from_args_kwargs(name, [None] * 100)
+        self.decided = deque(maxlen=REMEMBERED)
+
+    @property
+    def apart(self) -> tuple:
+        """Objects that programs do not depend on: what is kept, and what is decided by on the host."""
+        return (self.manager,)
+
+    def step(self) -> Step:
+        """The step that the call that begins now is, as upstream's hooks would decide it; on the host that is decided then."""
+        raise NotImplementedError
+
+    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int):
+        """Around the model's forward in a trace: gives a list that is filled, at its end, with what the program shall give."""
+        raise NotImplementedError
+
+    def _parts(self, output) -> list[torch.Tensor]:
+        """Hidden states of a block's answer, and those of the text where it gives them."""
+        if not isinstance(output, (tuple, list)):
+            return [output]
+        places = (self.metadata.return_hidden_states_index, self.metadata.return_encoder_hidden_states_index)
+        return [output[place] for place in places if place is not None]
+
+    def _with_parts(self, output, parts: list[torch.Tensor]):
+        """The block's answer with these in their places."""
+        if not isinstance(output, (tuple, list)):
+            return parts[0]
+        places = (self.metadata.return_hidden_states_index, self.metadata.return_encoder_hidden_states_index)
+        found = [*output]
+        for place, part in zip((place for place in places if place is not None), parts):
+            found[place] = part
+        return tuple(found)
+
+    @contextlib.contextmanager
+    def _state(self, state):
+        """The manager has this state, whatever the context."""
+        before = self.manager._state_cache, self.manager._context
+        name = "inference" if self.manager._context is None else self.manager._context.name
+        self.manager._state_cache = {name: state}
+        if self.manager._context is None:
+            self.manager._context = SimpleNamespace(name=name)
+        try:
+            yield
+        finally:
+            self.manager._state_cache, self.manager._context = before
+
+
+class FirstBlock(Kept):
+    """Kept: residuals of the first block, and of all others together. A third result says whether the blocks ran, [B]."""
+
+    def step(self) -> Step:
+        state = self.manager.get_state()
+        known = state.head_block_residual is not None and state.tail_block_residuals is not None
+        tensors = [state.head_block_residual, *state.tail_block_residuals] if known else []
+
+        def keep(results: list[torch.Tensor]):
+            state.head_block_residual, *tails, computed = results
+            state.tail_block_residuals = (*tails, None)[:2]
+            self.decided.append(computed if known else True)
+
+        tensors = [tensor for tensor in tensors if tensor is not None]
+        return Step("later" if known else "first", tensors, keep, lambda: None)
+
+    @contextlib.contextmanager
+    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[list[torch.Tensor]]:
+        state, results, found = self.manager._state_cls(), [], {}
+        if kind == "later":
+            state.head_block_residual, state.tail_block_residuals = tensors[0], tensors[1:]
+
+        def decide(residual: torch.Tensor) -> bool:
+            if kind == "later":
+                found["computed"] = self._differs(residual, tensors[0], branches)
+                runs.condition = jnp.any(found["computed"])
+            return True
+
+        def last(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            runs.condition = None
+            head, tails = state.head_block_residual, [t for t in state.tail_block_residuals if t is not None]
+            computed = jnp.ones(branches, bool)
+            if kind == "later":
+                computed, rows = found["computed"], head.shape[0] // branches
+                ran = Tensor(jnp.repeat(computed, rows)[:, None, None], environment())
+                given = self._parts(state.head_block_output)
+                skipped = [before + there for before, there in zip(tensors[1:], given)]
+                output = self._with_parts(output, self._where(ran, self._parts(output), skipped))
+                head, *tails = self._where(ran, [head, *tails], tensors)
+            results.extend([head, *tails, Tensor(jnp.repeat(computed, head.shape[0] // branches), environment())])
+            return output
+
+        reference = self.tail.fn_ref
+        forward, vars(self.head)["_should_compute_remaining_blocks"] = reference.forward, decide
+        reference.forward = last
+        try:
+            with self._state(state):
+                yield results
+        finally:
+            reference.forward = forward
+            del vars(self.head)["_should_compute_remaining_blocks"]
+
+    def _differs(self, residual: torch.Tensor, before: torch.Tensor, branches: int):
+        """Of each branch whether upstream's comparison says so: of a float32 with a float64."""
+        limit = np.float32(self.head.threshold)
+        if float(limit) > self.head.threshold:
+            limit = np.nextafter(limit, np.float32(-math.inf))
+        pairs = zip(residual.chunk(branches), before.chunk(branches))
+        quotients = [(one - other).abs().mean() / other.abs().mean() for one, other in pairs]
+        return jnp.stack([quotient.jax().astype(jnp.float32) > limit for quotient in quotients])
+
+    @staticmethod
+    def _where(ran: torch.Tensor, computed: list, kept: list) -> list[torch.Tensor]:
+        return [torch.where(ran, one, other) for one, other in zip(computed, kept)]
+
+
+class Magnitudes(Kept):
+    """Kept: the residual of all blocks together."""
+
+    @property
+    def apart(self) -> tuple:
+        return self.manager, self.head.config, self.tail.config
+
+    def step(self) -> Step:
+        if self.manager._context is None:
+            self.manager.set_context(sys.modules[type(self.manager).__module__].CacheContext(name="inference"))
+        state = self.manager.get_state()
+        before, real = dict(vars(state)), state.previous_residual
+        one = torch.zeros(1, 1, 1)
+        state.previous_residual = None if real is None else one
+        self._ask(self.head, one)
+        self._ask(self.tail, one)
+        computed, lasts = state.should_compute, state.previous_residual is not None
+        state.head_block_input, state.previous_residual = None, real if lasts else None
+
+        def keep(results: list[torch.Tensor]):
+            if computed:
+                state.previous_residual = results[0] if lasts else None
+            self.decided.append(computed)
+
+        def undo():
+            vars(state).update(before)
+
+        return Step("computed" if computed else "skipped", [] if computed else [real], keep, undo)
+
+    def _ask(self, hook, one: torch.Tensor):
+        """Run upstream's hook around a block that gives back what it is given."""
+        answer = self._with_parts((one, one), [one, one]) if self.metadata.return_encoder_hidden_states_index else one
+        original, hook.fn_ref.original_forward = hook.fn_ref.original_forward, lambda **given: answer
+        try:
+            hook.new_forward(None, **{self.metadata.hidden_states_argument_name: one, "encoder_hidden_states": one})
+        finally:
+            hook.fn_ref.original_forward = original
+
+    @contextlib.contextmanager
+    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[list[torch.Tensor]]:
+        state, results = self.manager._state_cls(), []
+        state.previous_residual = tensors[0] if tensors else None
+        always = {"mag_ratios": (1.0,), "retention_ratio": 0.0, "threshold": math.inf, "max_skip_steps": math.inf}
+        configs = [(hook, hook.config) for hook in (self.head, self.tail)]
+        self.head.config = SimpleNamespace(calibrate=kind == "computed", num_inference_steps=0, **always)
+        self.tail.config = SimpleNamespace(calibrate=False, num_inference_steps=math.inf)
+        try:
+            with self._state(state):
+                yield results
+        finally:
+            for hook, config in configs:
+                hook.config = config
+        if kind == "computed":
+            results.append(state.previous_residual)
+
+
+_CACHES = {("FBCHeadBlockHook", "FBCBlockHook"): FirstBlock, ("MagCacheHeadHook", "MagCacheBlockHook"): Magnitudes}
+
+
+def kept_by(model: torch.nn.Module, groups: list[Group], known: Kept | None = None) -> Kept | None:
+    """The cache on the model's blocks, where programs can stand for its steps; None without one, or with another hook.
+
+    `known`: what was found before, which is given again if it is the same. Programs cannot stand for calibration, and blocks under a condition must be scanned.
+    """
+    hooked = []
+    for path, module in model.named_modules():
+        for hook in getattr(vars(module).get("_diffusers_hook"), "hooks", {}).values():
+            hooked.append((path, module, hook))
+    names = [type(hook).__name__ for *_, hook in hooked]
+    made = next((made for pair, made in _CACHES.items() if names and set(names) == {*pair}), None)
+    blocks = {id(block) for group in groups for block in group.blocks(model)}
+    if made is None or any(own_forward(module) is None for _, module, _ in hooked):
+        return None
+    if any(id(module) not in blocks for _, module, _ in hooked):
+        return None
+    if any(getattr(getattr(hook, "config", None), "calibrate", False) for *_, hook in hooked):
+        return None
+    heads = [pair for pair in hooked if hasattr(type(pair[2]), "_is_stateful") and type(pair[2])._is_stateful]
+    tails = [pair for pair in hooked if getattr(pair[2], "is_tail", False)]
+    if len(heads) != 1 or len(tails) != 1 or heads[0][1] is tails[0][1]:
+        return None
+    if known is not None and (known.head, known.tail) == (heads[0][2], tails[0][2]):
+        return known
+    return made([(module, hook) for _, module, hook in (*heads, *tails)])
