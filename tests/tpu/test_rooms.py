@@ -35,6 +35,7 @@ ORDER = [
     "weights",
     "residency",
     "call",
+    "decided",
     "eager",
     "programs",
     "branches",

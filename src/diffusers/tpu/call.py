@@ -40,6 +40,7 @@ class Call:
         key: tells calls apart but for their tensors' values.
         batched: flags the tensors whose first axis is the batch.
         state: the key of the module's state when it was made.
+        decided: what its small inputs answer to the questions of its trace.
     """
 
     entry: str
@@ -50,6 +51,7 @@ class Call:
     batched: tuple[bool, ...]
     batch: int | None
     state: object = None
+    decided: tuple = ()
     values: Values | None = None
 
     @property
@@ -58,7 +60,7 @@ class Call:
 
     def pairs_with(self, other: "Call") -> bool:
         """Whether both can run as one call of both batches: alike, and the same values where not batched."""
-        if (self.key, self.batched, self.state) != (other.key, other.batched, other.state):
+        if any(getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "decided")):
             return False
         shared = [n for n, batched in enumerate(self.batched) if not batched]
         if any(self.tensors[n] is not other.tensors[n] for n in shared):
@@ -107,6 +109,14 @@ def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
         return answer
 
     return answered
+
+
+def _values(tensor: torch.Tensor) -> np.ndarray:
+    dtype = bridge.numpy_dtype(tensor.dtype)
+    return np.asarray(tensor.jax() if bridge.on_device(tensor) else bridge.as_numpy(tensor).copy()).astype(dtype)
+
+
+values_of = asked_once(_values)  # of a tensor, as a program gets them
 
 
 def _is_same(version, other) -> bool:

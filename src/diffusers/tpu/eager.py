@@ -1,9 +1,7 @@
 """What no program can stand for, and why: such calls run eagerly, upstream's Python operation by operation on the chips."""
 
 import contextlib
-import traceback
 
-import jax
 import torch
 
 from . import bridge
@@ -12,14 +10,7 @@ from .idioms import said
 from .state import State, Trace
 
 
-NO_PROGRAM = (
-    bridge.WeightWritten,
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    bridge.ValueRead,
-)
+NO_PROGRAM = (bridge.WeightWritten, *bridge.READS)
 LEAVES = "a call sees what the one before left in {}"
 KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
@@ -70,7 +61,7 @@ class Uncompiled:
         self._once += changed
         if isinstance(error, bridge.WeightWritten):
             return self.add(call, key, f"it writes into {error}")
-        self.add(call, key, f"it decides by a value ({line_of(error)})")
+        self.add(call, key, f"it decides by a value ({bridge.line_of(error)})")
 
     def add(self, call: Call, key: tuple, reason: str):
         self.reasons[key] = reason
@@ -91,12 +82,3 @@ def random_state_kept(call: Call):
     finally:
         for generator, state in zip(generators, states):
             generator.set_state(state)
-
-
-def line_of(error: Exception) -> str:
-    """The line of upstream's or the user's code that asked."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
-    theirs = [frame for frame in frames if not any(name in frame.filename.replace("\\", "/") for name in libraries)]
-    frame = (theirs or frames)[-1]
-    return f"{frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno}: {frame.line}"

@@ -19,8 +19,9 @@ from jax.sharding import Mesh, PartitionSpec
 from . import bridge
 from .attention.ways import Tally
 from .branches import Branches
-from .call import Call, Values, take_apart, version_of
+from .call import Call, Values, take_apart, values_of, version_of
 from .config import TPUConfig
+from .decided import Decided
 from .devices import compiler_options, generation_of
 from .eager import NO_PROGRAM, Uncompiled, random_state_kept
 from .idioms.refusing import without_gradients
@@ -75,6 +76,7 @@ class Runner:
         self._numbers: dict[str, jax.Array] | None = None
         self._numbers_are_read = False
         self.uncompiled = Uncompiled(type(module).__name__)
+        self.decided = Decided(type(module).__name__)
         self.tally = Tally() if config.attention_tally else None
 
     def attach(self):
@@ -257,11 +259,20 @@ class Runner:
         call.state = self.state_key
         branches = self.branches.side_by_side(call) if bridge.environment().active else 1
         key = (call.key, branches, call.state)
+        if branches > 1 and key in self.decided.alone:
+            key = (call.key, branches := 1, call.state)
+        call.decided = self.decided.answers(key, call)
+        key = (*key, call.decided)
         if key in self.uncompiled.reasons:
             return None
         if key in self.traced:
             return self.traced[key]
+        return self._new_program(call, branches, key)
+
+    def _new_program(self, call: Call, branches: int, key: tuple) -> Program | None:
         function = self._function(call)
+        if branches == 1:
+            function.values = lambda number: values_of(call.tensors[number])
         try:
             with random_state_kept(call):
                 program = self.trace(call, branches, function)
@@ -272,11 +283,15 @@ class Runner:
             self._numbers_are_read, self._key = True, None
             return self.program(call)
         except NO_PROGRAM as error:
+            if branches > 1:
+                self.decided.alone.add(key[:-1])
+                return self.program(call)
             program = self.uncompiled.decides(error, function.effects, call, key)
         else:
             program = None if self.uncompiled.because_of(effects, call, key) else program
         if program is not None:
-            self.traced[key] = program
+            call.decided = self.decided.learn(key[:-1], function.decisions)
+            self.traced[*key[:-1], call.decided] = program
         elif self.uncompiled.lasting:
             self._plan_anew()
         return program

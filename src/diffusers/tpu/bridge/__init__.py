@@ -12,12 +12,14 @@ from torchax.view import View
 from .blocks import WeightWritten
 from .captures import Marked, Tag, capture, capture_p, capturing
 from .crossing import as_numpy, from_numpy, numpy_dtype
+from .decisions import Decisions, Question
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .following import look_after
 from .function import INPUT, PureFunction, on_every_chip, tracing
+from .lines import line_of
 from .obstacles import Obstacle, assuming
-from .outside import DEVICE_TENSORS, ValueRead
+from .outside import DEVICE_TENSORS, READS, ValueRead
 from .scale import NumberRead
 from .video import (
     attention_by_frame,
@@ -36,12 +38,15 @@ __all__ = [
     "DEVICE",
     "DEVICE_TENSORS",
     "INPUT",
+    "Decisions",
     "Deferred",
     "ExecutionDevice",
     "Marked",
     "NumberRead",
     "Obstacle",
     "PureFunction",
+    "Question",
+    "READS",
     "Tag",
     "ValueRead",
     "WeightWritten",
@@ -61,6 +66,7 @@ __all__ = [
     "group_normed",
     "in_tiles",
     "joint_attention",
+    "line_of",
     "look_after",
     "looking_back",
     "normed_and_rotated",

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import warnings
+from collections.abc import Callable
 
 import jax
 import torch
@@ -15,14 +16,16 @@ from torchax.tensor import OperatorNotFound, Tensor
 from ..checkpoint import is_about_values, settled
 from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
+from .decisions import decided
 from .deferred import Deferred
 from .draws import drawn, is_draw
 from .layers import cast
-from .outside import DEVICE_TENSORS, usable_outside
+from .outside import DEVICE_TENSORS, READS, usable_outside
 
 
 DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
 
 
@@ -101,10 +104,39 @@ class Environment(_Environment):
             if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
             args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
-        result = super().dispatch(func, types, args, kwargs)
+        result = self.with_decided(functools.partial(super().dispatch, func, types), args, kwargs)
         if self.one_at_a_time:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
+
+    def with_decided(self, operator: Callable, args: tuple, kwargs: dict):
+        """What the operator gives, of decided values where it asks for values: of truth values alone if that is enough."""
+        try:
+            return operator(args, kwargs)
+        except READS:
+            for kinds in ((torch.bool,), (torch.bool, *INTEGERS)):
+                given, traced = self._decided(kinds, (args, kwargs))
+                if given is None:
+                    continue
+                with (
+                    contextlib.nullcontext() if traced else jax.ensure_compile_time_eval(),
+                    contextlib.suppress(*READS),
+                ):
+                    return operator(*given)
+            raise
+
+    def _decided(self, kinds: tuple, given):
+        """`given` with the values of those of these dtypes that are decided, None if none is; whether others are traced."""
+        found = []
+
+        def known(t):
+            values = decided(t.jax()) if t.dtype in kinds else None
+            found.append(values is not None)
+            with jax.ensure_compile_time_eval():
+                return t if values is None else Tensor(jax.numpy.asarray(values), self)
+
+        given = tree_map_only(DEVICE_TENSORS, known, given)
+        return given if any(found) else None, not all(found)
 
     def _without_tensors(self, func, types, args, kwargs):
         try:

@@ -22,6 +22,7 @@ from ..sharding import gathered, named
 from ..state import Trace, read, undone, without_caches
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
 from .crossing import from_numpy, numpy_dtype
+from .decisions import Decisions, deciding
 from .environment import decomposing, environment, on_device, quiet_integers
 from .scopes import module_scopes
 
@@ -57,8 +58,9 @@ class PureFunction:
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
         carry: spec of what repeated blocks hand on.
         processors, whole, methods: as in `ModelPlan`.
+        values: number of a tensor of the call -> its values, by which a trace decides (`decisions`); None: it cannot.
 
-    After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
+    After a trace, `decisions` are what it decided; `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
     `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
     dtypes of what was given, `settings` what the blocks' state was.
     """
@@ -76,6 +78,8 @@ class PureFunction:
     processors: dict
     methods: dict
     whole: tuple[str, ...] = ()
+    values: Callable | None = None
+    decisions: Decisions | None = None
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
     effects: Trace | None = None
@@ -104,6 +108,7 @@ class PureFunction:
         env = environment()
         stacked, single = self._split(weights)
         stacked_numbers, single_numbers = self._split(numbers)
+        self.decisions = Decisions(self.values, inputs)
         with contextlib.ExitStack() as stack:
             runs = BlockRuns(
                 self.module,
@@ -119,6 +124,7 @@ class PureFunction:
             for context in (
                 without_caches(self.module),
                 _marked(),
+                deciding(self.decisions),
                 _processors_of(self.module, self.processors),
                 _methods_of(self.module, self.methods),
                 _whole_of(self.module, self.whole),
