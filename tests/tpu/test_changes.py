@@ -603,7 +603,7 @@ def as_upstream(mesh, build) -> Runner:
 def test_what_a_forward_leaves_and_reads_is_upstreams(make_mesh, forward):
     attributes, reason = KEPT[forward]
     runner = as_upstream(make_mesh(1, 1, 1), functools.partial(made, forward, **attributes))
-    assert not runner.compilations and len(runner.eager) == 1 and reason in runner.eager[0]
+    assert not runner.programs and len(runner.eager) == 1 and reason in runner.eager[0]
 
 
 def test_what_blocks_leave_and_read_is_upstreams(make_mesh):
@@ -678,7 +678,7 @@ READS = {
 @pytest.mark.parametrize("name", READS)
 def test_texts_and_arrays_of_values_are_values(make_mesh, name, capsys):
     runner = as_upstream(make_mesh(1, 1, 1), lambda: made(READS[name]))
-    assert not runner.compilations and "decides by a value (test_changes.py, line" in runner.eager[0]
+    assert not runner.programs and "decides by a value (test_changes.py, line" in runner.eager[0]
     shown = capsys.readouterr().out.replace(", device='jax:0'", "")
     assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
 

@@ -11,6 +11,9 @@ from .call import Call, values_of
 from .idioms import said
 
 
+MOST_RUN_ONCE = 8
+
+
 class Decided:
     """The questions of one module's traces.
 
@@ -30,6 +33,13 @@ class Decided:
         while (question := self.questions.get((kind, answers))) is not None:
             answers += (_hashable(question.answer(lambda number: values_of(call.tensors[number]))),)
         return answers
+
+    def fickle(self, key: tuple, programs: dict) -> bridge.Line | None:
+        """The line whose answers make programs that run once: as many in a row that another one is not worth it; else None."""
+        last = [program for (*kind, answers), program in programs.items() if answers and tuple(kind) == key[:-1]]
+        if len(last) < MOST_RUN_ONCE or any(program.calls > 1 for program in last[-MOST_RUN_ONCE:]):
+            return None
+        return self.questions[key[:-1], ()].line
 
     def learn(self, kind: tuple, decisions: bridge.Decisions) -> tuple:
         """The answers of a trace that came to its end, whose questions are known from here on."""

@@ -25,6 +25,7 @@ from .bridge import as_numpy, numpy_dtype
 from .checkpoint import FileTensor, is_ordinary, missing_message, values
 from .devices import MIB
 from .idioms.refusing import refuse_weights
+from .parts import is_of
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
 from .state import Number
@@ -132,20 +133,22 @@ class PlacedWeights:
         return whole
 
 
-def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool) -> PlacedWeights:
-    """Where every weight of the module will lie; nothing is moved yet.
+def plan_placement(
+    module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool, parts: tuple[str, ...] = ()
+) -> PlacedWeights:
+    """Where every weight of the module will lie, those of its `parts` left out; nothing is moved yet.
 
     Raises ValueError where weights have no values, because the checkpoint did not have them, and NotImplementedError for
     quantized ones.
     """
-    tensors = named_tensors(module)
+    tensors = {name: t for name, t in named_tensors(module).items() if not is_of(name, parts)}
     missing = sorted(name for name, t in tensors.items() if t.is_meta)
     if missing:
         raise ValueError(missing_message(type(module).__name__, missing))
     quantized = [name for name, t in tensors.items() if not is_ordinary(t)]
     if quantized:
         refuse_weights(type(module).__name__, quantized[0], tensors[quantized[0]])
-    groups = find_groups(module) if scan else []
+    groups = find_groups(module) if scan and not parts else []
     sources = {}
     for group in groups:
         block = module.get_submodule(f"{group.path}.{group.start}")
@@ -157,7 +160,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
         key: (tuple(tensors[names[0]].shape), sum(tensors[name].nbytes for name in names))
         for key, names in sources.items()
     }
-    specs, coverage = plan_weights(shapes, plan.rules, mesh)
+    specs, coverage = plan_weights(shapes, () if parts else plan.rules, mesh)
     avals = {}
     for key, names in sources.items():
         stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])

@@ -6,7 +6,7 @@ from accelerate.hooks import ModelHook
 
 
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
-from torchax.tensor import Tensor
+from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
 from .blocks import WeightWritten
@@ -16,8 +16,8 @@ from .decisions import Decisions, Question
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .following import look_after
-from .function import INPUT, PureFunction, on_every_chip, tracing
-from .lines import line_of
+from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
+from .lines import Line, line_of, raised_inside
 from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, READS, ValueRead
 from .scale import NumberRead
@@ -38,12 +38,16 @@ __all__ = [
     "DEVICE",
     "DEVICE_TENSORS",
     "INPUT",
+    "Line",
     "Decisions",
     "Deferred",
+    "Entangled",
     "ExecutionDevice",
     "Marked",
     "NumberRead",
     "Obstacle",
+    "Opaque",
+    "OperatorNotFound",
     "PureFunction",
     "Question",
     "READS",
@@ -75,6 +79,7 @@ __all__ = [
     "on_every_chip",
     "over_width",
     "quiet_integers",
+    "raised_inside",
     "scan_alike",
     "scan_batches",
     "scan_chunks",

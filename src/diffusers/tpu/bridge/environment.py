@@ -4,6 +4,7 @@ import contextlib
 import functools
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable
 
 import jax
@@ -14,12 +15,14 @@ from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
 
 from ..checkpoint import is_about_values, settled
+from ..idioms import said
 from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
 from .decisions import decided
 from .deferred import Deferred
 from .draws import drawn, is_draw
 from .layers import cast
+from .lines import asking_line
 from .outside import DEVICE_TENSORS, READS, usable_outside
 
 
@@ -27,6 +30,10 @@ DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
+
+
+def _array(t: torch.Tensor):
+    return t.jax() if on_device(t) else None
 
 
 def on_device(x) -> bool:
@@ -43,6 +50,7 @@ class Environment(_Environment):
 
     Attributes:
         draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
+        missing: operators that ran on the host because torchax lacks them, with the line that asked; how often.
         one_at_a_time: each operation is waited for. Of two programs at once with exchanges between simulated chips, each may
             have some of the processor's threads that the other waits for.
     """
@@ -51,6 +59,7 @@ class Environment(_Environment):
         super().__init__()
         self.draws = 0
         self.one_at_a_time = False
+        self.missing: Counter[str] = Counter()
 
     def enable_torch_modes(self):
         super().enable_torch_modes()
@@ -104,7 +113,15 @@ class Environment(_Environment):
             if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
             args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
-        result = self.with_decided(functools.partial(super().dispatch, func, types), args, kwargs)
+        try:
+            result = self.with_decided(functools.partial(super().dispatch, func, types), args, kwargs)
+        except OperatorNotFound:
+            if not isinstance(func, torch._ops.OpOverload) or any(
+                isinstance(_array(t), jax.core.Tracer) for t in tensors
+            ):
+                raise
+            self._say_missing(func)
+            result = drawn(self, func, args, kwargs, self._on_host)
         if self.one_at_a_time:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
@@ -137,6 +154,11 @@ class Environment(_Environment):
 
         given = tree_map_only(DEVICE_TENSORS, known, given)
         return given if any(found) else None, not all(found)
+
+    def _say_missing(self, func: torch._ops.OpOverload):
+        line = asking_line()
+        self.missing[f"torchax lacks {func} ({line})"] += 1
+        said.once(f"missing {func} {line}", f"{func} runs on the host, torchax has no such operator: {line}")
 
     def _without_tensors(self, func, types, args, kwargs):
         try:

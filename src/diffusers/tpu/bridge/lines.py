@@ -59,3 +59,10 @@ def line_of(error: BaseException) -> Line:
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, number) for frame, number in frames if not foreign(frame.f_code.co_filename)]
     return line_of_frame(*(own or frames)[-1])
+
+
+def raised_inside(error: BaseException) -> bool:
+    """Whether JAX or torchax raised it: not the model's code, which checks what it is given, nor ours."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename.replace("\\", "/")
+    return any(name in file for name in ("/torchax/", "/jax/", "/jaxlib/"))
