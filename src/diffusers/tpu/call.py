@@ -111,12 +111,13 @@ def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
     return answered
 
 
-def _values(tensor: torch.Tensor) -> np.ndarray:
-    dtype = bridge.numpy_dtype(tensor.dtype)
-    return np.asarray(tensor.jax() if bridge.on_device(tensor) else bridge.as_numpy(tensor).copy()).astype(dtype)
+def values_of(tensor: torch.Tensor) -> np.ndarray:
+    """As a program gets them. A host tensor is read each time: numpy may have written to its memory, which torch does not count."""
+    values = _of_device(tensor) if bridge.on_device(tensor) else bridge.as_numpy(tensor)
+    return values.astype(bridge.numpy_dtype(tensor.dtype))
 
 
-values_of = asked_once(_values)  # of a tensor, as a program gets them
+_of_device = asked_once(lambda tensor: np.asarray(tensor.jax()))
 
 
 def _is_same(version, other) -> bool:

@@ -77,8 +77,9 @@ class Uncompiled:
 
 
 def from_libraries(error: Exception) -> bool:
-    """Whether JAX or torchax could not do what upstream's code asked of them; a program that fails when it runs is another thing."""
-    return bridge.raised_inside(error) and not isinstance(error, jax.errors.JaxRuntimeError)
+    """Whether torch on our tensors, torchax or JAX could not do what upstream's code asked of them; a program that fails when it runs is another thing."""
+    theirs = isinstance(error, bridge.OperatorNotFound) or bridge.raised_inside(error)
+    return theirs and not isinstance(error, jax.errors.JaxRuntimeError)
 
 
 def run_on_host(module: torch.nn.Module, method: Callable, args: tuple, kwargs: dict, mesh: Mesh):
@@ -98,7 +99,9 @@ def reason_of(error: Exception) -> str:
     """In words, why a trace that ended so makes no program."""
     if isinstance(error, bridge.WeightWritten):
         return f"it writes into {error}"
-    if isinstance(error, (bridge.Entangled, bridge.Opaque)):
+    if isinstance(error, bridge.Opaque):
+        return "it answers with more than tensors and plain values"
+    if isinstance(error, bridge.Entangled):
         return str(error)
     if isinstance(error, bridge.OperatorNotFound):
         return f"torchax lacks an operator ({bridge.line_of(error)})"

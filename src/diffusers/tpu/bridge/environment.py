@@ -98,6 +98,8 @@ class Environment(_Environment):
         if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
             return Tensor(self.t2j_copy(numbers), self)
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            return self._written_out(func, args, **kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors and isinstance(func, torch._ops.OpOverload) and "device" not in kwargs:
             return self._without_tensors(func, types, args, kwargs)
@@ -120,11 +122,16 @@ class Environment(_Environment):
                 isinstance(_array(t), jax.core.Tracer) for t in tensors
             ):
                 raise
-            self._say_missing(func)
-            result = drawn(self, func, args, kwargs, self._on_host)
+            result = drawn(self, func, args, kwargs, self._in_place_of_missing)
         if self.one_at_a_time:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
+
+    @staticmethod
+    def _written_out(func, args, *, out: torch.Tensor, **kwargs):
+        """`out=` of any operator, also of one that torchax gives its answer only."""
+        func = getattr(func, "overloadpacket", func)
+        return out.copy_(func(*args, **kwargs))
 
     def with_decided(self, operator: Callable, args: tuple, kwargs: dict):
         """What the operator gives, of decided values where it asks for values: of truth values alone if that is enough."""
@@ -155,10 +162,15 @@ class Environment(_Environment):
         given = tree_map_only(DEVICE_TENSORS, known, given)
         return given if any(found) else None, not all(found)
 
-    def _say_missing(self, func: torch._ops.OpOverload):
+    def _in_place_of_missing(self, func: torch._ops.OpOverload, args, kwargs):
         line = asking_line()
+        result = self._on_host(func, args, kwargs)
+        layouts = {t.layout for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        if layouts - {torch.strided}:
+            raise OperatorNotFound(f"{func} gives tensors of {layouts}, which no device tensor can be")
         self.missing[f"torchax lacks {func} ({line})"] += 1
         said.once(f"missing {func} {line}", f"{func} runs on the host, torchax has no such operator: {line}")
+        return result
 
     def _without_tensors(self, func, types, args, kwargs):
         try:
