@@ -200,11 +200,18 @@ def test_hooks_that_keep_outputs_in_names_of_the_script(both):
         assert relative(bridge.from_numpy(one.jax()), oracle) < 1e-6
 
 
+class Deciding:
+    """By what weights have made."""
+
+    def __call__(self, x):
+        return x if x.mean() > 0 else x * 2
+
+
 @pytest.mark.idiom("decisions", "random-inside")
 def test_a_decision_by_a_value_and_random_numbers_run_eagerly(both):
     ours, theirs, runner, differ = both
     for m in (ours, theirs):
-        m.blocks[0].forward = lambda x, c: x if x.mean() > 0 else x * c
+        m.blocks[0].attn.processor = Deciding()
     for _ in range(4):
         assert differ() < 1e-6
     assert "decides by a value (test_changes.py, line" in runner.eager[0]
@@ -596,7 +603,7 @@ def as_upstream(mesh, build) -> Runner:
 def test_what_a_forward_leaves_and_reads_is_upstreams(make_mesh, forward):
     attributes, reason = KEPT[forward]
     runner = as_upstream(make_mesh(1, 1, 1), functools.partial(made, forward, **attributes))
-    assert not runner.compilations and len(runner.eager) == 1 and reason in runner.eager[0]
+    assert not runner.programs and len(runner.eager) == 1 and reason in runner.eager[0]
 
 
 def test_what_blocks_leave_and_read_is_upstreams(make_mesh):
@@ -671,7 +678,7 @@ READS = {
 @pytest.mark.parametrize("name", READS)
 def test_texts_and_arrays_of_values_are_values(make_mesh, name, capsys):
     runner = as_upstream(make_mesh(1, 1, 1), lambda: made(READS[name]))
-    assert not runner.compilations and "decides by a value (test_changes.py, line" in runner.eager[0]
+    assert not runner.programs and "decides by a value (test_changes.py, line" in runner.eager[0]
     shown = capsys.readouterr().out.replace(", device='jax:0'", "")
     assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
 

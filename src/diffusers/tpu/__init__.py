@@ -4,6 +4,7 @@ For users, of a pipeline or of a model by itself:
 
     install(pipe)      run its models on the TPU                    uninstall(pipe)   undo it, the pipeline as it was
     is_active()        is the TPU path in use in this process?      report(pipe)      compilations, seconds, bytes
+    explain(pipe)      which modules were compiled, and why not
 
 The rest is what the patched upstream files call.
 """
@@ -18,6 +19,7 @@ __all__ = [
     "attention_backend",
     "awake",
     "built",
+    "explain",
     "install",
     "is_active",
     "loading",
@@ -168,6 +170,11 @@ def uninstall(model_or_pipeline):
 def report(model_or_pipeline) -> dict:
     """What was compiled so far, of a pipeline by component. See `pipeline.report` and `models.report`."""
     return _room(model_or_pipeline).report(model_or_pipeline)
+
+
+def explain(model_or_pipeline) -> str:
+    """Which modules were compiled, which not, and why, with upstream's lines: in lines of text. See `ladder`."""
+    return _room(model_or_pipeline).explain(model_or_pipeline)
 
 
 def _room(model_or_pipeline):

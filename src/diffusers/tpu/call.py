@@ -42,6 +42,7 @@ class Call:
         state: the key of the module's state when it was made.
         scale: what the scales of LoRA layers are multiplied by.
         step: what it does of a cache that the module has.
+        decided: what its small inputs answer to the questions of its trace.
     """
 
     entry: str
@@ -54,6 +55,7 @@ class Call:
     state: object = None
     scale: float = 1.0
     step: bridge.Step | None = None
+    decided: tuple = ()
     values: Values | None = None
 
     @property
@@ -75,7 +77,9 @@ class Call:
 
     def pairs_with(self, other: "Call") -> bool:
         """Whether both can run as one call of both batches: alike, and the same values where not batched."""
-        if (self.key, self.batched, self.state) != (other.key, other.batched, other.state):
+        if any(
+            getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "decided", "scale")
+        ):
             return False
         shared = [n for n, batched in enumerate(self.batched) if not batched]
         if any(self.tensors[n] is not other.tensors[n] for n in shared):
@@ -124,6 +128,15 @@ def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Te
         return answer
 
     return answered
+
+
+def values_of(tensor: torch.Tensor) -> np.ndarray:
+    """As a program gets them. A host tensor is read each time: numpy may have written to its memory, which torch does not count."""
+    values = _of_device(tensor) if bridge.on_device(tensor) else bridge.as_numpy(tensor)
+    return values.astype(bridge.numpy_dtype(tensor.dtype))
+
+
+_of_device = asked_once(lambda tensor: np.asarray(tensor.jax()))
 
 
 def _is_same(version, other) -> bool:

@@ -1,25 +1,22 @@
 """What no program can stand for, and why: such calls run eagerly, upstream's Python operation by operation on the chips."""
 
 import contextlib
-import traceback
+from collections.abc import Callable
 
 import jax
 import torch
+from jax.sharding import Mesh, PartitionSpec
+from torch.utils._pytree import tree_map_only
 
 from . import bridge
 from .call import Call
+from .checkpoint import settled
 from .idioms import said
+from .sharding import named
 from .state import State, Trace
 
 
-NO_PROGRAM = (
-    bridge.WeightWritten,
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    bridge.ValueRead,
-)
+NO_PROGRAM = (bridge.WeightWritten, bridge.OperatorNotFound, bridge.Entangled, bridge.Opaque, *bridge.READS)
 LEAVES = "a call sees what the one before left in {}"
 KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
@@ -68,17 +65,49 @@ class Uncompiled:
         if any(one is other for one in changed for other in self._once):
             self.lasting += changed
         self._once += changed
-        if isinstance(error, bridge.WeightWritten):
-            return self.add(call, key, f"it writes into {error}")
-        self.add(call, key, f"it decides by a value ({line_of(error)})")
+        self.add(call, key, reason_of(error))
 
     def add(self, call: Call, key: tuple, reason: str):
         self.reasons[key] = reason
         name = f"{self.name}.{call.entry}"
         said.once(
             f"eager {name} {reason}",
-            f"{name} is not compiled as it is now, it runs on the chips operation by operation: {reason}",
+            f"{name} is not compiled as it is now, its own lines run on the chips one by one: {reason}",
         )
+
+
+def from_libraries(error: Exception) -> bool:
+    """Whether torch on our tensors, torchax or JAX could not do what upstream's code asked of them; a program that fails when it runs is another thing."""
+    theirs = isinstance(error, bridge.OperatorNotFound) or bridge.raised_inside(error)
+    return theirs and not isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def run_on_host(module: torch.nn.Module, method: Callable, args: tuple, kwargs: dict, mesh: Mesh):
+    """What the module's method answers in plain torch; on the chips again where glue handles device tensors."""
+    env = bridge.environment()
+    settled(list(module.parameters()), list(module.buffers()))
+    args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, env.host, (args, kwargs))
+    with env.left(), torch.inference_mode(False), torch.no_grad():
+        output = method(*args, **kwargs)
+    if not env.active:
+        return output
+    everywhere = named(mesh, PartitionSpec())
+    return tree_map_only(torch.Tensor, lambda t: bridge.to_torch(bridge.to_jax(t, everywhere)), output)
+
+
+def reason_of(error: Exception) -> str:
+    """In words, why a trace that ended so makes no program."""
+    if isinstance(error, bridge.WeightWritten):
+        return f"it writes into {error}"
+    if isinstance(error, bridge.Opaque):
+        return "it answers with more than tensors and plain values"
+    if isinstance(error, bridge.Entangled):
+        return str(error)
+    if isinstance(error, bridge.OperatorNotFound):
+        return f"torchax lacks an operator ({bridge.line_of(error)})"
+    if not isinstance(error, bridge.READS):
+        return f"{type(error).__name__} in a trace ({bridge.line_of(error)})"
+    return f"it decides by a value ({bridge.line_of(error)})"
 
 
 @contextlib.contextmanager
@@ -91,12 +120,3 @@ def random_state_kept(call: Call):
     finally:
         for generator, state in zip(generators, states):
             generator.set_state(state)
-
-
-def line_of(error: Exception) -> str:
-    """The line of upstream's or the user's code that asked."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
-    theirs = [frame for frame in frames if not any(name in frame.filename.replace("\\", "/") for name in libraries)]
-    frame = (theirs or frames)[-1]
-    return f"{frame.filename.rsplit('/', 1)[-1]}, line {frame.lineno}: {frame.line}"

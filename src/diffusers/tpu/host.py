@@ -3,11 +3,10 @@
 import functools
 
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from torch.utils._pytree import tree_map_only
+from jax.sharding import Mesh
 
 from . import bridge
-from .checkpoint import settled
+from .eager import run_on_host
 
 
 class HostModel:
@@ -36,14 +35,6 @@ class HostModel:
     def _entry(self, original):
         @functools.wraps(original)
         def run(*args, **kwargs):
-            env = bridge.environment()
-            settled(list(self.module.parameters()), list(self.module.buffers()))
-            args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, env.host, (args, kwargs))
-            with env.left(), torch.inference_mode(False), torch.no_grad():
-                output = original(*args, **kwargs)
-            if not env.active:
-                return output
-            everywhere = NamedSharding(self.mesh, PartitionSpec())
-            return tree_map_only(torch.Tensor, lambda t: bridge.to_torch(bridge.to_jax(t, everywhere)), output)
+            return run_on_host(self.module, original, args, kwargs, self.mesh)
 
         return run

@@ -22,6 +22,7 @@ from .attention.ways import Tally
 from .config import TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
 from .host import HostModel
+from .ladder import in_words, rungs
 from .mesh import make_mesh, plan_degrees
 from .plans import module_plan
 from .residency import Residency, residency_of
@@ -199,26 +200,35 @@ def report(module: torch.nn.Module) -> dict:
     return {"mesh": dict(runner.mesh.shape), "on_host": isinstance(runner, HostModel), **component_report(runner)}
 
 
+def explain(module: torch.nn.Module) -> str:
+    """Which rung of the `ladder` every submodule of an attached model took, and why, in lines of text."""
+    return "\n".join(in_words(type(module).__name__, report(module)["rungs"]))
+
+
 def component_report(runner: Runner | HostModel) -> dict:
-    """Programs (entry, shapes, branches, seconds, calls), compilations, why calls run eagerly, bytes per chip and whether
-    there, and with `TPUConfig.attention_tally` the shares of the ways that heads went."""
+    """Programs (module, entry, shapes, branches, seconds, calls), compilations, why calls run eagerly, which rung of the
+    `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
+    that heads went."""
     if isinstance(runner, HostModel):
-        return {}
+        return {"rungs": rungs(runner)}
     programs = [
         {
+            "module": name,
             "entry": program.entry,
             "shapes": [list(shape) for shape, _ in program.shapes],
             "branches": program.branches,
             "compile_seconds": program.compile_seconds,
             "calls": program.calls,
         }
-        for program in runner.programs.values()
+        for name, one in runner.with_parts()
+        for program in one.programs.values()
     ]
     placed = runner._placed
     return {
         "compilations": runner.compilations,
         "programs": programs,
         "eager": runner.eager,
+        "rungs": rungs(runner),
         "weights": placed and placed.coverage,
         "on_chips": bool(placed and placed.arrays),
         **({} if runner.tally is None else {"attention_ways": _shares(runner.tally)}),

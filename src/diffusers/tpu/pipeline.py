@@ -20,6 +20,7 @@ from . import bridge, glue, is_active, models
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .config import ACCELERATORS, TPUConfig, names_accelerator
 from .idioms import said
+from .ladder import in_words
 from .plans import PipelinePlan, plan_of
 from .residency import residency_of
 from .runner import one_call
@@ -85,6 +86,14 @@ def report(pipe) -> dict:
         "components": {name: models.component_report(runner) for name, runner in state.runners.items()},
         "on_host": [*state.on_host],
     }
+
+
+def explain(pipe) -> str:
+    """Which rung of the `ladder` every module of every component took, and why, in lines of text."""
+    found = report(pipe)
+    on_host = {name: models.component_report(model)["rungs"] for name, model in installation(pipe).on_host.items()}
+    by_name = {name: part["rungs"] for name, part in found["components"].items()} | on_host
+    return "\n".join(line for name, rungs in by_name.items() for line in in_words(name, rungs))
 
 
 # What an installed pipeline does differently

@@ -109,7 +109,8 @@ class Residency:
 
     def check(self, runner):
         """Raises ValueError where the runner's weights do not fit a chip."""
-        need = runner.current().coverage.bytes_per_chip
+        runner.current()
+        need = runner.bytes_per_chip
         if self.limit is None or need <= self.limit:
             return
         name, model = self._name(runner)
@@ -193,8 +194,7 @@ class Residency:
 
     def _drop(self, runner):
         jax.block_until_ready(self._marks.pop(runner, None))
-        if runner._placed is not None:
-            runner._placed.drop()
+        runner.drop()
         self._placed = [r for r in self._placed if r is not runner]
 
     def _mark(self, runner):
@@ -225,9 +225,10 @@ def residency_of(mesh: Mesh, config: TPUConfig) -> Residency:
 
 def _bytes(runner) -> int:
     """What the runner's weights will take of a chip."""
-    return runner.plan_weights().coverage.bytes_per_chip
+    runner.plan_weights()
+    return runner.bytes_per_chip
 
 
 def _there(runner) -> int:
     """What they take now: nothing where the model's tensors are no longer those that were placed."""
-    return 0 if runner._placed is None else runner._placed.coverage.bytes_per_chip
+    return runner.bytes_per_chip

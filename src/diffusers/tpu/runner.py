@@ -11,6 +11,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+from collections.abc import Iterator
 
 import jax
 import torch
@@ -21,11 +22,13 @@ from . import bridge
 from .adapters import scaled_by, take_scale
 from .attention.ways import Tally
 from .branches import Branches
-from .call import Call, Values, take_apart, version_of
+from .call import Call, Values, take_apart, values_of, version_of
 from .config import TPUConfig
+from .decided import Decided
 from .devices import compiler_options, generation_of
-from .eager import NO_PROGRAM, Uncompiled, random_state_kept
+from .eager import NO_PROGRAM, Uncompiled, from_libraries, random_state_kept, run_on_host
 from .idioms.refusing import without_gradients
+from .parts import Parts
 from .programs import Program, kept_at, trace_program
 from .residency import Residency
 from .settings import Settings
@@ -34,6 +37,16 @@ from .state import Entry, State, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
+PLAIN = (
+    torch.Tensor,
+    type(None),
+    bool,
+    int,
+    float,
+    str,
+    torch.dtype,
+    torch.device,
+)  # of a call, what hides no tensors
 _looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)
 
 
@@ -52,6 +65,9 @@ def one_call(runners):
 class Runner:
     """The compiled form of one module, shared by its entry methods and by the pipelines that share the module.
 
+    Where no program can be, because the module's lines ask for values or for what torchax lacks, it is in `parts` for as long as
+    it stays in that state. `part`: the module is itself one of another's.
+
     It takes host and device tensors. It answers with device tensors where those can be worked with (the environment is
     active: resident glue), else with host tensors.
     """
@@ -63,7 +79,11 @@ class Runner:
         mesh: Mesh,
         config: TPUConfig,
         residency: Residency | None = None,
+        part: bool = False,
     ):
+        self.part = part
+        self.parts: Parts | None = None
+        self._in_parts: dict[object, Parts] = {}
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
         self.residency = residency
         self.traced: dict[tuple, Program] = {}
@@ -78,24 +98,18 @@ class Runner:
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
         self.uncompiled = Uncompiled(type(module).__name__)
+        self.decided = Decided(type(module).__name__)
         self.tally = Tally() if config.attention_tally else None
 
     def attach(self):
         """Take the module's entry methods over; the module says where it runs by an attribute."""
-        for name in self.plan.entries:
-            self._signatures[name] = inspect.signature(getattr(self.module, name))
-            self._entries[name] = Entry(self, vars(self.module).get(name))
-            setattr(self.module, name, self._way_in(name))
+        self.take_over()
         self.module._tpu_runner = self
         self.module._hf_hook = bridge.ExecutionDevice()
 
     def detach(self):
         """Give the entry methods back and let go of the arrays; what the user has put in their place stays."""
-        for name, entry in self._entries.items():
-            if is_entry(vars(self.module).get(name)):
-                delattr(self.module, name)
-                if entry.own is not None:
-                    setattr(self.module, name, entry.own)
+        self.give_back()
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
         self._placed, self._state, self.branches.waiting = None, None, []
@@ -104,6 +118,23 @@ class Runner:
         self._signatures.clear()
         self._entries.clear()
         self.traced.clear()
+        self.parts = None
+        self._in_parts.clear()
+
+    def take_over(self):
+        """Calls of the module's entry methods are this runner's."""
+        for name in self.plan.entries:
+            self._signatures[name] = inspect.signature(getattr(self.module, name))
+            self._entries[name] = Entry(self, vars(self.module).get(name))
+            setattr(self.module, name, self._way_in(name))
+
+    def give_back(self):
+        """They are the module's again."""
+        for name, entry in self._entries.items():
+            if is_entry(vars(self.module).get(name)):
+                delattr(self.module, name)
+                if entry.own is not None:
+                    setattr(self.module, name, entry.own)
 
     def _way_in(self, name: str):
         original = functools.partial(self._method, name, self._entries[name])
@@ -131,24 +162,24 @@ class Runner:
     def plan_weights(self) -> PlacedWeights:
         """Where the weights lie or will lie; moves nothing."""
         if self._placed is None:
-            self._placed = plan_placement(
-                self.module, self.plan, self.mesh, self.config.scan and not self.uncompiled.lasting
-            )
+            scan = self.config.scan and not self.uncompiled.lasting
+            parts = () if self.parts is None else self.parts.names
+            self._placed = plan_placement(self.module, self.plan, self.mesh, scan, parts)
         return self._placed
 
     def current(self) -> PlacedWeights:
         """Where the weights lie or will lie, as the module's host tensors are now; moves nothing."""
         self._look_at_state()
-        if self.plan_weights().refresh(self._state.tensors, place=False):
+        if self.plan_weights().refresh(self._tensors, place=False):
             self._plan_anew()
         return self.plan_weights()
 
     def place(self) -> PlacedWeights:
         """The weights on the mesh, up to date with the module's host tensors."""
         self._look_at_state()
-        if self.plan_weights().refresh(self._state.tensors):
+        if self.plan_weights().refresh(self._tensors):
             self._plan_anew()
-            self.plan_weights().refresh(self._state.tensors)
+            self.plan_weights().refresh(self._tensors)
         return self._placed
 
     def look(self):
@@ -162,6 +193,24 @@ class Runner:
         if former is not None:
             self.plan_weights().take_over(former)
 
+    def drop(self):
+        """The weights leave the chips."""
+        for _, runner in self.with_parts():
+            if runner._placed is not None:
+                runner._placed.drop()
+
+    @property
+    def bytes_per_chip(self) -> int:
+        """What the weights take of a chip, as they are planned."""
+        placed = (runner._placed for _, runner in self.with_parts())
+        return sum(one.coverage.bytes_per_chip for one in placed if one is not None)
+
+    def with_parts(self, name: str = "") -> Iterator[tuple[str, "Runner"]]:
+        """This runner and those of its parts, of their parts too, with their names in the model."""
+        yield name, self
+        for path, runner in self.parts.runners.items() if self.parts is not None else ():
+            yield from runner.with_parts(f"{name}.{path}".lstrip("."))
+
     def _look_at_state(self):
         """Read the module's state again if it is not as it was."""
         if self._state is not None and self._state.same():
@@ -169,10 +218,18 @@ class Runner:
         self.kept = bridge.kept_by(self.module, self.plan_weights().groups, self.kept)
         self._state = read(self.module, () if self.kept is None else self.kept.apart)
         self._key = self._numbers = None
+        self._come_apart(self._in_parts.get(self._state.key))
         kept = self.uncompiled.lasting
         self.uncompiled.look_at(self._state)
         if kept and not self.uncompiled.lasting:
             self._plan_anew()  # what kept something is gone: blocks are stacked again
+
+    def _come_apart(self, parts: Parts | None):
+        """In these parts from here on, or whole."""
+        if parts is not self.parts:
+            self.parts = parts
+            self._plan_anew()
+        self._tensors = self._state.tensors if parts is None else parts.own(self._state.tensors)
 
     @property
     def state_key(self) -> tuple:
@@ -193,17 +250,20 @@ class Runner:
             if not _looked.get():
                 self.look()
             self.current()
-            if self.kept is not None and entry == "forward" and not self.uncompiled.lasting:
+            whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
+            if whole and self.kept is not None and entry == "forward":
                 call.keeps(self.kept.step())
-            program = None if self.uncompiled.lasting else self.program(call)
+            program = self.program(call) if whole else None
             if program is None or (self._numbers_are_read and call.scale != 1.0):
                 if call.step is not None:
                     call.step.undo()
                 if program is not None:
                     return self.run(entry, args, kwargs)
-                return self._run_eagerly(self.take_apart(entry, args, kwargs))
+                return self._run_eagerly(self.take_apart(entry, args, kwargs), args, kwargs)
             self.take_values(call)
             outputs = self.branches.run(call, program)
+            if bridge.environment().one_at_a_time:
+                jax.block_until_ready(outputs)
             if call.step is not None:
                 own = len(outputs) - program.function.results
                 call.step.keep([x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]])
@@ -261,12 +321,53 @@ class Runner:
             return function.output([x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs])
         return function.output([bridge.from_numpy(x) for x in outputs])
 
-    def _run_eagerly(self, call: Call):
+    def _opaque(self, call: Call) -> bool:
+        """Whether a part is given what may hide tensors, which its program would neither see nor write to."""
+        hides = self.part and any(not isinstance(leaf, PLAIN) for leaf in call.leaves)
+        if hides:
+            self._take_apart(
+                f"it is given a {next(type(x).__name__ for x in call.leaves if not isinstance(x, PLAIN))}"
+            )
+        return hides
+
+    def _take_apart(self, reason: str):
+        """The module is in parts while it is in this state."""
+        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods)
+        self._in_parts[self._state.key] = parts = Parts(
+            self.module, lambda part: Runner(part, plan, self.mesh, self.config, part=True), reason
+        )
+        self._come_apart(parts)
+
+    def _run_eagerly(self, call: Call, args: tuple, kwargs: dict):
+        """The module's own lines one by one, those of its parts too where it has none; on the host if they fail on the chips."""
         self.branches.finish()
+        if self.parts is not None and self.parts.host is not None:
+            return self._run_on_host(call, args, kwargs)
+        self.current()
         self.take_values(call)
+        if self.parts is None:
+            return self._line_by_line(call, args, kwargs)
+        try:
+            with self.parts.answering(), self.parts.noting_missing():
+                return self._line_by_line(call, args, kwargs)
+        except Exception as error:
+            if not from_libraries(error):
+                raise
+            self._state.restore()
+            failed = error
+        answer = self._run_on_host(call, args, kwargs)  # or its error, which is upstream's
+        self.parts.put_on_host(f"{type(self.module).__name__}.{call.entry}", failed)
+        return answer
+
+    def _line_by_line(self, call: Call, args: tuple, kwargs: dict):
         weights, specs = self._placed.one_by_one()
-        function = dataclasses.replace(self._function(call), groups=[], specs=specs)
-        return self._answer(function, function.eagerly(weights, call.values.inputs))
+        function, in_parts = dataclasses.replace(self._function(call), groups=[], specs=specs), self.parts is not None
+        if self.part:  # the caller may look at what it gave, and at what of that it is given back
+            return function.line_by_line(weights, args, kwargs, in_parts)
+        return self._answer(function, function.eagerly(weights, call.values.inputs, in_parts))
+
+    def _run_on_host(self, call: Call, args: tuple, kwargs: dict):
+        return run_on_host(self.module, self.original(call.entry), args, kwargs, self.mesh)
 
     # Programs
 
@@ -277,24 +378,42 @@ class Runner:
 
     @property
     def compilations(self) -> int:
-        """How many executables were compiled for this module."""
-        return len(self.programs)
+        """How many programs were compiled for this module and its parts."""
+        return sum(len(runner.programs) for _, runner in self.with_parts())
 
     @property
     def eager(self) -> list[str]:
         """Why calls of this module run eagerly, if any do."""
-        return [*dict.fromkeys(self.uncompiled.reasons.values())]
+        reasons = [reason for _, runner in self.with_parts() for reason in runner._reasons()]
+        return [*dict.fromkeys(reasons)]
+
+    def _reasons(self) -> Iterator[str]:
+        yield from self.uncompiled.reasons.values()
+        if self.parts is not None:
+            yield from filter(None, (self.parts.reason, *self.parts.missing, self.parts.host))
 
     def program(self, call: Call) -> Program | None:
         """The program of calls like this one, traced if it is new; None if none can stand for it."""
         call.state = self.state_key
         branches = self.branches.side_by_side(call) if bridge.environment().active else 1
         key = (call.key, branches, call.state)
+        if branches > 1 and key in self.decided.alone:
+            key = (call.key, branches := 1, call.state)
+        call.decided = self.decided.answers(key, call)
+        key = (*key, call.decided)
         if key in self.uncompiled.reasons:
             return None
         if key in self.traced:
             return self.traced[key]
+        fickle = self.decided.fickle(key, self.traced)
+        if fickle is not None:
+            return self._take_apart(f"its answers are others in each call ({fickle})")
+        return self._new_program(call, branches, key)
+
+    def _new_program(self, call: Call, branches: int, key: tuple) -> Program | None:
         function = self._function(call)
+        if branches == 1:
+            function.values = lambda number: values_of(call.tensors[number])
         try:
             with random_state_kept(call):
                 program = self.trace(call, branches, function)
@@ -304,12 +423,20 @@ class Runner:
         except bridge.NumberRead:
             self._numbers_are_read, self._key = True, None
             return self.program(call)
-        except NO_PROGRAM as error:
+        except Exception as error:
+            if not isinstance(error, NO_PROGRAM) and not from_libraries(error):
+                raise
+            if branches > 1:
+                self.decided.alone.add(key[:-1])
+                return self.program(call)
             program = self.uncompiled.decides(error, function.effects, call, key)
+            if not (self.uncompiled.lasting or isinstance(error, bridge.WeightWritten)):
+                self._take_apart(self.uncompiled.reasons[key])
         else:
             program = None if self.uncompiled.because_of(effects, call, key) else program
         if program is not None:
-            self.traced[key] = program
+            call.decided = self.decided.learn(key[:-1], function.decisions)
+            self.traced[*key[:-1], call.decided] = program
         elif self.uncompiled.lasting:
             self._plan_anew()
         return program
@@ -319,7 +446,8 @@ class Runner:
         self.current()
         if some[0].step is not None or self.kept is not None:
             return  # which step of its cache the first one is shows when it comes
-        program = None if self.uncompiled.lasting else self.program(dataclasses.replace(some[0], values=None))
+        whole = not (self.parts or self.uncompiled.lasting)
+        program = self.program(dataclasses.replace(some[0], values=None)) if whole else None
         if program is not None:
             self._compile(program)
 
@@ -334,7 +462,7 @@ class Runner:
 
     def _compile(self, program: Program):
         if program.compiled is None:
-            program.compile(share=self.residency is not None and len(self.residency.kind(self)) > 1)
+            program.compile(share=self.part or (self.residency is not None and len(self.residency.kind(self)) > 1))
 
     def _number_arguments(self, scale: float = 1.0) -> dict:
         numbers = {} if self._numbers_are_read else {n: x * scale for n, x in self._state.numbers.items()}
@@ -376,6 +504,7 @@ class Runner:
                 generation=generation_of(self.mesh.devices.flat[0]),
             ),
             matmul_precision=self.config.matmul_precision,
+            part=self.part,
             processors={} if self.config.layers == "xla" else self.plan.processors,
             whole=self.plan.whole,
             methods=self.plan.methods,

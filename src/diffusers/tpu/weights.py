@@ -27,6 +27,7 @@ from .bridge import as_numpy, numpy_dtype
 from .checkpoint import FileTensor, is_ordinary, missing_message, values
 from .devices import MIB
 from .idioms.refusing import refuse_weights
+from .parts import is_of
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
 from .state import Number
@@ -160,20 +161,23 @@ class PlacedWeights:
         return whole
 
 
-def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool) -> PlacedWeights:
-    """Where every weight of the module will lie; nothing is moved yet.
+def plan_placement(
+    module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool, parts: tuple[str, ...] = ()
+) -> PlacedWeights:
+    """Where every weight of the module will lie, those of its `parts` left out; nothing is moved yet.
 
     Raises ValueError where weights have no values, because the checkpoint did not have them, and NotImplementedError for
     quantized ones.
     """
-    adapters, tensors = Adapters(module), named_tensors(module)
+    adapters = Adapters(module)
+    tensors = {name: t for name, t in named_tensors(module).items() if not is_of(name, parts)}
     missing = sorted(name for name, t in tensors.items() if t.is_meta)
     if missing:
         raise ValueError(missing_message(type(module).__name__, missing))
     quantized = [name for name, t in tensors.items() if not is_ordinary(t)]
     if quantized:
         refuse_weights(type(module).__name__, quantized[0], tensors[quantized[0]])
-    groups = find_groups(module) if scan else []
+    groups = find_groups(module) if scan and not parts else []
     sources = {
         f"{group.label}.{name}": names for group in groups for name, names in group.sources(module, adapters).items()
     }
@@ -185,7 +189,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: b
         some = [tensors[name] for name in names if name is not None]
         largest = tuple(map(max, *(t.shape for t in some))) if len(some) > 1 else tuple(some[0].shape)
         shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
-    specs, coverage = plan_weights(shapes, plan.rules, mesh)
+    specs, coverage = plan_weights(shapes, () if parts else plan.rules, mesh)
     avals = {}
     for key, names in sources.items():
         stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])

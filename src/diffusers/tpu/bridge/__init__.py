@@ -6,19 +6,21 @@ from accelerate.hooks import ModelHook
 
 
 from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
-from torchax.tensor import Tensor
+from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
 from .blocks import WeightWritten
 from .caches import Kept, Step, kept_by
 from .captures import Marked, Tag, capture, capture_p, capturing
 from .crossing import as_numpy, from_numpy, numpy_dtype
+from .decisions import Decisions, Question
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .following import look_after
-from .function import INPUT, PureFunction, on_every_chip, tracing
+from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
+from .lines import Line, line_of, raised_inside
 from .obstacles import Obstacle, assuming
-from .outside import DEVICE_TENSORS, ValueRead
+from .outside import DEVICE_TENSORS, READS, ValueRead
 from .scale import NumberRead
 from .video import (
     attention_by_frame,
@@ -37,13 +39,20 @@ __all__ = [
     "DEVICE",
     "DEVICE_TENSORS",
     "INPUT",
+    "Line",
+    "Decisions",
     "Deferred",
+    "Entangled",
     "ExecutionDevice",
     "Kept",
     "Marked",
     "NumberRead",
     "Obstacle",
+    "Opaque",
+    "OperatorNotFound",
     "PureFunction",
+    "Question",
+    "READS",
     "Step",
     "Tag",
     "ValueRead",
@@ -65,6 +74,7 @@ __all__ = [
     "in_tiles",
     "joint_attention",
     "kept_by",
+    "line_of",
     "look_after",
     "looking_back",
     "normed_and_rotated",
@@ -73,6 +83,7 @@ __all__ = [
     "on_every_chip",
     "over_width",
     "quiet_integers",
+    "raised_inside",
     "scan_alike",
     "scan_batches",
     "scan_chunks",

@@ -41,7 +41,7 @@ def is_draw(func) -> bool:
 
 
 def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
-    """What the operator gives, drawn on the host; in the place of a tensor that it writes to, that tensor.
+    """What the operator gives, drawn or otherwise computed on the host; in the place of a tensor that it writes to, that tensor.
 
     `on_host(func, args, kwargs)` runs torch's own. While a model is traced its tensors have no values, and zeros stand for
     them: who traces looks at `env.draws` afterwards, and does not keep such a program.

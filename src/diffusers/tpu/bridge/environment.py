@@ -4,6 +4,8 @@ import contextlib
 import functools
 import re
 import warnings
+from collections import Counter
+from collections.abc import Callable
 
 import jax
 import torch
@@ -13,17 +15,25 @@ from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
 
 from ..checkpoint import is_about_values, settled
+from ..idioms import said
 from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
+from .decisions import decided
 from .deferred import Deferred
 from .draws import drawn, is_draw
 from .layers import cast
-from .outside import DEVICE_TENSORS, usable_outside
+from .lines import asking_line
+from .outside import DEVICE_TENSORS, READS, usable_outside
 
 
 DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
+
+
+def _array(t: torch.Tensor):
+    return t.jax() if on_device(t) else None
 
 
 def on_device(x) -> bool:
@@ -40,6 +50,7 @@ class Environment(_Environment):
 
     Attributes:
         draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
+        missing: operators that ran on the host because torchax lacks them, with the line that asked; how often.
         one_at_a_time: each operation is waited for. Of two programs at once with exchanges between simulated chips, each may
             have some of the processor's threads that the other waits for.
     """
@@ -48,6 +59,7 @@ class Environment(_Environment):
         super().__init__()
         self.draws = 0
         self.one_at_a_time = False
+        self.missing: Counter[str] = Counter()
 
     def enable_torch_modes(self):
         super().enable_torch_modes()
@@ -86,6 +98,8 @@ class Environment(_Environment):
         if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
             return Tensor(self.t2j_copy(numbers), self)
+        if isinstance(kwargs.get("out"), torch.Tensor):
+            return self._written_out(func, args, **kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if not tensors and isinstance(func, torch._ops.OpOverload) and "device" not in kwargs:
             return self._without_tensors(func, types, args, kwargs)
@@ -101,9 +115,61 @@ class Environment(_Environment):
             if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
             args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
-        result = super().dispatch(func, types, args, kwargs)
+        try:
+            result = self.with_decided(functools.partial(super().dispatch, func, types), args, kwargs)
+        except OperatorNotFound:
+            if not isinstance(func, torch._ops.OpOverload) or any(
+                isinstance(_array(t), jax.core.Tracer) for t in tensors
+            ):
+                raise
+            result = drawn(self, func, args, kwargs, self._in_place_of_missing)
         if self.one_at_a_time:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
+        return result
+
+    @staticmethod
+    def _written_out(func, args, *, out: torch.Tensor, **kwargs):
+        """`out=` of any operator, also of one that torchax gives its answer only."""
+        func = getattr(func, "overloadpacket", func)
+        return out.copy_(func(*args, **kwargs))
+
+    def with_decided(self, operator: Callable, args: tuple, kwargs: dict):
+        """What the operator gives, of decided values where it asks for values: of truth values alone if that is enough."""
+        try:
+            return operator(args, kwargs)
+        except READS:
+            for kinds in ((torch.bool,), (torch.bool, *INTEGERS)):
+                given, traced = self._decided(kinds, (args, kwargs))
+                if given is None:
+                    continue
+                with (
+                    contextlib.nullcontext() if traced else jax.ensure_compile_time_eval(),
+                    contextlib.suppress(*READS),
+                ):
+                    return operator(*given)
+            raise
+
+    def _decided(self, kinds: tuple, given):
+        """`given` with the values of those of these dtypes that are decided, None if none is; whether others are traced."""
+        found = []
+
+        def known(t):
+            values = decided(t.jax()) if t.dtype in kinds else None
+            found.append(values is not None)
+            with jax.ensure_compile_time_eval():
+                return t if values is None else Tensor(jax.numpy.asarray(values), self)
+
+        given = tree_map_only(DEVICE_TENSORS, known, given)
+        return given if any(found) else None, not all(found)
+
+    def _in_place_of_missing(self, func: torch._ops.OpOverload, args, kwargs):
+        line = asking_line()
+        result = self._on_host(func, args, kwargs)
+        layouts = {t.layout for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        if layouts - {torch.strided}:
+            raise OperatorNotFound(f"{func} gives tensors of {layouts}, which no device tensor can be")
+        self.missing[f"torchax lacks {func} ({line})"] += 1
+        said.once(f"missing {func} {line}", f"{func} runs on the host, torchax has no such operator: {line}")
         return result
 
     def _without_tensors(self, func, types, args, kwargs):

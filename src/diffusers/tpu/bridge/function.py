@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -24,6 +24,7 @@ from ..state import Trace, read, undone, without_caches
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
 from .caches import Kept
 from .crossing import from_numpy, numpy_dtype
+from .decisions import Decisions, deciding
 from .environment import decomposing, environment, on_device, quiet_integers
 from .scopes import module_scopes
 
@@ -62,8 +63,10 @@ class PureFunction:
         kept, kind: a cache that the module has, and the kind of step that the call is: its tensors are the last inputs, what it
             gives the last outputs, `results` in number.
         branches: how many calls are side by side in the batch.
+        part: of a model whose own lines run one by one: it must not share memory with them.
+        values: number of a tensor of the call -> its values, by which a trace decides (`decisions`); None: it cannot.
 
-    After a trace, `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
+    After a trace, `decisions` are what it decided; `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
     `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
     dtypes of what was given, `settings` what the blocks' state was.
     """
@@ -85,6 +88,9 @@ class PureFunction:
     kind: str = ""
     branches: int = 1
     results: int = 0
+    part: bool = False
+    values: Callable | None = None
+    decisions: Decisions | None = None
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
     effects: Trace | None = None
@@ -113,6 +119,7 @@ class PureFunction:
         env = environment()
         stacked, single = self._split(weights)
         stacked_numbers, single_numbers = self._split(numbers)
+        self.decisions = Decisions(self.values, inputs)
         with contextlib.ExitStack() as stack:
             runs = BlockRuns(
                 self.module,
@@ -128,6 +135,8 @@ class PureFunction:
             for context in (
                 without_caches(self.module),
                 _marked(),
+                self._one_at_a_time(False),
+                deciding(self.decisions),
                 _processors_of(self.module, self.processors),
                 _methods_of(self.module, self.methods),
                 _whole_of(self.module, self.whole),
@@ -149,18 +158,33 @@ class PureFunction:
             self.results = len(results)
             return arrays + [x.jax() for x in results]
 
-    def eagerly(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> list[jax.Array]:
-        """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays."""
-        env = environment()
-        before, env.one_at_a_time = env.one_at_a_time, self.attention.platform == "cpu"
-        try:
-            with _marked(), self._computing():
-                arrays, changed = self._run(weights, inputs, plain=lambda leaf: leaf)
-        finally:
-            env.one_at_a_time = before
+    def eagerly(
+        self, weights: dict[str, jax.Array], inputs: list[jax.Array], in_parts: bool = False
+    ) -> list[jax.Array]:
+        """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays.
+
+        `in_parts`: submodules that have a runner answer through it, on weights of their own.
+        """
+        args, kwargs = self._arguments([Tensor(array, environment()) for array in inputs])
+        with self._computing(), self._one_at_a_time():
+            return self._flat(self.line_by_line(weights, args, kwargs, in_parts), plain=lambda leaf: leaf)
+
+    def line_by_line(self, weights: dict[str, jax.Array], args, kwargs, in_parts: bool = False):
+        """Upstream's return value for the caller's own tensors, as `eagerly`, where device tensors work already."""
+        with contextlib.nullcontext() if in_parts else _marked():
+            output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
         for name, weight in changed.items():
             _put(self.module, name, weight)
-        return arrays
+        return output
+
+    @contextlib.contextmanager
+    def _one_at_a_time(self, wanted: bool = True):
+        env = environment()
+        before, env.one_at_a_time = env.one_at_a_time, wanted and self.attention.platform == "cpu"
+        try:
+            yield
+        finally:
+            env.one_at_a_time = before
 
     @contextlib.contextmanager
     def _computing(self):
@@ -168,24 +192,28 @@ class PureFunction:
             with decomposing(), environment().override_property(mesh=self.mesh), environment():
                 yield
 
-    def _run(
-        self, weights: dict[str, jax.Array], inputs: list[jax.Array], plain=None
-    ) -> tuple[list[jax.Array], dict[str, torch.Tensor]]:
-        """Flat output arrays, and the weights that were written to.
+    def _run(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> tuple[list[jax.Array], dict]:
+        """Flat output arrays, and the weights that were written to."""
+        given = [Tensor(array, environment()) for array in inputs]
+        args, kwargs = self._arguments(given)
+        output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
+        if self.part:
+            _apart(given, inputs, output)
+        return self._flat(output, _plain), changed
 
-        `plain`: what becomes of a part of the return value that is no tensor; of a trace it must be static.
-        """
-        plain = plain or _plain
-        env = environment()
-        tensors = iter(inputs)
-        leaves = [Tensor(next(tensors), env) if x is INPUT else x for x in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        names = Adapters(self.module).tensors(self.module)
-        weights = {f"module.{names.get(key, key)}": Tensor(self._gather(key, w), env) for key, w in weights.items()}
-        output, changed = written(Method(self.module, self.call), weights, args, kwargs)
+    def _arguments(self, tensors: list[Tensor]) -> tuple[tuple, dict]:
+        tensors = iter(tensors)
+        return tree_unflatten([next(tensors) if x is INPUT else x for x in self.leaves], self.spec)
+
+    def _swapped(self, weights: dict[str, jax.Array]) -> dict[str, Tensor]:
+        names, env = Adapters(self.module).tensors(self.module), environment()
+        return {f"module.{names.get(key, key)}": Tensor(self._gather(key, w), env) for key, w in weights.items()}
+
+    def _flat(self, output, plain: Callable) -> list[jax.Array]:
+        """The return value's arrays. `plain`: what becomes of a part of it that is no tensor; of a trace it must be static."""
         flat, self.output_spec = tree_flatten(output)
         self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
-        return [x.jax() for x in flat if isinstance(x, (Tensor, View))], changed
+        return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
 
     def output(self, tensors: list):
         """Upstream's return value with these tensors in the places of the traced ones."""
@@ -244,11 +272,28 @@ def _put(module: torch.nn.Module, name: str, weight: torch.Tensor):
     setattr(owner, name, torch.nn.Parameter(value, before.requires_grad) if name in owner._parameters else value)
 
 
+class Entangled(Exception):
+    """A part of a model shares memory with who calls it: its message says how."""
+
+
+def _apart(given: list[Tensor], arrays: list[jax.Array], output):
+    """Raises Entangled where a call wrote into its arguments or answered with them: who made the call may look there."""
+    if any(tensor.jax() is not array for tensor, array in zip(given, arrays)):
+        raise Entangled("it writes into an argument")
+    own = {id(array) for array in arrays}
+    if any(id(x.source_jax() if isinstance(x, View) else x.jax()) in own for x in tree_leaves(output) if on_device(x)):
+        raise Entangled("it answers with an argument")
+
+
+class Opaque(NotImplementedError):
+    """A model's answer has parts whose tensors nobody finds."""
+
+
 def _plain(leaf):
     """A static part of a return value; an object that may hide tensors is refused, its values would be lost."""
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
-    raise NotImplementedError(
+    raise Opaque(
         f"expected tensors, plain values or pytrees of them in a model's output, got {type(leaf).__name__}; register it with"
         " torch.utils._pytree"
     )

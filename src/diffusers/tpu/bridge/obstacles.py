@@ -6,7 +6,6 @@ every entry of an index, zeros of the shape that torch's meta device gives.
 """
 
 import contextlib
-import linecache
 import sys
 import traceback
 import types
@@ -24,28 +23,11 @@ from torchax.tensor import OperatorNotFound, Tensor
 from .crossing import numpy_dtype
 from .draws import is_draw
 from .environment import environment
-from .outside import DEVICE_TENSORS, ValueRead
+from .lines import foreign, line_of_frame
+from .outside import DEVICE_TENSORS, READS
 
 
 aten = torch.ops.aten
-READS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-    ValueRead,
-)
-LIBRARIES = (
-    "/torch/",
-    "/torchax/",
-    "/jax/",
-    "/jaxlib/",
-    "/diffusers/tpu/",
-    "/contextlib.py",
-    "/functools.py",
-    "<frozen",
-)
-OURS = "_flax.py"
 USES_OF_A_VIEW = ("transform_tensor", "update_tensor")
 VALUES = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
 IN_WORDS = {
@@ -96,10 +78,9 @@ class Obstacles:
     def add(self, what: str) -> Obstacle:
         """The obstacle at the line that the trace has come to."""
         frame, again = _line_of_the_module(sys._getframe(1))
-        file, line = frame.f_code.co_filename, frame.f_lineno
-        code = linecache.getline(file, line, frame.f_globals).strip()
-        obstacle = Obstacle(what, file, line, code, frame.f_code.co_qualname)
-        self.asked[file, line] += 1
+        line = line_of_frame(frame)
+        obstacle = Obstacle(what, line.file, line.line, line.code, line.function)
+        self.asked[line.file, line.line] += 1
         if not again:
             self.found[obstacle] = None
         return obstacle
@@ -115,7 +96,7 @@ def _line_of_the_module(frame) -> tuple[types.FrameType, bool]:
     A part of a tensor (`x[:, :n]`) is taken again each time that it is used, with the bounds that its own line gave.
     """
     again = False
-    while frame.f_back is not None and _foreign(frame.f_code.co_filename.replace("\\", "/")):
+    while frame.f_back is not None and foreign(frame.f_code.co_filename):
         again |= _uses_a_view(frame)
         frame = frame.f_back
     return frame, again
@@ -123,10 +104,6 @@ def _line_of_the_module(frame) -> tuple[types.FrameType, bool]:
 
 def _uses_a_view(frame) -> bool:
     return frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in USES_OF_A_VIEW
-
-
-def _foreign(file: str) -> bool:
-    return file.endswith(OURS) or any(name in file for name in LIBRARIES)
 
 
 @contextlib.contextmanager

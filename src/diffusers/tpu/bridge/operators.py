@@ -300,7 +300,8 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
     """
     if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
         value = value.to(dtype=self.dtype)
-    _upstream(self, *tree_map_only(torch.Tensor, self._env.moved, (key, value)))
+    given = tree_map_only(torch.Tensor, self._env.moved, (key, value))
+    self._env.with_decided(lambda args, kwargs: _upstream(self, *args), given, {})
 
 
 def type_as(self, other):

@@ -18,6 +18,7 @@ from torchax.view import View
 
 from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
+from .decisions import decided
 
 
 DEVICE_TENSORS = (Tensor, View)
@@ -26,6 +27,15 @@ HOST = torch.device("cpu")
 
 class ValueRead(RuntimeError):
     """A value was asked for of a tensor that has none yet: its model is being compiled."""
+
+
+READS = (
+    ValueRead,
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
 
 
 def as_host(t: torch.Tensor) -> torch.Tensor:
@@ -43,8 +53,11 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
 
 
 def _valued(t: torch.Tensor) -> jax.Array:
-    """The tensor's array, which has values; raises ValueRead where it has none yet."""
+    """The tensor's array, which has values, in a trace those that are decided; raises ValueRead where it has none yet."""
     array = t.jax()
+    known = decided(array)
+    if known is not None:
+        return known
     if isinstance(array, jax.core.Tracer):
         raise ValueRead(
             f"expected a tensor with values, got {array.aval.str_short()} of a model while it is compiled: values exist when"
@@ -107,12 +120,21 @@ def _dispatched(cls, func, types, args=(), kwargs=None):
     return tree_map_only(torch.Tensor, lambda t: owners.get(id(t), t), result)
 
 
+def _bounded(key):
+    """The key of an index; bounds of slices that are tensors as numbers."""
+    if isinstance(key, tuple):
+        return tuple(map(_bounded, key))
+    if not isinstance(key, slice):
+        return key
+    return slice(*(int(x) if isinstance(x, torch.Tensor) else x for x in (key.start, key.stop, key.step)))
+
+
 def _indexed(upstream):
     """`t[key]`; torch would make tensors of the lists in it on the device that it takes t's for."""
 
     def __getitem__(t, key):
         if inside.depth:
-            return upstream(t, key)
+            return upstream(t, _bounded(key))
         return as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)]
 
     return __getitem__
@@ -121,7 +143,7 @@ def _indexed(upstream):
 def _set(upstream):
     def __setitem__(t, key, value):
         if inside.depth:
-            upstream(t, key, value)
+            upstream(t, _bounded(key), value)
         else:
             as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)] = tree_map_only(DEVICE_TENSORS, as_host, value)
 

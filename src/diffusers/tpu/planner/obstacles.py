@@ -11,9 +11,8 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..bridge import Obstacle, assuming
+from ..bridge import Obstacle, assuming, line_of
 from ..call import Call
-from ..eager import line_of
 from ..plans import PLANS
 from ..programs import Program
 from ..sharding import ModelPlan

@@ -1,0 +1,45 @@
+"""Mochi's transformer on TPU: padding of its text is masked in one joint attention, not taken out.
+
+Upstream takes it out prompt by prompt, by the places where its mask is true: a length that is a value, so each would have a
+program of its own. Masked, all lengths have one. The words' answers stand as upstream puts them: those of words first, in their order, then zeros.
+"""
+
+import torch
+
+from ...tpu.sharding import ModelPlan
+from ..attention_processor import MochiAttnProcessor2_0
+
+
+class MochiProcessor:
+    """As upstream's, for a mask [B, L] of words whose values are not known."""
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb=None):
+        from ...tpu.bridge import joint_attention
+
+        def heads(x, norm=None):
+            x = x.unflatten(2, (attn.heads, -1))
+            return x if norm is None else norm(x)
+
+        latents = [heads(attn.to_q(hidden_states), attn.norm_q), heads(attn.to_k(hidden_states), attn.norm_k)]
+        if image_rotary_emb is not None:
+            latents = [_rotated(x, *image_rotary_emb) for x in latents]
+        latents.append(heads(attn.to_v(hidden_states)))
+        text = [
+            heads(attn.add_q_proj(encoder_hidden_states), attn.norm_added_q),
+            heads(attn.add_k_proj(encoder_hidden_states), attn.norm_added_k),
+            heads(attn.add_v_proj(encoder_hidden_states)),
+        ]
+        seen = attention_mask.bool()
+        answer, words = (x.flatten(2, 3) for x in joint_attention(tuple(latents), tuple(text), seen))
+        words = words.gather(1, torch.argsort(~seen, stable=True)[:, :, None].expand_as(words))
+        hidden_states = attn.to_out[1](attn.to_out[0](answer))
+        return hidden_states, attn.to_add_out(words) if hasattr(attn, "to_add_out") else words
+
+
+def _rotated(x, cos, sin):
+    """Neighbouring entries of x [B, T, N, D] as pairs, rotated by tables [T, N, D / 2] in float32."""
+    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).to(x.dtype).flatten(-2)
+
+
+PLAN = ModelPlan(processors={MochiAttnProcessor2_0: lambda upstream: MochiProcessor()})

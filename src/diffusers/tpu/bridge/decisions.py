@@ -1,0 +1,160 @@
+"""Values that upstream's code asks a traced tensor for, decided outside of the trace where they come from a call's small inputs.
+
+A trace knows the equations that its arrays came from. Read back to the inputs of the call they are a `Question`: a small
+function of masks, lengths and the like, and of no weight. It is answered with the call's own values before the trace goes on,
+and before each later call: the answers, in the order in which the trace asks, are a part of the program's key.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+from jax.interpreters.partial_eval import DynamicJaxprTracer
+
+from .lines import Line, asking_line
+
+
+MOST_ENTRIES = 1 << 14  # of an input that decides, and of an answer: masks and lengths, no latents
+MOST_EQUATIONS = 1 << 10
+LAYOUT = ("sharding_constraint", "copy")  # their operand, for what is asked here
+
+
+class _Unknown(Exception):
+    """The value comes from something else than small inputs."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What decides, as a function of some of a call's tensors.
+
+    Attributes:
+        inputs: their numbers among the call's tensors.
+        key: equal for equal functions of the same inputs.
+        line: of the code that asks.
+    """
+
+    inputs: tuple[int, ...]
+    key: tuple = field(repr=False)
+    line: Line = field(compare=False)
+    compute: Callable = field(compare=False, repr=False)
+
+    def answer(self, values: Callable[[int], np.ndarray]) -> np.ndarray:
+        """Of a call whose input of a number has the values `values(number)`; computed on the host."""
+        with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+            (answer,) = self.compute(*map(values, self.inputs))
+        return np.asarray(answer)
+
+
+@dataclass
+class Decisions:
+    """Those of one trace.
+
+    Args:
+        values: number of an input -> its values in the call that the trace is made for; None: they are not known.
+        inputs: the traced arrays of the call's tensors.
+
+    Attributes:
+        made: questions in the order in which they were asked first, each with its answer.
+    """
+
+    values: Callable[[int], np.ndarray] | None
+    inputs: list
+    made: dict[Question, np.ndarray] = field(default_factory=dict)
+
+    def decide(self, array: jax.Array) -> np.ndarray | None:
+        """What the array's values are in this call and all that share its program; None: not a thing to decide."""
+        if self.values is None or not _discrete(array) or array.size > MOST_ENTRIES:
+            return None
+        try:
+            question = _question(array, {id(x): n for n, x in enumerate(self.inputs)})
+        except _Unknown:
+            return None
+        if question not in self.made:
+            self.made[question] = question.answer(self.values)
+        return self.made[question]
+
+
+_open: contextvars.ContextVar[Decisions | None] = contextvars.ContextVar("diffusers_tpu_decisions", default=None)
+
+
+@contextlib.contextmanager
+def deciding(decisions: Decisions) -> Iterator[Decisions]:
+    """While this is open, what a trace of these inputs asks for is decided where it can be."""
+    token = _open.set(decisions)
+    try:
+        yield decisions
+    finally:
+        _open.reset(token)
+
+
+def decided(array: jax.Array) -> np.ndarray | None:
+    """The values of a traced array in the calls that the open trace stands for; None where they are not for it to say."""
+    decisions = _open.get()
+    return None if decisions is None or not isinstance(array, jax.core.Tracer) else decisions.decide(array)
+
+
+def _discrete(array) -> bool:
+    return array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)
+
+
+def _question(array: jax.Array, inputs: dict[int, int]) -> Question:
+    """What the array is of these inputs (id of an array -> its number). Raises _Unknown where it is of anything else."""
+    used, equations = {}, {}
+    steps = [(array, False)]
+    while steps:  # depth first: an equation comes behind those of its operands
+        x, done = steps.pop()
+        x = _constant_or_itself(x)
+        if not isinstance(x, jax.core.Tracer) or id(x) in used:
+            continue
+        if id(x) in inputs:
+            if x.size > MOST_ENTRIES:
+                raise _Unknown
+            used[id(x)] = x
+            continue
+        eqn = getattr(x, "parent", None)
+        if eqn is None or len(equations) == MOST_EQUATIONS:
+            raise _Unknown
+        if done:
+            equations[id(eqn)] = eqn
+        elif id(eqn) not in equations:
+            steps += [(x, True), *((operand, False) for operand in eqn.in_tracers)]
+    used = dict(sorted(used.items(), key=lambda item: inputs[item[0]]))
+
+    def compute(*values):
+        made = dict(zip(used, values))
+
+        def read(x):
+            x = _constant_or_itself(x)
+            if not isinstance(x, jax.core.Tracer):
+                return np.asarray(x)
+            return made[id(x)] if id(x) in made else made[x.val]
+
+        for eqn in equations.values():
+            operands = [read(x) for x in eqn.in_tracers]
+            if eqn.primitive.name not in LAYOUT:
+                operands = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+            many = eqn.primitive.multiple_results or eqn.primitive.name in LAYOUT
+            made.update(zip(eqn.outvars, operands if many else [operands]))
+        return read(array)
+
+    graph = jax.make_jaxpr(compute)(*used.values())
+    numbers = tuple(inputs[x] for x in used)
+    constants = tuple((x.shape, str(x.dtype), np.asarray(x).tobytes()) for x in graph.consts)
+    return Question(
+        numbers, (str(graph.jaxpr), constants), asking_line(), jax.jit(jax.extend.core.jaxpr_as_fun(graph))
+    )
+
+
+def _constant_or_itself(x):
+    """What a tracer stands for: a number, an array, or a value of the trace around its own; else the tracer."""
+    while isinstance(x, DynamicJaxprTracer):
+        known = x.val.val if isinstance(x.val, Literal) else x.get_const()
+        if known is None:
+            return x
+        x = known
+    return x

@@ -1,0 +1,68 @@
+"""The line of the model's own code that a trace has come to, or that an error came from."""
+
+import linecache
+import os
+import sys
+import traceback
+import types
+from dataclasses import dataclass
+
+
+LIBRARIES = (
+    "/torch/",
+    "/torchax/",
+    "/jax/",
+    "/jaxlib/",
+    "/diffusers/tpu/",
+    "/contextlib.py",
+    "/functools.py",
+    "<frozen",
+)
+OURS = "_flax.py"
+
+
+@dataclass(frozen=True)
+class Line:
+    """`code` at a line of a file, in a function."""
+
+    file: str
+    line: int
+    code: str
+    function: str
+
+    def __str__(self):
+        return f"{os.path.basename(self.file)}, line {self.line}: {self.code}"
+
+
+def foreign(file: str) -> bool:
+    """Whether a file is a library's or ours, not the model's."""
+    file = file.replace("\\", "/")
+    return file.endswith(OURS) or any(name in file for name in LIBRARIES)
+
+
+def line_of_frame(frame: types.FrameType, number: int | None = None) -> Line:
+    code, number = frame.f_code, number or frame.f_lineno
+    text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+    return Line(code.co_filename, number, text, code.co_qualname)
+
+
+def asking_line() -> Line:
+    """Where the model's own code is now; without any on the stack, the outermost frame."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and foreign(frame.f_code.co_filename):
+        frame = frame.f_back
+    return line_of_frame(frame)
+
+
+def line_of(error: BaseException) -> Line:
+    """The model's own line that an error went through last; without one, where it was raised."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    own = [(frame, number) for frame, number in frames if not foreign(frame.f_code.co_filename)]
+    return line_of_frame(*(own or frames)[-1])
+
+
+def raised_inside(error: BaseException) -> bool:
+    """Whether torch, torchax or JAX raised it: not the model's code, which checks what it is given, nor ours."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename.replace("\\", "/")
+    return any(name in file for name in ("/torch/", "/torchax/", "/jax/", "/jaxlib/"))
