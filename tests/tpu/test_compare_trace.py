@@ -7,13 +7,13 @@ import jax
 import pytest
 import torch
 
+import tiny
 import tiny_videos
 from diffusers.models.transformers import transformer_hunyuan_video15
 from diffusers.tpu.bridge import assuming
 from diffusers.tpu.cli import main
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.planner.building import build, configuration_of
 from diffusers.tpu.planner.obstacles import SMALL, of_pipeline
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.sharding import ModelPlan
@@ -30,7 +30,7 @@ def replaced_lines(root, number: str) -> set[str]:
 
 
 def test_unpatched_hunyuanvideo15_stops_at_the_lines_that_our_patches_replace(root, upstream, pristine):
-    pipe = build(configuration_of("hunyuanvideo-1.5-480p-i2v"), torch.bfloat16)
+    pipe = tiny.hunyuan15_i2v()
     theirs = upstream(HUNYUAN)
     for module in pipe.transformer.modules():
         if type(module).__module__ == transformer_hunyuan_video15.__name__:
@@ -49,7 +49,7 @@ def test_unpatched_hunyuanvideo15_stops_at_the_lines_that_our_patches_replace(ro
 
 
 def test_the_patched_one_is_stopped_by_nothing_as_a_run_traces_it():
-    pipe = build(configuration_of("hunyuanvideo-1.5-480p-i2v"), torch.bfloat16)
+    pipe = tiny.hunyuan15_i2v()
     (planned,) = of_pipeline(pipe, {**SMALL}, planned=True, only=["transformer"])
     assert not planned.obstacles and not planned.stopped
 
@@ -124,7 +124,8 @@ def test_every_sin_is_named_with_its_line():
     assert not obstacles.found
 
 
-def test_the_command_lists_them(capsys):
+@pytest.mark.slow
+def test_the_command_lists_them_of_a_published_model(capsys):
     assert main(["compare", "hunyuanvideo-1.5-480p-t2v", "--trace", "--component", "transformer"]) == 1
     out = capsys.readouterr().out
     assert re.search(rf"^  {FILE}:\d+: a truth value of a tensor", out, re.M) and "if is_t2v:" in out

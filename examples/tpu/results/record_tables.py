@@ -30,6 +30,7 @@ MODELS = {
     "cogvideox1.5-5b": "CogVideoX1.5 5B",
     "cogvideox-5b": "CogVideoX 5B",
     "cogvideox-2b": "CogVideoX 2B",
+    "cogvideox-5b@CogVideoXVideoToVideoPipeline": "CogVideoX 5B, video to video",
     "hunyuanvideo-1.5-720p-t2v": "HunyuanVideo-1.5",
     "hunyuanvideo-1.5-480p-t2v": "HunyuanVideo-1.5",
     "ltx-video": "LTX-Video",

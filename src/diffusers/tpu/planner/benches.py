@@ -245,7 +245,11 @@ NOT_COUNTED = (
 
 def run_cases() -> list[Case]:
     """A whole run, text encoder, steps and VAE, all compiled; and a first run, which traces and compiles them before."""
-    cases = [("v6e-8", "wan2.1-t2v-14b", VIDEO_720P), ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P)]
+    cases = [
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P),
+        ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P),
+        ("v6e-8", "cogvideox1.5-5b", COGVIDEOX_15),
+    ]
     return [_run(*case, way) for case in cases for way in WAYS]
 
 
@@ -294,9 +298,8 @@ def vae_cases() -> list[Case]:
         *((*hunyuan, variant) for variant in ("ours", "ours, in tiles", "nnx")),
         *(
             ("v6e-8", COGVIDEOX_VIDEO_TO_VIDEO, {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", variant, entry)
+            for frames, variant in ((81, "ours"), (81, "nnx"), (49, "ours"))
             for entry in ("decode", "encode")
-            for frames in (49, 81)
-            for variant in ("ours", "nnx")
         ),
     ]
     return [*(_vae(*case) for case in cases), torch_vae("v6e-1", "ltx-video", {}, "bfloat16", compiled=False)]
