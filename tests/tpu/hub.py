@@ -16,7 +16,7 @@ import tiny_dit as images
 import tiny_parts as parts
 import tiny_unets as unets
 import tiny_videos as videos
-from diffusers import DiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import DiffusionPipeline, StableDiffusionXLPipeline, WanPipeline
 
 
 def lora_xl(name: str):
@@ -30,6 +30,17 @@ def lora_xl(name: str):
     return write
 
 
+def lora_wan(name: str):
+    """A writer of a LoRA of Wan's transformer in a file of this name."""
+
+    def write(folder: Path):
+        transformer = videos.wan().transformer
+        transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q", "to_v", "net.2"]))
+        WanPipeline.save_lora_weights(folder, get_peft_model_state_dict(transformer), weight_name=name)
+
+    return write
+
+
 def concept(token: str):
     """A writer of a textual inversion: one learned word."""
 
@@ -39,6 +50,7 @@ def concept(token: str):
     return write
 
 
+few_steps = lora_wan("wan2.1_t2v_14b_lora_rank64_lightx2v_4step.safetensors")
 pixel_art, cinematic, cat_toy = (
     lora_xl("pixel-art-xl.safetensors"), lora_xl("pytorch_lora_weights.safetensors"), concept("<cat-toy>"),
 )  # fmt: skip
@@ -81,6 +93,7 @@ MAKERS = {
     "diffusers/sdxl-instructpix2pix-768": unets.sdxl_pix2pix,
     "diffusers/controlnet-canny-sdxl-1.0": unets.sdxl_controlnet,
     "madebyollin/sdxl-vae-fp16-fix": parts.kl,
+    "lightx2v/Wan2.1-Distill-Loras": few_steps,
     "nerijs/pixel-art-xl": pixel_art,
     "jbilcke-hf/sdxl-cinematic-1": cinematic,
     "sd-concepts-library/cat-toy": cat_toy,
@@ -136,7 +149,7 @@ class Hub:
         if folder.exists():
             return folder
         folder.mkdir(parents=True)
-        if maker in (pixel_art, cinematic, cat_toy):
+        if maker in (pixel_art, cinematic, cat_toy, few_steps):
             maker(folder)
             return folder
         made = maker()

@@ -102,7 +102,7 @@ def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, pipes, mes
     assert relative(first, plain) < 1e-5
     compiled = session.runner.compilations
     session.enable(CACHES[name])
-    for turn in range(2):  # the second video begins with an empty cache, and compiles nothing
+    for _ in range(2 if name in COMPILED else 1):  # the second video begins with an empty cache, and compiles nothing
         result, oracle = session.results()
         assert relative(result, oracle) < 1e-5
         assert relative(oracle, plain) > 1e-4  # the cache does something
@@ -133,7 +133,7 @@ def test_each_branch_decides_for_itself(chips, pipes, mesh):
 
 def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips, pipes):
     """Other schedules compile nothing; calibration, which reads values, runs eagerly and gives upstream's ratios."""
-    session = Session(pipes, (2, 2, 1))
+    session = Session(pipes, (1, 2, 1))
     known = None
     for threshold, skips in ((0.5, 2), (0.02, 3), (10.0, 1)):
         ratios = 1 + 0.02 * torch.randn(STEPS)

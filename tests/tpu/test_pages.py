@@ -296,6 +296,14 @@ def test_the_readmes_script_makes_a_video(run, tmp_path):
     assert report(pipe)["components"]["transformer"]["compilations"] == 0  # those were of the mesh before
 
 
+def test_the_lora_pages_script_makes_a_video_without_a_second_branch(run, tmp_path):
+    pipe = run(EXAMPLES / "LORA.md")["pipe"]
+    assert (tmp_path / "cat.mp4").stat().st_size
+    (program,) = report(pipe)["components"]["transformer"]["programs"]
+    assert pipe._tpu.config.mesh == (1, 8, 1) and (program["branches"], program["calls"]) == (1, 1)
+    assert pipe.get_active_adapters() == ["default_0"]
+
+
 @pytest.mark.slow
 def test_the_script_of_hunyuan_video15s_page_makes_a_video(run, tmp_path):
     idioms.on()  # as `import diffusers` does where the path is active
@@ -323,6 +331,6 @@ def test_the_video_page_encodes_and_decodes(run, monkeypatch):
 
 def test_every_page_with_python_is_run_here():
     ran = {"README_TPU.md", "src/diffusers/tpu/attention/README.md", "src/diffusers/tpu/video/README.md"}
-    ran.add("examples/tpu/hunyuan_video15/README.md")
+    ran |= {"examples/tpu/hunyuan_video15/README.md", "examples/tpu/LORA.md"}
     ran |= {"examples/tpu/MIGRATION.md", "examples/tpu/MIGRATION.zh.md"}  # in test_migration.py
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

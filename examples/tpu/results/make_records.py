@@ -37,13 +37,15 @@ from diffusers.tpu.planner.worker import versions
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-PLANS = {  # file: model, slice, size
+FEW_STEPS = {**benches.VIDEO_720P, "num_inference_steps": 4, "guidance_scale": 1.0}
+PLANS = {  # file: model, slice, size, and a mesh where it is not the pipeline's own
     "plan-wan2.1-t2v-14b-v6e-8": ("wan2.1-t2v-14b", "v6e-8", benches.VIDEO_720P),
     "plan-wan2.1-t2v-14b-480p-v5e-8": ("wan2.1-t2v-14b", "v5e-8", benches.VIDEO_480P),
     "plan-wan2.1-t2v-1.3b-480p-v5e-1": ("wan2.1-t2v-1.3b", "v5e-1", benches.VIDEO_480P),
     "plan-wan2.2-t2v-a14b-v6e-8": ("wan2.2-t2v-a14b", "v6e-8", benches.VIDEO_720P),
     "plan-hunyuanvideo-1.5-720p-v6e-8": ("hunyuanvideo-1.5-720p-t2v", "v6e-8", benches.HUNYUAN_720P),
     "plan-hunyuanvideo-1.5-480p-v5e-8": ("hunyuanvideo-1.5-480p-t2v", "v5e-8", benches.HUNYUAN_480P),
+    "plan-wan2.1-t2v-14b-4-steps-v6e-8": ("wan2.1-t2v-14b", "v6e-8", FEW_STEPS, (1, 8, 1)),
 }
 PICTURED = "plan-wan2.1-t2v-14b-v6e-8"
 COMPARED = ("compare", "examples/tpu/models/wan-shapes", "--seed", "21", "--json")
@@ -116,6 +118,7 @@ def records() -> dict[str, Record]:
     """By name, the cheap ones first."""
     made = {
         "check": of_bench("check"),
+        "cache": of_bench("cache"),
         "compare": Record(("compare-wan-shapes.json",), compared),
         "demo": Record(("red-circle-right.png",), demonstrated),
         "step": of_bench("step"),
@@ -124,7 +127,7 @@ def records() -> dict[str, Record]:
     }
     for name, asked in PLANS.items():
         rows = functools.partial(rows_of_plan, *asked)
-        made[name] = Record((f"{name}.json",), functools.partial(planned, *asked), rows)
+        made[name] = Record((f"{name}.json",), lambda stand, asked=asked: planned(*asked), rows)
     made["pages"] = Record(tuple(f"{name}.html" for name in PLANS), paged, made_of=None)
     made["picture"] = Record((f"{PICTURED}.png",), pictured, made_of=picture_of)
     made |= {"vae": of_bench("vae"), "calibration": of_bench("calibration")}
@@ -158,14 +161,14 @@ def of_bench(kind: str, name: str | None = None) -> Record:
     return Record((name or f"{kind}.json",), make, rows)
 
 
-def rows_of_plan(model: str, topology: str, size: dict) -> list[tuple[dict, planner.Question]]:
-    request = planner.request_of(model, topology, arguments=size)
+def rows_of_plan(model: str, topology: str, size: dict, mesh=None) -> list[tuple[dict, planner.Question]]:
+    request = planner.request_of(model, topology, arguments=size, mesh=mesh)
     return [({"model": model, "topology": topology}, planner.Question(planner.PLANS, request))]
 
 
-def planned(model: str, topology: str, size: dict, stand: list[dict]) -> list[bytes]:
+def planned(model: str, topology: str, size: dict, mesh=None) -> list[bytes]:
     """`diffusers-tpu plan --json`."""
-    return [as_json(planner.plan(model, topology, arguments=size, seconds=1800))]
+    return [as_json(planner.plan(model, topology, arguments=size, mesh=mesh, seconds=1800))]
 
 
 def paged(stand: list[dict]) -> list[bytes]:

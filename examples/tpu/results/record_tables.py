@@ -177,7 +177,51 @@ def _check(rows: list[dict]) -> list[str]:
     return _lines(head, lines)
 
 
+def _cache(rows: list[dict]) -> list[str]:
+    head = (
+        "cache",
+        "block runs of 400",
+        "fewer by",
+        "PSNR, dB",
+        "SSIM",
+        "steps of 50 with blocks",
+        "Wan 2.1 14B, v6e-8, s",
+    )
+    lines = [("none", "400", "", "", "", "50", _span(rows[0]["planned_without"]))]
+    for row in rows:
+        runs = (
+            f"{row['block_runs']:.0f}",
+            f"{row['fewer_block_runs']:.2f} x",
+            f"{row['psnr']:.1f}",
+            f"{row['ssim']:.3f}",
+        )
+        seconds = _span(row["planned_seconds"], row["planned_slower"])
+        lines.append((row["name"], *runs, str(row["steps_with_blocks"]), seconds))
+    return _lines(head, lines)
+
+
+def _few(plan: dict) -> list[str]:
+    head = (
+        "model and size",
+        "slice",
+        "mesh",
+        "steps",
+        "a step, s",
+        "text encoder and VAE, modelled, s",
+        "whole run, s",
+    )
+    steps, size, step = plan["steps"], plan["call"], plan["by_way"][BOUND]
+    others = plan["seconds_total"] - steps * step["seconds"]["total"]
+    mesh = ", ".join(map(str, plan["mesh"].values()))
+    whole = _span(plan["seconds_total"], others + steps * step["slower"])
+    work = _work({"model": plan["model"], **size})
+    seconds = (_span(step["seconds"]["total"], step["slower"]), _span(others), whole)
+    return _lines(head, [(work, plan["topology"], mesh, str(steps), *seconds)])
+
+
 TABLES = {
+    "cache": Table("cache.json", _cache),
+    "few-steps": Table("plan-wan2.1-t2v-14b-4-steps-v6e-8.json", _few),
     "speed": Table("step.json", _speed),
     "steps": Table("step.json", _steps),
     "run": Table("run.json", _run),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..attention.blocks import TUNED, Shape, tuned_key
 from ..attention.ways import BOUND, ONLINE, WAYS
 from ..devices import find_topology
-from . import PLANS, Question, check_row, request_of
+from . import PLANS, Question, cache_row, check_row, request_of
 from .calibration import PUBLISHED
 
 
@@ -394,6 +394,14 @@ def check_cases() -> list[Case]:
     return [Case({"model": model}, None, functools.partial(check_row.answer, model)) for model in models]
 
 
+def cache_cases() -> list[Case]:
+    """Caches on the shipped model: measured here, and by that planned of a large one."""
+    return [
+        Case({"model": "wan-shapes", "name": name}, None, functools.partial(cache_row.answer, name))
+        for name in cache_row.CACHES
+    ]
+
+
 BENCHES = {
     "attention": attention_cases,
     "sweep": sweep_cases,
@@ -402,6 +410,7 @@ BENCHES = {
     "vae": vae_cases,
     "calibration": calibration_cases,
     "check": check_cases,
+    "cache": cache_cases,
 }
 
 
