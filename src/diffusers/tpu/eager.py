@@ -56,8 +56,8 @@ class Uncompiled:
         self._once += effects.lasting
         return bool(effects.lasting or effects.draws)
 
-    def decides(self, error: Exception, effects: Trace, call: Call, key: tuple):
-        """The trace asked for a value, or wrote a weight: `error` is one of `NO_PROGRAM`.
+    def fails(self, error: Exception, effects: Trace, call: Call, key: tuple) -> str | None:
+        """The trace ended in this error. Why the module comes apart; None: it does not, calls like this one run eagerly.
 
         Where each such call changes the state too, none is traced any more.
         """
@@ -65,10 +65,17 @@ class Uncompiled:
         if any(one is other for one in changed for other in self._once):
             self.lasting += changed
         self._once += changed
-        self.add(call, key, reason_of(error))
+        reason = reason_of(error)
+        if isinstance(error, bridge.WeightWritten):
+            return self.add(call, key, reason)
+        self.say(call, reason)
+        return reason
 
     def add(self, call: Call, key: tuple, reason: str):
         self.reasons[key] = reason
+        self.say(call, reason)
+
+    def say(self, call: Call, reason: str):
         name = f"{self.name}.{call.entry}"
         said.once(
             f"eager {name} {reason}",

@@ -1,9 +1,10 @@
 """A module's methods as compiled programs: one executable per shape, static arguments and state of the module.
 
 Weights are arguments, placed once for all methods of a module. Before each call the module is looked at (`state`): what the user
-changed since makes another program, or is an argument of the same one. What no program can stand for, because each call
-leaves something for the next (caches, counters, hooks that keep values) or reads a value to decide, runs eagerly: upstream's
-Python, operation by operation on the chips, with the same result.
+changed since makes another program, or is an argument of the same one. What a call's small inputs decide is a part of its
+program's key (`decided`). A module whose lines ask for other values, or for what torchax lacks, comes apart (`parts`): its own lines run one
+by one, its submodules are programs; if that fails too, it runs on the host. What leaves something for the next call (caches, counters, hooks
+that keep values) runs eagerly whole: upstream's Python, operation by operation on the chips. The result is the same each time.
 """
 
 import contextlib
@@ -47,6 +48,7 @@ PLAIN = (
     torch.dtype,
     torch.device,
 )  # of a call, what hides no tensors
+LASTING = "lasting"  # of a module that each call changes, what stands for its state
 _looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)
 
 
@@ -218,9 +220,9 @@ class Runner:
         self.kept = bridge.kept_by(self.module, self.plan_weights().groups, self.kept)
         self._state = read(self.module, () if self.kept is None else self.kept.apart)
         self._key = self._numbers = None
-        self._come_apart(self._in_parts.get(self._state.key))
         kept = self.uncompiled.lasting
         self.uncompiled.look_at(self._state)
+        self._come_apart(self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key))
         if kept and not self.uncompiled.lasting:
             self._plan_anew()  # what kept something is gone: blocks are stacked again
 
@@ -331,9 +333,9 @@ class Runner:
         return hides
 
     def _take_apart(self, reason: str):
-        """The module is in parts while it is in this state."""
+        """The module is in parts while it is in this state, or changes with each call."""
         plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods)
-        self._in_parts[self._state.key] = parts = Parts(
+        self._in_parts[LASTING if self.uncompiled.lasting else self._state.key] = parts = Parts(
             self.module, lambda part: Runner(part, plan, self.mesh, self.config, part=True), reason
         )
         self._come_apart(parts)
@@ -348,7 +350,7 @@ class Runner:
         if self.parts is None:
             return self._line_by_line(call, args, kwargs)
         try:
-            with self.parts.answering(), self.parts.noting_missing():
+            with self.parts.answering(), self.parts.noting_missing(), bridge.whole_tracebacks():
                 return self._line_by_line(call, args, kwargs)
         except Exception as error:
             if not from_libraries(error):
@@ -415,7 +417,7 @@ class Runner:
         if branches == 1:
             function.values = lambda number: values_of(call.tensors[number])
         try:
-            with random_state_kept(call):
+            with random_state_kept(call), bridge.whole_tracebacks():
                 program = self.trace(call, branches, function)
                 effects = function.effects
                 if effects.scratch and not (effects.lasting or effects.draws):
@@ -429,9 +431,9 @@ class Runner:
             if branches > 1:
                 self.decided.alone.add(key[:-1])
                 return self.program(call)
-            program = self.uncompiled.decides(error, function.effects, call, key)
-            if not (self.uncompiled.lasting or isinstance(error, bridge.WeightWritten)):
-                self._take_apart(self.uncompiled.reasons[key])
+            program, reason = None, self.uncompiled.fails(error, function.effects, call, key)
+            if reason is not None:
+                return self._take_apart(reason)
         else:
             program = None if self.uncompiled.because_of(effects, call, key) else program
         if program is not None:

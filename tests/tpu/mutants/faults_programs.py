@@ -4,6 +4,7 @@ from table import TPU, in_file
 
 
 CHANGES = "test_changes.py"
+LADDER = "test_ladder.py"
 EVERY_CHANGE = f"{CHANGES}::test_every_change_after_a_first_call_is_seen"
 LORA = "test_lora.py::test_a_session_with_loras"
 LEFT = f"{CHANGES}::test_what_a_forward_leaves_and_reads_is_upstreams"
@@ -92,6 +93,34 @@ MUTANTS = [
         TPU + "state/reading.py",
         ("reading-scale-tensors", "        self.state.constants += [(tensor, tensor._version) for tensor in tensors]\n", "",
          "a scale that is written to in place is not seen", LORA),
+    ),
+    *in_file(
+        TPU + "decided.py",
+        ("decided-stale", "answers += (_hashable(answer),)\n        return answers\n\n    def _say", "answers += ((),)\n        return answers\n\n    def _say",
+         "a program is kept without the answers that it was made for", f"{LADDER}::test_a_line_that_asks"),
+        ("decided-fickle", "if len(last) < MOST_RUN_ONCE or", "if True or",
+         "a number that is another one in each call makes a program each time", f"{LADDER}::test_answers_that_are_others"),
+    ),
+    *in_file(
+        TPU + "bridge/decisions.py",
+        ("decisions-size", "            if x.size > MOST_ENTRIES:\n                raise _Unknown\n", "",
+         "latents are asked before each call", f"{LADDER}::test_what_is_no_small_input"),
+        ("decisions-same", "if question not in self.made:", "if not self.made:",
+         "a second question gets the first one's answer", f"{LADDER}::test_a_line_that_asks"),
+    ),
+    *in_file(
+        TPU + "bridge/function.py",
+        ("function-entangled", "        if self.part:\n            _apart(given, inputs, output)\n", "",
+         "what a part writes into its arguments is lost", f"{LADDER}::test_a_part_shares_its_callers_memory"),
+    ),
+    *in_file(
+        TPU + "runner.py",
+        ("runner-opaque", "hides = self.part and any(not isinstance(leaf, PLAIN) for leaf in call.leaves)", "hides = False",
+         "a store that a part is given has values of a trace", f"{LADDER}::test_a_part_shares_its_callers_memory"),
+        ("runner-parts-state", "self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key)", "self.parts",
+         "a module stays in parts when what kept it from being compiled is gone", f"{LADDER}::test_a_submodule_that_cannot"),
+        ("runner-alone", "                self.decided.alone.add(key[:-1])\n                return self.program(call)\n", "                pass\n",
+         "guidance branches that decide run in parts", f"{LADDER}::test_branches_that_decide"),
     ),
     *in_file(
         TPU + "eager.py",

@@ -18,7 +18,7 @@ from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .following import look_after
 from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
-from .lines import Line, line_of, raised_inside
+from .lines import Line, line_of, raised_inside, whole_tracebacks
 from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, READS, ValueRead
 from .scale import NumberRead
@@ -90,6 +90,7 @@ __all__ = [
     "to_jax",
     "to_torch",
     "tracing",
+    "whole_tracebacks",
 ]
 
 

@@ -139,28 +139,23 @@ class Environment(_Environment):
             return operator(args, kwargs)
         except READS:
             for kinds in ((torch.bool,), (torch.bool, *INTEGERS)):
-                given, traced = self._decided(kinds, (args, kwargs))
-                if given is None:
-                    continue
-                with (
-                    contextlib.nullcontext() if traced else jax.ensure_compile_time_eval(),
-                    contextlib.suppress(*READS),
-                ):
-                    return operator(*given)
+                with jax.ensure_compile_time_eval(), contextlib.suppress(*READS):
+                    given = self._decided(kinds, (args, kwargs))
+                    if given is not None:
+                        return operator(*given)
             raise
 
     def _decided(self, kinds: tuple, given):
-        """`given` with the values of those of these dtypes that are decided, None if none is; whether others are traced."""
+        """`given` with the values of those of these dtypes that are decided; None if none is."""
         found = []
 
         def known(t):
             values = decided(t.jax()) if t.dtype in kinds else None
             found.append(values is not None)
-            with jax.ensure_compile_time_eval():
-                return t if values is None else Tensor(jax.numpy.asarray(values), self)
+            return t if values is None else Tensor(jax.numpy.asarray(values), self)
 
         given = tree_map_only(DEVICE_TENSORS, known, given)
-        return given if any(found) else None, not all(found)
+        return given if any(found) else None
 
     def _in_place_of_missing(self, func: torch._ops.OpOverload, args, kwargs):
         line = asking_line()

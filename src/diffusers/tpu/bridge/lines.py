@@ -1,11 +1,15 @@
 """The line of the model's own code that a trace has come to, or that an error came from."""
 
+import contextlib
 import linecache
 import os
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from jax._src.config import traceback_filtering  # of one thread, for a while; JAX's public name is the process's
 
 
 LIBRARIES = (
@@ -59,6 +63,13 @@ def line_of(error: BaseException) -> Line:
     frames = list(traceback.walk_tb(error.__traceback__))
     own = [(frame, number) for frame, number in frames if not foreign(frame.f_code.co_filename)]
     return line_of_frame(*(own or frames)[-1])
+
+
+@contextlib.contextmanager
+def whole_tracebacks() -> Iterator[None]:
+    """Errors that go through JAX keep the frames that they came from."""
+    with traceback_filtering("off"):
+        yield
 
 
 def raised_inside(error: BaseException) -> bool:
