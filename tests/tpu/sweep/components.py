@@ -167,6 +167,15 @@ def mistral3(cls: type, **changes):
     return filled(cls(transformers.Mistral3Config(text_config=text, vision_config=vision)).eval())
 
 
+def gemma3():
+    text = {**parts.DECODER, "num_hidden_layers": 2, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 64}
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    }
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    return filled(transformers.Gemma3ForConditionalGeneration(config).eval())
+
+
 def multilingual_clip():
     from diffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
 
@@ -242,6 +251,7 @@ MAKERS = {
     "CosmosSafetyChecker": no_check,
     "Mistral3Model": lambda **changes: mistral3(transformers.Mistral3Model, **changes),
     "Mistral3ForConditionalGeneration": lambda **changes: mistral3(transformers.Mistral3ForConditionalGeneration, **changes),
+    "Gemma3ForConditionalGeneration": gemma3,
     "AutoProcessor": parts.chat_tokenizer,
     "Qwen3VLProcessor": parts.chat_tokenizer,
     "T5GemmaEncoder": lambda: t5_gemma().encoder,

@@ -117,7 +117,7 @@ RECIPES = [
     recipe("DanceDiffusion", {"audio_length_in_s": 0.02}, scheduler=diffusers.IPNDMScheduler),
     recipe("DiT", {"class_labels": [1]}),
     recipe("PNDM", {"num_inference_steps": 8}),
-    recipe("Amused.*", scheduler=lambda: diffusers.AmusedScheduler(mask_token_id=32), vqvae={"vq_embed_dim": None, "latent_channels": WIDTH}),
+    recipe("Amused.*", scheduler=lambda: diffusers.AmusedScheduler(mask_token_id=32), vqvae={"vq_embed_dim": None, "latent_channels": WIDTH, "lookup_from_codebook": True}),
     recipe("UnCLIP", prior=prior),
     recipe(
         "MarigoldDepth", unet={"in_channels": 8}, prediction_type="depth", default_denoising_steps=2, default_processing_resolution=64
@@ -128,7 +128,7 @@ RECIPES = [
     ),
     recipe(
         "MarigoldIntrinsics", unet={"in_channels": 12, "out_channels": 8}, prediction_type="intrinsics", default_denoising_steps=2,
-        default_processing_resolution=64, target_properties={"target_names": ["albedo", "roughness"]},
+        default_processing_resolution=64, target_properties=lambda: {"target_names": ["albedo", "roughness"]},
     ),
     # Kandinsky
     recipe("Kandinsky(V22)?(Prior.*|.*Combined)", prior=prior, prior_prior=prior),
@@ -157,7 +157,7 @@ RECIPES = [
     recipe("SanaSprintImg2Img", {"num_inference_steps": 2}),
     recipe("HiDreamImage", {"max_sequence_length": 64}),
     recipe("HunyuanDiT.*", text_encoder_2={}, tokenizer_2={}),
-    recipe("HunyuanImageRefiner", transformer={"in_channels": 8, "patch_size": (1, 1, 1), "rope_axes_dim": (4, 6, 6)}),
+    recipe("HunyuanImageRefiner", transformer={"in_channels": 16, "out_channels": 8, "patch_size": (1, 1, 1), "rope_axes_dim": (4, 6, 6)}),
     recipe("Krea2", text_encoder_select_layers=(0, 1), tokenizer=parts.chat_tokenizer),
     recipe("ZImage.*", text_encoder=parts.qwen3, tokenizer=parts.chat_tokenizer),
     recipe("PRXPixel", text_encoder=lambda: t5_gemma().encoder),
@@ -165,6 +165,21 @@ RECIPES = [
     recipe("QwenImageControlNetInpaint", controlnet={"extra_condition_channels": 4}),
     recipe("StableDiffusion3ControlNetInpainting", controlnet={"extra_conditioning_channels": 1}),
     recipe("BriaFibo(Edit)?", vae=tiny_wan.vae_22, transformer={"in_channels": 48}),
+    recipe("PRX", vae=KL16),
+    recipe("NucleusMoEImage", text_encoder={"num_hidden_layers": 8}),
+    recipe("BriaFibo(Edit)?", text_encoder={"vocab_size": 128256}),
+    recipe("HunyuanDiTControlNet", transformer={"num_layers": 4}),
+    recipe("StableDiffusionLatentUpscale", unet={"in_channels": 8, "time_cond_proj_dim": 128 + WIDTH}),
+    recipe("StableDiffusionGLIGENTextImage", unet={"attention_type": "gated-text-image"}),
+    recipe("WuerstchenCombined", {"height": scaled(2), "width": scaled(2)}),
+    recipe("WuerstchenDecoder", {"image_embeddings": embeds(1, 16, 3, 3)}),
+    recipe("ZImageControlNetInpaint", controlnet={"control_in_dim": 33, "add_control_noise_refiner": "control_noise_refiner"}),
+    recipe(
+        "VisualCloze.*",
+        {"task_prompt": "a", "content_prompt": "b", "upsampling_height": scaled(1), "upsampling_width": scaled(1),
+         "image": lambda *size: [[[noise_image(*size), noise_image(*size)], [noise_image(*size), None]]]},
+        transformer={"in_channels": 384, "out_channels": 64}, resolution=64,
+    ),
     # Video
     recipe("Wan(?!Animate).*", scheduler=lambda: diffusers.UniPCMultistepScheduler(**FLOW_UNIPC)),
     recipe("Wan|WanVACE|LucyEdit", transformer={}),
@@ -186,11 +201,21 @@ RECIPES = [
     recipe("Cosmos2_5.*", tokenizer=parts.chat_tokenizer, transformer={"in_channels": 17}),
     recipe("AnyFlowFAR|Helios.*", {"image": None, "video": None}),
     recipe("MotifVideo.*", guider=diffusers.ClassifierFreeGuidance),
+    recipe(
+        "LTX2.*",
+        {"max_sequence_length": 64, "spatio_temporal_guidance_blocks": [0], "output_type": "np", "sigmas": None},
+    ),
+    recipe(
+        "LTXI2VLongMultiPrompt",
+        {"decode_horizontal_tiles": 1, "decode_vertical_tiles": 1, "decode_overlap": 1, "cond_image": noise_image, "temporal_tile_size": 16,
+         "temporal_overlap": 8},
+    ),
+    recipe("Cosmos3Omni", {"image": None, "video": None}, text_tokenizer=parts.chat_tokenizer),
     # Audio
     recipe(
         "AudioLDM|MusicLDM", {"audio_length_in_s": 0.016}, vae=AUDIO_VAE, vocoder=vocoder,
         unet={"class_embed_type": "simple_projection", "projection_class_embeddings_input_dim": WIDTH, "class_embeddings_concat": True,
-              "cross_attention_dim": None},
+              "cross_attention_dim": (8, 16)},
         feature_extractor=None,
     ),
     recipe("StableAudio", {"audio_end_in_s": 0.5}, vae={"sampling_rate": 2048}),

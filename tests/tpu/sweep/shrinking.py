@@ -90,11 +90,11 @@ BY_CLASS = {
         "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
     },
     "UNet1DModel": {
-        "block_out_channels": (8, 8, 16), "sample_size": 512, "sample_rate": 16000, "extra_in_channels": 16,
+        "block_out_channels": (32, 32, 32), "sample_size": 512, "sample_rate": 16000, "extra_in_channels": 16,
         "norm_num_groups": 8,
     },
     "T2IAdapter": {"channels": [8, 16], "num_res_blocks": 1},
-    "Kandinsky3UNet": {"block_out_channels": (16, 16, 16), "layers_per_block": 1, "attention_head_dim": 4, "groups": 2, "time_embedding_dim": 16},
+    "Kandinsky3UNet": {"block_out_channels": (16, 32, 64, 128), "layers_per_block": 1, "attention_head_dim": 4, "groups": 2, "time_embedding_dim": 16},
     "AutoencoderKL": {
         "block_out_channels": FOUR, "down_block_types": DOWN_4, "up_block_types": UP_4, "sample_size": 64,
     },
@@ -119,7 +119,7 @@ BY_CLASS = {
         "latent_channels": 4, "block_out_channels": (8,) * 5, "downsample_match_channel": False, "upsample_match_channel": False,
     },
     "AutoencoderKLHunyuanImage": {
-        "in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (32,) * 4, "spatial_compression_ratio": 8,
+        "in_channels": 3, "out_channels": 3, "latent_channels": 4, "block_out_channels": (32,) * 4, "spatial_compression_ratio": 8, "scaling_factor": 0.75,
         "downsample_match_channel": False, "upsample_match_channel": False, "sample_size": 64, "layers_per_block": 1,
     },
     "AutoencoderKLHunyuanImageRefiner": {
@@ -179,7 +179,7 @@ BY_CLASS = {
     },
     "WanTransformer3DModel": WAN, "WanVACETransformer3DModel": {**WAN, "vace_layers": [0, 1]},
     "SkyReelsV2Transformer3DModel": WAN, "ChronoEditTransformer3DModel": WAN, "AnyFlowTransformer3DModel": WAN,
-    "AnyFlowFARTransformer3DModel": WAN,
+    "AnyFlowFARTransformer3DModel": {**WAN, "chunk_partition": (1, 2)},
     "WanAnimateTransformer3DModel": {
         **WAN, "image_dim": 16, "added_kv_proj_dim": 48, "motion_encoder_channel_sizes": {"4": 8, "8": 8, "16": 8},
         "motion_encoder_size": 16, "motion_style_dim": 8, "motion_dim": 4, "motion_encoder_dim": 16,
@@ -216,6 +216,35 @@ BY_CLASS = {
     "LongCatAudioDiTVae": {
         "channels": 4, "c_mults": [1, 2], "strides": [2, 4], "latent_dim": 8, "encoder_latent_dim": 16, "downsampling_ratio": 8,
         "sample_rate": 800,
+    },
+    "AutoencoderKLLTX2Video": {
+        "latent_channels": 8, "block_out_channels": (8, 8, 16, 16), "decoder_block_out_channels": (8, 8, 16),
+        "layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 4,
+    },
+    "AutoencoderKLLTX2Audio": {"base_channels": 8, "num_res_blocks": 1},
+    "LTX2Vocoder": {"hidden_channels": 32},
+    "LTX2TextConnectors": {
+        "caption_channels": WIDTH, "text_proj_in_factor": 3, "video_hidden_dim": WIDTH, "audio_hidden_dim": WIDTH,
+        **{f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in {
+            "num_attention_heads": HEADS, "attention_head_dim": HEAD, "num_layers": 1, "num_learnable_registers": 16,
+        }.items()},
+    },
+    "LTX2VideoTransformer3DModel": {
+        "in_channels": 8, "out_channels": 8, "cross_attention_dim": WIDTH, "audio_cross_attention_dim": WIDTH,
+        "audio_num_attention_heads": HEADS, "audio_attention_head_dim": HEAD,
+    },
+    "LTX2LatentUpsamplerModel": {"in_channels": 8, "mid_channels": 32, "num_blocks_per_stage": 1},
+    "DreamLiteUNetModel": {"block_out_channels": (8, 8, 16), "layers_per_block": 1, "attention_head_dim": 4},
+    "QwenImage21Transformer2DModel": {"mlp_ratio": 2, "in_channels": 16, "out_channels": 16},
+    "AutoencoderKLQwenImage21": {
+        "base_dim": 4, "decoder_base_dim": 4, "num_res_blocks": 1, "z_dim": 16, "latents_mean": [0.0] * 16, "latents_std": [1.0] * 16,
+    },
+    "ErnieImageTransformer2DModel": {"in_channels": 32, "out_channels": 32},
+    "StableAudio3DiTModel": {"cond_token_dim": WIDTH, "global_cond_dim": WIDTH, "io_channels": 16, "local_add_cond_dim": 17, "num_memory_tokens": 4, "timestep_features_dim": 16},
+    "StableAudio3DurationEmbedder": {"output_dim": WIDTH, "fourier_dim": 16},
+    "AutoencoderSAME": {
+        "patch_size": 16, "encoder_channels": 16, "encoder_c_mults": (1,), "encoder_strides": (2,), "encoder_transformer_depths": (1,),
+        "latent_dim": 16, "dim_heads": 8, "sampling_rate": 1600,
     },
     "Krea2Transformer2DModel": {"num_text_layers": 2},
     "ShapERenderer": {
