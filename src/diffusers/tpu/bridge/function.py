@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_map, tree_unflatten
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -166,7 +166,7 @@ class PureFunction:
         args, kwargs = tree_unflatten(leaves, self.spec)
         weights = {f"module.{name}": Tensor(self._gather(name, w), env) for name, w in weights.items()}
         output, changed = written(Method(self.module, self.call), weights, args, kwargs)
-        flat, self.output_spec = tree_flatten(output)
+        flat, self.output_spec = tree_flatten(tree_map(_opened, output))
         self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
         return [x.jax() for x in flat if isinstance(x, (Tensor, View))], changed
 
@@ -225,6 +225,28 @@ def _put(module: torch.nn.Module, name: str, weight: torch.Tensor):
     if numpy_dtype(before.dtype) == numpy_dtype(value.dtype):
         value = value.to(before.dtype)  # 64 bits again
     setattr(owner, name, torch.nn.Parameter(value, before.requires_grad) if name in owner._parameters else value)
+
+
+class _Opened:
+    """In a flattened return value, an object of upstream's (a posterior, a cache of keys): its attributes are its parts."""
+
+    def __init__(self, held):
+        self.type, self.parts = type(held), tree_map(_opened, vars(held))
+
+
+def _opened(leaf):
+    theirs = type(leaf).__module__.startswith("diffusers.") and not isinstance(leaf, (torch.Tensor, torch.nn.Module))
+    return _Opened(leaf) if theirs and hasattr(leaf, "__dict__") else leaf
+
+
+def _closed(values, structure: tuple):
+    cls, names = structure
+    held = object.__new__(cls)
+    vars(held).update(zip(names, values))
+    return held
+
+
+register_pytree_node(_Opened, lambda held: ([*held.parts.values()], (held.type, tuple(held.parts))), _closed)
 
 
 def _plain(leaf):

@@ -299,7 +299,9 @@ def _get_item(plain):
     """torchax's. Of a part of a tensor (`x[:n]`) it takes parts only; an index by numbers is of the part's values."""
 
     def get_item(self, key):
-        if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in (key if isinstance(key, tuple) else (key,))):
+        if any(
+            isinstance(part, (list, torch.Tensor, jax.Array)) for part in (key if isinstance(key, tuple) else (key,))
+        ):
             self = Tensor(self.jax(), self._env)
         return plain(self, key)
 
