@@ -4,6 +4,8 @@
 #   make test      the fast tests, in two processes (WORKERS=4 for more: some 4 GB of memory each)
 #   make test-all  every test
 #   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (an hour)
+#   make coverage  upstream's pipelines, each tiny on eight simulated chips against upstream: those without a result, and the tables
+#                  (hours if all; goes on where it was stopped)
 #   make records   every file of examples/tpu/results/ whose programs these sources make otherwise, and the tables of the pages
 #                  from them: minutes to see which, hours to make all; goes on where it was stopped
 #   make tables    the tables of the pages alone, from the files that are there
@@ -29,7 +31,7 @@ VIDEO := out/red-circle-right.mp4
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all mutants records tables lint clean
+.PHONY: demo test test-all mutants coverage records tables lint clean
 
 demo: $(INSTALLED)
 	@DIFFUSERS_TPU=cpu $(BIN)/diffusers-tpu generate $(MODEL) --prompt "$(PROMPT)" --height 64 --width 64 \
@@ -46,6 +48,10 @@ test-all: $(INSTALLED)
 
 mutants: $(INSTALLED)
 	$(BIN)/python tests/tpu/mutants/run.py
+
+coverage: $(INSTALLED)
+	$(BIN)/python tests/tpu/sweep/run.py
+	$(BIN)/python examples/tpu/results/make_records.py --tables
 
 records: $(INSTALLED)
 	$(BIN)/python examples/tpu/results/make_records.py

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map_only
 
 from conftest import relative
 from diffusers import AutoencoderKLWan
@@ -37,6 +38,13 @@ def test_type_as_leaves_its_tensor_alone(env):
     x, other = on_chip(torch.randn(3)), on_chip(torch.randn(2).bfloat16())
     y = x.type_as(other)
     assert (x.dtype, y.dtype) == (torch.float32, torch.bfloat16)
+
+
+def test_a_part_of_a_tensor_is_indexed_by_numbers(env):
+    x, places = torch.randn(5, 4), torch.tensor([2, 0])
+    for key in ([0, -1], places, (slice(None), [3, 1]), (places, slice(1, 3)), torch.tensor([True, False, True])):
+        theirs, ours = (tree_map_only(torch.Tensor, put, key) for put in (torch.clone, on_chip))
+        assert torch.equal(on_host(on_chip(x)[1:4][ours]), x[1:4][theirs])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

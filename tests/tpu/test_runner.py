@@ -1,10 +1,14 @@
 """Oracle: the module in torch. What is compiled, how often, and that a changed module is never answered from before."""
 
+import copy
+
 import jax
 import pytest
 import torch
 
 from conftest import relative
+from diffusers.models.autoencoders.vae import IdentityDistribution
+from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.tpu import bridge
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.runner import Runner
@@ -77,6 +81,29 @@ def test_a_method_that_calls_another_is_one_program(attach):
     theirs = module.encode(x)
     runner = attach(module, 1, 1, 1, entries=("forward", "encode"))
     assert relative(module.encode(x), theirs) < 1e-6 and runner.compilations == 1
+
+
+def test_objects_of_upstreams_are_given_back_with_their_tensors(attach):
+    cache = Flux2KVCache(2, 1)
+
+    class Filling(torch.nn.Module):
+        def forward(self, x):
+            made = copy.deepcopy(cache)
+            made.num_ref_tokens = 3
+            made.get_double(1).store(x + 1, x * 2)
+            return {"cache": made, "posterior": IdentityDistribution(x * 3)}
+
+    module, x = Filling(), torch.randn(2, 3)
+    runner = attach(module, 1, 1, 1)
+    for x in (x, -x):
+        given = module(x)
+        assert type(given["cache"]) is Flux2KVCache and given["cache"].num_ref_tokens == 3
+        assert [len(given["cache"].double_block_caches), given["cache"].get_double(0).k_ref] == [2, None]
+        for ours, theirs in zip(
+            (*given["cache"].get_double(1).get(), given["posterior"].mode()), (x + 1, x * 2, x * 3)
+        ):
+            assert relative(ours, theirs) < 1e-6
+    assert runner.compilations == 1
 
 
 def test_detach_gives_the_module_back():

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import coverage_tables
+from coverage_tables import markdown
+
 from diffusers.tpu.attention.ways import BOUND, WAYS
 from diffusers.tpu.planner.benches import ATTENTION_PATHS, ATTENTION_SHAPES, CHIP_SLICES
 
@@ -96,7 +99,7 @@ def _speed(rows: list[dict]) -> list[str]:
         ways = found[key]
         seconds = (_span(ways[way]["seconds_per_step"], ways[way]["slower"]) for way in WAYS)
         lines.append((_work(ways[BOUND]), key[2], *seconds, _gib(ways[BOUND])))
-    return _lines(("model and size", "slice", "all heads bounded", "centred", "online", "GiB a chip"), lines)
+    return markdown(("model and size", "slice", "all heads bounded", "centred", "online", "GiB a chip"), lines)
 
 
 def _steps(rows: list[dict]) -> list[str]:
@@ -111,7 +114,7 @@ def _steps(rows: list[dict]) -> list[str]:
         figures = (_span(row["seconds_per_step"], row.get("slower")), ", ".join(kinds), f"{100 * row['mfu']:.0f} %")
         program = (_work(row), row["topology"], PROGRAMS[row["variant"]])
         lines.append((*program, *figures, _gib(row), traced, f"{row['compile_seconds']:.0f}"))
-    return _lines(head, lines)
+    return markdown(head, lines)
 
 
 def _run(rows: list[dict]) -> list[str]:
@@ -125,7 +128,7 @@ def _run(rows: list[dict]) -> list[str]:
         steps = f"{row['steps']} in {parts[1]}"
         whole = (parts[0], steps, parts[2], _span(seconds["total"], row["slower"]), *before, first)
         lines.append((_work(row), row["topology"], row["way"], *whole))
-    return [*_lines((*head, "a first run"), lines), "", f"In seconds. Not counted: {rows[0]['not_counted']}."]
+    return [*markdown((*head, "a first run"), lines), "", f"In seconds. Not counted: {rows[0]['not_counted']}."]
 
 
 def _attention(rows: list[dict]) -> list[str]:
@@ -137,7 +140,7 @@ def _attention(rows: list[dict]) -> list[str]:
         words += f", head size {dim}" if dim != 128 else ""
         cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in CHIP_SLICES)
         lines.append((f"{SHAPES[shape]} ({words})", *cells))
-    return _lines(("", *(f"{chip}: {', '.join(paths)}" for chip in CHIP_SLICES)), lines)
+    return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in CHIP_SLICES)), lines)
 
 
 def _calibration(rows: list[dict]) -> list[str]:
@@ -150,7 +153,7 @@ def _calibration(rows: list[dict]) -> list[str]:
         lines.append((row["name"], row["topology"], measured, ours, f"{100 * row['error']:+.1f} %"))
     median = statistics.median(abs(row["error"]) for row in rows)
     head = ("configuration", "slice", "measured by its authors", "our sum", "error")
-    return [*_lines(head, lines), "", f"The median of the errors' sizes is {100 * median:.1f} %."]
+    return [*markdown(head, lines), "", f"The median of the errors' sizes is {100 * median:.1f} %."]
 
 
 def _vae(rows: list[dict]) -> list[str]:
@@ -164,7 +167,7 @@ def _vae(rows: list[dict]) -> list[str]:
         took = f"{row['compile_seconds']:.0f}" if compiled else ""
         work = (_work(row), row["entry"], row["topology"], row["dtype"], module)
         lines.append((*work, seconds, f"{held['activations']:.1f}", program, took))
-    return _lines((*head, "compilation, s"), lines)
+    return markdown((*head, "compilation, s"), lines)
 
 
 def _check(rows: list[dict]) -> list[str]:
@@ -174,7 +177,7 @@ def _check(rows: list[dict]) -> list[str]:
         sizes = (f"{row['submodules']:,}", f"{row['tensors']:,}")
         times = (f"{row['check_microseconds'] / 1000:.2f}", f"{row['read_milliseconds']:.1f}")
         lines.append((MODELS[row["model"]], *sizes, *times))
-    return _lines(head, lines)
+    return markdown(head, lines)
 
 
 def _cache(rows: list[dict]) -> list[str]:
@@ -229,17 +232,13 @@ TABLES = {
     "vae": Table("vae.json", _vae),
     "calibration": Table("calibration.json", _calibration),
     "check": Table("check.json", _check),
+    "coverage": Table("coverage.json", coverage_tables.counts),
+    "coverage-pipelines": Table("coverage.json", coverage_tables.pipelines),
+    "coverage-others": Table("coverage.json", coverage_tables.others),
 }
 
 
 # Words and figures
-
-
-def _lines(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A table in Markdown."""
-    cells = [head, *rows]
-    head, *rows = ("|" + "".join(f" {cell} |" if cell else " |" for cell in line) for line in cells)
-    return [head, "|" + "---|" * len(cells[0]), *rows]
 
 
 def _work(row: dict) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -211,7 +211,7 @@ class PureFunction:
 
     def _flat(self, output, plain: Callable) -> list[jax.Array]:
         """The return value's arrays. `plain`: what becomes of a part of it that is no tensor; of a trace it must be static."""
-        flat, self.output_spec = tree_flatten(output)
+        flat, self.output_spec = tree_flatten(tree_map(_opened, output))
         self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
         return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
 
@@ -272,6 +272,28 @@ def _put(module: torch.nn.Module, name: str, weight: torch.Tensor):
     setattr(owner, name, torch.nn.Parameter(value, before.requires_grad) if name in owner._parameters else value)
 
 
+class _Opened:
+    """In a flattened return value, an object of upstream's (a posterior, a cache of keys): its attributes are its parts."""
+
+    def __init__(self, held):
+        self.type, self.parts = type(held), tree_map(_opened, vars(held))
+
+
+def _opened(leaf):
+    theirs = type(leaf).__module__.startswith("diffusers.") and not isinstance(leaf, (torch.Tensor, torch.nn.Module))
+    return _Opened(leaf) if theirs and hasattr(leaf, "__dict__") else leaf
+
+
+def _closed(values, structure: tuple):
+    cls, names = structure
+    held = object.__new__(cls)
+    vars(held).update(zip(names, values))
+    return held
+
+
+register_pytree_node(_Opened, lambda held: ([*held.parts.values()], (held.type, tuple(held.parts))), _closed)
+
+
 class Entangled(Exception):
     """A part of a model shares memory with who calls it: its message says how."""
 
@@ -281,7 +303,11 @@ def _apart(given: list[Tensor], arrays: list[jax.Array], output):
     if any(tensor.jax() is not array for tensor, array in zip(given, arrays)):
         raise Entangled("it writes into an argument")
     own = {id(array) for array in arrays}
-    if any(id(x.source_jax() if isinstance(x, View) else x.jax()) in own for x in tree_leaves(output) if on_device(x)):
+    if any(
+        id(x.source_jax() if isinstance(x, View) else x.jax()) in own
+        for x in tree_leaves(tree_map(_opened, output))
+        if on_device(x)
+    ):
         raise Entangled("it answers with an argument")
 
 

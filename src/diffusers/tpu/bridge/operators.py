@@ -41,6 +41,8 @@ def register(env):
     ):
         env.override_op_definition(overload, _cast_before(env._get_op_or_decomp(overload)))
     env.override_op_definition(torch.Tensor.repeat_interleave, repeat_interleave)
+    getitem = torch.Tensor.__getitem__
+    env.override_op_definition(getitem, _get_item(env._get_op_or_decomp(getitem).func), is_view_op=True)
     Tensor.type_as = type_as
     Tensor.__setitem__ = set_item
 
@@ -291,6 +293,19 @@ def softmax(x, dim, dtype=None):
 
 def _softmax(x, dim, half_to_float=False):
     return softmax(x, dim, torch.float32 if half_to_float else None)
+
+
+def _get_item(plain):
+    """torchax's. Of a part of a tensor (`x[:n]`) it takes parts only; an index by numbers is of the part's values."""
+
+    def get_item(self, key):
+        if any(
+            isinstance(part, (list, torch.Tensor, jax.Array)) for part in (key if isinstance(key, tuple) else (key,))
+        ):
+            self = Tensor(self.jax(), self._env)
+        return plain(self, key)
+
+    return get_item
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):

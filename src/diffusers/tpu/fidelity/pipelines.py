@@ -233,11 +233,26 @@ def run_call(pipe, call: Call) -> list:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def run_pipeline(pipe, arguments: dict, seed: int) -> list:
-    """Videos or images of one run with this seed."""
-    with _OneNoise():
-        output = pipe(**arguments, generator=torch.Generator().manual_seed(seed))
-    return [np.asarray(output.frames if hasattr(output, "frames") else output.images)]
+def run_pipeline(pipe, arguments: dict, seed: int) -> list[np.ndarray]:
+    """What one run with this seed gives: videos, images, sounds, embeddings."""
+    takes = inspect.signature(pipe.__call__).parameters
+    generator = {"generator": torch.Generator().manual_seed(seed)} if "generator" in takes else {}
+    with _OneNoise(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for what upstream draws without a generator
+        return values_of(pipe(**arguments, **generator))
+
+
+def values_of(output) -> list[np.ndarray]:
+    """Arrays of numbers, tensors and pictures in what a pipeline returns, in order."""
+    if isinstance(output, PIL.Image.Image):
+        return [np.asarray(output, np.float32) / 255]
+    if isinstance(output, torch.Tensor):
+        output = output.detach().float().cpu().numpy() if output.is_floating_point() else None
+    if isinstance(output, np.ndarray):
+        return [output] if np.issubdtype(output.dtype, np.floating) else []
+    if isinstance(output, dict):
+        output = [*output.values()]
+    return [found for part in output for found in values_of(part)] if isinstance(output, (list, tuple)) else []
 
 
 class _OneNoise(TorchFunctionMode):

@@ -1,0 +1,69 @@
+"""A tiny pipeline of any class that upstream exports, and a call of it, from signatures, annotations and `recipes`."""
+
+import inspect
+import typing
+
+import torch
+from components import component, noise_image
+from recipes import recipes_of
+
+import diffusers
+from diffusers import DiffusionPipeline
+
+
+LEFT_OUT = {"DiffusionPipeline", "ModularPipeline"}
+STEPS, SIZE, FRAMES = 2, 64, 9
+PROMPTS = ("a red circle moving left", "two green squares")
+
+
+def exported() -> list[str]:
+    """Names of upstream's pipelines, all of them."""
+    return [name for name in dir(diffusers) if name.endswith("Pipeline") and name not in LEFT_OUT]
+
+
+def build(name: str, seed: int = 0) -> DiffusionPipeline:
+    """A tiny pipeline of random weights. Raises what upstream's constructors raise, TypeError where nothing is known of a component."""
+    torch.manual_seed(seed)
+    cls = getattr(diffusers, name)
+    hints = typing.get_type_hints(cls.__init__)
+    changes, _ = recipes_of(name)
+    made = {}
+    for key, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        change = changes.get(key, {} if parameter.default is parameter.empty else parameter.default)
+        if key == "requires_safety_checker" and key not in changes:
+            change = False
+        if key == "safety_checker" and key not in changes:
+            change = None if "Cosmos" not in name else {}
+        made[key] = (
+            component(hints[key], change) if isinstance(change, dict) else change() if callable(change) else change
+        )
+    pipe = cls(**made)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[0]) -> dict:
+    """A small call of this pipeline; a generator is not among them."""
+    cls = getattr(diffusers, name)
+    takes = inspect.signature(cls.__call__).parameters
+    _, changes = recipes_of(name)
+    known = {
+        "prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS, "output_type": "np",
+        "image": noise_image, "mask_image": _mask, "control_image": noise_image,
+        "video": _video, "control_video": _video, "conditioning_frames": _video, "control_mask": _mask,
+        "use_resolution_binning": False,
+    }  # fmt: skip
+    if "strength" in takes:
+        known |= {"strength": 0.5, "num_inference_steps": 2 * STEPS}
+    given = {key: value for key, value in {**known, **changes}.items() if key in takes and value is not None}
+    return {key: value(seed, size, size) if callable(value) else value for key, value in given.items()}
+
+
+def _mask(seed: int, height: int, width: int):
+    return noise_image(seed + 1, height, width).convert("L").point(lambda value: 255 * (value > 127))
+
+
+def _video(seed: int, height: int, width: int) -> list:
+    return [noise_image(seed + frame, height, width) for frame in range(FRAMES)]

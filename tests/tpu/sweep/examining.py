@@ -1,0 +1,130 @@
+"""One pipeline on the TPU path against upstream, in this process: the oracle is upstream in float32, same weights and inputs.
+
+What is run: upstream, then ours (`error`, of the whole result), the first call of each denoiser alone (`denoisers`), a second
+size, a second prompt and the first call again (`executables`, new ones each time), and the denoisers in bfloat16 against what
+bfloat16 costs upstream.
+"""
+
+import copy
+import time
+
+import numpy as np
+import torch
+from building import PROMPTS, arguments, build
+from torch.utils._pytree import tree_map_only
+
+from diffusers.tpu import install, report
+from diffusers.tpu.fidelity.pipelines import (
+    LOW_PRECISION_FACTOR,
+    Call,
+    load,
+    record,
+    relative_error,
+    run_call,
+    run_pipeline,
+    widened,
+)
+from diffusers.tpu.pipeline import installation
+from diffusers.tpu.plans import PLANS
+
+
+SEED = 7
+SECOND_SIZE = 96
+FIELDS = {"frames": "video", "videos": "video", "audios": "audio", "audio": "audio"}
+
+
+def examine(name: str, more: bool = True) -> dict:
+    """What became of the pipeline of this name on all chips; `more`: also other sizes, prompts and bfloat16.
+
+    Raises whatever upstream raises where upstream itself does not run.
+    """
+    start = time.process_time()
+    pipe = build(name)
+    given = arguments(name, SEED)
+    plain = copy.deepcopy(pipe)
+    calls, oracle = record(plain, given, SEED)
+    check(oracle)
+    found = {"upstream_seconds": round(time.process_time() - start, 1), "shapes": [list(x.shape) for x in oracle]}
+    install(pipe)
+    state = installation(pipe)
+    ours = run_pipeline(pipe, given, SEED)
+    found["error"] = relative_error(ours, oracle)
+    found |= described(pipe)
+    found["executables"] = [compiled(pipe)]
+    runners = {key: runner for key, runner in state.runners.items() if runner._denoises}
+    denoisers = [one for one in calls if one.module in runners and one.entry == "forward"]
+    found["denoisers"] = {
+        one.module: {"class": type(plain.components[one.module]).__name__, "error": alone(plain, pipe, one),
+                     "eager": runners[one.module].eager}
+        for one in denoisers
+    }  # fmt: skip
+    if more:
+        found["second_size_error"] = None
+        again(name, pipe, plain, found)
+        found["bfloat16"] = in_bfloat16(plain, given, [one.module for one in denoisers])
+    found["seconds"] = round(time.process_time() - start, 1)
+    return found
+
+
+def check(results: list[np.ndarray]):
+    """Raises ValueError for results that would be equal whatever was computed."""
+    if not results or not all(np.isfinite(x).all() and x.std() for x in results if x.size > 1):
+        shapes = [(x.shape, float(np.nanstd(x)) if x.size else 0.0) for x in results]
+        raise ValueError(f"expected upstream's results to be numbers that differ, got shapes and deviations {shapes}")
+
+
+def described(pipe) -> dict:
+    state = installation(pipe)
+    eager = {name: runner.eager for name, runner in state.runners.items() if runner.eager}
+    ran = {name for name, runner in state.runners.items() if runner.programs or runner.eager}
+    planned = state.original.__name__ in PLANS
+    status = "partly" if eager else "planned" if planned else "compiled"
+    return {
+        "status": status, "mesh": dict(state.mesh.shape), "glue": state.glue, "eager": eager, "models": sorted(ran),
+        "planned_models": sorted(n for n in ran if type(state.runners[n].module).__name__ in PLANS),
+    }  # fmt: skip
+
+
+def compiled(pipe) -> int:
+    return sum(part.get("compilations", 0) for part in report(pipe)["components"].values())
+
+
+def alone(plain, pipe, one: Call) -> float:
+    return relative_error(run_call(pipe, one), run_call(plain, one))
+
+
+def again(name: str, pipe, plain, found: dict):
+    """A second size, a second prompt, back to the first."""
+    counts = [compiled(pipe)]
+    second = arguments(name, SEED, size=SECOND_SIZE)
+    try:
+        oracle = run_pipeline(plain, second, SEED)
+    except (ValueError, RuntimeError, IndexError, TypeError, AssertionError):  # upstream has one size only
+        oracle = None
+    if oracle is not None and [x.shape for x in oracle] != [tuple(shape) for shape in found["shapes"]]:
+        found["second_size_error"] = relative_error(run_pipeline(pipe, second, SEED), oracle)
+    counts.append(compiled(pipe))
+    for given in (arguments(name, SEED, prompt=PROMPTS[1]), arguments(name, SEED)):
+        run_pipeline(pipe, given, SEED)
+        counts.append(compiled(pipe))
+    found["executables"] += [*(after - before for before, after in zip(counts, counts[1:]))]
+
+
+def in_bfloat16(plain, given: dict, names: list[str]) -> dict:
+    """Of each denoiser's first call in upstream's own run in bfloat16: our error, upstream's own, and whether the rule holds."""
+    half = load(plain, torch.bfloat16)
+    try:
+        calls, _ = record(half, given, SEED)
+    except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+        return {"upstream": f"{type(error).__name__}: {str(error)[:200]}"}
+    calls = [one for one in calls if one.module in names and one.entry == "forward"]
+    wide = [
+        Call(one.module, one.entry, *tree_map_only(torch.Tensor, widened, (one.args, one.kwargs))) for one in calls
+    ]
+    pairs = [(run_call(plain, broad), run_call(half, one)) for broad, one in zip(wide, calls)]
+    install(half)
+    found = {}
+    for one, (oracle, theirs) in zip(calls, pairs):
+        own, error = relative_error(theirs, oracle), relative_error(run_call(half, one), oracle)
+        found[one.module] = {"error": error, "upstream": own, "holds": bool(error <= LOW_PRECISION_FACTOR * own)}
+    return found

@@ -1,0 +1,153 @@
+"""The sweep: every pipeline that upstream exports, a process each, results one by one into examples/tpu/results/coverage.json.
+
+    python tests/tpu/sweep/run.py                    every pipeline without a result
+    python tests/tpu/sweep/run.py 'Flux.*' Wan       those whose names match one of these, whatever is recorded
+
+A process that has imported torch, transformers, JAX and diffusers forks for each pipeline. It can be stopped, and goes on
+where it was. What upstream itself does not run here, with its reason, is recorded as that.
+"""
+
+import argparse
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORD = ROOT / "examples/tpu/results/coverage.json"
+SECONDS, PATIENCE, BYTES = 300, 3600, 12 * 2**30  # of processor time; on the clock; of memory
+LIBRARIES = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "DIFFUSERS_VERBOSITY": "critical",
+    "TRANSFORMERS_VERBOSITY": "critical", "PYTHONWARNINGS": "ignore",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    " --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1",
+}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("patterns", nargs="*", help="of names, without 'Pipeline'; none: all that have no result")
+    parser.add_argument("--failed", action="store_true", help="all that failed or were not built")
+    parser.add_argument("--brief", action="store_true", help="float32 at one size; a later sweep does the rest")
+    given = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "tests/tpu"), str(ROOT / "src")]
+    from building import exported
+
+    import_what_all_need()
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    names = exported()
+    for name in [name for name in names if wanted(name, given, record)]:
+        found = examined(name, given.brief)
+        record[name] = found
+        write({name: record[name] for name in names if name in record})
+        print(f"{found.get('seconds', 0):6.1f} s  {name}: {summary(found)}", flush=True)
+
+
+def wanted(name: str, given, record: dict) -> bool:
+    if given.patterns:
+        return any(re.fullmatch(pattern, name.removesuffix("Pipeline")) for pattern in given.patterns)
+    found = record.get(name)
+    if given.failed:
+        return found is not None and found["status"] in ("not", "not built")
+    return found is None or (not given.brief and "error" in found and "bfloat16" not in found)
+
+
+def import_what_all_need():
+    import examining  # noqa: F401
+    import torch
+
+    import diffusers.tpu.fidelity.pipelines  # noqa: F401
+    import tiny_parts
+
+    torch.set_num_threads(1)
+    tiny_parts._byte_pairs()
+    os.environ["DIFFUSERS_TPU"] = "cpu"  # from here on: what was imported is upstream's
+    os.environ.setdefault("DIFFUSERS_TPU_CACHE", "off")
+
+
+def examined(name: str, brief: bool) -> dict:
+    """The result of one pipeline, examined in a fork of this process."""
+    start = time.monotonic()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        os.setsid()
+        with os.fdopen(writing, "w") as answer:
+            in_child(name, brief, answer)
+        os._exit(0)
+    os.close(writing)
+    text = ""
+    try:
+        signal.signal(signal.SIGALRM, _expired)
+        signal.alarm(PATIENCE)
+        with os.fdopen(reading) as answer:
+            text = answer.read()
+    except TimeoutError:
+        os.killpg(child, signal.SIGKILL)
+    finally:
+        signal.alarm(0)
+    _, status = os.waitpid(child, 0)
+    seconds = round(time.monotonic() - start, 1)
+    if text:
+        return json.loads(text)
+    late = seconds >= PATIENCE or os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
+    reason = f"no end within {SECONDS} s of processor time" if late else f"its process ended with {status}"
+    return {"status": "not", "reason": reason, "seconds": seconds}
+
+
+def _expired(*_):
+    raise TimeoutError
+
+
+def in_child(name: str, brief: bool, answer):
+    resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))
+    silence = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(silence, stream)
+    from examining import examine
+
+    import diffusers
+
+    found = {"module": getattr(diffusers, name).__module__}
+    try:
+        found |= examine(name, more=not brief)
+    except BaseException as error:
+        tb = traceback.extract_tb(error.__traceback__)
+        # reached ours: upstream's own run is over
+        ours = any("/diffusers/tpu/" in frame.filename and frame.name in ("run", "entered", "install") for frame in tb)
+        theirs = [frame for frame in tb if not any(part in frame.filename for part in LIBRARIES)]
+        frame = (theirs or tb)[-1]
+        words = " ".join(str(error).split())
+        found |= {
+            "status": "not" if ours else "not built",
+            "reason": f"{type(error).__name__}: {words[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})",
+        }
+    answer.write(json.dumps(found))
+
+
+def summary(found: dict) -> str:
+    if "error" not in found:
+        return f"{found['status'].upper()} {found.get('reason', '')[:150]}"
+    denoisers = ", ".join(f"{one['error']:.0e}" for one in found["denoisers"].values())
+    return f"{found['status']}, error {found['error']:.1e}, denoisers {denoisers}, executables {found['executables']}"
+
+
+def write(record: dict):
+    draft = RECORD.with_name(f".{RECORD.name}")
+    draft.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(draft, RECORD)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Oracle: upstream in float32, same weights and inputs. Some pipelines of the sweep anew, and what its record says of all."""
+
+import json
+import re
+import sys
+
+import pytest
+
+import diffusers
+from conftest import ROOT
+
+
+sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "examples/tpu/results")]
+
+import coverage_tables  # noqa: E402
+from building import exported  # noqa: E402
+from components import MAKERS  # noqa: E402
+from examining import examine  # noqa: E402
+from recipes import RECIPES  # noqa: E402
+from shrinking import BY_CLASS, BY_NAME  # noqa: E402
+
+
+# A UNet on pixels, a transformer without text, one of a text's joint attention, a sound, a video.
+SUBSET = ["DDIM", "DiT", "CogView3Plus", "DanceDiffusion", "LTXLatentUpsample"]
+
+
+@pytest.mark.parametrize("name", SUBSET)
+def test_a_pipeline_is_upstreams(chips, name):
+    found = examine(f"{name}Pipeline", more=False)
+    assert found["error"] <= coverage_tables.RESULT_LIMIT and not found["eager"]
+    assert all(one["error"] <= coverage_tables.DENOISER_LIMIT for one in found["denoisers"].values())
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    return json.loads((ROOT / "examples/tpu/results/coverage.json").read_text())
+
+
+def test_the_record_has_every_pipeline(record):
+    assert sorted(record) == exported()
+
+
+def test_what_runs_upstream_runs_here_and_is_right(record):
+    ran = {name: found for name, found in record.items() if coverage_tables.ran(found)}
+    assert [name for name, found in record.items() if found["status"] == "not"] == []
+    assert [name for name, found in ran.items() if not coverage_tables.right(found)] == []
+    kinds = [coverage_tables.kind_of(name) for name in ran]
+    assert kinds.count("video") >= 25 and kinds.count("image") + kinds.count("audio") >= 70
+    denoisers = [one for found in ran.values() for one in found["denoisers"].values()]
+    assert sum(1 for one in denoisers if not one["eager"]) >= 0.9 * len(denoisers)
+
+
+def test_nothing_of_the_sweeps_tables_is_dead():
+    names = [name.removesuffix("Pipeline") for name in exported()]
+    assert [one.pattern for one in RECIPES if not any(re.fullmatch(one.pattern, name) for name in names)] == []
+    source = "".join(path.read_text() for path in (ROOT / "src/diffusers").rglob("*.py") if "tpu" not in path.parts)
+    assert [name for name in (*BY_CLASS, *BY_NAME) if not re.search(rf"\b{name}\b", source)] == []
+    assert all(hasattr(diffusers, name) for name in exported()) and all(callable(maker) for maker in MAKERS.values())
