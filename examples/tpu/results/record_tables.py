@@ -200,7 +200,7 @@ def _cache(rows: list[dict]) -> list[str]:
         )
         seconds = _span(row["planned_seconds"], row["planned_slower"])
         lines.append((row["name"], *runs, str(row["steps_with_blocks"]), seconds))
-    return _lines(head, lines)
+    return markdown(head, lines)
 
 
 def _few(plan: dict) -> list[str]:
@@ -219,7 +219,7 @@ def _few(plan: dict) -> list[str]:
     whole = _span(plan["seconds_total"], others + steps * step["slower"])
     work = _work({"model": plan["model"], **size})
     seconds = (_span(step["seconds"]["total"], step["slower"]), _span(others), whole)
-    return _lines(head, [(work, plan["topology"], mesh, str(steps), *seconds)])
+    return markdown(head, [(work, plan["topology"], mesh, str(steps), *seconds)])
 
 
 TABLES = {
