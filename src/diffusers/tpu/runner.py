@@ -34,7 +34,7 @@ from .programs import Program, kept_at, trace_program
 from .residency import Residency
 from .settings import Settings
 from .sharding import ModelPlan, named
-from .state import Entry, State, is_entry, process_key, read
+from .state import Entry, State, Trace, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
@@ -186,8 +186,9 @@ class Runner:
 
     def look(self):
         """Look for writes to the host's tensors that torch does not count; they are placed before the next call."""
-        if self._placed is not None:
-            self._placed.sampled_changes()
+        for _, runner in self.with_parts():
+            if runner._placed is not None:
+                runner._placed.sampled_changes()
 
     def _plan_anew(self):
         former, self._placed = self._placed, None
@@ -334,11 +335,15 @@ class Runner:
 
     def _take_apart(self, reason: str):
         """The module is in parts while it is in this state, or changes with each call."""
-        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods)
-        self._in_parts[LASTING if self.uncompiled.lasting else self._state.key] = parts = Parts(
-            self.module, lambda part: Runner(part, plan, self.mesh, self.config, part=True), reason
-        )
+        parts = Parts(self.module, self._part, reason)
+        self._in_parts[LASTING if self.uncompiled.lasting else self._state.key] = parts
         self._come_apart(parts)
+
+    def _part(self, module: torch.nn.Module) -> "Runner":
+        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods)
+        runner = Runner(module, plan, self.mesh, self.config, part=True)
+        runner.tally = self.tally
+        return runner
 
     def _run_eagerly(self, call: Call, args: tuple, kwargs: dict):
         """The module's own lines one by one, those of its parts too where it has none; on the host if they fail on the chips."""
@@ -431,7 +436,7 @@ class Runner:
             if branches > 1:
                 self.decided.alone.add(key[:-1])
                 return self.program(call)
-            program, reason = None, self.uncompiled.fails(error, function.effects, call, key)
+            program, reason = None, self.uncompiled.fails(error, function.effects or Trace(), call, key)
             if reason is not None:
                 return self._take_apart(reason)
         else:
@@ -439,6 +444,7 @@ class Runner:
         if program is not None:
             call.decided = self.decided.learn(key[:-1], function.decisions)
             self.traced[*key[:-1], call.decided] = program
+            function.values = function.decisions = None  # of this call, and of its trace
         elif self.uncompiled.lasting:
             self._plan_anew()
         return program

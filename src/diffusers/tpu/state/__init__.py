@@ -19,6 +19,7 @@ A program is keyed by everything its trace read:
 | `functools.lru_cache` on upstream's classes and functions | bypassed during a trace: they would keep tracers |
 | random numbers | no program draws any: the module runs eagerly, and torch's CPU stream is drawn from |
 | autocast, `torch.backends` (TF32 and the like), gradient and inference mode | never: models compute in their own dtype, `TPUConfig` has precisions |
+| values of a call's small inputs that its lines ask for | a further part of the key: `decided` |
 | environment variables | upstream reads them when it is imported |
 """
 
