@@ -17,6 +17,7 @@ LIBRARIES = (
     "/torchax/",
     "/jax/",
     "/jaxlib/",
+    "/opt_einsum/",
     "/diffusers/tpu/",
     "/contextlib.py",
     "/functools.py",
@@ -73,7 +74,7 @@ def whole_tracebacks() -> Iterator[None]:
 
 
 def raised_inside(error: BaseException) -> bool:
-    """Whether torch, torchax or JAX raised it: not the model's code, which checks what it is given, nor ours."""
+    """Whether torch, torchax, JAX or what they build on raised it: not the model's code, which checks what it is given, nor ours."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename.replace("\\", "/")
-    return any(name in file for name in ("/torch/", "/torchax/", "/jax/", "/jaxlib/"))
+    return any(name in file for name in ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/opt_einsum/"))
