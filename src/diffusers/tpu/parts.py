@@ -63,6 +63,11 @@ class Parts:
             of_parts = {what for runner in self.runners.values() if runner.parts for what in runner.parts.missing}
             self.missing |= dict.fromkeys(what for what in missing - before if what not in of_parts)
 
+    def are_of(self, module: torch.nn.Module) -> bool:
+        """Whether these are still the module's: none was replaced, by its like either."""
+        now = {name: id(part) for name, part in parts_of(module)}
+        return now == {name: id(runner.module) for name, runner in self.runners.items()}
+
     def own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Of a module's tensors those that are of no part."""
         return {name: t for name, t in tensors.items() if not is_of(name, self.names)}

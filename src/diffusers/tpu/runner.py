@@ -223,7 +223,11 @@ class Runner:
         self._key = self._numbers = None
         kept = self.uncompiled.lasting
         self.uncompiled.look_at(self._state)
-        self._come_apart(self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key))
+        parts = self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key)
+        if parts is not None and not parts.are_of(self.module):
+            self._take_apart(parts.reason)
+        else:
+            self._come_apart(parts)
         if kept and not self.uncompiled.lasting:
             self._plan_anew()  # what kept something is gone: blocks are stacked again
 
