@@ -110,6 +110,10 @@ def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, pipes, mes
         if name in COMPILED:
             assert session.ours_decided() == session.decided and True in session.decided and False in session.decided
     assert bool(session.runner.eager) == (name not in COMPILED)
+    if name in COMPILED:  # what is skipped does not run
+        programs = {program.function.kind: program.compiled.as_text() for program in session.runner.programs.values()}
+        entry = programs.get("skipped") or programs["later"].partition("\nENTRY")[2]
+        assert "while(" not in entry and ("conditional(" in entry) == (name == "first block")
     session.disable()
     result, oracle = session.results()
     assert relative(result, oracle) < 1e-5 and session.runner.compilations == compiled + COMPILED.get(name, 0)

@@ -115,6 +115,8 @@ class Runner:
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
         self._placed, self._state, self.branches.waiting = None, None, []
+        if self.kept is not None:
+            self.kept.manager.reset()  # what it keeps is on the chips
         if self.residency is not None:
             self.residency.forget(self)
         self._signatures.clear()

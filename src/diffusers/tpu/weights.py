@@ -103,6 +103,7 @@ class PlacedWeights:
         with torch._C.DisableTorchFunctionSubclass():
             for key, names in self._named():
                 known = former.avals.get(key) == self.avals[key] and all(name in tensors for name in names)
+                known = known and [n is None for n in former.sources[key]] == [n is None for n in self.sources[key]]
                 if known and key in former.arrays and former.versions.get(key) == _version(tensors, names):
                     self.arrays[key], self.versions[key] = former.arrays[key], former.versions[key]
                     before = (name for name in former.sources[key] if name is not None)

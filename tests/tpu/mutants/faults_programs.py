@@ -75,6 +75,21 @@ MUTANTS = [
          "weights of another adapter are not placed", LORA),
     ),
     *in_file(
+        TPU + "bridge/caches.py",
+        ("caches-branches", "pairs = zip(residual.chunk(branches), before.chunk(branches))",
+         "pairs = [(residual, before)] * branches", "branches decide together",
+         "test_caches.py::test_each_branch_decides_for_itself"),
+        ("caches-residual", "head, *tails = self._where(ran, [head, *tails], tensors)\n", "pass\n",
+         "a skipped step forgets what was kept", "test_caches.py::test_a_cache_enabled_after_a_first_call_and_disabled_again"),
+        ("caches-lasts", "results[0] if lasts else None", "results[0]", "the next video begins with the last one's residual",
+         "test_caches.py::test_ratios_and_thresholds_of_magnitudes_are_the_hosts"),
+    ),
+    *in_file(
+        TPU + "bridge/blocks.py",
+        ("blocks-condition", "        if self.condition is None:", "        if True:",
+         "blocks run that a cache skips", "test_caches.py::test_a_cache_enabled_after_a_first_call_and_disabled_again"),
+    ),
+    *in_file(
         TPU + "adapters.py",
         ("adapters-dora", "        return additive and type(layer)", "        return type(layer)",
          "zeros stand for a term that is no sum", "test_lora.py::test_what_zeros_cannot_stand_for_is_scanned_apart"),

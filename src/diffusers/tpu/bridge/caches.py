@@ -2,8 +2,8 @@
 
 | cache | decided | programs |
 |---|---|---|
-| `FirstBlockCacheConfig` | on the device, by the first block's residual: |r - r'| / |r'| > threshold | one for the first call, one for the others: the other blocks' scan is under a condition |
-| `MagCacheConfig` | on the host, by ratios that are known before: upstream's own hooks are asked, on a tensor of one value | one with blocks, one without |
+| `FirstBlockCacheConfig` | on the device, by the first block's residual r: mean of r - r' over that of r' | one for a first call; one with the other blocks' scan under a condition |
+| `MagCacheConfig` | on the host, by known ratios: upstream's own hooks are asked, of one value | one with blocks, one without |
 
 In a trace upstream's hooks run as they are, around the blocks of a run; their states are filled before, and read after. Each of
 the branches that a program has side by side decides for itself: blocks run if one of them needs them.
@@ -48,20 +48,17 @@ class Step:
 
 
 class Kept:
-    """A cache on a model whose blocks have its hooks, in order: the first one's and the last one's decide and keep.
+    """A cache on a model whose blocks have its hooks: the first one's, `head`, decides, and the last one's, `tail`, keeps.
 
     Attributes:
         decided: of each of the last calls whether its blocks ran: a bool, or a tensor of them [B].
     """
 
-    def __init__(self, hooked: list[tuple[torch.nn.Module, object]]):
-        (self.first, self.head), *_, (self.last, self.tail) = hooked
-        self.manager = self.head.state_manager
-        self.metadata = self.head._metadata
-        for _, hook in hooked:  # upstream looks up where arguments are when a hook first runs
-            for name in (hook._metadata.hidden_states_argument_name, "encoder_hidden_states"):
-                with contextlib.suppress(ValueError):
-                    hook._metadata._get_parameter_from_args_kwargs(name, [None] * 100)
+    def __init__(self, head, tail):
+        self.head, self.tail = head, tail
+        self.manager, self.metadata = head.state_manager, head._metadata
+        for hook in (head, tail):  # upstream looks up where a block's arguments are when a hook first runs
+            hook._metadata._get_parameter_from_args_kwargs(hook._metadata.hidden_states_argument_name, [None] * 100)
         self.decided = deque(maxlen=REMEMBERED)
 
     @property
@@ -206,8 +203,7 @@ class Magnitudes(Kept):
 
     def _ask(self, hook, one: torch.Tensor):
         """Run upstream's hook around a block that gives back what it is given."""
-        answer = self._with_parts((one, one), [one, one]) if self.metadata.return_encoder_hidden_states_index else one
-        original, hook.fn_ref.original_forward = hook.fn_ref.original_forward, lambda **given: answer
+        original, hook.fn_ref.original_forward = hook.fn_ref.original_forward, lambda **given: one
         try:
             hook.new_forward(None, **{self.metadata.hidden_states_argument_name: one, "encoder_hidden_states": one})
         finally:
@@ -231,31 +227,29 @@ class Magnitudes(Kept):
             results.append(state.previous_residual)
 
 
-_CACHES = {("FBCHeadBlockHook", "FBCBlockHook"): FirstBlock, ("MagCacheHeadHook", "MagCacheBlockHook"): Magnitudes}
+_CACHES = {  # by the classes of their hooks
+    frozenset({"FBCHeadBlockHook", "FBCBlockHook"}): FirstBlock,
+    frozenset({"MagCacheHeadHook", "MagCacheBlockHook"}): Magnitudes,
+}
 
 
 def kept_by(model: torch.nn.Module, groups: list[Group], known: Kept | None = None) -> Kept | None:
-    """The cache on the model's blocks, where programs can stand for its steps; None without one, or with another hook.
+    """The cache on the model's blocks, where programs can stand for its steps; None without one, or with other hooks beside it.
 
-    `known`: what was found before, which is given again if it is the same. Programs cannot stand for calibration, and blocks under a condition must be scanned.
+    They cannot stand for calibration; and blocks under a condition must be scanned, those of `groups`. `known`: what was found
+    before, given again if it is the same.
     """
-    hooked = []
-    for path, module in model.named_modules():
-        for hook in getattr(vars(module).get("_diffusers_hook"), "hooks", {}).values():
-            hooked.append((path, module, hook))
-    names = [type(hook).__name__ for *_, hook in hooked]
-    made = next((made for pair, made in _CACHES.items() if names and set(names) == {*pair}), None)
-    blocks = {id(block) for group in groups for block in group.blocks(model)}
-    if made is None or any(own_forward(module) is None for _, module, _ in hooked):
+    registries = ((module, vars(module).get("_diffusers_hook")) for module in model.modules())
+    hooked = [(module, hook) for module, registry in registries for hook in getattr(registry, "hooks", {}).values()]
+    made = _CACHES.get(frozenset(type(hook).__name__ for _, hook in hooked))
+    scanned = {id(block) for group in groups for block in group.blocks(model)}
+    if made is None or any(id(module) not in scanned or own_forward(module) is None for module, _ in hooked):
         return None
-    if any(id(module) not in blocks for _, module, _ in hooked):
+    if any(getattr(getattr(hook, "config", None), "calibrate", False) for _, hook in hooked):
         return None
-    if any(getattr(getattr(hook, "config", None), "calibrate", False) for *_, hook in hooked):
+    heads = [pair for pair in hooked if pair[1]._is_stateful]
+    tails = [pair for pair in hooked if getattr(pair[1], "is_tail", False)]
+    if len(heads) != 1 or len(tails) != 1 or heads[0][0] is tails[0][0]:
         return None
-    heads = [pair for pair in hooked if hasattr(type(pair[2]), "_is_stateful") and type(pair[2])._is_stateful]
-    tails = [pair for pair in hooked if getattr(pair[2], "is_tail", False)]
-    if len(heads) != 1 or len(tails) != 1 or heads[0][1] is tails[0][1]:
-        return None
-    if known is not None and (known.head, known.tail) == (heads[0][2], tails[0][2]):
-        return known
-    return made([(module, hook) for _, module, hook in (*heads, *tails)])
+    (_, head), (_, tail) = *heads, *tails
+    return known if known is not None and known.head is head and known.tail is tail else made(head, tail)
