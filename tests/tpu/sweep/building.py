@@ -4,7 +4,7 @@ import inspect
 import typing
 
 import torch
-from components import component, noise_image
+from components import FRAMES, component, noise_image, noise_mask, noise_video
 from recipes import recipes_of
 
 import diffusers
@@ -12,7 +12,7 @@ from diffusers import DiffusionPipeline
 
 
 LEFT_OUT = {"DiffusionPipeline", "ModularPipeline"}
-STEPS, SIZE, FRAMES = 2, 64, 9
+STEPS, SIZE = 2, 64
 PROMPTS = ("a red circle moving left", "two green squares")
 
 
@@ -32,10 +32,6 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         change = changes.get(key, {} if parameter.default is parameter.empty else parameter.default)
-        if key == "requires_safety_checker" and key not in changes:
-            change = False
-        if key == "safety_checker" and key not in changes:
-            change = None if "Cosmos" not in name else {}
         made[key] = (
             component(hints[key], change) if isinstance(change, dict) else change() if callable(change) else change
         )
@@ -51,19 +47,11 @@ def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[
     _, changes = recipes_of(name)
     known = {
         "prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS, "output_type": "np",
-        "image": noise_image, "mask_image": _mask, "control_image": noise_image,
-        "video": _video, "control_video": _video, "conditioning_frames": _video, "control_mask": _mask,
+        "image": noise_image, "mask_image": noise_mask, "control_image": noise_image,
+        "video": noise_video, "control_video": noise_video, "conditioning_frames": noise_video, "control_mask": noise_mask,
         "use_resolution_binning": False,
     }  # fmt: skip
     if "strength" in takes:
         known |= {"strength": 0.5, "num_inference_steps": 2 * STEPS}
     given = {key: value for key, value in {**known, **changes}.items() if key in takes and value is not None}
     return {key: value(seed, size, size) if callable(value) else value for key, value in given.items()}
-
-
-def _mask(seed: int, height: int, width: int):
-    return noise_image(seed + 1, height, width).convert("L").point(lambda value: 255 * (value > 127))
-
-
-def _video(seed: int, height: int, width: int) -> list:
-    return [noise_image(seed + frame, height, width) for frame in range(FRAMES)]

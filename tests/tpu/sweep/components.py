@@ -5,9 +5,10 @@ import types
 import typing
 
 import numpy as np
+import PIL.Image
 import torch
 import transformers
-from shrinking import WIDTH, filled, tiny
+from shrinking import WIDTH, filled, small, tiny
 
 import diffusers
 import tiny_parts as parts
@@ -15,6 +16,7 @@ from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.schedulers import KarrasDiffusionSchedulers
 
 
+FRAMES = 9
 BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 CONFIG = {
     **parts.DECODER, "num_hidden_layers": 2, "head_dim": 8, "num_layers": 2, "n_embd": WIDTH, "n_layer": 2, "n_head": 2,
@@ -27,9 +29,8 @@ def language_model(cls: type, **changes):
     """A tiny model of transformers of this class: of its configuration what `CONFIG` knows by name."""
     config = cls.config_class
     known = inspect.signature(config.__init__).parameters.keys() | vars(config()).keys()
-    return filled(
-        cls(config(**{**{name: value for name, value in CONFIG.items() if name in known}, **changes})).eval()
-    )
+    wanted = {**{name: value for name, value in CONFIG.items() if name in known}, **changes}
+    return small(lambda: cls(config(**wanted)).eval(), cls)
 
 
 def qwen3_vl(cls: type, **changes):
@@ -208,13 +209,17 @@ def roberta_series():
 def chat_glm():
     from diffusers.pipelines.kolors.text_encoder import ChatGLMConfig, ChatGLMModel
 
-    return ChatGLMModel(
+    made = ChatGLMModel(
         ChatGLMConfig(
             num_layers=2, padded_vocab_size=parts.VOCABULARY, hidden_size=WIDTH, ffn_hidden_size=48, kv_channels=16,
             num_attention_heads=2, seq_length=256, multi_query_attention=True, multi_query_group_num=1, rmsnorm=True,
             add_qkv_bias=True, apply_query_key_layer_scaling=True, post_layer_norm=True, original_rope=True,
         )
     ).eval()  # fmt: skip
+    with torch.no_grad():  # upstream leaves them as memory is
+        for parameter in made.parameters():
+            parameter.normal_(1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    return made
 
 
 class GlmTokens:
@@ -327,11 +332,17 @@ def component(hint, changes: dict):
     raise TypeError(f"expected an annotation of which a component can be made, got {hint}")
 
 
-def noise_image(seed: int, height: int, width: int):
-    import PIL.Image
+def noise_image(seed: int, height: int, width: int) -> PIL.Image.Image:
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return PIL.Image.fromarray(pixels)
+
+def noise_mask(seed: int, height: int, width: int) -> PIL.Image.Image:
+    """White where a picture is to be made anew."""
+    return noise_image(seed + 1, height, width).convert("L").point(lambda value: 255 * (value > 127))
+
+
+def noise_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
+    return [noise_image(seed + frame, height, width) for frame in range(FRAMES)]
 
 
 def of(name: str) -> type:

@@ -30,7 +30,6 @@ from diffusers.tpu.plans import PLANS
 
 SEED = 7
 SECOND_SIZE = 96
-FIELDS = {"frames": "video", "videos": "video", "audios": "audio", "audio": "audio"}
 
 
 def examine(name: str, more: bool = True) -> dict:

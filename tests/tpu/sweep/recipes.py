@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 
 import torch
-from components import bert_tokenizer, ldm_bert, noise_image, of, qwen_vl_processor, t5_gemma, vocoder
+from components import bert_tokenizer, ldm_bert, noise_image, noise_video, of, qwen_vl_processor, t5_gemma, vocoder
 from shrinking import WIDTH, tiny
 
 import diffusers
@@ -32,15 +32,6 @@ def recipe(pattern: str, call: dict | None = None, **components) -> Recipe:
 def make(name: str, **changes):
     """A function that makes a tiny model of upstream's class of this name."""
     return lambda: tiny(of(name), **changes)
-
-
-def mask(seed: int, height: int, width: int):
-    image = noise_image(seed, height, width).convert("L")
-    return image.point(lambda value: 255 * (value > 127))
-
-
-def video(frames: int):
-    return lambda seed, height, width: [noise_image(seed + n, height, width) for n in range(frames)]
 
 
 def embeds(*shape: int):
@@ -75,6 +66,7 @@ KANDINSKY = {
     "up_block_types": ("SimpleCrossAttnUpBlock2D", "ResnetUpsampleBlock2D"), "mid_block_type": "UNetMidBlock2DSimpleCrossAttn",
     "encoder_hid_dim": WIDTH, "attention_head_dim": 4, "resnet_time_scale_shift": "scale_shift",
 }  # fmt: skip
+CASCADE = {"clip_image_in_channels": WIDTH, "clip_text_in_channels": WIDTH}
 IMAGE_EMBEDS = {"image_embeds": embeds(1, WIDTH), "negative_image_embeds": embeds(1, WIDTH)}
 PIXELS = {"height": scaled(1, 4), "width": scaled(1, 4)}
 
@@ -86,6 +78,9 @@ def prior():
 
 
 RECIPES = [
+    # Checkers of pictures are left out, but for one; of the other kind a stand-in lets everything pass
+    recipe(".*", safety_checker=None, requires_safety_checker=False),
+    recipe("Cosmos.*", safety_checker={}),
     # Widths of latents and of text
     recipe(
         "Flux(?!2).*|Chroma.*|Bria|OvisImage|LongCatImage.*|StableDiffusion3.*|CogView[34].*|Lumina2|ZImage.*|HiDreamImage|VisualCloze.*",
@@ -116,6 +111,33 @@ RECIPES = [
     recipe("LDMTextToImage", vqvae=make("AutoencoderKL"), bert=ldm_bert, tokenizer=bert_tokenizer, unet=make("UNet2DConditionModel")),
     recipe("DanceDiffusion", {"audio_length_in_s": 0.02}, scheduler=diffusers.IPNDMScheduler),
     recipe("DiT", {"class_labels": [1]}),
+    recipe("HiDreamImage", tokenizer_4=parts.t5_tokenizer),
+    recipe("CycleDiffusion", scheduler={"set_alpha_to_one": False, "steps_offset": 1, "clip_sample": False}),
+    recipe(
+        "ShapE.*",
+        {"frame_size": 8, "height": None, "width": None},
+        prior={
+            "num_embeddings": 16, "embedding_dim": 16, "embedding_proj_dim": WIDTH, "time_embed_dim": 64, "additional_embeddings": 0,
+            "num_attention_heads": 2, "attention_head_dim": 8, "encoder_hid_proj_type": None, "added_emb_type": None, "clip_embed_dim": 2 * 16,
+        },
+    ),
+    recipe("ShapEImg2Img", prior={"embedding_proj_dim": 16, "embedding_proj_norm_type": "layer", "num_embeddings": 16}),
+    recipe("StableCascade(Prior|Combined)", prior=CASCADE, prior_prior=CASCADE),
+    recipe("StableCascadeCombined", {"prior_num_inference_steps": 2, "height": scaled(2), "width": scaled(2)}),
+    recipe(
+        "StableCascade(Decoder|Combined)",
+        decoder={"in_channels": 4, "out_channels": 4, "patch_size": 2, "effnet_in_channels": 16, "clip_image_in_channels": None},
+    ),
+    recipe("StableCascadeDecoder", {"image_embeddings": embeds(1, 16, 3, 3)}),
+    recipe("StableAudio3(AudioToAudio|Inpaint)", {"audio": embeds(1, 2, 2048)}),
+    recipe("StableAudio3.*", {"audio_end_in_s": 0.5}),
+    recipe(
+        "UnCLIP.*",
+        decoder={
+            **{name: value for name, value in KANDINSKY.items() if name != "encoder_hid_dim"}, "class_embed_type": "identity",
+        },
+        super_res_first={"in_channels": 6}, super_res_last={"in_channels": 6},
+    ),
     recipe("PNDM", {"num_inference_steps": 8}),
     recipe("Amused.*", scheduler=lambda: diffusers.AmusedScheduler(mask_token_id=32), vqvae={"vq_embed_dim": None, "latent_channels": WIDTH, "lookup_from_codebook": True}),
     recipe("UnCLIP", prior=prior),
@@ -177,7 +199,7 @@ RECIPES = [
     recipe(
         "VisualCloze.*",
         {"task_prompt": "a", "content_prompt": "b", "upsampling_height": scaled(1), "upsampling_width": scaled(1),
-         "image": lambda *size: [[[noise_image(*size), noise_image(*size)], [noise_image(*size), None]]]},
+         "image": lambda *size: [[noise_image(*size), noise_image(*size)], [noise_image(*size), None]]},
         transformer={"in_channels": 384, "out_channels": 64}, resolution=64,
     ),
     # Video
@@ -186,7 +208,7 @@ RECIPES = [
     recipe("LucyEdit", transformer={"in_channels": 32}),
     recipe("(Wan|SkyReelsV2)ImageToVideo|ChronoEdit", transformer=SEES_IMAGES, image_encoder={}, image_processor={}),
     recipe(
-        "WanAnimate", {"pose_video": video(9), "face_video": lambda seed, *_: video(9)(seed, 16, 16), "segment_frame_length": 9,
+        "WanAnimate", {"pose_video": noise_video, "face_video": lambda seed, *_: noise_video(seed, 16, 16), "segment_frame_length": 9,
                        "prev_segment_conditioning_frames": 1, "num_frames": None},
         transformer={"in_channels": 36},
     ),
@@ -198,6 +220,8 @@ RECIPES = [
     recipe("CosmosTextToWorld", transformer={"in_channels": 4, "out_channels": 4}),
     recipe("CosmosVideoToWorld", {"image": None}, transformer={"in_channels": 5, "out_channels": 4}),
     recipe("Cosmos2VideoToWorld", {"video": None}, transformer={"in_channels": 17}),
+    recipe("Cosmos2(?!_).*", {"output_type": "latent"}),
+    recipe("LTX2ImageToVideo", {"crf": 0}),
     recipe("Cosmos2_5.*", tokenizer=parts.chat_tokenizer, transformer={"in_channels": 17}),
     recipe("AnyFlowFAR|Helios.*", {"image": None, "video": None}),
     recipe("MotifVideo.*", guider=diffusers.ClassifierFreeGuidance),

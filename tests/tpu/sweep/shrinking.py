@@ -4,7 +4,9 @@ Every width of text is `WIDTH`, every head `HEAD` wide, and heads times their wi
 pipeline fit each other without knowing of each other.
 """
 
+import contextlib
 import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -40,7 +42,7 @@ BY_NAME = {
     "norm_num_groups": 2,
     "sample_size": 8,
 }  # fmt: skip
-AS_BY_DEFAULT = (None,)  # a rule by name does not turn on what is off
+LARGEST = 10_000_000  # parameters
 
 BLOCKS = {
     "layers_per_block": 1, "attention_head_dim": 2, "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -90,7 +92,7 @@ BY_CLASS = {
         "up_block_types": ("UpBlockSpatioTemporal", "CrossAttnUpBlockSpatioTemporal"),
     },
     "UNet1DModel": {
-        "block_out_channels": (32, 32, 32), "sample_size": 512, "sample_rate": 16000, "extra_in_channels": 16,
+        "block_out_channels": (32, 32, 32), "sample_size": 512, "sample_rate": 16000, "extra_in_channels": 64,
         "norm_num_groups": 8,
     },
     "T2IAdapter": {"channels": [8, 16], "num_res_blocks": 1},
@@ -218,11 +220,12 @@ BY_CLASS = {
         "sample_rate": 800,
     },
     "AutoencoderKLLTX2Video": {
-        "latent_channels": 8, "block_out_channels": (8, 8, 16, 16), "decoder_block_out_channels": (8, 8, 16),
+        "latent_channels": 8, "block_out_channels": (8, 8, 16, 16), "decoder_block_out_channels": (8, 16, 32),
+        "decoder_spatial_padding_mode": "zeros",
         "layers_per_block": (1,) * 5, "decoder_layers_per_block": (1,) * 4,
     },
-    "AutoencoderKLLTX2Audio": {"base_channels": 8, "num_res_blocks": 1},
-    "LTX2Vocoder": {"hidden_channels": 32},
+    "AutoencoderKLLTX2Audio": {"base_channels": 8, "num_res_blocks": 1, "latent_channels": 2, "mel_bins": 16},
+    "LTX2Vocoder": {"in_channels": 32, "hidden_channels": 32},
     "LTX2TextConnectors": {
         "caption_channels": WIDTH, "text_proj_in_factor": 3, "video_hidden_dim": WIDTH, "audio_hidden_dim": WIDTH,
         **{f"{kind}_connector_{name}": value for kind in ("video", "audio") for name, value in {
@@ -231,6 +234,8 @@ BY_CLASS = {
     },
     "LTX2VideoTransformer3DModel": {
         "in_channels": 8, "out_channels": 8, "cross_attention_dim": WIDTH, "audio_cross_attention_dim": WIDTH,
+        "audio_in_channels": 8,
+        "audio_out_channels": 8,
         "audio_num_attention_heads": HEADS, "audio_attention_head_dim": HEAD,
     },
     "LTX2LatentUpsamplerModel": {"in_channels": 8, "mid_channels": 32, "num_blocks_per_stage": 1},
@@ -293,12 +298,23 @@ BY_CLASS = {
 
 def tiny(cls: type, **changes) -> torch.nn.Module:
     """A tiny model of this class with random weights; `changes` are what it is given beside what its class and names say."""
-    wanted = {**BY_CLASS.get(cls.__name__, {}), **changes}
-    for name, parameter in inspect.signature(cls.__init__).parameters.items():
-        if name in BY_NAME and name not in wanted and parameter.default not in AS_BY_DEFAULT:
-            wanted[name] = BY_NAME[name]
     takes = inspect.signature(cls.__init__).parameters
-    return filled(cls(**{name: value for name, value in wanted.items() if name in takes or name in changes}).eval())
+    wanted = {**BY_CLASS.get(cls.__name__, {}), **changes}
+    for name, parameter in takes.items():
+        if name in BY_NAME and parameter.default is not None:  # None: off
+            wanted.setdefault(name, BY_NAME[name])
+    return small(lambda: cls(**wanted).eval(), cls)
+
+
+def small(make: Callable[[], torch.nn.Module], cls: type) -> torch.nn.Module:
+    """What `make` makes, filled; it is first made without memory. Raises TypeError where it would not be tiny."""
+    with contextlib.suppress(RuntimeError, NotImplementedError), torch.device("meta"):  # constructors that want values
+        numbers = sum(parameter.numel() for parameter in make().parameters())
+        if numbers > LARGEST:
+            raise TypeError(
+                f"expected a tiny model, got {numbers / 1e6:.0f} million parameters: of {cls.__name__} too little is known"
+            )
+    return filled(make())
 
 
 def filled(model: torch.nn.Module) -> torch.nn.Module:
