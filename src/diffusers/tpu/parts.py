@@ -24,6 +24,7 @@ class Parts:
         runners: by the part's name in the module.
         missing: operators that its own lines run on the host, as torchax lacks them.
         host: why the module runs on the host, parts and all; None: it does not.
+        answered: a call of the module in these parts has come to its end.
     """
 
     def __init__(self, module: torch.nn.Module, make: Callable, reason: str):
@@ -31,6 +32,7 @@ class Parts:
         self.reason = reason
         self.missing: dict[str, None] = {}
         self.host: str | None = None
+        self.answered = False
 
     @property
     def names(self) -> tuple[str, ...]:

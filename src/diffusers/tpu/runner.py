@@ -362,13 +362,21 @@ class Runner:
             return self._line_by_line(call, args, kwargs)
         try:
             with self.parts.answering(), self.parts.noting_missing(), bridge.whole_tracebacks():
-                return self._line_by_line(call, args, kwargs)
+                answer = self._line_by_line(call, args, kwargs)
+            self.parts.answered = True
+            return answer
         except Exception as error:
             if not from_libraries(error):
                 raise
             self._state.restore()
             failed = error
-        answer = self._run_on_host(call, args, kwargs)  # or its error, which is upstream's
+        try:
+            answer = self._run_on_host(call, args, kwargs)
+        except Exception:  # upstream's own, of what it was given: a module that never answered in parts is whole again
+            if not self.parts.answered:
+                self._in_parts = {key: parts for key, parts in self._in_parts.items() if parts is not self.parts}
+                self._come_apart(None)
+            raise
         self.parts.put_on_host(f"{type(self.module).__name__}.{call.entry}", failed)
         return answer
 
