@@ -32,17 +32,23 @@ SEED = 7
 SECOND_SIZE = 96
 
 
+class NotUpstream(Exception):
+    """The pipeline could not be built, or upstream did not run."""
+
+
 def examine(name: str, more: bool = True) -> dict:
     """What became of the pipeline of this name on all chips; `more`: also other sizes, prompts and bfloat16.
 
-    Raises whatever upstream raises where upstream itself does not run.
+    Raises NotUpstream, of what stopped it, where upstream itself does not run.
     """
     start = time.process_time()
-    pipe = build(name)
-    given = arguments(name, SEED)
-    plain = copy.deepcopy(pipe)
-    calls, oracle = record(plain, given, SEED)
-    check(oracle)
+    try:
+        pipe, given = build(name), arguments(name, SEED)
+        plain = copy.deepcopy(pipe)
+        calls, oracle = record(plain, given, SEED)
+        check(oracle)
+    except Exception as error:
+        raise NotUpstream from error
     found = {"upstream_seconds": round(time.process_time() - start, 1), "shapes": [list(x.shape) for x in oracle]}
     install(pipe)
     state = installation(pipe)

@@ -115,25 +115,25 @@ def in_child(name: str, brief: bool, answer):
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silence, stream)
-    from examining import examine
+    from examining import NotUpstream, examine
 
     import diffusers
 
     found = {"module": getattr(diffusers, name).__module__}
     try:
         found |= examine(name, more=not brief)
-    except BaseException as error:
-        tb = traceback.extract_tb(error.__traceback__)
-        # reached ours: upstream's own run is over
-        ours = any("/diffusers/tpu/" in frame.filename and frame.name in ("run", "entered", "install") for frame in tb)
-        theirs = [frame for frame in tb if not any(part in frame.filename for part in LIBRARIES)]
-        frame = (theirs or tb)[-1]
-        words = " ".join(str(error).split())
-        found |= {
-            "status": "not" if ours else "not built",
-            "reason": f"{type(error).__name__}: {words[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})",
-        }
+    except NotUpstream as stopped:
+        found |= {"status": "not built", "reason": reason_of(stopped.__cause__)}
+    except Exception as error:
+        found |= {"status": "not", "reason": reason_of(error)}
     answer.write(json.dumps(found))
+
+
+def reason_of(error: BaseException) -> str:
+    """The error, and where upstream's code, or the sweep's, had come to."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = ([frame for frame in frames if not any(part in frame.filename for part in LIBRARIES)] or frames)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
 
 
 def summary(found: dict) -> str:
