@@ -76,4 +76,4 @@ def raised_inside(error: BaseException) -> bool:
     """Whether torch, torchax or JAX raised it: not the model's code, which checks what it is given, nor ours."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename.replace("\\", "/")
-    return any(name in file for name in ("/torch/", "/torchax/", "/jax/", "/jaxlib/"))
+    return any(name in file for name in ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/opt_einsum/"))
