@@ -30,39 +30,24 @@ def right(found: dict) -> bool:
 
 
 def counts(record: dict) -> list[str]:
-    by_kind = {kind: {n: f for n, f in record.items() if kind_of(n) == kind} for kind in KINDS}
-    denoisers = {
-        kind: [one for f in found.values() if ran(f) for one in f["denoisers"].values()]
-        for kind, found in by_kind.items()
+    """A row for each kind of pipeline."""
+    columns = {
+        "pipelines tried": lambda f: f["status"] != "not built",
+        "run": ran,
+        "planned": lambda f: ran(f) and f["status"] == "planned",
+        "compiled whole, the compiler's plan": lambda f: ran(f) and f["status"] == "compiled",
+        "partly": lambda f: ran(f) and f["status"] == "partly",
+        "result within 1e-4": lambda f: ran(f) and f["error"] <= RESULT_LIMIT,
+        "further, denoisers within 1e-5": lambda f: ran(f) and amplified(f),
+        "run upstream alone": lambda f: f["status"] == "not",
     }
-
-    def row(words: str, count) -> tuple[str, ...]:
-        numbers = [count(kind) for kind in KINDS]
-        return words, *(str(number) for number in numbers), str(sum(numbers))
-
-    def of(condition):
-        return lambda kind: sum(1 for found in by_kind[kind].values() if condition(found))
-
-    halves = {
-        kind: [half for f in found.values() for half in f.get("bfloat16", {}).values() if isinstance(half, dict)]
-        for kind, found in by_kind.items()
-    }
-    rows = [
-        row("exported by upstream", of(lambda f: True)),
-        row("run on eight simulated chips", of(ran)),
-        row("planned", of(lambda f: ran(f) and f["status"] == "planned")),
-        row("compiled whole, the compiler's plan", of(lambda f: ran(f) and f["status"] == "compiled")),
-        row("partly: some models run operation by operation", of(lambda f: ran(f) and f["status"] == "partly")),
-        row("result within 1e-4 of upstream", of(lambda f: ran(f) and f["error"] <= RESULT_LIMIT)),
-        row("further, the denoiser within 1e-5", of(lambda f: ran(f) and amplified(f))),
-        row("denoisers run", lambda kind: len(denoisers[kind])),
-        row("denoisers compiled whole", lambda kind: sum(1 for one in denoisers[kind] if not one["eager"])),
-        row("denoisers tried in bfloat16", lambda kind: len(halves[kind])),
-        row("of those within 1.25 times upstream's own error", lambda kind: sum(1 for half in halves[kind] if half["holds"])),
-        row("run upstream, not here", of(lambda f: f["status"] == "not")),
-        row("not tried", of(lambda f: f["status"] == "not built")),
-    ]  # fmt: skip
-    return markdown(("", *KINDS, "all"), rows)
+    rows = []
+    for words, kinds in (*((kind, (kind,)) for kind in KINDS), ("all", KINDS)):
+        found = [f for name, f in record.items() if kind_of(name) in kinds]
+        denoisers = [one for f in found if ran(f) for one in f["denoisers"].values()]
+        whole = f"{sum(1 for one in denoisers if not one['eager'])} of {len(denoisers)}"
+        rows.append((words, *(str(sum(1 for f in found if is_so(f))) for is_so in columns.values()), whole))
+    return markdown(("", *columns, "denoisers compiled whole"), rows)
 
 
 def pipelines(record: dict) -> list[str]:
