@@ -208,7 +208,7 @@ def check_command_line(words: list[str]):
         assert benches.select(options.kind, filters)
     else:
         known = {"MODEL", "path/to/model", *ALIASES, *MODELS, *MAKERS}
-        assert options.model in known or (ROOT / options.model / "model_index.json").is_file()
+        assert options.model.partition("@")[0] in known or (ROOT / options.model / "model_index.json").is_file()
     if options.command == "plan":
         for name in ",".join(options.topology).split(","):
             find_topology(name)

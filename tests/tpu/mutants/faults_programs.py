@@ -112,7 +112,7 @@ MUTANTS = [
     *in_file(
         TPU + "decided.py",
         ("decided-stale", "answers += (_hashable(answer),)\n        return answers\n\n    def _say", "answers += ((),)\n        return answers\n\n    def _say",
-         "a program is kept without the answers that it was made for", f"{LADDER}::test_a_line_that_asks"),
+         "a program is kept without the answers that it was made for", f"{LADDER}::test_a_line_that_asks_of_a_mask_has_upstreams_values_for_every_answer"),
         ("decided-fickle", "if len(last) < MOST_RUN_ONCE or", "if True or",
          "a number that is another one in each call makes a program each time", f"{LADDER}::test_answers_that_are_others"),
     ),
@@ -121,7 +121,7 @@ MUTANTS = [
         ("decisions-size", "            if x.size > MOST_ENTRIES:\n                raise _Unknown\n", "",
          "latents are asked before each call", f"{LADDER}::test_what_is_no_small_input"),
         ("decisions-same", "if question not in self.made:", "if not self.made:",
-         "a second question gets the first one's answer", f"{LADDER}::test_a_line_that_asks"),
+         "a second question gets the first one's answer", f"{LADDER}::test_a_line_that_asks_of_a_mask_has_upstreams_values_for_every_answer"),
     ),
     *in_file(
         TPU + "bridge/function.py",
