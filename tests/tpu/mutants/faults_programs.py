@@ -71,8 +71,6 @@ MUTANTS = [
          "writes through .data are not seen", EVERY_CHANGE),
         ("weights-numbers", "[scales.get(name, 0.0) for scales in of_blocks]", "[scales.get(name, 0.0) for scales in of_blocks[::-1]]",
          "LoRA scales of blocks in the other order", f"{CHANGES}::test_lora"),
-        ("weights-take-over", " and former.versions.get(key) == _version(tensors, names):", ":",
-         "weights of another adapter are not placed", LORA),
     ),
     *in_file(
         TPU + "bridge/caches.py",
