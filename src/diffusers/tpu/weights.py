@@ -104,7 +104,7 @@ class PlacedWeights:
             for key, names in self._named():
                 known = former.avals.get(key) == self.avals[key] and all(name in tensors for name in names)
                 known = known and [n is None for n in former.sources[key]] == [n is None for n in self.sources[key]]
-                if known and key in former.arrays:  # what was written to since is placed at the next look
+                if known and key in former.versions:  # what was written to is placed at the next look
                     self.arrays[key], self.versions[key] = former.arrays[key], former.versions[key]
                     before = (name for name in former.sources[key] if name is not None)
                     self.samples.update((name, former.samples[old]) for name, old in zip(names, before))
