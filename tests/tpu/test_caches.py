@@ -32,7 +32,7 @@ CACHES = {
     "first block": lambda pipe: FirstBlockCacheConfig(threshold=0.3),
     "pyramid attention": pyramid,
     "magnitudes": lambda pipe: MagCacheConfig(
-        mag_ratios=torch.ones(STEPS), num_inference_steps=STEPS, threshold=0.5, max_skip_steps=2, retention_ratio=0.2
+        mag_ratios=torch.ones(STEPS), num_inference_steps=STEPS, threshold=0.5, max_skip_steps=1, retention_ratio=0.0
     ),
     "taylor": lambda pipe: TaylorSeerCacheConfig(
         cache_interval=2,
@@ -158,7 +158,10 @@ def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips, pipes):
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
-    """CogVideoX: both branches in one batch, latents and text from block to block, no pipeline around."""
+    """CogVideoX: both branches in one batch, latents and text from block to block, no pipeline around.
+
+    Nothing but the cache knows where the second video begins: its first step may not reuse what the first one's last step left.
+    """
     theirs = test_cogvideox.built("5b")
     ours = copy.deepcopy(theirs)
     install(ours, TPUConfig(mesh=(2, 2, 1)))
@@ -168,8 +171,8 @@ def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
     theirs.transformer_blocks[-1].attn1.register_forward_pre_hook(lambda *_: decided.__setitem__(-1, True))
     for model in (theirs, ours):
         model.enable_cache(config)
-    for step in range(STEPS):
-        given["hidden_states"] = given["hidden_states"] + (0.4 if step == 3 else 0.02) * torch.randn_like(
+    for step in range(2 * STEPS):
+        given["hidden_states"] = given["hidden_states"] + (0.4 if step % STEPS == 3 else 0.02) * torch.randn_like(
             given["hidden_states"]
         )
         answers = []

@@ -80,7 +80,7 @@ MUTANTS = [
         ("caches-residual", "head, *tails = self._where(ran, [head, *tails], tensors)\n", "pass\n",
          "a skipped step forgets what was kept", "test_caches.py::test_a_cache_enabled_after_a_first_call_and_disabled_again"),
         ("caches-lasts", "results[0] if lasts else None", "results[0]", "the next video begins with the last one's residual",
-         "test_caches.py::test_ratios_and_thresholds_of_magnitudes_are_the_hosts"),
+         "test_caches.py::test_a_model_by_itself_that_hands_two_streams_on"),
     ),
     *in_file(
         TPU + "bridge/blocks.py",

@@ -297,8 +297,14 @@ def vae_cases() -> list[Case]:
         ),
         *((*hunyuan, variant) for variant in ("ours", "ours, in tiles", "nnx")),
         *(
-            ("v6e-8", COGVIDEOX_VIDEO_TO_VIDEO, COGVIDEOX_15, "bfloat16", variant, entry)
-            for variant, entry in (("ours", "decode"), ("ours", "encode"), ("nnx", "decode"))
+            ("v6e-8", COGVIDEOX_VIDEO_TO_VIDEO, {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", variant, entry)
+            for frames, variant, entry in (
+                (81, "ours", "decode"),
+                (81, "ours", "encode"),
+                (81, "nnx", "decode"),
+                (49, "ours", "decode"),
+                (49, "ours", "encode"),
+            )
         ),
     ]
     return [*(_vae(*case) for case in cases), torch_vae("v6e-1", "ltx-video", {}, "bfloat16", compiled=False)]
