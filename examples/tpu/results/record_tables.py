@@ -37,6 +37,9 @@ MODELS = {
     "hunyuanvideo-1.5-720p-t2v": "HunyuanVideo-1.5",
     "hunyuanvideo-1.5-480p-t2v": "HunyuanVideo-1.5",
     "ltx-video": "LTX-Video",
+    "flux.1-dev": "FLUX.1 dev",
+    "qwen-image": "Qwen-Image",
+    "sdxl": "Stable Diffusion XL",
     "linear-1000": "a thousand submodules",
 }
 SIZES = {(720, 1280): "720p", (480, 832): "480p", (480, 848): "480p"}
@@ -119,11 +122,12 @@ def _steps(rows: list[dict]) -> list[str]:
 
 
 def _run(rows: list[dict]) -> list[str]:
-    head = ("model and size", "slice", "heads", "text encoder", "steps", "VAE", "a run", "tracing", "compilation")
+    head = ("model and size", "slice", "heads", "text encoders", "steps", "VAE", "a run", "tracing", "compilation")
     lines = []
     for row in rows:
         seconds = row["seconds"]
-        parts = [_span(seconds[part]) for part in ("text_encoder.forward", "steps", "vae.decode")]
+        text = sum(of for part, of in seconds.items() if part.startswith("text_encoder"))
+        parts = [_span(of) for of in (text, seconds["steps"], seconds["vae.decode"])]
         before = [_span(row["trace_seconds"]), _span(row["compile_seconds"])]
         first = _span(row["first_run_seconds"], row["first_run_slower"])
         steps = f"{row['steps']} in {parts[1]}"
@@ -243,11 +247,12 @@ TABLES = {
 
 
 def _work(row: dict) -> str:
-    """The model and the size of its video."""
+    """The model and the size of its image or video."""
     if "height" not in row:
         return MODELS[row["model"]]
     size = SIZES.get((row["height"], row["width"]), f"{row['height']} x {row['width']}")
-    return f"{MODELS[row['model']]}, {size} x {row['num_frames']}"
+    frames = f" x {row['num_frames']}" if "num_frames" in row else ""
+    return f"{MODELS[row['model']]}, {size}{frames}"
 
 
 def _gib(row: dict) -> str:

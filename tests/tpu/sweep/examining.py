@@ -1,7 +1,7 @@
 """One pipeline on the TPU path against upstream, in this process: the oracle is upstream in float32, same weights and inputs.
 
-What is run: upstream, then ours (`error`, of the whole result), the first call of each denoiser alone (`denoisers`), a second
-size, a second prompt and the first call again (`executables`, new ones each time), and the denoisers in bfloat16 against what
+What is run: upstream, then ours (`error`, of the whole result), the first call of each denoiser alone (`denoisers`; past the
+limit also `rounded_inputs`: some models round to bfloat16 inside, and a last bit before decides which way), a second size, a second prompt and the first call again (`executables`, new ones each time), and the denoisers in bfloat16 against what
 bfloat16 costs upstream.
 """
 
@@ -11,6 +11,7 @@ import time
 import numpy as np
 import torch
 from building import PROMPTS, arguments, build
+from coverage_tables import DENOISER_LIMIT
 from torch.utils._pytree import tree_map_only
 
 from diffusers.tpu import install, report
@@ -30,6 +31,7 @@ from diffusers.tpu.plans import PLANS
 
 SEED = 7
 SECOND_SIZE = 96
+ROUNDINGS = 4
 
 
 class NotUpstream(Exception):
@@ -58,11 +60,7 @@ def examine(name: str, more: bool = True) -> dict:
     found["executables"] = [compiled(pipe)]
     runners = {key: runner for key, runner in state.runners.items() if runner._denoises}
     denoisers = [one for one in calls if one.module in runners and one.entry == "forward"]
-    found["denoisers"] = {
-        one.module: {"class": type(plain.components[one.module]).__name__, "error": alone(plain, pipe, one),
-                     "eager": runners[one.module].eager}
-        for one in denoisers
-    }  # fmt: skip
+    found["denoisers"] = {one.module: of_denoiser(plain, pipe, one) for one in denoisers}
     if more:
         found["second_size_error"] = None
         again(name, pipe, plain, found)
@@ -94,8 +92,26 @@ def compiled(pipe) -> int:
     return sum(part.get("compilations", 0) for part in report(pipe)["components"].values())
 
 
-def alone(plain, pipe, one: Call) -> float:
-    return relative_error(run_call(pipe, one), run_call(plain, one))
+def of_denoiser(plain, pipe, one: Call) -> dict:
+    """Its call alone; where that is past the limit, also how far upstream's own answer goes when its inputs are rounded."""
+    oracle = run_call(plain, one)
+    error = relative_error(run_call(pipe, one), oracle)
+    found = {"class": type(plain.components[one.module]).__name__, "error": error}
+    if error > DENOISER_LIMIT:
+        found["rounded_inputs"] = max(relative_error(run_call(plain, rounded(one, n)), oracle) for n in range(ROUNDINGS))
+    return {**found, "eager": installation(pipe).runners[one.module].eager}
+
+
+def rounded(one: Call, seed: int) -> Call:
+    """The call with each float32 number of its inputs moved by the last bit or not."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32:
+            return x
+        return x * (1 + torch.finfo(x.dtype).eps * torch.randint(-1, 2, x.shape, generator=generator))
+
+    return Call(one.module, one.entry, *tree_map_only(torch.Tensor, moved, (one.args, one.kwargs)))
 
 
 def again(name: str, pipe, plain, found: dict):

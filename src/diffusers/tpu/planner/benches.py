@@ -18,6 +18,8 @@ from .calibration import PUBLISHED
 
 VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
 VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
+IMAGE = {"height": 1024, "width": 1024}
+LTX = {"height": 512, "width": 768, "num_frames": 121}
 HUNYUAN_720P = {"height": 720, "width": 1280, "num_frames": 121}
 HUNYUAN_480P = {"height": 480, "width": 848, "num_frames": 121}
 COGVIDEOX = {"height": 480, "width": 720, "num_frames": 49}
@@ -246,15 +248,20 @@ NOT_COUNTED = (
 def run_cases() -> list[Case]:
     """A whole run, text encoder, steps and VAE, all compiled; and a first run, which traces and compiles them before."""
     cases = [
-        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P),
-        ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P),
-        ("v6e-8", "cogvideox1.5-5b", COGVIDEOX_15),
+        ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, 50),
+        ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P, 50),
+        ("v6e-8", "cogvideox1.5-5b", COGVIDEOX_15, 50),
+        ("v6e-4", "flux.1-dev", IMAGE, 28),
+        ("v6e-1", "flux.1-dev", IMAGE, 28),
+        ("v6e-8", "qwen-image", IMAGE, 50),
+        ("v6e-1", "ltx-video", LTX, 20),
+        ("v5e-1", "sdxl", IMAGE, 20),
     ]
     return [_run(*case, way) for case in cases for way in WAYS]
 
 
-def _run(topology: str, model: str, size: dict, way: str) -> Case:
-    request = request_of(model, topology, arguments={**size, "num_inference_steps": 50}, everything=True)
+def _run(topology: str, model: str, size: dict, steps: int, way: str) -> Case:
+    request = request_of(model, topology, arguments={**size, "num_inference_steps": steps}, everything=True)
 
     def read(answer, as_run):
         steps, of_way = answer["steps"], answer["by_way"][way]
