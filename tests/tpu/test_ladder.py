@@ -412,6 +412,21 @@ def test_a_part_shares_its_callers_memory(make_mesh, how):
 
 
 @torch.no_grad()
+def test_what_a_model_writes_into_an_object_that_it_is_given_is_there_for_the_next_call(make_mesh):
+    """As a language model goes on from its keys and values: on the host; its other calls are programs, before and after."""
+    theirs = Shares()
+    ours = copy.deepcopy(theirs)
+    runner, stores = attached(ours, make_mesh(1, 2, 1)), (Store(), Store())
+    for length, goes_on in ((4, False), (4, True), (1, True), (1, True), (4, False)):
+        x = torch.randn(length, WIDTH)
+        given = stores if goes_on else ("same", "same")
+        answers = [model(x.clone(), how) for model, how in zip((ours, theirs), given)]
+        assert relative(*answers) < 1e-6
+    assert len(stores[0].kept) == 3 and all(relative(*pair) < 1e-6 for pair in zip(*(s.kept for s in stores)))
+    assert [one["rung"] for one in ladder.rungs(runner)] == ["compiled", "host"] and runner.compilations == 1
+
+
+@torch.no_grad()
 def test_upstreams_own_errors_are_upstreams(make_mesh):
     model = module(lambda self, x: self.linear(x), linear=torch.nn.Linear(WIDTH, WIDTH))
     with pytest.raises(RuntimeError) as theirs:

@@ -27,6 +27,7 @@ class Uncompiled:
 
     Attributes:
         reasons: why, by call and state.
+        on_host: why others run on the host.
         lasting: what hooks, processors or counters change in each call, or attributes that a call reads and writes, while
             the module has them: then none is traced.
     """
@@ -34,6 +35,7 @@ class Uncompiled:
     def __init__(self, name: str):
         self.name = name
         self.reasons: dict[tuple, str] = {}
+        self.on_host: dict[str, None] = {}
         self.lasting: list = []
         self._once: list = []
 
@@ -74,6 +76,11 @@ class Uncompiled:
     def add(self, call: Call, key: tuple, reason: str):
         self.reasons[key] = reason
         self.say(call, reason)
+
+    def put_on_host(self, call: Call, reason: str):
+        name = f"{self.name}.{call.entry}"
+        self.on_host[reason] = None
+        said.once(f"host {name} {reason}", f"{name} runs on the host where it goes on from what it kept: {reason}")
 
     def say(self, call: Call, reason: str):
         name = f"{self.name}.{call.entry}"

@@ -36,6 +36,8 @@ def _rungs(runner: Runner, name: str) -> Iterator[dict]:
         yield _rung(name, "decided" if lines else "compiled", lines)
     if runner.uncompiled.reasons:
         yield _rung(name, "eager", [*dict.fromkeys(runner.uncompiled.reasons.values())])
+    if runner.uncompiled.on_host:
+        yield _rung(name, "host", [*runner.uncompiled.on_host])
 
 
 def _rung(module: str, rung: str, reasons: list[str]) -> dict:

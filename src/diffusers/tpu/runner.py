@@ -23,7 +23,7 @@ from . import bridge
 from .adapters import scaled_by, take_scale
 from .attention.ways import Tally
 from .branches import Branches
-from .call import Call, Values, take_apart, values_of, version_of
+from .call import Call, Values, holds_something, take_apart, values_of, version_of
 from .config import TPUConfig
 from .decided import Decided
 from .devices import compiler_options, generation_of
@@ -259,6 +259,9 @@ class Runner:
             if not _looked.get():
                 self.look()
             self.current()
+            held = next(filter(holds_something, call.leaves), None)
+            if held is not None and not self.part:
+                return self._go_on_from(held, call, args, kwargs)
             whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
             if whole and self.kept is not None and entry == "forward":
                 call.keeps(self.kept.step())
@@ -332,12 +335,16 @@ class Runner:
 
     def _opaque(self, call: Call) -> bool:
         """Whether a part is given what may hide tensors, which its program would neither see nor write to."""
-        hides = self.part and any(not isinstance(leaf, PLAIN) for leaf in call.leaves)
-        if hides:
-            self._take_apart(
-                f"it is given a {next(type(x).__name__ for x in call.leaves if not isinstance(x, PLAIN))}"
-            )
-        return hides
+        hides = next((leaf for leaf in call.leaves if self.part and not isinstance(leaf, PLAIN)), None)
+        if hides is not None:
+            self._take_apart(f"it is given a {type(hides).__name__}")
+        return hides is not None
+
+    def _go_on_from(self, held, call: Call, args: tuple, kwargs: dict):
+        """On the host: each call finds more in what it is given, a language model's keys and values, so that no shape comes twice."""
+        self.branches.finish()
+        self.uncompiled.put_on_host(call, f"each call finds more in the {type(held).__name__} that it is given")
+        return self._run_on_host(call, args, kwargs)
 
     def _take_apart(self, reason: str):
         """The module is in parts while it is in this state, or changes with each call."""
@@ -410,6 +417,7 @@ class Runner:
 
     def _reasons(self) -> Iterator[str]:
         yield from self.uncompiled.reasons.values()
+        yield from self.uncompiled.on_host
         if self.parts is not None:
             yield from filter(None, (self.parts.reason, *self.parts.missing, self.parts.host))
 

@@ -98,7 +98,9 @@ def of_denoiser(plain, pipe, one: Call) -> dict:
     error = relative_error(run_call(pipe, one), oracle)
     found = {"class": type(plain.components[one.module]).__name__, "error": error}
     if error > DENOISER_LIMIT:
-        found["rounded_inputs"] = max(relative_error(run_call(plain, rounded(one, n)), oracle) for n in range(ROUNDINGS))
+        found["rounded_inputs"] = max(
+            relative_error(run_call(plain, rounded(one, n)), oracle) for n in range(ROUNDINGS)
+        )
     return {**found, "eager": installation(pipe).runners[one.module].eager}
 
 
