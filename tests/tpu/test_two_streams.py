@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from conftest import relative
-from diffusers import FluxTransformer2DModel, tpu
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, tpu
 from diffusers.tpu.config import TPUConfig
 
 
@@ -42,7 +42,43 @@ def flux_inputs(model, batch, images=2):
     return given | ({"guidance": torch.full((batch,), 3.5)} if model.config.guidance_embeds else {})
 
 
-MODELS = {"flux": (flux, flux_inputs)}
+def qwen(heads, **changes):
+    return QwenImageTransformer2DModel(
+        in_channels=16, out_channels=4, num_layers=3, attention_head_dim=16, num_attention_heads=heads,
+        joint_attention_dim=WIDTH, axes_dims_rope=(4, 6, 6), **changes,
+    )  # fmt: skip
+
+
+def qwen_inputs(model, batch):
+    """Texts of different lengths; an image beside the latents."""
+    shapes = [(1, *GRID), (1, 3, 4)]
+    return {
+        "hidden_states": torch.randn(batch, GRID[0] * GRID[1] + 12, 16),
+        "encoder_hidden_states": torch.randn(batch, WORDS, WIDTH),
+        "encoder_hidden_states_mask": (torch.arange(WORDS) < torch.randint(1, WORDS, (batch, 1))).long(),
+        "timestep": torch.rand(batch),
+        "img_shapes": [shapes] * batch,
+    }
+
+
+def qwen_edit_inputs(model, batch):
+    return qwen_inputs(model, batch) | {"encoder_hidden_states_mask": None}
+
+
+def qwen_layered(heads):
+    return qwen(heads, use_layer3d_rope=True, use_additional_t_cond=True)
+
+
+def qwen_layered_inputs(model, batch):
+    return qwen_inputs(model, batch) | {"additional_t_cond": torch.zeros(batch, dtype=torch.long)}
+
+
+MODELS = {
+    "flux": (flux, flux_inputs),
+    "qwen": (qwen, qwen_inputs),
+    "qwen edit": (lambda heads: qwen(heads, zero_cond_t=True), qwen_edit_inputs),
+    "qwen layered": (qwen_layered, qwen_layered_inputs),
+}
 
 
 def built(kind, heads):
@@ -57,6 +93,10 @@ def built(kind, heads):
         ("flux", (2, 2, 2), 2, 4),
         ("flux", (2, 4, 1), 2, 4),
         ("flux", (1, 1, 1), 1, 2),
+        ("qwen", (1, 8, 1), 1, 3),
+        ("qwen", (2, 2, 2), 2, 4),
+        ("qwen edit", (2, 4, 1), 1, 4),
+        ("qwen layered", (2, 4, 1), 2, 4),
     ],
 )
 @torch.no_grad()
