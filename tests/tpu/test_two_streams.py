@@ -8,7 +8,7 @@ import torch
 
 import tiny
 from conftest import relative
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, tpu
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, tpu
 from diffusers.tpu.config import TPUConfig
 
 
@@ -73,7 +73,30 @@ def qwen_layered_inputs(model, batch):
     return qwen_inputs(model, batch) | {"additional_t_cond": torch.zeros(batch, dtype=torch.long)}
 
 
+def sd3(heads, **changes):
+    return SD3Transformer2DModel(
+        sample_size=14, in_channels=4, out_channels=4, num_layers=4, attention_head_dim=16, num_attention_heads=heads,
+        joint_attention_dim=WIDTH, caption_projection_dim=16 * heads, pooled_projection_dim=WIDTH, pos_embed_max_size=9,
+        **changes,
+    )  # fmt: skip
+
+
+def sd35(heads):
+    return sd3(heads, dual_attention_layers=(0, 1), qk_norm="rms_norm")
+
+
+def sd3_inputs(model, batch):
+    return {
+        "hidden_states": torch.randn(batch, 4, *(2 * n for n in GRID)),
+        "encoder_hidden_states": torch.randn(batch, WORDS, WIDTH),
+        "pooled_projections": torch.randn(batch, WIDTH),
+        "timestep": torch.rand(batch) * 1000,
+    }
+
+
 MODELS = {
+    "sd3": (sd3, sd3_inputs),
+    "sd3.5": (sd35, sd3_inputs),
     "flux": (flux, flux_inputs),
     "qwen": (qwen, qwen_inputs),
     "qwen edit": (lambda heads: qwen(heads, zero_cond_t=True), qwen_edit_inputs),
@@ -93,6 +116,9 @@ def built(kind, heads):
         ("flux", (2, 2, 2), 2, 4),
         ("flux", (2, 4, 1), 2, 4),
         ("flux", (1, 1, 1), 1, 2),
+        ("sd3", (2, 4, 1), 2, 4),
+        ("sd3.5", (1, 8, 1), 1, 3),
+        ("sd3.5", (2, 2, 2), 2, 4),
         ("qwen", (1, 8, 1), 1, 3),
         ("qwen", (2, 2, 2), 2, 4),
         ("qwen edit", (2, 4, 1), 1, 4),

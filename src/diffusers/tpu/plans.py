@@ -18,6 +18,7 @@ PLANS = {
     "HunyuanVideoFramepackTransformer3DModel": "..models.transformers.transformer_hunyuan_video_framepack_flax",
     "FluxTransformer2DModel": "..models.transformers.transformer_flux_flax",
     "QwenImageTransformer2DModel": "..models.transformers.transformer_qwenimage_flax",
+    "SD3Transformer2DModel": "..models.transformers.transformer_sd3_flax",
     "MochiTransformer3DModel": "..models.transformers.transformer_mochi_flax",
     "CogVideoXTransformer3DModel": "..models.transformers.cogvideox_transformer_3d_flax",
     "AutoencoderKLCogVideoX": "..models.autoencoders.autoencoder_kl_cogvideox_flax",
