@@ -2,11 +2,15 @@
 
 Upstream's rotations are complex numbers in tables of 4096 places; here they are cos and sin [T, 2, D], an axis' columns put together
 of its own places. What the chips get of them are tables by axis, not by token.
+
+Its pipelines give texts as long as they are. Here they are filled up with padding, which is masked: prompts that differ in length by
+little have one program, and the two calls of a guided step are alike, so that they can run side by side.
 """
 
 import torch
 from jax.sharding import PartitionSpec as P
 
+from ...tpu.call import asked_once
 from ...tpu.sharding import ModelPlan
 from .transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0,
@@ -15,6 +19,9 @@ from .transformer_qwenimage import (
     QwenImageTransformerBlock,
 )
 from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
+
+
+WORDS = 128  # a text's length is a multiple of
 
 
 class QwenProcessor(TwoStreamProcessor):
@@ -38,6 +45,30 @@ class QwenProcessor(TwoStreamProcessor):
         return super().__call__(
             attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, image_rotary_emb
         )
+
+
+def decide_text(arguments: dict) -> dict:
+    """Texts [B, L, C] filled up to a multiple of `WORDS`, and a mask of the true words, of as many as there are if none is given."""
+    text, mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_hidden_states_mask")
+    if text is None:
+        return {}
+    mask = _all_words(text) if mask is None else _filled_up(mask)
+    return {"encoder_hidden_states": _filled_up(text), "encoder_hidden_states_mask": mask}
+
+
+def _filled_up(tensor: torch.Tensor) -> torch.Tensor:
+    """[B, L, ...] with zeros behind, if any."""
+    return _with_zeros(tensor) if tensor.shape[1] % WORDS else tensor
+
+
+@asked_once
+def _with_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], -tensor.shape[1] % WORDS, *tensor.shape[2:])], dim=1)
+
+
+@asked_once
+def _all_words(text: torch.Tensor) -> torch.Tensor:
+    return _filled_up(text.new_ones(text.shape[:2], dtype=torch.long))
 
 
 def _wide(turns):
@@ -103,6 +134,7 @@ PLAN = ModelPlan(
         "controlnet_block_samples",
         "additional_t_cond",
     ),
+    decide=decide_text,
     processors={QwenDoubleStreamAttnProcessor2_0: QwenProcessor},
     whole=(r"^txt_(norm|in)$", r"\btxt_(norm\d|mlp)$"),
     methods={
