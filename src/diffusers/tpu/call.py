@@ -95,7 +95,10 @@ class Call:
 def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
     """A call of a module's `entry(*args, **kwargs)`."""
     if plan.decide is not None:
-        decided, by_place = plan.decide(signature.bind(*args, **kwargs).arguments), dict(zip(signature.parameters, args))
+        decided, by_place = (
+            plan.decide(signature.bind(*args, **kwargs).arguments),
+            dict(zip(signature.parameters, args)),
+        )
         if decided.keys() & by_place.keys():
             args, kwargs = (), by_place | kwargs
         kwargs = kwargs | decided

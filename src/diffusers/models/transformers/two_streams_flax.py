@@ -87,7 +87,10 @@ class TwoStreamProcessor:
         from ...tpu.bridge import filled, joint_attention, on_every_chip
 
         tables, of_text = self.tables(rotary, encoder_hidden_states.shape[1])
-        tables, of_text = [filled(table)[None, :, None] for table in tables], [table[None, :, None] for table in of_text]
+        tables, of_text = (
+            [filled(table)[None, :, None] for table in tables],
+            [table[None, :, None] for table in of_text],
+        )
         added, norms = _has_added(attn), self._norms(attn)
         latents = self._heads(attn, self.projected(attn, hidden_states, False), norms[:2], tables)
         with on_every_chip():
@@ -105,9 +108,7 @@ class TwoStreamProcessor:
 
     def _heads(self, attn, projected: Iterable, norms: tuple, tables: list) -> tuple:
         """Queries, keys and values [B, T, N, D] of one stream."""
-        prepared = [
-            self.prepared(x, norms[n], tables) if n < len(norms) else x for n, x in enumerate(projected)
-        ]
+        prepared = [self.prepared(x, norms[n], tables) if n < len(norms) else x for n, x in enumerate(projected)]
         return tuple(x.unflatten(2, (attn.heads, -1)) for x in prepared)
 
 

@@ -143,7 +143,9 @@ def among_latents(
     """Attention of latents among themselves, whose last may be none of the model's (`Settings.fill`). Raises as `attention` does."""
     settings = current()
     tokens = k.shape[2] - settings.fill
-    mask = masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens) if settings.fill else None
+    mask = (
+        masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens) if settings.fill else None
+    )
     with using(replace(settings, fill=0)):
         return attention(q, k, v, mask=mask, scale=scale)
 
