@@ -321,6 +321,12 @@ def test_written_into_a_host_tensor_stays_one(env):
     assert target.copy_(source).tolist() == [0, 1, 2, 3]
 
 
+def test_a_host_tensor_made_of_device_tensors_has_their_values(env):
+    timesteps = on_chip(torch.tensor([999.5, 3.0]))
+    made = torch.tensor([timesteps[1], timesteps[0]])
+    assert type(made) is torch.Tensor and made.dtype == torch.float32 and made.tolist() == [3.0, 999.5]
+
+
 def test_host_tensors_among_themselves_stay_on_the_host(env):
     q = torch.randn(1, 2, 3, 4)
     out = F.scaled_dot_product_attention(query=q, key=q, value=q)

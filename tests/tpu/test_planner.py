@@ -85,6 +85,9 @@ def test_a_built_pipeline_has_the_weights_of_a_loaded_one(saved):
         ("flux.1-dev", "transformer", 11.9),
         ("qwen-image", "transformer", 20.4),
         ("ltx-video", "transformer", 1.9),
+        ("sdxl", "unet", 2.6),
+        ("stable-diffusion-3.5-large", "transformer", 8.1),
+        ("stable-diffusion-3.5-medium", "transformer", 2.24),  # 2.5 with its places, which are no parameters
         ("wan2.1-t2v-14b", "text_encoder", 5.7),
     ],
 )

@@ -96,7 +96,13 @@ class Call:
 def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
     """A call of a module's `entry(*args, **kwargs)`."""
     if plan.decide is not None:
-        kwargs = {**kwargs, **plan.decide(signature.bind(*args, **kwargs).arguments)}
+        decided, by_place = (
+            plan.decide(signature.bind(*args, **kwargs).arguments),
+            dict(zip(signature.parameters, args)),
+        )
+        if decided.keys() & by_place.keys():
+            args, kwargs = (), by_place | kwargs
+        kwargs = kwargs | decided
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))

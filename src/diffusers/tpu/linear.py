@@ -40,6 +40,7 @@ LEAST_WHOLE_ROWS = (
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
 MARGIN = 12 * MIB  # of VMEM, the compiler's
+DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360 (FLUX.1's single blocks), none at 12,288
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 
@@ -65,7 +66,7 @@ def choose(
     """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
-    compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e), a tile of x too.
+    compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
     """
     for most, waits in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if rows < LEAST_ROWS else 0)):
         if found := _choose(rows, columns, depth, generation, residual, most, waits):
@@ -84,7 +85,7 @@ def _choose(
             continue
         for height in (1024, 768, 512, 256):
             vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
-            vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 else 0
+            vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
             if vmem > chip.vmem_bytes - MARGIN:
                 continue
             done = -(-rows // height) * height * -(-columns // width) * width

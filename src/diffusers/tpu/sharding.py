@@ -31,8 +31,9 @@ class ModelPlan:
             run as one, their batches side by side on `dp`.
         spread: chips share the work of one call, in the plan's own way; true where there is a `carry`.
         entries: the methods that run on the device.
-        decide: bound arguments -> further keyword arguments, for what a forward would read from tensor values: decided
-            outside the trace and passed as static arguments.
+        decide: bound arguments -> keyword arguments, further ones or other values of given ones: what a forward would read
+            from tensor values, decided outside the trace and passed as static arguments; or inputs of another length that
+            mean the same, so that calls that differ in it have one program.
         processors: class of an attention processor -> what makes, of one of exactly that class, the one that is traced in
             its place.
         whole: regular expressions; a part whose name has one of them computes its sequence whole on every chip, not split.

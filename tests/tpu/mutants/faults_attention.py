@@ -130,6 +130,8 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "attention/api.py",
+        ("latents-fill", "tokens = k.shape[2] - settings.fill", "tokens = k.shape[2]",
+         "latents see those that are none", "test_two_streams.py::test_the_transformer_equals_upstreams"),
         ("joint-window", "if settings.window is not None:", "if False:", "a window that joint attention has not is left out in silence",
          f"{JOINT}::test_a_window_is_refused"),
     ),

@@ -10,6 +10,7 @@ HUNYUAN, SCHEDULERS, DISPATCHER = (
     "test_patched_schedulers.py",
     "test_patched_dispatcher.py",
 )
+STREAMS = "test_two_streams.py::test_the_transformer_equals_upstreams"
 COGVIDEOX_VAE = "test_cogvideox_vae.py::test_equals_upstream"
 FLAX = MODELS + "autoencoders/autoencoder_kl_wan_"
 FEW_CHIPS, MORE_CHIPS = (
@@ -69,8 +70,27 @@ MUTANTS = [
         MODELS + "transformers/transformer_hunyuan_video_flax.py",
         ("hunyuan-tables", "columns += dim", "columns += 0", "all axes turn by the first one's angles",
          "test_hunyuan_video.py::test_rotation_by_axis_is_upstreams_bit_for_bit"),
+    ),
+    *in_file(
+        MODELS + "transformers/two_streams_flax.py",
         ("hunyuan-fill", "hidden_states.shape[1] - current().fill", "hidden_states.shape[1]",
          "the text's mask is read beside its place", "test_hunyuan_video.py::test_the_transformer_equals_upstreams"),
+        ("streams-gate", "modulation[-1] * block.proj_out(wide)", "modulation[0] * block.proj_out(wide)",
+         "the gate of a single block is its shift", STREAMS),
+    ),
+    *in_file(
+        MODELS + "transformers/transformer_flux_flax.py",
+        ("flux-tables", "tuple(table[:words] for table in rotary)", "tuple(table[-words:] for table in rotary)",
+         "text is rotated by the images' tables", STREAMS),
+    ),
+    *in_file(
+        MODELS + "transformers/transformer_qwenimage_flax.py",
+        ("qwen-mask", "mask = _all_words(text) if mask is None else _filled_up(mask)", "mask = _all_words(text)",
+         "a mask of the text is not honoured", STREAMS),
+        ("qwen-tables", "torch.stack([turns.real, turns.imag], 1)", "torch.stack([turns.imag, turns.real], 1)",
+         "cos and sin change places", STREAMS),
+        ("qwen-words", "return _with_zeros(tensor) if tensor.shape[1] % WORDS else tensor", "return tensor",
+         "branches of texts of different lengths do not run side by side", "test_two_streams.py::test_image_equals_upstreams"),
     ),
     *in_file(
         TPU + "video/slabs.py",

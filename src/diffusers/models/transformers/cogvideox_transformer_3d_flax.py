@@ -3,7 +3,7 @@
 Latents are split over the sequence, text is whole on every chip; both go through the same weights. Projections and the first
 layer of a feed-forward split their outputs over `tp`, those after them their inputs; the other axis of each is storage over
 `dp` and `sp`, gathered block by block. Upstream concatenates the streams for attention and again for the feed-forward; here
-each token's layers are computed in its own stream (see transformer_hunyuan_video_flax.py).
+each token's layers are computed in its own stream (see two_streams_flax.py).
 """
 
 from jax.sharding import PartitionSpec as P
@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 from ...tpu.sharding import ModelPlan
 from ..attention_processor import CogVideoXAttnProcessor2_0
 from .cogvideox_transformer_3d import CogVideoXBlock
-from .transformer_hunyuan_video_flax import CARRY, STORED, TwoStreamProcessor
+from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
 
 
 class CogVideoXProcessor(TwoStreamProcessor):
@@ -49,7 +49,7 @@ RULES = (
 
 PLAN = ModelPlan(
     rules=RULES,
-    carry=CARRY,
+    carry=(LATENTS, TEXT),
     processors={CogVideoXAttnProcessor2_0: CogVideoXProcessor},
     methods={(CogVideoXBlock, "forward"): _block},
 )

@@ -9,7 +9,8 @@ import torch
 from ...tpu.call import asked_once
 from ...tpu.sharding import ModelPlan
 from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15RotaryPosEmbed
-from .transformer_hunyuan_video_flax import CARRY, RULES, TEXT, TwoStreamProcessor, tables_by_axis
+from .transformer_hunyuan_video_flax import CARRY, tables_by_axis
+from .two_streams_flax import RULES, WHOLE, TwoStreamProcessor
 
 
 def decide_is_t2v(arguments: dict) -> dict:
@@ -40,6 +41,6 @@ PLAN = ModelPlan(
     ),
     decide=decide_is_t2v,
     processors={HunyuanVideo15AttnProcessor2_0: TwoStreamProcessor},
-    whole=(*TEXT, r"^image_embedder$"),
+    whole=(*WHOLE, r"^image_embedder$"),
     methods={(HunyuanVideo15RotaryPosEmbed, "forward"): tables_by_axis},
 )

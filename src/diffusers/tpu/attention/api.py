@@ -7,13 +7,14 @@ What became of each call: `explain()`.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ...utils import logging
-from ..settings import Settings, current
+from ..settings import Settings, current, using
 from . import kernel, masks, splash
 from .joint import Text, joint_attention, joint_mask
 from .parallel import attention_by_heads, parallel_attention, plan_ring
@@ -134,6 +135,19 @@ def joint(
         return run(q, k, v, Text(*words, text.seen), interpret=_interpret(settings, local))
 
     return jax.jit(scaled_dot_product_attention)(q, k, v, text.q, text.k, text.v)
+
+
+def among_latents(
+    q: Float[Array, "B N T D"], k: Float[Array, "B K T D"], v: Float[Array, "B K T E"], *, scale: float | None = None
+) -> Float[Array, "B N T E"]:
+    """Attention of latents among themselves, whose last may be none of the model's (`Settings.fill`). Raises as `attention` does."""
+    settings = current()
+    tokens = k.shape[2] - settings.fill
+    mask = (
+        masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens) if settings.fill else None
+    )
+    with using(replace(settings, fill=0)):
+        return attention(q, k, v, mask=mask, scale=scale)
 
 
 def _note(way: Way):

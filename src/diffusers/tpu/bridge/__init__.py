@@ -74,6 +74,7 @@ __all__ = [
     "in_tiles",
     "joint_attention",
     "kept_by",
+    "latent_attention",
     "line_of",
     "look_after",
     "looking_back",
@@ -150,6 +151,14 @@ def joint_attention(
     ):
         answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
     return tuple(Tensor(x.swapaxes(1, 2), environment()) for x in answers)
+
+
+def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Latents among themselves, q, k and v [B, T, N, D] of a trace; so is the answer."""
+    from ..attention.api import among_latents
+
+    answer = among_latents(*(x.jax().swapaxes(1, 2) for x in (q, k, v)))
+    return Tensor(answer.swapaxes(1, 2), environment())
 
 
 class ExecutionDevice(ModelHook):

@@ -28,6 +28,7 @@ from .outside import DEVICE_TENSORS, READS, usable_outside
 
 DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
+OF_LISTS = {torch.tensor}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
 
@@ -44,7 +45,7 @@ class Environment(_Environment):
     """torchax's environment, entered around glue and traces.
 
     - A host tensor that meets a device tensor is moved to the device, whatever its size; torchax fails deep inside.
-      Written into, a host tensor stays one: the destination decides.
+      Written into, a host tensor stays one: the destination decides. So does one made of a list of device tensors.
     - Random draws come from torch's CPU generators, so that seeds give the noise they give everywhere else.
     - Host tensors that are moved land on all chips of the mesh in use.
 
@@ -98,6 +99,9 @@ class Environment(_Environment):
         if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
             return Tensor(self.t2j_copy(numbers), self)
+        if func in OF_LISTS and args and isinstance(args[0], (list, tuple)):
+            if not self._should_use_torchax_tensor(kwargs.get("device")):
+                args = tree_map_only(DEVICE_TENSORS, self.host, args)
         if isinstance(kwargs.get("out"), torch.Tensor):
             return self._written_out(func, args, **kwargs)
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -85,6 +85,17 @@ CLIP_L = {
     "eos_token_id": 2,
 }
 
+# laion/CLIP-ViT-bigG-14-laion2B-39B-b160k, the text tower
+CLIP_BIG_G = {
+    **CLIP_L,
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "projection_dim": 1280,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 20,
+    "hidden_act": "gelu",
+}
+
 # Qwen/Qwen2.5-VL-7B-Instruct, the language model
 QWEN25_VL_7B_TEXT = {
     "vocab_size": 152064,
@@ -231,6 +242,19 @@ FLUX_VAE = {
     "use_post_quant_conv": False,
 }
 
+SD3_VAE = {**FLUX_VAE, "scaling_factor": 1.5305, "shift_factor": 0.0609}
+
+SDXL_VAE = {
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+    "latent_channels": 4,
+    "sample_size": 1024,
+    "scaling_factor": 0.13025,
+    "force_upcast": True,
+}
+
 # LTX-Video 0.9.0: 32 x 32 pixels and 8 frames per latent
 LTX_VAE_090 = {
     "latent_channels": 128,
@@ -361,6 +385,47 @@ QWEN_IMAGE_20B = {
     "axes_dims_rope": [16, 56, 56],
 }
 
+SD35_LARGE = {
+    "sample_size": 128,
+    "patch_size": 2,
+    "in_channels": 16,
+    "out_channels": 16,
+    "num_layers": 38,
+    "attention_head_dim": 64,
+    "num_attention_heads": 38,
+    "joint_attention_dim": 4096,
+    "caption_projection_dim": 2432,
+    "pooled_projection_dim": 2048,
+    "pos_embed_max_size": 192,
+    "dual_attention_layers": [],
+    "qk_norm": "rms_norm",
+}
+SD35_MEDIUM = {
+    **SD35_LARGE,
+    "num_layers": 24,
+    "num_attention_heads": 24,
+    "caption_projection_dim": 1536,
+    "pos_embed_max_size": 384,
+    "dual_attention_layers": [*range(13)],
+}
+
+SDXL_UNET = {
+    "sample_size": 128,
+    "in_channels": 4,
+    "out_channels": 4,
+    "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
+    "up_block_types": ["CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"],
+    "block_out_channels": [320, 640, 1280],
+    "layers_per_block": 2,
+    "transformer_layers_per_block": [1, 2, 10],
+    "attention_head_dim": [5, 10, 20],
+    "cross_attention_dim": 2048,
+    "use_linear_projection": True,
+    "addition_embed_type": "text_time",
+    "addition_time_embed_dim": 256,
+    "projection_class_embeddings_input_dim": 2816,
+}
+
 LTX_2B = {
     "in_channels": 128,
     "out_channels": 128,
@@ -466,12 +531,28 @@ def _flux(transformer: dict, scheduler: dict) -> dict[str, tuple[str, dict]]:
     }
 
 
+def _sd35(transformer: dict) -> dict[str, tuple[str, dict]]:
+    return {
+        "transformer": ("diffusers.SD3Transformer2DModel", transformer),
+        "scheduler": ("diffusers.FlowMatchEulerDiscreteScheduler", {"shift": 3.0}),
+        "vae": ("diffusers.AutoencoderKL", SD3_VAE),
+        "text_encoder": ("transformers.CLIPTextModelWithProjection", CLIP_L),
+        "tokenizer": ("transformers.CLIPTokenizer", {}),
+        "text_encoder_2": ("transformers.CLIPTextModelWithProjection", CLIP_BIG_G),
+        "tokenizer_2": ("transformers.CLIPTokenizer", {}),
+        "text_encoder_3": ("transformers.T5EncoderModel", T5_XXL),
+        "tokenizer_3": ("transformers.T5TokenizerFast", {}),
+    }
+
+
 _WAN_SOURCE = "huggingface/diffusers, scripts/convert_wan_to_diffusers.py; model card; "
 _HUNYUAN_SOURCE = (
     "huggingface/diffusers, scripts/convert_hunyuan_video1_5_to_diffusers.py and "
     "docs/source/en/api/pipelines/hunyuan_video15.md; model_index.json"
 )
 _COGVIDEOX_SOURCE = "huggingface/diffusers, scripts/convert_cogvideox_to_diffusers.py; model card; "
+_SD35_SOURCE = "huggingface/diffusers, scripts/convert_sd3_to_diffusers.py; published configs; model card"
+_SD35_TOKENS = {"tokenizer": 77, "tokenizer_2": 77, "tokenizer_3": 256}
 _FLUX_SOURCE = "huggingface/diffusers, scripts/convert_flux_to_diffusers.py; published configs; model card"
 
 # The text encoder of HunyuanVideo-1.5 sees 108 tokens of template and 1000 of prompt; the transformer the 1000.
@@ -667,6 +748,50 @@ MODELS: dict[str, Published] = {
         tokens={"tokenizer": 1058},  # 34 of template; the transformer sees at most 512 of the rest
         source="QwenLM/Qwen-Image, README.md; published configs; upstream's class defaults",
     ),
+    "stabilityai/stable-diffusion-3.5-large": Published(
+        pipeline="StableDiffusion3Pipeline",
+        components=_sd35(SD35_LARGE),
+        settings={},
+        call={"height": 1024, "width": 1024, "num_inference_steps": 28, "guidance_scale": 3.5},
+        tokens=_SD35_TOKENS,
+        source=_SD35_SOURCE,
+    ),
+    "stabilityai/stable-diffusion-3.5-medium": Published(
+        pipeline="StableDiffusion3Pipeline",
+        components=_sd35(SD35_MEDIUM),
+        settings={},
+        call={"height": 1024, "width": 1024, "num_inference_steps": 40, "guidance_scale": 4.5},
+        tokens=_SD35_TOKENS,
+        source=_SD35_SOURCE,
+    ),
+    "stabilityai/stable-diffusion-xl-base-1.0": Published(
+        pipeline="StableDiffusionXLPipeline",
+        components={
+            "vae": ("diffusers.AutoencoderKL", SDXL_VAE),
+            "text_encoder": ("transformers.CLIPTextModel", CLIP_L),
+            "text_encoder_2": ("transformers.CLIPTextModelWithProjection", CLIP_BIG_G),
+            "tokenizer": ("transformers.CLIPTokenizer", {}),
+            "tokenizer_2": ("transformers.CLIPTokenizer", {}),
+            "unet": ("diffusers.UNet2DConditionModel", SDXL_UNET),
+            "scheduler": (
+                "diffusers.EulerDiscreteScheduler",
+                {
+                    "num_train_timesteps": 1000,
+                    "beta_start": 0.00085,
+                    "beta_end": 0.012,
+                    "beta_schedule": "scaled_linear",
+                    "prediction_type": "epsilon",
+                    "interpolation_type": "linear",
+                    "timestep_spacing": "leading",
+                    "steps_offset": 1,
+                },
+            ),
+        },
+        settings={"force_zeros_for_empty_prompt": True},
+        call={"height": 1024, "width": 1024, "num_inference_steps": 50, "guidance_scale": 5.0},
+        tokens={"tokenizer": 77, "tokenizer_2": 77},
+        source="published configs; upstream's defaults of the call",
+    ),
     "Lightricks/LTX-Video": Published(  # the diffusers layout at the repository's root is version 0.9.0
         pipeline="LTXPipeline",
         components={
@@ -717,5 +842,8 @@ ALIASES: dict[str, str] = {
     "flux.1-dev": "black-forest-labs/FLUX.1-dev",
     "flux.1-schnell": "black-forest-labs/FLUX.1-schnell",
     "qwen-image": "Qwen/Qwen-Image",
+    "sdxl": "stabilityai/stable-diffusion-xl-base-1.0",
+    "stable-diffusion-3.5-large": "stabilityai/stable-diffusion-3.5-large",
+    "stable-diffusion-3.5-medium": "stabilityai/stable-diffusion-3.5-medium",
     "ltx-video": "Lightricks/LTX-Video",
 }

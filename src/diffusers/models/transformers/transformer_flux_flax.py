@@ -1,0 +1,63 @@
+"""FLUX.1's transformer on TPU: two streams (two_streams_flax.py), both rotated, by tables of text and then of images.
+
+Upstream puts text first and concatenates for attention, in single blocks for all layers. Images beside the latents (Kontext, Fill,
+Control) are latents like others. An IP-Adapter's attention, a mask, and a processor of the user's run as upstream has them.
+"""
+
+import torch
+
+from ...tpu.sharding import ModelPlan
+from .transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
+from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor, modulation, single_block
+
+
+class FluxProcessor(TwoStreamProcessor):
+    """Upstream's tables are of both streams. Its mask is of all pairs of tokens; its pipelines give none."""
+
+    def tables(self, rotary, words: int):
+        rotary = rotary or ()
+        return tuple(table[words:] for table in rotary), tuple(table[:words] for table in rotary)
+
+    def projected(self, attn, x, added: bool):
+        if not attn.fused_projections:
+            return super().projected(attn, x, added)
+        return (attn.to_added_qkv if added else attn.to_qkv)(x).chunk(3, dim=-1)
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        if attention_mask is not None:
+            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, None, image_rotary_emb)
+
+
+def _single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
+    """As upstream's, stream by stream."""
+    given = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
+    if not isinstance(block.attn.processor, FluxProcessor) or given.get("attention_mask") is not None:
+        streams = hidden_states, encoder_hidden_states
+        return type(block).forward(block, *streams, temb, image_rotary_emb, joint_attention_kwargs)
+    of_both = [modulation(block.norm, temb)] * 2
+    latents, text = single_block(block, (hidden_states, encoder_hidden_states), of_both, **given)
+    return _within_range(text), _within_range(latents)
+
+
+def _within_range(x):
+    return x.clip(-65504, 65504) if x.dtype == torch.float16 else x
+
+
+PLAN = ModelPlan(
+    rules=RULES,
+    carry=(TEXT, LATENTS),
+    batched=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "guidance",
+        "joint_attention_kwargs",
+        "controlnet_block_samples",
+        "controlnet_single_block_samples",
+    ),
+    processors={FluxAttnProcessor: FluxProcessor},
+    whole=WHOLE,
+    methods={(FluxSingleTransformerBlock, "forward"): _single},
+)

@@ -1,0 +1,150 @@
+"""Qwen-Image's transformer on TPU: two streams (two_streams_flax.py), both rotated, with padding of the text masked.
+
+Upstream's rotations are complex numbers in tables of 4096 places; here they are cos and sin [T, 2, D], an axis' columns put together
+of its own places. What the chips get of them are tables by axis, not by token.
+
+Its pipelines give texts as long as they are. Here they are filled up with padding, which is masked: prompts that differ in length by
+little have one program, and the two calls of a guided step are alike, so that they can run side by side.
+"""
+
+import torch
+from jax.sharding import PartitionSpec as P
+
+from ...tpu.call import asked_once
+from ...tpu.sharding import ModelPlan
+from .transformer_qwenimage import (
+    QwenDoubleStreamAttnProcessor2_0,
+    QwenEmbedLayer3DRope,
+    QwenEmbedRope,
+    QwenImageTransformerBlock,
+)
+from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
+
+
+WORDS = 128  # a text's length is a multiple of
+
+
+class QwenProcessor(TwoStreamProcessor):
+    """Upstream's mask [B, L] is of the text."""
+
+    def tables(self, rotary, words: int):
+        return ((), ()) if rotary is None else tuple(table.unbind(1) for table in rotary)
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        encoder_hidden_states_mask=None,
+        attention_mask=None,
+        image_rotary_emb=None,
+    ):
+        if attention_mask is not None:
+            given = encoder_hidden_states_mask, attention_mask, image_rotary_emb
+            return self.upstream(attn, hidden_states, encoder_hidden_states, *given)
+        return super().__call__(
+            attn, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, image_rotary_emb
+        )
+
+
+def decide_text(arguments: dict) -> dict:
+    """Texts [B, L, C] filled up to a multiple of `WORDS`, and a mask of the true words, of as many as there are if none is given."""
+    text, mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_hidden_states_mask")
+    if text is None:
+        return {}
+    mask = _all_words(text) if mask is None else _filled_up(mask)
+    return {"encoder_hidden_states": _filled_up(text), "encoder_hidden_states_mask": mask}
+
+
+def _filled_up(tensor: torch.Tensor) -> torch.Tensor:
+    """[B, L, ...] with zeros behind, if any."""
+    return _with_zeros(tensor) if tensor.shape[1] % WORDS else tensor
+
+
+@asked_once
+def _with_zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], -tensor.shape[1] % WORDS, *tensor.shape[2:])], dim=1)
+
+
+@asked_once
+def _all_words(text: torch.Tensor) -> torch.Tensor:
+    return _filled_up(text.new_ones(text.shape[:2], dtype=torch.long))
+
+
+def _wide(turns):
+    """Cos and sin [T, 2, D] of complex numbers [T, D / 2] on the host: each value where each of its pair is."""
+    return torch.stack([turns.real, turns.imag], 1).repeat_interleave(2, 2)
+
+
+def _by_axis(method: str):
+    """The method of an embedding that gives a turn to each place of an image: of places (frames, height, width) and what else."""
+
+    def run(embed, *given):
+        *sizes, device = given  # upstream's calls name none of them
+        sizes, index, parts = sizes[:3], sizes[3:], []
+        upstream = getattr(type(embed), method)
+        for axis, size in enumerate(sizes):
+            turns = upstream(embed, *(size if n == axis else 1 for n in range(3)), *index)
+            table = _wide(turns.split([dim // 2 for dim in embed.axes_dim], 1)[axis]).to(device)
+            place = [size if n == axis else 1 for n in range(3)]
+            parts.append(table.reshape(*place, 2, -1).expand(*sizes, -1, -1))
+        return torch.cat(parts, 4).flatten(0, 2)
+
+    return run
+
+
+def _of_places(embed, device):
+    """Tables of places from 0, and of those before it, as `_wide`: on the host, for the chips get the text's rows of them."""
+    return _wide(embed.pos_freqs), _wide(embed.neg_freqs)
+
+
+def _tables(embed, *args, **kwargs):
+    """As upstream's: of the latents [T, 2, D], and of the text [L, 2, D]."""
+    latents, text = type(embed).forward(embed, *args, **kwargs)
+    return latents, text.to(latents.device)
+
+
+def _modulate(block, x, mod_params, index=None):
+    """As upstream's. `index` [b, T]: which of two modulations a latent has, of one call of those side by side."""
+    from ...tpu.settings import current
+
+    if index is not None:
+        index = torch.nn.functional.pad(index, (0, current().fill)).repeat(x.shape[0] // index.shape[0], 1)
+    return type(block)._modulate(block, x, mod_params, index)
+
+
+PLAN = ModelPlan(
+    rules=(
+        (r"attn\.(to_[qkv]|add_[qkv]_proj)\.weight$", P("tp", STORED)),
+        (r"attn\.(to_[qkv]|add_[qkv]_proj)\.bias$", P("tp")),
+        (r"attn\.(to_out\.0|to_add_out)\.weight$", P(STORED, "tp")),
+        (r"(img|txt)_mlp\.net\.0\.proj\.weight$", P("tp", STORED)),
+        (r"(img|txt)_mlp\.net\.0\.proj\.bias$", P("tp")),
+        (r"(img|txt)_mlp\.net\.2\.weight$", P(STORED, "tp")),
+        (r"(img|txt)_mod\.1\.weight$", P(STORED, None)),
+    ),
+    carry=(TEXT, LATENTS),
+    batched=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "encoder_hidden_states_mask",
+        "timestep",
+        "guidance",
+        "attention_kwargs",
+        "controlnet_block_samples",
+        "additional_t_cond",
+    ),
+    decide=decide_text,
+    processors={QwenDoubleStreamAttnProcessor2_0: QwenProcessor},
+    whole=(r"^txt_(norm|in)$", r"\btxt_(norm\d|mlp)$"),
+    methods={
+        (QwenImageTransformerBlock, "_modulate"): _modulate,
+        (QwenEmbedRope, "forward"): _tables,
+        (QwenEmbedRope, "_get_device_freqs"): _of_places,
+        (QwenEmbedRope, "_compute_video_freqs"): _by_axis("_compute_video_freqs"),
+        (QwenEmbedLayer3DRope, "forward"): _tables,
+        (QwenEmbedLayer3DRope, "_get_device_freqs"): _of_places,
+        (QwenEmbedLayer3DRope, "_compute_video_freqs"): _by_axis("_compute_video_freqs"),
+        (QwenEmbedLayer3DRope, "_compute_condition_freqs"): _by_axis("_compute_condition_freqs"),
+    },
+)

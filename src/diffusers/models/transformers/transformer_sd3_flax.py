@@ -1,0 +1,43 @@
+"""Stable Diffusion 3's transformer on TPU: two streams (two_streams_flax.py), nothing rotated.
+
+In 3.5 some blocks attend to the latents a second time, among themselves; in 3 nothing is normed. The last block gives no text.
+"""
+
+from ...tpu.sharding import ModelPlan
+from ..attention_processor import JointAttnProcessor2_0
+from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor
+
+
+class JointProcessor(TwoStreamProcessor):
+    """Norms are of every stream, or of none; without text, attention is of the latents alone. Upstream's takes no mask."""
+
+    def covers(self, attn) -> bool:
+        return all(norm is None for norm in self._norms(attn)) or super().covers(attn)
+
+    def prepared(self, x, norm, tables):
+        return x if norm is None else super().prepared(x, norm, tables)
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, *args, **kwargs):
+        from ...tpu.bridge import latent_attention
+
+        if encoder_hidden_states is not None or not self.covers(attn):
+            return super().__call__(attn, hidden_states, encoder_hidden_states)
+        latents = self._heads(attn, self.projected(attn, hidden_states, False), self._norms(attn)[:2], [])
+        answer = latent_attention(*latents).flatten(2, 3).type_as(latents[0])
+        return attn.to_out[1](attn.to_out[0](answer))
+
+
+PLAN = ModelPlan(
+    rules=RULES,
+    carry=(TEXT, LATENTS),
+    batched=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "timestep",
+        "block_controlnet_hidden_states",
+        "joint_attention_kwargs",
+    ),
+    processors={JointAttnProcessor2_0: JointProcessor},
+    whole=WHOLE,
+)

@@ -1,0 +1,147 @@
+"""What transformers of two streams have in common on TPU: latents and text in one softmax that are never one sequence.
+
+Latents are split over the chips by the sequence, text is whole on every chip. Upstream concatenates the streams, latents or text
+first, for attention and in some blocks for every layer; here each token's layers are computed in its own stream, and attention
+takes the two as they are (`attention/joint.py`). A model's own file says what its processor and blocks do differently.
+
+Queries, keys, values and the first projections of the feed-forwards split their outputs over `tp`, the projections after them
+their inputs; the other axis of each is storage over `dp` and `sp`, gathered block by block.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from jax.sharding import PartitionSpec as P
+
+
+STORED = ("dp", "sp")
+
+LATENTS, TEXT = P("dp", "sp", None), P("dp", None, None)  # of what blocks hand on
+
+RULES = (
+    (r"attn2?\.(to_[qkv]|add_[qkv]_proj)\.weight$", P("tp", STORED)),
+    (r"attn2?\.(to_[qkv]|add_[qkv]_proj)\.bias$", P("tp")),
+    (r"attn2?\.(to_out\.0|to_add_out)\.weight$", P(STORED, "tp")),
+    (r"((ff|ff_context)\.net\.0\.proj|proj_mlp)\.weight$", P("tp", STORED)),
+    (r"((ff|ff_context)\.net\.0\.proj|proj_mlp)\.bias$", P("tp")),
+    (r"((ff|ff_context)\.net\.2|single_transformer_blocks\..+\.proj_out)\.weight$", P(STORED, "tp")),
+    (r"norm(1|1_context)?\.linear\.weight$", P(STORED, None)),
+)
+
+WHOLE = (r"^context_embedder(_2)?$", r"\bff_context$")  # on every chip, as the text that they are of
+
+
+class TwoStreamProcessor:
+    """Latents and text in one softmax without a concatenation; norm and rotation of each in one pass.
+
+    Text has projections of its own (`add_q_proj`, ..., `to_add_out`), or those of the latents. What it does not cover is
+    `upstream`'s, the processor in whose place it is.
+    """
+
+    def __init__(self, upstream):
+        self.upstream = upstream
+
+    def seen(self, attention_mask, tokens: int):
+        """Which words are no padding [B, L], of upstream's mask for a sequence of so many latents; None: all."""
+        return attention_mask
+
+    def tables(self, rotary, words: int) -> tuple[tuple, tuple]:
+        """Cos and sin [T, D] of the latents, and those [L, D] of so many words; empty where nothing is rotated."""
+        return tuple(rotary or ()), ()
+
+    def projected(self, attn, x, added: bool) -> Iterable:
+        """Queries, keys and values [B, T, C] of one stream. `added`: by the text's own projections."""
+        own = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj) if added else (attn.to_q, attn.to_k, attn.to_v)
+        return (project(x) for project in own)
+
+    def prepared(self, x, norm, tables):
+        """Queries or keys [B, T, C]: normed, and rotated by tables [1, T, 1, D], if any."""
+        from ...tpu.bridge import normed_and_rotated
+
+        return normed_and_rotated(x, norm, *tables)
+
+    def covers(self, attn) -> bool:
+        """Whether this attention's norms are some that `prepared` has."""
+        return all(getattr(norm, "weight", None) is not None for norm in self._norms(attn))
+
+    def tells_fill(self, attn) -> bool:
+        """Whether latents may be followed by some that are none (`Settings.fill`)."""
+        return self.covers(attn)
+
+    def _norms(self, attn) -> tuple:
+        """Of the latents' queries and keys, and of the text's."""
+        own = attn.norm_q, attn.norm_k
+        return (*own, attn.norm_added_q, attn.norm_added_k) if _has_added(attn) else (*own, *own)
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        """As upstream's."""
+        from ...tpu.settings import current
+
+        if encoder_hidden_states is None or not self.covers(attn):
+            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        seen = None if attention_mask is None else self.seen(attention_mask, hidden_states.shape[1] - current().fill)
+        return self.joined(attn, hidden_states, encoder_hidden_states, seen, image_rotary_emb)
+
+    def joined(self, attn, hidden_states, encoder_hidden_states, seen, rotary) -> tuple:
+        """(The latents' answer, the text's). `rotary`: what `tables` takes."""
+        from ...tpu.bridge import filled, joint_attention, on_every_chip
+
+        tables, of_text = self.tables(rotary, encoder_hidden_states.shape[1])
+        tables, of_text = (
+            [filled(table)[None, :, None] for table in tables],
+            [table[None, :, None] for table in of_text],
+        )
+        added, norms = _has_added(attn), self._norms(attn)
+        latents = self._heads(attn, self.projected(attn, hidden_states, False), norms[:2], tables)
+        with on_every_chip():
+            text = self._heads(attn, [*self.projected(attn, encoder_hidden_states, added)], norms[2:], of_text)
+        answers = joint_attention(latents, text, seen, getattr(self.upstream, "_attention_backend", None))
+        hidden_states, encoder_hidden_states = (x.flatten(2, 3).type_as(latents[0]) for x in answers)
+        out = getattr(attn, "to_out", None)
+        if out is not None:
+            hidden_states = out[1](out[0](hidden_states))
+        out = getattr(attn, "to_add_out", None) if added or out is None else out[0]
+        if out is not None:
+            with on_every_chip():
+                encoder_hidden_states = out(encoder_hidden_states)
+        return hidden_states, encoder_hidden_states
+
+    def _heads(self, attn, projected: Iterable, norms: tuple, tables: list) -> tuple:
+        """Queries, keys and values [B, T, N, D] of one stream."""
+        prepared = [self.prepared(x, norms[n], tables) if n < len(norms) else x for n, x in enumerate(projected)]
+        return tuple(x.unflatten(2, (attn.heads, -1)) for x in prepared)
+
+
+def _has_added(attn) -> bool:
+    return getattr(attn, "add_q_proj", None) is not None
+
+
+def single_block(block, streams: tuple, modulations: list, **attention) -> tuple:
+    """(latents, text) after a block of attention beside a feed-forward, behind one norm, stream by stream.
+
+    `streams`: latents and text [B, T, C]; `modulations`: shift, scale and gate of each; the rest is for its attention.
+    """
+    from ...tpu.bridge import on_every_chip
+
+    normed = [block.norm.norm(x) * (1 + scale) + shift for x, (shift, scale, _) in zip(streams, modulations)]
+    answers = block.attn(hidden_states=normed[0], encoder_hidden_states=normed[1], **attention)
+    latents, text = zip(normed, answers, streams, modulations)
+    with on_every_chip():
+        text = _single_end(block, *text)
+    return _single_end(block, *latents), text
+
+
+def _single_end(block, x, answer, own, modulation):
+    """Of one stream, what comes after attention."""
+    wide = torch.cat([answer, block.act_mlp(block.proj_mlp(x))], dim=2)
+    return modulation[-1] * block.proj_out(wide) + own
+
+
+def modulation(norm, temb) -> tuple:
+    """What a modulated norm makes of its embedding, in the order of its parts, each [B, 1, C]."""
+    return parts_of(norm, norm.linear(norm.silu(temb))[:, None])
+
+
+def parts_of(norm, of_all) -> tuple:
+    """The parts, each of C channels, of what the layer of a modulated norm gives [B, T, n C]."""
+    return of_all.chunk(norm.linear.out_features // norm.linear.in_features, dim=2)
