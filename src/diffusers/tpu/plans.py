@@ -18,6 +18,8 @@ PLANS = {
     "HunyuanVideoFramepackTransformer3DModel": "..models.transformers.transformer_hunyuan_video_framepack_flax",
     "MochiTransformer3DModel": "..models.transformers.transformer_mochi_flax",
     "CogVideoXTransformer3DModel": "..models.transformers.cogvideox_transformer_3d_flax",
+    "AutoencoderKL": "..models.autoencoders.autoencoder_kl_flax",
+    "AutoencoderKLFlux2": "..models.autoencoders.autoencoder_kl_flux2_flax",
     "AutoencoderKLCogVideoX": "..models.autoencoders.autoencoder_kl_cogvideox_flax",
     "AutoencoderKLHunyuanVideo15": "..models.autoencoders.autoencoder_kl_hunyuanvideo15_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
