@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.modeling_utils import ModelMixin
+from .declared import declared_plan
 from .sharding import ModelPlan
 
 
@@ -89,14 +90,14 @@ def flax_class(name: str) -> type:
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
-    """The plan of the module's class; of a class without one, its entry methods."""
+    """The plan of the module's class; of a class without one, its entry methods and what upstream declares of it."""
     plan = plan_of(type(module), None)
     if plan is not None:
         return plan
     if not isinstance(module, ModelMixin):
         return ModelPlan(decide=_without_cache if _fills_a_cache(module) else None)
     is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
-    return ModelPlan(entries=("forward", *VAE_ENTRIES) if is_autoencoder else ("forward",))
+    return ModelPlan(entries=("forward", *VAE_ENTRIES)) if is_autoencoder else declared_plan(module)
 
 
 def _without_cache(arguments: dict) -> dict:
