@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 
 import jax
 import numpy as np
@@ -190,6 +191,42 @@ def test_no_large_weight_is_whole_on_every_chip(chips, cls, degrees):
         stored, tp = ("dp", "sp") if degrees[0] > 1 else "sp", "tp" if degrees[2] > 1 else None
         assert specs["transformer_blocks.*.attn.to_q.weight"] == P(tp, stored)
         assert specs["single_transformer_blocks.*.attn.to_out.weight"] == P(stored, tp)
+
+
+class Streams(torch.nn.Module):
+    """A block whose answers stand in another order than its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, hidden_states, context):
+        return context + self.other(context), hidden_states + self.one(hidden_states)
+
+
+class OfStreams(torch.nn.Module):
+    _repeated_blocks = ["Streams"]
+    _cp_plan = {"blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)}}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Streams(), Streams(), Streams()])
+
+    def forward(self, hidden_states, context, return_dict=False):
+        for block in self.blocks:
+            context, hidden_states = block(hidden_states, context)
+        return hidden_states, context
+
+
+def test_the_declared_stream_is_split_between_blocks(chips):
+    theirs, inputs = OfStreams(), {"hidden_states": torch.randn(1, 30, 16), "context": torch.randn(1, 6, 16)}
+    ours = copy.deepcopy(theirs)
+    runner = runner_of(ours, declared_plan(ours), chips, (1, 4, 1))
+    runner.attach()
+    assert relative(answers(ours, inputs), answers(theirs, inputs)) < 1e-6
+    (program,) = runner.programs.values()
+    (loop,) = (line for line in program.compiled.as_text().splitlines() if " while(" in line)
+    assert {"f32[1,8,16]", "f32[1,6,16]"} == set(re.findall(r"f32\[1,\d+,16\]", loop.partition(" while(")[0]))
 
 
 class Block(torch.nn.Module):
