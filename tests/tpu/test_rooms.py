@@ -24,6 +24,7 @@ ORDER = [
     "sharding",
     "settings",
     "cost",
+    "declared",
     "plans",
     "attention",
     "linear",

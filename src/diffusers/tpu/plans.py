@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..models.modeling_utils import ModelMixin
+from .declared import declared_plan
 from .sharding import ModelPlan
 
 
@@ -21,8 +22,11 @@ PLANS = {
     "SD3Transformer2DModel": "..models.transformers.transformer_sd3_flax",
     "MochiTransformer3DModel": "..models.transformers.transformer_mochi_flax",
     "CogVideoXTransformer3DModel": "..models.transformers.cogvideox_transformer_3d_flax",
+    "AutoencoderKL": "..models.autoencoders.autoencoder_kl_flax",
+    "AutoencoderKLFlux2": "..models.autoencoders.autoencoder_kl_flux2_flax",
     "AutoencoderKLCogVideoX": "..models.autoencoders.autoencoder_kl_cogvideox_flax",
     "AutoencoderKLHunyuanVideo15": "..models.autoencoders.autoencoder_kl_hunyuanvideo15_flax",
+    "AutoencoderKLQwenImage": "..models.autoencoders.autoencoder_kl_qwenimage_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
     "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
     "WanAnimateTransformer3DModel": "..models.transformers.transformer_wan_animate_flax",
@@ -109,14 +113,14 @@ def flax_class(name: str) -> type:
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
-    """The plan of the module's class; of a class without one, its entry methods."""
+    """The plan of the module's class; of a class without one, its entry methods and what upstream declares of it."""
     plan = plan_of(type(module), None)
     if plan is not None:
         return plan
     if not isinstance(module, ModelMixin):
         return ModelPlan(decide=_without_cache if _fills_a_cache(module) else None)
     is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
-    return ModelPlan(entries=("forward", *VAE_ENTRIES) if is_autoencoder else ("forward",))
+    return ModelPlan(entries=("forward", *VAE_ENTRIES)) if is_autoencoder else declared_plan(module)
 
 
 def _without_cache(arguments: dict) -> dict:

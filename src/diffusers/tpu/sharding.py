@@ -25,8 +25,8 @@ class ModelPlan:
     Args:
         rules: (regular expression, spec) pairs tried in order against the weight's name, blocks as `blocks.*.`.
             A weight that no rule names is stored over `dp` and `sp` if it is large, else replicated.
-        carry: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, None
-            for one that the compiler may lay as it likes; None leaves all to the compiler.
+        carry: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
+            the name of the next block's argument, None for one that the compiler may lay as it likes; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can two guidance calls
             run as one, their batches side by side on `dp`.
         spread: chips share the work of one call, in the plan's own way; true where there is a `carry`.
@@ -43,7 +43,7 @@ class ModelPlan:
     """
 
     rules: Rules = ()
-    carry: PartitionSpec | tuple[PartitionSpec | None, ...] | None = None
+    carry: PartitionSpec | tuple[PartitionSpec | None, ...] | Mapping[str, PartitionSpec] | None = None
     batched: tuple[str, ...] = ()
     spread: bool = False
     entries: tuple[str, ...] = ("forward",)

@@ -12,6 +12,10 @@ HUNYUAN, SCHEDULERS, DISPATCHER = (
 )
 STREAMS = "test_two_streams.py::test_the_transformer_equals_upstreams"
 COGVIDEOX_VAE = "test_cogvideox_vae.py::test_equals_upstream"
+IMAGES, IMAGE_CHIPS = (
+    "test_image_vae.py",
+    "test_image_vae.py::test_equals_upstream[degrees1-1-5-9-AutoencoderKL-config1]",
+)
 FLAX = MODELS + "autoencoders/autoencoder_kl_wan_"
 FEW_CHIPS, MORE_CHIPS = (
     f"{VAE}::test_equals_upstream[2.1-degrees0-1-3-3-5]",
@@ -93,7 +97,22 @@ MUTANTS = [
          "branches of texts of different lengths do not run side by side", "test_two_streams.py::test_image_equals_upstreams"),
     ),
     *in_file(
+        MODELS + "autoencoders/autoencoder_kl_flax.py",
+        ("images-others", "return blocks <= BLOCKS and processors <= PROCESSORS", "return blocks <= BLOCKS",
+         "attention of the user's own sees the keys of its slab alone", f"{IMAGES}::test_other_attention_processors"),
+        ("images-whole", "rows * tiling.kept[0], columns * tiling.kept[1]", "height * result // size, width * result // size",
+         "tiles that do not meet are cut as if they did", f"{IMAGES}::test_tiles_and_slices_equal_upstream[degrees0]"),
+    ),
+    *in_file(
+        MODELS + "autoencoders/autoencoder_kl_qwenimage_flax.py",
+        ("qwen-clamped", 'methods={(AutoencoderKLQwenImage, "tiled_decode"): _tiled_decode},', "",
+         "tiles are clamped as Wan's are", f"{IMAGES}::test_qwen_images_tiles_equal_upstream"),
+    ),
+    *in_file(
         TPU + "video/slabs.py",
+        ("slabs-positions", "return next(size for size in sizes if math.prod(size) == positions)",
+         "return next(size[::-1] for size in sizes if math.prod(size) == positions)",
+         "a map's positions are taken column after column", IMAGE_CHIPS),
         ("slabs-fill", "jnp.where(place <= last, x, beyond)", "jnp.where(place <= last + 1, x, beyond)",
          "a column beyond the map is read as part of it", (MORE_CHIPS, FEW_CHIPS, NNX_CHIPS)),
         ("slabs-neighbour", "[(i, i + 1) for i in range(self.count - 1)]", "[(i + 1, i) for i in range(self.count - 1)]",
@@ -140,6 +159,8 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "bridge/operators.py",
+        ("operators-slab", "    if slabs() is not None:\n        return Tensor(_normed_slab(", "    if False:\n        return Tensor(_normed_slab(",
+         "a group norm has the statistics of its slab", IMAGE_CHIPS),
         ("operators-dtype", "array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))",
          "array = x.jax()", "a sum forgets the dtype asked for", f"{BRIDGE}::test_reductions_in_the_dtype_asked_for"),
         ("operators-gather", "(narrow,) = operands(index, _expand) or (indices,)", "narrow = indices",

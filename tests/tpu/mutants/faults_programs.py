@@ -8,6 +8,7 @@ LADDER = "test_ladder.py"
 EVERY_CHANGE = f"{CHANGES}::test_every_change_after_a_first_call_is_seen"
 LORA = "test_lora.py::test_a_session_with_loras"
 LEFT = f"{CHANGES}::test_what_a_forward_leaves_and_reads_is_upstreams"
+DECLARED = "test_declared.py::test_the_declared_stream_is_split_between_blocks"
 SCRATCH = f"{CHANGES}::test_scratch_tables_and_what_the_first_call_does_stay_compiled"
 
 # fmt: off
@@ -33,6 +34,13 @@ MUTANTS = [
          "what a forward keeps on its class or in the script is not seen", LEFT),
     ),
     *in_file(
+        TPU + "declared.py",
+        ("declared-split", '"sp" if axis == dim else', 'None if axis == dim else',
+         "tokens that are declared split lie whole on every chip", DECLARED),
+        ("declared-there", 'there = [glob for glob in globs if fnmatch.filter(names, f"{glob}.{kind}")]', "there = globs",
+         "a rule for weights that the module lacks", "test_declared.py::test_only_what_can_be_said_is_taken_from_a_declaration"),
+    ),
+    *in_file(
         TPU + "branches.py",
         ("branches-swapped", "*before, mine = self.execute", "mine, *before = self.execute",
          "guidance branches get each other's values", f"{CHANGES}::test_three_branches"),
@@ -44,6 +52,8 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "bridge/blocks.py",
+        ("blocks-names", "signature(type(block).forward).parameters][1:]", "signature(type(block).forward).parameters]",
+         "what a block hands on goes by the name of the argument before", DECLARED),
         ("blocks-written", "elif value is not None and leaf.jax() is not value:", "elif False:",
          "a scanned block sees the first block's context", f"{CHANGES}::test_blocks_see_the_values_of_their_call"),
         ("blocks-settings", "if (group.path, index) not in self.settings:", "if True:",

@@ -49,17 +49,11 @@ def _not_in_parts(conv, x):
     return torch.nn.Conv3d.forward(conv, x)
 
 
-def _group_norm(norm, x):
-    from ...tpu.bridge import group_normed
-
-    return group_normed(norm, x)
-
-
 def _spatial_norm(norm, f, zq, conv_cache=None):
     """As upstream's: f normed, scaled and shifted by what the latents are where it is."""
-    from ...tpu.bridge import group_normed
+    from ...tpu.bridge import normed_by_place
 
-    return group_normed(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq)), None
+    return normed_by_place(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq)), None
 
 
 def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
@@ -222,7 +216,6 @@ PLAN = ModelPlan(
         (AutoencoderKLCogVideoX, "tiled_encode"): tiled_encode,
         (CogVideoXCausalConv3d, "forward"): _convolved,
         (CogVideoXSafeConv3d, "forward"): _not_in_parts,
-        (torch.nn.GroupNorm, "forward"): _group_norm,
         (CogVideoXSpatialNorm3D, "forward"): _spatial_norm,
         (CogVideoXResnetBlock3D, "forward"): _residual,
         (CogVideoXDownBlock3D, "forward"): _level,

@@ -108,16 +108,15 @@ def _decode_map(vae, z):
     from ...tpu.bridge import scan_chunks
 
     def step(frame, cache, number):
+        first = {"first_chunk": number is None} if vae.config.get("is_residual") else {}
         with _chunk(number):
-            return vae.decoder(frame, feat_cache=cache, feat_idx=[0], first_chunk=number is None)
+            return vae.decoder(frame, feat_cache=cache, feat_idx=[0], **first)
 
     return scan_chunks(step, vae.post_quant_conv(z), 1, vae._cached_conv_counts["decoder"])
 
 
 def _decoded(vae, sample, return_dict):
-    if vae.config.patch_size is not None:
-        sample = unpatchify(sample, patch_size=vae.config.patch_size)
-    sample = torch.clamp(sample, min=-1.0, max=1.0)
+    sample = torch.clamp(unpatchify(sample, patch_size=_patch(vae)), min=-1.0, max=1.0)
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
@@ -126,7 +125,7 @@ def _encode(vae, x):
     from ...tpu.bridge import over_width
 
     height, width = x.shape[-2:]
-    patch = vae.config.patch_size or 1
+    patch = _patch(vae)
     x = patchify(x, patch_size=patch)
     if vae.use_tiling and (width > vae.tile_sample_min_width or height > vae.tile_sample_min_height):
         return vae.tiled_encode(x)
@@ -146,11 +145,14 @@ def _encode_map(vae, x):
 
 def tiled_decode(vae, z, return_dict=True):
     """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
+    return _decoded(vae, tiles_decoded(vae, z), return_dict)
+
+
+def tiles_decoded(vae, z):
+    """The video in its patches, of any values."""
     from ...tpu.bridge import in_tiles
 
-    return _decoded(
-        vae, in_tiles(functools.partial(_decode_map, vae), z, decode_tiling(vae, *z.shape[-2:])), return_dict
-    )
+    return in_tiles(functools.partial(_decode_map, vae), z, decode_tiling(vae, *z.shape[-2:]))
 
 
 def tiled_encode(vae, x):
@@ -164,7 +166,7 @@ def decode_tiling(vae, height, width):
     """Upstream's tiles for latents of this size, before pixels leave their patches; the same for every form of this VAE."""
     from ...tpu.video.tiles import Tiling
 
-    ratio, patch, (sizes, strides) = vae.spatial_compression_ratio, vae.config.patch_size or 1, _tile_sizes(vae)
+    ratio, patch, (sizes, strides) = vae.spatial_compression_ratio, _patch(vae), _tile_sizes(vae)
     return Tiling(
         sizes=tuple(size // ratio for size in sizes),
         strides=tuple(stride // ratio for stride in strides),
@@ -178,7 +180,7 @@ def encode_tiling(vae, height, width):
     """Upstream's tiles for a video of this size in patches."""
     from ...tpu.video.tiles import Tiling
 
-    ratio, (sizes, strides) = vae.spatial_compression_ratio // (vae.config.patch_size or 1), _tile_sizes(vae)
+    ratio, (sizes, strides) = vae.spatial_compression_ratio // _patch(vae), _tile_sizes(vae)
     return Tiling(
         sizes=sizes,
         strides=strides,
@@ -186,6 +188,10 @@ def encode_tiling(vae, height, width):
         overlaps=tuple(size // ratio - stride // ratio for size, stride in zip(sizes, strides)),
         whole=(height // ratio, width // ratio),
     )
+
+
+def _patch(vae):
+    return vae.config.get("patch_size") or 1
 
 
 def _tile_sizes(vae):
@@ -201,19 +207,26 @@ def __getattr__(name):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-PLAN = ModelPlan(
-    spread=True,
-    entries=("forward", "encode", "decode"),
-    methods={
-        (AutoencoderKLWan, "_decode"): _decode,
-        (AutoencoderKLWan, "_encode"): _encode,
-        (AutoencoderKLWan, "tiled_decode"): tiled_decode,
-        (AutoencoderKLWan, "tiled_encode"): tiled_encode,
-        (WanResample, "forward"): _resample,
-        (WanUpsample, "forward"): _upsample,
-        (AvgDown3D, "forward"): _average_down,
+def plan_of_wans(vae: type, resample: type, upsample: type, **more) -> ModelPlan:
+    """The plan of a class whose layers are those of Wan's VAE, under these names; `more` of its own as `ModelPlan` has it."""
+    methods = {
+        (vae, "_decode"): _decode,
+        (vae, "_encode"): _encode,
+        (vae, "tiled_decode"): tiled_decode,
+        (vae, "tiled_encode"): tiled_encode,
+        (resample, "forward"): _resample,
+        (upsample, "forward"): _upsample,
         (torch.nn.SiLU, "forward"): _activation,
-    },
+        **more.pop("methods", {}),
+    }
+    return ModelPlan(spread=True, entries=("forward", "encode", "decode"), methods=methods, **more)
+
+
+PLAN = plan_of_wans(
+    AutoencoderKLWan,
+    WanResample,
+    WanUpsample,
+    methods={(AvgDown3D, "forward"): _average_down},
     remark="upstream's module, scanned over frames, is the default on every chip: its form in plain JAX becomes the same"
     " convolutions and is no faster (diffusers-tpu bench vae)",
 )

@@ -10,6 +10,7 @@ What blocks inside of a run gave and the model still holds then (hidden states i
 
 import contextlib
 import contextvars
+import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -109,6 +110,15 @@ class Run:
         tensors = [p for p, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         return {tensors.index(position): number for position, number in (self.feeds or {}).items()}
 
+    def names(self, model: torch.nn.Module) -> dict[int, str]:
+        """Output -> the name of the argument that it is in the next block; "" where the block's forward names none."""
+        block = model.get_submodule(f"{self.group.path}.{self.start}")
+        args, kwargs = tree_unflatten([*range(len(self.leaves))], self.spec)
+        parameters = [*inspect.signature(type(block).forward).parameters][1:]
+        given = (*zip(parameters, args), *kwargs.items())
+        name_of = {position: name for name, value in given for position in tree_leaves(value)}
+        return {number: name_of.get(position, "") for position, number in (self.feeds or {}).items()}
+
     def still_held(self) -> list[tuple[int, int, Deferred]]:
         """(block of the run, number, output) of those passed on that someone else holds too."""
         found = ((k, n, ref()) for k, refs in enumerate(self.passed) for n, ref in enumerate(refs))
@@ -142,8 +152,9 @@ class BlockRuns:
 
     Args:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
-        pin_carry: (array, number of the output) -> array, applied to what is carried between blocks.
-        fill: (shape, number of the output) -> tokens that it is carried with beyond its own.
+        pin_carry: (array, number of the output, name of the argument that it is in the next block) -> array, applied to what is
+            carried between blocks.
+        fill: (shape, number, name) -> tokens that it is carried with beyond its own.
         settings: of each block by its group's path and its number; filled here where they are not known.
     """
 
@@ -301,12 +312,16 @@ class BlockRuns:
         return self._call(run.group, run.start, run.leaves, run.spec, run.arrays, own)[0]
 
     def _scan(self, run: Run, arrays: list, held: list) -> list:
-        slots = run.slots
+        slots, names = run.slots, run.names(self.model)
         source = {number: slot for slot, number in slots.items()}
-        fills = self._fills(run, source)
+        fills = self._fills(run, names)
         settings = replace(current(), fill=max(fills))
+
+        def pinned(array, number: int):
+            return self.pin_carry(array, number, names.get(number, ""))
+
         carry = [
-            self.pin_carry(_filled(arrays[source[n]], fills[n]), n) if n in source else jnp.zeros(o.shape, o.dtype)
+            pinned(_filled(arrays[source[n]], fills[n]), n) if n in source else jnp.zeros(o.shape, o.dtype)
             for n, o in enumerate(output._aval for output in run.outputs)
         ]
 
@@ -314,7 +329,7 @@ class BlockRuns:
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
             with using(settings), _as_all_of(run):
                 flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own)
-            flat = [self.pin_carry(x, n) for n, x in enumerate(flat)]
+            flat = [pinned(x, n) for n, x in enumerate(flat)]
             return flat, {n: flat[n] for n in numbers}
 
         numbers = sorted({n for _, n, _ in held})
@@ -328,12 +343,14 @@ class BlockRuns:
             *(_cut(kept[n][k], fills[n]) for k, n, _ in held),
         ]
 
-    def _fills(self, run: Run, carried) -> list[int]:
+    def _fills(self, run: Run, carried: dict[int, str]) -> list[int]:
         """Tokens beyond its own with which each output is carried, one of them at most: of blocks whose attention tells those apart."""
         block = self.model.get_submodule(f"{run.group.path}.{run.start}")
         processors = [(m, m.processor) for m in block.modules() if hasattr(m, "processor")]
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
-        fills = [self.fill(o._aval.shape, n) if known and n in carried else 0 for n, o in enumerate(run.outputs)]
+        fills = [
+            self.fill(o._aval.shape, n, carried[n]) if known and n in carried else 0 for n, o in enumerate(run.outputs)
+        ]
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -238,23 +238,25 @@ class PureFunction:
     def _pin_block_weight(self, group: Group, name: str, array):
         return self._gather(f"{group.label}.{name}", array)
 
-    def _carry_spec(self, axes: int, number: int) -> PartitionSpec | None:
-        """Of output `number` of a block, of so many axes."""
+    def _carry_spec(self, axes: int, number: int, name: str) -> PartitionSpec | None:
+        """Of output `number` of a block, of so many axes, which is the argument `name` of the next one."""
         spec = self.carry
-        if isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
+        if isinstance(spec, Mapping):
+            spec = spec.get(name)
+        elif isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
             spec = spec[number] if number < len(spec) else None
         return None if spec is None or axes != len(spec) else spec
 
-    def _pin_carry(self, array, number: int):
-        spec = self._carry_spec(array.ndim, number)
+    def _pin_carry(self, array, number: int, name: str):
+        spec = self._carry_spec(array.ndim, number, name)
         return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
 
-    def _fill(self, shape: tuple[int, ...], number: int) -> int:
+    def _fill(self, shape: tuple[int, ...], number: int, name: str) -> int:
         """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
 
         Whole tiles also where a chip has several sequences: it would move every one to where the one before ends.
         """
-        spec, (dp, sp) = self._carry_spec(len(shape), number), (self.mesh.shape[axis] for axis in ("dp", "sp"))
+        spec, (dp, sp) = self._carry_spec(len(shape), number, name), (self.mesh.shape[axis] for axis in ("dp", "sp"))
         if spec is None or len(spec) != 3 or spec[1] != "sp":
             return 0
         rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)

@@ -11,6 +11,7 @@ from torchax.tensor import Tensor
 from ..attention.api import attention
 from ..settings import current
 from ..video.convolution import by_columns
+from ..video.norm import normed
 from ..video.slabs import slabs
 from . import layers
 from .layers import made_of, operands
@@ -102,13 +103,24 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
 
 
 def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
-    """Layer norm over each group of channels of [N, C, ...] in float32."""
+    """Layer norm over each group of channels of [N, C, ...] in float32; on a slab with the statistics of the whole map."""
     shape = input.shape
     if shape[1] % num_groups:
         raise ValueError(f"expected channels that {num_groups} groups divide, got input {list(shape)}")
+    if slabs() is not None:
+        return Tensor(_normed_slab(input.jax(), num_groups, weight, bias, eps), input._env)
     x = input.jax().astype(jnp.float32).reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
     x = _standardised(x, tuple(range(2, x.ndim)), eps).reshape(shape)
     return _affine(input, x, weight, bias, trailing=len(shape) - 2)
+
+
+def _normed_slab(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Array:
+    """Of a slab [N, C, H, W], of frames of them [N, C, T, H, W], or of its positions one after another [N, C, H * W]."""
+    rows_and_columns = slabs().of_positions(x.shape[2]) if x.ndim == 3 else x.shape[-2:]
+    maps = jnp.moveaxis(x.reshape(*x.shape[:2], -1, *rows_and_columns), 1, -1)
+    weight = jnp.ones(x.shape[1]) if weight is None else weight.jax()
+    bias = jnp.zeros(x.shape[1]) if bias is None else bias.jax()
+    return jnp.moveaxis(normed(maps, weight, bias, groups, eps), -1, 1).reshape(x.shape)
 
 
 def _standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:

@@ -78,18 +78,19 @@ def _arrays(tree):
     return jax.tree.map(lambda tensor: tensor.jax(), tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
 
 
-def group_normed(
-    layer: torch.nn.GroupNorm, x: torch.Tensor, scale: torch.Tensor | None = None, shift: torch.Tensor | None = None
+def normed_by_place(
+    layer: torch.nn.GroupNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
-    """`norm.normed` of x [B, C, T, H, W], or `norm.normed_by_place` with `scale` and `shift`."""
+    """`norm.normed_by_place` of x [B, C, T, H, W] and maps that are as fine or coarser."""
     how = layer.weight.jax(), layer.bias.jax(), layer.num_groups, layer.eps
-    maps = [_last(tensor.jax()) for tensor in (x, scale, shift) if tensor is not None]
-    out = norm.normed(maps[0], *how) if scale is None else norm.normed_by_place(maps[0], *how, *maps[1:])
-    return Tensor(jnp.moveaxis(out, -1, 1), x._env)
+    maps = (_last(tensor.jax()) for tensor in (x, scale, shift))
+    return Tensor(jnp.moveaxis(norm.normed_by_place(next(maps), *how, *maps), -1, 1), x._env)
 
 
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """`convolution.doubled_by_columns` of x [B, C, T, H, W], on a slab."""
+    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a slab."""
+    if x.ndim == 4:  # none of them sees another: as if they were one's frames
+        return doubled(conv, x.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
     array = x.jax()
     columns = slabs.slabs().with_neighbours(array, 1, 1).transpose(0, 4, 2, 3, 1)
     out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
@@ -99,6 +100,11 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 def _last(x: jax.Array) -> jax.Array:
     """Channels last."""
     return jnp.moveaxis(x, 1, -1)
+
+
+def on_a_slab() -> bool:
+    """Whether what is traced here computes a part of a map."""
+    return slabs.slabs() is not None
 
 
 def over_width(function: Callable, x: torch.Tensor, multiple: int = 1) -> torch.Tensor:

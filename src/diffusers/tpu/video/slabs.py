@@ -114,6 +114,11 @@ class Slabs:
         place = lax.axis_index(self.axes) * width + jnp.arange(width)
         return jnp.broadcast_to(place < self.columns(width), (height, width))
 
+    def of_positions(self, positions: int) -> tuple[int, int]:
+        """Rows and columns of a slab that has so many positions."""
+        sizes = ((int(self.height * f), int(self.local * f)) for f in FACTORS)
+        return next(size for size in sizes if math.prod(size) == positions)
+
     def everyones(
         self, k: jax.Array, v: jax.Array, frames: int = 1
     ) -> tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]:
@@ -121,9 +126,9 @@ class Slabs:
         if self.count == 1 and self.own is None:
             return k, v, None
         tokens = k.shape[2] // frames
-        local = next(int(self.local * f) for f in FACTORS if int(self.height * f) * int(self.local * f) == tokens)
+        height, local = self.of_positions(tokens)
         if self.count == 1:
-            place, (rows, columns) = np.arange(tokens), self._own(tokens // local, local)
+            place, (rows, columns) = np.arange(tokens), self._own(height, local)
             seen = (place // local < rows) & (place % local < columns)
             return k, v, jnp.tile(seen.reshape(1, 1, 1, -1), frames)
 
