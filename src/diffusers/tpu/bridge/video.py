@@ -89,9 +89,10 @@ def group_normed(
 
 
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """`convolution.doubled_by_columns` of x [B, C, T, H, W], on a slab."""
-    array = x.jax()
-    columns = slabs.slabs().with_neighbours(array, 1, 1).transpose(0, 4, 2, 3, 1)
+    """`convolution.doubled_by_columns` of x [B, C, T, H, W], on a slab, or whole where a VAE is in parts."""
+    array, split = x.jax(), slabs.slabs()
+    padded = jnp.pad(array, [(0, 0)] * 4 + [(1, 1)]) if split is None else split.with_neighbours(array, 1, 1)
+    columns = padded.transpose(0, 4, 2, 3, 1)
     out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
     return Tensor(out.transpose(0, 4, 2, 3, 1).astype(array.dtype), x._env)
 
