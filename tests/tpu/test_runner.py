@@ -92,6 +92,20 @@ def test_changes_of_the_module_are_seen(attach):
     assert module(x.bfloat16(), t.bfloat16())["sample"].dtype == torch.bfloat16
 
 
+def test_another_generator_is_another_draw_but_no_other_program(attach):
+    class Decoder(torch.nn.Module):
+        def forward(self, x, generator, drawing=False):
+            return x * 2 + torch.randn(x.shape, generator=generator) if drawing else x * 2
+
+    module, x = Decoder(), torch.randn(2, 8)
+    runner = attach(module, 1, 2, 1)
+    for drawing in (False, True):
+        for seed in (1, 2):
+            theirs = Decoder.forward(module, x, torch.Generator().manual_seed(seed), drawing)
+            assert relative(module(x, torch.Generator().manual_seed(seed), drawing), theirs) < 1e-6
+    assert runner.compilations == 1 and runner.eager == ["it draws random numbers"]
+
+
 def test_a_method_that_calls_another_is_one_program(attach):
     module = Denoiser()
     x = torch.randn(2, 8)
