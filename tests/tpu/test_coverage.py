@@ -8,14 +8,16 @@ import pytest
 
 import diffusers
 from conftest import ROOT
+from diffusers.tpu import install
+from diffusers.tpu.fidelity.pipelines import run_pipeline
 
 
 sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "examples/tpu/results")]
 
 import coverage_tables  # noqa: E402
-from building import exported  # noqa: E402
+from building import PROMPTS, arguments, build, exported  # noqa: E402
 from components import MAKERS  # noqa: E402
-from examining import examine  # noqa: E402
+from examining import SECOND_SIZE, compiled, examine  # noqa: E402
 from recipes import RECIPES  # noqa: E402
 from shrinking import BY_CLASS, BY_NAME  # noqa: E402
 
@@ -29,6 +31,22 @@ def test_a_pipeline_is_upstreams(chips, name):
     found = examine(f"{name}Pipeline", more=False)
     assert found["error"] <= coverage_tables.RESULT_LIMIT and not found["eager"]
     assert all(one["error"] <= coverage_tables.DENOISER_LIMIT for one in found["denoisers"].values())
+
+
+@pytest.mark.parametrize("name", ["StableDiffusion", "CogVideoX"])
+def test_a_second_size_has_two_more_programs_a_second_prompt_and_the_first_size_none(chips, name):
+    """The denoiser's and the VAE's; text is as long as before, whatever the prompt, and each call has a generator of its own."""
+    name = f"{name}Pipeline"
+    pipe, counts = install(build(name)), []
+    for given in (
+        arguments(name),
+        arguments(name, size=SECOND_SIZE),
+        arguments(name, prompt=PROMPTS[1]),
+        arguments(name),
+    ):
+        run_pipeline(pipe, given, len(counts))
+        counts.append(compiled(pipe))
+    assert [after - before for before, after in zip(counts, counts[1:])] == [2, 0, 0]
 
 
 @pytest.fixture(scope="module")

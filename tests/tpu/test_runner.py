@@ -9,7 +9,7 @@ import torch
 from conftest import relative
 from diffusers.models.autoencoders.vae import IdentityDistribution
 from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
-from diffusers.tpu import bridge
+from diffusers.tpu import bridge, programs
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.sharding import ModelPlan
@@ -56,6 +56,23 @@ def test_one_program_per_shape_and_static_argument(attach):
     assert runner.compilations == 4
 
 
+def test_a_size_that_is_compiled_for_later_is_said_with_the_seconds_of_the_one_before(attach, monkeypatch):
+    sentences: dict[str, str] = {}
+    monkeypatch.setattr(programs.said, "once", sentences.setdefault)
+    module = Denoiser()
+    runner = attach(module, 1, 2, 1)
+    module(torch.randn(2, 8), torch.rand(2))
+    (program,) = runner.programs.values()
+    program.compile_seconds = 31.4
+    for batch in (2, 3, 2, 3):
+        module(torch.randn(batch, 8), torch.rand(batch))
+    (sentence,) = sentences.values()
+    assert "Denoiser.forward is compiled for [3, 8], [3], after [2, 8], [2]: some 31 s" in sentence
+    [*runner.programs.values()][-1].compile_seconds = programs.WORTH_A_WORD / 2
+    module(torch.randn(4, 8), torch.rand(4))
+    assert len(sentences) == 1 and runner.compilations == 3
+
+
 def test_changes_of_the_module_are_seen(attach):
     module = Denoiser()
     runner = attach(module, 1, 1, 1)
@@ -73,6 +90,20 @@ def test_changes_of_the_module_are_seen(attach):
     assert relative(module(x, t)["sample"], upstream()) < 1e-6 and runner.compilations == 3
     module.to(torch.bfloat16)
     assert module(x.bfloat16(), t.bfloat16())["sample"].dtype == torch.bfloat16
+
+
+def test_another_generator_is_another_draw_but_no_other_program(attach):
+    class Decoder(torch.nn.Module):
+        def forward(self, x, generator, drawing=False):
+            return x * 2 + torch.randn(x.shape, generator=generator) if drawing else x * 2
+
+    module, x = Decoder(), torch.randn(2, 8)
+    runner = attach(module, 1, 2, 1)
+    for drawing in (False, True):
+        for seed in (1, 2):
+            theirs = Decoder.forward(module, x, torch.Generator().manual_seed(seed), drawing)
+            assert relative(module(x, torch.Generator().manual_seed(seed), drawing), theirs) < 1e-6
+    assert runner.compilations == 1 and runner.eager == ["it draws random numbers"]
 
 
 def test_a_method_that_calls_another_is_one_program(attach):

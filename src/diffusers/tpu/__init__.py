@@ -158,7 +158,12 @@ def manages(manager, device, strategy) -> bool:
 
 
 def install(model_or_pipeline, config: TPUConfig | None = None):
-    """Route one pipeline's models, or one model, through JAX; returns the same instance. See `pipeline`, `models`."""
+    """Route one pipeline's models, or one model, through JAX; returns the same instance. See `pipeline`, `models`.
+
+    Raises TypeError for what is neither, and for a `config` that is no TPUConfig.
+    """
+    if config is not None and not isinstance(config, TPUConfig):
+        raise TypeError(f"expected a TPUConfig, such as TPUConfig(mesh=(2, 4, 1)), got {config!r}")
     return _room(model_or_pipeline).install(model_or_pipeline, config)
 
 
@@ -182,4 +187,8 @@ def _room(model_or_pipeline):
 
     from . import models, pipeline
 
-    return models if isinstance(model_or_pipeline, torch.nn.Module) else pipeline
+    if isinstance(model_or_pipeline, torch.nn.Module):
+        return models
+    if not hasattr(type(model_or_pipeline), "components"):
+        raise TypeError(f"expected a pipeline or a model, an instance, got {model_or_pipeline!r}"[:300])
+    return pipeline

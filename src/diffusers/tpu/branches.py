@@ -53,6 +53,10 @@ class Branches:
         if waiting:
             self._settle(waiting, self.execute(waiting[0].program, [one.call for one in waiting]))
 
+    def forget(self):
+        """What waits is not run: who would have asked for it has failed."""
+        self.waiting = []
+
     def _defer(self, call: Call, program: Program) -> list:
         waiting = Waiting(call, program)
         waiting.outputs = [bridge.deferred(aval, functools.partial(self._needed, waiting)) for aval in program.avals]

@@ -159,6 +159,8 @@ def _is_same(version, other) -> bool:
 def _static(leaf):
     if isinstance(leaf, np.ndarray):
         return leaf.shape, leaf.dtype.str, leaf.tobytes()
+    if isinstance(leaf, torch.Generator):  # what draws from it has no program; to the rest one is as good as another
+        return type(leaf), leaf.device
     try:
         hash(leaf)
     except TypeError:

@@ -1,5 +1,6 @@
 """What the user asked for: `TPUConfig` for one pipeline, and the environment, read in this one place."""
 
+import operator
 import os
 from dataclasses import dataclass
 
@@ -110,6 +111,9 @@ class TPUConfig:
             object.__setattr__(self, "attention_window", window)
         if self.attention_ring is not None and (not isinstance(self.attention_ring, int) or self.attention_ring < 1):
             raise ValueError(f"expected TPUConfig.attention_ring of a positive integer, got {self.attention_ring!r}")
+        for name in ("scan", "attention_smoothing", "attention_tally", "sparse_cores"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"expected TPUConfig.{name} to be True or False, got {getattr(self, name)!r}")
         object.__setattr__(self, "host", _as_tuple(self.host))
         if any(not isinstance(name, str) for name in self.host):
             raise ValueError(f"expected TPUConfig.host of names of components, got {self.host!r}")
@@ -133,7 +137,7 @@ def parse_mesh(value) -> tuple[int, int, int]:
     """`"2,4,1"` or `(2, 4, 1)` as `(dp, sp, tp)`. Raises ValueError for anything but three positive integers."""
     parts = value.split(",") if isinstance(value, str) else value
     try:
-        degrees = tuple(int(part) for part in parts)
+        degrees = tuple(int(part) if isinstance(part, str) else operator.index(part) for part in parts)
     except (TypeError, ValueError):
         degrees = ()
     if len(degrees) != 3 or min(degrees) < 1:

@@ -91,7 +91,13 @@ class Uncompiled:
 
 
 def from_libraries(error: Exception) -> bool:
-    """Whether torch on our tensors, torchax or JAX could not do what upstream's code asked of them; a program that fails when it runs is another thing."""
+    """Whether torch on our tensors, torchax or JAX could not do what upstream's code asked of them.
+
+    A program that fails when it runs is another thing. So is what torch refuses on the host too: upstream's own error, unless
+    it was asked by what stands in the place of upstream's lines.
+    """
+    if bridge.is_refused(error):
+        return bridge.asked_by_ours(error)
     theirs = isinstance(error, bridge.OperatorNotFound) or bridge.raised_inside(error)
     return theirs and not isinstance(error, jax.errors.JaxRuntimeError)
 

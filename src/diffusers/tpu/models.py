@@ -65,9 +65,14 @@ def target_devices() -> tuple:
 
 
 def resolved(config: TPUConfig | None, devices: int, in_pairs: bool = False) -> TPUConfig:
-    """The configuration with its degrees in numbers; None: what the environment says."""
+    """The configuration with its degrees in numbers; None: what the environment says.
+
+    Raises ValueError for degrees that these devices do not have, and for a ring that does not divide `sp`.
+    """
     config = config or TPUConfig()
     degrees = plan_degrees(devices, config.mesh or read_environment().mesh, in_pairs)
+    if config.attention_ring and degrees[1] % config.attention_ring:
+        raise ValueError(f"expected TPUConfig.attention_ring to divide sp {degrees[1]}, got {config.attention_ring}")
     return dataclasses.replace(config, mesh=degrees)
 
 

@@ -15,11 +15,13 @@ from ..utils import logging
 from . import bridge
 from .call import Call
 from .devices import compile_lowered
+from .idioms import said
 from .sharding import fit, named
 from .weights import PlacedWeights
 
 
 logger = logging.get_logger(__name__)
+WORTH_A_WORD = 5.0  # seconds that somebody waits
 
 
 @dataclass
@@ -70,6 +72,24 @@ class Program:
         if compiled is None:
             compiled = _executables[key] = compile_lowered(lowered, options)
         return compiled
+
+
+def announce(program: Program, former: Program):
+    """Say once that a program is compiled beside `former`, for what, and how long that took; nothing of short waits."""
+    if former.compile_seconds < WORTH_A_WORD:
+        return
+    name = f"{program.name}.{program.entry}"
+    pairs = [(list(new), list(old)) for (new, _), (old, _) in zip(program.shapes, former.shapes) if new != old]
+    new, old = (
+        (", ".join(map(str, shapes)) for shapes in zip(*pairs))
+        if pairs
+        else ("another form of the call", "the last one")
+    )
+    said.once(
+        f"compiles {name} {program.shapes} {program.branches}",
+        f"{name} is compiled for {new}, after {old}: some {former.compile_seconds:.0f} s, as the last time; for what it was"
+        " compiled for before nothing is compiled",
+    )
 
 
 def kept_at(mesh: Mesh, spread: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:

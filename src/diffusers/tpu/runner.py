@@ -30,7 +30,7 @@ from .devices import compiler_options, generation_of
 from .eager import NO_PROGRAM, Uncompiled, from_libraries, random_state_kept, run_on_host
 from .idioms.refusing import without_gradients
 from .parts import Parts
-from .programs import Program, kept_at, trace_program
+from .programs import Program, announce, kept_at, trace_program
 from .residency import Residency
 from .settings import Settings
 from .sharding import ModelPlan, named
@@ -54,12 +54,19 @@ _looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)
 
 @contextlib.contextmanager
 def one_call(runners):
-    """Around a pipeline's call: its models are looked at for writes through `.data` now, and not before each step."""
+    """Around a pipeline's call: its models are looked at for writes through `.data` now, and not before each step.
+
+    Of a call that fails nothing waits for the next one.
+    """
     for runner in runners:
         runner.look()
     token = _looked.set(True)
     try:
         yield
+    except BaseException:
+        for runner in runners:
+            runner.branches.forget()
+        raise
     finally:
         _looked.reset(token)
 
@@ -374,18 +381,23 @@ class Runner:
             return answer
         except Exception as error:
             if not from_libraries(error):
+                self._whole_if_unanswered()
                 raise
             self._state.restore()
             failed = error
         try:
             answer = self._run_on_host(call, args, kwargs)
-        except Exception:  # upstream's own, of what it was given: a module that never answered in parts is whole again
-            if not self.parts.answered:
-                self._in_parts = {key: parts for key, parts in self._in_parts.items() if parts is not self.parts}
-                self._come_apart(None)
+        except Exception:
+            self._whole_if_unanswered()
             raise
         self.parts.put_on_host(f"{type(self.module).__name__}.{call.entry}", failed)
         return answer
+
+    def _whole_if_unanswered(self):
+        """The call ends in upstream's own error, of what it was given: a module that never answered in parts is whole again."""
+        if not self.parts.answered:
+            self._in_parts = {key: parts for key, parts in self._in_parts.items() if parts is not self.parts}
+            self._come_apart(None)
 
     def _line_by_line(self, call: Call, args: tuple, kwargs: dict):
         weights, specs = self._placed.one_by_one()
@@ -492,6 +504,9 @@ class Runner:
 
     def _compile(self, program: Program):
         if program.compiled is None:
+            former = [one for one in self.programs.values() if one.entry == program.entry]
+            if former and not self.part:
+                announce(program, former[-1])
             program.compile(share=self.part or (self.residency is not None and len(self.residency.kind(self)) > 1))
 
     def _number_arguments(self, scale: float = 1.0) -> dict:

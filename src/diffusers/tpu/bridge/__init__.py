@@ -18,9 +18,10 @@ from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .following import look_after
 from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
-from .lines import Line, line_of, raised_inside, whole_tracebacks
+from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
 from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, READS, ValueRead
+from .refusals import is_refused
 from .scale import NumberRead
 from .video import (
     attention_by_frame,
@@ -59,6 +60,7 @@ __all__ = [
     "ValueRead",
     "WeightWritten",
     "as_numpy",
+    "asked_by_ours",
     "assuming",
     "attention_by_frame",
     "capture",
@@ -72,6 +74,7 @@ __all__ = [
     "from_numpy",
     "doubled",
     "in_tiles",
+    "is_refused",
     "joint_attention",
     "kept_by",
     "latent_attention",

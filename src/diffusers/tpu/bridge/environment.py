@@ -24,6 +24,7 @@ from .draws import drawn, is_draw
 from .layers import cast
 from .lines import asking_line
 from .outside import DEVICE_TENSORS, READS, usable_outside
+from .refusals import refusal
 
 
 DEVICE = torch.device("jax")
@@ -96,9 +97,10 @@ class Environment(_Environment):
     def dispatch(self, func, types, args, kwargs):
         kwargs = kwargs or {}
         self.draws += is_draw(func)
-        if func in RANDOM_CONSTRUCTORS and self._should_use_torchax_tensor(kwargs.get("device")):
+        if func in RANDOM_CONSTRUCTORS:
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
-            return Tensor(self.t2j_copy(numbers), self)
+            there = self._should_use_torchax_tensor(kwargs.get("device"))
+            return Tensor(self.t2j_copy(numbers), self) if there else numbers
         if func in OF_LISTS and args and isinstance(args[0], (list, tuple)):
             if not self._should_use_torchax_tensor(kwargs.get("device")):
                 args = tree_map_only(DEVICE_TENSORS, self.host, args)
@@ -127,6 +129,13 @@ class Environment(_Environment):
             ):
                 raise
             result = drawn(self, func, args, kwargs, self._in_place_of_missing)
+        except READS:
+            raise
+        except Exception as error:
+            refused = refusal(func, args, kwargs, error)
+            if refused is None:
+                raise
+            raise refused from None
         if self.one_at_a_time:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result

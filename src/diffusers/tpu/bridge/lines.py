@@ -78,3 +78,13 @@ def raised_inside(error: BaseException) -> bool:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     file = frame.f_code.co_filename.replace("\\", "/")
     return any(name in file for name in ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/opt_einsum/"))
+
+
+def asked_by_ours(error: BaseException) -> bool:
+    """Whether it comes from what stands in the place of lines of the model's (`*_flax.py`), not from its own last line."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if not foreign(frame.f_code.co_filename):
+            return False
+        if frame.f_code.co_filename.endswith(OURS):
+            return True
+    return False

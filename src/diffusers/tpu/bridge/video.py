@@ -88,11 +88,12 @@ def normed_by_place(
 
 
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a slab."""
+    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a slab, or whole where a VAE is in parts."""
     if x.ndim == 4:  # none of them sees another: as if they were one's frames
         return doubled(conv, x.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
-    array = x.jax()
-    columns = slabs.slabs().with_neighbours(array, 1, 1).transpose(0, 4, 2, 3, 1)
+    array, split = x.jax(), slabs.slabs()
+    padded = jnp.pad(array, [(0, 0)] * 4 + [(1, 1)]) if split is None else split.with_neighbours(array, 1, 1)
+    columns = padded.transpose(0, 4, 2, 3, 1)
     out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
     return Tensor(out.transpose(0, 4, 2, 3, 1).astype(array.dtype), x._env)
 
