@@ -138,8 +138,11 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "runner.py",
-        ("runner-opaque", "hides = self.part and any(not isinstance(leaf, PLAIN) for leaf in call.leaves)", "hides = False",
+        ("runner-opaque", "if self.part and not isinstance(leaf, PLAIN)", "if False",
          "a store that a part is given has values of a trace", f"{LADDER}::test_a_part_shares_its_callers_memory"),
+        ("runner-held", "held = next(filter(holds_something, call.leaves), None)", "held = None",
+         "a trace leaves its tensors in the keys and values that a language model is given",
+         f"{LADDER}::test_what_a_model_writes_into_an_object_that_it_is_given_is_there_for_the_next_call"),
         ("runner-parts-state", "self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key)", "self.parts",
          "a module stays in parts when what kept it from being compiled is gone", f"{LADDER}::test_a_submodule_that_cannot_be_compiled_runs_while_the_rest_is"),
         ("runner-alone", "                self.decided.alone.add(key[:-1])\n                return self.program(call)\n", "                pass\n",
