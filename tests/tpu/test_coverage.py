@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-import diffusers
 from conftest import ROOT
 from diffusers.tpu import install
 from diffusers.tpu.fidelity.pipelines import run_pipeline
@@ -16,7 +15,6 @@ sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "examples/tpu/results"
 
 import coverage_tables  # noqa: E402
 from building import PROMPTS, arguments, build, exported  # noqa: E402
-from components import MAKERS  # noqa: E402
 from examining import SECOND_SIZE, compiled, examine  # noqa: E402
 from recipes import RECIPES  # noqa: E402
 from shrinking import BY_CLASS, BY_NAME  # noqa: E402
@@ -92,4 +90,3 @@ def test_nothing_of_the_sweeps_tables_is_dead():
     assert [one.pattern for one in RECIPES if not any(re.fullmatch(one.pattern, name) for name in names)] == []
     source = "".join(path.read_text() for path in (ROOT / "src/diffusers").rglob("*.py") if "tpu" not in path.parts)
     assert [name for name in (*BY_CLASS, *BY_NAME) if not re.search(rf"\b{name}\b", source)] == []
-    assert all(hasattr(diffusers, name) for name in exported()) and all(callable(maker) for maker in MAKERS.values())

@@ -299,7 +299,8 @@ BY_CLASS = {
 def tiny(cls: type, **changes) -> torch.nn.Module:
     """A tiny model of this class with random weights; `changes` are what it is given beside what its class and names say."""
     takes = inspect.signature(cls.__init__).parameters
-    wanted = {**BY_CLASS.get(cls.__name__, {}), **changes}
+    of_class = BY_CLASS.get(cls.__name__, {})  # several share what some of them do not take
+    wanted = {**{name: value for name, value in of_class.items() if name in takes}, **changes}
     for name, parameter in takes.items():
         if name in BY_NAME and parameter.default is not None:  # None: off
             wanted.setdefault(name, BY_NAME[name])
