@@ -23,7 +23,7 @@ from . import bridge
 from .adapters import scaled_by, take_scale
 from .attention.ways import Tally
 from .branches import Branches
-from .call import Call, Values, holds_something, take_apart, values_of, version_of
+from .call import Call, Values, goes_on_from, take_apart, values_of, version_of
 from .config import TPUConfig
 from .decided import Decided
 from .devices import compiler_options, generation_of
@@ -266,7 +266,7 @@ class Runner:
             if not _looked.get():
                 self.look()
             self.current()
-            held = next(filter(holds_something, call.leaves), None)
+            held = next(filter(goes_on_from, call.leaves), None)
             if held is not None and not self.part:
                 return self._go_on_from(held, call, args, kwargs)
             whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
