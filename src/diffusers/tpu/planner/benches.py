@@ -255,7 +255,6 @@ def run_cases() -> list[Case]:
         ("v6e-4", "flux.1-dev", IMAGE, 28),
         ("v6e-1", "flux.1-dev", IMAGE, 28),
         ("v6e-8", "qwen-image", IMAGE, 50),
-        ("v5e-1", "sdxl", IMAGE, 20),
     ]
     return [_run(*case, way) for case in cases for way in WAYS]
 
