@@ -14,6 +14,9 @@ from . import bridge
 from .sharding import ModelPlan
 
 
+PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)  # hides no tensors
+
+
 @dataclass
 class Values:
     """What a call computes with: immutable arrays, so that it may wait while upstream's code writes to its tensors.
@@ -62,6 +65,11 @@ class Call:
     def shapes(self) -> tuple:
         return self.key[-1]
 
+    @property
+    def others(self) -> list:
+        """What may hide tensors among its leaves: all but tensors and plain values."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN)]
+
     def keeps(self, step: bridge.Step | None):
         """The call is this step of a cache."""
         self.step = step
@@ -95,10 +103,8 @@ class Call:
 def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
     """A call of a module's `entry(*args, **kwargs)`."""
     if plan.decide is not None:
-        decided, by_place = (
-            plan.decide(signature.bind(*args, **kwargs).arguments),
-            dict(zip(signature.parameters, args)),
-        )
+        decided = plan.decide(signature.bind(*args, **kwargs).arguments)
+        by_place = dict(zip(signature.parameters, args))
         if decided.keys() & by_place.keys():
             args, kwargs = (), by_place | kwargs
         kwargs = kwargs | decided

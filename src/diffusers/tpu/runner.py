@@ -38,16 +38,6 @@ from .state import Entry, State, Trace, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
-PLAIN = (
-    torch.Tensor,
-    type(None),
-    bool,
-    int,
-    float,
-    str,
-    torch.dtype,
-    torch.device,
-)  # of a call, what hides no tensors
 LASTING = "lasting"  # of a module that each call changes, what stands for its state
 _looked = contextvars.ContextVar("diffusers_tpu_looked", default=False)
 
@@ -266,8 +256,8 @@ class Runner:
             if not _looked.get():
                 self.look()
             self.current()
-            held = next(filter(goes_on_from, call.leaves), None)
-            if held is not None and not self.part:
+            held = None if self.part else next(filter(goes_on_from, call.others), None)
+            if held is not None:
                 return self._go_on_from(held, call, args, kwargs)
             whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
             if whole and self.kept is not None and entry == "forward":
@@ -342,7 +332,7 @@ class Runner:
 
     def _opaque(self, call: Call) -> bool:
         """Whether a part is given what may hide tensors, which its program would neither see nor write to."""
-        hides = next((leaf for leaf in call.leaves if self.part and not isinstance(leaf, PLAIN)), None)
+        hides = call.others[0] if self.part and call.others else None
         if hides is not None:
             self._take_apart(f"it is given a {type(hides).__name__}")
         return hides is not None

@@ -138,9 +138,9 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "runner.py",
-        ("runner-opaque", "if self.part and not isinstance(leaf, PLAIN)", "if False",
+        ("runner-opaque", "hides = call.others[0] if self.part and call.others else None", "hides = None",
          "a store that a part is given has values of a trace", f"{LADDER}::test_a_part_shares_its_callers_memory"),
-        ("runner-held", "held = next(filter(goes_on_from, call.leaves), None)", "held = None",
+        ("runner-held", "next(filter(goes_on_from, call.others), None)", "None",
          "a trace leaves its tensors in the keys and values that a language model is given",
          f"{LADDER}::test_a_language_model_goes_on_from_its_keys_and_values"),
         ("runner-parts-state", "self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key)", "self.parts",

@@ -15,12 +15,9 @@ from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
 
 
 class CogVideoXProcessor(TwoStreamProcessor):
-    """Rotation is of the latents alone. Upstream's mask is of all pairs of tokens; its pipelines give none."""
+    """Rotation is of the latents alone."""
 
-    def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask=None, image_rotary_emb=None):
-        if attention_mask is not None:
-            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return super().__call__(attn, hidden_states, encoder_hidden_states, None, image_rotary_emb)
+    masks_words = False
 
 
 def _block(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, attention_kwargs=None):

@@ -12,7 +12,9 @@ from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor, m
 
 
 class FluxProcessor(TwoStreamProcessor):
-    """Upstream's tables are of both streams. Its mask is of all pairs of tokens; its pipelines give none."""
+    """Upstream's tables are of both streams."""
+
+    masks_words = False
 
     def tables(self, rotary, words: int):
         rotary = rotary or ()
@@ -22,11 +24,6 @@ class FluxProcessor(TwoStreamProcessor):
         if not attn.fused_projections:
             return super().projected(attn, x, added)
         return (attn.to_added_qkv if added else attn.to_qkv)(x).chunk(3, dim=-1)
-
-    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
-        if attention_mask is not None:
-            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        return super().__call__(attn, hidden_states, encoder_hidden_states, None, image_rotary_emb)
 
 
 def _single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):

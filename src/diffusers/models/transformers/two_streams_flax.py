@@ -36,7 +36,12 @@ class TwoStreamProcessor:
 
     Text has projections of its own (`add_q_proj`, ..., `to_add_out`), or those of the latents. What it does not cover is
     `upstream`'s, the processor in whose place it is.
+
+    Attributes:
+        masks_words: upstream's mask is of words; one of all pairs of tokens, which pipelines do not give, is upstream's to take.
     """
+
+    masks_words = True
 
     def __init__(self, upstream):
         self.upstream = upstream
@@ -77,7 +82,8 @@ class TwoStreamProcessor:
         """As upstream's."""
         from ...tpu.settings import current
 
-        if encoder_hidden_states is None or not self.covers(attn):
+        of_pairs = attention_mask is not None and not self.masks_words
+        if encoder_hidden_states is None or of_pairs or not self.covers(attn):
             return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
         seen = None if attention_mask is None else self.seen(attention_mask, hidden_states.shape[1] - current().fill)
         return self.joined(attn, hidden_states, encoder_hidden_states, seen, image_rotary_emb)
