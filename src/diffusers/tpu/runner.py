@@ -504,7 +504,7 @@ class Runner:
         return stack_numbers(numbers, self.plan_weights().groups)
 
     @property
-    def compiler_options(self) -> dict[str, bool]:
+    def compiler_options(self) -> dict[str, bool | str]:
         return compiler_options(self.mesh.devices.flat[0], self.config.sparse_cores)
 
     @property

@@ -34,6 +34,8 @@ MUTANTS = [
         TPU + "devices.py",
         ("devices-count", "len(devices) < target.simulated:", "len(devices) < 0:",
          "fewer chips than asked for are taken in silence", f"{CONFIG}::test_more_chips_than_jax_was_started_with"),
+        ("devices-rounding", "return {**WITHOUT_LIBRARY}", "return {}",
+         "a sum that is rounded to bfloat16 keeps float32", "test_runner.py::test_a_sum_that_upstream_rounds_is_rounded"),
         ("devices-unit", "return rows * 2 * self.matrix_side**2", "return rows * self.matrix_side**2",
          "a multiplication and an addition counted as one", "test_planner_program.py::test_a_matrix_unit_is_occupied_as_long_as_the_peak_says"),
         ("devices-sparse-cores", "return lowered.compile(dict.fromkeys(options, False))", "raise",
