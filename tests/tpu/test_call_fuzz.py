@@ -52,6 +52,11 @@ def test_what_torch_refuses_is_refused_in_its_words(on_chips, name):
     assert call_fuzz.inside(ours.value) is None
 
 
+def test_a_number_in_place_of_a_tensor_is_refused_by_torch(on_chips):
+    with pytest.raises(TypeError, match=r"conv2d\(\) received an invalid combination of arguments - got \(int, "):
+        torch.nn.functional.conv2d(3, on_chips(torch.ones(1, 1, 3, 3)))
+
+
 def test_an_operator_that_only_the_chips_do_not_take_is_not_torchs_refusal(on_chips):
     with pytest.raises(Exception) as failed:
         on_chips(torch.ones(2, 4)).view(torch.int32)

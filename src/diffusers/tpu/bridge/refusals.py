@@ -18,7 +18,7 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
     Tensors of a trace have no values. Zeros stand for them, and only if torch's meta device, which computes nothing, refuses
     their shapes and dtypes too.
     """
-    if not (is_refused(failed) or raised_inside(failed)) or is_draw(func):
+    if not (is_refused(failed) or raised_inside(failed) or _is_of_another_type(failed)) or is_draw(func):
         return None
     arrays = [t.jax() for t in tree_leaves((args, kwargs)) if isinstance(t, DEVICE_TENSORS)]
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
@@ -39,6 +39,11 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
 def is_refused(error: BaseException) -> bool:
     """Whether this is an error that `refusal` gave."""
     return getattr(error, "refused_by_torch", False)
+
+
+def _is_of_another_type(failed: Exception) -> bool:
+    """Whether one of our operators took for a tensor what is none."""
+    return isinstance(failed, AttributeError) and failed.name in ("jax", "_env")
 
 
 def _asked(func, args, kwargs, device: torch.device):
