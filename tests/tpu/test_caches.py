@@ -24,7 +24,7 @@ STEPS = 5
 def pyramid(pipe):
     return PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2, spatial_attention_timestep_skip_range=(0, 1000),
-        current_timestep_callback=lambda: pipe.current_timestep,
+        current_timestep_callback=lambda: 500 if pipe is None else pipe.current_timestep,
     )  # fmt: skip
 
 
@@ -38,12 +38,21 @@ CACHES = {
         cache_interval=2,
         disable_cache_before_step=1,
         taylor_factors_dtype=torch.float32,
-        cache_identifiers=[r"blocks\.\d+\.attn\d"],
+        cache_identifiers=[r"(transformer_)?blocks\.\d+\.attn\d"],
+    ),
+    "taylor lite": lambda pipe: TaylorSeerCacheConfig(
+        cache_interval=2, disable_cache_before_step=1, taylor_factors_dtype=torch.float32, use_lite_mode=True
     ),
 }
 
 
-COMPILED = {"first block": 2, "magnitudes": 2}  # how many programs stand for their steps
+COMPILED = {
+    "first block": 2,
+    "magnitudes": 2,
+    "pyramid attention": 2,
+    "taylor": 4,
+    "taylor lite": 4,
+}  # how many programs stand for their steps
 
 
 @pytest.fixture
@@ -54,10 +63,10 @@ def pipes():
 
 
 def decisions(transformer) -> list[bool]:
-    """Filled with what upstream's hooks decide: of each call, whether the last block's attention ran."""
+    """Filled with what upstream's hooks decide: of each call, whether the last block's attention computed anything."""
     found = []
     transformer.register_forward_pre_hook(lambda *given: found.append(False))
-    transformer.blocks[-1].attn1.register_forward_pre_hook(lambda *given: found.__setitem__(-1, True))
+    transformer.blocks[-1].attn1.to_q.register_forward_pre_hook(lambda *given: found.__setitem__(-1, True))
     return found
 
 
@@ -112,8 +121,12 @@ def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, pipes, mes
     assert bool(session.runner.eager) == (name not in COMPILED)
     if name in COMPILED:  # what is skipped does not run
         programs = {program.function.kind: program.compiled.as_text() for program in session.runner.programs.values()}
-        entry = programs.get("skipped") or programs["later"].partition("\nENTRY")[2]
-        assert "while(" not in entry and ("conditional(" in entry) == (name == "first block")
+        if name in ("first block", "magnitudes"):
+            entry = programs.get("skipped") or programs["later"].partition("\nENTRY")[2]
+            assert "while(" not in entry and ("conditional(" in entry) == (name == "first block")
+        else:
+            products = {kind[-1].runs: text.count(" dot(") for kind, text in programs.items() if kind}
+            assert products[False] <= products[True] - 6  # an attention's projections and its two products
     session.disable()
     result, oracle = session.results()
     assert relative(result, oracle) < 1e-5 and session.runner.compilations == compiled + COMPILED.get(name, 0)
@@ -168,7 +181,7 @@ def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
     config = CACHES[name](None)
     decided, given = [], test_cogvideox.inputs(theirs, 2)
     theirs.register_forward_pre_hook(lambda *_: decided.append(False))
-    theirs.transformer_blocks[-1].attn1.register_forward_pre_hook(lambda *_: decided.__setitem__(-1, True))
+    theirs.transformer_blocks[-1].attn1.to_q.register_forward_pre_hook(lambda *_: decided.__setitem__(-1, True))
     for model in (theirs, ours):
         model.enable_cache(config)
     for step in range(2 * STEPS):
@@ -182,4 +195,4 @@ def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
         assert relative(answers[1], answers[0]) < 1e-5
     runner = ours._tpu_runner
     assert [bool(np.asarray(x).all()) for x in runner.kept.decided] == decided and len({*decided}) == 2
-    assert runner.compilations == 2 and not runner.eager
+    assert runner.compilations == COMPILED[name] and not runner.eager

@@ -70,6 +70,11 @@ class Call:
         """What may hide tensors among its leaves: all but tensors and plain values."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN)]
 
+    @property
+    def axes(self) -> int | None:
+        """Of its first tensor."""
+        return self.tensors[0].ndim if self.tensors else None
+
     def keeps(self, step: bridge.Step | None):
         """The call is this step of a cache."""
         self.step = step

@@ -16,7 +16,14 @@ from .sharding import named
 from .state import State, Trace
 
 
-NO_PROGRAM = (bridge.WeightWritten, bridge.OperatorNotFound, bridge.Entangled, bridge.Opaque, *bridge.READS)
+NO_PROGRAM = (
+    bridge.WeightWritten,
+    bridge.OperatorNotFound,
+    bridge.Entangled,
+    bridge.Opaque,
+    bridge.NotOnce,
+    *bridge.READS,
+)
 LEAVES = "a call sees what the one before left in {}"
 KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"

@@ -93,8 +93,12 @@ def announce(program: Program, former: Program):
 
 
 def kept_at(mesh: Mesh, spread: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:
-    """Where an array [B, T, C] lies that a cache keeps: its tokens where a block has them, whole on every chip where these cannot be split."""
-    spec = PartitionSpec(batch, "sp") if spread and len(shape) == 3 else PartitionSpec(batch)
+    """Where an array that a cache keeps lies, [B, T, C] or [B, L, T, C] of L blocks: its tokens where a block has them.
+
+    Whole on every chip where these cannot be split.
+    """
+    tokens = (*[None] * (len(shape) - 3), "sp") if spread and len(shape) in (3, 4) else ()
+    spec = PartitionSpec(batch, *tokens)
     return named(mesh, fit(spec, shape, mesh))
 
 
@@ -134,7 +138,7 @@ def trace_program(
         own = len(outputs) - function.results
         at = [everywhere] * own + [kept(x.shape) for x in outputs[own:]]
         outputs = [jax.lax.with_sharding_constraint(*output) for output in zip(outputs, at)]
-        if branches > 1 and any(x.shape[:1] != (branches * call.batch,) for x in outputs):
+        if branches > 1 and any(x.shape[:1] != (branches * call.batch,) for x in outputs[:own]):
             raise ValueError(
                 f"expected outputs of {name}.{call.entry} that lead with the batch {branches * call.batch}, got"
                 f" {[x.shape for x in outputs]}: this model cannot pair guidance calls, use a mesh with dp 1"

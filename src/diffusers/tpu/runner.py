@@ -93,7 +93,7 @@ class Runner:
         self._state: State | None = None
         self._states: dict[object, int] = {}
         self._key: tuple | None = None
-        self.kept: bridge.Kept | None = None
+        self._cache: bridge.Kept | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
         self.uncompiled = Uncompiled(type(module).__name__)
@@ -112,8 +112,8 @@ class Runner:
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
         self._placed, self._state, self.branches.waiting = None, None, []
-        if self.kept is not None:
-            self.kept.manager.reset()  # what it keeps is on the chips
+        if self._cache is not None:
+            self._cache.reset()  # what it keeps is on the chips
         if self.residency is not None:
             self.residency.forget(self)
         self._signatures.clear()
@@ -217,7 +217,7 @@ class Runner:
         """Read the module's state again if it is not as it was."""
         if self._state is not None and self._state.same():
             return
-        self.kept = bridge.kept_by(self.module, self.plan_weights().groups, self.kept)
+        self._cache = bridge.kept_by(self.module, self.plan_weights().groups, self._cache)
         self._state = read(self.module, () if self.kept is None else self.kept.apart)
         self._key = self._numbers = None
         kept = self.uncompiled.lasting
@@ -229,6 +229,17 @@ class Runner:
             self._come_apart(parts)
         if kept and not self.uncompiled.lasting:
             self._plan_anew()  # what kept something is gone: blocks are stacked again
+
+    @property
+    def kept(self) -> bridge.Kept | None:
+        """The cache of the module whose steps programs stand for."""
+        return None if self._cache is None or self._cache.left else self._cache
+
+    def _leave_cache(self):
+        """Upstream's hooks themselves go on with the cache; where they do for good they are read as any others."""
+        if self.kept is not None:
+            self._cache.leave()
+            self._state = None if self._cache.left else self._state
 
     def _come_apart(self, parts: Parts | None):
         """In these parts from here on, or whole."""
@@ -260,14 +271,18 @@ class Runner:
             if held is not None:
                 return self._go_on_from(held, call, args, kwargs)
             whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
-            if whole and self.kept is not None and entry == "forward":
-                call.keeps(self.kept.step())
+            if self.kept is not None and entry == "forward":
+                if whole:
+                    call.keeps(self.kept.step())
+                else:
+                    self._leave_cache()
             program = self.program(call) if whole else None
             if program is None or (self._numbers_are_read and call.scale != 1.0):
                 if call.step is not None:
                     call.step.undo()
                 if program is not None:
                     return self.run(entry, args, kwargs)
+                self._leave_cache()
                 return self._run_eagerly(self.take_apart(entry, args, kwargs), args, kwargs)
             self.take_values(call)
             outputs = self.branches.run(call, program)
@@ -275,7 +290,8 @@ class Runner:
                 jax.block_until_ready(outputs)
             if call.step is not None:
                 own = len(outputs) - program.function.results
-                call.step.keep([x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]])
+                kept = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]]
+                call.step.keep(kept, program.function.form)
                 outputs = outputs[:own]
             answer = self._answer(program.function, outputs)
             if call.scale == 0:
@@ -542,7 +558,7 @@ class Runner:
             part=self.part,
             processors={} if self.config.layers == "xla" else self.plan.processors,
             whole=self.plan.whole,
-            methods=self.plan.methods,
+            methods=self.plan.methods if self.plan.axes in (None, call.axes) else {},
             kept=None if call.step is None else self.kept,
             kind="" if call.step is None else call.step.kind,
         )

@@ -39,6 +39,8 @@ class ModelPlan:
         whole: regular expressions; a part whose name has one of them computes its sequence whole on every chip, not split.
         methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of
             that method.
+        axes: of the first tensor of a call that `methods` stand for; upstream's own lines are traced for one that has others,
+            and refuse it; None: for all.
         remark: what `diffusers-tpu plan` says of the model.
     """
 
@@ -51,6 +53,7 @@ class ModelPlan:
     processors: Mapping[type, Callable] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
     methods: Mapping[tuple[type, str], Callable] = field(default_factory=dict)
+    axes: int | None = None
     remark: str = ""
 
     def __post_init__(self):

@@ -209,6 +209,7 @@ def __getattr__(name):
 PLAN = ModelPlan(
     spread=True,
     entries=("forward", "encode", "decode"),
+    axes=5,
     methods={
         (AutoencoderKLCogVideoX, "_decode"): _decode,
         (AutoencoderKLCogVideoX, "_encode"): _encode,

@@ -101,6 +101,7 @@ def plan_of_images(vae: type) -> ModelPlan:
         entries=("forward", "encode", "decode"),
         processors={AttnProcessor: lambda processor: AttnProcessor2_0()},  # the same attention
         methods={(vae, "_decode"): _decode, (vae, "_encode"): _encode, (Upsample2D, "forward"): _upsampled},
+        axes=4,
     )
 
 

@@ -216,6 +216,7 @@ def __getattr__(name):
 PLAN = ModelPlan(
     spread=True,
     entries=("forward", "encode", "decode"),
+    axes=5,
     methods={
         (AutoencoderKLHunyuanVideo15, "_decode"): _decode,
         (AutoencoderKLHunyuanVideo15, "_encode"): _encode,

@@ -219,7 +219,7 @@ def plan_of_wans(vae: type, resample: type, upsample: type, **more) -> ModelPlan
         (torch.nn.SiLU, "forward"): _activation,
         **more.pop("methods", {}),
     }
-    return ModelPlan(spread=True, entries=("forward", "encode", "decode"), methods=methods, **more)
+    return ModelPlan(spread=True, entries=("forward", "encode", "decode"), methods=methods, axes=5, **more)
 
 
 PLAN = plan_of_wans(

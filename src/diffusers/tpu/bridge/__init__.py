@@ -10,7 +10,7 @@ from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
 from .blocks import WeightWritten
-from .caches import Kept, Step, kept_by
+from .caches import Kept, NotOnce, Step, kept_by
 from .captures import Marked, Tag, capture, capture_p, capturing
 from .crossing import as_numpy, from_numpy, numpy_dtype
 from .decisions import Decisions, Question
@@ -47,6 +47,7 @@ __all__ = [
     "Entangled",
     "ExecutionDevice",
     "Kept",
+    "NotOnce",
     "Marked",
     "NumberRead",
     "Obstacle",

@@ -148,7 +148,9 @@ class Run:
 class BlockRuns:
     """The runs of one trace. `weights` and `numbers` are the stacked arrays by group label; `pin` fixes layouts inside the scan.
 
-    Where `condition` is set, runs are computed only if it holds: else nothing of what they give may be used.
+    Where `condition` is set, runs are computed only if it holds: else nothing of what they give may be used. `keeping` is
+    entered around each block's call, with what a cache keeps of the block by the names in the third of its group's `stacks`
+    and the tokens of its stream that is filled (all, those beyond its own), and gives a dict of what it shall keep: `gives` has it of each run, by group, with the first block's place.
 
     Args:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.
@@ -156,6 +158,7 @@ class BlockRuns:
             carried between blocks.
         fill: (shape, number, name) -> tokens that it is carried with beyond its own.
         settings: of each block by its group's path and its number; filled here where they are not known.
+        apart: objects in them that a trace does not depend on.
     """
 
     def __init__(
@@ -169,14 +172,17 @@ class BlockRuns:
         pin_carry: Callable,
         fill: Callable,
         settings: dict,
+        apart: tuple = (),
     ):
         self.model, self.groups, self.env = model, groups, env
         self.adapters = Adapters(model)
-        self.stacks = {group.label: (weights[group.label], numbers[group.label]) for group in groups}
+        self.stacks = {group.label: (weights[group.label], numbers[group.label], {}) for group in groups}
+        self.keeping: Callable = lambda kept, filled: contextlib.nullcontext({})
+        self.gives: dict[str, list[tuple[int, dict]]] = {group.label: [] for group in groups}
         self.pin_weights, self.pin_carry, self.fill = pin_weights, pin_carry, fill
         self.run: Run | None = None
         self.condition: jax.Array | None = None
-        self.forwards, self.settings = {}, settings
+        self.forwards, self.settings, self.apart = {}, settings, apart
 
     @contextlib.contextmanager
     def installed(self):
@@ -187,7 +193,7 @@ class BlockRuns:
                 block = self.model.get_submodule(f"{group.path}.{index}")
                 if (group.path, index) not in self.settings:
                     with group.lent(self.model, block):
-                        self.settings[group.path, index] = signature(block, self.adapters)
+                        self.settings[group.path, index] = signature(block, self.adapters, self.apart)
                 self._stand_in(block, self._answer(group, index))
                 blocks.append(block)
         try:
@@ -230,7 +236,8 @@ class BlockRuns:
                 return self._begin(group, index, leaves, spec)
             # An object among the arguments (a key-value cache) may be written to: this block runs here and once.
             arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
-            arrays, answer = self._call(group, index, leaves, spec, arrays, self._weights_of(group, index))
+            arrays, gives, answer = self._call(group, index, leaves, spec, arrays, self._weights_of(group, index))
+            self._give(group, index, _stacked(gives))
             return answer([Tensor(x, self.env) for x in arrays])
 
         return forward
@@ -243,7 +250,7 @@ class BlockRuns:
         found = {}
 
         def shapes(weights):  # not of the arrays: what they come from stays known
-            outputs, found["answer"] = self._call(group, index, leaves, spec, arrays, weights)
+            outputs, _, found["answer"] = self._call(group, index, leaves, spec, arrays, weights)
             return outputs
 
         with undone(read(self.model.get_submodule(f"{group.path}.{index}"))):  # it runs again when the run is computed
@@ -255,13 +262,19 @@ class BlockRuns:
     def _deferred(self, aval):
         return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, self.flush)
 
-    def _weights_of(self, group: Group, index: int) -> tuple[dict, dict]:
-        """Weights and numbers of one block."""
+    def _give(self, group: Group, start: int, gives: dict):
+        if gives:
+            self.gives[group.label].append((start, gives))
+
+    def _weights_of(self, group: Group, index: int) -> tuple[dict, dict, dict]:
+        """Weights and numbers of one block, and what is kept of it."""
         return jax.tree.map(lambda array: array[index - group.start], self.stacks[group.label])
 
-    def _call(self, group: Group, index: int, leaves: list, spec, arrays: list, own: tuple[dict, dict]):
-        """One block's own forward on arrays: (flat output arrays, what makes its return value of tensors for them)."""
-        weights, numbers = own
+    def _call(
+        self, group: Group, index: int, leaves: list, spec, arrays: list, own: tuple[dict, dict, dict], filled=None
+    ):
+        """One block's own forward on arrays: (flat output arrays, what it gives to keep, what makes its return value of tensors)."""
+        weights, numbers, kept = own
         block = self.model.get_submodule(f"{group.path}.{index}")
         tensors = iter(arrays)
         args, kwargs = tree_unflatten(
@@ -272,7 +285,12 @@ class BlockRuns:
         stand_in = where[place]
         self._restore(block)
         try:
-            with self.env, group.lent(self.model, block), numbered(block, numbers, self.adapters):
+            with (
+                self.env,
+                group.lent(self.model, block),
+                numbered(block, numbers, self.adapters),
+                self.keeping(kept, filled) as gives,
+            ):
                 names = Adapters(block, self.adapters.order).tensors(block)
                 weights = {f"module.{names[name]}": w for name, w in weights.items()}
                 # its forward alone: hooks of the block have seen its call by the model
@@ -288,7 +306,7 @@ class BlockRuns:
             tensors = iter(tensors)
             return tree_unflatten([next(tensors) if x is _TENSOR else x for x in plain], output_spec)
 
-        return [x.jax() for x in flat if isinstance(x, (Tensor, View))], answer
+        return [x.jax() for x in flat if isinstance(x, (Tensor, View))], gives, answer
 
     def flush(self):
         """Compute the run that is open, if any, and give those of its outputs that are held their values."""
@@ -298,24 +316,27 @@ class BlockRuns:
         held = run.still_held()
         outputs = [*run.outputs, *(output for *_, output in held)]
         if self.condition is None:
-            values = self._values(run, held)
+            values, gives = self._values(run, held)
+            self._give(run.group, run.start, gives)
         else:
-            values = lax.cond(self.condition, lambda: self._values(run, held), lambda: _unchanged(run, outputs))
+            values = lax.cond(self.condition, lambda: self._values(run, held)[0], lambda: _unchanged(run, outputs))
         for output, value in zip(outputs, values):
             output.settle(value)
 
-    def _values(self, run: Run, held: list) -> list[jax.Array]:
-        """Of the last block's outputs, and of those that are held."""
+    def _values(self, run: Run, held: list) -> tuple[list[jax.Array], dict]:
+        """Of the last block's outputs, and of those that are held; what all of them give to keep, stacked."""
         if run.stop - run.start > 1:
             return self._scan(run, run.arrays, held)
         own = self._weights_of(run.group, run.start)
-        return self._call(run.group, run.start, run.leaves, run.spec, run.arrays, own)[0]
+        values, gives, _ = self._call(run.group, run.start, run.leaves, run.spec, run.arrays, own)
+        return values, _stacked(gives)
 
-    def _scan(self, run: Run, arrays: list, held: list) -> list:
+    def _scan(self, run: Run, arrays: list, held: list) -> tuple[list, dict]:
         slots, names = run.slots, run.names(self.model)
         source = {number: slot for slot, number in slots.items()}
         fills = self._fills(run, names)
         settings = replace(current(), fill=max(fills))
+        filled = next(((run.outputs[n]._aval.shape[1] + fill, fill) for n, fill in enumerate(fills) if fill), None)
 
         def pinned(array, number: int):
             return self.pin_carry(array, number, names.get(number, ""))
@@ -328,20 +349,21 @@ class BlockRuns:
         def step(carry, own):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(arrays)]
             with using(settings), _as_all_of(run):
-                flat, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own)
+                flat, gives, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
-            return flat, {n: flat[n] for n in numbers}
+            return flat, ({n: flat[n] for n in numbers}, gives)
 
         numbers = sorted({n for _, n, _ in held})
         first, last = run.start - run.group.start, run.stop - run.group.start
         stacked = self.stacks[run.group.label]
         if (first, last) != (0, run.group.stop - run.group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, first, last), stacked)
-        last, kept = scan_blocks(step, carry, stacked)
-        return [
+        last, (passed, gives) = scan_blocks(step, carry, stacked)
+        values = [
             *(_cut(array, fill) for array, fill in zip(last, fills)),
-            *(_cut(kept[n][k], fills[n]) for k, n, _ in held),
+            *(_cut(passed[n][k], fills[n]) for k, n, _ in held),
         ]
+        return values, gives
 
     def _fills(self, run: Run, carried: dict[int, str]) -> list[int]:
         """Tokens beyond its own with which each output is carried, one of them at most: of blocks whose attention tells those apart."""
@@ -352,6 +374,11 @@ class BlockRuns:
             self.fill(o._aval.shape, n, carried[n]) if known and n in carried else 0 for n, o in enumerate(run.outputs)
         ]
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
+
+
+def _stacked(gives: dict) -> dict:
+    """What one block gives, as of a scan of one."""
+    return jax.tree.map(lambda array: array[None], gives)
 
 
 def _unchanged(run: Run, outputs: list[Deferred]) -> list[jax.Array]:

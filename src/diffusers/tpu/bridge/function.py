@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -22,7 +22,7 @@ from ..settings import Settings, current, using
 from ..sharding import gathered, named
 from ..state import Trace, read, undone, without_caches
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
-from .caches import Kept
+from .caches import Kept, Results
 from .crossing import from_numpy, numpy_dtype
 from .decisions import Decisions, deciding
 from .environment import decomposing, environment, on_device, quiet_integers
@@ -61,7 +61,7 @@ class PureFunction:
         carry: spec of what repeated blocks hand on.
         processors, whole, methods: as in `ModelPlan`.
         kept, kind: a cache that the module has, and the kind of step that the call is: its tensors are the last inputs, what it
-            gives the last outputs, `results` in number.
+            gives the last outputs, `results` in number, of this `form`.
         branches: how many calls are side by side in the batch.
         part: of a model whose own lines run one by one: it must not share memory with them.
         values: number of a tensor of the call -> its values, by which a trace decides (`decisions`); None: it cannot.
@@ -85,9 +85,10 @@ class PureFunction:
     methods: dict
     whole: tuple[str, ...] = ()
     kept: Kept | None = None
-    kind: str = ""
+    kind: Hashable = ""
     branches: int = 1
     results: int = 0
+    form: Hashable = None
     part: bool = False
     values: Callable | None = None
     decisions: Decisions | None = None
@@ -131,6 +132,7 @@ class PureFunction:
                 self._pin_carry,
                 self._fill,
                 self.settings,
+                () if self.kept is None else self.kept.apart,
             )
             for context in (
                 without_caches(self.module),
@@ -148,14 +150,14 @@ class PureFunction:
                 stack.enter_context(context)
             given = self.leaves.count(INPUT)
             with contextlib.ExitStack() as keeping:
-                results = []
+                results = Results()
                 if self.kept is not None:
                     tensors = [Tensor(x, env) for x in inputs[given:]]
                     results = keeping.enter_context(self.kept.traced(self.kind, tensors, runs, self.branches))
                 arrays, changed = self._run(single, inputs[:given])
             if changed:
                 raise WeightWritten(", ".join(changed))
-            self.results = len(results)
+            self.results, self.form = len(results), results.form
             return arrays + [x.jax() for x in results]
 
     def eagerly(

@@ -168,12 +168,13 @@ def read(module: torch.nn.Module, apart: tuple = ()) -> State:
     return state
 
 
-def signature(block: torch.nn.Module, adapters: Adapters) -> Hashable:
+def signature(block: torch.nn.Module, adapters: Adapters, apart: tuple = ()) -> Hashable:
     """What must agree between two blocks, beside weights and numbers, for one trace to stand for both.
 
     Hooks of the block itself run around its traced forward, as the model calls it: they may differ. `adapters`: the model's.
+    `apart`: objects that need not agree.
     """
-    return _Reader(block, State(block), hooks_of_root=False, adapters=Adapters(block, adapters.order)).tree()
+    return _Reader(block, State(block), False, Adapters(block, adapters.order), apart).tree()
 
 
 def process_key() -> Hashable:

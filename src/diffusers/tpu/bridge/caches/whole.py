@@ -1,20 +1,13 @@
-"""Upstream's caches that decide by step: what their hooks keep from call to call is arguments and results of programs.
-
-| cache | decided | programs |
-|---|---|---|
-| `FirstBlockCacheConfig` | on the device, by the first block's residual r: mean of r - r' over that of r' | one for a first call; one with the other blocks' scan under a condition |
-| `MagCacheConfig` | on the host, by known ratios: upstream's own hooks are asked, of one value | one with blocks, one without |
+"""Caches whose first block decides for all others: `FirstBlockCacheConfig` by values, `MagCacheConfig` by known ratios.
 
 In a trace upstream's hooks run as they are, around the blocks of a run; their states are filled before, and read after. Each of
 the branches that a program has side by side decides for itself: blocks run if one of them needs them.
 """
 
 import contextlib
-import dataclasses
 import math
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -22,57 +15,43 @@ import numpy as np
 import torch
 from torchax.tensor import Tensor
 
-from ..scan import Group
-from ..state import own_forward
-from .environment import environment
+from ...scan import Group
+from ...state import own_forward
+from ..environment import environment
+from .kept import Kept, Results, Step
 
 
-REMEMBERED = 1000  # decisions, of the last calls
-
-
-@dataclasses.dataclass
-class Step:
-    """What a call does of a cache.
-
-    Attributes:
-        kind: static, part of the program's key.
-        tensors: kept from calls before, [B, T, C], that the program is given.
-        keep: takes what the program gives, in the order of `Kept.results`.
-        undo: puts back what was decided, where the call runs otherwise.
-    """
-
-    kind: str
-    tensors: list[torch.Tensor]
-    keep: Callable[[list[torch.Tensor]], None]
-    undo: Callable[[], None]
-
-
-class Kept:
-    """A cache on a model whose blocks have its hooks: the first one's, `head`, decides, and the last one's, `tail`, keeps.
-
-    Attributes:
-        decided: of each of the last calls whether its blocks ran: a bool, or a tensor of them [B].
-    """
+class Blocks(Kept):
+    """A cache on a model whose blocks have its hooks: the first one's, `head`, decides, and the last one's, `tail`, keeps."""
 
     def __init__(self, head, tail):
+        super().__init__([head, tail])
         self.head, self.tail = head, tail
         self.manager, self.metadata = head.state_manager, head._metadata
         for hook in (head, tail):  # upstream looks up where a block's arguments are when a hook first runs
             hook._metadata._get_parameter_from_args_kwargs(hook._metadata.hidden_states_argument_name, [None] * 100)
-        self.decided = deque(maxlen=REMEMBERED)
+
+    @classmethod
+    def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "Blocks | None":
+        """They cannot stand for calibration; and blocks under a condition must be scanned, those of `groups`."""
+        scanned = {id(block) for group in groups for block in group.blocks(model)}
+        if any(id(module) not in scanned or own_forward(module) is None for module, _ in hooked):
+            return None
+        if any(getattr(getattr(hook, "config", None), "calibrate", False) for _, hook in hooked):
+            return None
+        heads = [pair for pair in hooked if pair[1]._is_stateful]
+        tails = [pair for pair in hooked if getattr(pair[1], "is_tail", False)]
+        if len(heads) != 1 or len(tails) != 1 or heads[0][0] is tails[0][0]:
+            return None
+        (_, head), (_, tail) = *heads, *tails
+        return cls(head, tail)
 
     @property
     def apart(self) -> tuple:
-        """Objects that programs do not depend on: what is kept, and what is decided by on the host."""
         return (self.manager,)
 
-    def step(self) -> Step:
-        """The step that the call that begins now is, as upstream's hooks would decide it; on the host that is decided then."""
-        raise NotImplementedError
-
-    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int):
-        """Around the model's forward in a trace: gives a list that is filled, at its end, with what the program shall give."""
-        raise NotImplementedError
+    def reset(self):
+        self.manager.reset()
 
     def _parts(self, output) -> list[torch.Tensor]:
         """Hidden states of a block's answer, and those of the text where it gives them."""
@@ -105,15 +84,17 @@ class Kept:
             self.manager._state_cache, self.manager._context = before
 
 
-class FirstBlock(Kept):
+class FirstBlock(Blocks):
     """Kept: residuals of the first block, and of all others together. A third result says whether the blocks ran, [B]."""
+
+    HOOKS = frozenset({"FBCHeadBlockHook", "FBCBlockHook"})
 
     def step(self) -> Step:
         state = self.manager.get_state()
         known = state.head_block_residual is not None and state.tail_block_residuals is not None
         tensors = [state.head_block_residual, *state.tail_block_residuals] if known else []
 
-        def keep(results: list[torch.Tensor]):
+        def keep(results: list[torch.Tensor], form):
             state.head_block_residual, *tails, computed = results
             state.tail_block_residuals = (*tails, None)[:2]
             self.decided.append(computed if known else True)
@@ -122,8 +103,8 @@ class FirstBlock(Kept):
         return Step("later" if known else "first", tensors, keep, lambda: None)
 
     @contextlib.contextmanager
-    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[list[torch.Tensor]]:
-        state, results, found = self.manager._state_cls(), [], {}
+    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
+        state, results, found = self.manager._state_cls(), Results(), {}
         if kind == "later":
             state.head_block_residual, state.tail_block_residuals = tensors[0], tensors[1:]
 
@@ -172,8 +153,10 @@ class FirstBlock(Kept):
         return [torch.where(ran, one, other) for one, other in zip(computed, kept)]
 
 
-class Magnitudes(Kept):
+class Magnitudes(Blocks):
     """Kept: the residual of all blocks together."""
+
+    HOOKS = frozenset({"MagCacheHeadHook", "MagCacheBlockHook"})
 
     @property
     def apart(self) -> tuple:
@@ -191,7 +174,7 @@ class Magnitudes(Kept):
         computed, lasts = state.should_compute, state.previous_residual is not None
         state.head_block_input, state.previous_residual = None, real if lasts else None
 
-        def keep(results: list[torch.Tensor]):
+        def keep(results: list[torch.Tensor], form):
             if computed:
                 state.previous_residual = results[0] if lasts else None
             self.decided.append(computed)
@@ -210,8 +193,8 @@ class Magnitudes(Kept):
             hook.fn_ref.original_forward = original
 
     @contextlib.contextmanager
-    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[list[torch.Tensor]]:
-        state, results = self.manager._state_cls(), []
+    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
+        state, results = self.manager._state_cls(), Results()
         state.previous_residual = tensors[0] if tensors else None
         always = {"mag_ratios": (1.0,), "retention_ratio": 0.0, "threshold": math.inf, "max_skip_steps": math.inf}
         configs = [(hook, hook.config) for hook in (self.head, self.tail)]
@@ -225,31 +208,3 @@ class Magnitudes(Kept):
                 hook.config = config
         if kind == "computed":
             results.append(state.previous_residual)
-
-
-_CACHES = {  # by the classes of their hooks
-    frozenset({"FBCHeadBlockHook", "FBCBlockHook"}): FirstBlock,
-    frozenset({"MagCacheHeadHook", "MagCacheBlockHook"}): Magnitudes,
-}
-
-
-def kept_by(model: torch.nn.Module, groups: list[Group], known: Kept | None = None) -> Kept | None:
-    """The cache on the model's blocks, where programs can stand for its steps; None without one, or with other hooks beside it.
-
-    They cannot stand for calibration; and blocks under a condition must be scanned, those of `groups`. `known`: what was found
-    before, given again if it is the same.
-    """
-    registries = ((module, vars(module).get("_diffusers_hook")) for module in model.modules())
-    hooked = [(module, hook) for module, registry in registries for hook in getattr(registry, "hooks", {}).values()]
-    made = _CACHES.get(frozenset(type(hook).__name__ for _, hook in hooked))
-    scanned = {id(block) for group in groups for block in group.blocks(model)}
-    if made is None or any(id(module) not in scanned or own_forward(module) is None for module, _ in hooked):
-        return None
-    if any(getattr(getattr(hook, "config", None), "calibrate", False) for _, hook in hooked):
-        return None
-    heads = [pair for pair in hooked if pair[1]._is_stateful]
-    tails = [pair for pair in hooked if getattr(pair[1], "is_tail", False)]
-    if len(heads) != 1 or len(tails) != 1 or heads[0][0] is tails[0][0]:
-        return None
-    (_, head), (_, tail) = *heads, *tails
-    return known if known is not None and known.head is head and known.tail is tail else made(head, tail)
