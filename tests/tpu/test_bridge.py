@@ -172,7 +172,35 @@ def test_a_value_is_cast_to_the_tensor_it_is_written_into(env, recwarn):
     ours = on_chip(target)
     ours[..., 0::2] = on_chip(value)
     target[..., 0::2] = value
-    assert torch.equal(on_host(ours), target) and not [w for w in recwarn if "scatter" in str(w.message)]
+    assert torch.equal(on_host(ours), target)
+    for dtype, value in ((torch.bool, 1), (torch.int32, 1.7), (torch.float32, True)):
+        target = torch.zeros(2, 4, dtype=dtype)
+        ours = on_chip(target)
+        ours[0, :3], target[0, :3] = value, value
+        assert torch.equal(on_host(ours), target)
+    assert not [w for w in recwarn if "scatter" in str(w.message)]
+
+
+WRITES = {
+    "set": lambda x, mask, value: x.__setitem__(mask, value),
+    "put": lambda x, mask, value: x.copy_(torch.index_put(x, (mask,), value)),
+    "add": lambda x, mask, value: x.index_put_((mask,), value, accumulate=True),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("shape, axes", [((4, 3), 1), ((2, 3, 4), 2), ((5,), 1)])
+def test_what_is_written_where_a_mask_holds(env, how, shape, axes):
+    """One value for all entries, one for each, and what broadcasts to either."""
+    mask = torch.rand(shape[:axes]) < 0.5
+    mask[(0,) * axes], mask[(-1,) * axes] = True, True
+    entry, number = shape[axes:], int(mask.sum())
+    for value in map(torch.randn, ((), (1,), entry, (1, *entry), (number, *entry), (number, *[1] * len(entry)))):
+        x = torch.randn(shape)
+        ours = on_chip(x.clone())
+        WRITES[how](ours, on_chip(mask), on_chip(value))
+        WRITES[how](x, mask, value)
+        assert relative(on_host(ours), x) < 1e-6, value.shape
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (2, 3), (2, 1, 3)])

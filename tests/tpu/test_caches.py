@@ -169,6 +169,29 @@ def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips, pipes):
     assert relative(result, oracle) < 1e-5 and session.runner.kept is None
 
 
+@pytest.mark.parametrize("name", ["pyramid attention", "taylor"])
+def test_a_cache_goes_on_where_no_program_stands_for_a_step(chips, name):
+    """A hook that asks for values comes between two steps: upstream's hooks themselves go on from what programs have kept."""
+    theirs = test_cogvideox.built("5b")
+    ours = copy.deepcopy(theirs)
+    install(ours, TPUConfig(mesh=(1, 2, 1)))
+    given = test_cogvideox.inputs(theirs, 2)
+    for model in (theirs, ours):
+        model.enable_cache(CACHES[name](None))
+    for step in range(STEPS):
+        if step == 3:  # what the step before it computed is kept
+            assert ours._tpu_runner.compilations and not ours._tpu_runner.eager
+            for model in (theirs, ours):
+                model.norm_out.register_forward_hook(lambda module, given, output: float(output.mean()) and None)
+        given["hidden_states"] = given["hidden_states"] + 0.2 * torch.randn_like(given["hidden_states"])
+        answers = []
+        for model in (theirs, ours):
+            with torch.no_grad(), model.cache_context("cond"):
+                answers.append(model(**given)[0])
+        assert relative(answers[1], answers[0]) < 1e-5, step
+    assert ours._tpu_runner.eager
+
+
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
     """CogVideoX: both branches in one batch, latents and text from block to block, no pipeline around.

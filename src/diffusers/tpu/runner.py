@@ -217,7 +217,8 @@ class Runner:
         """Read the module's state again if it is not as it was."""
         if self._state is not None and self._state.same():
             return
-        self._cache = bridge.kept_by(self.module, self.plan_weights().groups, self._cache)
+        if not self.part:  # whose model has left it to upstream's hooks
+            self._cache = bridge.kept_by(self.module, self.plan_weights().groups, self._cache)
         self._state = read(self.module, () if self.kept is None else self.kept.apart)
         self._key = self._numbers = None
         kept = self.uncompiled.lasting
@@ -527,7 +528,7 @@ class Runner:
     def _denoises(self) -> bool:
         """Whether this is a model of the denoising loop, as upstream's are by the argument that says where in it they are."""
         parameters = inspect.signature(type(self.module).forward).parameters
-        return any(name in parameters for name in ("timestep", "timesteps", "timestep_ratio"))
+        return any(name in parameters for name in ("timestep", "timesteps", "timestep_ratio", "t", "r"))
 
     def _function(self, call: Call) -> bridge.PureFunction:
         placed = self.plan_weights()

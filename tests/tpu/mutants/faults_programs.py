@@ -83,7 +83,7 @@ MUTANTS = [
          "LoRA scales of blocks in the other order", f"{CHANGES}::test_lora"),
     ),
     *in_file(
-        TPU + "bridge/caches.py",
+        TPU + "bridge/caches/whole.py",
         ("caches-branches", "pairs = zip(residual.chunk(branches), before.chunk(branches))",
          "pairs = [(residual, before)] * branches", "branches decide together",
          "test_caches.py::test_each_branch_decides_for_itself"),
@@ -91,6 +91,17 @@ MUTANTS = [
          "a skipped step forgets what was kept", "test_caches.py::test_a_cache_enabled_after_a_first_call_and_disabled_again"),
         ("caches-lasts", "results[0] if lasts else None", "results[0]", "the next video begins with the last one's residual",
          "test_caches.py::test_a_model_by_itself_that_hands_two_streams_on"),
+    ),
+    *in_file(
+        TPU + "bridge/caches/modules.py",
+        ("caches-fill", "if here.filled is None:", "if False:", "tokens that are none of the model's are looked for in a block that has none",
+         "test_caches.py::test_a_model_by_itself_that_hands_two_streams_on"),
+        ("caches-elapsed", "float(state.current_step - state.last_update_step)", "1.0", "a series is of neighbouring steps",
+         "test_caches.py::test_a_cache_enabled_after_a_first_call_and_disabled_again"),
+        ("caches-apart", "(*self.hooks, *(hook.current_timestep_callback for hook in self.hooks))", "(*self.hooks,)",
+         "a program for each timestep", "test_caches.py::test_a_cache_enabled_after_a_first_call_and_disabled_again"),
+        ("caches-leave", "if held is not None:\n", "if False:\n", "upstream's hooks go on from what they cannot read",
+         "test_caches.py::test_a_cache_goes_on_where_no_program_stands_for_a_step"),
     ),
     *in_file(
         TPU + "bridge/blocks.py",

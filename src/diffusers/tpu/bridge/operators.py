@@ -44,6 +44,7 @@ def register(env):
     env.override_op_definition(torch.Tensor.repeat_interleave, repeat_interleave)
     getitem = torch.Tensor.__getitem__
     env.override_op_definition(getitem, _get_item(env._get_op_or_decomp(getitem).func), is_view_op=True)
+    env.override_op_definition(aten.index_put.default, _index_put(env._get_op_or_decomp(aten.index_put.default).func))
     Tensor.type_as = type_as
     Tensor.__setitem__ = set_item
 
@@ -327,8 +328,36 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
     """
     if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
         value = value.to(dtype=self.dtype)
-    given = tree_map_only(torch.Tensor, self._env.moved, (key, value))
+    elif isinstance(value, (bool, int, float)):
+        value = self.jax().dtype.type(value)
+    key, value = tree_map_only(torch.Tensor, self._env.moved, (key, value))
+    mask = key[0] if isinstance(key, tuple) and len(key) == 1 else key
+    given = key, _of_each(self, mask, value)
     self._env.with_decided(lambda args, kwargs: _upstream(self, *args), given, {})
+
+
+def _of_each(x: torch.Tensor, mask, value):
+    """The value that `x[mask] = value` gives each entry of a boolean mask, where it has one for all of them.
+
+    torchax gives such a one to the first entry, zeros to the others.
+    """
+    if not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and isinstance(value, torch.Tensor)):
+        return value
+    entry = x.shape[mask.ndim :]
+    while value.ndim > len(entry) and value.shape[0] == 1:
+        value = value[0]
+    return value.expand(entry) if value.ndim <= len(entry) else value
+
+
+def _index_put(plain):
+    """torchax's, of a value that is each entry's."""
+
+    def index_put(self, indices, values, accumulate=False):
+        values = _of_each(self, indices[0] if len(indices) == 1 else None, values)
+        given = (self.jax(), [None if i is None else i.jax() for i in indices], values.jax(), accumulate)
+        return Tensor(plain(*given), self._env)
+
+    return index_put
 
 
 def type_as(self, other):
