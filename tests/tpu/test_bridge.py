@@ -57,6 +57,15 @@ def test_nearest_upsampling(env, dtype, mode, how):
     assert on_host(F.conv2d(ours, on_chip(torch.randn(4, 3, 3, 3).to(dtype)))).dtype == dtype
 
 
+@pytest.mark.parametrize("corners", [False, True])
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+@pytest.mark.parametrize("how", [{"size": (4, 13)}, {"size": 3}, {"scale_factor": (0.4, 1.7)}])
+def test_resizing_with_a_filter(env, mode, how, corners):
+    x = torch.randn(2, 3, 11, 7)
+    ours = F.interpolate(on_chip(x), mode=mode, antialias=True, align_corners=corners, **how)
+    assert relative(on_host(ours), F.interpolate(x, mode=mode, antialias=True, align_corners=corners, **how)) < 2e-6
+
+
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 1e-6), (torch.bfloat16, 3e-3)])
 @pytest.mark.parametrize("affine", [True, False])
 def test_norms(env, dtype, limit, affine):

@@ -36,6 +36,13 @@ CACHES = {  # name: class and settings
     "first block, 0.12": ("FirstBlockCacheConfig", {"threshold": 0.12}),
     "magnitudes, 0.06": ("MagCacheConfig", {"threshold": 0.06, "max_skip_steps": 2, "retention_ratio": 0.2}),
     "magnitudes, 0.12": ("MagCacheConfig", {"threshold": 0.12, "max_skip_steps": 3, "retention_ratio": 0.1}),
+    **{
+        f"series of the last layer, {interval}": (
+            "TaylorSeerCacheConfig",
+            {"use_lite_mode": True, "cache_interval": interval, "disable_cache_before_step": 5},
+        )
+        for interval in (2, 3, 4)
+    },
 }
 
 
