@@ -158,11 +158,14 @@ MUTANTS = [
          "a gate of each token is taken for one of all", "test_linear.py::test_a_gate_and_a_residual_after_a_layer_are_the_layers"),
     ),
     *in_file(
+        TPU + "bridge/resizing.py",
+        ("resizing-filter", "step = length / target if factor is None or recompute else 1 / factor\n        wide", "step = length / target\n        wide",
+         "a factor is taken for the sizes' quotient", f"{BRIDGE}::test_resizing_with_a_filter"),
+    ),
+    *in_file(
         TPU + "bridge/operators.py",
         ("operators-slab", "    if slabs() is not None:\n        return Tensor(_normed_slab(", "    if False:\n        return Tensor(_normed_slab(",
          "a group norm has the statistics of its slab", IMAGE_CHIPS),
-        ("operators-filter", "step = length / target if factor is None or recompute else 1 / factor\n        wide", "step = length / target\n        wide",
-         "a factor is taken for the sizes' quotient", f"{BRIDGE}::test_resizing_with_a_filter"),
         ("operators-mask", "    while value.ndim > len(entry) and value.shape[0] == 1:\n        value = value[0]\n", "",
          "what is written where a mask holds is the first entry's", f"{BRIDGE}::test_what_is_written_where_a_mask_holds"),
         ("operators-dtype", "array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))",

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
@@ -14,7 +13,7 @@ from ..settings import current
 from ..video.convolution import by_columns
 from ..video.norm import normed
 from ..video.slabs import slabs
-from . import layers
+from . import layers, resizing
 from .layers import made_of, operands
 
 
@@ -22,7 +21,7 @@ def register(env):
     """Put every operator of this file into the environment."""
     env.override_op_definition(F.scaled_dot_product_attention, scaled_dot_product_attention)
     env.override_op_definition(torch.ops.aten.scaled_dot_product_attention, scaled_dot_product_attention)
-    env.override_op_definition(F.interpolate, _interpolate(env))
+    env.override_op_definition(F.interpolate, resizing.of_torchs_forms(env))
     env.override_op_definition(F.pad, _pad(env))
     for function, norm in ((F.layer_norm, layer_norm), (F.rms_norm, rms_norm), (F.group_norm, group_norm)):
         env.override_op_definition(function, norm)
@@ -364,78 +363,3 @@ def _index_put(plain):
 def type_as(self, other):
     """A new tensor in other's dtype. torchax changes `self` in place, and with it every other name of the tensor."""
     return layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
-
-
-def _interpolate(env):
-    """`nearest` and `nearest-exact` in the input's dtype: torchax's way returns dtypes that disagree in bfloat16.
-
-    With `antialias` as torch filters; torchax has no such form.
-    """
-    torchax_interpolate = env._get_op_or_decomp(F.interpolate).func
-
-    def interpolate(
-        input,
-        size=None,
-        scale_factor=None,
-        mode="nearest",
-        align_corners=None,
-        recompute_scale_factor=None,
-        antialias=False,
-    ):
-        x = input.jax()
-        if antialias and mode in REACH:
-            whole = isinstance(size, (tuple, list)) or size is None
-            sizes = size if whole else (size,) * 2
-            return Tensor(_filtered(x, sizes, scale_factor, mode, align_corners, recompute_scale_factor), input._env)
-        if mode not in ("nearest", "nearest-exact"):
-            rest = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-            return Tensor(torchax_interpolate(x, *rest), input._env)
-        spatial = x.shape[2:]
-        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(spatial)
-        sizes = size if isinstance(size, (tuple, list)) else (size,) * len(spatial)
-        for axis, (length, wanted, factor) in enumerate(zip(spatial, sizes, factors), start=2):
-            target = int(length * factor) if wanted is None else int(wanted)
-            ratio = length / target if factor is None or recompute_scale_factor else 1.0 / factor
-            x = _nearest(x, axis, target, ratio, 0.5 if mode == "nearest-exact" else 0.0)
-        return Tensor(x, input._env)
-
-    return interpolate
-
-
-REACH = {"bilinear": 1.0, "bicubic": 2.0}  # of a filter, to each side
-
-
-def _filtered(x: jax.Array, sizes, factors, mode: str, align_corners, recompute) -> jax.Array:
-    """Maps [N, C, H, W] of these sizes, each value a weighted mean over what it covers (ATen, UpSampleKernel.cpp)."""
-    factors = factors if isinstance(factors, (tuple, list)) else (factors,) * 2
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    for axis, (length, size, factor) in enumerate(zip(x.shape[2:], sizes or (None,) * 2, factors), start=2):
-        target = int(length * factor) if size is None else int(size)
-        if align_corners:
-            step = (length - 1) / (target - 1) if target > 1 else 0.0
-        else:
-            step = length / target if factor is None or recompute else 1 / factor
-        wide = jnp.moveaxis(jnp.tensordot(wide, _filter(length, target, step, mode), (axis, 1)), -1, axis)
-    return wide.astype(x.dtype)
-
-
-def _filter(length: int, target: int, step: float, mode: str) -> np.ndarray:
-    """Weights [target, length], each row's sum 1."""
-    spread = max(step, 1.0)
-    reach, centres = REACH[mode] * spread, step * (np.arange(target) + 0.5)
-    first = np.maximum((centres - reach + 0.5).astype(int), 0)[:, None]
-    last = np.minimum((centres + reach + 0.5).astype(int), length)[:, None]
-    places = np.arange(length)
-    away = np.abs((places + 0.5 - centres[:, None]) / spread)
-    near = 1 - away if mode == "bilinear" else ((1.5 * away - 2.5) * away) * away + 1
-    far = 0 if mode == "bilinear" else ((-0.5 * away + 2.5) * away - 4) * away + 2
-    weights = np.where(away < 1, near, np.where(away < REACH[mode], far, 0)) * ((first <= places) & (places < last))
-    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
-
-
-def _nearest(x: jax.Array, axis: int, target: int, ratio: float, offset: float) -> jax.Array:
-    length = x.shape[axis]
-    if target % length == 0 and ratio == length / target:
-        return jnp.repeat(x, target // length, axis=axis)
-    index = jnp.floor((jnp.arange(target) + offset) * ratio).astype(jnp.int32)
-    return jnp.take(x, jnp.minimum(index, length - 1), axis=axis)
