@@ -26,6 +26,7 @@ PLANS = {
     "AutoencoderKLFlux2": "..models.autoencoders.autoencoder_kl_flux2_flax",
     "AutoencoderKLCogVideoX": "..models.autoencoders.autoencoder_kl_cogvideox_flax",
     "AutoencoderKLHunyuanVideo15": "..models.autoencoders.autoencoder_kl_hunyuanvideo15_flax",
+    "AutoencoderKLLTXVideo": "..models.autoencoders.autoencoder_kl_ltx_flax",
     "AutoencoderKLQwenImage": "..models.autoencoders.autoencoder_kl_qwenimage_flax",
     "AutoencoderKLWan": "..models.autoencoders.autoencoder_kl_wan_flax",
     "WanVACETransformer3DModel": "..models.transformers.transformer_wan_vace_flax",
