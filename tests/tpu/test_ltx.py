@@ -25,13 +25,11 @@ def pipeline(kind: str):
 @pytest.mark.parametrize(
     "kind, mesh, changes",
     [
-        ("text", (1, 1, 1), {"prompt": ["a red circle", "a circle moving left"]}),
-        ("text", (2, 2, 2), {}),
-        ("text", (1, 4, 1), {"guidance_scale": 1.0}),
+        ("text", (1, 2, 2), {"prompt": ["a red circle", "a circle moving left"]}),
         ("image", (2, 4, 1), {}),
         ("condition", (2, 2, 1), {"decode_timestep": 0.05}),
     ],
-    ids=["one-chip", "any-mesh", "no-guidance", "image", "condition"],
+    ids=["text", "image", "condition"],
 )
 def test_video_equals_upstreams(chips, kind, mesh, changes):
     pipe, further = pipeline(kind)

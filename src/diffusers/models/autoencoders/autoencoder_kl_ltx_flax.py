@@ -1,7 +1,7 @@
 """LTX-Video's VAE on TPU: upstream's module, split over the width of the video, its residual blocks that are alike as scans.
 
-Upstream computes all frames at once, and so does this: a latent is 32 x 32 pixels and 8 frames, so that what a layer holds
-of a whole video is some 1.5 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its slab of the width with its
+Upstream computes all frames at once, and so does this: a latent is 32 x 32 pixels and 8 frames, so that what a layer gives
+of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its slab of the width with its
 neighbours' edge columns (`bridge.over_width`), whose convolutions run with the columns for their batch. With tiling on, equal
 tiles are one mapped program and chips share them. A decoder that draws noise while it computes, as that of 0.9.1, is left to
 upstream: no program can stand for it.

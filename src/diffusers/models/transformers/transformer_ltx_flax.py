@@ -18,9 +18,7 @@ class LTXProcessor:
     def __init__(self, upstream: LTXVideoAttnProcessor):
         self.upstream = upstream
 
-    def __call__(
-        self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None
-    ):
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's. `image_rotary_emb`: cos and sin [1, T, C], each value twice, or [B, T, C]."""
         from ...tpu.bridge import normed_and_rotated
 
@@ -35,10 +33,9 @@ class LTXProcessor:
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
 
 
-def _tables(embed, hidden_states, num_frames=None, height=None, width=None, scale=None, video_coords=None):
+def _tables(embed, hidden_states, *args, **kwargs):
     """As upstream's; of one item where all are alike."""
-    one = hidden_states if video_coords is not None else hidden_states[:1]
-    return type(embed).forward(embed, one, num_frames, height, width, scale, video_coords)
+    return type(embed).forward(embed, hidden_states[:1], *args, **kwargs)
 
 
 PLAN = ModelPlan(
