@@ -340,12 +340,11 @@ def torch_vae(
     model: str,
     arguments: dict,
     dtype: str,
-    compiled: bool = True,
     tiling: bool = False,
     entry: str = "decode",
 ) -> Case:
-    """One call by upstream's module as we run it. `arguments`: of the pipeline's call; `compiled`: not only modelled."""
-    asked = {"arguments": arguments, "everything": compiled, "only": ["vae"], "tiling": tiling}
+    """One call by upstream's module as we run it. `arguments`: of the pipeline's call."""
+    asked = {"arguments": arguments, "everything": True, "only": ["vae"], "tiling": tiling}
     variant = "ours, in tiles" if tiling else "ours"
     row = {"topology": topology, "model": model, **arguments, "dtype": dtype, "variant": variant, "entry": entry}
 
