@@ -63,9 +63,10 @@ def compare(theirs, ours, latents, video):
 )
 def test_equals_upstream(chips, degrees, batch, frames, height, width, config):
     theirs, ours = both(config)
-    attached(ours, chips, degrees)
+    runner = attached(ours, chips, degrees)
     video = torch.randn(batch, 3, frames, RATIO * height, RATIO * width)
     compare(theirs, ours, torch.randn(batch, 4, 1 + frames // 8, height, width), video)
+    assert not runner.eager
 
 
 @pytest.mark.parametrize("degrees, config", [((1, 1, 1), FIRST), ((2, 2, 1), CONDITIONED)])
