@@ -107,8 +107,9 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
         (64, True, True, False),
         (64, True, True, True),
         (32, True, False, False),
+        (384, False, False, False),
     ],
-    ids=["Wan", "heads-halves", "layer-norm", "heads-layer-norm", "CogVideoX", "small-halves", "small-RMS"],
+    ids=["Wan", "heads-halves", "layer-norm", "heads-layer-norm", "CogVideoX", "small-halves", "small-RMS", "LTX"],
 )
 def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart):
     tokens, heads = int(np.random.default_rng().integers(1, 600)), 384 // dim

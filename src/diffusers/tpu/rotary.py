@@ -123,17 +123,27 @@ def _mean_of_small_heads(x, dim: int, parts: int):
     return total / dim
 
 
+def _rows_of_wide_tables(dim: int) -> int:
+    """Of a block whose tables have so many entries a row: both in float32, twice, take 4 MiB of VMEM; at least a tile."""
+    return max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS)
+
+
 def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     batch, tokens, width = x.shape
     bias, tables = (others[0], others[1:]) if biased else (None, others)
     per_head = weight.size < width
     dim = tables[0].shape[-1] if tables else weight.size if per_head else LANES
     distance = (dim // 2 if apart else 1, dim)
-    small, lanes = dim < LANES, max(dim, LANES)
+    wide = dim > LANES and bool(tables) and not apart and not per_head  # neighbours: of each row of lanes by itself
+    small, lanes = dim < LANES, LANES if wide else max(dim, LANES)
+    block_rows = _rows_of_wide_tables(dim) if wide else BLOCK_ROWS
     vectors = [jnp.tile(vector, width // vector.size) for vector in (weight, bias)[: 2 if biased else 1]]
     tables = [jnp.tile(table, (1, lanes // dim)) for table in tables] if small else tables
-    spec = pl.BlockSpec((None, BLOCK_ROWS, width), lambda b, t: (b, t, 0))
-    table = pl.BlockSpec((BLOCK_ROWS, lanes), lambda b, t: (t, 0))
+    grid, b, t = (batch, pl.cdiv(tokens, block_rows)), 0, 1
+    if wide:  # a block of tables is read once for the batch
+        grid, b, t = grid[::-1], 1, 0
+    spec = pl.BlockSpec((None, block_rows, width), lambda *at: (at[b], at[t], 0))
+    table = pl.BlockSpec((block_rows, max(dim, LANES)), lambda *at: (at[t], 0))
     tile_rows = TILE_ROWS_OF_SMALL_HEADS if small else TILE_ROWS
 
     def normed(part, of_row):
@@ -158,13 +168,16 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
             parts = [x_ref[rows, head].astype(jnp.float32) for head in heads]
             mean = _mean(parts) if centred else None
             inverse = _inverse([part - mean for part in parts] if centred else parts, eps)
-        if tables:
+        if tables and not wide:
             cos, sin = (ref[rows, :] for ref in table_refs)
-            first = _first_of_pairs(cos.shape, *distance)
+        first = _first_of_pairs((tile_rows, lanes), *distance) if tables else None
         for head in heads:
             part = normed(x_ref[rows, head].astype(jnp.float32), (mean, inverse)) * w_ref[:, head]
             if biased:
                 part = part + b_ref[:, head]
+            if wide:
+                turn = pl.ds(head.start % dim, lanes)
+                cos, sin = (ref[rows, turn] for ref in table_refs)
             if tables:
                 part = part.astype(o_ref.dtype).astype(jnp.float32)
                 before, after = pltpu.roll(part, distance[0], 1), pltpu.roll(part, lanes - distance[0], 1)
@@ -172,12 +185,12 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
             o_ref[rows, head] = part.astype(o_ref.dtype)
 
     def kernel(*refs):
-        pl.loop(0, BLOCK_ROWS // tile_rows)(functools.partial(tile, *refs))
+        pl.loop(0, block_rows // tile_rows)(functools.partial(tile, *refs))
 
-    vector = pl.BlockSpec((1, width), lambda b, t: (0, 0))
+    vector = pl.BlockSpec((1, width), lambda *at: (0, 0))
     return pl.pallas_call(
         kernel,
-        grid=(batch, pl.cdiv(tokens, BLOCK_ROWS)),
+        grid=grid,
         in_specs=[spec, *(vector for _ in vectors), *(table for _ in tables)],
         out_specs=spec,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),

@@ -187,6 +187,8 @@ MUTANTS = [
          "neighbours are rotated where halves should be", f"{LINEAR}::test_norm_and_rotation"),
         ("rotary-table", "table = P(found.spec[1], None)", "table = P(None, None)",
          "every chip rotates by the first positions", f"{LINEAR}::test_norm_and_rotation"),
+        ("rotary-wide", "pl.ds(head.start % dim, lanes)", "pl.ds(0, lanes)",
+         "all channels are rotated as the first row of lanes", f"{LINEAR}::test_norm_and_rotation[LTX-None-True]"),
         ("rotary-rounding", "part = part.astype(o_ref.dtype).astype(jnp.float32)", "part = part * 1.0",
          "a rounding of upstream's is left out", f"{LINEAR}::test_norm_and_rotation",
          "a rounding less is nearer to float64, and the tests bound the error from above only"),

@@ -11,6 +11,7 @@ HUNYUAN, SCHEDULERS, DISPATCHER = (
     "test_patched_dispatcher.py",
 )
 STREAMS = "test_two_streams.py::test_the_transformer_equals_upstreams"
+LTX_VAE = "test_ltx_vae.py::test_equals_upstream"
 COGVIDEOX_VAE = "test_cogvideox_vae.py::test_equals_upstream"
 IMAGES, IMAGE_CHIPS = (
     "test_image_vae.py",
@@ -52,6 +53,18 @@ MUTANTS = [
          "each chip has the variance of its own slab", COGVIDEOX_VAE),
         ("norm-shift", "factor, summand = factor * scale, summand * scale + shift", "factor, summand = factor * scale, summand + shift",
          "the norm's bias is not scaled by place", COGVIDEOX_VAE),
+    ),
+    *in_file(
+        MODELS + "autoencoders/autoencoder_kl_ltx_flax.py",
+        ("ltx-vae-modulation", "torch.stack([scale_1, scale_2])", "torch.stack([scale_2, scale_1])",
+         "the halves of a residual block have each other's scales", LTX_VAE + "[degrees3-2-9-1-2-config3]"),
+        ("ltx-vae-ratio", "isinstance(m, (torch.nn.Conv3d, LTXVideoDownsampler3d))", "isinstance(m, torch.nn.Conv3d)",
+         "slabs end between latents where strides are not a convolution's", LTX_VAE + "[degrees4-2-9-1-3-config4]"),
+    ),
+    *in_file(
+        MODELS + "transformers/transformer_ltx_flax.py",
+        ("ltx-norm", "attn.norm_k, *tables", "attn.norm_q, *tables",
+         "keys have the queries' norm", "test_ltx.py::test_video_equals_upstreams[text]"),
     ),
     *in_file(
         MODELS + "transformers/cogvideox_transformer_3d_flax.py",
@@ -115,6 +128,8 @@ MUTANTS = [
          "a map's positions are taken column after column", IMAGE_CHIPS),
         ("slabs-fill", "jnp.where(place <= last, x, beyond)", "jnp.where(place <= last + 1, x, beyond)",
          "a column beyond the map is read as part of it", (MORE_CHIPS, FEW_CHIPS, NNX_CHIPS)),
+        ("slabs-beside", "*(P(on_dp) for _ in beside)", "*(P() for _ in beside)",
+         "every chip of dp has what stands beside all of the batch", LTX_VAE + "[degrees4-2-9-1-3-config4]"),
         ("slabs-neighbour", "[(i, i + 1) for i in range(self.count - 1)]", "[(i + 1, i) for i in range(self.count - 1)]",
          "the neighbour on the wrong side sends its edge", MORE_CHIPS),
         ("slabs-repeated", "jnp.where(last < local, own, edge)", "edge",

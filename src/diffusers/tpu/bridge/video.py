@@ -108,9 +108,12 @@ def on_a_slab() -> bool:
     return slabs.slabs() is not None
 
 
-def over_width(function: Callable, x: torch.Tensor, multiple: int = 1) -> torch.Tensor:
+def over_width(
+    function: Callable, x: torch.Tensor, multiple: int = 1, beside: tuple[torch.Tensor, ...] = ()
+) -> torch.Tensor:
     """`slabs.over_width` of x [B, ..., H, W]."""
-    return Tensor(slabs.over_width(_of_arrays(function, x._env), x.jax(), multiple), x._env)
+    arrays = tuple(tensor.jax() for tensor in beside)
+    return Tensor(slabs.over_width(_of_arrays(function, x._env), x.jax(), multiple, beside=arrays), x._env)
 
 
 def attention_by_frame(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frames: int) -> torch.Tensor:
@@ -123,5 +126,5 @@ def in_tiles(function: Callable, x: torch.Tensor, tiling: tiles.Tiling) -> torch
     return Tensor(tiles.in_tiles(_of_arrays(function, x._env), x.jax(), tiling), x._env)
 
 
-def _of_arrays(function: Callable, env) -> Callable[[jax.Array], jax.Array]:
-    return lambda array: function(Tensor(array, env)).jax()
+def _of_arrays(function: Callable, env) -> Callable[..., jax.Array]:
+    return lambda *arrays: function(*(Tensor(array, env) for array in arrays)).jax()

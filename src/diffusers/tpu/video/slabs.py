@@ -170,12 +170,15 @@ def _computing(slabs: Slabs):
         _slabs.reset(token)
 
 
-def over_width(function: Callable, x: jax.Array, multiple: int = 1, axis: int = -1) -> jax.Array:
-    """`function(x)` of a traced map [B, ...], one slab of the width a chip; a batch that `dp` divides lies over it.
+def over_width(
+    function: Callable, x: jax.Array, multiple: int = 1, axis: int = -1, beside: tuple[jax.Array, ...] = ()
+) -> jax.Array:
+    """`function(x, *beside)` of a traced map [B, ...], one slab of the width a chip; a batch that `dp` divides lies over it.
 
     Args:
         function: gives a map with f times the columns, for any f, by what knows of slabs or does not mix columns.
         multiple: of columns, that a slab must have: how often the function halves the width.
+        beside: what else there is of each item of the batch [B, ...].
     """
     mesh, axis = current().mesh, axis % x.ndim
     sizes = dict(mesh.shape) if mesh is not None else {}
@@ -186,16 +189,17 @@ def over_width(function: Callable, x: jax.Array, multiple: int = 1, axis: int = 
     local = -(-width // (count * multiple)) * multiple if count > 1 else width
     split = Slabs(axes, count, height, width, local)
 
-    def one_slab(slab):
+    def one_slab(slab, *beside):
         with _computing(split):
-            return function(slab)
+            return function(slab, *beside)
 
     if mesh is None or mesh.size == 1:
-        return one_slab(x)
+        return one_slab(x, *beside)
     spec = P(on_dp, *(axes if a == axis else None for a in range(1, x.ndim)))
     if split.filled:
         x = jnp.pad(x, [(0, count * local - width) if a == axis else (0, 0) for a in range(x.ndim)])
-    out = jax.shard_map(one_slab, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x)
+    specs = spec, *(P(on_dp) for _ in beside)
+    out = jax.shard_map(one_slab, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(x, *beside)
     columns = split.columns(out.shape[axis] // count)
     return lax.slice_in_dim(out, 0, columns, axis=axis) if split.filled else out
 

@@ -1,0 +1,175 @@
+"""LTX-Video's VAE on TPU: upstream's module, split over the width of the video, its residual blocks that are alike as scans.
+
+Upstream computes all frames at once, and so does this: a latent is 32 x 32 pixels and 8 frames, so that what a layer gives
+of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its slab of the width with its
+neighbours' edge columns (`bridge.over_width`), whose convolutions run with the columns for their batch. With tiling on, equal
+tiles are one mapped program and chips share them. A decoder that draws noise while it computes, as that of 0.9.1, is left to
+upstream: no program can stand for it.
+"""
+
+import functools
+import math
+
+import torch
+
+from ...tpu.sharding import ModelPlan
+from .autoencoder_kl_ltx import (
+    AutoencoderKLLTXVideo,
+    LTXVideo095DownBlock3D,
+    LTXVideoDecoder3d,
+    LTXVideoDownBlock3D,
+    LTXVideoDownsampler3d,
+    LTXVideoEncoder3d,
+    LTXVideoMidBlock3d,
+    LTXVideoResnetBlock3d,
+    LTXVideoUpBlock3d,
+)
+from .vae import DecoderOutput
+
+
+def _residual(block, inputs, temb=None, generator=None):
+    """As upstream's: norm, SiLU and convolution, twice, beside a shortcut; where no channels change, as one scan."""
+    from ...tpu.bridge import on_a_slab, scan_alike
+
+    if not on_a_slab() or block.conv_shortcut is not None:
+        return type(block).forward(block, inputs, temb, generator)
+
+    def half(norm_and_conv, x, modulation):
+        norm, conv = norm_and_conv
+        x = norm(x.movedim(1, -1)).movedim(-1, 1)
+        if modulation is not None:
+            shift, scale = modulation
+            x = x * (1 + scale) + shift
+        return conv(block.nonlinearity(x)), None
+
+    halves = [torch.nn.ModuleList([block.norm1, block.conv1]), torch.nn.ModuleList([block.norm2, block.conv2])]
+    modulations = None
+    if block.scale_shift_table is not None:
+        table = block.scale_shift_table[None, ..., None, None, None]
+        shift_1, scale_1, shift_2, scale_2 = (temb.unflatten(1, (4, -1)) + table).unbind(1)
+        modulations = torch.stack([shift_1, shift_2]), torch.stack([scale_1, scale_2])
+    return inputs + scan_alike(half, halves, inputs, modulations)[0]
+
+
+def _level(block, hidden_states, temb=None, generator=None):
+    """As upstream's: what resamples and changes channels, before or behind residual blocks, which are one scan."""
+    from ...tpu.bridge import on_a_slab, scan_alike
+
+    if not on_a_slab():
+        return type(block).forward(block, hidden_states, temb, generator)
+    parts = {**block._modules}
+    if parts.get("conv_in") is not None:
+        hidden_states = block.conv_in(hidden_states, temb)
+    if parts.get("time_embedder") is not None:
+        size = {"resolution": None, "aspect_ratio": None, "batch_size": len(hidden_states)}
+        temb = block.time_embedder(temb.flatten(), **size, hidden_dtype=hidden_states.dtype)
+        temb = temb.view(len(hidden_states), -1, 1, 1, 1)
+    for upsampler in parts.get("upsamplers") or ():
+        hidden_states = upsampler(hidden_states)
+    if len(block.resnets):
+        resnets = list(block.resnets)
+        hidden_states, _ = scan_alike(lambda resnet, x, _: (resnet(x, temb), None), resnets, hidden_states, None)
+    for downsampler in parts.get("downsamplers") or ():
+        hidden_states = downsampler(hidden_states)
+    return hidden_states if parts.get("conv_out") is None else block.conv_out(hidden_states, temb)
+
+
+def _draws(decoder) -> bool:
+    return any(m.per_channel_scale1 is not None for m in decoder.modules() if isinstance(m, LTXVideoResnetBlock3d))
+
+
+def _decoded(decoder, hidden_states, temb=None):
+    """As upstream's: latents [B, C, T, H, W] and, of a decoder that is conditioned, timesteps [B] -> the video."""
+    from ...tpu.bridge import on_a_slab, over_width
+
+    decode = functools.partial(type(decoder).forward, decoder)
+    if on_a_slab() or _draws(decoder):
+        return decode(hidden_states, temb)
+    return over_width(decode, hidden_states, beside=() if temb is None else (temb,))
+
+
+def _encoded(encoder, hidden_states):
+    """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
+    from ...tpu.bridge import on_a_slab, over_width
+
+    encode = functools.partial(type(encoder).forward, encoder)
+    ratio = spatial_ratio(encoder)
+    if on_a_slab() or hidden_states.shape[-1] % ratio:
+        return encode(hidden_states)
+    return over_width(encode, hidden_states, multiple=ratio)
+
+
+def spatial_ratio(encoder) -> int:
+    """Columns of the video to one of the latents."""
+    strided = (m for m in encoder.modules() if isinstance(m, (torch.nn.Conv3d, LTXVideoDownsampler3d)))
+    return encoder.patch_size * math.prod(m.stride[-1] for m in strided)
+
+
+def tiled_decode(vae, z, temb=None, return_dict=True):
+    """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
+    from ...tpu.bridge import in_tiles
+
+    if _draws(vae.decoder):
+        return type(vae).tiled_decode(vae, z, temb, return_dict)
+    sample = in_tiles(lambda tile: vae.decoder(tile, temb), z, decode_tiling(vae, *z.shape[-2:]))
+    return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+
+def tiled_encode(vae, x):
+    """As upstream's. Tiles that do not begin and end with latents are upstream's own work, one by one."""
+    from ...tpu.bridge import in_tiles
+
+    tiling = encode_tiling(vae, *x.shape[-2:])
+    if any(size % spatial_ratio(vae.encoder) for size in (*tiling.sizes, *tiling.strides, *x.shape[-2:])):
+        return type(vae).tiled_encode(vae, x)
+    return in_tiles(vae.encoder, x, tiling)
+
+
+def decode_tiling(vae, height, width):
+    """Upstream's tiles for latents of this size."""
+    from ...tpu.video.tiles import Tiling
+
+    ratio, (sizes, strides) = vae.spatial_compression_ratio, _tile_sizes(vae)
+    return Tiling(
+        sizes=tuple(size // ratio for size in sizes),
+        strides=tuple(stride // ratio for stride in strides),
+        kept=strides,
+        overlaps=tuple(size - stride for size, stride in zip(sizes, strides)),
+        whole=(height * ratio, width * ratio),
+    )
+
+
+def encode_tiling(vae, height, width):
+    """Upstream's tiles for a video of this size."""
+    from ...tpu.video.tiles import Tiling
+
+    ratio, (sizes, strides) = vae.spatial_compression_ratio, _tile_sizes(vae)
+    return Tiling(
+        sizes=sizes,
+        strides=strides,
+        kept=tuple(stride // ratio for stride in strides),
+        overlaps=tuple(size // ratio - stride // ratio for size, stride in zip(sizes, strides)),
+        whole=(height // ratio, width // ratio),
+    )
+
+
+def _tile_sizes(vae):
+    sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
+    return sizes, (vae.tile_sample_stride_height, vae.tile_sample_stride_width)
+
+
+PLAN = ModelPlan(
+    spread=True,
+    entries=("forward", "encode", "decode"),
+    methods={
+        (AutoencoderKLLTXVideo, "tiled_decode"): tiled_decode,
+        (AutoencoderKLLTXVideo, "tiled_encode"): tiled_encode,
+        (LTXVideoDecoder3d, "forward"): _decoded,
+        (LTXVideoEncoder3d, "forward"): _encoded,
+        (LTXVideoResnetBlock3d, "forward"): _residual,
+        **{
+            (level, "forward"): _level
+            for level in (LTXVideoDownBlock3D, LTXVideo095DownBlock3D, LTXVideoMidBlock3d, LTXVideoUpBlock3d)
+        },
+    },
+)

@@ -1,0 +1,57 @@
+"""LTX-Video's transformer on TPU: where its weights lie, and its self-attention's rotation. The module is upstream's.
+
+Weights lie and tokens are split as Wan's. Rotation is of all channels, not of a head: cos and sin [T, C], the same for every item of
+a batch unless a pipeline says where each item's tokens are (`video_coords`).
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from ...tpu.sharding import ModelPlan
+from ..attention_dispatch import dispatch_attention_fn
+from .transformer_ltx import LTXVideoAttnProcessor, LTXVideoRotaryPosEmbed
+from .two_streams_flax import LATENTS, STORED
+
+
+class LTXProcessor:
+    """Self-attention with norm and rotation in one pass; everything else is upstream's processor."""
+
+    def __init__(self, upstream: LTXVideoAttnProcessor):
+        self.upstream = upstream
+
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
+        """As upstream's. `image_rotary_emb`: cos and sin [1, T, C], each value twice, or [B, T, C]."""
+        from ...tpu.bridge import normed_and_rotated
+
+        own = encoder_hidden_states is None and attention_mask is None and image_rotary_emb is not None
+        if not own or len(image_rotary_emb[0]) != 1:
+            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        tables = [table[:, :, None] for table in image_rotary_emb]
+        query = normed_and_rotated(attn.to_q(hidden_states), attn.norm_q, *tables)
+        key = normed_and_rotated(attn.to_k(hidden_states), attn.norm_k, *tables)
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(hidden_states)))
+        out = dispatch_attention_fn(query, key, value, backend=self.upstream._attention_backend, parallel_config=None)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
+
+
+def _tables(embed, hidden_states, *args, **kwargs):
+    """As upstream's; of one item where all are alike."""
+    return type(embed).forward(embed, hidden_states[:1], *args, **kwargs)
+
+
+PLAN = ModelPlan(
+    rules=(
+        (r"attn[12]\.to_[qkv]\.weight$", P("tp", STORED)),
+        (r"attn[12]\.to_[qkv]\.bias$", P("tp")),
+        (r"attn[12]\.to_out\.0\.weight$", P(STORED, "tp")),
+        (r"ff\.net\.0\.proj\.weight$", P("tp", STORED)),
+        (r"ff\.net\.0\.proj\.bias$", P("tp")),
+        (r"ff\.net\.2\.weight$", P(STORED, "tp")),
+        (r"(time_embed|caption_projection)\..*linear_1\.weight$", P("tp", STORED)),
+        (r"(time_embed|caption_projection)\..*linear_2\.weight$", P(STORED, "tp")),
+        (r"time_embed\.linear\.weight$", P(STORED, None)),
+    ),
+    carry=LATENTS,
+    batched=("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "video_coords"),
+    processors={LTXVideoAttnProcessor: LTXProcessor},
+    methods={(LTXVideoRotaryPosEmbed, "forward"): _tables},
+)
