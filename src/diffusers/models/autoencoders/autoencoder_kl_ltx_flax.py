@@ -161,6 +161,7 @@ def _tile_sizes(vae):
 PLAN = ModelPlan(
     spread=True,
     entries=("forward", "encode", "decode"),
+    axes=5,
     methods={
         (AutoencoderKLLTXVideo, "tiled_decode"): tiled_decode,
         (AutoencoderKLLTXVideo, "tiled_encode"): tiled_encode,
