@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from conftest import relative
 from diffusers.tpu import bridge
 from diffusers.tpu.devices import CHIPS
-from diffusers.tpu.linear import LANES, MUCH_WORK
 from diffusers.tpu.mesh import make_mesh
 from diffusers.tpu.settings import Settings, using
 from diffusers.tpu.video import convolution_kernel
-from diffusers.tpu.video.convolution_kernel import Blocks, choose, tpu_convolution
+from diffusers.tpu.video.convolution_kernel import MOST_WORK, Blocks, choose, tpu_convolution
 
 
 KERNEL = Settings(layers="kernel")
@@ -33,13 +32,19 @@ def rounding(exact) -> float:
 
 
 @pytest.mark.parametrize(
-    "taps, blocks, bias",
-    [(3, None, True), (3, Blocks(2, 128, 1), False), (5, Blocks(8, 128, 4), True), (1, Blocks(8, 128, 8), True)],
+    "taps, width, blocks, bias",
+    [
+        (3, 32, None, True),
+        (3, 16, Blocks(2, 128, 1), False),
+        (5, None, Blocks(8, 128, 4), True),
+        (1, None, Blocks(8, 128, 8), True),
+    ],
 )
-def test_any_map(taps, blocks, bias):
-    """Odd heights and widths, rows and features that blocks do not divide, maps smaller than their windows."""
+def test_any_map(taps, width, blocks, bias):
+    """Any heights, whole registers of columns and any, rows and features that blocks do not divide, maps smaller than their windows."""
     rng = np.random.default_rng()
-    batch, height, width = int(rng.integers(1, 3)), int(rng.integers(1, 14)), int(rng.integers(1, 40))
+    width = width or int(rng.integers(1, 40))
+    batch, height = int(rng.integers(1, 3)), int(rng.integers(3, 14))
     channels, features = 64 * int(rng.integers(1, 3)), 64 * int(rng.integers(1, 4))
     x, w, b = draw(batch, channels, height, width), draw(features, channels, taps, taps), draw(features)
     exact = F.conv2d(x.double(), w.double(), b.double() if bias else None, padding=taps // 2)
@@ -58,7 +63,8 @@ def test_any_map(taps, blocks, bias):
         (True, {"padding": 0, "padded": (1, 1, 1, 1)}),
         (False, {"padding": 0}),
         (False, {"padding": 1, "padded": (0, 1, 0, 1)}),
-        (False, {"padding": 1, "stride": 2}),
+        (True, {"padding": 1, "stride": (2, 3)}),
+        (False, {"padding": 0, "padded": (0, 1, 0, 1), "stride": 2}),
         (False, {"padding": 2, "dilation": 2}),
         (False, {"padding": 1, "groups": 2}),
     ],
@@ -107,6 +113,7 @@ def test_blocks_fit(generation):
     sizes = [(128, 960, 320), (64, 1920, 640), (32, 2560, 1280), (32, 1280, 1280), (1024, 256, 256)]
     for size, channels, features in sizes:
         blocks = choose(size, size, channels, features, 3, generation)
-        assert blocks.rows % blocks.piece == 0 and (blocks.features % LANES == 0 or blocks.features == features)
-        assert 9 * channels * blocks.features <= MUCH_WORK
+        side = CHIPS[generation].matrix_side
+        assert blocks.rows % blocks.piece == 0 and (blocks.features % side == 0 or blocks.features == features)
+        assert 9 * channels * blocks.features <= MOST_WORK or blocks.features == side
     assert choose(128, 128, 1 << 20, 128, 3, generation) is None

@@ -26,13 +26,16 @@ from jaxtyping import Array, Float
 
 from ..cost import cost
 from ..devices import chip_of
-from ..linear import LANES, LEAST_ROWS, MARGIN, MUCH_WORK
+from ..linear import LANES, LEAST_ROWS, MARGIN
 from ..settings import Settings
 
 
 SUBLANES = 16  # of bfloat16: the columns of a map are whole registers of them
 PIECE = 256  # positions of one piece of straight code, where the map's rows are no longer
 MOST_POSITIONS = 2048  # of one step
+MOST_WORK = (
+    3_000_000  # taps x channels x features of a block: what compiles in some 3 s of a core; twice as much is no faster
+)
 LEAST_CHANNELS = 64
 
 
@@ -48,18 +51,20 @@ class Blocks:
 def choose(
     height: int, width: int, channels: int, features: int, taps: int, generation: str | None = None
 ) -> Blocks | None:
-    """The fewest blocks of features that fit VMEM and compile in seconds, and the most rows with them; None if none do."""
-    width = _up(width, SUBLANES)
+    """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the largest; None if none do."""
+    width, found, chip = _up(width, SUBLANES), [], chip_of(generation)
     piece = max(1, min(height, PIECE // width))
+    most_rows = min(_up(height, piece), max(1, MOST_POSITIONS // (piece * width)) * piece)
     for count in range(1, -(-features // LANES) + 1):
         columns = features if count == 1 else _up(-(-features // count), LANES)
-        if taps**2 * channels * columns > MUCH_WORK:
+        if columns > chip.matrix_side and taps**2 * channels * columns > MOST_WORK:
             continue
-        for rows in range(min(_up(height, piece), max(piece, MOST_POSITIONS // width // piece * piece)), 0, -piece):
+        for rows in range(most_rows, 0, -piece):
             operands = (rows + taps - 1) * width * channels + taps**2 * channels * columns + rows * width * columns
-            if 4 * operands + 8 * taps * piece * width * columns <= chip_of(generation).vmem_bytes - MARGIN:
-                return Blocks(rows, columns, piece)
-    return None
+            if 4 * operands + 8 * taps * piece * width * columns <= chip.vmem_bytes - MARGIN:
+                found.append((count * _up(columns, chip.matrix_side), count, Blocks(rows, columns, piece)))
+                break
+    return min(found, key=lambda x: x[:2])[2] if found else None
 
 
 def _up(n: int, multiple: int) -> int:
