@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+import tiny_images
 from conftest import relative
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, WanPipeline, tpu
 
@@ -50,6 +51,17 @@ def test_video_equals_upstreams(chips, name, mesh):
     assert np.isfinite(theirs).all() and theirs.std() > 0.01
     assert relative(ours, theirs) < 1e-5  # measured: 5e-7
     assert pipe._tpu.glue == "resident"
+
+
+def test_an_image_of_a_unet_equals_upstreams(chips):
+    pipe = tiny_images.sdxl()
+    given = {"guidance_scale": 5.0, "guidance_rescale": 0.7, "output_type": "np"}
+    theirs = pipe(**{**tiny_images.arguments(), **given}).images
+    tpu.install(pipe)
+    ours = pipe(**{**tiny_images.arguments(), **given}).images
+    assert theirs.std() > 0.01
+    assert relative(ours, theirs) < 1e-5  # measured: 7e-7
+    assert pipe._tpu.glue == "resident" and not any(part["eager"] for part in tpu.report(pipe)["components"].values())
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 2), (1, 3, 1), (1, 8, 1)])

@@ -61,6 +61,7 @@ PLANS = {
     "StableDiffusion3Pipeline": "..pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_flax",
     "StableDiffusion3Img2ImgPipeline": "..pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_img2img_flax",
     "StableDiffusion3InpaintPipeline": "..pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint_flax",
+    "StableDiffusionXLPipeline": "..pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_flax",
     "WanPipeline": "..pipelines.wan.pipeline_wan_flax",
     "WanImageToVideoPipeline": "..pipelines.wan.pipeline_wan_i2v_flax",
     "WanVideoToVideoPipeline": "..pipelines.wan.pipeline_wan_video2video_flax",

@@ -4,6 +4,7 @@ from table import MODELS, TPU, in_file
 
 
 VAE, NNX, BRIDGE, LINEAR = "test_wan_vae.py", "test_wan_vae_nnx.py", "test_bridge.py", "test_linear.py"
+CONVOLUTION = "test_convolution.py"
 HUNYUAN_VAE, HUNYUAN_NNX = "test_hunyuan_video15_vae.py", "test_hunyuan_video15_vae_nnx.py"
 HUNYUAN, SCHEDULERS, DISPATCHER = (
     "test_patched_hunyuan15.py",
@@ -146,6 +147,17 @@ MUTANTS = [
          "tiles fade into each other the wrong way", f"{NNX}::test_tiles_equal_upstream"),
         ("tiles-weight", "jnp.arange(overlap, dtype=jnp.float32) / overlap", "jnp.arange(1, overlap + 1, dtype=jnp.float32) / overlap",
          "an off-by-one in how tiles fade", f"{NNX}::test_tiles_equal_upstream"),
+    ),
+    *in_file(
+        TPU + "video/convolution_kernel.py",
+        ("windows-edge", "(column >= edge - j) & (column < width + edge - j)", "column >= edge - j",
+         "beside the last column of a map lies the first of its next row", f"{CONVOLUTION}::test_any_map"),
+        ("windows-side", "pltpu.roll(y, (edge - j) % positions, 0)", "pltpu.roll(y, (j - edge) % positions, 0)",
+         "a tap on the left reads the right", f"{CONVOLUTION}::test_any_map"),
+        ("windows-rows", "(i, m * blocks.rows, 0, 0)", "(i, m * (blocks.rows + 2 * edge), 0, 0)",
+         "blocks of rows do not meet", f"{CONVOLUTION}::test_any_map"),
+        ("windows-chips", "or (mesh is not None and mesh.size > 1)", "",
+         "a kernel of one chip in a program of several", f"{CONVOLUTION}::test_what_is_not_taken"),
     ),
     *in_file(
         TPU + "video/convolution.py",

@@ -10,6 +10,7 @@ from torchax.tensor import Tensor
 
 from ..attention.api import attention
 from ..settings import current
+from ..video import convolution_kernel
 from ..video.convolution import by_columns
 from ..video.norm import normed
 from ..video.slabs import slabs
@@ -196,6 +197,12 @@ def _convolution(env):
             and not any(map(any, widths))
         ):
             return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
+        if dilation == (1, 1) and groups == 1 and _as_large(widths, w.shape[2:]):
+            large = convolution_kernel.convolution(x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), b, current())
+            if (
+                large is not None
+            ):  # of every position: with strides, of which a UNet has two or three, some are for nothing
+                return Tensor(large[:, :: stride[0], :: stride[1]].transpose(0, 3, 1, 2), input._env)
         numbers = tuple(range(w.ndim))
         result = jax.lax.conv_general_dilated(
             x,
@@ -216,6 +223,11 @@ def _convolution(env):
             return convolution(*args)
 
     return at_its_precision
+
+
+def _as_large(widths, taps) -> bool:
+    """Zeros of these widths around a map give a result of its own size, each position in the middle of its window."""
+    return all(width == (tap // 2, tap // 2) for width, tap in zip(widths, taps))
 
 
 def _by_patches(x, w, b):

@@ -40,7 +40,7 @@ ATTENTION_PATHS = ("stock", *reversed(WAYS))
 STOCK_BLOCKS = {"v5e": [1024, 1024, 512], "v6e": [2048, 2048, 1024], "v7x": [2048, 2048, 1024]}
 CHIP_SLICES = {"v5e": "v5e-1", "v6e": "v6e-1", "v7x": "v7x-8"}
 AS_COMPILED_BY_OTHERS = {"layers": "xla", "sparse_cores": False}
-DENOISERS = ["transformer", "transformer_2"]
+DENOISERS = ["transformer", "transformer_2", "unet"]
 
 
 KERNELS = "diffusers.tpu.planner.attention_row:answer"
@@ -205,6 +205,7 @@ def step_cases() -> list[Case]:
         *((topology, "cogvideox-5b", COGVIDEOX) for topology in ("v6e-1", "v5e-8", "v7x-8")),
         *((topology, "cogvideox-2b", COGVIDEOX) for topology in ("v6e-1", "v5e-8", "v7x-8")),
         ("v6e-1", "ltx-video", LTX),
+        ("v5e-1", "sdxl", IMAGE),
     ]
     cases += [(*other, "ours", way, {}) for other in others for way in WAYS]
     return [_step(*case) for case in cases]
@@ -256,6 +257,7 @@ def run_cases() -> list[Case]:
         ("v6e-1", "flux.1-dev", IMAGE, 28),
         ("v6e-8", "qwen-image", IMAGE, 50),
         ("v6e-1", "ltx-video", LTX, 20),
+        ("v5e-1", "sdxl", IMAGE, 20),
     ]
     return [_run(*case, way) for case in cases for way in WAYS]
 
