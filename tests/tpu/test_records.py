@@ -157,7 +157,9 @@ def test_no_step_is_above_the_peak():
         topology, (layers, heads, pixels, *others) = find_topology(row["topology"]), SIZES[row["model"]]
         dim, frames = others or (128, 1)
         chip, seconds = topology.chip, row["seconds"]
-        tokens = -(-((row.get("num_frames", 1) + 3) // 4) // frames) * (row["height"] // pixels) * (row["width"] // pixels)
+        tokens = (
+            -(-((row.get("num_frames", 1) + 3) // 4) // frames) * (row["height"] // pixels) * (row["width"] // pixels)
+        )
         branches = 1 if row.get("guidance_scale") == 1 else 2
         mtiles = branches * layers * heads * tokens**2 / 2**20 / topology.devices  # of the video's tokens
         attention = mtiles * least_bundles(chip, dim) / chip.clock
