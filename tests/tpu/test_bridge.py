@@ -176,6 +176,13 @@ def test_reductions_in_the_dtype_asked_for(env, name, asked):
         assert relative(on_host(ours).double(), exact.double()) < (1e-6 if asked else 4e-3)
 
 
+@pytest.mark.parametrize("add", [lambda x, y: x + y, lambda x, y: True + x[0], lambda x, y: x.clone().add_(y)])
+def test_a_sum_of_truths_is_a_truth(env, add):
+    x, y = torch.tensor([True, False, True, False]), torch.tensor([True, True, False, False])
+    ours, theirs = add(on_chip(x), on_chip(y)), add(x, y)
+    assert ours.dtype == theirs.dtype == torch.bool and torch.equal(on_host(ours), theirs)
+
+
 def test_a_value_is_cast_to_the_tensor_it_is_written_into(env, recwarn):
     target, value = torch.zeros(2, 4).bfloat16(), torch.randn(2, 2)
     ours = on_chip(target)

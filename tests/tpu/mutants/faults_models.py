@@ -179,6 +179,8 @@ MUTANTS = [
         ("layers-written-padding", "made_by is operator and x.jax() is array", "made_by is operator",
          "what was written to padding, or to a layer's result, is not seen",
          "test_linear.py::test_a_gate_and_a_residual_after_a_layer_are_the_layers"),
+        ("layers-truths", "if result.dtype != torch.bool and _is_truth(x)", "if False and _is_truth(x)",
+         "two truths add up to 2", f"{BRIDGE}::test_a_sum_of_truths_is_a_truth"),
         ("layers-scaled", "if kwargs or not (isinstance", "if not (isinstance",
          "alpha is forgotten where a layer's result is added", "test_linear.py::test_a_gate_and_a_residual_after_a_layer_are_the_layers"),
         ("layers-gate-shape", "or gate.shape[1] != 1 or", "or",

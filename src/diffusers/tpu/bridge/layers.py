@@ -90,7 +90,7 @@ def cast(x, result):
 
 
 def _followed(env, operator, follow):
-    """torchax's operator of two tensors, and what `follow` makes of its result and the two."""
+    """torchax's operator of two tensors, and what `follow` makes of its result and the two. Of two truths it is one, as torch's."""
 
     def run(x, y, **kwargs):
         if operator.is_jax_function:
@@ -98,12 +98,18 @@ def _followed(env, operator, follow):
             result = env.j2t_iso(operator.func(*arrays, **named))
         else:
             result = operator.func(x, y, **kwargs)
+        if result.dtype != torch.bool and _is_truth(x) and _is_truth(y):
+            return Tensor(result.jax() != 0, env)
         if kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
             return result
         followed = (follow(result, *pair) for pair in ((x, y), (y, x)))
         return next((tensor for tensor in followed if tensor is not None), result)
 
     return run
+
+
+def _is_truth(x) -> bool:
+    return isinstance(x, bool) or (isinstance(x, torch.Tensor) and x.dtype == torch.bool)
 
 
 def _gated(result, x, gate):
