@@ -59,6 +59,9 @@ def test_what_runs_upstream_runs_here_and_is_right(record):
     assert [name for name, found in ran.items() if not coverage_tables.right(found)] == []
     denoisers = [one for found in ran.values() for one in found["denoisers"].values()]
     assert sum(1 for one in denoisers if not one["eager"]) >= 0.9 * len(denoisers)
+    again = [found["executables"][1:] for found in ran.values() if len(found["executables"]) > 1]
+    assert again.count([2, 0, 0]) >= 10  # a second size, a second prompt, the first again
+    assert all(half["holds"] for found in ran.values() for half in found.get("bfloat16", {}).values())
 
 
 def test_counts_by_hand():
