@@ -277,27 +277,31 @@ class Runner:
                     call.keeps(self.kept.step())
                 else:
                     self._leave_cache()
-            program = self.program(call) if whole else None
-            if program is None or (self._numbers_are_read and call.scale != 1.0):
-                if call.step is not None:
-                    call.step.undo()
-                if program is not None:
-                    return self.run(entry, args, kwargs)
-                self._leave_cache()
-                return self._run_eagerly(self.take_apart(entry, args, kwargs), args, kwargs)
-            self.take_values(call)
-            outputs = self.branches.run(call, program)
-            if bridge.environment().one_at_a_time:
-                jax.block_until_ready(outputs)
+            with contextlib.nullcontext() if call.step is None else call.step.undone_on_error():
+                return self._run_call(call, args, kwargs, whole)
+
+    def _run_call(self, call: Call, args: tuple, kwargs: dict, whole: bool):
+        program = self.program(call) if whole else None
+        if program is None or (self._numbers_are_read and call.scale != 1.0):
             if call.step is not None:
-                own = len(outputs) - program.function.results
-                kept = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]]
-                call.step.keep(kept, program.function.form)
-                outputs = outputs[:own]
-            answer = self._answer(program.function, outputs)
-            if call.scale == 0:
-                unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
-            return answer
+                call.step.undo()
+            if program is not None:
+                return self.run(call.entry, args, kwargs)
+            self._leave_cache()
+            return self._run_eagerly(self.take_apart(call.entry, args, kwargs), args, kwargs)
+        self.take_values(call)
+        outputs = self.branches.run(call, program)
+        if bridge.environment().one_at_a_time:
+            jax.block_until_ready(outputs)
+        if call.step is not None:
+            own = len(outputs) - program.function.results
+            kept = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]]
+            call.step.keep(kept, program.function.form)
+            outputs = outputs[:own]
+        answer = self._answer(program.function, outputs)
+        if call.scale == 0:
+            unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
+        return answer
 
     def _scaled(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call whose scale of LoRA layers, upstream's `attention_kwargs={"scale": ...}`, is no argument but multiplies numbers."""

@@ -96,6 +96,14 @@ MUTANTS = [
         TPU + "bridge/caches/modules.py",
         ("caches-fill", "if here.filled is None:", "if False:", "tokens that are none of the model's are looked for in a block that has none",
          "test_caches.py::test_a_model_by_itself_that_hands_two_streams_on"),
+    ),
+    *in_file(
+        TPU + "bridge/caches/kept.py",
+        ("caches-failed", "            self.undo()\n            raise", "            raise", "a call that fails is counted",
+         "test_caches.py::test_a_model_by_itself_that_hands_two_streams_on"),
+    ),
+    *in_file(
+        TPU + "bridge/caches/modules.py",
         ("caches-elapsed", "float(state.current_step - state.last_update_step)", "1.0", "a series is of neighbouring steps",
          "test_caches.py::test_a_cache_enabled_after_a_first_call_and_disabled_again"),
         ("caches-apart", "(*self.hooks, *(hook.current_timestep_callback for hook in self.hooks))", "(*self.hooks,)",
@@ -119,7 +127,7 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "runner.py",
-        ("runner-scale-of-zero", "                unscale_lora_layers(self.module, 0)  #", "                pass  #",
+        ("runner-scale-of-zero", "            unscale_lora_layers(self.module, 0)  #", "                pass  #",
          "what upstream forgets after a scale of zero is kept", LORA),
         ("runner-scale", "self._numbers[0] != call.scale", "False", "a call's scale is the one before's", LORA),
     ),

@@ -148,7 +148,7 @@ class PureFunction:
                 runs.installed(),
             ):
                 stack.enter_context(context)
-            given = self.leaves.count(INPUT)
+            given = sum(leaf is INPUT for leaf in self.leaves)
             with contextlib.ExitStack() as keeping:
                 results = Results()
                 if self.kept is not None:

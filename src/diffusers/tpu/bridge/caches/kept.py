@@ -1,5 +1,6 @@
 """What a cache of upstream's is to a runner: a step for each call, whose tensors are arguments and results of a program."""
 
+import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
@@ -26,14 +27,36 @@ class Step:
     Attributes:
         kind: static, part of the program's key.
         tensors: kept from calls before, the batch first, that the program is given.
-        keep: takes what the program gives, in the order of `Kept.traced`'s results, and their form.
-        undo: puts back what was decided, where the call runs otherwise.
+        keeping: takes what the program gives, in the order of `Kept.traced`'s results, and their form.
+        undoing: puts back what was decided.
+        over: whether one of them has been called.
     """
 
     kind: Hashable
     tensors: list[torch.Tensor]
-    keep: Callable[[list[torch.Tensor], Hashable], None]
-    undo: Callable[[], None]
+    keeping: Callable[[list[torch.Tensor], Hashable], None]
+    undoing: Callable[[], None]
+    over: bool = False
+
+    def keep(self, results: list[torch.Tensor], form: Hashable):
+        """The call has run, and its program gave these."""
+        self.over = True
+        self.keeping(results, form)
+
+    def undo(self):
+        """The call runs otherwise, or has failed."""
+        if not self.over:
+            self.over = True
+            self.undoing()
+
+    @contextlib.contextmanager
+    def undone_on_error(self):
+        """A call that fails has not been: upstream's hooks count those that came to them only."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
 
 class Kept:
