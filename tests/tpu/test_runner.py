@@ -198,6 +198,16 @@ def test_two_branches_run_side_by_side_where_dp_holds_them(attach, batch, progra
     assert {program.branches: program.calls / 2} == programs
 
 
+def test_a_batched_argument_without_axes_is_the_models_to_refuse(attach):
+    module, given = Denoiser(), (torch.randn(2, 8), torch.tensor(0.5))
+    with pytest.raises(IndexError) as theirs:
+        module(*given)
+    attach(module, 2, 1, 1, batched=("hidden_states", "timestep"))
+    with pytest.raises(IndexError) as ours:
+        module(*given)
+    assert str(ours.value) == str(theirs.value)
+
+
 def test_a_branch_alone_and_branches_that_share_nothing_run_alone(attach):
     module = Denoiser()
     x, t, tables = torch.randn(1, 8), torch.rand(1), torch.randn(2, 8)

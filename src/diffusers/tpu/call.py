@@ -121,7 +121,7 @@ def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: 
     if plan.batched:
         bound = signature.bind(*args, **kwargs).arguments
         named_batched = {id(t) for name in plan.batched for t in tree_leaves(bound.get(name))}
-        batched = tuple(id(t) in named_batched for t in tensors)
+        batched = tuple(id(t) in named_batched and t.ndim > 0 for t in tensors)
         sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
         batch = sizes.pop() if len(sizes) == 1 else None
     return Call(entry, leaves, spec, tensors, key, batched, batch)

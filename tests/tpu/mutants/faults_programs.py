@@ -47,6 +47,8 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "call.py",
+        ("call-axes", "in named_batched and t.ndim > 0 for", "in named_batched for", "a number in a batch's place is an error of ours",
+         "test_runner.py::test_a_batched_argument_without_axes_is_the_models_to_refuse"),
         ("call-versions", "return all(_is_same(mine.versions[n], theirs.versions[n]) for n in shared)", "return True",
          "a tensor that was written to counts as the same", f"{CHANGES}::test_writes_in_place_while_a_call_waits"),
     ),

@@ -137,9 +137,12 @@ def _encode(vae, x):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
     if vae.use_tiling and (x.shape[-1] > vae.tile_sample_min_width or x.shape[-2] > vae.tile_sample_min_height):
         return vae.tiled_encode(x)
+    ratio = vae.spatial_compression_ratio
+    if any(size % ratio for size in x.shape[-2:]):
+        return type(vae)._encode(vae, x)  # which refuses it
     from ...tpu.bridge import over_width
 
-    return over_width(functools.partial(_encode_map, vae), x, multiple=vae.spatial_compression_ratio)
+    return over_width(functools.partial(_encode_map, vae), x, multiple=ratio)
 
 
 def _encode_map(vae, x):
