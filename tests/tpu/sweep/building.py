@@ -1,6 +1,7 @@
 """A tiny pipeline of any class that upstream exports, and a call of it, from signatures, annotations and `recipes`."""
 
 import inspect
+import sys
 import typing
 
 import torch
@@ -27,6 +28,7 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
     cls = getattr(diffusers, name)
     hints = typing.get_type_hints(cls.__init__)
     changes, _ = recipes_of(name)
+    of_small_maps(sys.modules[cls.__module__])
     made = {}
     for key, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -38,6 +40,17 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
     pipe = cls(**made)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def of_small_maps(module):
+    """Where a pipeline's module makes a megapixel of every image, whatever is asked: 64 x 64 pixels of it, in either run."""
+    dimensions = getattr(module, "calculate_dimensions", None)
+    if dimensions is not None and not hasattr(dimensions, "plain"):
+        module.calculate_dimensions = lambda area, ratio: dimensions(area // 256, ratio)
+        module.calculate_dimensions.plain = dimensions
+    joy = sys.modules.get("diffusers.pipelines.joyimage.image_processor")
+    if joy is not None and "joyimage" in module.__name__:
+        joy.BUCKETS[1024] = [(SIZE, SIZE)]
 
 
 def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[0]) -> dict:
