@@ -329,7 +329,7 @@ def test_sparse_cores_exchange_while_the_core_computes(answers):
 def test_only_chips_with_sparse_cores_are_told_of_them():
     kinds = {"TPU v5 lite": False, "TPU v5": True, "TPU v6 lite": True, "TPU7x": True, "TPU v4": False, "cpu": False}
     for kind, there in kinds.items():
-        device = types.SimpleNamespace(device_kind=kind)
+        device = types.SimpleNamespace(platform="tpu", device_kind=kind)
         assert [set(compiler_options(device, wanted).values()) for wanted in (True, False)] == (
             [{True}, {False}] if there else [set(), set()]
         )
@@ -568,7 +568,7 @@ def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(caplog, monkeyp
     from diffusers.utils import logging
 
     monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
-    options, asked = compiler_options(types.SimpleNamespace(device_kind="TPU v6e"), True), []
+    options, asked = compiler_options(types.SimpleNamespace(platform="tpu", device_kind="TPU v6e"), True), []
 
     def refusing(words):
         def compile(given):
