@@ -13,6 +13,7 @@ from conftest import relative
 from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel, CogVideoXVideoToVideoPipeline, tpu
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
 from diffusers.tpu.config import TPUConfig
+from video_oracle import assert_video_is_upstreams
 
 
 WORDS, WIDTH = 10, tiny_videos.WIDTH
@@ -113,25 +114,11 @@ def pipeline(kind):
 )
 def test_video_equals_upstreams(chips, kind, mesh, changes):
     pipe, further = pipeline(kind)
-    for module in pipe.components.values():
-        if isinstance(module, torch.nn.Module):
-            tiny.with_uneven_norms(module)
-    pipe.set_progress_bar_config(disable=True)
     given = {"prompt": "a red circle", "height": 16, "width": 32, "num_frames": 9} | further | changes
     given |= {"num_inference_steps": 3, "output_type": "np", "guidance_scale": given.get("guidance_scale", 4.0)}
     if kind in ("control", "video"):
         del given["num_frames"]
-
-    def frames():
-        return np.asarray(pipe(**given, generator=torch.Generator().manual_seed(3)).frames)
-
-    expected = frames()
-    tpu.install(pipe, TPUConfig(mesh=mesh))
-    found = frames()
-    assert relative(found, expected) < 1e-5 and expected.std() > 0.01
-    report = tpu.report(pipe)
-    assert report["glue"] == "resident" and not report["on_host"]
-    assert not any(part["eager"] for part in report["components"].values())
+    assert_video_is_upstreams(pipe, given, mesh)
 
 
 @pytest.mark.slow

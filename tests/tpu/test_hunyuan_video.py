@@ -15,6 +15,7 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
 from diffusers.tpu.config import TPUConfig
+from video_oracle import assert_video_is_upstreams
 
 
 WORDS, WIDTH = 11, tiny_videos.WIDTH
@@ -95,24 +96,10 @@ def test_the_transformer_equals_upstreams(chips, kind, mesh, batch):
 )  # fmt: skip
 def test_video_equals_upstreams(chips, kind, mesh, changes):
     pipe = getattr(tiny_videos, kind)()
-    for module in pipe.components.values():
-        if isinstance(module, torch.nn.Module):
-            tiny.with_uneven_norms(module)
-    pipe.set_progress_bar_config(disable=True)
     given = CALL | changes
     if kind != "hunyuan":
         given["image"] = PIL.Image.effect_noise((given["width"], given["height"]), 60).convert("RGB")
-
-    def frames():
-        return np.asarray(pipe(**given, generator=torch.Generator().manual_seed(3)).frames)
-
-    expected = frames()
-    tpu.install(pipe, TPUConfig(mesh=mesh))
-    found = frames()
-    assert relative(found, expected) < 1e-5 and expected.std() > 0.01
-    report = tpu.report(pipe)
-    assert report["glue"] == "resident" and not report["on_host"]
-    assert not any(part["eager"] for part in report["components"].values())
+    assert_video_is_upstreams(pipe, given, mesh)
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,11 @@
 """LTX-Video's pipelines and transformer. Oracle: upstream's, same weights, in the same process."""
 
-import numpy as np
 import PIL.Image
 import pytest
-import torch
 
-import tiny
 import tiny_videos
-from conftest import relative
-from diffusers import LTXImageToVideoPipeline, tpu
-from diffusers.tpu.config import TPUConfig
+from diffusers import LTXImageToVideoPipeline
+from video_oracle import assert_video_is_upstreams
 
 
 def pipeline(kind: str):
@@ -33,20 +29,6 @@ def pipeline(kind: str):
 )
 def test_video_equals_upstreams(chips, kind, mesh, changes):
     pipe, further = pipeline(kind)
-    for module in pipe.components.values():
-        if isinstance(module, torch.nn.Module):
-            tiny.with_uneven_norms(module)
-    pipe.set_progress_bar_config(disable=True)
     given = {"prompt": "a red circle", "height": 64, "width": 96, "num_frames": 9, "max_sequence_length": 16}
     given |= {"num_inference_steps": 3, "output_type": "np", "guidance_scale": 3.0} | further | changes
-
-    def frames():
-        return np.asarray(pipe(**given, generator=torch.Generator().manual_seed(3)).frames)
-
-    expected = frames()
-    tpu.install(pipe, TPUConfig(mesh=mesh))
-    found = frames()
-    assert relative(found, expected) < 1e-5 and expected.std() > 0.01
-    report = tpu.report(pipe)
-    assert report["glue"] == "resident" and not report["on_host"]
-    assert not any(part["eager"] for part in report["components"].values())
+    assert_video_is_upstreams(pipe, given, mesh)

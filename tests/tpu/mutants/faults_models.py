@@ -143,6 +143,8 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "video/tiles.py",
+        ("vae-overlap", "overlaps=tuple(size // patch - stride // patch", "overlaps=tuple(size // patch - stride // patch - 1",
+         "an off-by-one where tiles overlap", f"{VAE}::test_tiles_equal_upstream"),
         ("tiles-faded", "(old * (1 - weight) + new * weight)", "(old * weight + new * (1 - weight))",
          "tiles fade into each other the wrong way", f"{NNX}::test_tiles_equal_upstream"),
         ("tiles-weight", "jnp.arange(overlap, dtype=jnp.float32) / overlap", "jnp.arange(1, overlap + 1, dtype=jnp.float32) / overlap",
@@ -214,8 +216,6 @@ MUTANTS = [
         ("vae-history-end", "[:, :, -HISTORY:]", "[:, :, :HISTORY]", "the oldest frames are kept, not the last", FEW_CHIPS),
         ("vae-multiple", "multiple=vae.spatial_compression_ratio // patch", "multiple=1",
          "slabs are cut where halving does not go", (MORE_CHIPS, FEW_CHIPS)),
-        ("vae-overlap", "overlaps=tuple(size // patch - stride // patch", "overlaps=tuple(size // patch - stride // patch - 1",
-         "an off-by-one where tiles overlap", f"{VAE}::test_tiles_equal_upstream"),
         ("vae-first-frame", "return torch.where((_number.get() > 0) | _is_last(x.shape[2]), x, 0)", "return x",
          "what is before the first frame is not zero", FEW_CHIPS),
     ),

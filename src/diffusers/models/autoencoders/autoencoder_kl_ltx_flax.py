@@ -129,33 +129,14 @@ def decode_tiling(vae, height, width):
     """Upstream's tiles for latents of this size."""
     from ...tpu.video.tiles import Tiling
 
-    ratio, (sizes, strides) = vae.spatial_compression_ratio, _tile_sizes(vae)
-    return Tiling(
-        sizes=tuple(size // ratio for size in sizes),
-        strides=tuple(stride // ratio for stride in strides),
-        kept=strides,
-        overlaps=tuple(size - stride for size, stride in zip(sizes, strides)),
-        whole=(height * ratio, width * ratio),
-    )
+    return Tiling.from_latents(vae, height, width)
 
 
 def encode_tiling(vae, height, width):
     """Upstream's tiles for a video of this size."""
     from ...tpu.video.tiles import Tiling
 
-    ratio, (sizes, strides) = vae.spatial_compression_ratio, _tile_sizes(vae)
-    return Tiling(
-        sizes=sizes,
-        strides=strides,
-        kept=tuple(stride // ratio for stride in strides),
-        overlaps=tuple(size // ratio - stride // ratio for size, stride in zip(sizes, strides)),
-        whole=(height // ratio, width // ratio),
-    )
-
-
-def _tile_sizes(vae):
-    sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
-    return sizes, (vae.tile_sample_stride_height, vae.tile_sample_stride_width)
+    return Tiling.to_latents(vae, height, width)
 
 
 PLAN = ModelPlan(

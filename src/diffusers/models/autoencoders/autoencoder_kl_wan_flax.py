@@ -166,37 +166,18 @@ def decode_tiling(vae, height, width):
     """Upstream's tiles for latents of this size, before pixels leave their patches; the same for every form of this VAE."""
     from ...tpu.video.tiles import Tiling
 
-    ratio, patch, (sizes, strides) = vae.spatial_compression_ratio, _patch(vae), _tile_sizes(vae)
-    return Tiling(
-        sizes=tuple(size // ratio for size in sizes),
-        strides=tuple(stride // ratio for stride in strides),
-        kept=tuple(stride // patch for stride in strides),
-        overlaps=tuple(size // patch - stride // patch for size, stride in zip(sizes, strides)),
-        whole=(height * ratio // patch, width * ratio // patch),
-    )
+    return Tiling.from_latents(vae, height, width, _patch(vae))
 
 
 def encode_tiling(vae, height, width):
     """Upstream's tiles for a video of this size in patches."""
     from ...tpu.video.tiles import Tiling
 
-    ratio, (sizes, strides) = vae.spatial_compression_ratio // _patch(vae), _tile_sizes(vae)
-    return Tiling(
-        sizes=sizes,
-        strides=strides,
-        kept=tuple(stride // ratio for stride in strides),
-        overlaps=tuple(size // ratio - stride // ratio for size, stride in zip(sizes, strides)),
-        whole=(height // ratio, width // ratio),
-    )
+    return Tiling.to_latents(vae, height, width, _patch(vae))
 
 
 def _patch(vae):
     return vae.config.get("patch_size") or 1
-
-
-def _tile_sizes(vae):
-    sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
-    return sizes, (vae.tile_sample_stride_height, vae.tile_sample_stride_width)
 
 
 def __getattr__(name):

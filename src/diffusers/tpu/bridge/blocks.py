@@ -150,7 +150,8 @@ class BlockRuns:
 
     Where `condition` is set, runs are computed only if it holds: else nothing of what they give may be used. `keeping` is
     entered around each block's call, with what a cache keeps of the block by the names in the third of its group's `stacks`
-    and the tokens of its stream that is filled (all, those beyond its own), and gives a dict of what it shall keep: `gives` has it of each run, by group, with the first block's place.
+    and the tokens of its stream that is filled (all, those beyond its own), and gives a dict of what it shall keep: `gives` has
+    it of each run, by group, with the first block's place.
 
     Args:
         pin_weights: (name in the group, array of one block) -> array, where a block's weights are gathered.

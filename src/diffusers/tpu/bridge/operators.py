@@ -199,9 +199,8 @@ def _convolution(env):
             return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
         if dilation == (1, 1) and groups == 1 and _as_large(widths, w.shape[2:]):
             large = convolution_kernel.convolution(x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), b, current())
-            if (
-                large is not None
-            ):  # of every position: with strides, of which a UNet has two or three, some are for nothing
+            if large is not None:
+                # Of every position: with strides, of which a UNet has two or three, some are for nothing.
                 return Tensor(large[:, :: stride[0], :: stride[1]].transpose(0, 3, 1, 2), input._env)
         numbers = tuple(range(w.ndim))
         result = jax.lax.conv_general_dilated(

@@ -174,7 +174,9 @@ def signature(block: torch.nn.Module, adapters: Adapters, apart: tuple = ()) -> 
     Hooks of the block itself run around its traced forward, as the model calls it: they may differ. `adapters`: the model's.
     `apart`: objects that need not agree.
     """
-    return _Reader(block, State(block), False, Adapters(block, adapters.order), apart).tree()
+    return _Reader(
+        block, State(block), hooks_of_root=False, adapters=Adapters(block, adapters.order), apart=apart
+    ).tree()
 
 
 def process_key() -> Hashable:

@@ -40,6 +40,36 @@ class Tiling:
             whole=whole,
         )
 
+    @classmethod
+    def from_latents(cls, vae, height: int, width: int, patch: int = 1) -> "Tiling":
+        """A VAE's own tiles of latents of this size, which become pixels in patches of `patch` by `patch`."""
+        ratio, (sizes, strides) = vae.spatial_compression_ratio, _sizes_in_pixels(vae)
+        return cls(
+            sizes=tuple(size // ratio for size in sizes),
+            strides=tuple(stride // ratio for stride in strides),
+            kept=tuple(stride // patch for stride in strides),
+            overlaps=tuple(size // patch - stride // patch for size, stride in zip(sizes, strides)),
+            whole=(height * ratio // patch, width * ratio // patch),
+        )
+
+    @classmethod
+    def to_latents(cls, vae, height: int, width: int, patch: int = 1) -> "Tiling":
+        """A VAE's own tiles of a video of this size, in patches, which become latents."""
+        ratio, (sizes, strides) = vae.spatial_compression_ratio // patch, _sizes_in_pixels(vae)
+        return cls(
+            sizes=sizes,
+            strides=strides,
+            kept=tuple(stride // ratio for stride in strides),
+            overlaps=tuple(size // ratio - stride // ratio for size, stride in zip(sizes, strides)),
+            whole=(height // ratio, width // ratio),
+        )
+
+
+def _sizes_in_pixels(vae) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Sizes and strides of tiles, as upstream's VAEs have them whose tiles overlap by a stride."""
+    sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
+    return sizes, (vae.tile_sample_stride_height, vae.tile_sample_stride_width)
+
 
 def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -> jax.Array:
     """`function` of tiles of a traced x, put together. `axis` is the width's, the height lies before it."""

@@ -26,7 +26,7 @@ from .kept import Kept, Results, Step
 
 
 class NotOnce(Exception):
-    """A trace called a module that a cache counts more than once."""
+    """A trace called a module that a cache counts more than once, or not in every block."""
 
 
 @dataclass(frozen=True)
