@@ -86,6 +86,19 @@ def programs_for_tpus_as_a_run_has_them():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def programs_are_of_the_test_that_asks():
+    """No test in this process finds another's executable; those of the store give it one (`test_executables.py`)."""
+    if "diffusers" not in sys.modules:
+        yield
+        return
+    from diffusers.tpu import executables
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executables, "store_here", lambda: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def attention_backend_as_before(monkeypatch):
     """Upstream's `set_attention_backend` also changes the backend of every model to come."""

@@ -74,6 +74,7 @@ def run_in_child(
     *,
     seconds: float,
     schedules: bool = True,
+    environment: dict[str, str] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> dict:
     """What `function(argument, progress)` returns in a new process that is ready to compile for TPUs.
@@ -83,6 +84,7 @@ def run_in_child(
         argument: goes there as JSON; the result comes back so, and the text of every `progress(text)`, to `on_progress`.
         seconds: after these the child and all its processes are killed.
         schedules: a `Compiler` there keeps them; writing them is up to half of its time.
+        environment: further variables of the child's.
 
     Raises:
         NoCompiler: libtpu is not installed.
@@ -102,7 +104,7 @@ def run_in_child(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
-        env=_environment(work if schedules else None),
+        env={**_environment(work if schedules else None), **(environment or {})},
         start_new_session=True,
         text=True,
     )
@@ -230,7 +232,7 @@ class Compiler:
         try:
             compiled = compile_lowered(lowered, options)
         except jax.errors.JaxRuntimeError as error:
-            raise _out_of_memory(error) or error from error
+            raise out_of_memory(error) or error from error
         seconds = time.perf_counter() - start
         m = compiled.memory_analysis()
         memory = {
@@ -253,7 +255,8 @@ class Compiler:
         return taken
 
 
-def _out_of_memory(error: Exception) -> OutOfMemory | None:
+def out_of_memory(error: Exception) -> OutOfMemory | None:
+    """The compiler's or the runtime's error as this one; None for another error."""
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
         return None

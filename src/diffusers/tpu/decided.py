@@ -43,13 +43,24 @@ class Decided:
 
     def learn(self, kind: tuple, decisions: bridge.Decisions) -> tuple:
         """The answers of a trace that came to its end, whose questions are known from here on."""
-        answers = ()
+        for answers, question in self.asked(decisions):
+            self.know(kind, answers, question)
+        return tuple(map(_hashable, decisions.made.values()))
+
+    @staticmethod
+    def asked(decisions: bridge.Decisions) -> list[tuple[tuple, bridge.Question]]:
+        """The questions of a trace, each behind the answers that were there when it was asked."""
+        found, answers = [], ()
         for question, answer in decisions.made.items():
-            if (kind, answers) not in self.questions:
-                self.questions[kind, answers] = question
-                self._say(kind, question)
+            found.append((answers, question))
             answers += (_hashable(answer),)
-        return answers
+        return found
+
+    def know(self, kind: tuple, answers: tuple, question: bridge.Question):
+        """The question that follows on these answers, which another process has left."""
+        if (kind, answers) not in self.questions:
+            self.questions[kind, answers] = question
+            self._say(kind, question)
 
     def _say(self, kind: tuple, question: bridge.Question):
         said.once(

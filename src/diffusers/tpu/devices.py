@@ -4,11 +4,13 @@ Detection reads the PCI bus, so that asking costs nothing and imports nothing. D
 `jax/_src/hardware_utils.py`.
 """
 
+import contextlib
 import functools
 import pathlib
 from dataclasses import dataclass
 
 from .config import Environment
+from .files import make_room
 
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
@@ -253,10 +255,15 @@ def _ask_for_simulated_chips(jax, count: int):
     jax.config.update("jax_platforms", "cpu")
 
 
+MOST_CACHED_BYTES = 4 * GIB  # of XLA's programs; the oldest go
+
+
 def keep_compiled_programs(cache_dir: str | None):
     """Keep what XLA compiles in this directory between processes, unless the user already told JAX where."""
     import jax
 
     if cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # schedulers are many small programs
+        with contextlib.suppress(OSError):  # not there yet, or not ours to change
+            make_room(pathlib.Path(cache_dir), MOST_CACHED_BYTES)

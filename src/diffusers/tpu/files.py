@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import stat
 import threading
 from pathlib import Path
 
@@ -29,3 +30,18 @@ def whole_files(paths: list[Path]):
 
 def _stop(number, frame):
     raise SystemExit(128 + number)
+
+
+def make_room(folder: Path, most_bytes: int):
+    """Of the files of a folder the longest unused go, until the others are within so many bytes."""
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process makes room as well
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                found.append((status.st_mtime, status.st_size, path))
+    left = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if left > most_bytes:
+            path.unlink(missing_ok=True)
+            left -= size

@@ -211,7 +211,7 @@ def explain(module: torch.nn.Module) -> str:
 
 
 def component_report(runner: Runner | HostModel) -> dict:
-    """Programs (module, entry, shapes, branches, seconds, calls), compilations, why calls run eagerly, which rung of the
+    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, why calls run eagerly, which rung of the
     `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
     that heads went."""
     if isinstance(runner, HostModel):
@@ -223,6 +223,7 @@ def component_report(runner: Runner | HostModel) -> dict:
             "shapes": [list(shape) for shape, _ in program.shapes],
             "branches": program.branches,
             "compile_seconds": program.compile_seconds,
+            "recalled": program.recalled,
             "calls": program.calls,
         }
         for name, one in runner.with_parts()
@@ -231,6 +232,7 @@ def component_report(runner: Runner | HostModel) -> dict:
     placed = runner._placed
     return {
         "compilations": runner.compilations,
+        "traces": sum(one.traces for _, one in runner.with_parts()),
         "programs": programs,
         "eager": runner.eager,
         "rungs": rungs(runner),

@@ -17,6 +17,7 @@ from .call import Call
 from .devices import compile_lowered
 from .idioms import said
 from .sharding import fit, named
+from .store import Key
 from .weights import PlacedWeights
 
 
@@ -34,6 +35,8 @@ class Program:
         compile_seconds: of the trace and the compilation.
         calls: how often it ran.
         avals: shapes and dtypes of one call's flat outputs.
+        key: what it is kept by for other processes; None: it is not.
+        recalled: another process has compiled it.
     """
 
     name: str
@@ -48,6 +51,8 @@ class Program:
     compiled: jax.stages.Compiled | None = None
     calls: int = 0
     avals: list = field(default_factory=list)
+    key: Key | None = None
+    recalled: bool = False
 
     def run(self, calls: list[Call]) -> list[list[jax.Array]]:
         """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest."""

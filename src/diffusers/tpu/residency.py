@@ -96,6 +96,9 @@ class Residency:
 
     def place(self, runners):
         """Weights to the chips, for as long as there is room. Raises ValueError for a model that would not fit even alone."""
+        runners = [*runners]
+        for runner in runners:
+            runner.executables.expect()
         for runner in runners:
             if runner in self._placed or self._free() >= _bytes(runner):
                 self.bring(runner)

@@ -28,6 +28,7 @@ from .config import TPUConfig
 from .decided import Decided
 from .devices import compiler_options, generation_of
 from .eager import NO_PROGRAM, Uncompiled, from_libraries, random_state_kept, run_on_host
+from .executables import ALONE, NUMBERS_ARE_READ, Executables
 from .idioms.refusing import without_gradients
 from .parts import Parts
 from .programs import Program, announce, kept_at, trace_program
@@ -59,6 +60,8 @@ def one_call(runners):
         raise
     finally:
         _looked.reset(token)
+        for runner in runners:
+            runner.executables.forget_expected()
 
 
 class Runner:
@@ -98,6 +101,8 @@ class Runner:
         self._numbers_are_read = False
         self.uncompiled = Uncompiled(type(module).__name__)
         self.decided = Decided(type(module).__name__)
+        self.executables = Executables(self)
+        self.traces = 0
         self.tally = Tally() if config.attention_tally else None
 
     def attach(self):
@@ -250,12 +255,17 @@ class Runner:
         self._tensors = self._state.tensors if parts is None else parts.own(self._state.tensors)
 
     @property
+    def read_state(self) -> tuple:
+        """What a trace reads of the module's Python as it is now."""
+        return self._state.key, tuple(self._state.numbers.items()) if self._numbers_are_read else ()
+
+    @property
     def state_key(self) -> tuple:
         """What a program of now is keyed by, beside its call."""
         if self._key is None:
-            numbers = tuple(self._state.numbers.items()) if self._numbers_are_read else ()
+            state, numbers = self.read_state
             weights = tuple((key, a.shape, a.dtype) for key, a in self.plan_weights().avals.items())
-            key = (self._state.key, numbers, weights)
+            key = (state, numbers, weights)
             self._key = (self._states.setdefault(key, len(self._states)),)
         return (*self._key, *process_key())
 
@@ -320,7 +330,7 @@ class Runner:
         self._bring()
         everywhere = named(self.mesh, PartitionSpec())
         if self._numbers is None or self._numbers[0] != call.scale:
-            self._numbers = call.scale, place_numbers(self._number_arguments(call.scale), self.mesh)
+            self._numbers = call.scale, place_numbers(self.number_arguments(call.scale), self.mesh)
         call.values = Values(
             weights=dict(self._placed.arrays),
             placement=self._placed.placement,
@@ -412,7 +422,7 @@ class Runner:
 
     def _line_by_line(self, call: Call, args: tuple, kwargs: dict):
         weights, specs = self._placed.one_by_one()
-        function, in_parts = dataclasses.replace(self._function(call), groups=[], specs=specs), self.parts is not None
+        function, in_parts = dataclasses.replace(self.function(call), groups=[], specs=specs), self.parts is not None
         if self.part:  # the caller may look at what it gave, and at what of that it is given back
             return function.line_by_line(weights, args, kwargs, in_parts)
         return self._answer(function, function.eagerly(weights, call.values.inputs, in_parts))
@@ -429,8 +439,9 @@ class Runner:
 
     @property
     def compilations(self) -> int:
-        """How many programs were compiled for this module and its parts."""
-        return sum(len(runner.programs) for _, runner in self.with_parts())
+        """How many programs were compiled here for this module and its parts."""
+        programs = (program for _, runner in self.with_parts() for program in runner.programs.values())
+        return sum(not program.recalled for program in programs)
 
     @property
     def eager(self) -> list[str]:
@@ -460,10 +471,25 @@ class Runner:
         fickle = self.decided.fickle(key, self.traced)
         if fickle is not None:
             return self._take_apart(f"its answers are others in each call ({fickle})")
-        return self._new_program(call, branches, key)
+        return self._recalled(call, branches, key) or self._new_program(call, branches, key)
+
+    def _recalled(self, call: Call, branches: int, key: tuple) -> Program | None:
+        """The program that another process has left for calls like this one; None where there is none."""
+        found = self.executables.recall(self.executables.key(call, branches, call.decided), call, branches)
+        if found is None or isinstance(found, Program):
+            if found is not None:
+                self.traced[key] = found
+            return found
+        if found == NUMBERS_ARE_READ:
+            self._numbers_are_read, self._key = True, None
+        elif found == ALONE:
+            self.decided.alone.add(key[:-1])
+        else:
+            self.decided.know(key[:-1], call.decided, found)
+        return self.program(call)
 
     def _new_program(self, call: Call, branches: int, key: tuple) -> Program | None:
-        function = self._function(call)
+        function = self.function(call)
         if branches == 1:
             function.values = lambda number: values_of(call.tensors[number])
         try:
@@ -473,12 +499,14 @@ class Runner:
                 if effects.scratch and not (effects.lasting or effects.draws):
                     bridge.look_after(function)
         except bridge.NumberRead:
+            self._found_out(NUMBERS_ARE_READ, call, branches)
             self._numbers_are_read, self._key = True, None
             return self.program(call)
         except Exception as error:
             if not isinstance(error, NO_PROGRAM) and not from_libraries(error):
                 raise
             if branches > 1:
+                self._found_out(ALONE, call, branches)
                 self.decided.alone.add(key[:-1])
                 return self.program(call)
             program, reason = None, self.uncompiled.fails(error, function.effects or Trace(), call, key)
@@ -487,12 +515,18 @@ class Runner:
         else:
             program = None if self.uncompiled.because_of(effects, call, key) else program
         if program is not None:
+            for answers, question in self.decided.asked(function.decisions):
+                self.executables.keep_question(self.executables.key(call, branches, answers), question, call)
             call.decided = self.decided.learn(key[:-1], function.decisions)
             self.traced[*key[:-1], call.decided] = program
+            program.key = self.executables.key(call, branches, call.decided)
             function.values = function.decisions = None  # of this call, and of its trace
         elif self.uncompiled.lasting:
             self._plan_anew()
         return program
+
+    def _found_out(self, what: str, call: Call, branches: int):
+        self.executables.keep_mark(self.executables.key(call, branches, call.decided), what)
 
     def prepare(self, some: list[Call]):
         """Compile what calls like these will need; nothing is placed."""
@@ -507,10 +541,11 @@ class Runner:
     def trace(self, call: Call, branches: int = 1, function: bridge.PureFunction | None = None) -> Program:
         """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
         self._look_at_state()
-        function, name = function or self._function(call), type(self.module).__name__
+        self.traces += 1
+        function, name = function or self.function(call), type(self.module).__name__
         function.branches, spread = branches, self.plan.carry is not None
         return trace_program(
-            function, self._placed, self._number_arguments(), call, branches, name, self.compiler_options, spread
+            function, self._placed, self.number_arguments(), call, branches, name, self.compiler_options, spread
         )
 
     def _compile(self, program: Program):
@@ -519,8 +554,9 @@ class Runner:
             if former and not self.part:
                 announce(program, former[-1])
             program.compile(share=self.part or (self.residency is not None and len(self.residency.kind(self)) > 1))
+            self.executables.keep(program)
 
-    def _number_arguments(self, scale: float = 1.0) -> dict:
+    def number_arguments(self, scale: float = 1.0) -> dict:
         numbers = {} if self._numbers_are_read else {n: x * scale for n, x in self._state.numbers.items()}
         return stack_numbers(numbers, self.plan_weights().groups)
 
@@ -534,7 +570,25 @@ class Runner:
         parameters = inspect.signature(type(self.module).forward).parameters
         return any(name in parameters for name in ("timestep", "timesteps", "timestep_ratio", "t", "r"))
 
-    def _function(self, call: Call) -> bridge.PureFunction:
+    @property
+    def settings(self) -> Settings:
+        """How the operations of this module's traces run."""
+        return Settings(
+            mesh=self.mesh,
+            sequence=self.plan.carry is not None,
+            kernel=self.config.attention,
+            blocks=self.config.attention_blocks,
+            smoothing=self.config.attention_smoothing,
+            window=self.config.attention_window if self._denoises else None,
+            ring=self.config.attention_ring,
+            tally=self.tally,
+            layers=self.config.layers,
+            convolutions=self.config.convolution_precision,
+            platform=self.mesh.devices.flat[0].platform,
+            generation=generation_of(self.mesh.devices.flat[0]),
+        )
+
+    def function(self, call: Call) -> bridge.PureFunction:
         placed = self.plan_weights()
         return bridge.PureFunction(
             module=self.module,
@@ -545,20 +599,7 @@ class Runner:
             specs=placed.specs,
             mesh=self.mesh,
             carry=self.plan.carry,
-            attention=Settings(
-                mesh=self.mesh,
-                sequence=self.plan.carry is not None,
-                kernel=self.config.attention,
-                blocks=self.config.attention_blocks,
-                smoothing=self.config.attention_smoothing,
-                window=self.config.attention_window if self._denoises else None,
-                ring=self.config.attention_ring,
-                tally=self.tally,
-                layers=self.config.layers,
-                convolutions=self.config.convolution_precision,
-                platform=self.mesh.devices.flat[0].platform,
-                generation=generation_of(self.mesh.devices.flat[0]),
-            ),
+            attention=self.settings,
             matmul_precision=self.config.matmul_precision,
             part=self.part,
             processors={} if self.config.layers == "xla" else self.plan.processors,

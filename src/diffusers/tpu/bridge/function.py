@@ -10,7 +10,15 @@ from dataclasses import dataclass, field, replace
 import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    register_pytree_node,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+    treespec_leaf,
+)
 from torchax.tensor import Tensor
 from torchax.view import View
 
@@ -217,6 +225,18 @@ class PureFunction:
         self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
         return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
 
+    @property
+    def outcome(self) -> tuple:
+        """What a trace found out of what it gives, for a process that has its program and no trace."""
+        leaves = [None if leaf is _OUTPUT else (leaf,) for leaf in self.output_leaves]
+        return _in_parts(self.output_spec), leaves, self.results, self.form
+
+    @outcome.setter
+    def outcome(self, found: tuple):
+        spec, leaves, self.results, self.form = found
+        self.output_spec = _of_parts(spec)
+        self.output_leaves = [_OUTPUT if leaf is None else leaf[0] for leaf in leaves]
+
     def output(self, tensors: list):
         """Upstream's return value with these tensors in the places of the traced ones."""
         tensors = iter(tensors)
@@ -264,6 +284,15 @@ class PureFunction:
         rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)
         several = shape[0] > (dp if spec[0] == "dp" else 1)
         return tiles if (rest or several) and tiles <= MOST_FILL * shape[1] else rest
+
+
+def _in_parts(spec: TreeSpec) -> tuple | None:
+    """A spec as what pickles without a warning of torch's; None: of a leaf."""
+    return None if spec.is_leaf() else (spec.type, spec.context, [*map(_in_parts, spec.children())])
+
+
+def _of_parts(parts: tuple | None) -> TreeSpec:
+    return treespec_leaf() if parts is None else TreeSpec(parts[0], parts[1], [*map(_of_parts, parts[2])])
 
 
 def _put(module: torch.nn.Module, name: str, weight: torch.Tensor):

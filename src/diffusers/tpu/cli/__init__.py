@@ -50,6 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_plan(commands)
     _add_bench(commands)
+    _add_compile(commands)
     env = commands.add_parser("env", help="versions, chips and settings", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -177,6 +178,43 @@ def _add_plan(commands):
         group.add_argument(f"--{name}", action="append", metavar="VALUE", help=COMMON_ARGUMENTS[name])
 
 
+def _add_compile(commands):
+    compile_ = commands.add_parser(
+        "compile",
+        help="a run's executables made before it, on any machine: no TPU, no weights",
+        description="Compiles every model of a run for a slice and keeps the executables where a run finds them: it then neither"
+        " traces nor compiles. Exit status 1 if some cannot be kept.",
+        epilog="On the TPU host: the same versions, and DIFFUSERS_TPU_CACHE=DIR, or DIR/executables copied into its own cache.",
+        allow_abbrev=False,
+    )
+    compile_.add_argument(
+        "model", metavar="MODEL", help="a directory, a hub id, or a short name such as wan2.1-t2v-14b"
+    )
+    compile_.add_argument(
+        "--topology", metavar="SLICE", required=True, help="such as v6e-8; or simulated, this machine's chips"
+    )
+    compile_.add_argument("--mesh", metavar="DP,SP,TP", help="degrees (default: the pipeline's own)")
+    compile_.add_argument(
+        "--dtype", choices=DTYPES[:2][::-1], default="bfloat16", help="of the weights (default bfloat16)"
+    )
+    compile_.add_argument("--attention", choices=ATTENTIONS, default="auto", help="see TPUConfig (default: auto)")
+    compile_.add_argument("--batch", type=int, default=1, help="prompts at once (default 1)")
+    compile_.add_argument(
+        "--tiling",
+        action=argparse.BooleanOptionalAction,
+        help="the VAE works in tiles, or does not (default: as the card)",
+    )
+    compile_.add_argument("--output", metavar="DIR", help="default: the cache of this machine, DIFFUSERS_TPU_CACHE")
+    compile_.add_argument(
+        "--json", metavar="FILE", nargs="?", const="-", help="what was made as JSON, to FILE or the output"
+    )
+    group = compile_.add_argument_group(
+        "arguments of the pipeline", "Default: the model card's; any other one is taken too."
+    )
+    for name in (argument.replace("_", "-") for argument in PLAN_ARGUMENTS):
+        group.add_argument(f"--{name}", action="append", metavar="VALUE", help=COMMON_ARGUMENTS[name])
+
+
 def _add_bench(commands):
     bench = commands.add_parser(
         "bench",
@@ -224,6 +262,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import plan as command
         elif options.command == "bench":
             from . import bench as command
+        elif options.command == "compile":
+            from . import compile as command
         else:
             from . import generate as command
         return command.run(options, rest)

@@ -8,7 +8,7 @@
 The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
 run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
 program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
-alone), `report` (the page). Beside them `obstacles`: what keeps a model from being compiled.
+alone), `report` (the page). Beside them `ahead`: executables made before a run; `obstacles`: what keeps a model from being compiled.
 """
 
 import ast
@@ -29,6 +29,7 @@ from ..devices import find_topology
 TIME_LIMIT = 900.0
 PACKAGE = Path(__file__).resolve().parents[2]
 PLANS = "diffusers.tpu.planner.worker:answer"
+SIMULATED = "simulated"  # a topology: this machine's simulated chips
 # What makes figures of a compiled program, in this room and the one above; its rows' own module comes to it.
 READERS = (
     "planner/bundles.py",
@@ -101,7 +102,7 @@ def request_of(
 
     Args:
         model: a directory, a model in the hub's cache, or a published model's id or short name.
-        topology: a name of `devices.TOPOLOGIES`.
+        topology: a name of `devices.TOPOLOGIES`; for executables also SIMULATED.
         mesh: degrees dp, sp, tp; None: what the pipeline chooses itself; "auto": the best of several.
         batch: prompts at once.
         arguments: of the pipeline's call; what is left out is the model card's or the pipeline's default.
@@ -113,8 +114,8 @@ def request_of(
 
     Raises ValueError: what was asked for cannot be; the message says what can.
     """
-    devices = find_topology(topology).devices
-    if isinstance(mesh, tuple) and math.prod(mesh) != devices:
+    devices = None if topology == SIMULATED else find_topology(topology).devices
+    if devices is not None and isinstance(mesh, tuple) and math.prod(mesh) != devices:
         raise ValueError(
             f"expected a mesh dp,sp,tp whose product is the {devices} devices of {topology}, got"
             f" {','.join(map(str, mesh))} = {math.prod(mesh)}"

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from ..aot import CompiledProgram, Compiler, OutOfMemory
 from ..config import read_environment
-from ..files import whole_files
+from ..files import make_room, whole_files
 
 
 MOST_BYTES = 4 << 30  # a step of a large model is 3 MB
@@ -40,7 +40,7 @@ def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = Non
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_files([path]) as (draft,):
         draft.write_bytes(packed)
-    _make_room(path.parent)
+    make_room(path.parent, MOST_BYTES)
     return _unpacked(packed)
 
 
@@ -71,15 +71,3 @@ def _unpacked(packed: bytes) -> CompiledProgram:
     if kept["refused"] is not None:
         raise OutOfMemory(*kept["refused"])
     return CompiledProgram(**kept["made"])
-
-
-def _make_room(folder: Path):
-    found = []
-    for path in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process makes room as well
-            found.append((path.stat().st_mtime, path.stat().st_size, path))
-    left = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if left > MOST_BYTES:
-            path.unlink(missing_ok=True)
-            left -= size

@@ -95,7 +95,7 @@ def answer(request: dict, progress: Callable) -> dict:
     """
     topology = find_topology(request["topology"])
     progress(f"building {request['model']} without weights")
-    recording = _recorded(request, progress)
+    recording = recording_of(request, progress)
     with calibration.as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
         return _answer(request, topology, recording, progress)
 
@@ -123,7 +123,8 @@ def versions() -> dict[str, str]:
     return {**{name: importlib.metadata.version(name) for name in VERSIONS}, "sources": sources()}
 
 
-def _recorded(request: dict, progress: Callable) -> Recording:
+def recording_of(request: dict, progress: Callable) -> Recording:
+    """The calls of the run that is asked for. Raises BadRequest for what cannot be."""
     try:
         configuration = configuration_of(request["model"])
         if request.get("tiling") is not None:

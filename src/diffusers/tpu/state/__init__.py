@@ -23,15 +23,17 @@ A program is keyed by everything its trace read:
 | environment variables | upstream reads them when it is imported |
 """
 
-from .reading import Entry, Number, State, is_entry, own_forward, process_key, read, signature
+from .reading import Entry, Held, Number, State, class_version, is_entry, own_forward, process_key, read, signature
 from .tracing import Trace, undone, without_caches
 
 
 __all__ = [
     "Entry",
+    "Held",
     "Number",
     "State",
     "Trace",
+    "class_version",
     "is_entry",
     "own_forward",
     "process_key",

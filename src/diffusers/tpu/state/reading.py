@@ -290,7 +290,7 @@ class _Reader:
             for base in bases:
                 if base not in self.types:
                     self.note(vars(base), base)
-            self.types[cls] = tuple((Held(base), _class_version(base)) for base in bases)
+            self.types[cls] = tuple((Held(base), class_version(base)) for base in bases)
         return self.types[cls]
 
     def value(self, x, foreign: bool) -> Hashable:
@@ -429,7 +429,7 @@ def is_entry(value) -> bool:
 _classes: dict[type, list[dict]] = {}
 
 
-def _class_version(cls: type) -> int:
+def class_version(cls: type) -> int:
     """Which of the states that this class's attributes were seen in this is."""
     seen = _classes.setdefault(cls, [])
     for number, attributes in enumerate(seen):

@@ -1,0 +1,301 @@
+"""Executables of a module's programs, kept for other processes: a run finds them without tracing.
+
+A program is kept by everything that its trace read, in words (`store`), and with what its trace found out: how its flat output
+arrays make up upstream's return value. What a trace asked for of a call's small inputs (`decided`) is kept by the answers so far,
+as one more thing that is found: whoever looks for a program is led from question to question, as the trace was.
+
+Not kept: programs that call the host back (`TPUConfig.attention_tally`), and those of code that has no words (a script's).
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import export
+from jax.experimental import serialize_executable
+
+from ..utils import logging
+from . import bridge
+from .call import Call, values_of
+from .idioms import said
+from .programs import Program
+from .state import process_key
+from .store import Key, NotPortable, Store, Words, ours_in_words, sources_in_words, store_here
+
+
+logger = logging.get_logger(__name__)
+
+VERSIONS = ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "numpy")
+FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+OF_JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable", "jax_numpy_dtype_promotion")
+MOST_AHEAD = 4  # programs of a module that are loaded before somebody asks for them
+PASSING = ("call", "shapes", "batch", "cache", "branches", "answers")
+NUMBERS_ARE_READ, ALONE = "numbers are read", "alone"
+_loaded: "weakref.WeakValueDictionary[str, jax.stages.Compiled]" = weakref.WeakValueDictionary()
+
+
+@dataclass
+class Kept:
+    """An executable and what a run needs beside it.
+
+    Attributes:
+        executable, in_tree, out_tree: as `jax.experimental.serialize_executable` gives them.
+        outcome: of `PureFunction.outcome`.
+        avals: shapes and dtypes of one call's flat outputs.
+        seconds: that its trace and compilation took.
+    """
+
+    executable: bytes
+    in_tree: object
+    out_tree: object
+    outcome: tuple
+    avals: list[tuple[tuple[int, ...], str]]
+    seconds: float
+
+
+@dataclass
+class KeptQuestion:
+    """A question of `decided`, its function exported for the host."""
+
+    inputs: tuple[int, ...]
+    key: tuple
+    line: object
+    function: bytes
+
+    def question(self) -> "bridge.Question":
+        compute = jax.jit(export.deserialize(bytearray(self.function)).call)
+        return bridge.Question(self.inputs, self.key, self.line, compute)
+
+
+class Executables:
+    """Of one runner. `reason`: why programs of the module as it is are not kept, if they are not.
+
+    Attributes:
+        ahead: loading before they are asked for, by name.
+        recalled: how many were found.
+    """
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.ahead: dict[str, concurrent.futures.Future] = {}
+        self.recalled = 0
+        self.reason: str | None = None
+        self._lasting: dict[object, dict[str, str] | None] = {}
+
+    @property
+    def store(self) -> Store | None:
+        return None if self.runner.config.attention_tally else store_here()
+
+    def key(self, call: Call, branches: int, answers: tuple) -> Key | None:
+        """What the program of this call is kept by; None where it is not kept."""
+        if self.store is None or (lasting := self._lasting_now()) is None:
+            return None
+        entry, spec, static, *step, shapes = call.key
+        words = Words()
+        try:
+            passing = {
+                "call": f"{entry} {words.of(spec)} {words.of(static)}",
+                "shapes": repr([(shape, bridge.numpy_dtype(dtype).name) for shape, dtype in shapes]),
+                "batch": f"{call.batch} {call.batched}",
+                "cache": words.of(tuple(step)),
+                "branches": str(branches),
+                "answers": words.of(answers),
+            }
+        except NotPortable as error:
+            logger.info(f"the program of {self._name}.{entry} is not kept: {error}")
+            return None
+        return Key(self._name, lasting, passing)
+
+    @property
+    def _name(self) -> str:
+        return type(self.runner.module).__name__
+
+    def _lasting_now(self) -> dict[str, str] | None:
+        state = self.runner.state_key
+        if state not in self._lasting:
+            try:
+                self._lasting[state], self.reason = lasting_words(self.runner), None
+            except NotPortable as error:
+                self._lasting[state], self.reason = None, str(error)
+                logger.info(f"programs of {self._name} are not kept for other processes: {error}")
+        return self._lasting[state]
+
+    # Found
+
+    def expect(self):
+        """Load what was last used of the module as it is, while its weights are on their way."""
+        if self.store is None or (lasting := self._lasting_now()) is None:
+            return
+        for key in self.store.of_family(Key(self._name, lasting, dict.fromkeys(PASSING, "")))[:MOST_AHEAD]:
+            if key.name not in self.ahead and key.name not in _loaded:
+                self.ahead[key.name] = _pool().submit(self._find, key)
+
+    def forget_expected(self):
+        """What nobody asked for is let go of."""
+        self.ahead.clear()
+
+    def recall(self, key: Key | None, call: Call, branches: int) -> "Program | bridge.Question | str | None":
+        """What is kept for this key: a program, the question that decides which it is, or what a trace found out."""
+        if key is None:
+            return None
+        waiting = self.ahead.pop(key.name, None)
+        found = self._find(key) if waiting is None else waiting.result()
+        if found is None:
+            self._say_what_differs(key)
+            return None
+        if isinstance(found, (bridge.Question, str)):
+            return found
+        kept, compiled = found
+        self.recalled += 1
+        return self._program(kept, compiled, call, branches, key)
+
+    def _find(self, key: Key):
+        """What is kept, an executable loaded."""
+        found = self.store.find(key)
+        try:
+            if isinstance(found, KeptQuestion):
+                return found.question()
+            if not isinstance(found, Kept):
+                return found
+            compiled = _loaded.get(key.name)
+            if compiled is None:
+                devices = tuple(self.runner.mesh.devices.flat)
+                compiled = serialize_executable.deserialize_and_load(
+                    found.executable, found.in_tree, found.out_tree, devices[0].client, devices
+                )
+                _loaded[key.name] = compiled
+            return found, compiled
+        except Exception as error:  # of a runtime that refuses it: whatever it is, the program can be compiled
+            self.store.damaged(key, error)
+            return None
+
+    def _program(self, kept: Kept, compiled, call: Call, branches: int, key: Key) -> Program:
+        function = self.runner.function(call)
+        function.outcome = kept.outcome
+        program = Program(
+            self._name, call.entry, call.shapes, branches, self.runner.mesh, {}, None, function, kept.seconds, compiled
+        )
+        program.avals = [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in kept.avals]
+        program.recalled = True
+        return program
+
+    def _say_what_differs(self, key: Key):
+        differing = self.store.differing(key)
+        if differing is not None:
+            said.once(
+                f"differs {key.model} {differing}",
+                f"a kept program of {key.model} for these shapes is not of this run, and is not used: {differing}",
+            )
+
+    # Kept
+
+    def keep(self, program: Program):
+        """A compiled program, for other processes."""
+        if (key := program.key) is None:
+            return
+        executable, in_tree, out_tree = serialize_executable.serialize(program.compiled)
+        avals = [(a.shape, a.dtype.name) for a in program.avals]
+        kept = Kept(executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds)
+        self._write(key, kept)
+        _loaded[key.name] = program.compiled
+
+    def keep_question(self, key: Key | None, question: "bridge.Question", call: Call):
+        """What a trace asked after the answers in the key, for other processes."""
+        if key is None:
+            return
+        some = [values_of(call.tensors[number]) for number in question.inputs]
+        given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some]
+        exported = export.export(question.compute, platforms=("cpu",))(*given)
+        self._write(key, KeptQuestion(question.inputs, question.key, question.line, bytes(exported.serialize())))
+
+    def keep_mark(self, key: Key | None, mark: str):
+        """What a trace found out, for other processes."""
+        if key is not None:
+            self._write(key, mark)
+
+    def _write(self, key: Key, thing):
+        try:
+            self.store.keep(key, thing)
+        except (TypeError, AttributeError, ValueError, NotImplementedError) as error:  # pickle, of what cannot travel
+            logger.info(f"a program of {self._name} is not kept: {error}")
+
+
+def lasting_words(runner) -> dict[str, str]:
+    """The words of a module as it is, of its chips, of versions and sources. Raises NotPortable."""
+    words, placed, plan, settings = Words(), runner.plan_weights(), runner.plan, runner.settings
+    weights = [(name, a.shape, a.dtype.name, repr(a.sharding.spec)) for name, a in placed.avals.items()]
+    fixed = {
+        f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in ("mesh", "tally")
+    }
+    kept = runner.kept
+    planned = (
+        (plan.carry, plan.batched, plan.whole, plan.axes, plan.decide, runner.part),
+        tuple(plan.processors.items()),
+        tuple(plan.methods.items()),
+        None if kept is None else type(kept),
+        tuple((group.label, group.path, group.start, group.stop) for group in placed.groups),
+    )
+    numbers = runner.number_arguments()
+    found = {
+        "state": words.of((runner.read_state, process_key())),
+        "weights": repr(sorted(weights)),
+        "numbers": repr(sorted((name, n.shape) for name, n in numbers.items())),
+        "plan": words.of(planned),
+        "settings": repr((fixed, runner.config.matmul_precision)),
+        "mesh": _mesh_words(runner.mesh),
+        "compiler": repr((sorted(runner.compiler_options.items()), _flags(), [_of_jax(name) for name in OF_JAX])),
+        "versions": _versions(),
+    }
+    found["sources"] = f"{ours_in_words()} {sources_in_words(words.modules)}"
+    return found
+
+
+def _mesh_words(mesh) -> str:
+    devices = [*mesh.devices.flat]
+    where = [(d.id, *(getattr(d, "coords", None) or ()), getattr(d, "core_on_chip", 0)) for d in devices]
+    processes = sorted({d.process_index for d in devices})
+    host = (_processor(), jax.process_index() if len(processes) > 1 else 0) if devices[0].platform == "cpu" else ()
+    return repr((dict(mesh.shape), devices[0].device_kind, where, processes, host))
+
+
+@functools.cache
+def _processor() -> str:
+    """What XLA compiles for where the chips are simulated."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+
+
+def _flags() -> list[str]:
+    """Of the compiler, without how many chips are simulated, which is the mesh's to say."""
+    flags = " ".join(os.environ.get(name, "") for name in FLAGS).split()
+    return sorted(flag for flag in flags if "force_host_platform_device_count" not in flag and "dump" not in flag)
+
+
+def _of_jax(name: str) -> str:
+    return repr(getattr(jax.config, name, None))
+
+
+@functools.cache
+def _versions() -> str:
+    found = [f"python {platform.python_version()}"]
+    for name in VERSIONS:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return ", ".join(found)
+
+
+@functools.cache
+def _pool() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(2, "diffusers-tpu-executables")
