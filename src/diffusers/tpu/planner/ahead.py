@@ -45,12 +45,12 @@ def make_here(request: dict, progress: Callable) -> dict:
 
     Raises BadRequest for what cannot be compiled.
     """
+    topology = request["topology"]
+    devices = target_devices() if topology == SIMULATED else Compiler(find_topology(topology)).devices
     progress(f"building {request['model']} without weights")
     recording = recording_of(request, progress)
     pipe = recording.pipe
     plan = plan_of(type(pipe), PipelinePlan())
-    topology = request["topology"]
-    devices = target_devices() if topology == SIMULATED else Compiler(find_topology(topology)).devices
     try:
         degrees = plan_degrees(len(devices), tuple(request["mesh"]) if request["mesh"] else None, plan.in_pairs(pipe))
     except ValueError as error:

@@ -27,9 +27,10 @@ _TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
 _NOT_READ = frozenset(
     {"layer_idx", "layer_index", "block_idx", "block_index", "_hf_hook", "__getstate__", "__deepcopy__"}
 )
-# What upstream's loaders note of adapters on a model: what a forward reads of them is in the layers.
+# What loaders note on a model: of adapters, what a forward reads of them is in the layers; of a checkpoint, how to save it again.
 _OF_LOADERS = frozenset(
-    {"peft_config", "_hf_peft_config_loaded", "_prepare_lora_hotswap_kwargs", "lora_scale", "_safe_fusing"}
+    "peft_config _hf_peft_config_loaded _prepare_lora_hotswap_kwargs lora_scale _safe_fusing _weight_conversions"
+    " _use_kernels".split()
 )
 _PLAIN = (bool, int, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
 _LIBRARIES = frozenset({"torch", "jax", "jaxlib", "torchax", "numpy", "accelerate", "PIL", "tokenizers", "tqdm"})

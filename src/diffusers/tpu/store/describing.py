@@ -61,7 +61,7 @@ class Words:
 
     def __init__(self):
         self.modules: set[str] = set()
-        self._known: dict[int, str] = {}
+        self._known: dict[int, tuple[tuple, str]] = {}
 
     def of(self, x) -> str:
         """Equal for what is equal, also between processes. Raises NotPortable."""
@@ -113,8 +113,8 @@ class Words:
                 text = "(" + ", ".join(map(self.of, some)) + ")"
             if len(text) > 200:  # of a class, say, which comes again with every module
                 text = _digest(text.encode())
-            self._known[id(x)] = text
-        return self._known[id(x)]
+            self._known[id(x)] = x, text  # with x, so that nothing else gets its id
+        return self._known[id(x)][1]
 
     def name(self, cls: type) -> str:
         """A class by name; what it holds by a digest."""
