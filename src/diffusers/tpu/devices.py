@@ -267,3 +267,20 @@ def keep_compiled_programs(cache_dir: str | None):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # schedulers are many small programs
         with contextlib.suppress(OSError):  # not there yet, or not ours to change
             make_room(pathlib.Path(cache_dir), MOST_CACHED_BYTES)
+
+
+@contextlib.contextmanager
+def compiled_anew():
+    """Inside, nothing comes from JAX's cache: of an executable that was read from it the CPU's compiler (jaxlib 0.10.2) gives no
+    second copy that runs ("Function ... not found")."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it looks at the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

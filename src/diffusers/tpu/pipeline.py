@@ -16,6 +16,7 @@ import weakref
 
 import torch
 
+from ..schedulers.scheduling_utils import SchedulerMixin
 from . import bridge, glue, is_active, models
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .config import ACCELERATORS, TPUConfig, names_accelerator
@@ -24,6 +25,7 @@ from .ladder import in_words
 from .plans import PipelinePlan, plan_of
 from .residency import residency_of
 from .runner import one_call
+from .stepping import as_programs
 
 
 def install(pipe, config: TPUConfig | None = None):
@@ -255,6 +257,7 @@ def _running(pipe, state: Installation):
                 stack.enter_context(context)
             if state.depth == 0:
                 stack.enter_context(env)
+                stack.enter_context(as_programs(_schedulers(pipe)))
         state.depth += 1
         try:
             yield
@@ -266,6 +269,10 @@ def _leaving_the_call(pipe, output):
     """Device tensors in what leaves the outermost call, and in what the scheduler keeps, come to the host."""
     glue.bring_attributes(pipe, *(c for c in _parts(pipe) if not isinstance(c, torch.nn.Module)))
     return glue.on_host(output)
+
+
+def _schedulers(pipe) -> list:
+    return [part for part in _parts(pipe) if isinstance(part, SchedulerMixin) and hasattr(part, "step")]
 
 
 def _parts(pipe) -> list:

@@ -1,5 +1,6 @@
 """Programs: a call's trace, and the executable that is compiled of it when it first runs."""
 
+import contextlib
 import functools
 import hashlib
 import time
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ..utils import logging
 from . import bridge
 from .call import Call
-from .devices import compile_lowered
+from .devices import compile_lowered, compiled_anew
 from .idioms import said
 from .sharding import fit, named
 from .store import Key
@@ -66,7 +67,8 @@ class Program:
         """Compile it. `share`: look whether another module has the same program, as two experts have."""
         start = time.perf_counter()
         lowered = self.traced.lower()
-        self.compiled = self._shared(lowered, self.options) if share else compile_lowered(lowered, self.options)
+        with contextlib.nullcontext() if self.key is None else compiled_anew():
+            self.compiled = self._shared(lowered, self.options) if share else compile_lowered(lowered, self.options)
         self.traced = None
         self.compile_seconds += time.perf_counter() - start
         logger.info(f"compiled {self.name}.{self.entry} in {self.compile_seconds:.1f} s")

@@ -74,7 +74,7 @@ class PlacedWeights:
         if self.watched is not None and self.watched.same(tensors):
             return False
         stale = []
-        with torch._C.DisableTorchFunctionSubclass():  # no detour for tensors of a file
+        with torch._C.DisableTorchFunction():  # no detour for tensors of a file, nor by the glue around the call
             for key, names in self._named():
                 if any(name not in tensors for name in names):
                     return True
@@ -100,7 +100,7 @@ class PlacedWeights:
     def take_over(self, former: "PlacedWeights"):
         """What is there already of weights that are planned as they were: of a module whose adapters are others, say."""
         tensors = named_tensors(self.module)
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             for key, names in self._named():
                 known = former.avals.get(key) == self.avals[key] and all(name in tensors for name in names)
                 known = known and [n is None for n in former.sources[key]] == [n is None for n in self.sources[key]]
@@ -231,14 +231,14 @@ class Watched:
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.tensors = tensors
         self.of_files = [t for t in tensors.values() if type(t) is FileTensor]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             self.now = self._now()
 
     def same(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether these are they (the very same dict), and none was written to or given other data."""
         if tensors is not self.tensors:
             return False
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             return self._now() == self.now
 
     def _now(self) -> tuple:
