@@ -79,7 +79,7 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name):
             torch.testing.assert_close(on_host(stepped(ours, inside, steps, seed)), want, rtol=2e-5, atol=2e-6)
             traces.append(steps_of(ours).traces)
     assert type(ours) is type(theirs)
-    assert traces[-1] - traces[-2] <= 2 or name == "ancestral"  # UniPC's first two see what the schedule before left
+    assert traces[-1] - traces[-2] <= 3 or name == "ancestral"  # UniPC's first ones see what the schedule before left
     programs = [recorded for recorded in steps_of(ours).recorded.values() if recorded is not None]
     assert bool(programs) == (name != "ancestral")  # it draws noise: operation by operation, the same noise
 
