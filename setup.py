@@ -30,6 +30,7 @@ REQUIRES = [
     "jax>=0.10.2,<0.11",
     f"jax[tpu]>=0.10.2,<0.11; {HAS_LIBTPU}",
     "flax>=0.12,<0.13",
+    "flatbuffers>=24",  # jax.export's files
     "jaxtyping>=0.3",
     "transformers>=5.0,<6",
     "accelerate>=1.0",

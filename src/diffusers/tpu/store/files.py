@@ -128,11 +128,7 @@ class Store:
             for kept in same
         ]
         apart = sorted(filter(None, apart), key=len)
-        return (
-            "; ".join(f"{name}: kept {_short(theirs)}, here {_short(ours)}" for name, theirs, ours in apart[0])
-            if apart
-            else None
-        )
+        return "; ".join(f"{name}: {_where_apart(*words)}" for name, *words in apart[0]) if apart else None
 
     def _keys(self, pattern: str, key: Key) -> list[Key]:
         found = []
@@ -167,5 +163,10 @@ def _digest(parts: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()[:16]
 
 
-def _short(words: str | None) -> str:
-    return "none" if words is None else words if len(words) < 120 else f"{words[:117]}..."
+def _where_apart(theirs: str | None, ours: str) -> str:
+    """Both from a little before where they part."""
+    if theirs is None:
+        return "not kept"
+    start = max(0, len(os.path.commonprefix([theirs, ours])) - 30)
+    kept, here = (f"{'...' if start else ''}{words[start : start + 100]}" for words in (theirs, ours))
+    return f"kept {kept}, here {here}"

@@ -1,0 +1,305 @@
+"""Oracle: the same model traced and compiled here; counted traces. Another process is a model and a runner of their own."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+import test_ladder
+import tiny_wan
+from conftest import relative
+from diffusers.tpu import executables
+from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.idioms import said
+from diffusers.tpu.plans import module_plan
+from diffusers.tpu.runner import Runner
+from diffusers.tpu.sharding import ModelPlan
+from diffusers.tpu.store import Store, describing
+
+
+@pytest.fixture
+def store(monkeypatch, tmp_path) -> Store:
+    """An empty store, that of this process for one test."""
+    found = Store(tmp_path / "executables")
+    monkeypatch.setattr(executables, "store_here", lambda: found)
+    said.forget()
+    return found
+
+
+@pytest.fixture
+def run(make_mesh, store):
+    """A function: a tiny Wan transformer's answer as of a process of its own, and its runner."""
+    attached = []
+
+    def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=None, dtype=torch.float32):
+        executables._loaded.clear()
+        torch.manual_seed(seed)
+        model = tiny_wan.transformer(num_layers=2).to(dtype)
+        change(model)
+        want = model(**inputs(frames, dtype))[0].float()
+        runner = Runner(model, module_plan(model), make_mesh(*mesh), config or TPUConfig())
+        runner.attach()
+        attached.append(runner)
+        got = model(**inputs(frames, dtype))[0].float()
+        assert relative(got, want.detach()) < (1e-5 if dtype == torch.float32 else 2e-2)
+        return got, runner
+
+    yield answer
+    for runner in attached:
+        runner.detach()
+
+
+def inputs(frames, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(frames)
+    return {
+        "hidden_states": torch.randn(1, 16, frames, 4, 6, generator=generator).to(dtype),
+        "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 5, 32, generator=generator).to(dtype),
+        "return_dict": False,
+    }
+
+
+def test_another_process_traces_nothing_and_answers_the_same(run):
+    (first, one), (second, other) = run(), run()
+    assert (one.traces, one.compilations) == (1, 1)
+    assert (other.traces, other.compilations) == (0, 0)
+    assert torch.equal(first, second)
+    assert run(seed=1)[1].traces == 0  # other weights are other arguments
+
+
+CHANGES = {
+    "a number of a part": lambda model: setattr(model.blocks[1].norm2, "eps", 0.5),
+    "a setting of the model": lambda model: setattr(model.rope, "theta_of_mine", 3.0),
+    "a part replaced": lambda model: setattr(model.blocks[0].ffn.net[0], "approximate", "none"),
+    "eval and train": lambda model: model.train(),
+}
+
+
+def test_another_state_is_another_program(run):
+    run()
+    for name, change in CHANGES.items():
+        assert run(change=change)[1].traces == 1, name
+        assert run(change=change)[1].traces == 0, name
+    assert run()[1].traces == 0
+
+
+def test_what_is_of_another_run_is_not_used_and_the_part_is_said(run, monkeypatch, caplog):
+    run()
+
+    def refused(part, **asked):
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            assert run(**asked)[1].traces == 1
+        assert f"is not of this run, and is not used: {part}: kept" in caplog.text
+
+    refused("mesh", mesh=(1, 2, 1))
+    refused("settings", config=TPUConfig(convolution_precision="highest"))
+    refused("settings", config=TPUConfig(matmul_precision="high"))
+    with monkeypatch.context() as patch:
+        patch.setattr(executables, "_versions", lambda: "jax 0.0.1")
+        refused("versions")
+    with monkeypatch.context() as patch:
+        patch.setattr(executables, "ours_in_words", lambda: "others")
+        refused("sources")
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=4096")
+    refused("compiler")
+
+
+def test_another_size_is_another_program_and_both_are_kept(run, store):
+    run(), run(frames=3)
+    assert run(frames=3)[1].traces == run(frames=2)[1].traces == 0
+    assert len([*store.folder.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("place", ["processor", "forward", "function of a library's module", "torch's function"])
+def test_code_of_a_script_is_never_anothers(run, store, monkeypatch, place):
+    """Its values are right, and no other process finds what was made of it, nor it what others made."""
+    run(config=TPUConfig(layers="xla"))
+    kept = {*store.folder.iterdir()}
+
+    def change(model):
+        if place == "processor":
+            attn = model.blocks[0].attn1
+            theirs = type(attn.processor)
+            attn.processor = type(
+                "Mine", (theirs,), {"__call__": lambda self, *a, **k: 2 * theirs.__call__(self, *a, **k)}
+            )()
+        elif place == "forward":
+            norm = model.norm_out
+            norm.forward = types.MethodType(lambda self, x: type(self).forward(self, x) * 2, norm)
+        elif place == "torch's function":
+            from torch.nn import functional
+
+            gelu = functional.gelu
+            monkeypatch.setattr(functional, "gelu", lambda x, **kwargs: gelu(x, **kwargs) * 2)
+        else:
+            from diffusers.models.transformers import transformer_wan
+
+            theirs = transformer_wan.dispatch_attention_fn
+            monkeypatch.setattr(
+                transformer_wan, "dispatch_attention_fn", lambda *args, **kwargs: 2 * theirs(*args, **kwargs)
+            )
+
+    _, runner = run(change=change, config=TPUConfig(layers="xla"))  # upstream's attention processors
+    assert runner.traces == 1 and "no library's" in (runner.executables.reason or "")
+    assert {*store.folder.iterdir()} == kept
+
+
+def test_a_damaged_file_is_said_removed_and_made_anew(run, store, caplog):
+    run(), run(frames=3)
+    path, other = sorted(store.folder.iterdir())
+    raw = path.read_bytes()
+    damages = {
+        "cut": raw[: len(raw) // 2],
+        "flipped": raw[:-9] + bytes([raw[-9] ^ 1]) + raw[-8:],
+        "another's": other.read_bytes(),
+        "of another format": b"\x80\x04",
+    }
+    for name, damaged in damages.items():
+        path.write_bytes(damaged)
+        said.forget()
+        caplog.clear()
+        with caplog.at_level("WARNING"):
+            assert run()[1].traces + run(frames=3)[1].traces == 1, name
+        assert "is damaged" in caplog.text and path.name in caplog.text, name
+    assert run()[1].traces + run(frames=3)[1].traces == 0
+
+
+def test_a_runtime_that_refuses_an_executable_gets_it_compiled(run, monkeypatch, caplog):
+    run()
+
+    def refused(*args):
+        raise RuntimeError("built for another machine")
+
+    with monkeypatch.context() as patch, caplog.at_level("WARNING"):
+        patch.setattr(executables.serialize_executable, "deserialize_and_load", refused)
+        assert run()[1].traces == 1
+    assert "built for another machine" in caplog.text
+    assert run()[1].traces == 0
+
+
+def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, caplog):
+    store.folder.parent.joinpath("executables").write_text("a file")
+    with caplog.at_level("WARNING"):
+        run(), run(frames=3)
+    assert caplog.text.count("are not kept for the next run") == 1 and "DIFFUSERS_TPU_CACHE" in caplog.text
+
+
+def test_the_longest_unused_go(run, store, monkeypatch):
+    from diffusers.tpu.store import files
+
+    run()
+    (first,) = store.folder.iterdir()
+    monkeypatch.setattr(files, "MOST_BYTES", int(first.stat().st_size * 2.5))
+    os.utime(first, (1, 1))
+    run(frames=3)
+    run()  # found: used now
+    second = next(path for path in store.folder.iterdir() if path != first)
+    os.utime(second, (2, 2))
+    run(frames=4)
+    left = {*store.folder.iterdir()}
+    assert len(left) == 2 and first in left and second not in left
+
+
+def test_two_models_of_one_configuration_share_an_executable(run):
+    mesh = run()[1].mesh
+    executables._loaded.clear()
+    torch.manual_seed(2)
+    models = [tiny_wan.transformer(num_layers=2) for _ in range(2)]
+    runners = [Runner(model, module_plan(model), mesh, TPUConfig()) for model in models]
+    for model, runner in zip(models, runners):
+        runner.attach()
+        model(**inputs(2))
+    compiled = [program.compiled for runner in runners for program in runner.programs.values()]
+    for runner in runners:
+        runner.detach()
+    assert compiled[0] is compiled[1]
+
+
+def test_questions_lead_to_the_program_of_their_answers(make_mesh, store):
+    """Mochi asks for its prompts' lengths: each answer's program is found without a trace."""
+    model = test_ladder.mochi()
+
+    def traces(*lengths):
+        executables._loaded.clear()
+        ours = copy.deepcopy(model)
+        runner = Runner(ours, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+        runner.attach()
+        for length in lengths:
+            given = test_ladder.mochi_inputs(model, test_ladder.first(length))
+            assert relative(ours(**given)[0].detach(), model(**given)[0].detach()) < 1e-5
+        runner.detach()
+        return runner.traces
+
+    assert [traces(3), traces(3), traces(4), traces(4), traces(3, 4)] == [1, 0, 1, 0, 0]
+
+
+def test_a_code_is_told_from_one_alike_in_another_file():
+    """Python takes codes of two files for equal where their lines are: their words are not."""
+    from diffusers.schedulers import scheduling_ddim, scheduling_heun_discrete
+
+    codes = [module.betas_for_alpha_bar.__code__ for module in (scheduling_ddim, scheduling_heun_discrete)]
+    words = {*map(describing.code_in_words, codes)}
+    assert len(words) == 2
+
+
+SECOND = """
+import json, sys
+import jax
+hits = {"cache_misses": 0}
+def count(event, **_):
+    hits[event.split("/")[-1]] = hits.get(event.split("/")[-1], 0) + 1
+jax.monitoring.register_event_listener(count)
+import torch
+import diffusers.tpu
+from diffusers import WanPipeline
+pipe = WanPipeline.from_pretrained(sys.argv[1]).to("cuda")
+video = pipe("a red circle moving right", height=32, width=32, num_frames=5, num_inference_steps=3, guidance_scale=2.0,
+             generator=torch.Generator().manual_seed(0), output_type="np").frames
+found = diffusers.tpu.report(pipe)["components"].values()
+print(json.dumps({"traces": sum(c["traces"] for c in found), "misses": hits["cache_misses"],
+                  "calls": sum(p["calls"] for c in found for p in c["programs"]), "video": float(abs(video).sum())}))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_uses_what_compile_made_and_the_next_compiles_nothing(root, tmp_path):
+    model = root / "examples/tpu/models/wan-shapes"
+    environment = {
+        **os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "2", "DIFFUSERS_TPU_CACHE": str(tmp_path),
+        "PYTHONPATH": str(root / "src"),
+    }  # fmt: skip
+
+    def answer(*command):
+        done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout
+
+    sizes = [
+        "--height",
+        "32",
+        "--width",
+        "32",
+        "--num-frames",
+        "5",
+        "--num-inference-steps",
+        "3",
+        "--guidance-scale",
+        "2",
+    ]
+    line = "from diffusers.tpu.cli import main; import sys; sys.exit(main())"
+    made = answer("-c", line, "compile", str(model), "--topology", "simulated", "--dtype", "float32", *sizes, "--json")
+    assert {program["name"] for program in json.loads(made)["programs"]} == {
+        "text_encoder.forward",
+        "transformer.forward",
+        "vae.decode",
+    }
+    first, second = (json.loads(answer("-c", SECOND, str(model)).splitlines()[-1]) for _ in range(2))
+    assert first["traces"] == second["traces"] == 0 and second["calls"] >= 5
+    assert first["misses"] > 0 and second["misses"] == 0
+    assert first["video"] == second["video"]
