@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -344,7 +345,8 @@ class _Any:
 
 
 class _Function:
-    """A trace as a function of its floating numbers, and arrays of the host's, beside what it was a function of.
+    """A trace as a function of its numbers, and of arrays of the host's, beside what it was a function of: where it takes an entry
+    of a table, which one is a number too.
 
     Attributes:
         numbers: in the order in which they come.
@@ -355,6 +357,8 @@ class _Function:
     def __init__(self, closed: ClosedJaxpr):
         self.jaxpr, self.numbers = closed.jaxpr, [np.asarray(x) for x in closed.consts]
         for eqn in self.jaxpr.eqns:
+            if _takes_entries(eqn):
+                self.numbers.append(np.asarray(eqn.params["start_indices"], np.int32))
             self.numbers += [np.asarray(x.val, x.aval.dtype) for x in eqn.invars if _is_number(x)]
 
     def __call__(self, numbers: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
@@ -366,10 +370,19 @@ class _Function:
             return next(numbers) if _is_number(x) else x.val if isinstance(x, Literal) else known[x]
 
         for eqn in self.jaxpr.eqns:
-            made = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+            if _takes_entries(eqn):
+                start, sizes = next(numbers), eqn.outvars[0].aval.shape
+                made = lax.dynamic_slice(value(eqn.invars[0]), [start[n] for n in range(len(sizes))], sizes)
+            else:
+                made = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
             known.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made]))
         return [x.val if isinstance(x, Literal) else known[x] for x in self.jaxpr.outvars]
 
 
 def _is_number(x) -> bool:
-    return isinstance(x, Literal) and not x.aval.shape and jnp.issubdtype(x.aval.dtype, jnp.floating)
+    return isinstance(x, Literal) and not x.aval.shape and x.aval.dtype != jnp.bool_
+
+
+def _takes_entries(eqn) -> bool:
+    """Of a table: a slice of what has one axis."""
+    return eqn.primitive.name == "slice" and eqn.params["strides"] is None and len(eqn.invars[0].aval.shape) == 1

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..attention.blocks import TUNED, Shape, tuned_key
 from ..attention.ways import BOUND, ONLINE, WAYS
 from ..devices import find_topology
-from . import PLANS, Question, cache_row, check_row, request_of
+from . import PLANS, Question, cache_row, check_row, host_row, request_of
 from .calibration import PUBLISHED
 
 
@@ -416,6 +416,15 @@ def cache_cases() -> list[Case]:
     ]
 
 
+def host_cases() -> list[Case]:
+    """What a step costs the host: measured here, on simulated chips."""
+    return [
+        Case({"scheduler": scheduler, "chips": chips}, None, functools.partial(host_row.answer, scheduler, chips))
+        for scheduler in host_row.SCHEDULERS
+        for chips in host_row.CHIPS
+    ]
+
+
 BENCHES = {
     "attention": attention_cases,
     "sweep": sweep_cases,
@@ -425,6 +434,7 @@ BENCHES = {
     "calibration": calibration_cases,
     "check": check_cases,
     "cache": cache_cases,
+    "host": host_cases,
 }
 
 

@@ -1,0 +1,112 @@
+"""What a step costs the host beside the model's own program: measured on this machine's processor, on simulated chips.
+
+A Wan pipeline whose transformer is one tiny block, so that almost nothing of a step is computing. A step is upstream's loop as it
+runs: the look at the model, its call, guidance, the scheduler. Of a schedule that has been there before; the first time a
+scheduler's steps are traced.
+"""
+
+import functools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+
+from . import sources
+
+
+SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
+CHIPS = (1, 8)
+STEPS, RUNS = 30, 5
+CALL = {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 2.0, "output_type": "latent"}
+
+
+def answer(scheduler: str, chips: int) -> dict:
+    """`step_milliseconds` of a whole step; of them `program_milliseconds` of the model's program alone, waited for; the rest is the
+    host's, `host_milliseconds`. Each is the median of a run's steps, of the quickest of some runs: what else runs only adds.
+
+    `first_milliseconds`: a step of the first run, which traces the scheduler's; `scheduler_programs`: executables of these.
+    """
+    return {
+        **_measured(scheduler, chips),
+        "versions": {"python": platform.python_version(), "machine": platform.machine(), "sources": sources()},
+    }
+
+
+@functools.cache
+def _measured(scheduler: str, chips: int) -> dict:
+    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(chips)}
+    command = [sys.executable, "-m", f"{__package__}.host_row", scheduler]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"expected the times of a step, got: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def tiny_pipeline(scheduler: str):
+    """Wan's pipeline around one block, without a text encoder: it takes embeddings."""
+    import diffusers
+
+    transformer = diffusers.WanTransformer3DModel(
+        num_attention_heads=4, attention_head_dim=12, text_dim=32, freq_dim=32, ffn_dim=64, num_layers=1,
+        rope_max_seq_len=64,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKLWan(base_dim=6, dim_mult=[1, 2, 2, 2], num_res_blocks=1)
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+    steps = getattr(diffusers, scheduler)(**(flow if scheduler.startswith("UniPC") else {}))
+    return diffusers.WanPipeline(None, None, vae, steps, transformer)
+
+
+def main(scheduler: str):
+    """Measures and prints a row; a process of its own, for its own number of chips."""
+    import jax
+    import torch
+
+    from .. import install
+    from ..stepping import _jitted
+
+    torch.set_num_threads(1)
+    pipe = install(tiny_pipeline(scheduler))
+    pipe.set_progress_bar_config(disable=True)
+    text = {name: torch.randn(1, 8, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
+
+    def step_seconds() -> float:
+        ends: list[float] = []
+        pipe(
+            **text, **CALL, num_inference_steps=STEPS, generator=torch.Generator().manual_seed(0),
+            callback_on_step_end=lambda *_: ends.append(time.perf_counter()) or {}, callback_on_step_end_tensor_inputs=[],
+        )  # fmt: skip
+        return statistics.median(after - before for before, after in zip(ends, ends[1:]))
+
+    first = step_seconds()
+    step_seconds()
+    step = min(step_seconds() for _ in range(RUNS))
+    (program,) = pipe.transformer._tpu_runner.programs.values()
+    spent: list[float] = []
+    run = program.run
+
+    def waited_for(calls):
+        jax.block_until_ready([call.values.inputs for call in calls])
+        start = time.perf_counter()
+        outputs = jax.block_until_ready(run(calls))
+        spent.append(time.perf_counter() - start)
+        return outputs
+
+    program.run = waited_for
+    for _ in range(RUNS):
+        step_seconds()
+    alone = min(statistics.median(spent[n : n + STEPS]) for n in range(0, len(spent) - STEPS + 1, STEPS))
+    row = {
+        "step_milliseconds": 1e3 * step,
+        "program_milliseconds": 1e3 * alone,
+        "host_milliseconds": 1e3 * (step - alone),
+        "first_milliseconds": 1e3 * first,
+        "scheduler_programs": _jitted.cache_info().currsize,
+    }
+    print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
