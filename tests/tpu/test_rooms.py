@@ -49,6 +49,7 @@ ORDER = [
     "ladder",
     "models",
     "glue",
+    "stepping",
     "components",
     "pipeline",
     "stages",
