@@ -116,7 +116,10 @@ def test_another_size_is_another_program_and_both_are_kept(run, store):
     assert len([*store.folder.iterdir()]) == 2
 
 
-@pytest.mark.parametrize("place", ["processor", "forward", "function of a library's module", "torch's function"])
+@pytest.mark.parametrize(
+    "place",
+    ["processor", "forward", "function of a library's module", "object of a library's module", "torch's function"],
+)
 def test_code_of_a_script_is_never_anothers(run, store, monkeypatch, place):
     """Its values are right, and no other process finds what was made of it, nor it what others made."""
     run(config=TPUConfig(layers="xla"))
@@ -141,9 +144,13 @@ def test_code_of_a_script_is_never_anothers(run, store, monkeypatch, place):
             from diffusers.models.transformers import transformer_wan
 
             theirs = transformer_wan.dispatch_attention_fn
-            monkeypatch.setattr(
-                transformer_wan, "dispatch_attention_fn", lambda *args, **kwargs: 2 * theirs(*args, **kwargs)
-            )
+
+            class Twice:
+                def __call__(self, *args, **kwargs):
+                    return 2 * theirs(*args, **kwargs)
+
+            mine = Twice() if place.startswith("object") else lambda *args, **kwargs: 2 * theirs(*args, **kwargs)
+            monkeypatch.setattr(transformer_wan, "dispatch_attention_fn", mine)
 
     _, runner = run(change=change, config=TPUConfig(layers="xla"))  # upstream's attention processors
     assert runner.traces == 1 and "no library's" in (runner.executables.reason or "")

@@ -119,6 +119,9 @@ def records() -> dict[str, Record]:
     made = {
         "check": of_bench("check"),
         "cache": of_bench("cache"),
+        "host": of_bench("host"),
+        "ready": of_bench("ready"),
+        "compile": of_bench("compile"),
         "compare": Record(("compare-wan-shapes.json",), compared),
         "demo": Record(("red-circle-right.png",), demonstrated),
         "step": of_bench("step"),

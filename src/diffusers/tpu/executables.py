@@ -36,7 +36,10 @@ logger = logging.get_logger(__name__)
 
 VERSIONS = ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "numpy")
 FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-OF_JAX = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable", "jax_numpy_dtype_promotion")
+OF_JAX = (
+    "jax_enable_x64 jax_default_matmul_precision jax_threefry_partitionable jax_numpy_dtype_promotion"
+    " jax_use_shardy_partitioner jax_exec_time_optimization_effort jax_memory_fitting_effort"
+).split()
 MOST_AHEAD = 4  # programs of a module that are loaded before somebody asks for them
 PASSING = ("call", "shapes", "batch", "cache", "branches", "answers")
 NUMBERS_ARE_READ, ALONE = "numbers are read", "alone"
@@ -124,8 +127,8 @@ class Executables:
         if state not in self._lasting:
             try:
                 self._lasting[state], self.reason = lasting_words(self.runner), None
-            except NotPortable as error:
-                self._lasting[state], self.reason = None, str(error)
+            except Exception as error:  # NotPortable, or of an object that has no words: it runs all the same
+                self._lasting[state], self.reason = None, str(error) or repr(error)
                 logger.info(f"programs of {self._name} are not kept for other processes: {error}")
         return self._lasting[state]
 

@@ -211,7 +211,7 @@ def explain(module: torch.nn.Module) -> str:
 
 
 def component_report(runner: Runner | HostModel) -> dict:
-    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, why calls run eagerly, which rung of the
+    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
     `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
     that heads went."""
     if isinstance(runner, HostModel):
@@ -235,6 +235,7 @@ def component_report(runner: Runner | HostModel) -> dict:
         "traces": sum(one.traces for _, one in runner.with_parts()),
         "programs": programs,
         "eager": runner.eager,
+        "not_kept": runner.executables.reason,
         "rungs": rungs(runner),
         "weights": placed and placed.coverage,
         "on_chips": bool(placed and placed.arrays),

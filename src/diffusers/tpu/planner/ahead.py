@@ -38,7 +38,7 @@ def make(request: dict, folder: Path, on_progress: Callable[[str], None] = lambd
 
 
 def make_here(request: dict, progress: Callable) -> dict:
-    """The executables of one run: `programs`, each a name, seconds and bytes, `bytes` of all; `left`: why others are not kept.
+    """The executables of one run: `programs`, each a name, seconds and bytes, `bytes` of all; `weights` of each model in bytes; `left`: why others are not kept.
 
     Args:
         request: as `planner.request_of` makes it; `topology` may be "simulated".
@@ -71,7 +71,14 @@ def make_here(request: dict, progress: Callable) -> dict:
                 _make(call, runner, resident, programs, left, progress)
         finally:
             runner.detach()
-    return {"programs": programs, "left": left, "mesh": list(degrees), "bytes": sum(p["bytes"] for p in programs)}
+    models = {name: m for name, m in pipe.components.items() if any(r.component == name for r in recording.calls)}
+    return {
+        "programs": programs,
+        "left": left,
+        "mesh": list(degrees),
+        "bytes": sum(program["bytes"] for program in programs),
+        "weights": {name: sum(weight.nbytes for weight in model.parameters()) for name, model in models.items()},
+    }
 
 
 def _make(recorded: RecordedCall, runner: Runner, resident: bool, programs: list, left: list, progress: Callable):

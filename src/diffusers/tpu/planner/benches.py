@@ -6,13 +6,16 @@ the row is read from its answer. Comparisons are cases of the same bench, asked 
 
 import functools
 import json
+import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..attention.blocks import TUNED, Shape, tuned_key
 from ..attention.ways import BOUND, ONLINE, WAYS
 from ..devices import find_topology
-from . import PLANS, Question, cache_row, check_row, host_row, request_of
+from . import PLANS, Question, ahead, cache_row, check_row, host_row, ready_row, request_of
 from .calibration import PUBLISHED
 
 
@@ -425,6 +428,27 @@ def host_cases() -> list[Case]:
     ]
 
 
+def ready_cases() -> list[Case]:
+    """From a process's start to its first step: measured here, on simulated chips."""
+    return [
+        Case({"model": "wan-shapes", "name": run}, None, functools.partial(ready_row.answer, run))
+        for run in ready_row.RUNS
+    ]
+
+
+def compile_cases() -> list[Case]:
+    """A run's executables made ahead, into an empty store."""
+    model, size = "wan2.1-t2v-14b", {"height": 720, "width": 1280, "num_frames": 81}
+
+    def ask(on_progress: Callable) -> dict:
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            made = ahead.make(request_of(model, "v6e-8", arguments=size), Path(folder), on_progress)
+        return {**made, "seconds": time.perf_counter() - start}
+
+    return [Case({"model": model, "topology": "v6e-8", **size}, None, ask)]
+
+
 BENCHES = {
     "attention": attention_cases,
     "sweep": sweep_cases,
@@ -435,6 +459,8 @@ BENCHES = {
     "check": check_cases,
     "cache": cache_cases,
     "host": host_cases,
+    "compile": compile_cases,
+    "ready": ready_cases,
 }
 
 

@@ -49,6 +49,11 @@ _PLAIN = (
     range,
     slice,
 )
+_VALUES = (bool, int, float, str, tuple, list, dict, set)
+_OF_CLASSES = frozenset(
+    "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __abstractmethods__ __parameters__ __orig_bases__"
+    " __hash__ __match_args__ __dataclass_fields__ __dataclass_params__ __annotate__ _abc_impl __static_attributes__".split()
+)
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
 
@@ -150,14 +155,28 @@ def _tensor(tensor: torch.Tensor) -> str:
 @functools.cache
 def _class_in_words(cls: type, version: int) -> str:
     """`version`: which of the states that the class's attributes have had this is."""
-    held = []
-    for name, value in sorted(vars(cls).items(), key=lambda item: item[0]):
-        if isinstance(value, _FUNCTIONS):
-            found = _function_of(value)
-            held.append((name, None if found is None else code_in_words(found.__code__)))
-        elif isinstance(value, (bool, int, float, str, tuple, list)) and not name.startswith("__"):
-            held.append((name, _without_addresses(repr(value))))
+    held = [(name, _held(value)) for name, value in sorted(vars(cls).items()) if name not in _OF_CLASSES]
     return f"{cls.__module__}.{cls.__qualname__}<{_digest(repr(held).encode())}>"
+
+
+def _held(value) -> str:
+    """What stands under a name of a class or a module. Raises NotPortable where it is a script's."""
+    found = _function_of(value)
+    if found is not None:
+        return code_in_words(found.__code__)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return code_in_words(inspect.unwrap(value).__code__)
+    if isinstance(value, functools.partial):
+        return f"partial({_held(value.func)}, {value.args!r:.200}, {value.keywords!r:.200})"
+    if isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType)):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+    if isinstance(value, (bool, int, float, str, tuple, list, dict)):
+        text = repr(value)
+        return type(value).__name__ if " at 0x" in text else text
+    if callable(value) and type(value).__module__.partition(".")[0] == "__main__":
+        raise NotPortable(f"a {type(value).__qualname__}, which is no library's")
+    call = _function_of(getattr(type(value), "__call__", None))
+    return f"{type(value).__module__}.{type(value).__qualname__} {call and code_in_words(call.__code__)}"
 
 
 def _function_of(x) -> types.FunctionType | None:
@@ -266,18 +285,16 @@ def _is_read(name: str) -> bool:
 
 
 def _module_in_words(module: types.ModuleType) -> tuple[str, set[str]]:
+    """Its digest, and the modules that what stands in it is of."""
     further, held = set(), []
     for name, value in sorted(vars(module).items(), key=lambda item: item[0]):
-        if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper)):
-            found = inspect.unwrap(value)
-            held.append((name, code_in_words(value.__code__ if hasattr(value, "__code__") else found.__code__)))
+        if name.startswith("__") or isinstance(value, types.ModuleType):
+            continue
+        if isinstance(value, _VALUES) and ".models." not in module.__name__:
+            continue  # levels of logging and the like
+        held.append((name, _held(value)))
+        if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper, type)):
             further.add(value.__module__ or "")
-        elif isinstance(value, type):
-            held.append((name, value.__module__, value.__qualname__))
-            further.add(value.__module__)
-        elif isinstance(value, (bool, int, float, str, tuple)) and not name.startswith("__"):
-            if ".models." in module.__name__:
-                held.append((name, repr(value)))
     return _digest(repr(held).encode()) + _file_digest(getattr(module, "__file__", None)), further
 
 
@@ -285,9 +302,9 @@ def _put_into(module: types.ModuleType) -> str:
     """What others have put into a module of torch's; ours is told by our sources."""
     held = []
     for name, value in sorted(vars(module).items(), key=lambda item: item[0]):
-        if isinstance(value, types.FunctionType):
-            words = code_in_words(value.__code__)
-            if not words.startswith((OURS, "torch==", "python", MADE)):
+        if callable(value) and not isinstance(value, (type, types.BuiltinFunctionType)):
+            words = _held(value)
+            if not words.startswith((OURS, "torch", "python", "typing.", MADE)):
                 held.append((name, words))
     return repr(held)
 
