@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import test_ladder
+import tiny
 import tiny_wan
 from conftest import relative
 from diffusers.tpu import executables
@@ -310,3 +311,26 @@ def test_a_run_uses_what_compile_made_and_the_next_compiles_nothing(root, tmp_pa
     assert first["traces"] == second["traces"] == 0 and second["calls"] >= 5
     assert first["misses"] > 0 and second["misses"] == 0
     assert first["video"] == second["video"]
+
+
+@pytest.mark.parametrize("name", tiny.BUILDERS)
+def test_a_model_without_weights_has_the_words_of_the_one_that_is_loaded(make_mesh, tmp_path, name):
+    """So that a run finds what `compile` made: everything of the key but the call, which the slow test above has."""
+    import diffusers
+    from diffusers.tpu.planner.building import build, configuration_of
+
+    tiny.BUILDERS[name]().save_pretrained(tmp_path)
+    loaded = diffusers.DiffusionPipeline.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    built = build(configuration_of(str(tmp_path)), torch.bfloat16)
+    diffusers.tpu.uninstall(loaded)
+    for component in [n for n, part in built.components.items() if isinstance(part, torch.nn.Module)]:
+        words = []
+        for pipe in (loaded, built):
+            module = getattr(pipe, component)
+            runner = Runner(module, module_plan(module), make_mesh(1, 2, 1), TPUConfig())
+            runner.attach()
+            runner.current()
+            words.append(executables.lasting_words(runner))
+            runner.detach()
+        differing = {part: [w[part][:300] for w in words] for part in words[0] if words[0][part] != words[1][part]}
+        assert not differing, (component, differing)

@@ -127,7 +127,7 @@ def build(configuration: Configuration, dtype: torch.dtype):
 def _component(name: str, class_name: str, config: dict, configuration: Configuration, dtype: torch.dtype):
     library, _, cls_name = class_name.rpartition(".")
     cls = _class(library, cls_name, configuration.pipeline)
-    if "Tokenizer" in cls_name or cls_name.endswith("Processor"):
+    if "Tokenizer" in cls_name or "Processor" in cls_name:
         if configuration.directory is not None:
             return cls.from_pretrained(configuration.directory, subfolder=name)
         return _tokenizer(configuration.tokens.get(name, 512)) if "Tokenizer" in cls_name else cls(**config)
@@ -135,7 +135,7 @@ def _component(name: str, class_name: str, config: dict, configuration: Configur
         return cls.from_config(config)
     with init_empty_weights():
         if issubclass(cls, PreTrainedModel):
-            module = cls(cls.config_class(**config))
+            module = cls(cls.config_class(**{**config, "dtype": dtype}))  # as from_pretrained notes it
         else:
             module = cls.from_config(config)
     if isinstance(module, PreTrainedModel):
