@@ -1,0 +1,62 @@
+"""Faults of the rooms that keep programs for other processes, and of schedulers' steps as programs."""
+
+from table import TPU, in_file
+
+
+EXECUTABLES, STEPPING = "test_executables.py", "test_stepping.py"
+STATE = f"{EXECUTABLES}::test_another_state_is_another_program"
+ANOTHER = f"{EXECUTABLES}::test_what_is_of_another_run_is_not_used_and_the_part_is_said"
+SCRIPT = f"{EXECUTABLES}::test_code_of_a_script_is_never_anothers"
+CHANGED = f"{STEPPING}::test_what_somebody_changes_between_steps_is_seen"
+STEPS = f"{STEPPING}::test_steps_are_upstreams_the_first_time_and_later"
+
+# fmt: off
+MUTANTS = [
+    *in_file(
+        TPU + "executables.py",
+        ("executables-state", '"state": words.of((runner.read_state, process_key())),', '"state": "",',
+         "a program of another state of the model is used", STATE),
+        ("executables-settings", '"settings": repr((fixed, runner.config.matmul_precision)),', '"settings": "",',
+         "a program of another precision is used", ANOTHER),
+        ("executables-flags", "(sorted(runner.compiler_options.items()), _flags(), ", "(sorted(runner.compiler_options.items()), (), ",
+         "a program that was compiled with other flags is used", ANOTHER),
+        ("executables-answers", '"answers": words.of(answers),', '"answers": "",',
+         "the program of other answers is used", f"{EXECUTABLES}::test_questions_lead_to_the_program_of_their_answers"),
+        ("executables-not-kept", "        self._write(key, kept)\n", "        pass\n",
+         "nothing is kept for other processes", f"{EXECUTABLES}::test_another_process_traces_nothing_and_answers_the_same"),
+    ),
+    *in_file(
+        TPU + "store/describing.py",
+        ("store-scripts", "    if where is None:\n        raise NotPortable(", "    if where is None:\n        return code.co_qualname\n        raise NotPortable(",
+         "two scripts' functions of one name are taken for one", SCRIPT),
+        ("store-modules", "        held.append((name, _held(value)))\n        if isinstance(value, (types.FunctionType", "        if isinstance(value, (types.FunctionType",
+         "a function that somebody put into a library's module is not seen", SCRIPT),
+        ("store-files", 'return f"{where}:{code.co_qualname}:{code.co_firstlineno}"', 'return f"{code.co_qualname}:{code.co_firstlineno}"',
+         "codes of two files that look alike are one", f"{EXECUTABLES}::test_a_code_is_told_from_one_alike_in_another_file"),
+    ),
+    *in_file(
+        TPU + "store/files.py",
+        ("store-digest", 'if len(body) != head["bytes"] or hashlib.sha256(body).hexdigest() != head["sha256"]:', "if False:",
+         "a damaged executable is loaded", f"{EXECUTABLES}::test_a_damaged_file_is_said_removed_and_made_anew",
+         "zlib's own checksum finds what this one does, only later"),
+        ("store-key", 'if head["key"] != key.parts:', "if False:",
+         "a file under another one's name is used", f"{EXECUTABLES}::test_a_damaged_file_is_said_removed_and_made_anew"),
+        ("store-used", "            os.utime(path)\n", "            pass\n",
+         "what is used goes as if it were not", f"{EXECUTABLES}::test_the_longest_unused_go"),
+    ),
+    *in_file(
+        TPU + "stepping.py",
+        ("stepping-tables", "return leaf.dtype, leaf.shape, _bytes(leaf)", "return leaf.dtype, leaf.shape",
+         "a step of another schedule is used", CHANGED),
+        ("stepping-configuration", "        return repr(leaf)\n", "        return type(leaf)\n",
+         "a changed configuration is not seen", CHANGED),
+        ("stepping-numbers", "return isinstance(x, Literal) and not x.aval.shape and x.aval.dtype != jnp.bool_", "return False",
+         "every step of a schedule is compiled", f"{STEPPING}::test_steps_that_differ_in_numbers_are_one_executable"),
+        ("stepping-effects", "            for name, tree in recorded.changed.items():\n                _put(", "            for name, tree in ():\n                _put(",
+         "a scheduler does not count its steps", STEPS),
+        ("stepping-draws", "        if env.draws != drawn:\n", "        if False:\n",
+         "a step repeats the noise that its trace drew", f"{STEPS}[ancestral]"),
+        ("stepping-copies", "original = cls.step.__get__(self)", "original = self.__dict__.setdefault('_original', cls.step.__get__(self))",
+         "a copy of a scheduler steps the one it was copied from", f"{STEPPING}::test_a_copy_steps_for_itself_and_a_step_of_the_users_stays"),
+    ),
+]
