@@ -82,7 +82,21 @@ def _add_generate(commands):
     generate.add_argument("--fps", type=int, help="frames per second of the mp4 (default 16)")
     generate.add_argument("--seed", type=int, help="of the noise (default: drawn, and printed)")
     generate.add_argument("--image", metavar="FILE", help="first frame or reference, for pipelines that take one")
+    _add_bulk(generate)
     _add_pipeline_arguments(generate)
+
+
+def _add_bulk(generate):
+    group = generate.add_argument_group(
+        "many prompts", "One output each, resumable; several processes may share the directory."
+    )
+    group.add_argument(
+        "--prompts", metavar="FILE", help=".txt, a prompt a line, or .jsonl, an object with prompt a line"
+    )
+    group.add_argument("--batch", type=int, default=1, metavar="N", help="prompts of equal arguments in one call")
+    group.add_argument("--retry", action="store_true", help="make again what failed before")
+    group.add_argument("--ray", type=int, metavar="N", help="by N actors of Ray Data, one a slice")
+    group.add_argument("--ray-resources", action="append", metavar="NAME=COUNT", help="of one actor, such as TPU=8")
 
 
 def _add_compare(commands):
