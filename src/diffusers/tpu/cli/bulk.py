@@ -87,8 +87,8 @@ def _check_flags(options):
         raise BadInput(f"expected --output to be a directory with --prompts, got {options.output!r}")
     if options.ray_resources and options.ray is None:
         raise BadInput("expected --ray with --ray-resources: they are of Ray's actors")
-    if options.ray is not None and importlib.util.find_spec("ray") is None:
-        raise BadInput("expected Ray with --ray, it is not installed: pip install '.[ray]'")
+    if options.ray is not None and None in map(importlib.util.find_spec, ("ray", "pyarrow")):
+        raise BadInput("expected Ray Data with --ray, it is not installed: pip install '.[ray]'")
 
 
 def _resources(texts: list[str] | None) -> dict[str, float]:

@@ -76,7 +76,7 @@ class Jobs:
         self._changed = threading.Condition()
         self._all: dict[str, Job] = {}
         self._queue: deque[Job] = deque()
-        self._seconds = 1.0  # of a job, a running mean
+        self._seconds = 0.0  # of a job, a running mean
 
     def __len__(self) -> int:
         return len(self._queue)

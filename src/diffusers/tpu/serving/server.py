@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import tempfile
 from dataclasses import dataclass
@@ -64,7 +65,9 @@ class Service:
         self.sizes = Sizes(served, settings.any_size, settings.fps, settings.limits)
         self.jobs, metrics = Jobs(settings.limits), Metrics()
         metrics.watch(self.jobs)
-        self._folder = tempfile.TemporaryDirectory(prefix="diffusers-tpu-serve-", ignore_cleanup_errors=True)
+        self._folder = tempfile.TemporaryDirectory(
+            prefix=f"diffusers-tpu-serve-{os.getpid()}-", ignore_cleanup_errors=True
+        )
         self.folder = Path(self._folder.name)
         defaults, batch = settings.defaults, settings.max_batch
         self.worker = Worker(pipe, self.jobs, self.folder, defaults=defaults, max_batch=batch, fps=settings.fps)
