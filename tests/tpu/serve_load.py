@@ -176,7 +176,7 @@ class Client:
             state = json.loads(content).get("status")
             if state not in ("queued", "in_progress"):
                 break
-            time.sleep(0.05)
+            time.sleep(self.draw.uniform(0.2, 0.6))
         assert state == "completed", content
         status, video, _ = self._asked("GET", f"{self.path}/{name}/content")
         assert status == 200 and video[4:8] == b"ftyp"

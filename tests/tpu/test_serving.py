@@ -2,9 +2,11 @@
 
 import base64
 import functools
+import getopt
 import io
 import json
 import re
+import shlex
 import threading
 import time
 
@@ -15,6 +17,7 @@ from PIL import Image
 
 import tiny
 import tiny_images
+from conftest import ROOT
 
 
 pytest.importorskip("fastapi.sse", reason="the extra serve is not installed")
@@ -145,7 +148,7 @@ def idle(flux):
     )
     service = Service(flux, settings)
     client = TestClient(service.app, raise_server_exceptions=False)
-    client.jobs = service.jobs
+    client.service, client.jobs = service, service.jobs
     yield client
     service.end()
 
@@ -297,6 +300,44 @@ def test_a_job_that_fails_says_why_and_the_worker_goes_on(flux, serving, monkeyp
     long.service.reader.defaults["max_sequence_length"] = 8
     assert client.post(IMAGES, json={"prompt": "a"}).status_code == 200
     assert 'outcome="failed"} ' in client.get("/metrics").text
+
+
+# The page of the documentation
+
+
+PAGE = (ROOT / "examples/tpu/SERVING.md").read_text()
+
+
+def first_cells(heading: str) -> list[str]:
+    """Names in backticks of the first column of a section's table."""
+    section = re.search(rf"^## {heading}\n(.*?)(?=^## )", PAGE, re.M | re.S)[1]
+    return re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", section, re.M)))
+
+
+def test_the_page_names_every_endpoint_limit_and_metric(idle):
+    routes = [r for r in idle.service.api.routes if "rest" not in r.path]
+    assert sorted(first_cells("Endpoints")) == sorted(f"{m} {r.path}" for r in routes for m in r.methods)
+    assert first_cells("Limits") == [f"--{name.replace('_', '-')}" for name in vars(Limits())]
+    named = {m.name for m in idle.service.metrics.registry.collect()}
+    assert {name.removesuffix("_total") for name in first_cells("Metrics")} == named
+
+
+def test_the_curl_lines_of_the_page(wan, serving, tmp_path, monkeypatch):
+    client = serving(wan, (SMALL,), defaults={"num_inference_steps": 1})
+    lines = [shlex.split(line) for line in re.findall(r"^curl .*", PAGE, re.M)]
+    assert len(lines) == 5
+    made, seen = None, []
+    for words in lines:
+        options, (address,) = getopt.gnu_getopt(words[1:], "sNX:H:d:o:")
+        given = dict(options)
+        path = address.removeprefix("http://127.0.0.1:8000").replace("$ID", made or "")
+        method = given.get("-X", "POST" if "-d" in given else "GET")
+        headers = dict([given["-H"].split(": ")]) if "-H" in given else {}
+        answer = client.request(method, path, content=given.get("-d"), headers=headers)
+        assert answer.status_code == 200, answer.text
+        made = made or answer.json()["id"]
+        seen.append(answer.headers["content-type"].partition(";")[0])
+    assert seen == ["application/json", "application/json", "text/event-stream", "video/mp4", "application/json"]
 
 
 # Jobs

@@ -63,8 +63,8 @@ class Service:
         self.settings = settings
         served = settings.sizes or (size_rules.default_size(pipe),)
         self.sizes = Sizes(served, settings.any_size, settings.fps, settings.limits)
-        self.jobs, metrics = Jobs(settings.limits), Metrics()
-        metrics.watch(self.jobs)
+        self.jobs, self.metrics = Jobs(settings.limits), Metrics()
+        self.metrics.watch(self.jobs)
         self._folder = tempfile.TemporaryDirectory(
             prefix=f"diffusers-tpu-serve-{os.getpid()}-", ignore_cleanup_errors=True
         )
@@ -72,7 +72,7 @@ class Service:
         defaults, batch = settings.defaults, settings.max_batch
         self.worker = Worker(pipe, self.jobs, self.folder, defaults=defaults, max_batch=batch, fps=settings.fps)
         self.reader = Reader(type(pipe), settings.model, defaults, self.sizes, settings.limits)
-        app = make_app(self.jobs, self.worker, self.reader, metrics)
+        app = self.api = make_app(self.jobs, self.worker, self.reader, self.metrics)
         if settings.page:
             from . import page
 
@@ -82,7 +82,7 @@ class Service:
             token=settings.token,
             loopback=is_loopback(settings.host),
             body_bytes=settings.limits.body_bytes,
-            metrics=metrics,
+            metrics=self.metrics,
         )
 
     def start(self):
