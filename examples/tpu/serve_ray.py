@@ -62,7 +62,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main():
     options = make_parser().parse_args()
-    variables = {name: value for name, value in os.environ.items() if name.startswith("DIFFUSERS_TPU")}
+    variables = {n: v for n, v in os.environ.items() if n.startswith("DIFFUSERS_TPU") and not n.endswith("_TOKEN")}
     ray.init(runtime_env={"env_vars": variables})
     actor = {"resources": {"TPU": options.tpus}} if options.tpus else {}
     settings = {"host": options.host, "max_batch": options.max_batch, "token": os.environ.get("DIFFUSERS_TPU_TOKEN")}

@@ -227,6 +227,44 @@ def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(flux, write, tmp_path
     assert shown == {"00000.png", "00001.png", "00002.png"}
 
 
+def test_an_error_of_the_machine_is_no_prompts(flux, write, tmp_path, monkeypatch):
+    prompts = prompt_files.read(write({"prompt": "a"}), 0, SIZE)
+
+    def fails(self, *args, **kwargs):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(FluxPipeline, "encode_prompt", fails)
+    with pytest.raises(OSError, match="Input/output"):
+        work(flux, tmp_path / "out", prompts)
+    assert not list((tmp_path / "out/.records").iterdir())
+
+
+def test_a_pipeline_that_cannot_be_loaded_is_no_prompts_error(write, tmp_path):
+    prompts = prompt_files.read(write({"prompt": "a"}, {"prompt": "b", "sharpness": 1}), 0, SIZE)
+    directory = Directory(tmp_path / "out")
+
+    def load():
+        raise ValueError("no weights")
+
+    with pytest.raises(ValueError, match="no weights"):
+        Work(directory, load, FluxPipeline).run(prompts)
+    assert not list(directory.records.iterdir())
+
+
+def test_one_bad_prompt_of_a_batch_spoils_no_other(flux, write, tmp_path, monkeypatch):
+    prompts = prompt_files.read(write(*({"prompt": text} for text in ("a", "bad", "moving"))), 0, SIZE)
+    encode = FluxPipeline.encode_prompt
+
+    def fails(self, prompt, *args, **kwargs):
+        if "bad" in prompt:
+            raise ValueError("of this prompt")
+        return encode(self, prompt, *args, **kwargs)
+
+    monkeypatch.setattr(FluxPipeline, "encode_prompt", fails)
+    told = work(flux, tmp_path / "out", prompts, batch=3)
+    assert [record.get("error") for record in told] == [None, "ValueError: of this prompt", None]
+
+
 def test_a_prompt_that_another_process_has_is_waited_for_and_not_made_again(flux, write, tmp_path):
     """The other process has prompt 0 and writes its record before it ends."""
     prompts = prompt_files.read(write(*({"prompt": text} for text in "ab")), 0, SIZE)

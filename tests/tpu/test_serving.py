@@ -38,6 +38,7 @@ from diffusers.tpu.serving.sizes import Size, Sizes, default_size, parse  # noqa
 
 SIZE, SMALL = Size(16, 16), Size(32, 32, 5)
 DEFAULTS = {"num_inference_steps": 2, "max_sequence_length": 8}
+HERE = "http://127.0.0.1"
 IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
 
 
@@ -63,7 +64,7 @@ def serving():
         ended.append(service.end)
         if start:
             service.start()
-        client = TestClient(service.app, raise_server_exceptions=False)
+        client = TestClient(service.app, HERE, raise_server_exceptions=False)
         client.service, client.jobs = service, service.jobs
         return client
 
@@ -136,6 +137,9 @@ BAD = {
     "no JSON": (b'{"prompt": ', 400, "a body in JSON"),
     "deep JSON": (b"[" * 20000, 400, "a body in JSON"),
     "no UTF-8": (b'{"prompt": "\xff"}', 400, "a body in JSON"),
+    "half a character": (b'{"prompt": "\\ud800"}', 400, "valid prompt"),
+    "half a character as a field": (b'{"prompt": "a", "\\ud800": 1}', 400, "valid body.*a unicode string"),
+    "a number without end": (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", 400, "a body in JSON"),
     "too large": (b'{"prompt": "' + b"a" * 70000 + b'"}', 413, "at most 65536 bytes, got 700"),
 }
 
@@ -147,7 +151,7 @@ def idle(flux):
         "tiny", DEFAULTS, (SIZE,), page=False, limits=Limits(prompt_characters=100, body_bytes=65536, queue=2)
     )
     service = Service(flux, settings)
-    client = TestClient(service.app, raise_server_exceptions=False)
+    client = TestClient(service.app, HERE, raise_server_exceptions=False)
     client.service, client.jobs = service, service.jobs
     yield client
     service.end()
@@ -177,6 +181,7 @@ def test_other_requests_that_nothing_answers(idle):
     refuses(idle.get(VIDEOS, params={"limit": "x"}), 400, "expected limit.*got 'x'")
     refuses(idle.get(VIDEOS, params={"limit": 1000}), 400, "limit of 1 to 100")
     refuses(idle.put(VIDEOS), 404, "expected one of .*POST /v1/videos.*got PUT /v1/videos")
+    refuses(idle.post("/gradio_api/upload", files={"files": b"x"}), 404, "the page takes none")
     refuses(idle.get("/nothing"), 404, "GET /nothing")
     refuses(idle.get("/health", headers={"host": "elsewhere.example"}), 403, "local host name.*'elsewhere.example'")
     refuses(idle.get("/health", headers={"origin": "http://elsewhere.example"}), 403, "a page of this server")
@@ -469,6 +474,7 @@ def test_the_command_says_what_no_server_can_be_started_with(flux, tmp_path, mon
         (["--host", "0.0.0.0"], "expected a token"),
         (["--sizes", "16"], "a size as WIDTHxHEIGHT, got '16'"),
         (["--height", "16"], "no --height: requests say it"),
+        (["--port", "99999"], "a free address, got 127.0.0.1:99999"),
         (["--queue", "0"], "limit queue to be at least 1"),
         (["--max-batch", "0"], "max_batch and fps of at least 1"),
     ):

@@ -6,10 +6,12 @@ import io
 import json
 import os
 import sys
+import time
 import urllib.request
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import bulk_kills
@@ -32,6 +34,41 @@ def test_many_clients_some_of_them_rude(kind, tmp_path):
         pytest.importorskip(package)
     facts = serve_load.run(kind, tmp_path, 50, 1000, "--no-page", "--max-batch", "4")
     assert serve_load.holds(facts), facts
+
+
+@pytest.mark.slow
+def test_a_job_that_is_cancelled_on_chips_leaves_the_next_one_right(chips, tmp_path):
+    """The worker's thread calls a pipeline that this one made; the call ends in the middle of its steps."""
+    for package in SERVED:
+        pytest.importorskip(package)
+    import diffusers.tpu
+    from diffusers.tpu import TPUConfig
+    from diffusers.tpu.generation import media
+    from diffusers.tpu.generation.call import Request
+    from diffusers.tpu.serving.jobs import CANCELLED, COMPLETED, Job
+    from diffusers.tpu.serving.server import Service, Settings
+    from diffusers.tpu.serving.sizes import Size
+
+    pipe, size = serve_load.pipeline("video"), Size(32, 32, 5)
+    diffusers.tpu.install(pipe, TPUConfig(mesh=(2, 2, 1)))
+    arguments = {"num_inference_steps": 3, "max_sequence_length": 16, **size.arguments()}
+    expected = pipe("a red circle", generator=torch.Generator().manual_seed(5), output_type="pil", **arguments).frames[
+        0
+    ]
+    service = Service(pipe, Settings("tiny", {}, (size,), page=False))
+    request = Request("a red circle", 5, {**arguments, "num_inference_steps": 60})
+    stopped, after = Job("video", request, size), Job("video", Request("a red circle", 5, arguments), size)
+    stopped.watchers.add(lambda: stopped.step == 4 and service.jobs.cancel(stopped))
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(media, "write", lambda values, *rest: made.append(values[0]) or [])
+        service.jobs.submit(stopped, after)
+        service.worker.start()
+        while not after.finished:
+            time.sleep(0.05)
+    service.end()
+    assert (stopped.state, stopped.step, after.state) == (CANCELLED, 4, COMPLETED)
+    np.testing.assert_array_equal(np.stack(made[0]), np.stack(expected))
 
 
 @pytest.mark.slow

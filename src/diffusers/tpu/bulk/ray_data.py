@@ -44,7 +44,7 @@ def run(
         resources: of one actor, such as {"TPU": 8}; none are of simulated chips.
         settings: as `Work`'s.
     """
-    variables = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
+    variables = {n: v for n, v in os.environ.items() if n.startswith(PASSED_ON) and not n.endswith("_TOKEN")}
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(runtime_env={"env_vars": variables}, log_to_driver=False, include_dashboard=False)
@@ -63,8 +63,6 @@ def run(
                 compute=ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=1),
                 batch_size=batch,
                 resources=resources,
-                max_restarts=-1,
-                max_task_retries=-1,
             )
             for _ in done.iter_rows():
                 pass

@@ -81,6 +81,7 @@ class Work:
         for prompt in group:
             self.directory.clear(prompt)
             self._again.discard(prompt.id)
+        self._pipe = self._load() if self._pipe is None else self._pipe  # what this raises is no prompt's error
         start = time.perf_counter()
         try:
             made = self._made(group, size)
@@ -104,5 +105,4 @@ class Work:
 
     def _made(self, group: list[Prompt], size: int) -> list[list]:
         check_arguments(self.pipeline_class, group[0].arguments)
-        self._pipe = self._load() if self._pipe is None else self._pipe
         return generate(self._pipe, [prompt.request() for prompt in group], size)

@@ -28,6 +28,8 @@ class Loader:
         pipe = session.load(self.options.model, generate.dtype_of(self.options))
         pipe = generate.placed(pipe, self.options, target, session.mesh_of(self.options.mesh, target))
         pipe.set_progress_bar_config(disable=True)
+        if target is not None:
+            _check_processes()
         return pipe
 
 
@@ -58,6 +60,17 @@ def run(options, rest: list[str]) -> int:
             directory, Loader(options), cls, prompts, options.ray, _resources(options.ray_resources), **settings
         )
     return _summary(Console(), directory, directory.write_manifest(prompts))
+
+
+def _check_processes():
+    """Which prompt is next, one process decides for itself: those of one slice could not run one program together."""
+    import jax
+
+    if jax.process_count() > 1:
+        raise BadInput(
+            f"expected a slice of one host for each process with --prompts, got one of {jax.process_count()} processes of a"
+            " slice. Start one command a host, each on its own chips, or --ray with one actor a host"
+        )
 
 
 def _tell(console: Console, total: int, record: dict):

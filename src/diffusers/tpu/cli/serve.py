@@ -29,18 +29,22 @@ def run(options, rest: list[str]) -> int:
         if name in given:
             raise BadInput(f"expected no {arguments.flag(name)}: requests say it; sizes are given with --sizes")
     call = arguments.call_arguments(cls, given)
-    with loading():
-        settings = _settings(options, cls, call)
-    pipe = generate.placed(session.load(options.model, generate.dtype_of(options)), options, target, mesh)
-    pipe.set_progress_bar_config(disable=True)
     from ..serving import server
 
+    with loading():
+        settings = _settings(options, cls, call)
+        bound = server.bind(settings.host, settings.port)  # before minutes of compiling
     console = Console()
-    with calling():
-        server.run(
-            pipe, settings, lambda address: console.print(f"serving {settings.model} at {address}", soft_wrap=True)
-        )
+    with bound:
+        pipe = generate.placed(session.load(options.model, generate.dtype_of(options)), options, target, mesh)
+        pipe.set_progress_bar_config(disable=True)
+        with calling():
+            server.run(pipe, settings, bound, lambda address: _tell(console, settings.model, address))
     return 0
+
+
+def _tell(console: Console, model: str, address: str):
+    console.print(f"serving {model} at {address}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _settings(options, cls: type, call: dict):

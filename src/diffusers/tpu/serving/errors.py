@@ -20,4 +20,10 @@ class Refused(Exception):
 
     def body(self) -> dict:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": {name: value and _as_utf8(value) for name, value in error.items()}}
+
+
+def _as_utf8(text: str) -> str:
+    """Without halves of surrogate pairs, which a client's JSON may hold and no answer can."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -12,12 +12,12 @@ from .metrics import Metrics
 
 
 TOKEN_PATHS = ("/v1/", "/metrics")  # the page has a login of its own; /health is open
-LOCAL_NAMES = ("localhost", "testserver")
+UPLOAD = "/gradio_api/upload"
 
 
 def is_loopback(host: str | None) -> bool:
     try:
-        return host in LOCAL_NAMES or ipaddress.ip_address(host or "").is_loopback
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
         return False
 
@@ -33,6 +33,7 @@ class Guard:
     - With a token, `/v1/` and `/metrics` want `Authorization: Bearer TOKEN`.
     - Bound to loopback, the request must name loopback as its host: no name that someone points there.
     - A browser's request from another site's page is refused.
+    - The page's uploads are closed.
     - A body beyond `body_bytes` is refused, by its length if it says one, else when it comes.
     """
 
@@ -67,6 +68,8 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             raise Refused(403, f"expected a page of this server, got one of {origin!r}", code="origin")
+        if path.startswith(UPLOAD):  # Gradio's, whether or not a page has a place for files
+            raise Refused(404, f"expected no files at {UPLOAD}: the page takes none", code="not_found")
         if self.token is not None and path.startswith(TOKEN_PATHS):
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not same(self.token, given.strip()):

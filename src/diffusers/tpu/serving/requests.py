@@ -71,7 +71,7 @@ class Reader:
             wanted = kind.model_validate(fields)
         except ValidationError as error:
             first = error.errors()[0]
-            param = ".".join(map(str, first["loc"]))
+            param = ".".join(map(str, first["loc"])) or "body"
             raise Refused(400, _in_words(first, param, kind), param=param) from error
         self._check(wanted)
         return wanted

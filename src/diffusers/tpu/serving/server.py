@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,13 +134,23 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def run(pipe, settings: Settings, told) -> None:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket with this address, which takes nothing yet. Raises ValueError where that is not free."""
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise ValueError(f"expected a free address, got {host}:{port}: {error}; choose another --port") from error
+    return bound
+
+
+def run(pipe, settings: Settings, bound: socket.socket, told) -> None:
     """Serve until SIGTERM or SIGINT, then return; no thread of ours is left."""
     service = Service(pipe, settings)
     config = uvicorn.Config(
         service.app,
-        host=settings.host,
-        port=settings.port,
         log_level="warning",
         access_log=False,
         ws="none",
@@ -152,7 +163,7 @@ def run(pipe, settings: Settings, told) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn takes them, they end the start
             stack.callback(signal.signal, number, signal.signal(number, _stop))
         service.start()
-        Server(config, service, told).run()
+        Server(config, service, told).run(sockets=[bound])
 
 
 def _stop(number, frame):
