@@ -462,6 +462,9 @@ def test_sizes_are_parsed_chosen_and_defaulted(wan, flux):
     sizes = Sizes((Size(64, 64, 9), Size(64, 64, 33)), False, 16, Limits())
     assert sizes.choose(None) == Size(64, 64, 9)
     assert sizes.choose("64x64", seconds=2) == Size(64, 64, 33) and sizes.choose("64x64x33") == Size(64, 64, 33)
+    for text in ("128x64", "64x64x17", "64x32x9"):
+        with pytest.raises(Refused, match=rf"compiled \(64x64x9 \(0.5625 s\), .*got {text}"):
+            sizes.choose(text)
     assert Sizes(sizes.served, True, 16, Limits()).choose("128x64", seconds=1) == Size(128, 64, 16)
 
 

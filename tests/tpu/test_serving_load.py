@@ -84,6 +84,8 @@ def test_many_prompts_while_processes_are_killed(ray, tmp_path):
 @pytest.mark.slow
 def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypatch):
     """The example, two replicas, without the TPU path."""
+    for name in ("READY_CHECK", "HEALTH_CHECK"):  # on a machine that does other things too
+        monkeypatch.setenv(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.serve")
     place = importlib.util.spec_from_file_location("serve_ray", ROOT / "examples/tpu/serve_ray.py")
@@ -92,7 +94,7 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
     place.loader.exec_module(serve_ray)
     tiny_images.flux().save_pretrained(tmp_path / "model")
     folders = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/tpu"), str(ROOT / "examples/tpu")])
-    variables = {"DIFFUSERS_TPU": "off", "PYTHONPATH": folders}
+    variables = {"DIFFUSERS_TPU": "off", "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, num_cpus=4)
     try:
         arguments = {

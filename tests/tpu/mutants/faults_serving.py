@@ -79,7 +79,7 @@ MUTANTS = [
     *in_file(
         TPU + "serving/sizes.py",
         ("serving-size", "if not self.any_size:", "if False:",
-         "a size that is not compiled is taken", f"{SERVING}::test_what_no_job_can_be_is_refused_with_what_was_expected"),
+         "a size that is not compiled is taken", f"{SERVING}::test_sizes_are_parsed_chosen_and_defaulted"),
     ),
     *in_file(
         TPU + "serving/api.py",
