@@ -43,7 +43,7 @@ def start(model: Path, prompts: Path, out: Path, log, ray: bool) -> subprocess.P
     words = ["generate", str(model), "--prompts", str(prompts), "--output", str(out), "--seed", "1"]
     words += [w for name, value in ARGUMENTS.items() for w in (f"--{name.replace('_', '-')}", str(value))]
     environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "1", "OMP_NUM_THREADS": "1"}
-    environment |= {"DIFFUSERS_TPU_CACHE": str(out.parent / "compiled")}
+    environment |= {"DIFFUSERS_TPU_CACHE": str(out.parent / "compiled"), "RAY_worker_niceness": "0"}
     words += ["--ray", "2"] if ray else []
     return subprocess.Popen([*COMMAND, *words], env=environment, stdout=log, stderr=subprocess.STDOUT)
 

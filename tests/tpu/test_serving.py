@@ -400,6 +400,13 @@ def test_finished_jobs_go_by_age_by_bytes_and_by_number(tmp_path, monkeypatch):
         assert jobs.all() == [] and not list(tmp_path.iterdir())
 
 
+def test_files_that_a_request_still_reads_are_kept(flux, serving):
+    """More images than are kept, in one request."""
+    client = serving(flux, limits=Limits(kept_jobs=1, kept_bytes=1))
+    assert len(client.post(IMAGES, json={"prompt": "a", "n": 4}).json()["data"]) == 4
+    assert not client.jobs.all() and not list(client.service.folder.iterdir())
+
+
 def test_a_job_that_waits_is_cancelled_at_once_and_one_that_is_done_too_late_leaves_no_file(tmp_path):
     jobs = Jobs(Limits())
     a, b = job(), job()

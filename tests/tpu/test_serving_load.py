@@ -86,6 +86,7 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
     """The example, two replicas, without the TPU path."""
     for name in ("READY_CHECK", "HEALTH_CHECK"):  # on a machine that does other things too
         monkeypatch.setenv(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     ray = pytest.importorskip("ray")
     pytest.importorskip("ray.serve")
     place = importlib.util.spec_from_file_location("serve_ray", ROOT / "examples/tpu/serve_ray.py")

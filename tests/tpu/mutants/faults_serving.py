@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "serving/api.py",
-        ("serving-gone", "                if not job.finished:\n                    jobs.cancel(job)\n                else:\n                    jobs.drop(job)\n", "                pass\n",
+        ("serving-gone", "                    jobs.drop(job)\n                else:", "                    pass\n                else:",
          "images that were answered stay", f"{SERVING}::test_images_are_the_pipelines_and_equal_requests_share_a_call"),
     ),
 ]

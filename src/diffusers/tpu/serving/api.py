@@ -180,6 +180,8 @@ def _add_images(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
     async def images(http: Request):
         _needs(not is_video, reader, "images", "/v1/videos")
         made = reader.jobs(await reader.read(http, WantedImages))
+        for job in made:
+            job.held = True
         jobs.submit(*made)
         try:
             for job in made:
@@ -187,10 +189,11 @@ def _add_images(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
             return {"created": made[0].created_at, "data": [await asyncio.to_thread(_image, job) for job in made]}
         finally:
             for job in made:
-                if not job.finished:
-                    jobs.cancel(job)
-                else:
+                job.held = False
+                if job.finished:
                     jobs.drop(job)
+                else:
+                    jobs.cancel(job)
 
 
 async def _end_of(job: Job, http: Request):

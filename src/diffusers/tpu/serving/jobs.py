@@ -30,6 +30,7 @@ class Job:
         cancelling: someone asked to end it; while it runs, it ends after the step.
         created_at, completed_at: Unix time, for clients; nothing is decided by them.
         queued_at, started_at, finished_at: seconds of the monotonic clock.
+        held: the request that made it will read its files: they are kept whatever the limits say.
         error: `code` and `message` where it failed.
     """
 
@@ -41,7 +42,9 @@ class Job:
     step: int = 0
     steps: int = 0
     cancelling: bool = False
+    held: bool = False
     files: list[Path] = field(default_factory=list)
+    file_bytes: int = 0
     error: dict | None = None
     created_at: int = field(default_factory=lambda: int(time.time()))
     completed_at: int | None = None
@@ -125,6 +128,7 @@ class Jobs:
             if job.cancelling:
                 state, error = CANCELLED, None
             job.files = list(files) if state == COMPLETED else []
+            job.file_bytes = sum(file.stat().st_size for file in job.files)
             job.error, job.state = error, state
             job.finished_at, job.completed_at = time.monotonic(), int(time.time())
             if state == COMPLETED:
@@ -156,13 +160,14 @@ class Jobs:
     def sweep(self):
         """Drop finished jobs that are older, larger together or more than the limits say, the oldest first."""
         with self._changed:
-            finished = sorted((job for job in self._all.values() if job.finished), key=lambda job: job.finished_at)
-        held = sum(_bytes(job) for job in finished)
+            finished = [job for job in self._all.values() if job.finished and not job.held]
+        finished.sort(key=lambda job: job.finished_at)
+        held = sum(job.file_bytes for job in finished)
         for place, job in enumerate(finished):
             old = time.monotonic() - job.finished_at > self.limits.kept_seconds
             if not old and held <= self.limits.kept_bytes and len(finished) - place <= self.limits.kept_jobs:
                 break
-            held -= _bytes(job)
+            held -= job.file_bytes
             self.drop(job)
 
     def get(self, name: str) -> Job | None:
@@ -195,7 +200,3 @@ def _tell(jobs: list[Job]):
     for job in jobs:
         for watcher in tuple(job.watchers):
             watcher()
-
-
-def _bytes(job: Job) -> int:
-    return sum(file.stat().st_size for file in job.files if file.exists())
