@@ -55,7 +55,7 @@ def served():
     def served(**settings):
         pipe = tiny.wan()
         pipe.set_progress_bar_config(disable=True)
-        arguments = {"num_inference_steps": 40}
+        arguments = {"num_inference_steps": 100}
         service = Service(pipe, Settings("tiny", arguments, (Size(32, 32, 5),), **settings))
         service.start()
         address, ready = [], threading.Event()
@@ -78,13 +78,17 @@ def served():
         thread.join()
 
 
-def test_the_page_takes_a_prompt_shows_progress_and_the_video_and_asks_nobody_else(served, tmp_path):
+def test_the_page_takes_a_prompt_shows_progress_and_the_video_cancels_and_asks_nobody_else(served, tmp_path):
     address = served()
     with browser(tmp_path) as page:
         page.open(address)
         video, said = make_a_video(page, "a red circle moving left")
         assert video == [32, 32, None]
-        assert any(words.startswith("in progress: step ") and words.endswith(" of 40") for words in said)
+        assert any(words.startswith("in progress: step ") and words.endswith(" of 100") for words in said)
+        page.click("#generate")
+        page.wait("document.querySelector('#status').innerText.startsWith('in progress: step ')")
+        page.click("#cancel")
+        page.wait("document.querySelector('#status').innerText.trim() === 'cancelled'")
         own = [url for url in page.asked if url.startswith((address, "data:", "blob:", "about:"))]
         assert sorted({*page.asked} - {*own}) == []
 

@@ -3,7 +3,7 @@
 from table import TPU, in_file
 
 
-BULK, SERVING = "test_bulk.py", "test_serving.py"
+BULK, SERVING, JOBS = "test_bulk.py", "test_serving.py", "test_serving_jobs.py"
 
 # fmt: off
 MUTANTS = [
@@ -47,13 +47,13 @@ MUTANTS = [
     *in_file(
         TPU + "serving/jobs.py",
         ("serving-all-or-none", "if len(self._queue) + len(jobs) > self.limits.queue:", "if len(self._queue) >= self.limits.queue:",
-         "the queue grows beyond its limit", f"{SERVING}::test_a_full_queue_says_when_to_come_again"),
+         "the queue grows beyond its limit", f"{JOBS}::test_a_full_queue_says_when_to_come_again"),
         ("serving-late", "            if job.cancelling:\n                state, error = CANCELLED, None\n", "",
-         "a cancelled job is completed", f"{SERVING}::test_a_job_that_waits_is_cancelled_at_once_and_one_that_is_done_too_late_leaves_no_file"),
+         "a cancelled job is completed", f"{JOBS}::test_a_job_that_waits_is_cancelled_at_once_and_one_that_is_done_too_late_leaves_no_file"),
         ("serving-bytes", "held <= self.limits.kept_bytes", "True",
-         "files are kept without end", f"{SERVING}::test_finished_jobs_go_by_age_by_bytes_and_by_number"),
+         "files are kept without end", f"{JOBS}::test_finished_jobs_go_by_age_by_bytes_and_by_number"),
         ("serving-take", "if job.request.alike() == alike", "if job",
-         "jobs of other arguments share a call", f"{SERVING}::test_jobs_that_are_alike_are_taken_together_and_in_order"),
+         "jobs of other arguments share a call", f"{JOBS}::test_jobs_that_are_alike_are_taken_together_and_in_order"),
     ),
     *in_file(
         TPU + "serving/worker.py",
@@ -74,12 +74,12 @@ MUTANTS = [
         ("serving-open", "if not is_loopback(self.host) and not self.token:", "if False:",
          "a server without a token is reached from elsewhere", f"{SERVING}::test_elsewhere_a_token_is_needed_and_held_against"),
         ("serving-grace", "if not self.jobs.wait_idle(grace):", "if False:",
-         "the end waits for a job for ever", f"{SERVING}::test_the_end_cancels_what_runs_when_its_time_is_over"),
+         "the end waits for a job for ever", f"{JOBS}::test_the_end_cancels_what_runs_when_its_time_is_over"),
     ),
     *in_file(
         TPU + "serving/sizes.py",
         ("serving-size", "if not self.any_size:", "if False:",
-         "a size that is not compiled is taken", f"{SERVING}::test_sizes_are_parsed_chosen_and_defaulted"),
+         "a size that is not compiled is taken", f"{JOBS}::test_sizes_are_parsed_chosen_and_defaulted"),
     ),
     *in_file(
         TPU + "serving/api.py",

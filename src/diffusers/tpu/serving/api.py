@@ -32,6 +32,7 @@ def make_app(jobs: Jobs, worker: Worker, reader: Reader, metrics: Metrics) -> Fa
     started = int(time.time())
     _add_errors(app)
     _add_videos(app, jobs, reader, is_video)
+    _add_one_video(app, jobs, reader)
     _add_images(app, jobs, reader, is_video)
 
     @app.get("/v1/models")
@@ -110,28 +111,26 @@ async def changes(job: Job) -> AsyncIterable[None]:
                 await changed.wait()
 
 
+def _shown(job: Job, jobs: Jobs, reader: Reader) -> dict:
+    return as_video(job, reader.model, reader.sizes.fps, jobs.limits.kept_seconds)
+
+
+def _video(video_id: str, jobs: Jobs) -> Job:
+    """Raises Refused where there is none."""
+    jobs.sweep()
+    job = jobs.get(video_id)
+    if job is None or job.kind != "video":
+        raise Refused(404, f"expected the id of a video that is kept, got {video_id!r}", code="not_found")
+    return job
+
+
 def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
-    def shown(job: Job) -> dict:
-        return as_video(job, reader.model, reader.sizes.fps, jobs.limits.kept_seconds)
-
-    def job_of(video_id: str) -> Job:
-        jobs.sweep()
-        job = jobs.get(video_id)
-        if job is None or job.kind != "video":
-            raise Refused(404, f"expected the id of a video that is kept, got {video_id!r}", code="not_found")
-        return job
-
-    async def found(video_id: str) -> Job:
-        return job_of(video_id)
-
-    Found = Annotated[Job, Depends(found)]
-
     @app.post("/v1/videos")
     async def create(http: Request):
         _needs(is_video, reader, "videos", "/v1/images/generations")
         (job,) = reader.jobs(await reader.read(http, WantedVideo))
         jobs.submit(job)
-        return shown(job)
+        return _shown(job, jobs, reader)
 
     @app.get("/v1/videos")
     async def listed(limit: int = 20, after: str | None = None, order: str = "desc"):
@@ -139,15 +138,22 @@ def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
             raise Refused(400, f"expected limit of 1 to 100 and order asc or desc, got {limit} and {order!r}")
         videos = [job for job in jobs.all() if job.kind == "video"][:: 1 if order == "desc" else -1]
         if after is not None:
-            place = videos.index(job_of(after)) + 1
+            place = videos.index(_video(after, jobs)) + 1
             videos = videos[place:]
-        data = [shown(job) for job in videos[:limit]]
+        data = [_shown(job, jobs, reader) for job in videos[:limit]]
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
         return {"object": "list", "data": data, **ends, "has_more": len(videos) > limit}
 
+
+def _add_one_video(app: FastAPI, jobs: Jobs, reader: Reader):
+    async def found(video_id: str) -> Job:
+        return _video(video_id, jobs)
+
+    Found = Annotated[Job, Depends(found)]
+
     @app.get("/v1/videos/{video_id}")
     async def one(job: Found):
-        return shown(job)
+        return _shown(job, jobs, reader)
 
     @app.get("/v1/videos/{video_id}/content")
     async def content(job: Found, variant: str = "video"):
@@ -172,7 +178,7 @@ def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
     async def events(job: Found) -> AsyncIterable[ServerSentEvent]:
         async with contextlib.aclosing(changes(job)) as changed:
             async for _ in changed:
-                yield ServerSentEvent(data=shown(job), event="done" if job.finished else "progress")
+                yield ServerSentEvent(data=_shown(job, jobs, reader), event="done" if job.finished else "progress")
 
 
 def _add_images(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
