@@ -15,7 +15,7 @@ from PIL import Image
 
 import tiny_images
 from conftest import ROOT
-from diffusers import FluxPipeline, WanPipeline
+from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
 from diffusers.tpu.bulk import prompts as prompt_files
 from diffusers.tpu.bulk.claims import Claims
 from diffusers.tpu.bulk.directory import Directory
@@ -156,11 +156,11 @@ def test_a_prompt_is_its_owners_until_the_owner_is_killed(tmp_path):
 # Work
 
 
-def work(pipe, folder, prompts, **settings) -> list[dict]:
+def work(pipe, folder, prompts, cls=FluxPipeline, **settings) -> list[dict]:
     directory = Directory(folder)
     directory.agree(prompts, SETTINGS)
     told = []
-    mine = Work(directory, lambda: pipe, FluxPipeline, told=told.append, **settings)
+    mine = Work(directory, lambda: pipe, cls, told=told.append, **settings)
     mine.run(prompts)
     mine.claims.close()
     directory.write_manifest(prompts)
@@ -205,6 +205,18 @@ def test_a_batch_gives_what_single_calls_give(flux, write, tmp_path, monkeypatch
     for prompt in prompts:
         expected = by_hand(flux, prompt.prompt, prompt.seed, **prompt.arguments)
         assert np.abs(picture(tmp_path / f"out/{prompt.id}.png") - expected).max() <= 1
+
+
+def test_a_picture_to_start_from_is_named_by_its_file(flux, write, tmp_path):
+    Image.fromarray(np.random.randint(0, 255, (16, 16, 3), np.uint8)).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_text("no picture")
+    files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png")]
+    prompts = prompt_files.read(write(*({"prompt": "a", "image": file} for file in files)), 0, SIZE)
+    pipe = FluxImg2ImgPipeline(**flux.components)
+    told = work(pipe, tmp_path / "out", prompts, cls=FluxImg2ImgPipeline)
+    assert [record.get("error", "")[:10] for record in told] == ["", "ValueError", "ValueError"]
+    expected = by_hand(pipe, "a", 0, image=Image.open(files[0]))
+    np.testing.assert_array_equal(picture(tmp_path / "out/00000.png"), expected)
 
 
 def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(flux, write, tmp_path, monkeypatch):

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Callable, Collection, Iterator
 
+from ...utils import load_image
 from ..generation import media
-from ..generation.call import generate
-from ..generation.signature import check_arguments, takes_batches
+from ..generation.call import Request, generate
+from ..generation.signature import check_arguments, parameters_of, takes_batches
 from .claims import Claims
 from .directory import Directory
 from .prompts import Prompt
@@ -104,5 +105,18 @@ class Work:
             self.told(self.directory.record(prompt))
 
     def _made(self, group: list[Prompt], size: int) -> list[list]:
-        check_arguments(self.pipeline_class, group[0].arguments)
-        return generate(self._pipe, [prompt.request() for prompt in group], size)
+        requests = [self._request(prompt) for prompt in group]
+        return generate(self._pipe, requests, size)
+
+    def _request(self, prompt: Prompt) -> Request:
+        """Raises ValueError for arguments that the pipeline does not take, or an `image` that is no file of a picture."""
+        request, image = prompt.request(), prompt.arguments.get("image")
+        takes_image = isinstance(image, str) and "image" in parameters_of(self.pipeline_class)
+        rest = {name: value for name, value in request.arguments.items() if name != "image" or not takes_image}
+        check_arguments(self.pipeline_class, rest)
+        if not takes_image:
+            return request
+        try:
+            return Request(request.prompt, request.seed, {**rest, "image": load_image(image)})
+        except OSError as error:
+            raise ValueError(f"expected image to be a picture, got {image!r}: {error}") from error
