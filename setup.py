@@ -42,7 +42,10 @@ REQUIRES = [
     "rich>=13",
     "tqdm>=4.60",
 ]
-TEST = ["peft>=0.17", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "build>=1", "setuptools>=77"]
+HTTP = ["fastapi>=0.135", "uvicorn>=0.34", "prometheus_client>=0.20", "python-multipart>=0.0.20"]
+SERVE = [*HTTP, "gradio>=6,<7"]
+RAY = ["ray[data,serve]>=2.55"]
+TEST = ["peft>=0.17", "pytest>=8", "pytest-xdist>=3.6", "ruff>=0.9", "build>=1", "setuptools>=77", *HTTP, "httpx2>=2"]
 
 
 def upstream_requirements(requirements: list[str]) -> dict[str, list[str]]:
@@ -83,7 +86,7 @@ setup(
     packages=find_packages("src"),
     package_data={pin.name: data},
     install_requires=always + REQUIRES,
-    extras_require={**extras, "test": TEST},
+    extras_require={**extras, "test": TEST, "serve": SERVE, "ray": RAY},
     entry_points={"console_scripts": [*scripts, "diffusers-tpu = diffusers.tpu.cli:main"]},
     zip_safe=False,
 )

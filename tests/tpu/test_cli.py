@@ -18,8 +18,9 @@ import diffusers.utils
 import tiny
 from conftest import relative
 from diffusers import WanImageToVideoPipeline, WanPipeline
-from diffusers.tpu.cli import arguments, main, output
+from diffusers.tpu.cli import arguments, main
 from diffusers.tpu.cli.errors import BadInput
+from diffusers.tpu.generation import media
 
 
 CALL = ["--prompt", "a red circle moving left", "--height", "32", "--width", "48", "--num-frames", "5"]
@@ -143,7 +144,7 @@ def test_a_writer_that_fails_leaves_nothing(bare, model, monkeypatch):
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(output, "export_to_video", half)
+    monkeypatch.setattr(media, "export_to_video", half)
     (bare / "kept.mp4").write_text("an earlier video")
     assert main(["generate", model, *CALL, "--device", "upstream", "--output", "kept.mp4"]) == 130
     assert os.listdir() == ["kept.mp4"] and Path("kept.mp4").read_text() == "an earlier video"
@@ -155,12 +156,13 @@ import json, os, signal, sys, time
 from pathlib import Path
 from transformers import UMT5EncoderModel
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.tpu.cli import main, output
+from diffusers.tpu.cli import main
+from diffusers.tpu.generation import media
 def half(frames, path, fps):
     Path(path).write_bytes(b"half")
     print("WRITING", file=sys.stderr, flush=True)
     time.sleep(60)
-output.export_to_video = half
+media.export_to_video = half
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it
 answers, sys.stdout = sys.stdout, sys.stderr
 for line in sys.stdin:

@@ -236,10 +236,21 @@ def check_script(words: list[str]):
 
 def check_pip(words: list[str]):
     options, rest = create_command(words[0]).parse_args(words[1:])
-    assert rest or options.editables == ["."]
+    assert rest or options.editables in (["."], [".[serve]"], [".[ray]"])
 
 
-PROGRAMS = {"make": check_make, "pip": check_pip, "python": check_script, "diffusers-tpu": check_command_line}
+def check_curl(words: list[str]):
+    """They are run in test_serving.py."""
+    assert any(word.startswith("http://127.0.0.1:8000/") for word in words)
+
+
+PROGRAMS = {
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_script,
+    "diffusers-tpu": check_command_line,
+    "curl": check_curl,
+}
 
 
 @of(*(page for page in PAGES if blocks(page, "bash") or inline_commands(page)))

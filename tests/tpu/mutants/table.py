@@ -63,8 +63,17 @@ def every() -> list[Mutant]:
     import faults_models
     import faults_planner
     import faults_programs
+    import faults_serving
 
-    files = (faults_attention, faults_models, faults_programs, faults_host, faults_planner, faults_kept)
+    files = (
+        faults_attention,
+        faults_models,
+        faults_programs,
+        faults_host,
+        faults_planner,
+        faults_kept,
+        faults_serving,
+    )
     mutants = [mutant for faults in files for mutant in faults.MUTANTS]
     if len({m.name for m in mutants}) < len(mutants):
         raise ValueError("expected names that are unique in tests/tpu/mutants")

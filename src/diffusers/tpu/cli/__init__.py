@@ -18,6 +18,8 @@ BENCH_FILTERS = ("chip", "shape", "path", "model", "scheduler", "topology", "var
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 FORMS = ("upstream", "torchax", "scanned", "nnx")
 DTYPES = ("float32", "bfloat16", "float16")
+SERVE_LIMITS = ("queue", "prompt-characters", "body-bytes", "images", "steps", "side", "frames")
+SERVE_LIMITS += ("kept-seconds", "kept-bytes", "kept-jobs", "connections")
 
 # Arguments of most pipelines, for the help; any other name of a pipeline's __call__ is taken too.
 COMMON_ARGUMENTS = {
@@ -51,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_bench(commands)
     _add_compile(commands)
+    _add_serve(commands)
     env = commands.add_parser("env", help="versions, chips and settings", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -83,7 +86,21 @@ def _add_generate(commands):
     generate.add_argument("--fps", type=int, help="frames per second of the mp4 (default 16)")
     generate.add_argument("--seed", type=int, help="of the noise (default: drawn, and printed)")
     generate.add_argument("--image", metavar="FILE", help="first frame or reference, for pipelines that take one")
+    _add_bulk(generate)
     _add_pipeline_arguments(generate)
+
+
+def _add_bulk(generate):
+    group = generate.add_argument_group(
+        "many prompts", "One output each, resumable; several processes may share the directory."
+    )
+    group.add_argument(
+        "--prompts", metavar="FILE", help=".txt, a prompt a line, or .jsonl, an object with prompt a line"
+    )
+    group.add_argument("--batch", type=int, default=1, metavar="N", help="prompts of equal arguments in one call")
+    group.add_argument("--retry", action="store_true", help="make again what failed before")
+    group.add_argument("--ray", type=int, metavar="N", help="by N actors of Ray Data, one a slice")
+    group.add_argument("--ray-resources", action="append", metavar="NAME=COUNT", help="of one actor, such as TPU=8")
 
 
 def _add_compare(commands):
@@ -239,6 +256,41 @@ def _add_bench(commands):
         bench.add_argument(f"--{name}", metavar="VALUE", help="only rows with this value")
 
 
+def _add_serve(commands):
+    serve = commands.add_parser(
+        "serve",
+        help="a pipeline behind HTTP: OpenAI's endpoints of videos and images, and a page",
+        description="Compiles the sizes that it will serve, then takes requests until SIGTERM or ctrl-C.",
+        allow_abbrev=False,
+    )
+    _add_model(serve)
+    serve.add_argument("--device", choices=DEVICES, default="auto", help="auto: as DIFFUSERS_TPU says, else a TPU")
+    serve.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as from_pretrained)")
+    serve.add_argument("--mesh", metavar="DP,SP,TP", help="degrees: guidance branches, sequence, heads")
+    serve.add_argument("--attention", choices=ATTENTIONS, default="auto", help="see TPUConfig")
+    serve.add_argument("--name", help="of the model, for clients (default: the directory's)")
+    serve.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1; elsewhere a token is needed")
+    serve.add_argument("--port", type=int, default=8000, help="default 8000; 0: any that is free")
+    serve.add_argument("--token", help="what clients show (default: DIFFUSERS_TPU_TOKEN)")
+    serve.add_argument(
+        "--sizes",
+        action="append",
+        metavar="WxHxF,...",
+        help="width, height, frames of what is served (default: the pipeline's)",
+    )
+    serve.add_argument(
+        "--any-size", action="store_true", help="take other sizes too; each compiles when it first comes"
+    )
+    serve.add_argument("--max-batch", type=int, default=1, metavar="N", help="jobs that are alike in one call")
+    serve.add_argument("--fps", type=int, default=16, help="frames per second of videos (default 16)")
+    serve.add_argument("--grace", type=float, default=30.0, metavar="SECONDS", help="of a running job at the end")
+    serve.add_argument("--page", action=argparse.BooleanOptionalAction, default=True, help="a page at / (default)")
+    group = serve.add_argument_group("limits", "Default: as the page on serving says.")
+    for name in SERVE_LIMITS:
+        group.add_argument(f"--{name}", type=int, metavar="N", dest=name.replace("-", "_"))
+    _add_pipeline_arguments(serve)
+
+
 def _add_model(parser):
     parser.add_argument("model", metavar="MODEL", help="a directory in diffusers layout, or a hub id")
 
@@ -265,6 +317,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import bench as command
         elif options.command == "compile":
             from . import compile as command
+        elif options.command == "serve":
+            from . import serve as command
         else:
             from . import generate as command
         return command.run(options, rest)

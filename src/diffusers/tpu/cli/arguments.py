@@ -1,14 +1,11 @@
 """From words of the command line to arguments of a pipeline's `__call__`, by its signature: any pipeline works."""
 
 import inspect
-import re
 
+from ..generation.signature import OURS, parameters_of, types_of
 from .errors import BadInput
 
 
-SIMPLE = re.compile(r"\b(bool|int|float|str)\b")
-COMPLEX = re.compile(r"dict|Callable", re.IGNORECASE)
-OURS = {"output_type", "return_dict", "callback_on_step_end", "callback_on_step_end_tensor_inputs"}
 TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -39,13 +36,6 @@ def call_arguments(pipeline_class: type, given: dict[str, list[str]]) -> dict:
     return {name: _value(pipeline_class, name, words, parameters) for name, words in given.items()}
 
 
-def parameters_of(pipeline_class: type) -> dict[str, inspect.Parameter]:
-    """The named parameters of the pipeline's `__call__`."""
-    parameters = inspect.signature(pipeline_class.__call__).parameters
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in parameters.items() if name != "self" and p.kind in kinds}
-
-
 def require(pipeline_class: type, names):
     """Raises BadInput if the pipeline takes no argument of one of these names, or needs one that is not among them."""
     parameters = parameters_of(pipeline_class)
@@ -60,16 +50,6 @@ def require(pipeline_class: type, names):
 def unknown(pipeline_class: type, name: str) -> str:
     simple = [flag(n) for n, p in parameters_of(pipeline_class).items() if types_of(p) or n == "image"]
     return f"{pipeline_class.__name__} takes no {flag(name)}; it takes {' '.join(simple)}"
-
-
-def types_of(parameter: inspect.Parameter) -> list[str]:
-    """The simple types its annotation allows, else the type of its default; none for what the commands set themselves."""
-    annotation = parameter.annotation
-    if parameter.name in OURS or COMPLEX.search(str(annotation)):
-        return []
-    if annotation is inspect.Parameter.empty:
-        return SIMPLE.findall(type(parameter.default).__name__)
-    return SIMPLE.findall(annotation.__name__ if isinstance(annotation, type) else str(annotation))
 
 
 def flag(name: str) -> str:

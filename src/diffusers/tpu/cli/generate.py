@@ -9,6 +9,7 @@ from rich.table import Table
 
 from ... import tpu
 from ..config import TPUConfig
+from ..generation import media
 from . import COMMON_ARGUMENTS, arguments, output, session
 from .errors import BadInput, calling
 from .timing import Stopwatch, Timing
@@ -16,6 +17,12 @@ from .timing import Stopwatch, Timing
 
 def run(options, rest: list[str]) -> int:
     """The command; returns its exit status."""
+    if options.prompts is not None:
+        from . import bulk
+
+        return bulk.run(options, rest)
+    if options.batch != 1 or options.retry or options.ray is not None:
+        raise BadInput("expected --prompts FILE with --batch, --retry and --ray")
     if options.stage is not None:
         from . import staged
 
@@ -37,7 +44,9 @@ def run(options, rest: list[str]) -> int:
     stopwatch = Stopwatch(pipe)
     with calling():
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
-    files = output.write(*output.pictures(result), path, options.fps)
+    with calling():
+        made = media.pictures(result)
+    files = media.write(*made, path, options.fps)
     tell(stopwatch.timing, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
     return 0
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 
 from .. import stages
+from ..generation import media
 from . import COMMON_ARGUMENTS, arguments, generate, output, session
 from .errors import BadInput, calling, loading
 from .timing import Stopwatch
@@ -39,8 +40,9 @@ def run(options, rest: list[str]) -> int:
     elsewhere = [f"stage {stage} ran on {place}" for stage, place in settings.ran.items() if place != ran]
     settings = settings.after(options.stage, ran={**settings.ran, options.stage: ran})
     if options.stage == "decode":
-        frames = output.pictures(SimpleNamespace(frames=result))
-        files = output.write(*frames, path, options.fps)
+        with calling():
+            frames = media.pictures(SimpleNamespace(frames=result))
+        files = media.write(*frames, path, options.fps)
     else:
         if options.stage == "text" and isinstance(pipe.vae, torch.nn.Module):
             settings = settings.after("text", vae_dtype=str(pipe.vae.dtype).removeprefix("torch."))

@@ -1,0 +1,83 @@
+"""A file of prompts: a txt of one prompt a line, or a jsonl of objects."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..generation.call import Request
+
+
+ID = re.compile(r"[A-Za-z0-9][\w-]{0,99}", re.ASCII)
+SEEDS = range(2**63)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One line: `place` from 0 among the prompts, `id` the name of its files; `arguments` of the pipeline without the prompt."""
+
+    place: int
+    id: str
+    prompt: str
+    seed: int
+    arguments: dict
+
+    def request(self) -> Request:
+        return Request(self.prompt, self.seed, self.arguments)
+
+    def as_json(self) -> dict:
+        return asdict(self)
+
+
+def read(path: Path, seed: int, arguments: dict) -> list[Prompt]:
+    """The prompts of a .txt or .jsonl.
+
+    Args:
+        seed: without a seed of its own, the prompt at place n has seed + n.
+        arguments: of every prompt, where its own line says nothing else.
+
+    Raises ValueError for a file that is none, with the line.
+    """
+    if path.suffix not in (".txt", ".jsonl"):
+        raise ValueError(f"expected a .txt (one prompt a line) or a .jsonl (one object a line), got {str(path)!r}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected a file of prompts in UTF-8, got {str(path)!r}: {error}") from error
+    found, ids = [], {}
+    for number, line in _filled(lines):
+        one = _object(line, number) if path.suffix == ".jsonl" else {"prompt": line}
+        prompt = _prompt(one, number, len(found), seed, arguments)
+        if prompt.id in ids:
+            raise ValueError(f"expected every id once, got {prompt.id!r} in lines {ids[prompt.id]} and {number}")
+        ids[prompt.id] = number
+        found.append(prompt)
+    if not found:
+        raise ValueError(f"expected at least one prompt in {path}, got none")
+    return found
+
+
+def _filled(lines: list[str]) -> Iterator[tuple[int, str]]:
+    return ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def _object(line: str, number: int) -> dict:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object in line {number}, got {line[:60]!r}: {error}") from error
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
+        raise ValueError(f'expected an object with "prompt" as text in line {number}, got {line[:60]!r}')
+    return value
+
+
+def _prompt(one: dict, number: int, place: int, seed: int, arguments: dict) -> Prompt:
+    rest = dict(one)
+    text, own_seed, own_id = rest.pop("prompt"), rest.pop("seed", seed + place), rest.pop("id", f"{place:05d}")
+    own_id = str(own_id) if isinstance(own_id, int) and not isinstance(own_id, bool) else own_id
+    if not isinstance(own_id, str) or not ID.fullmatch(own_id):
+        raise ValueError(f"expected an id of letters, digits, - and _ (up to 100) in line {number}, got {own_id!r}")
+    if type(own_seed) is not int or own_seed not in SEEDS:
+        raise ValueError(f"expected a seed from 0 to 2**63 - 1 in line {number}, got {own_seed!r}")
+    return Prompt(place, own_id, text, own_seed, {**arguments, **rest})

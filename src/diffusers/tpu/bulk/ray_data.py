@@ -1,0 +1,71 @@
+"""The same work by Ray Data: one actor a slice takes prompts as it gets free; an actor that dies is started again.
+
+Ray says who makes what; the directory's records and locks hold as without it. All hosts see one directory and one model.
+"""
+
+import os
+from collections.abc import Callable
+
+import ray
+from ray.data import ActorPoolStrategy, DataContext
+
+from .directory import Directory
+from .prompts import Prompt
+from .work import Work
+
+
+PASSED_ON = "DIFFUSERS_TPU"  # variables that begin so hold for the actors too
+
+
+class Actor:
+    """A process with a pipeline."""
+
+    def __init__(self, path, load: Callable, pipeline_class: type, settings: dict):
+        self.work = Work(Directory(path), load, pipeline_class, **settings)
+
+    def __call__(self, rows: dict) -> dict:
+        self.work.run([Prompt(**prompt) for prompt in rows["prompt"]])
+        return {"id": [prompt["id"] for prompt in rows["prompt"]]}
+
+
+def run(
+    directory: Directory,
+    load: Callable,
+    pipeline_class: type,
+    prompts: list[Prompt],
+    actors: int,
+    resources: dict[str, float],
+    **settings,
+):
+    """Return when every prompt has a record.
+
+    Args:
+        load: gives the pipeline in an actor's process.
+        resources: of one actor, such as {"TPU": 8}; none are of simulated chips.
+        settings: as `Work`'s.
+    """
+    variables = {n: v for n, v in os.environ.items() if n.startswith(PASSED_ON) and not n.endswith("_TOKEN")}
+    started_here = not ray.is_initialized()
+    if started_here:
+        ray.init(runtime_env={"env_vars": variables}, log_to_driver=False, include_dashboard=False)
+    try:
+        context = DataContext.get_current()
+        context.enable_progress_bars = False
+        waiting = [prompt for prompt in prompts if directory.record(prompt) is None or prompt.id in settings["retry"]]
+        if waiting:
+            batch = settings["batch"]
+            rows = ray.data.from_items(
+                [{"prompt": prompt.as_json()} for prompt in waiting], override_num_blocks=-(-len(waiting) // batch)
+            )
+            done = rows.map_batches(
+                Actor,
+                fn_constructor_args=(directory.path.resolve(), load, pipeline_class, settings),
+                compute=ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=1),
+                batch_size=batch,
+                resources=resources,
+            )
+            for _ in done.iter_rows():
+                pass
+    finally:
+        if started_here:
+            ray.shutdown()

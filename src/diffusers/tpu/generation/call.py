@@ -1,0 +1,72 @@
+"""Requests of equal arguments as one call of a pipeline, each with its own prompt and noise."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+
+import torch
+
+from . import media
+from .signature import parameters_of, takes_batches
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt; `seed` of its noise; `arguments` of the pipeline's `__call__` without prompt and generator."""
+
+    prompt: str
+    seed: int
+    arguments: dict = field(default_factory=dict, hash=False)
+
+    def alike(self) -> str:
+        """Equal for requests that one call can answer."""
+        return json.dumps(self.arguments, sort_keys=True, default=id)
+
+
+def generate(
+    pipe,
+    requests: Sequence[Request],
+    size: int | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+    output_type: str = "pil",
+) -> list[list]:
+    """What one call makes of each request: lists of images, or of videos.
+
+    Args:
+        requests: alike; more than one only where `takes_batches` says that the pipeline allows it.
+        size: prompts of the call, at least as many as there are requests; the first ones again fill it up, so that one
+            compiled program does for every number of requests.
+        on_step: called after each denoising step with how many are done and how many there are. What it raises ends the call.
+    """
+    filled = list(islice(cycle(requests), max(size or 0, len(requests))))
+    output = pipe(**_arguments(pipe, filled, on_step, output_type))
+    values = output.frames if hasattr(output, "frames") else output.images
+    if output_type == "pil":
+        values, _ = media.pictures(output)
+    each = len(values) // len(filled)
+    return [list(values[each * i : each * (i + 1)]) for i in range(len(requests))]
+
+
+def _arguments(pipe, requests: list[Request], on_step, output_type: str) -> dict:
+    takes = parameters_of(type(pipe))
+    arguments = {**requests[0].arguments, "prompt": [request.prompt for request in requests]}
+    if "generator" in takes:
+        arguments["generator"] = [torch.Generator().manual_seed(request.seed) for request in requests]
+    if len(requests) == 1:
+        arguments |= {name: arguments[name][0] for name in ("prompt", "generator") if name in arguments}
+    elif not takes_batches(type(pipe)):
+        raise ValueError(f"expected one prompt a call of {type(pipe).__name__}, got {len(requests)}")
+    if "output_type" in takes:
+        arguments["output_type"] = output_type
+    if on_step is not None and "callback_on_step_end" in takes:
+        arguments["callback_on_step_end"] = _stepper(on_step)
+    return arguments
+
+
+def _stepper(on_step: Callable[[int, int], None]):
+    def step_ends(pipe, step: int, timestep, tensors: dict) -> dict:
+        on_step(step + 1, max(getattr(pipe, "num_timesteps", 0) or 0, step + 1))
+        return {}
+
+    return step_ends

@@ -1,0 +1,60 @@
+"""What a pipeline's `__call__` takes, by its signature, and values of JSON held against it."""
+
+import inspect
+import re
+
+
+SIMPLE = re.compile(r"\b(bool|int|float|str)\b")
+COMPLEX = re.compile(r"dict|Callable", re.IGNORECASE)
+OURS = {"output_type", "return_dict", "callback_on_step_end", "callback_on_step_end_tensor_inputs"}
+OF_BATCHES = ("generator", "num_videos_per_prompt", "num_images_per_prompt")
+KINDS = {"bool": bool, "int": int, "float": (int, float), "str": str}
+
+
+def parameters_of(pipeline_class: type) -> dict[str, inspect.Parameter]:
+    """The named parameters of the pipeline's `__call__`."""
+    parameters = inspect.signature(pipeline_class.__call__).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in parameters.items() if name != "self" and p.kind in kinds}
+
+
+def types_of(parameter: inspect.Parameter) -> list[str]:
+    """The simple types its annotation allows, else the type of its default; none for what the commands set themselves."""
+    annotation = parameter.annotation
+    if parameter.name in OURS or COMPLEX.search(str(annotation)):
+        return []
+    if annotation is inspect.Parameter.empty:
+        return SIMPLE.findall(type(parameter.default).__name__)
+    return SIMPLE.findall(annotation.__name__ if isinstance(annotation, type) else str(annotation))
+
+
+def check_arguments(pipeline_class: type, arguments: dict):
+    """Raises ValueError for a name that the pipeline does not take, or a value of another type than it says."""
+    parameters = parameters_of(pipeline_class)
+    for name, value in arguments.items():
+        types = types_of(parameters[name]) if name in parameters and name not in OF_BATCHES else []
+        if not types:
+            known = [n for n, p in parameters.items() if types_of(p) and n not in OF_BATCHES]
+            raise ValueError(
+                f"expected arguments that {pipeline_class.__name__} takes as text or numbers"
+                f" ({', '.join(known)}), got {name!r}"
+            )
+        as_is = value is None and parameters[name].default is None
+        if not as_is and not _fits(value, types, "list" in str(parameters[name].annotation)):
+            raise ValueError(f"expected {name!r} of type {' or '.join(dict.fromkeys(types))}, got {value!r}")
+
+
+def takes_batches(pipeline_class: type) -> bool:
+    """Whether one call may have several prompts, each with its own generator."""
+    parameters = parameters_of(pipeline_class)
+    return all(
+        name in parameters and "list" in str(parameters[name].annotation).lower() for name in ("prompt", "generator")
+    )
+
+
+def _fits(value, types: list[str], lists: bool) -> bool:
+    if isinstance(value, list):
+        return lists and bool(value) and all(_fits(one, types, False) for one in value)
+    if isinstance(value, bool):
+        return "bool" in types
+    return any(isinstance(value, KINDS[kind]) for kind in types if kind != "bool")

@@ -1,0 +1,29 @@
+"""What a client is told in place of an answer, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class Refused(Exception):
+    """A request that gets a status and a message: what was expected, what came, the way out.
+
+    Attributes:
+        param: the field of the request that it is about.
+        code: for programs to tell refusals apart.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+    def body(self) -> dict:
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": {name: value and _as_utf8(value) for name, value in error.items()}}
+
+
+def _as_utf8(text: str) -> str:
+    """Without halves of surrogate pairs, which a client's JSON may hold and no answer can."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,106 @@
+"""Before any endpoint: who may ask, and how large a request may be."""
+
+import hmac
+import ipaddress
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import Refused
+from .metrics import Metrics
+
+
+TOKEN_PATHS = ("/v1/", "/metrics")  # the page has a login of its own; /health is open
+UPLOAD = "/gradio_api/upload"
+
+
+def is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+def same(token: str, given: str) -> bool:
+    """Compared in a time that does not tell where they part."""
+    return hmac.compare_digest(token.encode(), given.encode())
+
+
+class Guard:
+    """An ASGI application around another.
+
+    - With a token, `/v1/` and `/metrics` want `Authorization: Bearer TOKEN`.
+    - Bound to loopback, the request must name loopback as its host: no name that someone points there.
+    - A browser's request from another site's page is refused.
+    - The page's uploads are closed.
+    - A body beyond `body_bytes` is refused, by its length if it says one, else when it comes.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str | None, loopback: bool, body_bytes: int, metrics: Metrics):
+        self.app, self.token, self.loopback = app, token, loopback
+        self.body_bytes, self.metrics = body_bytes, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send):
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                return await send({"type": "websocket.close", "code": 1008})
+            return await self.app(scope, receive, send)
+
+        async def counted(message: Message):
+            if message["type"] == "http.response.start":
+                self.metrics.responses.labels(str(message["status"])).inc()
+            await send(message)
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        try:
+            self._check(scope["path"], headers)
+        except Refused as refused:
+            return await JSONResponse(refused.body(), refused.status, refused.headers)(scope, receive, counted)
+        await self.app(scope, self._limited(receive), counted)
+
+    def _check(self, path: str, headers: dict[str, str]):
+        host = urlsplit(f"//{headers.get('host', '')}").hostname
+        if self.loopback and not is_loopback(host):
+            raise Refused(
+                403, f"expected a local host name, as this server is bound to loopback, got {host!r}", code="host"
+            )
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise Refused(403, f"expected a page of this server, got one of {origin!r}", code="origin")
+        if path.startswith(UPLOAD):  # Gradio's, whether or not a page has a place for files
+            raise Refused(404, f"expected no files at {UPLOAD}: the page takes none", code="not_found")
+        if self.token is not None and path.startswith(TOKEN_PATHS):
+            kind, _, given = headers.get("authorization", "").partition(" ")
+            if kind.lower() != "bearer" or not same(self.token, given.strip()):
+                raise Refused(
+                    401,
+                    "expected the header Authorization: Bearer TOKEN with this server's token, got "
+                    + ("another one" if given else "none"),
+                    code="invalid_api_key",
+                    WWW_Authenticate="Bearer",
+                )
+        length = headers.get("content-length", "0")
+        if not length.isdigit() or int(length) > self.body_bytes:
+            raise self._too_large(length)
+
+    def _too_large(self, length) -> Refused:
+        return Refused(
+            413,
+            f"expected a body of at most {self.body_bytes} bytes, got {length}",
+            code="too_large",
+            Connection="close",
+        )
+
+    def _limited(self, receive: Receive) -> Receive:
+        seen = 0
+
+        async def limited() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.body_bytes:
+                raise self._too_large(f"{seen} and more")
+            return message
+
+        return limited

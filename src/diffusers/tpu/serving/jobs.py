@@ -1,0 +1,202 @@
+"""Jobs and the queue that they wait in: the only thing that the worker's thread and the server's share.
+
+A job is `queued`, `in_progress`, then `completed`, `failed` or `cancelled`; finished ones are kept for a while, then gone.
+"""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..generation.call import Request
+from .errors import Refused
+from .limits import Limits
+from .sizes import Size
+
+
+QUEUED, IN_PROGRESS, COMPLETED, FAILED, CANCELLED = "queued", "in_progress", "completed", "failed", "cancelled"
+FINISHED = (COMPLETED, FAILED, CANCELLED)
+
+
+@dataclass(eq=False)
+class Job:
+    """One output to make.
+
+    Attributes:
+        kind: "video" or "image"; the id begins with it.
+        cancelling: someone asked to end it; while it runs, it ends after the step.
+        created_at, completed_at: Unix time, for clients; nothing is decided by them.
+        queued_at, started_at, finished_at: seconds of the monotonic clock.
+        held: the request that made it will read its files: they are kept whatever the limits say.
+        error: `code` and `message` where it failed.
+    """
+
+    kind: str
+    request: Request
+    size: Size
+    id: str = ""
+    state: str = QUEUED
+    step: int = 0
+    steps: int = 0
+    cancelling: bool = False
+    held: bool = False
+    files: list[Path] = field(default_factory=list)
+    file_bytes: int = 0
+    error: dict | None = None
+    created_at: int = field(default_factory=lambda: int(time.time()))
+    completed_at: int | None = None
+    queued_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    finished_at: float | None = None
+    watchers: set[Callable[[], None]] = field(default_factory=set)
+
+    def __post_init__(self):
+        self.id = self.id or f"{self.kind}_{secrets.token_hex(12)}"
+
+    @property
+    def finished(self) -> bool:
+        return self.state in FINISHED
+
+    @property
+    def progress(self) -> int:
+        """Percent of the denoising steps; 100 when the file is there."""
+        return 100 if self.state == COMPLETED else min(99, 100 * self.step // self.steps) if self.steps else 0
+
+
+class Jobs:
+    """All jobs of a server; every method may be called from any thread.
+
+    Args:
+        told: called with each job that has finished.
+    """
+
+    def __init__(self, limits: Limits, told: Callable[[Job], None] = lambda job: None):
+        self.limits, self.told = limits, told
+        self.closed = False
+        self._changed = threading.Condition()
+        self._all: dict[str, Job] = {}
+        self._queue: deque[Job] = deque()
+        self._seconds = 0.0  # of a job, a running mean
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, *jobs: Job):
+        """Queue all of them, or none. Raises Refused (429) where they do not fit, (503) while the server ends."""
+        with self._changed:
+            if self.closed:
+                raise Refused(503, "expected a server that takes jobs, got one that ends; try another", code="ending")
+            if len(self._queue) + len(jobs) > self.limits.queue:
+                wait = str(max(1, round(self._seconds * len(self._queue))))
+                raise Refused(
+                    429,
+                    f"expected room for {len(jobs)} in the queue of {self.limits.queue}, got {len(self._queue)} that wait;"
+                    f" try again in some {wait} s",
+                    code="queue_full",
+                    Retry_After=wait,
+                )
+            for job in jobs:
+                self._all[job.id] = job
+                self._queue.append(job)
+            self._changed.notify_all()
+
+    def take(self, most: int) -> list[Job] | None:
+        """The next job and up to `most` - 1 more that one call can make; waits for one. None when closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self.closed)
+            if self.closed:
+                return None
+            alike = self._queue[0].request.alike()
+            jobs = [job for job in self._queue if job.request.alike() == alike][:most]
+            for job in jobs:
+                self._queue.remove(job)
+                job.state, job.started_at = IN_PROGRESS, time.monotonic()
+        _tell(jobs)
+        return jobs
+
+    def step(self, job: Job, step: int, steps: int):
+        """So many denoising steps are done."""
+        job.step, job.steps = step, steps
+        _tell([job])
+
+    def finish(self, job: Job, state: str, files: list[Path] = (), error: dict | None = None):
+        """The end of a job; of one that someone cancelled meanwhile no files are kept."""
+        with self._changed:
+            if job.cancelling:
+                state, error = CANCELLED, None
+            job.files = list(files) if state == COMPLETED else []
+            job.file_bytes = sum(file.stat().st_size for file in job.files)
+            job.error, job.state = error, state
+            job.finished_at, job.completed_at = time.monotonic(), int(time.time())
+            if state == COMPLETED:
+                self._seconds += 0.2 * (job.finished_at - job.started_at - self._seconds)
+            self._changed.notify_all()
+        for file in set(files) - set(job.files):
+            file.unlink(missing_ok=True)
+        _tell([job])
+        self.told(job)
+        self.sweep()
+
+    def cancel(self, job: Job):
+        """End a job now if it waits, after the current step if it runs."""
+        with self._changed:
+            job.cancelling = True
+            waited = job in self._queue
+            if waited:
+                self._queue.remove(job)
+        if waited:
+            self.finish(job, CANCELLED)
+
+    def drop(self, job: Job):
+        """A finished job and its files are gone."""
+        with self._changed:
+            self._all.pop(job.id, None)
+        for file in job.files:
+            file.unlink(missing_ok=True)
+
+    def sweep(self):
+        """Drop finished jobs that are older, larger together or more than the limits say, the oldest first."""
+        with self._changed:
+            finished = [job for job in self._all.values() if job.finished and not job.held]
+        finished.sort(key=lambda job: job.finished_at)
+        held = sum(job.file_bytes for job in finished)
+        for place, job in enumerate(finished):
+            old = time.monotonic() - job.finished_at > self.limits.kept_seconds
+            if not old and held <= self.limits.kept_bytes and len(finished) - place <= self.limits.kept_jobs:
+                break
+            held -= job.file_bytes
+            self.drop(job)
+
+    def get(self, name: str) -> Job | None:
+        return self._all.get(name)
+
+    def all(self) -> list[Job]:
+        """The newest first."""
+        with self._changed:
+            return list(self._all.values())[::-1]
+
+    def close(self):
+        """Take no more jobs; those that wait are cancelled, one that runs goes on."""
+        with self._changed:
+            self.closed = True
+            waiting = list(self._queue)
+            self._changed.notify_all()
+        for job in waiting:
+            self.cancel(job)
+
+    def running(self) -> list[Job]:
+        return [job for job in self.all() if job.state == IN_PROGRESS]
+
+    def wait_idle(self, seconds: float) -> bool:
+        """Whether nothing runs, at the latest after so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.running(), seconds)
+
+
+def _tell(jobs: list[Job]):
+    for job in jobs:
+        for watcher in tuple(job.watchers):
+            watcher()

@@ -1,0 +1,165 @@
+"""Bodies of requests, JSON or forms, as jobs; every refusal says what was expected and what came."""
+
+import io
+import json
+import random
+from typing import Literal
+
+from fastapi import Request as HTTPRequest
+from PIL import Image
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.datastructures import UploadFile
+
+from ..generation.call import Request
+from ..generation.signature import parameters_of
+from .errors import Refused
+from .jobs import Job
+from .limits import Limits
+from .sizes import Sizes
+
+
+FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+MOST_FIELDS = 32
+
+
+class Wanted(BaseModel):
+    """What both endpoints take; the fields after `size` are ours."""
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+    prompt: str = Field(min_length=1)
+    model: str | None = None
+    size: str | None = None
+    negative_prompt: str | None = None
+    num_inference_steps: int | None = Field(None, ge=1)
+    guidance_scale: float | None = Field(None, ge=0, le=100)
+    seed: int | None = Field(None, ge=0, lt=2**63)
+
+
+class WantedVideo(Wanted):
+    """`POST /v1/videos`."""
+
+    seconds: float | None = Field(None, gt=0)
+    num_frames: int | None = Field(None, ge=1)
+    input_reference: UploadFile | None = None
+
+
+class WantedImages(Wanted):
+    """`POST /v1/images/generations`."""
+
+    n: int = Field(1, ge=1)
+    response_format: Literal["b64_json"] = "b64_json"
+
+
+class Reader:
+    """Makes jobs of requests for one pipeline.
+
+    Args:
+        defaults: arguments of the pipeline where a request says nothing else.
+    """
+
+    def __init__(self, pipeline_class: type, model: str, defaults: dict, sizes: Sizes, limits: Limits):
+        self.takes, self.model, self.defaults = parameters_of(pipeline_class), model, defaults
+        self.sizes, self.limits = sizes, limits
+
+    async def read(self, http: HTTPRequest, kind: type[Wanted]) -> Wanted:
+        """The body, checked. Raises Refused."""
+        return self.checked(await _fields(http), kind)
+
+    def checked(self, fields: dict, kind: type[Wanted]) -> Wanted:
+        """Fields of a request, checked. Raises Refused."""
+        try:
+            wanted = kind.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            param = ".".join(map(str, first["loc"])) or "body"
+            raise Refused(400, _in_words(first, param, kind), param=param) from error
+        self._check(wanted)
+        return wanted
+
+    def jobs(self, wanted: WantedVideo | WantedImages) -> list[Job]:
+        """One of a video, `n` of images, which have seeds that follow each other."""
+        is_video = isinstance(wanted, WantedVideo)
+        size = self.sizes.choose(wanted.size, *((wanted.seconds, wanted.num_frames) if is_video else ()))
+        arguments = {**self.defaults, **size.arguments()}
+        for name in ("negative_prompt", "num_inference_steps", "guidance_scale"):
+            value = getattr(wanted, name)
+            if value is not None:
+                if name not in self.takes:
+                    raise Refused(400, f"expected no {name}: {self.model} takes none, got {value!r}", param=name)
+                arguments[name] = value
+        if is_video and (wanted.input_reference is not None or "image" in self.takes):
+            arguments["image"] = self._image(wanted.input_reference)
+        seed = random.randrange(2**31) if wanted.seed is None else wanted.seed
+        kind, count = ("video", 1) if is_video else ("image", wanted.n)
+        return [Job(kind, Request(wanted.prompt, seed + place, arguments), size) for place in range(count)]
+
+    def _check(self, wanted: Wanted):
+        if wanted.model not in (None, self.model):
+            raise Refused(
+                404, f"expected the model {self.model!r}, got {wanted.model!r}", param="model", code="model_not_found"
+            )
+        for name, most, value in (
+            ("prompt", self.limits.prompt_characters, len(wanted.prompt)),
+            ("negative_prompt", self.limits.prompt_characters, len(wanted.negative_prompt or "")),
+            ("num_inference_steps", self.limits.steps, wanted.num_inference_steps or 1),
+            ("n", self.limits.images, getattr(wanted, "n", 1)),
+        ):
+            if value > most:
+                unit = " characters" if "prompt" in name else ""
+                raise Refused(400, f"expected {name} of at most {most}{unit}, got {value}", param=name)
+
+    def _image(self, upload: UploadFile | None) -> Image.Image:
+        if upload is None:
+            raise Refused(
+                400, f"expected input_reference: {self.model} starts from a picture", param="input_reference"
+            )
+        if "image" not in self.takes:
+            raise Refused(400, f"expected no input_reference: {self.model} takes none", param="input_reference")
+        try:
+            picture = Image.open(io.BytesIO(upload.file.read()))
+            if max(picture.size) > 2 * self.limits.side:
+                raise ValueError(f"sides of at most {2 * self.limits.side} pixels, got {picture.size}")
+            return picture.convert("RGB")
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise Refused(
+                400, f"expected input_reference to be a picture: {error}", param="input_reference"
+            ) from error
+
+
+async def _fields(http: HTTPRequest) -> dict:
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind == "application/json":
+        try:
+            value = json.loads(await http.body())
+        except (ValueError, RecursionError) as error:
+            raise Refused(400, f"expected a body in JSON, got what is none: {error}", code="json") from error
+        if not isinstance(value, dict):
+            raise Refused(400, f"expected a JSON object, got {type(value).__name__}", code="json")
+        return value
+    if kind in FORMS:
+        async with http.form(max_files=1, max_fields=MOST_FIELDS) as form:
+            names = [name for name, _ in form.multi_items()]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise Refused(400, f"expected each field once, got {', '.join(twice)} again", param=twice[0])
+            return {name: await _kept(value) for name, value in form.items()}
+    raise Refused(
+        415, f"expected Content-Type application/json or {FORMS[0]}, got {kind or 'none'}", code="content_type"
+    )
+
+
+async def _kept(value: str | UploadFile) -> str | UploadFile:
+    """A form's value that outlives the form."""
+    if not isinstance(value, UploadFile):
+        return value
+    return UploadFile(io.BytesIO(await value.read()), filename=value.filename)
+
+
+def _in_words(error: dict, param: str, kind: type[Wanted]) -> str:
+    got = repr(error["input"])
+    got = got if len(got) <= 100 else got[:97] + "..."
+    if error["type"] == "missing":
+        return f"expected {param}, got none"
+    if error["type"] == "extra_forbidden":
+        return f"expected only {', '.join(kind.model_fields)}, got {param}"
+    return f"expected a valid {param} ({error['msg'][:1].lower()}{error['msg'][1:]}), got {got}"

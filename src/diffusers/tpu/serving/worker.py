@@ -1,0 +1,98 @@
+"""The one thread that runs the pipeline: jobs that are alike in one call, each with its own noise."""
+
+import logging
+import threading
+from pathlib import Path
+
+from PIL import Image
+
+from ..generation import media
+from ..generation.call import Request, generate
+from ..generation.signature import parameters_of, takes_batches
+from .jobs import CANCELLED, COMPLETED, FAILED, Job, Jobs
+from .sizes import Size
+
+
+logger = logging.getLogger(__name__)
+BAD_INPUT = (ValueError, TypeError, NotImplementedError)
+WARM_STEPS = 4
+
+
+class Stopped(Exception):
+    """Nobody wants what a call makes any more."""
+
+
+class Worker(threading.Thread):
+    """Runs jobs until the queue is closed.
+
+    Args:
+        defaults: arguments of the pipeline where a job says nothing else.
+        max_batch: jobs of one call; calls are of one job or of this many, filled up, so that two programs a size do.
+        folder: where files are written.
+    """
+
+    def __init__(self, pipe, jobs: Jobs, folder: Path, *, defaults: dict, max_batch: int = 1, fps: int = media.FPS):
+        super().__init__(name="diffusers-tpu-worker")
+        self.pipe, self.jobs, self.folder, self.defaults, self.fps = pipe, jobs, folder, defaults, fps
+        self.max_batch = max_batch if takes_batches(type(pipe)) else 1
+
+    def warm_up(self, size: Size):
+        """Compile what jobs of this size need, in the calling thread, before the first one comes."""
+        arguments = {**self.defaults, **size.arguments()}
+        takes = parameters_of(type(self.pipe))
+        if "num_inference_steps" in takes:
+            steps = arguments.get("num_inference_steps") or takes["num_inference_steps"].default or WARM_STEPS
+            arguments["num_inference_steps"] = min(WARM_STEPS, steps)
+        if "image" in takes:
+            arguments["image"] = Image.new("RGB", (size.width, size.height))
+        for batch in sorted({1, self.max_batch}):
+            generate(self.pipe, [Request("a", 0, arguments)], batch)
+
+    def run(self):
+        while (jobs := self.jobs.take(self.max_batch)) is not None:
+            self._answer(jobs)
+
+    def _answer(self, jobs: list[Job]):
+        """Every one of them is finished afterwards, whatever happens."""
+        try:
+            failure = self._failure(jobs)
+            if failure is not None and len(jobs) > 1:  # one of them may be to blame
+                for job in jobs:
+                    if not job.finished:
+                        self._answer([job])
+            elif failure is not None:
+                logger.error("%s failed", jobs[0].id, exc_info=failure)
+                code = "invalid_request" if isinstance(failure, BAD_INPUT) else "server_error"
+                message = " ".join(str(failure).split()) or type(failure).__name__
+                self.jobs.finish(jobs[0], FAILED, error={"code": code, "message": message})
+        finally:
+            for job in jobs:
+                if not job.finished:
+                    job.cancelling = True
+                    self.jobs.finish(job, CANCELLED)
+
+    def _failure(self, jobs: list[Job]) -> Exception | None:
+        """What kept a call from answering all of its jobs; those that nobody wants any more are left as they are."""
+        try:
+            for job, values in zip(jobs, self._made(jobs)):
+                self.jobs.finish(job, COMPLETED, [] if job.cancelling else self._written(job, values))
+        except Stopped:
+            return None
+        except Exception as error:
+            return error
+        return None
+
+    def _made(self, jobs: list[Job]) -> list[list]:
+        def on_step(step: int, steps: int):
+            for job in jobs:
+                self.jobs.step(job, step, steps)
+            if all(job.cancelling for job in jobs):
+                raise Stopped
+
+        if all(job.cancelling for job in jobs):
+            raise Stopped
+        return generate(self.pipe, [job.request for job in jobs], self.max_batch if len(jobs) > 1 else 1, on_step)
+
+    def _written(self, job: Job, values: list) -> list[Path]:
+        are_videos = job.kind == "video"
+        return media.write(values, are_videos, self.folder / f"{job.id}{'.mp4' if are_videos else '.png'}", self.fps)

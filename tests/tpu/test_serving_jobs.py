@@ -1,0 +1,193 @@
+"""Jobs, sizes and the end of a server. Oracles: hand counts of files, jobs and threads."""
+
+import functools
+import threading
+import time
+
+import pytest
+
+import tiny
+import tiny_images
+
+
+pytest.importorskip("fastapi.sse", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("uvicorn")
+
+from diffusers import FluxPipeline  # noqa: E402
+from diffusers.tpu.cli import main, serve  # noqa: E402
+from diffusers.tpu.generation.call import Request  # noqa: E402
+from diffusers.tpu.serving.errors import Refused  # noqa: E402
+from diffusers.tpu.serving.jobs import CANCELLED, COMPLETED, IN_PROGRESS, Job, Jobs  # noqa: E402
+from diffusers.tpu.serving.limits import Limits  # noqa: E402
+from diffusers.tpu.serving.server import Service, Settings  # noqa: E402
+from diffusers.tpu.serving.sizes import Size, Sizes, default_size, parse  # noqa: E402
+
+
+SIZE = Size(16, 16)
+DEFAULTS = {"num_inference_steps": 2, "max_sequence_length": 8}
+
+
+@pytest.fixture(scope="module")
+def flux():
+    return tiny_images.flux()
+
+
+def wait(holds, seconds=20):
+    begun = time.monotonic()
+    while not holds():
+        assert time.monotonic() - begun < seconds
+        time.sleep(0.01)
+
+
+def slowed(monkeypatch, cls, gate: threading.Event, started: threading.Event):
+    """Calls of this class wait at their start until the gate is open."""
+    call = cls.__call__
+
+    @functools.wraps(call)
+    def run(self, *args, **kwargs):
+        started.set()
+        assert gate.wait(20)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(cls, "__call__", run)
+
+
+# Jobs
+
+
+def job(kind="image", prompt="a", steps=2) -> Job:
+    return Job(kind, Request(prompt, 0, {"num_inference_steps": steps}), SIZE)
+
+
+def test_a_full_queue_says_when_to_come_again():
+    jobs = Jobs(Limits(queue=2))
+    first, second = job(), job()
+    jobs.submit(first)
+    with pytest.raises(Refused) as refused:
+        jobs.submit(second, job())
+    assert refused.value.status == 429 and int(refused.value.headers["Retry-After"]) >= 1
+    assert jobs.get(second.id) is None and len(jobs) == 1
+
+
+def test_jobs_that_are_alike_are_taken_together_and_in_order():
+    jobs = Jobs(Limits())
+    a, b, c, d = job(prompt="a"), job(steps=3), job(prompt="c"), job(prompt="d")
+    jobs.submit(a, b, c, d)
+    assert jobs.take(2) == [a, c] and a.state == IN_PROGRESS
+    assert jobs.take(2) == [b] and jobs.take(2) == [d]
+    jobs.close()
+    assert jobs.take(2) is None
+    with pytest.raises(Refused, match="one that ends"):
+        jobs.submit(job())
+
+
+def test_finished_jobs_go_by_age_by_bytes_and_by_number(tmp_path, monkeypatch):
+    def finished(jobs: Jobs, count: int) -> list[Job]:
+        made = [job() for _ in range(count)]
+        jobs.submit(*made)
+        jobs.take(count)
+        for number, one in enumerate(made):
+            file = tmp_path / f"{one.id}.png"
+            file.write_bytes(b"x" * 100)
+            jobs.finish(one, COMPLETED, [file])
+        return made
+
+    for limits, left in ((Limits(kept_bytes=250), 2), (Limits(kept_jobs=3), 3), (Limits(), 5)):
+        jobs = Jobs(limits)
+        made = finished(jobs, 5)
+        assert jobs.all() == made[: 4 - left if left < 5 else None : -1]
+        assert {f.name for f in tmp_path.iterdir()} == {one.files[0].name for one in jobs.all()}
+        later = time.monotonic() + 4000
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        jobs.sweep()
+        monkeypatch.undo()
+        assert jobs.all() == [] and not list(tmp_path.iterdir())
+
+
+def test_a_job_that_waits_is_cancelled_at_once_and_one_that_is_done_too_late_leaves_no_file(tmp_path):
+    jobs = Jobs(Limits())
+    a, b = job(), job()
+    jobs.submit(a, b)
+    jobs.cancel(b)
+    assert b.state == CANCELLED and jobs.take(9) == [a]
+    jobs.cancel(a)
+    assert a.state == IN_PROGRESS
+    file = tmp_path / "a.png"
+    file.write_bytes(b"")
+    jobs.finish(a, COMPLETED, [file])
+    assert a.state == CANCELLED and a.files == [] and not file.exists()
+
+
+def test_the_end_cancels_what_waits_and_lets_what_runs_finish(flux, monkeypatch):
+    gate, started = threading.Event(), threading.Event()
+    service = Service(flux, Settings("tiny", DEFAULTS, (SIZE,), page=False))
+    slowed(monkeypatch, FluxPipeline, gate, started)
+    arguments = {**DEFAULTS, **SIZE.arguments()}
+    runs, waits = (Job("image", Request("a", 0, arguments), SIZE) for _ in range(2))
+    service.jobs.submit(runs, waits)
+    service.worker.start()
+    assert started.wait(20)
+    ends = threading.Thread(target=service.end, args=(20.0,))
+    ends.start()
+    wait(lambda: waits.finished)
+    gate.set()
+    ends.join()
+    assert (runs.state, waits.state) == (COMPLETED, CANCELLED)
+    assert not service.worker.is_alive() and not service.folder.exists()
+
+
+def test_the_end_cancels_what_runs_when_its_time_is_over(flux, monkeypatch):
+    gate, started = threading.Event(), threading.Event()
+    service = Service(flux, Settings("tiny", DEFAULTS, (SIZE,), page=False))
+    slowed(monkeypatch, FluxPipeline, gate, started)
+    runs = Job("image", Request("a", 0, {**DEFAULTS, **SIZE.arguments()}), SIZE)
+    service.jobs.submit(runs)
+    service.worker.start()
+    assert started.wait(20)
+    ends = threading.Thread(target=service.end, args=(0.05,))
+    ends.start()
+    wait(lambda: runs.cancelling)
+    gate.set()
+    ends.join()
+    assert runs.state == CANCELLED
+
+
+# Sizes
+
+
+def test_sizes_are_parsed_chosen_and_defaulted(flux):
+    assert parse("64x32x9", 81) == Size(64, 32, 9) and parse("64x32", 81) == Size(64, 32, 81)
+    for text, frames in (("64", 81), ("0x1", None), ("64x64x9", None), ("64x64x", 9), ("1x2x3x4", 9)):
+        with pytest.raises(ValueError, match="a size as"):
+            parse(text, frames)
+    assert default_size(tiny.wan()) == Size(832, 480, 81)
+    side = flux.default_sample_size * flux.vae_scale_factor
+    assert default_size(flux) == Size(side, side)
+    sizes = Sizes((Size(64, 64, 9), Size(64, 64, 33)), False, 16, Limits())
+    assert sizes.choose(None) == Size(64, 64, 9)
+    assert sizes.choose("64x64", seconds=2) == Size(64, 64, 33) and sizes.choose("64x64x33") == Size(64, 64, 33)
+    for text in ("128x64", "64x64x17", "64x32x9"):
+        with pytest.raises(Refused, match=rf"compiled \(64x64x9 \(0.5625 s\), .*got {text}"):
+            sizes.choose(text)
+    assert Sizes(sizes.served, True, 16, Limits()).choose("128x64", seconds=1) == Size(128, 64, 16)
+
+
+# The command
+
+
+def test_the_command_says_what_no_server_can_be_started_with(flux, tmp_path, monkeypatch, capsys):
+    flux.save_pretrained(tmp_path)
+    for words, message in (
+        (["--host", "0.0.0.0"], "expected a token"),
+        (["--sizes", "16"], "a size as WIDTHxHEIGHT, got '16'"),
+        (["--height", "16"], "no --height: requests say it"),
+        (["--port", "99999"], "a free address, got 127.0.0.1:99999"),
+        (["--queue", "0"], "limit queue to be at least 1"),
+        (["--max-batch", "0"], "max_batch and fps of at least 1"),
+    ):
+        assert main(["serve", str(tmp_path), "--device", "upstream", "--no-page", *words]) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr(serve, "NEEDED", ("no_such_package",))
+    assert main(["serve", str(tmp_path)]) == 2
+    assert "pip install '.[serve]'" in capsys.readouterr().err
