@@ -29,6 +29,7 @@ __all__ = [
     "refuses_quantized",
     "report",
     "takes",
+    "tensors_of",
     "uninstall",
     "waiting",
     "waives",
@@ -109,6 +110,15 @@ def waiting(tensor):
     from . import checkpoint
 
     return checkpoint.waiting(tensor)
+
+
+def tensors_of(path, device):
+    """The seam where a model's safetensors file is opened: its tensors by name, mapped and not read; None: as upstream does."""
+    if not is_active():
+        return None
+    from . import disk
+
+    return disk.load_file(path, device)
 
 
 def attention_backend(name: str) -> str:

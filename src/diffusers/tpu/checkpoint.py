@@ -17,6 +17,8 @@ import torch
 from safetensors import safe_open
 from torch.utils._pytree import tree_leaves
 
+from .disk import load_file
+
 
 _settling = threading.Lock()
 
@@ -257,8 +259,9 @@ def _opened_by(module):
 class _File:
     """A safetensors file whose slices, taken whole, are waiting tensors."""
 
-    def __init__(self, *args, **kwargs):
-        self.file = safe_open(*args, **kwargs)
+    def __init__(self, path, *args, **kwargs):
+        self.file = safe_open(path, *args, **kwargs)
+        self.tensors = functools.cache(lambda: load_file(path))
 
     def __getattr__(self, name):
         return getattr(self.file, name)
@@ -271,4 +274,4 @@ class _File:
         return self.file.__exit__(*exc)
 
     def get_slice(self, name: str):
-        return waiting(self.file.get_tensor(name))
+        return waiting(self.tensors()[name])

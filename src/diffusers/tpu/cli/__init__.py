@@ -13,8 +13,8 @@ from .errors import BadInput
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
 STAGES = ("text", "denoise", "decode")
-BENCHES = ("attention", "sweep", "step", "run", "vae", "calibration", "check", "cache")
-BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "way", "name", "dtype", "mask")
+BENCHES = ("attention", "sweep", "step", "run", "vae", "calibration", "check", "cache", "load")
+BENCH_FILTERS = ("chip", "shape", "path", "model", "topology", "variant", "way", "name", "dtype", "mask", "chips")
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 FORMS = ("upstream", "torchax", "scanned", "nnx")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -181,14 +181,14 @@ def _add_bench(commands):
     bench = commands.add_parser(
         "bench",
         help="what the TPU compiler says of our kernels and steps, beside what others use",
-        description="Every row is compiled for a TPU that is not here, or read from the cache; only `check` and `cache` are measured, here.",
+        description="Every row is compiled for a TPU that is not here, or read from the cache; only `check`, `cache` and `load` are measured, here.",
         allow_abbrev=False,
     )
     bench.add_argument(
         "kind",
         choices=BENCHES,
         help="what to compile; calibration: beside measurements of others; check: what a call costs the host before it runs;"
-        " cache: quality and speed of upstream's caches, measured on the shipped model",
+        " cache: quality and speed of upstream's caches, measured on the shipped model; load: weights from disk, beside dd",
     )
     bench.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the rows as JSON, to FILE or the output")
     bench.add_argument(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..attention.blocks import TUNED, Shape, tuned_key
 from ..attention.ways import BOUND, ONLINE, WAYS
 from ..devices import find_topology
-from . import PLANS, Question, cache_row, check_row, request_of
+from . import PLANS, Question, cache_row, check_row, load_row, request_of
 from .calibration import PUBLISHED
 
 
@@ -416,6 +416,11 @@ def cache_cases() -> list[Case]:
     ]
 
 
+def load_cases() -> list[Case]:
+    """Weights from disk to simulated chips beside `dd`: measured here."""
+    return [Case({"chips": chips}, None, functools.partial(load_row.answer, chips)) for chips in (1, 8)]
+
+
 BENCHES = {
     "attention": attention_cases,
     "sweep": sweep_cases,
@@ -425,6 +430,7 @@ BENCHES = {
     "calibration": calibration_cases,
     "check": check_cases,
     "cache": cache_cases,
+    "load": load_cases,
 }
 
 
