@@ -19,8 +19,8 @@ from diffusers import WanPipeline, WanTransformer3DModel, tpu
 from diffusers.tpu import checkpoint, placing, weights
 from diffusers.tpu.checkpoint import FileTensor
 from diffusers.tpu.devices import GIB
-from diffusers.tpu.filling import Wanted
 from diffusers.tpu.residency import turns
+from test_disk import as_for_real_chips
 
 
 HERE = Path(__file__).parent
@@ -177,9 +177,9 @@ def test_an_alias_sees_what_becomes_of_its_tensor(both):
 
 @pytest.mark.parametrize("staged", [1, None], ids=["layer by layer", "at once"])
 def test_what_is_on_the_chips_is_upstreams_and_follows_the_host(both, monkeypatch, staged):
-    if staged is not None:  # as for chips that have memory of their own
+    if staged is not None:
         monkeypatch.setattr(placing, "STAGED_BYTES", staged)
-        monkeypatch.setattr(Wanted, "simulated", False)
+        as_for_real_chips(monkeypatch)
     ours, theirs = both
     ours.to("cuda")
     runner, model, oracle = ours.transformer._tpu_runner, ours.transformer, weights.named_tensors(theirs.transformer)

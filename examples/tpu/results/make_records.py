@@ -119,6 +119,7 @@ def records() -> dict[str, Record]:
     made = {
         "check": of_bench("check"),
         "cache": of_bench("cache"),
+        "load": of_bench("load"),
         "compare": Record(("compare-wan-shapes.json",), compared),
         "demo": Record(("red-circle-right.png",), demonstrated),
         "step": of_bench("step"),

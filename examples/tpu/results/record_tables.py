@@ -185,6 +185,20 @@ def _check(rows: list[dict]) -> list[str]:
     return markdown(head, lines)
 
 
+def _load(rows: list[dict]) -> list[str]:
+    head = ("chips", "seconds", "GB/s", "of dd's", "dd, GB/s", "first, s", "host, MiB")
+    lines = []
+    for row in rows:
+        rates = (
+            f"{row['bytes_per_second'] / 1e9:.2f}",
+            f"{row['of_dd']:.2f}",
+            f"{row['dd_bytes_per_second'] / 1e9:.2f}",
+        )
+        others = (f"{row['first_seconds']:.1f}", f"{row['host_peak_mib']:.0f}")
+        lines.append((str(row["chips"]), f"{row['seconds']:.2f}", *rates, *others))
+    return markdown(head, lines)
+
+
 def _cache(rows: list[dict]) -> list[str]:
     head = (
         "cache",
@@ -237,6 +251,7 @@ TABLES = {
     "vae": Table("vae.json", _vae),
     "calibration": Table("calibration.json", _calibration),
     "check": Table("check.json", _check),
+    "load": Table("load.json", _load),
     "coverage": Table("coverage.json", coverage_tables.counts),
     "coverage-pipelines": Table("coverage.json", coverage_tables.pipelines),
     "coverage-others": Table("coverage.json", coverage_tables.others),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import device_put, lax
 from jax.sharding import NamedSharding
 
 from .devices import MIB
@@ -112,10 +112,10 @@ class Placing:
 
     def _send(self, chunk: Chunk) -> list[jax.Array]:
         """The parts on their chips."""
-        theirs = chunk.wanted.simulated  # the memory, from here on
+        theirs = chunk.wanted.simulated  # the memory, which JAX's CPU backend takes as it is
         sent = []
         for part in chunk.parts:
-            arrays = [jax.device_put(part.values, device, may_alias=theirs) for device in part.devices]
+            arrays = [device_put(part.values, device) for device in part.devices]
             sent += arrays
             if not theirs:
                 self._waiting.append((part, arrays))

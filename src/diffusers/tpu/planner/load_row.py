@@ -27,7 +27,12 @@ from ..devices import GIB, MIB
 from . import sources
 
 
-MODEL = {"num_attention_heads": 16, "attention_head_dim": 128, "ffn_dim": 8192, "num_layers": 32}  # 4.1 GiB in bfloat16
+MODEL = {
+    "num_attention_heads": 16,
+    "attention_head_dim": 128,
+    "ffn_dim": 8192,
+    "num_layers": 32,
+}  # 4.1 GiB in bfloat16
 SHARD_BYTES = GIB
 ROUNDS = 5
 KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}  # glibc's
@@ -114,7 +119,9 @@ def _in_a_process(folder: Path, chips: int, rounds: int, settings: dict[str, str
     command = [sys.executable, "-m", __name__, str(folder), str(rounds)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     if done.returncode:
-        raise RuntimeError(f"expected a load of {folder}, its process ended with {done.returncode}: {done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"expected a load of {folder}, its process ended with {done.returncode}: {done.stderr[-2000:]}"
+        )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
