@@ -14,6 +14,7 @@ ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 # Each room may import those before it.
 ORDER = [
     "files",
+    "failures",
     "config",
     "devices",
     "moving",
@@ -36,6 +37,7 @@ ORDER = [
     "video",
     "bridge",
     "parts",
+    "nans",
     "filling",
     "placing",
     "weights",

@@ -69,7 +69,8 @@ def _places(path, kinds: dict[str, torch.dtype], shapes: dict[str, list[int]]) -
 
 def _view(storage: torch.UntypedStorage, dtype: torch.dtype, at: int, shape: list[int]) -> torch.Tensor:
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, at // dtype.itemsize, shape, strides)
+    own = storage[at : at + math.prod(shape) * dtype.itemsize]  # who shares one with another is not saved, by upstream
+    return torch.empty(0, dtype=dtype, device="cpu").set_(own, 0, shape, strides)
 
 
 # Ahead of need

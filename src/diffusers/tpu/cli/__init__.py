@@ -8,6 +8,7 @@ import os
 import sys
 
 from ..config import ATTENTIONS
+from ..failures import Failure
 from .errors import BadInput
 
 
@@ -82,6 +83,11 @@ def _add_generate(commands):
     generate.add_argument("--fps", type=int, help="frames per second of the mp4 (default 16)")
     generate.add_argument("--seed", type=int, help="of the noise (default: drawn, and printed)")
     generate.add_argument("--image", metavar="FILE", help="first frame or reference, for pipelines that take one")
+    generate.add_argument(
+        "--debug-nans",
+        action="store_true",
+        help="stop at the first submodule that gives NaN or an infinity, and name it",
+    )
     _add_pipeline_arguments(generate)
 
 
@@ -230,6 +236,9 @@ def main(argv: list[str] | None = None) -> int:
     except BadInput as error:
         print(f"diffusers-tpu: {error}", file=sys.stderr)
         return 2
+    except Failure as error:
+        print(f"diffusers-tpu: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("diffusers-tpu: interrupted", file=sys.stderr)
         return 130

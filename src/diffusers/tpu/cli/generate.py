@@ -1,5 +1,6 @@
 """`diffusers-tpu generate`: a pipeline run once, its pictures written, its times printed; for `--stage` see staged."""
 
+import contextlib
 import random
 import time
 
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from ... import tpu
 from ..config import TPUConfig
+from ..failures import NotFinite
 from . import COMMON_ARGUMENTS, arguments, output, session
 from .errors import BadInput, calling
 from .timing import Stopwatch, Timing
@@ -35,11 +37,37 @@ def run(options, rest: list[str]) -> int:
     pipe = placed(session.load(options.model, dtype_of(options)), options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
-    with calling():
+    if options.debug_nans and target is None:
+        raise BadInput(
+            "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
+        )
+    with calling(), _looking(options.debug_nans):
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
+    check_finite(pipe, target)
     files = output.write(*output.pictures(result), path, options.fps)
     tell(stopwatch.timing, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
     return 0
+
+
+def _looking(wanted: bool):
+    if not wanted:
+        return contextlib.nullcontext()
+    from .. import nans
+
+    return nans.debugging()
+
+
+def check_finite(pipe, target):
+    """Raises NotFinite for pictures of the last call that are no numbers."""
+    if target is None:
+        return
+    from ..pipeline import installation
+
+    if found := installation(pipe).not_finite:
+        raise NotFinite(
+            f"expected pictures of finite values, got NaN or an infinity from {', '.join(found)}: nothing is written. Ask for"
+            " the first submodule that gives one with --debug-nans; float16 overflows where --dtype bfloat16 does not."
+        )
 
 
 def tell(timing: Timing, load_seconds: float, ran: str, files: list):

@@ -9,8 +9,9 @@ import numpy as np
 from PIL import Image
 
 from ...utils import export_to_video
+from ..failures import NotWritten
 from ..files import whole_files
-from .errors import BadInput
+from .errors import BadInput, one_line
 
 
 SUFFIXES = (".mp4", ".png")
@@ -27,6 +28,8 @@ def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES
     """
     words = prompt[0] if isinstance(prompt, list) else prompt
     path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + kind + suffixes[0])
+    if not path.name or path.is_dir():
+        raise BadInput(f"expected --output to be a file, got the folder {str(path)!r}")
     path = path if path.suffix else path.with_suffix(suffixes[0])
     if path.suffix not in suffixes:
         raise BadInput(f"expected --output to end in {' or '.join(suffixes)}, got {wanted!r}")
@@ -68,12 +71,18 @@ def write(values: list, are_videos: bool, path: Path, fps: int | None) -> list[P
     sheets = [path.with_name(f"{stem}.png") for stem in stems]
     # Without it imageio forks to shield ffmpeg from ctrl-C, which JAX warns of; an unfinished file is removed anyway.
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
-    with whole_files([*videos, *sheets]) as drafts:
-        for value, draft in zip(values, drafts):
-            if are_videos:
-                export_to_video(value, str(draft), fps=fps)
-        for value, draft in zip(values, drafts[len(videos) :]):
-            (contact_sheet(value) if are_videos else value).save(draft)
+    try:
+        with whole_files([*videos, *sheets]) as drafts:
+            for value, draft in zip(values, drafts):
+                if are_videos:
+                    export_to_video(value, str(draft), fps=fps)
+            for value, draft in zip(values, drafts[len(videos) :]):
+                (contact_sheet(value) if are_videos else value).save(draft)
+    except OSError as error:  # the disk is full, or ffmpeg could not write and has gone
+        raise NotWritten(
+            f"expected room for {', '.join(map(str, [*videos, *sheets]))}, got {one_line(error)[-300:]}: nothing is left there."
+            " Make room, or choose another --output; the same --seed gives the same again."
+        ) from error
     return [*videos, *sheets]
 
 
