@@ -357,3 +357,13 @@ def test_models_that_stay_on_the_host(chips, experts, glue):
     with pytest.raises(ValueError, match=r"components among .*got \['text_encodr'\]"):
         tpu.install(pipe, tpu.TPUConfig(host="text_encodr"))
     assert type(pipe) is WanPipeline and "_tpu" not in vars(pipe)
+
+
+@pytest.mark.slow
+def test_many_generations_leave_host_and_chips_as_they_were(root):
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{HERE}", "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "2"}
+    done = subprocess.run([sys.executable, HERE / "soak.py", "200"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert all(max(answer[name]["growth"]) <= 0.02 for name in ("same", "sizes", "scales", "pipelines"))
+    assert answer["threads"] == [] and answer["device_bytes_after_del"] < 0.02 * answer["same"]["device_bytes"][0]

@@ -51,6 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_compare(commands)
     _add_plan(commands)
     _add_bench(commands)
+    _add_profile(commands)
     env = commands.add_parser("env", help="versions, chips and settings", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -88,6 +89,10 @@ def _add_generate(commands):
         action="store_true",
         help="stop at the first submodule that gives NaN or an infinity, and name it",
     )
+    generate.add_argument(
+        "--profile", metavar="DIR", help="trace some steps into this folder, for diffusers-tpu profile"
+    )
+    generate.add_argument("--profile-steps", metavar="FIRST:END", help="which, counted from 0 (default 2:4)")
     _add_pipeline_arguments(generate)
 
 
@@ -206,6 +211,18 @@ def _add_bench(commands):
         bench.add_argument(f"--{name}", metavar="VALUE", help="only rows with this value")
 
 
+def _add_profile(commands):
+    profile = commands.add_parser(
+        "profile",
+        help="what a traced run took, by upstream's modules, beside a plan's seconds",
+        description="Reads what `generate --profile DIR` has written; with --plan it sets the planner's seconds beside.",
+        allow_abbrev=False,
+    )
+    profile.add_argument("folder", metavar="DIR", help="of generate --profile")
+    profile.add_argument("--plan", metavar="FILE", help="of plan --json FILE, of one slice")
+    profile.add_argument("--json", metavar="FILE", nargs="?", const="-", help="as JSON, to FILE or the output")
+
+
 def _add_model(parser):
     parser.add_argument("model", metavar="MODEL", help="a directory in diffusers layout, or a hub id")
 
@@ -230,6 +247,8 @@ def main(argv: list[str] | None = None) -> int:
             from . import plan as command
         elif options.command == "bench":
             from . import bench as command
+        elif options.command == "profile":
+            from . import profile as command
         else:
             from . import generate as command
         return command.run(options, rest)

@@ -33,6 +33,7 @@ def run(options, rest: list[str]) -> int:
     seed = random.randrange(2**31) if options.seed is None else options.seed
     extra = call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
+    steps = _profiled(options, cls, call, target)
     path = output.output_path(options.output, call.get("prompt"))
     pipe = placed(session.load(options.model, dtype_of(options)), options, target, mesh)
     load_seconds = time.perf_counter() - start
@@ -41,12 +42,35 @@ def run(options, rest: list[str]) -> int:
         raise BadInput(
             "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
         )
-    with calling(), _looking(options.debug_nans):
+    with calling(), _looking(options.debug_nans), _traced(pipe, options, steps):
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
     check_finite(pipe, target)
     files = output.write(*output.pictures(result), path, options.fps)
     tell(stopwatch.timing, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
     return 0
+
+
+def _profiled(options, cls: type, call: dict, target) -> range | None:
+    """The steps of `--profile`, None without. Raises BadInput."""
+    if options.profile is None:
+        if options.profile_steps is not None:
+            raise BadInput("expected --profile DIR with --profile-steps")
+        return None
+    if target is None:
+        raise BadInput("expected no --profile without the TPU path")
+    from . import tracing
+
+    asked = arguments.parameters_of(cls).get("num_inference_steps")
+    count = call.get("num_inference_steps", asked and asked.default)
+    return tracing.steps_of(options.profile_steps or tracing.STEPS, count if isinstance(count, int) else None)
+
+
+def _traced(pipe, options, steps: range | None):
+    if steps is None:
+        return contextlib.nullcontext()
+    from . import tracing
+
+    return tracing.StepTrace(pipe, options.profile, steps)
 
 
 def _looking(wanted: bool):
