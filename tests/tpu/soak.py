@@ -54,13 +54,15 @@ def held() -> tuple[float, int]:
 
 
 def phase(count: int, generate) -> dict:
-    """What is held after the warm part and at the end: the mean of the last tenth of each, as the allocator breathes."""
-    seen = []
+    """What is held after the warm part and at the end: means of some, as the allocator breathes."""
+    warm, tenth = int(WARM * count), max(1, count // 20)
+    first, last = [], []
     for number in range(count):
         generate(number)
-        seen.append(held())
-    warm, tenth = int(WARM * count), max(1, count // 10)
-    first, last = seen[warm - tenth : warm], seen[-tenth:]
+        if warm - tenth <= number < warm:
+            first.append(held())
+        elif number >= count - tenth:
+            last.append(held())
     means = [[sum(x[i] for x in some) / len(some) for i in (0, 1)] for some in (first, last)]
     growth = [last / first - 1 for first, last in zip(*means)]
     answer = {

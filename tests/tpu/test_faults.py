@@ -425,6 +425,11 @@ def test_a_clock_that_goes_backwards_and_a_run_after_all_that(saved, here, capsy
     assert sources == []
 
 
+def test_no_process_ends_by_force_but_the_compilers_child():
+    sources = [path for path in (ROOT / "src/diffusers/tpu").rglob("*.py") if "os._exit" in path.read_text()]
+    assert [path.name for path in sources] == ["aot.py"]
+
+
 # Signals. Imports once, then each line that it reads is a run in a process of its own, which stops at a point and says so.
 RUNS = """
 import functools, json, os, signal, sys, time

@@ -266,7 +266,7 @@ def _leave_with_the_parent():
 
     def wait():
         sys.stdin.read()
-        os._exit(1)
+        os._exit(1)  # a compilation takes minutes and hears no exception of Python's
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -10,6 +10,7 @@ import math
 import os
 import queue
 import re
+import sys
 import threading
 
 import torch
@@ -32,7 +33,7 @@ DTYPES = {
 }
 HEADER_LENGTH = 8  # bytes before a safetensors header, which say how long it is
 AHEAD_BYTES = 8 << 20  # the kernel reads no more ahead at one request
-MEMORY = "/proc/self/smaps"
+MEMORY, AVAILABLE = "/proc/self/smaps", "/proc/meminfo"
 AREA = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) \S+ ([0-9a-f]+) ([0-9a-f]+):([0-9a-f]+) (\d+)\s+(/.*)$")
 
 
@@ -81,8 +82,13 @@ _reader: threading.Thread | None = None
 
 
 def ahead(path: str):
-    """Let the kernel read this file into its cache, after those that were asked for before, while other things are done."""
+    """Let the kernel read this file into its cache, after those that were asked for before, while other things are done.
+
+    Not where several processes share a model: each has only its part of a file to read.
+    """
     global _reader
+    if not hasattr(os, "posix_fadvise") or "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+        return
     _wanted.put(path)
     if _reader is None or not _reader.is_alive():
         _reader = threading.Thread(target=_read_ahead, name="diffusers-tpu-read-ahead", daemon=True)
@@ -106,8 +112,10 @@ def _read_ahead():
 
 
 def _free_memory() -> int:
-    """Bytes that the kernel could use for files."""
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Bytes that the kernel could use for files; 0 on another system than Linux."""
+    with contextlib.suppress(FileNotFoundError), open(AVAILABLE) as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    return 0
 
 
 # Which bytes are mapped where
@@ -158,7 +166,9 @@ def _is(path: str, major: int, minor: int, inode: int) -> bool:
 
 
 class Files:
-    """Files open for reading, by several threads at once, until `close`."""
+    """Files open for reading, by several threads at once, until `close`. `read_bytes`: of all of them, by all of these."""
+
+    read_bytes = 0
 
     def __init__(self):
         self._open: dict[str, int] = {}
@@ -170,6 +180,7 @@ class Files:
             if path not in self._open:
                 self._open[path] = os.open(path, os.O_RDONLY)
             file = self._open[path]
+            Files.read_bytes += len(into)
         done = 0
         while done < len(into):
             count = os.preadv(file, [into[done:]], offset + done)

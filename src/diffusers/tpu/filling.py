@@ -104,6 +104,8 @@ class Filling:
             rows = max(1, PIECE_BYTES * shape[0] // max(1, tensor.nbytes))
             for first in range(box[0].start, box[0].stop, rows):
                 piece = (slice(first, min(first + rows, box[0].stop)), *box[1:])
+                if not any(i[0].start < piece[0].stop and piece[0].start < i[0].stop for i, _ in targets):
+                    continue  # rows of other processes' chips
                 jobs.append(self._pool.submit(self._fill, tensor, place, piece, targets))
         return jobs
 
