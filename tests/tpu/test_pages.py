@@ -206,7 +206,7 @@ def check_command_line(words: list[str]):
             name: value for name in ("chip", "model", "topology", "variant") if (value := getattr(options, name))
         }
         assert benches.select(options.kind, filters)
-    else:
+    elif options.command != "profile":
         known = {"MODEL", "path/to/model", *ALIASES, *MODELS, *MAKERS}
         assert options.model.partition("@")[0] in known or (ROOT / options.model / "model_index.json").is_file()
     if options.command == "plan":

@@ -14,11 +14,13 @@ ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 # Each room may import those before it.
 ORDER = [
     "files",
+    "failures",
     "config",
     "devices",
     "moving",
     "idioms",
     "modular",
+    "disk",
     "checkpoint",
     "mesh",
     "sharding",
@@ -35,6 +37,9 @@ ORDER = [
     "video",
     "bridge",
     "parts",
+    "nans",
+    "filling",
+    "placing",
     "weights",
     "residency",
     "call",

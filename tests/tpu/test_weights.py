@@ -16,10 +16,11 @@ import torch
 import tiny
 from conftest import relative
 from diffusers import WanPipeline, WanTransformer3DModel, tpu
-from diffusers.tpu import checkpoint, weights
+from diffusers.tpu import checkpoint, placing, weights
 from diffusers.tpu.checkpoint import FileTensor
 from diffusers.tpu.devices import GIB
 from diffusers.tpu.residency import turns
+from test_disk import as_for_real_chips
 
 
 HERE = Path(__file__).parent
@@ -30,11 +31,11 @@ import ctypes, gc, json, sys, threading
 import jax, torch
 from diffusers import WanPipeline
 import diffusers.tpu.pipeline
-from diffusers.tpu import devices, weights
+from diffusers.tpu import devices, placing
 from diffusers.tpu.config import read_environment
 from transformers import UMT5EncoderModel
 
-weights.STAGED_BYTES = 8 << 20
+placing.STAGED_BYTES = 8 << 20
 
 def anonymous():
     lines = dict(line.split(":") for line in open("/proc/self/status"))
@@ -174,9 +175,11 @@ def test_an_alias_sees_what_becomes_of_its_tensor(both):
     assert torch.equal(alias, theirs)
 
 
-@pytest.mark.parametrize("staged", [1, weights.STAGED_BYTES], ids=["layer by layer", "at once"])
+@pytest.mark.parametrize("staged", [1, None], ids=["layer by layer", "at once"])
 def test_what_is_on_the_chips_is_upstreams_and_follows_the_host(both, monkeypatch, staged):
-    monkeypatch.setattr(weights, "STAGED_BYTES", staged)
+    if staged is not None:
+        monkeypatch.setattr(placing, "STAGED_BYTES", staged)
+        as_for_real_chips(monkeypatch)
     ours, theirs = both
     ours.to("cuda")
     runner, model, oracle = ours.transformer._tpu_runner, ours.transformer, weights.named_tensors(theirs.transformer)
@@ -354,3 +357,13 @@ def test_models_that_stay_on_the_host(chips, experts, glue):
     with pytest.raises(ValueError, match=r"components among .*got \['text_encodr'\]"):
         tpu.install(pipe, tpu.TPUConfig(host="text_encodr"))
     assert type(pipe) is WanPipeline and "_tpu" not in vars(pipe)
+
+
+@pytest.mark.slow
+def test_many_generations_leave_host_and_chips_as_they_were(root):
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{HERE}", "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "2"}
+    done = subprocess.run([sys.executable, HERE / "soak.py", "200"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert all(max(answer[name]["growth"]) <= 0.02 for name in ("same", "sizes", "scales", "pipelines"))
+    assert answer["threads"] == [] and answer["device_bytes_after_del"] < 0.02 * answer["same"]["device_bytes"][0]

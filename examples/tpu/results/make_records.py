@@ -122,6 +122,7 @@ def records() -> dict[str, Record]:
         "host": of_bench("host"),
         "ready": of_bench("ready"),
         "compile": of_bench("compile"),
+        "load": of_bench("load"),
         "compare": Record(("compare-wan-shapes.json",), compared),
         "demo": Record(("red-circle-right.png",), demonstrated),
         "step": of_bench("step"),

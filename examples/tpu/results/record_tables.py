@@ -264,6 +264,20 @@ def _until_first_step(rows: list[dict]) -> list[str]:
     )
 
 
+def _load(rows: list[dict]) -> list[str]:
+    head = ("chips", "seconds", "GB/s", "of dd's", "dd, GB/s", "first, s", "host, MiB")
+    lines = []
+    for row in rows:
+        rates = (
+            f"{row['bytes_per_second'] / 1e9:.2f}",
+            f"{row['of_dd']:.2f}",
+            f"{row['dd_bytes_per_second'] / 1e9:.2f}",
+        )
+        others = (f"{row['first_seconds']:.1f}", f"{row['host_peak_mib']:.0f}")
+        lines.append((str(row["chips"]), f"{row['seconds']:.2f}", *rates, *others))
+    return markdown(head, lines)
+
+
 def _cache(rows: list[dict]) -> list[str]:
     head = (
         "cache",
@@ -320,6 +334,7 @@ TABLES = {
     "host": Table("host.json", _host),
     "ready": Table("ready.json", _ready),
     "until-first-step": Table("compile.json", _until_first_step),
+    "load": Table("load.json", _load),
     "coverage": Table("coverage.json", coverage_tables.counts),
     "coverage-pipelines": Table("coverage.json", coverage_tables.pipelines),
     "coverage-others": Table("coverage.json", coverage_tables.others),

@@ -29,6 +29,7 @@ __all__ = [
     "refuses_quantized",
     "report",
     "takes",
+    "tensors_of",
     "uninstall",
     "waiting",
     "waives",
@@ -52,16 +53,24 @@ def mapped(device_map):
     """The seam in `DiffusionPipeline.from_pretrained`: (what upstream is to do about `device_map`, is it for the TPU).
 
     On the TPU path weights are sharded over all chips: "cuda", "auto" and "balanced" ask for just that. "cpu" stays
-    upstream's. Raises NotImplementedError for a map by component, before anything is loaded.
+    upstream's. Before anything is loaded it raises NotImplementedError for a map by component, ValueError for a mesh of the
+    environment that does not fit the chips, and what JAX says of chips that it cannot have.
     """
     if device_map == "cpu" or not is_active():
         return device_map, False
     if device_map is None or str(device_map).split(":")[0] in (*ACCELERATORS, "auto", "balanced"):
+        _check_chips()
         return None, True
     raise NotImplementedError(
         f"expected device_map None, 'cuda', 'balanced' or 'cpu' on the TPU path, got {device_map!r}: weights are sharded"
         " over all chips, component by component. Leave it out, or set DIFFUSERS_TPU=off."
     )
+
+
+def _check_chips():
+    from .models import resolved, target_devices
+
+    resolved(None, len(target_devices()))
 
 
 def takes(*args, **kwargs) -> bool:
@@ -109,6 +118,15 @@ def waiting(tensor):
     from . import checkpoint
 
     return checkpoint.waiting(tensor)
+
+
+def tensors_of(path, device):
+    """The seam where a model's safetensors file is opened: its tensors by name, mapped and not read; None: as upstream does."""
+    if not is_active():
+        return None
+    from . import disk
+
+    return disk.load_file(path, device)
 
 
 def attention_backend(name: str) -> str:

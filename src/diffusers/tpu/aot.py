@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .devices import Topology, compile_lowered
+from .failures import hbm_asked, is_out_of_hbm
 
 
 LAST_LINES = 15
@@ -258,15 +259,9 @@ class Compiler:
 def out_of_memory(error: Exception) -> OutOfMemory | None:
     """The compiler's or the runtime's error as this one; None for another error."""
     text = str(error)
-    if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
+    if not is_out_of_hbm(error):
         return None
-    number = r"([\d.]+)([KMGT]?)"
-    sizes = re.search(rf"Used {number} of {number} hbm", text) or re.search(
-        rf"\({number}\) exceeds available HBM \({number}\)", text
-    )
-    units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-    asked, limit = (int(float(sizes[n]) * units[sizes[n + 1]]) for n in (1, 3)) if sizes is not None else (None, None)
-    return OutOfMemory(text.split("\n")[0], asked, limit)
+    return OutOfMemory(text.split("\n")[0], *hbm_asked(text))
 
 
 def _leave_with_the_parent():
@@ -274,7 +269,7 @@ def _leave_with_the_parent():
 
     def wait():
         sys.stdin.read()
-        os._exit(1)
+        os._exit(1)  # a compilation takes minutes and hears no exception of Python's
 
     threading.Thread(target=wait, daemon=True).start()
 

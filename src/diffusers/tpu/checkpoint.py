@@ -9,13 +9,16 @@ no difference but the time of the copy.
 
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.utils._pytree import tree_leaves
+
+from .disk import load_file
 
 
 _settling = threading.Lock()
@@ -211,7 +214,8 @@ def is_about_values(func) -> bool:
 def checked(load: Callable) -> Callable:
     """A model's `from_pretrained` that fails where weights are missing, and puts conversions off.
 
-    Raises ValueError, from the function it returns: names of the weights that the checkpoint does not have.
+    Raises, from the function it returns, ValueError with names of the weights that the checkpoint does not have, and OSError
+    for a file that is cut off.
     """
     from transformers import PreTrainedModel, modeling_utils
 
@@ -226,6 +230,7 @@ def checked(load: Callable) -> Callable:
         with contextlib.ExitStack() as stack:
             if load.__func__ is loaders[PreTrainedModel] and kwargs.get("quantization_config") is None:
                 stack.enter_context(_opened_by(modeling_utils))
+            stack.enter_context(_whole_files(os.path.join(path, kwargs.get("subfolder") or "")))
             model, info = load(path, output_loading_info=True, **kwargs)
         missing = sorted(set(info.get("missing_keys", ())) & {name for name, _ in model.named_parameters()})
         if missing:
@@ -233,6 +238,25 @@ def checked(load: Callable) -> Callable:
         return model
 
     return run
+
+
+@contextlib.contextmanager
+def _whole_files(folder: str):
+    """The libraries' errors about files, with the way out. Raises OSError and ValueError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"expected whole safetensors files in {folder}, got one that cannot be read: {error}. It is cut off or damaged:"
+            " download it again."
+        ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"expected weights of the shapes that the configuration in {folder} says, got others, which transformers listed"
+            " above. The files are of another model or version: download them again."
+        ) from error
 
 
 def missing_message(model: str, names: list[str], path=None) -> str:
@@ -257,8 +281,9 @@ def _opened_by(module):
 class _File:
     """A safetensors file whose slices, taken whole, are waiting tensors."""
 
-    def __init__(self, *args, **kwargs):
-        self.file = safe_open(*args, **kwargs)
+    def __init__(self, path, *args, **kwargs):
+        self.file = safe_open(path, *args, **kwargs)
+        self.tensors = functools.cache(lambda: load_file(path))
 
     def __getattr__(self, name):
         return getattr(self.file, name)
@@ -271,4 +296,4 @@ class _File:
         return self.file.__exit__(*exc)
 
     def get_slice(self, name: str):
-        return waiting(self.file.get_tensor(name))
+        return waiting(self.tensors()[name])

@@ -29,6 +29,7 @@ class Installation:
         former: of models that the pipeline no longer has.
         residency: whose weights are on the chips; one for all pipelines there.
         leaving: what happens when the pipeline is deleted.
+        not_finite: components whose pictures of the last call had NaN in them.
     """
 
     config: TPUConfig
@@ -42,6 +43,7 @@ class Installation:
     former: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     leaving: weakref.finalize | None = None
     depth: int = 0
+    not_finite: list[str] = field(default_factory=list)
 
     def held(self) -> dict[str, Runner | HostModel]:
         """What runs each model, by name."""

@@ -10,6 +10,7 @@ import pathlib
 from dataclasses import dataclass
 
 from .config import Environment
+from .failures import chip_is_free
 from .files import make_room
 
 
@@ -229,14 +230,15 @@ def jax_devices(target: Target) -> tuple:
     """JAX's devices for this target; the first call starts JAX.
 
     Raises:
-        RuntimeError: JAX was already started with other devices, or finds no TPU.
+        RuntimeError: JAX was already started with other devices, or finds no TPU; ChipBusy: one that another process has.
         NotImplementedError: a TPU of a generation that nothing is known of.
     """
     import jax
 
     if target.platform == "cpu":
         _ask_for_simulated_chips(jax, target.simulated)
-    devices = jax.devices(target.platform)
+    with chip_is_free():
+        devices = jax.devices(target.platform)
     if target.platform == "cpu" and len(devices) < target.simulated:
         raise RuntimeError(
             f"expected {target.simulated} simulated chips, got {len(devices)}: JAX was started before diffusers could"
@@ -258,11 +260,31 @@ def _ask_for_simulated_chips(jax, count: int):
 MOST_CACHED_BYTES = 4 * GIB  # of XLA's programs; the oldest go
 
 
+@functools.cache
+def _is_there(cache_dir: str) -> bool:
+    from ..utils import logging
+
+    try:
+        pathlib.Path(cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        logging.get_logger(__name__).warning(
+            f"expected a directory for compiled programs, got {error}: nothing is kept for the next run. Set"
+            " DIFFUSERS_TPU_CACHE to one that can be written to, or to off."
+        )
+        return False
+    return True
+
+
 def keep_compiled_programs(cache_dir: str | None):
-    """Keep what XLA compiles in this directory between processes, unless the user already told JAX where."""
+    """Keep what XLA compiles in this directory between processes, unless the user already told JAX where.
+
+    A directory that cannot be made is said once, and nothing is kept.
+    """
     import jax
 
-    if cache_dir is not None and jax.config.jax_compilation_cache_dir is None:
+    if cache_dir is None or jax.config.jax_compilation_cache_dir is not None:
+        return
+    if _is_there(cache_dir):
         jax.config.update("jax_compilation_cache_dir", cache_dir)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # schedulers are many small programs
         with contextlib.suppress(OSError):  # not there yet, or not ours to change

@@ -17,6 +17,7 @@ import weakref
 import torch
 
 from ..schedulers.scheduling_utils import SchedulerMixin
+from ..utils import logging
 from . import bridge, glue, is_active, models
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .config import ACCELERATORS, TPUConfig, names_accelerator
@@ -26,6 +27,9 @@ from .plans import PipelinePlan, plan_of
 from .residency import residency_of
 from .runner import one_call
 from .stepping import as_programs
+
+
+logger = logging.get_logger(__name__)
 
 
 def install(pipe, config: TPUConfig | None = None):
@@ -228,9 +232,23 @@ def entered(method):
             if state.glue == "resident":
                 kwargs = glue.with_user_callbacks(kwargs)
             output = method(self, *args, **kwargs)
+        if state.depth == 0:
+            _tell_of_nans(self, state)
         return output if state.glue == "host" or state.depth else _leaving_the_call(self, output)
 
     return run
+
+
+def _tell_of_nans(pipe, state: Installation):
+    """Pictures that are no numbers come out black: the user is told, and `state.not_finite` says so."""
+    state.not_finite = [name for name, runner in state.runners.items() if not all(map(bool, runner.finite))]
+    for runner in state.runners.values():
+        runner.finite = []
+    if state.not_finite:
+        logger.warning(
+            f"expected pictures of finite values, got NaN or an infinity from {', '.join(state.not_finite)} of"
+            f" {type(pipe).__name__}: diffusers-tpu generate --debug-nans names the first submodule that gives one"
+        )
 
 
 def _where_it_runs(pipe, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

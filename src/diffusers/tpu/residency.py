@@ -116,17 +116,22 @@ class Residency:
         need = runner.bytes_per_chip
         if self.limit is None or need <= self.limit:
             return
-        name, model = self._name(runner)
-        generation = GENERATION_OF_DEVICE_KIND.get(runner.mesh.devices.flat[0].device_kind)
-        larger = [t.name for t in TOPOLOGIES.values() if t.devices > runner.mesh.size]
-        larger = [name for name in larger if name.startswith(f"{generation}-")] or larger or ["v6e-32"]
+        name, _ = self._name(runner)
         mesh = ", ".join(f"{axis} {degree}" for axis, degree in runner.mesh.shape.items())
         raise ValueError(
             f"expected the weights of {name} to fit a chip, got {need / GIB:.3g} GiB a chip ({runner.mesh.size} chips: {mesh})"
             f" for {self.limit / GIB:.3g} GiB: {self.hbm / GIB:.3g} GiB of HBM less what activations and programs need"
             " (TPUConfig.reserve_gib). Use more chips, a mesh whose dp and sp split weights further, or bfloat16; what would"
-            f" fit says: diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
+            f" fit says: {self.question(runner)}"
         )
+
+    def question(self, runner) -> str:
+        """What to ask the planner where the runner's model does not fit: the command."""
+        _, model = self._name(runner)
+        generation = GENERATION_OF_DEVICE_KIND.get(runner.mesh.devices.flat[0].device_kind)
+        larger = [t.name for t in TOPOLOGIES.values() if t.devices > runner.mesh.size]
+        larger = [name for name in larger if name.startswith(f"{generation}-")] or larger or ["v6e-32"]
+        return f"diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
 
     def bring(self, runner):
         """The runner's weights on the chips and up to date; others leave where it needs their room."""

@@ -19,7 +19,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from ..utils.peft_utils import unscale_lora_layers
-from . import bridge
+from . import bridge, nans
 from .adapters import scaled_by, take_scale
 from .attention.ways import Tally
 from .branches import Branches
@@ -29,6 +29,7 @@ from .decided import Decided
 from .devices import compiler_options, generation_of
 from .eager import NO_PROGRAM, Uncompiled, from_libraries, random_state_kept, run_on_host
 from .executables import ALONE, NUMBERS_ARE_READ, Executables
+from .failures import NotFinite, within_hbm
 from .idioms.refusing import without_gradients
 from .parts import Parts
 from .programs import Program, announce, kept_at, trace_program
@@ -99,6 +100,7 @@ class Runner:
         self._cache: bridge.Kept | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
+        self.finite: list = []  # of pictures: device flags, until the call's end
         self.uncompiled = Uncompiled(type(module).__name__)
         self.decided = Decided(type(module).__name__)
         self.executables = Executables(self)
@@ -288,7 +290,21 @@ class Runner:
                 else:
                     self._leave_cache()
             with contextlib.nullcontext() if call.step is None else call.step.undone_on_error():
-                return self._run_call(call, args, kwargs, whole)
+                return self._looked_at(self._run_call(call, args, kwargs, whole), entry, args, kwargs)
+
+    def _looked_at(self, answer, entry: str, args: tuple, kwargs: dict):
+        """The answer. Raises NotFinite where NaN is looked for and is there; of pictures it is told at the end of the call."""
+        if nans.is_debugging() and not self.part:
+            if not nans.are_finite(answer):
+                self.branches.finish()
+                call = self.take_apart(entry, args, kwargs)
+                self.current()
+                self.take_values(call)
+                name = nans.first_not_finite(self.module, lambda: self._line_by_line(call, args, kwargs))
+                raise NotFinite(nans.message(type(self.module).__name__, name, entry))
+        elif entry == "decode":
+            self.finite += nans.flags(answer)
+        return answer
 
     def _run_call(self, call: Call, args: tuple, kwargs: dict, whole: bool):
         program = self.program(call) if whole else None
@@ -345,13 +361,21 @@ class Runner:
 
     def _bring(self):
         if self.residency is None:
-            self.place()
-        else:
+            return self.place()
+        with within_hbm(lambda: f"for the weights of {self._said}", self._question):
             self.residency.bring(self)
 
+    @property
+    def _said(self) -> str:
+        return type(self.module).__name__
+
+    def _question(self) -> str:
+        return "diffusers-tpu plan" if self.residency is None else self.residency.question(self)
+
     def _execute(self, program: Program, some: list[Call]) -> list[list[jax.Array]]:
-        self._compile(program)
-        outputs = program.run(some)
+        with within_hbm(lambda: f"to run {self._said}.{program.entry} for {program.shapes}", self._question):
+            self._compile(program)
+            outputs = program.run(some)
         if self.residency is not None:
             self.residency.ahead(self, some if program.calls == 1 else None)
         return outputs

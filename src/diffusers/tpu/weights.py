@@ -1,39 +1,34 @@
-"""Weights from host tensors to sharded arrays: each chip gets only its part, a tensor at a time, blocks as they come.
+"""Weights from host tensors to sharded arrays: each chip gets only its part (`placing`), a tensor at a time, blocks as they come.
 
 What the user changes on the host is placed again before the next call: a tensor that was replaced, written to, or given other
 data. Writes through `.data` leave no trace in torch; `sampled_changes` finds them by a few values of each tensor.
-
-Beside the file cache the host holds `STAGED_BYTES` that wait for their transfer and as much that is being converted, or
-one chip's part of one tensor where that is more.
 """
 
-import functools
 import itertools
 import math
 import operator
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import torch
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
+from ..utils import logging
 from .adapters import Adapters
-from .bridge import as_numpy, numpy_dtype
-from .checkpoint import FileTensor, is_ordinary, missing_message, values
-from .devices import MIB
+from .bridge import numpy_dtype
+from .checkpoint import FileTensor, is_ordinary, missing_message
 from .idioms.refusing import refuse_weights
 from .parts import is_of
+from .placing import Placing, Wanted
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
 from .state import Number
 
 
-STAGED_BYTES = 64 * MIB  # of values on their way to the chips
+# Of the bar: bytes; nothing of what takes less than two seconds, and nothing in a log.
+BAR = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "delay": 2.0, "disable": None}
 _placements = itertools.count()
 _VERSION_OF = operator.attrgetter("_version")
 SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
@@ -86,14 +81,8 @@ class PlacedWeights:
             return True
         if not place:
             return False
-        staging = _Staging()
-        for key, names, version in stale:
-            self.arrays.pop(key, None)  # first: the old and the new need not both have room
-            self.arrays[key] = self._place(key, [tensors.get(name) for name in self.sources[key]], staging)
-            self.versions[key] = version
-            self.samples.update((name, _sample(tensors[name])) for name in names)
-            self.placement = next(_placements)
-        staging.finish()
+        if stale:
+            self._place(stale, tensors)
         self.watched = Watched(tensors)
         return False
 
@@ -150,16 +139,22 @@ class PlacedWeights:
         lower = stacked and key in self.terms and len(shape) == len(planned) and all(map(operator.le, shape, planned))
         return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
 
-    def _place(self, key: str, tensors: list[torch.Tensor | None], staging: "_Staging") -> jax.Array:
-        aval, stacked = self.avals[key], _is_stacked(key)
-        layers = _layers_at_once(aval) if stacked else 1
-        if layers == len(tensors):
-            return staging.send(aval.shape, aval, _part(tensors, aval, stacked))
-        whole = _zeros(aval.shape, aval.dtype, aval.sharding)()
-        for start in range(0, len(tensors), layers):
-            some = _part(tensors[start : start + layers], aval, stacked)
-            whole = _write(aval.sharding)(whole, staging.send((layers, *aval.shape[1:]), aval, some), start)
-        return whole
+    def _wanted(self, key: str, tensors: dict[str, torch.Tensor]) -> Wanted:
+        self.arrays.pop(key, None)  # first: the old and the new need not both have room
+        return Wanted(key, self.avals[key], [tensors.get(name) for name in self.sources[key]], _is_stacked(key))
+
+    def _place(self, stale: list[tuple[str, list[str], tuple]], tensors: dict[str, torch.Tensor]):
+        """What has changed goes to the chips: (key, names of its tensors, their version)."""
+        versions = {key: (names, version) for key, names, version in stale}
+        nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in versions)
+        bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
+        with Placing() as placing, bar:
+            for key, array in placing.arrays(self._wanted(key, tensors) for key in versions):
+                names, version = versions[key]
+                self.arrays[key], self.versions[key] = array, version
+                self.samples.update((name, _sample(tensors[name])) for name in names)
+                self.placement = next(_placements)
+                bar.update(array.nbytes)
 
 
 def plan_placement(
@@ -273,74 +268,3 @@ def _version(tensors: dict, names: list[str]) -> tuple:
     return tuple(
         (id(t), t._version, t.dtype, t.data_ptr(), vars(t).get("source")) for t in (tensors[name] for name in names)
     )
-
-
-# On the way to the chips
-
-
-def _part(tensors: list[torch.Tensor | None], aval: jax.ShapeDtypeStruct, stacked: bool) -> Callable:
-    """index -> values of the tensors, stacked, or of the only one. Small ones are read at once, large ones part by part.
-
-    Zeros stand for None, and behind a tensor that is smaller than the others.
-    """
-    shape = aval.shape[1:] if stacked else aval.shape
-    if any(t is None or tuple(t.shape) != shape for t in tensors):
-        arrays = [np.zeros(shape, aval.dtype) for _ in tensors]
-        for array, tensor in zip(arrays, tensors):
-            if tensor is not None:
-                array[tuple(map(slice, tensor.shape))] = as_numpy(tensor)
-        parts = [lambda index, array=array: array[index] for array in arrays]
-    elif sum(t.nbytes for t in tensors) <= STAGED_BYTES:
-        arrays = [as_numpy(t) for t in tensors]  # narrow columns, converted by themselves, take several times as long
-        parts = [lambda index, array=array: array[index] for array in arrays]
-    else:
-        parts = [lambda index, tensor=tensor: as_numpy(values(tensor, index)) for tensor in tensors]
-    return (lambda index: np.stack([part(index[1:]) for part in parts])) if stacked else parts[0]
-
-
-def _layers_at_once(aval: jax.ShapeDtypeStruct) -> int:
-    """How many layers of a stack travel together: a divisor of all, so that one program writes them."""
-    layers = aval.shape[0]
-    wanted = max(1, STAGED_BYTES * layers // max(1, aval.size * aval.dtype.itemsize))
-    return max(n for n in range(1, layers + 1) if layers % n == 0 and n <= wanted)
-
-
-class _Staging:
-    """Values on the host that wait for their transfer, oldest first."""
-
-    def __init__(self):
-        self.waiting: deque[tuple[int, list[jax.Array]]] = deque()
-
-    def send(self, shape: tuple, aval: jax.ShapeDtypeStruct, part: Callable) -> jax.Array:
-        """The array of this shape, `part(index)` on the chips that hold that index, one index after the other."""
-        chips_of = {}
-        for device, index in aval.sharding.addressable_devices_indices_map(shape).items():
-            bounds = tuple(s.indices(n) for s, n in zip(index, shape))
-            chips_of.setdefault(bounds, (index, []))[1].append(device)
-        sent = []
-        for index, devices in chips_of.values():
-            # Simulated chips take memory as it is: theirs is a copy, so that they see what a TPU sees of later writes.
-            value = (np.array if devices[0].platform == "cpu" else np.asarray)(part(index), aval.dtype)
-            arrays = [jax.device_put(value, device) for device in devices]
-            sent += arrays
-            self.waiting.append((value.nbytes, arrays))
-            while sum(size for size, _ in self.waiting) > STAGED_BYTES:
-                jax.block_until_ready(self.waiting.popleft()[1])
-        return jax.make_array_from_single_device_arrays(shape, aval.sharding, sent)
-
-    def finish(self):
-        """Wait for every transfer: from here on the host's tensors may be written to."""
-        jax.block_until_ready([arrays for _, arrays in self.waiting])
-
-
-@functools.cache
-def _zeros(shape: tuple, dtype: np.dtype, sharding: NamedSharding):
-    return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
-
-
-@functools.cache
-def _write(sharding: NamedSharding):
-    def write(stack, layers, start):
-        return lax.dynamic_update_slice_in_dim(stack, layers, start, 0)
-
-    return jax.jit(write, donate_argnums=0, out_shardings=sharding)

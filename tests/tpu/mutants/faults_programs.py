@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     *in_file(
         TPU + "decided.py",
-        ("decided-stale", "answers += (_hashable(answer),)\n        return answers\n\n    def _say", "answers += ((),)\n        return answers\n\n    def _say",
+        ("decided-stale", "return tuple(map(_hashable, decisions.made.values()))", "return ((),) * len(decisions.made)",
          "a program is kept without the answers that it was made for", f"{LADDER}::test_a_line_that_asks_of_a_mask_has_upstreams_values_for_every_answer"),
         ("decided-fickle", "if len(last) < MOST_RUN_ONCE or", "if True or",
          "a number that is another one in each call makes a program each time", f"{LADDER}::test_answers_that_are_others_in_each_call_are_worth_no_program_each"),

@@ -58,6 +58,7 @@ def in_file(file: str, *rows: tuple) -> list[Mutant]:
 def every() -> list[Mutant]:
     """The whole table. Raises ValueError for two of one name."""
     import faults_attention
+    import faults_faults
     import faults_host
     import faults_kept
     import faults_models
@@ -73,6 +74,7 @@ def every() -> list[Mutant]:
         faults_planner,
         faults_kept,
         faults_serving,
+        faults_faults,
     )
     mutants = [mutant for faults in files for mutant in faults.MUTANTS]
     if len({m.name for m in mutants}) < len(mutants):

@@ -8,13 +8,27 @@ import os
 import sys
 
 from ..config import ATTENTIONS
+from ..failures import Failure
 from .errors import BadInput
 
 
 DEVICES = ("auto", "tpu", "simulated", "upstream")
 STAGES = ("text", "denoise", "decode")
-BENCHES = ("attention", "sweep", "step", "run", "vae", "calibration", "check", "cache", "host", "ready", "compile")
-BENCH_FILTERS = ("chip", "shape", "path", "model", "scheduler", "topology", "variant", "way", "name", "dtype", "mask")
+BENCHES = (
+    "attention",
+    "sweep",
+    "step",
+    "run",
+    "vae",
+    "calibration",
+    "check",
+    "cache",
+    "host",
+    "ready",
+    "compile",
+    "load",
+)
+BENCH_FILTERS = tuple("chip shape path model scheduler topology variant way name dtype mask chips".split())
 PLAN_ARGUMENTS = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 FORMS = ("upstream", "torchax", "scanned", "nnx")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -54,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_compile(commands)
     _add_serve(commands)
+    _add_profile(commands)
     env = commands.add_parser("env", help="versions, chips and settings", allow_abbrev=False)
     env.add_argument("--json", action="store_true", help="as JSON")
     return parser
@@ -87,6 +102,15 @@ def _add_generate(commands):
     generate.add_argument("--seed", type=int, help="of the noise (default: drawn, and printed)")
     generate.add_argument("--image", metavar="FILE", help="first frame or reference, for pipelines that take one")
     _add_bulk(generate)
+    generate.add_argument(
+        "--debug-nans",
+        action="store_true",
+        help="stop at the first submodule that gives NaN or an infinity, and name it",
+    )
+    generate.add_argument(
+        "--profile", metavar="DIR", help="trace some steps into this folder, for diffusers-tpu profile"
+    )
+    generate.add_argument("--profile-steps", metavar="FIRST:END", help="which, counted from 0 (default 2:4)")
     _add_pipeline_arguments(generate)
 
 
@@ -236,15 +260,16 @@ def _add_bench(commands):
     bench = commands.add_parser(
         "bench",
         help="what the TPU compiler says of our kernels and steps, beside what others use",
-        description="Every row is compiled for a TPU that is not here, or read from the cache; only `check`, `cache`, `host` and `ready` are measured, here.",
+        description="Every row is compiled for a TPU that is not here, or read from the cache; only `check`, `cache`, `host`, `ready` and"
+        " `load` are measured, here.",
         allow_abbrev=False,
     )
     bench.add_argument(
         "kind",
         choices=BENCHES,
         help="what to compile; calibration: beside measurements of others; check: what a call costs the host before it runs;"
-        " cache: quality and speed of upstream's caches, measured on the shipped model; host: what a step costs the host; ready: from a"
-        " process's start to its first step",
+        " cache: quality and speed of upstream's caches, measured on the shipped model; host: what a step costs the host; ready:"
+        " from a process's start to its first step; compile: executables made ahead; load: weights from disk, beside dd",
     )
     bench.add_argument("--json", metavar="FILE", nargs="?", const="-", help="the rows as JSON, to FILE or the output")
     bench.add_argument(
@@ -291,6 +316,18 @@ def _add_serve(commands):
     _add_pipeline_arguments(serve)
 
 
+def _add_profile(commands):
+    profile = commands.add_parser(
+        "profile",
+        help="what a traced run took, by upstream's modules, beside a plan's seconds",
+        description="Reads what `generate --profile DIR` has written; with --plan it sets the planner's seconds beside.",
+        allow_abbrev=False,
+    )
+    profile.add_argument("folder", metavar="DIR", help="of generate --profile")
+    profile.add_argument("--plan", metavar="FILE", help="of plan --json FILE, of one slice")
+    profile.add_argument("--json", metavar="FILE", nargs="?", const="-", help="as JSON, to FILE or the output")
+
+
 def _add_model(parser):
     parser.add_argument("model", metavar="MODEL", help="a directory in diffusers layout, or a hub id")
 
@@ -319,12 +356,17 @@ def main(argv: list[str] | None = None) -> int:
             from . import compile as command
         elif options.command == "serve":
             from . import serve as command
+        elif options.command == "profile":
+            from . import profile as command
         else:
             from . import generate as command
         return command.run(options, rest)
     except BadInput as error:
         print(f"diffusers-tpu: {error}", file=sys.stderr)
         return 2
+    except Failure as error:
+        print(f"diffusers-tpu: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("diffusers-tpu: interrupted", file=sys.stderr)
         return 130

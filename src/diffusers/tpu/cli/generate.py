@@ -1,5 +1,6 @@
 """`diffusers-tpu generate`: a pipeline run once, its pictures written, its times printed; for `--stage` see staged."""
 
+import contextlib
 import random
 import time
 
@@ -9,6 +10,7 @@ from rich.table import Table
 
 from ... import tpu
 from ..config import TPUConfig
+from ..failures import NotFinite
 from ..generation import media
 from . import COMMON_ARGUMENTS, arguments, output, session
 from .errors import BadInput, calling
@@ -38,17 +40,67 @@ def run(options, rest: list[str]) -> int:
     seed = random.randrange(2**31) if options.seed is None else options.seed
     extra = call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
+    steps = _profiled(options, cls, call, target)
     path = output.output_path(options.output, call.get("prompt"))
     pipe = placed(session.load(options.model, dtype_of(options)), options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
-    with calling():
+    if options.debug_nans and target is None:
+        raise BadInput(
+            "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
+        )
+    with calling(), _looking(options.debug_nans), _traced(pipe, options, steps):
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
     with calling():
         made = media.pictures(result)
+    check_finite(pipe, target)
     files = media.write(*made, path, options.fps)
     tell(stopwatch.timing, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
     return 0
+
+
+def _profiled(options, cls: type, call: dict, target) -> range | None:
+    """The steps of `--profile`, None without. Raises BadInput."""
+    if options.profile is None:
+        if options.profile_steps is not None:
+            raise BadInput("expected --profile DIR with --profile-steps")
+        return None
+    if target is None:
+        raise BadInput("expected no --profile without the TPU path")
+    from . import tracing
+
+    asked = arguments.parameters_of(cls).get("num_inference_steps")
+    count = call.get("num_inference_steps", asked and asked.default)
+    return tracing.steps_of(options.profile_steps or tracing.STEPS, count if isinstance(count, int) else None)
+
+
+def _traced(pipe, options, steps: range | None):
+    if steps is None:
+        return contextlib.nullcontext()
+    from . import tracing
+
+    return tracing.StepTrace(pipe, options.profile, steps)
+
+
+def _looking(wanted: bool):
+    if not wanted:
+        return contextlib.nullcontext()
+    from .. import nans
+
+    return nans.debugging()
+
+
+def check_finite(pipe, target):
+    """Raises NotFinite for pictures of the last call that are no numbers."""
+    if target is None:
+        return
+    from ..pipeline import installation
+
+    if found := installation(pipe).not_finite:
+        raise NotFinite(
+            f"expected pictures of finite values, got NaN or an infinity from {', '.join(found)}: nothing is written. Ask for"
+            " the first submodule that gives one with --debug-nans; float16 overflows where --dtype bfloat16 does not."
+        )
 
 
 def tell(timing: Timing, load_seconds: float, ran: str, files: list):

@@ -18,6 +18,8 @@ def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES
     """
     words = prompt[0] if isinstance(prompt, list) else prompt
     path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + kind + suffixes[0])
+    if not path.name or path.is_dir():
+        raise BadInput(f"expected --output to be a file, got the folder {str(path)!r}")
     path = path if path.suffix else path.with_suffix(suffixes[0])
     if path.suffix not in suffixes:
         raise BadInput(f"expected --output to end in {' or '.join(suffixes)}, got {wanted!r}")

@@ -54,12 +54,14 @@ def load(model: str, dtype=None):
 
 
 def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | None:
-    """`--mesh` as degrees that fit the chips of `target`, or None where none is given. Raises BadInput."""
-    if text is None:
+    """`--mesh` as degrees, or None where none is given. Raises BadInput where it or the environment's does not fit the chips."""
+    if target is None and text is None:
         return None
     if target is None:
         raise BadInput("expected no --mesh without the TPU path: plain diffusers has none")
     from ..mesh import plan_degrees
 
     with loading():
-        return plan_degrees(len(jax_devices(target)), parse_mesh(text), paired=False)
+        wanted = read_environment().mesh if text is None else parse_mesh(text)
+        degrees = plan_degrees(len(jax_devices(target)), wanted, paired=False)
+    return None if text is None else degrees

@@ -8,6 +8,7 @@ import numpy as np
 from PIL import Image
 
 from ...utils import export_to_video
+from ..failures import NotWritten
 from ..files import whole_files
 
 
@@ -32,19 +33,28 @@ def pictures(output) -> tuple[list, bool]:
 
 
 def write(values: list, are_videos: bool, path: Path, fps: int | None) -> list[Path]:
-    """Write every video with its contact sheet, or every image, as `pictures` gives them; returns the files."""
+    """Write every video with its contact sheet, or every image, as `pictures` gives them; returns the files.
+
+    Raises NotWritten where there is no room for them, or they cannot be written.
+    """
     fps = FPS if fps is None else fps
     stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
     videos = [path.with_name(f"{stem}.mp4") for stem in stems] if are_videos else []
     sheets = [path.with_name(f"{stem}.png") for stem in stems]
     # Without it imageio forks to shield ffmpeg from ctrl-C, which JAX warns of; an unfinished file is removed anyway.
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
-    with whole_files([*videos, *sheets]) as drafts:
-        for value, draft in zip(values, drafts):
-            if are_videos:
-                export_to_video(value, str(draft), fps=fps)
-        for value, draft in zip(values, drafts[len(videos) :]):
-            (contact_sheet(value) if are_videos else value).save(draft)
+    try:
+        with whole_files([*videos, *sheets]) as drafts:
+            for value, draft in zip(values, drafts):
+                if are_videos:
+                    export_to_video(value, str(draft), fps=fps)
+            for value, draft in zip(values, drafts[len(videos) :]):
+                (contact_sheet(value) if are_videos else value).save(draft)
+    except OSError as error:  # the disk is full, or ffmpeg could not write and has gone
+        raise NotWritten(
+            f"expected room for {', '.join(map(str, [*videos, *sheets]))}, got {' '.join(str(error).split())[-300:]}: nothing is"
+            " left there. Make room, or choose another place; the same seed gives the same again."
+        ) from error
     return [*videos, *sheets]
 
 

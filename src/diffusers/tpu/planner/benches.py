@@ -15,7 +15,7 @@ from pathlib import Path
 from ..attention.blocks import TUNED, Shape, tuned_key
 from ..attention.ways import BOUND, ONLINE, WAYS
 from ..devices import find_topology
-from . import PLANS, Question, ahead, cache_row, check_row, host_row, ready_row, request_of
+from . import PLANS, Question, ahead, cache_row, check_row, host_row, load_row, ready_row, request_of
 from .calibration import PUBLISHED
 
 
@@ -449,6 +449,11 @@ def compile_cases() -> list[Case]:
     return [Case({"model": model, "topology": "v6e-8", **size}, None, ask)]
 
 
+def load_cases() -> list[Case]:
+    """Weights from disk to simulated chips beside `dd`: measured here."""
+    return [Case({"chips": chips}, None, functools.partial(load_row.answer, chips)) for chips in (1, 8)]
+
+
 BENCHES = {
     "attention": attention_cases,
     "sweep": sweep_cases,
@@ -461,6 +466,7 @@ BENCHES = {
     "host": host_cases,
     "compile": compile_cases,
     "ready": ready_cases,
+    "load": load_cases,
 }
 
 

@@ -1,0 +1,146 @@
+"""Checkpoint files mapped and read in parallel. Oracles: safetensors' own loader, the bytes that were written, numpy's slices."""
+
+import json
+import os
+import threading
+
+import jax
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import SafetensorError
+
+from diffusers.tpu import disk, filling, placing
+from diffusers.tpu.checkpoint import FileTensor
+from diffusers.tpu.filling import Wanted
+from diffusers.tpu.placing import Placing
+from diffusers.tpu.planner import load_row
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    some = torch.randn(48, 40, 33, generator=generator)
+    return {
+        "float": some,
+        "half": some.bfloat16(),
+        "eight": some.to(torch.float8_e4m3fn),
+        "whole": torch.arange(1000).reshape(10, 100),
+        "bits": some > 0,
+        "number": torch.tensor(3.5),
+        "none": torch.empty(0, 4),
+    }
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    safetensors.torch.save_file(tensors(), tmp_path / "model.safetensors", {"format": "pt"})
+    return tmp_path / "model.safetensors"
+
+
+def test_a_mapped_file_is_what_safetensors_reads(path, tmp_path):
+    ours, theirs = disk.load_file(path), safetensors.torch.load_file(path)
+    assert list(ours) == list(theirs)
+    for name, tensor in theirs.items():
+        assert (ours[name].dtype, ours[name].shape, ours[name].stride()) == (
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+        )
+        assert bits(ours[name]) == bits(tensor), name
+        assert ours[name].untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
+    safetensors.torch.save_file(ours, tmp_path / "again.safetensors", {"format": "pt"})  # which refuses shared memory
+    assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+
+
+def test_a_file_whose_tensors_lie_across_their_size_is_the_librarys(tmp_path):
+    """A header of an odd length, as others write it."""
+    header = json.dumps({"x": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}}).encode()
+    header += b" " * (1 + -len(header) % 2)
+    values = np.arange(3, dtype=np.float32)
+    (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
+    assert disk.load_file(tmp_path / "odd.safetensors")["x"].tolist() == [0, 1, 2]
+
+
+def test_a_cut_file_is_refused_before_anything_is_mapped(path):
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(SafetensorError):
+        disk.load_file(path)
+
+
+def test_memory_is_a_files_until_it_is_written_to_or_the_file_is_another(path, tmp_path):
+    mapped = disk.load_file(path)
+    for name in ("float", "half"):
+        place, offset = disk.Mapped().find(mapped[name])
+        stored = path.read_bytes()[offset : offset + mapped[name].nbytes]
+        assert place == str(path) and stored == bits(mapped[name])
+    assert disk.Mapped().find(torch.ones(5)) is None
+    mapped["half"].data[3, 2, 1] = 7  # torch does not count it
+    assert disk.Mapped().find(mapped["float"]) is disk.Mapped().find(mapped["half"]) is None
+    again = disk.load_file(path)["float"]
+    os.replace(safe_copy(path, tmp_path / "other"), path)
+    assert disk.Mapped().find(again) is None
+
+
+def safe_copy(path, to):
+    to.write_bytes(path.read_bytes())
+    return to
+
+
+@pytest.mark.fault("weights-cut-while-read")
+def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_leaves_no_thread(path, make_mesh, monkeypatch):
+    monkeypatch.setattr(filling, "SMALL", 0)
+    tensor = disk.load_file(path)["float"]
+    aval = jax.ShapeDtypeStruct(tensor.shape, np.float32, sharding=NamedSharding(make_mesh(1, 1, 1), PartitionSpec()))
+    with Placing() as some:
+        assert some._filling._mapped.find(tensor)
+        os.truncate(path, 4096)
+        with pytest.raises(OSError, match="bytes at .* was cut while it was loaded"):
+            list(some.arrays([Wanted("x", aval, [tensor], False)]))
+    assert not [t for t in threading.enumerate() if t.name.startswith("diffusers-tpu-weights")]
+
+
+def as_for_real_chips(monkeypatch):
+    """Values are copied to chips, and the host's memory is used again."""
+    monkeypatch.setattr(Wanted, "simulated", False)
+    monkeypatch.setattr(placing, "device_put", lambda values, device: jax.device_put(np.array(values), device))
+
+
+@pytest.mark.parametrize("simulated", [True, False], ids=["memory that is theirs", "memory used again"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as stored", "converted"])
+@pytest.mark.parametrize("spec", [(), ("sp",), (None, "sp"), ("dp", None, "tp")], ids=str)
+def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch, spec, dtype, simulated):
+    monkeypatch.setattr(filling, "SMALL", 0)
+    monkeypatch.setattr(filling, "PIECE_BYTES", 5 * 40 * 33 * 4)  # five rows: pieces end within parts
+    if not simulated:
+        monkeypatch.setattr(placing, "STAGED_BYTES", 70_000)
+        as_for_real_chips(monkeypatch)
+    stored = disk.load_file(path)["float"][:, :, :32].contiguous() if "tp" in spec else disk.load_file(path)["float"]
+    expected = stored if dtype is None else stored.half().to(dtype)  # each conversion rounds
+    tensor = stored if dtype is None else FileTensor.of(stored, torch.float16, dtype)
+    short = torch.ones(2, *stored.shape[1:], dtype=expected.dtype)
+    kind = np.dtype(np.float32 if dtype is None else jax.numpy.bfloat16)
+    mesh = make_mesh(2, 2, 2)
+    one = jax.ShapeDtypeStruct(stored.shape, kind, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+    stack = jax.ShapeDtypeStruct((4, *stored.shape), kind, sharding=NamedSharding(mesh, PartitionSpec(None, *spec)))
+    with Placing() as some:
+        asked = [Wanted("one", one, [tensor], False), Wanted("stack", stack, [tensor, None, short, tensor], True)]
+        arrays = dict(some.arrays(asked))
+    padded = torch.cat([short, torch.zeros(len(stored) - 2, *stored.shape[1:], dtype=expected.dtype)])
+    for name, oracle in (("one", expected), ("stack", torch.stack([expected, 0 * expected, padded, expected]))):
+        for shard in arrays[name].addressable_shards:
+            part = oracle[shard.index].float().numpy()
+            assert np.array_equal(np.asarray(shard.data, np.float32), part), (name, shard.index)
+
+
+@pytest.mark.slow
+def test_a_load_is_measured_beside_dd():
+    model = {"num_attention_heads": 4, "attention_head_dim": 64, "ffn_dim": 1024, "num_layers": 4}
+    row = load_row.answer(2, tuple(model.items()), rounds=2)
+    assert row["seconds"] > 0 and len(row["all_dd_seconds"]) == 2 and row["gib"] > 0.01
+    assert row["host_peak_mib"] < 256
