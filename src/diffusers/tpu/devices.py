@@ -8,6 +8,7 @@ import functools
 import pathlib
 from dataclasses import dataclass
 
+from . import hosts
 from .config import Environment
 
 
@@ -224,7 +225,7 @@ def find_target(environment: Environment) -> Target | None:
 
 @functools.cache
 def jax_devices(target: Target) -> tuple:
-    """JAX's devices for this target; the first call starts JAX.
+    """JAX's devices for this target, of all processes of the run; the first call starts JAX, and joins the other processes.
 
     Raises:
         RuntimeError: JAX was already started with other devices, or finds no TPU.
@@ -234,15 +235,16 @@ def jax_devices(target: Target) -> tuple:
 
     if target.platform == "cpu":
         _ask_for_simulated_chips(jax, target.simulated)
+    hosts.join(target.platform)
     devices = jax.devices(target.platform)
-    if target.platform == "cpu" and len(devices) < target.simulated:
+    if target.platform == "cpu" and len(jax.local_devices(backend="cpu")) < target.simulated:
         raise RuntimeError(
             f"expected {target.simulated} simulated chips, got {len(devices)}: JAX was started before diffusers could"
             " ask for them. Run the pipeline before other JAX code, or set"
             f" XLA_FLAGS=--xla_force_host_platform_device_count={target.simulated}."
         )
     generation_of(devices[0])
-    return tuple(devices[: target.simulated or None])
+    return tuple(devices[: target.simulated * hosts.process_count() or None])
 
 
 def _ask_for_simulated_chips(jax, count: int):

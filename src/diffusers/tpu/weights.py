@@ -22,6 +22,7 @@ import torch
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from . import hosts
 from .adapters import Adapters
 from .bridge import as_numpy, numpy_dtype
 from .checkpoint import FileTensor, is_ordinary, missing_message, values
@@ -217,7 +218,7 @@ def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str
 def place_numbers(numbers: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Numbers on every chip."""
     everywhere = named(mesh, PartitionSpec())
-    return {key: jax.device_put(number, everywhere) for key, number in numbers.items()}
+    return {key: hosts.put(number, everywhere) for key, number in numbers.items()}
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -290,12 +291,29 @@ def _part(tensors: list[torch.Tensor | None], aval: jax.ShapeDtypeStruct, stacke
             if tensor is not None:
                 array[tuple(map(slice, tensor.shape))] = as_numpy(tensor)
         parts = [lambda index, array=array: array[index] for array in arrays]
-    elif sum(t.nbytes for t in tensors) <= STAGED_BYTES:
-        arrays = [as_numpy(t) for t in tensors]  # narrow columns, converted by themselves, take several times as long
-        parts = [lambda index, array=array: array[index] for array in arrays]
+    elif sum(t.nbytes for t in tensors) <= STAGED_BYTES and (own := _own(aval, stacked)) is not None:
+        arrays = [
+            as_numpy(values(t, own)) for t in tensors
+        ]  # narrow columns, converted by themselves, take several times as long
+        parts = [lambda index, array=array: array[_within(own, index, shape)] for array in arrays]
     else:
         parts = [lambda index, tensor=tensor: as_numpy(values(tensor, index)) for tensor in tensors]
     return (lambda index: np.stack([part(index[1:]) for part in parts])) if stacked else parts[0]
+
+
+def _own(aval: jax.ShapeDtypeStruct, stacked: bool) -> tuple[slice, ...] | None:
+    """What of a tensor the chips of this process hold, if that is one block; None: it is several."""
+    held = aval.sharding.addressable_devices_indices_map(aval.shape).values()
+    bounds = {tuple(s.indices(n)[:2] for s, n in zip(index, aval.shape))[stacked:] for index in held}
+    block = [(min(start for start, _ in axis), max(stop for _, stop in axis)) for axis in zip(*bounds)]
+    filled = sum(math.prod(stop - start for start, stop in part) for part in bounds)
+    return tuple(slice(*axis) for axis in block) if filled == math.prod(b - a for a, b in block) else None
+
+
+def _within(block: tuple[slice, ...], index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    """Where in the block the values at `index` of the whole are."""
+    bounds = (s.indices(n)[:2] for s, n in zip(index, shape))
+    return tuple(slice(start - own.start, stop - own.start) for own, (start, stop) in zip(block, bounds))
 
 
 def _layers_at_once(aval: jax.ShapeDtypeStruct) -> int:
