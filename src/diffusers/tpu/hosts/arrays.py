@@ -17,10 +17,11 @@ def put(values, sharding):
     if isinstance(values, jax.Array) and not values.is_fully_addressable:
         return values if values.sharding == sharding else _laid(sharding)(values)
     values = np.asarray(values)
-    parts = sharding.addressable_devices_indices_map(values.shape).items()
-    return jax.make_array_from_single_device_arrays(
-        values.shape, sharding, [jax.device_put(values[index], device) for device, index in parts]
-    )
+    held = sharding.addressable_devices_indices_map(values.shape).items()
+    parts = [jax.device_put(values[index], device) for device, index in held]
+    if any(isinstance(part, jax.core.Tracer) for part in parts):  # a constant of a trace
+        return jax.device_put(values, sharding)
+    return jax.make_array_from_single_device_arrays(values.shape, sharding, parts)
 
 
 def whole(array):
