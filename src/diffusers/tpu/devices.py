@@ -5,6 +5,7 @@ Detection reads the PCI bus, so that asking costs nothing and imports nothing. D
 """
 
 import functools
+import os
 import pathlib
 from dataclasses import dataclass
 
@@ -236,6 +237,10 @@ def jax_devices(target: Target) -> tuple:
     if target.platform == "cpu":
         _ask_for_simulated_chips(jax, target.simulated)
     hosts.join(target.platform)
+    if target.platform == "cpu" and hosts.process_count() > 1:
+        # Eigen cuts a sum by how many threads there are, which XLA's CPU client makes one for each of its chips or, if that is
+        # more, for each processor, by this name: as many as one process would have that simulates all chips give the same bits.
+        os.environ.setdefault("NPROC", str(target.simulated * hosts.process_count()))
     devices = jax.devices(target.platform)
     if target.platform == "cpu" and len(jax.local_devices(backend="cpu")) < target.simulated:
         raise RuntimeError(
