@@ -15,6 +15,7 @@ ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 ORDER = [
     "files",
     "config",
+    "hosts",
     "devices",
     "moving",
     "idioms",
