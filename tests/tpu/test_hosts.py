@@ -19,8 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import host_runs
 from diffusers import DiffusionPipeline
-from diffusers.tpu import TPUConfig, config, hosts, install, mesh, weights
+from diffusers.tpu import TPUConfig, aot, config, devices, hosts, install, mesh, weights
 from diffusers.tpu.hosts import agreement, run
+from diffusers.tpu.planner import timing
+from diffusers.tpu.sharding import plan_weights
 
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tpu/models/wan-shapes"
@@ -323,10 +325,10 @@ def device(number: int, process: int, part: int = 0, platform: str = "cpu"):
     "degrees, one_slice", [((2, 4, 1), [0, 1]), ((4, 2, 1), [0, 0, 1, 1]), ((2, 2, 2), [0, 1]), ((1, 8, 1), None)]
 )
 def test_dp_then_sp_cross_from_slice_to_slice(degrees, one_slice):
-    devices = tuple(device(n % 4, n // 4, n // 4, "tpu") for n in range(8))
-    made = mesh._over_slices(devices, degrees, 2)
+    slice_chips = tuple(device(n % 4, n // 4, n // 4, "tpu") for n in range(8))
+    made = mesh._over_slices(slice_chips, degrees, 2)
     parts = np.vectorize(lambda chip: chip.slice_index)(made)
-    assert made.shape == degrees and sorted(id(chip) for chip in made.flat) == sorted(map(id, devices))
+    assert made.shape == degrees and sorted(id(chip) for chip in made.flat) == sorted(map(id, slice_chips))
     if one_slice is None:
         assert parts[0, :, 0].tolist() == [0] * 4 + [1] * 4
     else:
@@ -334,18 +336,18 @@ def test_dp_then_sp_cross_from_slice_to_slice(degrees, one_slice):
 
 
 def test_meshes_that_cannot_be_are_refused():
-    devices = tuple(device(n, n // 4, n // 4) for n in range(8))
+    slice_chips = tuple(device(n, n // 4, n // 4) for n in range(8))
     with pytest.raises(ValueError, match="heads and features do not cross.*dp 2"):
-        mesh.make_mesh.__wrapped__(devices, (1, 1, 8))
+        mesh.make_mesh.__wrapped__(slice_chips, (1, 1, 8))
     with pytest.raises(ValueError, match="as many chips of each of the 2 processes, got 1,1,1"):
-        mesh.make_mesh.__wrapped__(devices, (1, 1, 1))
+        mesh.make_mesh.__wrapped__(slice_chips, (1, 1, 1))
     assert mesh.plan_degrees(16, None, True, 2) == (2, 8, 1) and mesh.plan_degrees(16, None, False, 2) == (2, 8, 1)
     assert mesh.plan_degrees(32, None, True, 4) == (4, 8, 1) and mesh.plan_degrees(24, None, True, 3) == (6, 4, 1)
 
 
 def test_part_of_the_chips_is_of_every_process(chips):
-    devices = tuple(device(n, n // 4) for n in range(8))
-    assert [d.id for d in mesh._of_each_process(devices, 4, (2, 2, 1))] == [0, 1, 4, 5]
+    slice_chips = tuple(device(n, n // 4) for n in range(8))
+    assert [d.id for d in mesh._of_each_process(slice_chips, 4, (2, 2, 1))] == [0, 1, 4, 5]
     assert mesh.make_mesh(chips, (1, 2, 1)).devices.flat[0] == chips[0]
 
 
@@ -373,3 +375,47 @@ def test_a_single_process_reads_whole_tensors(make_mesh):
         slice(0, 16),
         slice(0, 2),
     )
+
+
+# Slices of several hosts, and several slices, in plans
+
+
+def test_several_slices_have_a_name():
+    two = devices.find_topology("2xv5litepod-16")
+    assert (two.name, two.devices, two.slices, two.shape) == ("2xv5e-16", 32, 2, (4, 4))
+    assert devices.find_topology("1xv6e-8") == devices.find_topology("v6e-8")
+    for name, words in (("2xv6e-9", "2xv6e-8"), ("0xv6e-8", "expected a topology"), ("2xv5p-8", "slices of v5e v6e")):
+        with pytest.raises(ValueError, match=words):
+            devices.find_topology(name)
+
+
+def test_weights_are_stored_whole_in_each_slice():
+    shapes = {"blocks.*.to_q.weight": ((1024, 512), 1024 * 512 * 4), "other": ((256, 512), 256 * 512 * 4)}
+    rules = ((r"to_q\.weight", PartitionSpec(("dp", "sp"), "tp")),)
+    for slices, expected in ((1, PartitionSpec(("dp", "sp"), "tp")), (2, PartitionSpec("sp", "tp"))):
+        chips = np.array([device(n, n // 4, n // 4 if slices > 1 else 0) for n in range(8)])
+        over = SimpleNamespace(devices=chips.reshape(2, 2, 2), shape={"dp": 2, "sp": 2, "tp": 2}, size=8)
+        specs, coverage = plan_weights(shapes, rules, over)
+        assert specs["blocks.*.to_q.weight"] == expected
+        assert specs["other"] == (PartitionSpec(None, ("dp", "sp")) if slices == 1 else PartitionSpec(None, "sp"))
+        assert coverage.bytes_per_chip == (1024 * 512 * 4 // 8 + 256 * 512 * 4 // 4) * slices
+
+
+def test_what_comes_from_another_slice_takes_the_network():
+    """1 MiB over 12.5 GB/s; what is computed meanwhile hides as much of it as it takes."""
+    text = (
+        "HloModule m, is_scheduled=true\n\nENTRY %main (p: f32[8]) -> f32[8] {\n"
+        "  %p = f32[8]{0} parameter(0)\n  %after = token[] after-all()\n"
+        "  %recv = (f32[512,512]{1,0}, u32[], token[]) recv(%after), channel_id=2, is_host_transfer=true,"
+        ' frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}\n'
+        "  %send = (f32[8]{0}, u32[], token[]) send(%p, %after), channel_id=3, is_host_transfer=true,"
+        ' frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"}\n'
+        "  %recv-done = (f32[512,512]{1,0}, token[]) recv-done(%recv), channel_id=2, is_host_transfer=true\n"
+        "  %send-done = token[] send-done(%send), channel_id=3, is_host_transfer=true\n"
+        "  ROOT %copy = f32[8]{0} copy(%p)\n}\n"
+    )
+    chip = devices.CHIPS["v6e"]
+    compiled = aot.CompiledProgram(text, {}, {}, 0.0)
+    timed = timing.time_program(compiled, chip, [(0, 0, 0, 0)] * 2)
+    for way in timed.values():
+        assert way.seconds["collectives"] == pytest.approx(2**20 / 12.5e9)
