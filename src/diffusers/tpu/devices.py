@@ -264,7 +264,7 @@ def jax_devices(target: Target) -> tuple:
         # more, for each processor, by this name: as many as one process would have that simulates all chips give the same bits.
         os.environ.setdefault("NPROC", str(target.simulated * hosts.process_count()))
     devices = jax.devices(target.platform)
-    if target.platform == "cpu" and len(jax.local_devices(backend="cpu")) < target.simulated:
+    if target.platform == "cpu" and len(devices) < target.simulated:
         raise RuntimeError(
             f"expected {target.simulated} simulated chips, got {len(devices)}: JAX was started before diffusers could"
             " ask for them. Run the pipeline before other JAX code, or set"

@@ -25,8 +25,8 @@ def plan_degrees(
     Raises ValueError where the wanted degrees need more chips than there are. Fewer is allowed: the rest stays idle.
     """
     if wanted is None:
-        dp = math.lcm(2 if paired and chips % 2 == 0 else 1, slices)
-        dp = dp if chips % dp == 0 else slices
+        dp = 2 if paired and chips % 2 == 0 else 1
+        dp = math.lcm(dp, slices) if chips % math.lcm(dp, slices) == 0 else slices
         return dp, chips // dp, 1
     used = wanted[0] * wanted[1] * wanted[2]
     if used > chips:

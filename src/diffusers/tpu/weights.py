@@ -292,9 +292,8 @@ def _part(tensors: list[torch.Tensor | None], aval: jax.ShapeDtypeStruct, stacke
                 array[tuple(map(slice, tensor.shape))] = as_numpy(tensor)
         parts = [lambda index, array=array: array[index] for array in arrays]
     elif sum(t.nbytes for t in tensors) <= STAGED_BYTES and (own := _own(aval, stacked)) is not None:
-        arrays = [
-            as_numpy(values(t, own)) for t in tensors
-        ]  # narrow columns, converted by themselves, take several times as long
+        # At once: narrow columns, converted by themselves, take several times as long.
+        arrays = [as_numpy(values(t, own)) for t in tensors]
         parts = [lambda index, array=array: array[_within(own, index, shape)] for array in arrays]
     else:
         parts = [lambda index, tensor=tensor: as_numpy(values(tensor, index)) for tensor in tensors]

@@ -59,11 +59,12 @@ def every() -> list[Mutant]:
     """The whole table. Raises ValueError for two of one name."""
     import faults_attention
     import faults_host
+    import faults_hosts
     import faults_models
     import faults_planner
     import faults_programs
 
-    files = (faults_attention, faults_models, faults_programs, faults_host, faults_planner)
+    files = (faults_attention, faults_models, faults_programs, faults_host, faults_hosts, faults_planner)
     mutants = [mutant for faults in files for mutant in faults.MUTANTS]
     if len({m.name for m in mutants}) < len(mutants):
         raise ValueError("expected names that are unique in tests/tpu/mutants")
