@@ -16,6 +16,7 @@ ORDER = [
     "files",
     "failures",
     "config",
+    "hosts",
     "devices",
     "moving",
     "idioms",

@@ -4,11 +4,12 @@ For users, of a pipeline or of a model by itself:
 
     install(pipe)      run its models on the TPU                    uninstall(pipe)   undo it, the pipeline as it was
     is_active()        is the TPU path in use in this process?      report(pipe)      compilations, seconds, bytes
-    explain(pipe)      which modules were compiled, and why not
+    is_main_process()  of several hosts, the one that writes?       explain(pipe)     what was compiled, and why not
 
 The rest is what the patched upstream files call.
 """
 
+from . import hosts
 from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
 from .devices import find_target
 
@@ -22,6 +23,7 @@ __all__ = [
     "explain",
     "install",
     "is_active",
+    "is_main_process",
     "loading",
     "manages",
     "mapped",
@@ -39,6 +41,12 @@ __all__ = [
 def is_active() -> bool:
     """Whether pipelines of this process run on the TPU path (a TPU is here, or `DIFFUSERS_TPU=cpu` simulates one)."""
     return find_target(read_environment()) is not None
+
+
+def is_main_process() -> bool:
+    """Whether this process writes results: the only one, or the first of a run on several hosts. See `hosts`."""
+    target = find_target(read_environment())
+    return target is None or hosts.is_main(target.platform)
 
 
 def awake():

@@ -218,6 +218,7 @@ class Compiler:
             platform="tpu",
             topology_name=f"{self.topology.compiler_name}:{'x'.join(map(str, self.topology.shape))}",
             chips_per_host_bounds=self.topology.host_shape,
+            **({"num_slices": self.topology.slices} if self.topology.slices > 1 else {}),
         )
         return tuple(description.devices)
 

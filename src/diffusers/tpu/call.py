@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import bridge
+from .hosts import whole
 from .sharding import ModelPlan
 
 
@@ -153,7 +154,7 @@ def values_of(tensor: torch.Tensor) -> np.ndarray:
     return values.astype(bridge.numpy_dtype(tensor.dtype))
 
 
-_of_device = asked_once(lambda tensor: np.asarray(tensor.jax()))
+_of_device = asked_once(lambda tensor: np.asarray(whole(tensor.jax())))
 
 
 def goes_on_from(x) -> bool:

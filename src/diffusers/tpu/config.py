@@ -31,6 +31,37 @@ class Environment:
 
 
 @dataclass(frozen=True)
+class Processes:
+    """Which processes make a run, one for each host; None: not said.
+
+    Attributes:
+        coordinator: JAX_COORDINATOR_ADDRESS, HOST:PORT of the first process, the port free there.
+        count, number: JAX_NUM_PROCESSES and JAX_PROCESS_ID, from 0.
+    """
+
+    coordinator: str | None = None
+    count: int | None = None
+    number: int | None = None
+
+    @property
+    def any(self) -> bool:
+        return self.coordinator is not None or self.count is not None or self.number is not None
+
+    @property
+    def complete(self) -> bool:
+        return self.coordinator is not None and self.count is not None and self.number is not None
+
+    def checked(self) -> "Processes":
+        """The same. Raises ValueError where something is not said, or does not fit together."""
+        if not self.complete or not 0 <= self.number < self.count or not self.coordinator.rpartition(":")[2].isdigit():
+            raise ValueError(
+                "expected JAX_COORDINATOR_ADDRESS=HOST:PORT, JAX_NUM_PROCESSES and a smaller JAX_PROCESS_ID, or none of them, got"
+                f" {self.coordinator!r}, {self.count} and {self.number}"
+            )
+        return self
+
+
+@dataclass(frozen=True)
 class TPUConfig:
     """How one pipeline runs on the TPU.
 
@@ -160,3 +191,14 @@ def read_environment() -> Environment:
     default_cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "diffusers-tpu")
     cache = os.environ.get("DIFFUSERS_TPU_CACHE") or default_cache
     return Environment(mode, int(devices), parse_mesh(mesh) if mesh else None, None if cache == "off" else cache)
+
+
+def read_processes() -> Processes:
+    """JAX's variables about the processes of a run. Raises ValueError for one that should be a number and is none."""
+    numbers = []
+    for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        text = os.environ.get(name) or None
+        if text is not None and not text.isdigit():
+            raise ValueError(f"expected {name} to be a number of at least 0, got {text!r}")
+        numbers.append(text and int(text))
+    return Processes(os.environ.get("JAX_COORDINATOR_ADDRESS") or None, *numbers)

@@ -5,10 +5,14 @@ Detection reads the PCI bus, so that asking costs nothing and imports nothing. D
 """
 
 import contextlib
+import dataclasses
 import functools
+import os
 import pathlib
+import re
 from dataclasses import dataclass
 
+from . import hosts
 from .config import Environment
 from .failures import chip_is_free
 from .files import make_room
@@ -34,7 +38,8 @@ class Chip:
     v7x the page's 1.2 TB/s over six links both ways; `die_bandwidth`, between the halves of a v7x: its page, six times a link.
     `clock`: of that chapter (v5e), else peak / (4 * side^2 * passes per cycle) of the matrix units, which measured
     kernels agree with. `hbm_bytes`: what the compiler (libtpu 0.0.42.1) lets a program use, from its own message.
-    `matrix_units`: of the same pages. `vmem_bytes` of one core: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
+    `dcn_bandwidth`, between slices, one way: the pages' bandwidth of a pod's data centre network over its 256 chips; 0: not
+    said there. `matrix_units`: of the same pages. `vmem_bytes` of one core: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
     """
 
     generation: str
@@ -47,6 +52,7 @@ class Chip:
     matrix_units: int
     vmem_bytes: int
     die_bandwidth: float = 0.0
+    dcn_bandwidth: float = 0.0
 
     def matrix_cycles(self, rows: int) -> float:
         """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""
@@ -55,9 +61,9 @@ class Chip:
 
 @dataclass(frozen=True)
 class Topology:
-    """A slice by the name users know. `shape`: chips along x, y and perhaps z; `host_shape`: those of one host.
+    """A slice by the name users know, or several alike. `shape`: chips of one along x, y and perhaps z; `host_shape`: of one host.
 
-    No slice here reaches the length at which an axis is closed to a ring (16 on v5e and v6e, 4 on v5p and v7x).
+    No slice here is so large that its axes are closed to rings (16 chips on v5e and v6e; whole cubes of 4 on v5p and v7x).
     """
 
     name: str
@@ -65,6 +71,7 @@ class Topology:
     shape: tuple[int, ...]
     host_shape: tuple[int, int, int]
     devices: int
+    slices: int = 1
 
     @property
     def compiler_name(self) -> str:
@@ -76,9 +83,9 @@ MIB, GIB = 2**20, 2**30
 CHIPS = {
     chip.generation: chip
     for chip in (
-        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 4, 128 * MIB),
+        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 4, 128 * MIB, dcn_bandwidth=3.125e9),
         Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 8, 64 * MIB),
-        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 2, 128 * MIB),
+        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 2, 128 * MIB, dcn_bandwidth=12.5e9),
         Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 2, 64 * MIB, die_bandwidth=600e9),
     )
 }
@@ -171,26 +178,43 @@ TOPOLOGIES = {
         _slice("v5e-4", (2, 2), (2, 2, 1), 4),
         _slice("v5e-8", (2, 4), (2, 4, 1), 8),
         _slice("v5e-16", (4, 4), (2, 2, 1), 16),
+        _slice("v5e-32", (4, 8), (2, 2, 1), 32),
+        _slice("v5e-64", (8, 8), (2, 2, 1), 64),
         _slice("v5p-8", (2, 2, 1), (2, 2, 1), 4),  # v5p counts cores, two a chip, which JAX sees as one device
+        _slice("v5p-16", (2, 2, 2), (2, 2, 1), 8),
+        _slice("v5p-32", (2, 2, 4), (2, 2, 1), 16),
+        _slice("v5p-64", (2, 4, 4), (2, 2, 1), 32),
         _slice("v6e-1", (1, 1), (1, 1, 1), 1),
         _slice("v6e-4", (2, 2), (2, 2, 1), 4),
         _slice("v6e-8", (2, 4), (2, 4, 1), 8),
         _slice("v6e-16", (4, 4), (2, 2, 1), 16),
         _slice("v6e-32", (4, 8), (2, 2, 1), 32),
+        _slice("v6e-64", (8, 8), (2, 2, 1), 64),
         _slice("v7x-8", (2, 2, 1), (2, 2, 1), 8),  # v7x counts cores, two a chip, each a device of JAX
         _slice("v7x-16", (2, 2, 2), (2, 2, 1), 16),
+        _slice("v7x-32", (2, 2, 4), (2, 2, 1), 32),
     )
 }
 TOPOLOGY_ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x", "v7": "v7x"}
 
 
 def find_topology(name: str) -> Topology:
-    """The slice of this name. Raises ValueError that lists the names."""
-    generation, _, count = name.strip().lower().partition("-")
+    """The slice of this name, or as many as stand before it: "2xv6e-8". Raises ValueError that lists the names."""
+    several = re.fullmatch(r"([1-9]\d*)x(v.*)", name.strip().lower())
+    slices, one = (int(several[1]), several[2]) if several else (1, name.strip().lower())
+    generation, _, count = one.partition("-")
     topology = TOPOLOGIES.get(f"{TOPOLOGY_ALIASES.get(generation, generation)}-{count}")
     if topology is None:
-        raise ValueError(f"expected a topology among {' '.join(TOPOLOGIES)}, got {name!r}")
-    return topology
+        raise ValueError(f"expected a topology among {' '.join(TOPOLOGIES)}, or several (2xv6e-8), got {name!r}")
+    if slices == 1:
+        return topology
+    if not topology.chip.dcn_bandwidth:
+        known = " ".join(chip.generation for chip in CHIPS.values() if chip.dcn_bandwidth)
+        raise ValueError(
+            f"expected several slices of {known}, got {name!r}: nobody publishes the network between those of others"
+        )
+    devices = slices * topology.devices
+    return dataclasses.replace(topology, name=f"{slices}x{topology.name}", devices=devices, slices=slices)
 
 
 @dataclass(frozen=True)
@@ -227,7 +251,7 @@ def find_target(environment: Environment) -> Target | None:
 
 @functools.cache
 def jax_devices(target: Target) -> tuple:
-    """JAX's devices for this target; the first call starts JAX.
+    """JAX's devices for this target, of all processes of the run; the first call starts JAX, and joins the other processes.
 
     Raises:
         RuntimeError: JAX was already started with other devices, or finds no TPU; ChipBusy: one that another process has.
@@ -237,6 +261,11 @@ def jax_devices(target: Target) -> tuple:
 
     if target.platform == "cpu":
         _ask_for_simulated_chips(jax, target.simulated)
+    hosts.join(target.platform)
+    if target.platform == "cpu" and hosts.process_count() > 1:
+        # Eigen cuts a sum by how many threads there are, which XLA's CPU client makes one for each of its chips or, if that is
+        # more, for each processor, by this name: as many as one process would have that simulates all chips give the same bits.
+        os.environ.setdefault("NPROC", str(target.simulated * hosts.process_count()))
     with chip_is_free():
         devices = jax.devices(target.platform)
     if target.platform == "cpu" and len(devices) < target.simulated:
@@ -246,7 +275,7 @@ def jax_devices(target: Target) -> tuple:
             f" XLA_FLAGS=--xla_force_host_platform_device_count={target.simulated}."
         )
     generation_of(devices[0])
-    return tuple(devices[: target.simulated or None])
+    return tuple(devices[: target.simulated * hosts.process_count() or None])
 
 
 def _ask_for_simulated_chips(jax, count: int):

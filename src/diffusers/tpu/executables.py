@@ -4,7 +4,8 @@ A program is kept by everything that its trace read, in words (`store`), and wit
 arrays make up upstream's return value. What a trace asked for of a call's small inputs (`decided`) is kept by the answers so far,
 as one more thing that is found: whoever looks for a program is led from question to question, as the trace was.
 
-Not kept: programs that call the host back (`TPUConfig.attention_tally`), and those of code that has no words (a script's).
+Not kept: programs that call the host back (`TPUConfig.attention_tally`), those of code that has no words (a script's), and those of a
+run of several processes.
 """
 
 import concurrent.futures
@@ -24,7 +25,7 @@ from jax import export
 from jax.experimental import serialize_executable
 
 from ..utils import logging
-from . import bridge
+from . import bridge, hosts
 from .call import Call, values_of
 from .idioms import said
 from .programs import Program
@@ -96,7 +97,8 @@ class Executables:
 
     @property
     def store(self) -> Store | None:
-        return None if self.runner.config.attention_tally else store_here()
+        """None where nothing is kept: one process of several may lack what the others find, and all wait for all."""
+        return None if self.runner.config.attention_tally or hosts.process_count() > 1 else store_here()
 
     def key(self, call: Call, branches: int, answers: tuple) -> Key | None:
         """What the program of this call is kept by; None where it is not kept."""
@@ -265,9 +267,8 @@ def lasting_words(runner) -> dict[str, str]:
 def _mesh_words(mesh) -> str:
     devices = [*mesh.devices.flat]
     where = [(d.id, *(getattr(d, "coords", None) or ()), getattr(d, "core_on_chip", 0)) for d in devices]
-    processes = sorted({d.process_index for d in devices})
-    host = (_processor(), jax.process_index() if len(processes) > 1 else 0) if devices[0].platform == "cpu" else ()
-    return repr((dict(mesh.shape), devices[0].device_kind, where, processes, host))
+    host = _processor() if devices[0].platform == "cpu" else ""
+    return repr((dict(mesh.shape), devices[0].device_kind, where, host))
 
 
 @functools.cache

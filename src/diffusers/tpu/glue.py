@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..callbacks import MultiPipelineCallbacks, PipelineCallback
 from . import bridge
+from .hosts import whole
 
 
 CALLBACKS = ("callback_on_step_end", "callback")
@@ -90,7 +91,7 @@ def _call_outside(callback, args: tuple, kwargs: dict):
         answer = callback(*args, **kwargs)
     back = {}
     for tensor, host in shown.values():
-        if not _same_bits(bridge.as_numpy(host), np.asarray(tensor.jax())):
+        if not _same_bits(bridge.as_numpy(host), np.asarray(whole(tensor.jax()))):
             tensor.copy_(env.moved(host))
         back[id(host)] = tensor
     return tree_map_only(torch.Tensor, lambda t: back.get(id(t)) if id(t) in back else env.moved(t), answer)

@@ -1,6 +1,11 @@
-"""Degrees -> Mesh. Axes: `dp` guidance branches and prompts, `sp` sequence, `tp` heads and features."""
+"""Degrees -> Mesh. Axes: `dp` guidance branches and prompts, `sp` sequence, `tp` heads and features.
+
+Slices are joined by the data centre's network (DCN), which is slower by far than the links inside of one: `dp` lies over it, with one
+exchange a step, then `sp`, never `tp`. Chips of one slice have links of one kind, whichever hosts they are of.
+"""
 
 import functools
+import math
 
 import numpy as np
 from jax.experimental import mesh_utils
@@ -10,13 +15,18 @@ from jax.sharding import Mesh
 AXES = ("dp", "sp", "tp")
 
 
-def plan_degrees(chips: int, wanted: tuple[int, int, int] | None, paired: bool) -> tuple[int, int, int]:
+def plan_degrees(
+    chips: int, wanted: tuple[int, int, int] | None, paired: bool, slices: int = 1
+) -> tuple[int, int, int]:
     """Degrees `(dp, sp, tp)` for `chips`: those wanted, else dp 2 for paired guidance branches on even chips, rest sp.
+
+    Of several slices dp is a multiple of their number, so that only it crosses from one to the next.
 
     Raises ValueError where the wanted degrees need more chips than there are. Fewer is allowed: the rest stays idle.
     """
     if wanted is None:
         dp = 2 if paired and chips % 2 == 0 else 1
+        dp = math.lcm(dp, slices) if chips % math.lcm(dp, slices) == 0 else slices
         return dp, chips // dp, 1
     used = wanted[0] * wanted[1] * wanted[2]
     if used > chips:
@@ -27,12 +37,54 @@ def plan_degrees(chips: int, wanted: tuple[int, int, int] | None, paired: bool) 
     return wanted
 
 
+def slices_of(devices: tuple) -> int:
+    """How many slices these devices are of."""
+    return len({_slice(device) for device in devices})
+
+
 @functools.cache
 def make_mesh(devices: tuple, degrees: tuple[int, int, int]) -> Mesh:
-    """The mesh of these degrees over the first devices; on a real TPU in the order of its interconnect."""
-    count = degrees[0] * degrees[1] * degrees[2]
-    if devices[0].platform == "tpu" and count == len(devices):
+    """The mesh of these degrees over the first devices of each process; on a real TPU in the order of its interconnect.
+
+    Raises ValueError for a mesh that does not have as many chips of each process, and where slices divide neither dp nor sp.
+    """
+    count, slices = degrees[0] * degrees[1] * degrees[2], slices_of(devices)
+    if count < len(devices):
+        devices = _of_each_process(devices, count, degrees)
+    elif devices[0].platform == "tpu" and slices == 1:
         # Degrees need not be those of the interconnect's axes: (2, 8, 1) on 4 x 4 chips.
-        devices = mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True)
-        return Mesh(devices, AXES)
-    return Mesh(np.array(devices[:count]).reshape(degrees), AXES)
+        return Mesh(mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True), AXES)
+    if slices == 1:
+        return Mesh(np.array(devices).reshape(degrees), AXES)
+    return Mesh(_over_slices(devices, degrees, slices), AXES)
+
+
+def _of_each_process(devices: tuple, count: int, degrees: tuple[int, int, int]) -> tuple:
+    """As many of each process: one without a chip of the mesh would have no part in the run."""
+    by_process = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    share, rest = divmod(count, len(by_process))
+    if rest or any(len(own) < share for own in by_process.values()):
+        raise ValueError(
+            f"expected a mesh with as many chips of each of the {len(by_process)} processes, got"
+            f" {','.join(map(str, degrees))} = {count} chips. All {len(devices)} are a mesh, or start fewer processes"
+        )
+    return tuple(device for own in by_process.values() for device in own[:share])
+
+
+def _over_slices(devices: tuple, degrees: tuple[int, int, int], slices: int) -> np.ndarray:
+    dp, sp, tp = degrees
+    outer = math.gcd(dp, slices)
+    sequence = slices // outer
+    if sp % sequence:
+        raise ValueError(
+            f"expected a mesh whose dp, or dp and sp, the {slices} slices divide, got {','.join(map(str, degrees))}: heads and"
+            f" features do not cross from slice to slice. Use dp {slices}, or a multiple of it"
+        )
+    inside, between = (dp // outer, sp // sequence, tp), (outer, sequence, 1)
+    return mesh_utils.create_hybrid_device_mesh(inside, between, devices, allow_split_physical_axes=True)
+
+
+def _slice(device) -> int:
+    return getattr(device, "slice_index", None) or 0

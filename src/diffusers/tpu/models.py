@@ -23,7 +23,7 @@ from .config import TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
 from .host import HostModel
 from .ladder import in_words, rungs
-from .mesh import make_mesh, plan_degrees
+from .mesh import make_mesh, plan_degrees, slices_of
 from .plans import module_plan
 from .residency import Residency, residency_of
 from .runner import Runner
@@ -64,13 +64,14 @@ def target_devices() -> tuple:
     return jax_devices(target)
 
 
-def resolved(config: TPUConfig | None, devices: int, in_pairs: bool = False) -> TPUConfig:
+def resolved(config: TPUConfig | None, devices: tuple, in_pairs: bool = False) -> TPUConfig:
     """The configuration with its degrees in numbers; None: what the environment says.
 
     Raises ValueError for degrees that these devices do not have, and for a ring that does not divide `sp`.
     """
     config = config or TPUConfig()
-    degrees = plan_degrees(devices, config.mesh or read_environment().mesh, in_pairs)
+    wanted = config.mesh or read_environment().mesh
+    degrees = plan_degrees(len(devices), wanted, in_pairs, slices_of(devices))
     if config.attention_ring and degrees[1] % config.attention_ring:
         raise ValueError(f"expected TPUConfig.attention_ring to divide sp {degrees[1]}, got {config.attention_ring}")
     return dataclasses.replace(config, mesh=degrees)
@@ -163,7 +164,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: boo
         raise ValueError(f"expected TPUConfig.host for a pipeline, got {config.host} for a {type(module).__name__}")
     runner = runs(module)
     if runner is not None:
-        wanted = of_model(resolved(config, len(devices))) if config is not None else runner.config
+        wanted = of_model(resolved(config, devices)) if config is not None else runner.config
         differing = differences(wanted, runner.config)
         if not differing:
             holding(runner).alone = holding(runner).alone or not owners(module)
@@ -171,7 +172,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: boo
         if owners(module):
             raise ValueError(_belongs(module, "the settings of the pipeline that has it", differing))
         detach(module)
-    config_resolved = of_model(resolved(config, len(devices)))
+    config_resolved = of_model(resolved(config, devices))
     mesh = mesh_of(config_resolved, devices)
     runner = attach(module, config_resolved, mesh, residency_of(mesh, config_resolved))
     held = holding(runner)

@@ -18,7 +18,7 @@ import torch
 
 from ..schedulers.scheduling_utils import SchedulerMixin
 from ..utils import logging
-from . import bridge, glue, is_active, models
+from . import bridge, glue, hosts, is_active, models
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .config import ACCELERATORS, TPUConfig, names_accelerator
 from .idioms import said
@@ -49,7 +49,7 @@ def install(pipe, config: TPUConfig | None = None):
     plan = plan_of(original, PipelinePlan())
     modules = modules_of(pipe)
     wanted = config if config is not None else taken_over(pipe, modules)
-    config = models.resolved(wanted, len(devices), plan.in_pairs(pipe))
+    config = models.resolved(wanted, devices, plan.in_pairs(pipe))
     if state is not None and config == state.config:
         return pipe
     check(pipe, modules, config)
@@ -227,6 +227,11 @@ def entered(method):
         state = installation(self)
         if state is None:
             return method(self, *args, **kwargs)
+        if state.depth == 0 and hosts.process_count() > 1:
+            given = inspect.signature(method).bind(self, *args, **kwargs).arguments
+            hosts.alike(
+                f"{state.original.__name__}.{method.__name__}", {k: v for k, v in given.items() if k != "self"}
+            )
         with _running(self, state):
             args, kwargs = _where_it_runs(self, args, kwargs)
             if state.glue == "resident":

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..utils import logging
-from . import bridge
+from . import bridge, hosts
 from .call import Call
 from .devices import compile_lowered, compiled_anew
 from .idioms import said
@@ -67,6 +67,11 @@ class Program:
         """Compile it. `share`: look whether another module has the same program, as two experts have."""
         start = time.perf_counter()
         lowered = self.traced.lower()
+        if hosts.process_count() > 1:  # another program in another process would wait for this one for good
+            digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            hosts.agree(
+                f"{self.name}.{self.entry} of {self.shapes}", {"program": digest, "options": str(self.options)}
+            )
         with contextlib.nullcontext() if self.key is None else compiled_anew():
             self.compiled = self._shared(lowered, self.options) if share else compile_lowered(lowered, self.options)
         self.traced = None

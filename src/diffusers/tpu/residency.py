@@ -5,6 +5,7 @@ whose turn is longest past. The model that comes next and is like the one that r
 ready while that works: compiled, and moved in if both have room.
 """
 
+import gc
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from ..utils import logging
+from . import hosts
 from .config import TPUConfig
 from .devices import CHIPS, GENERATION_OF_DEVICE_KIND, GIB, TOPOLOGIES
 from .sharding import named
@@ -196,6 +198,8 @@ class Residency:
         return float("inf") if self.limit is None else self.limit - sum(map(_there, self._placed))
 
     def _make_room(self, need: int, keep=None):
+        if hosts.process_count() > 1 and self._free() < need:
+            gc.collect()  # what is there is counted alike in all processes: not by when garbage is found
         for runner in leaving(self._placed, _there, need, self.limit, keep):
             self._drop(runner)
             logger.info(f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips")
@@ -207,7 +211,7 @@ class Residency:
 
     def _mark(self, runner):
         """Remember where the runner's programs end: a chip runs programs in order, so when this is done, they are."""
-        self._marks[runner] = jax.device_put(0, named(runner.mesh, PartitionSpec())) + 1
+        self._marks[runner] = hosts.put(0, named(runner.mesh, PartitionSpec())) + 1
 
 
 @dataclass

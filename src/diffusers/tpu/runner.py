@@ -317,7 +317,7 @@ class Runner:
             return self._run_eagerly(self.take_apart(call.entry, args, kwargs), args, kwargs)
         self.take_values(call)
         outputs = self.branches.run(call, program)
-        if bridge.environment().one_at_a_time:
+        if bridge.environment().waits:
             jax.block_until_ready(outputs)
         if call.step is not None:
             own = len(outputs) - program.function.results

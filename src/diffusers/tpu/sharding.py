@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from .mesh import slices_of
+
 
 STORAGE_AXES = ("dp", "sp")
 LARGE_ELEMENTS = 1 << 16
@@ -95,11 +97,17 @@ def gathered(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*(_entry(axis for axis in _axes(entry) if axis not in STORAGE_AXES) for entry in spec))
 
 
-def default_spec(shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+def _without(spec: PartitionSpec, inside: tuple[str, ...]) -> PartitionSpec:
+    """The spec with no storage axes but those inside of a slice."""
+    kept = (*inside, "tp")
+    return PartitionSpec(*(_entry(axis for axis in _axes(entry) if axis in kept) for entry in spec))
+
+
+def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = STORAGE_AXES) -> PartitionSpec:
     """Storage of a weight that no rule names: its largest divisible dimension over `dp` and `sp` if it is large."""
     if math.prod(shape) < LARGE_ELEMENTS:
         return PartitionSpec()
-    for axes in (STORAGE_AXES, ("sp",), ("dp",)):
+    for axes in dict.fromkeys((inside, ("sp",), ("dp",) if "dp" in inside else ("sp",))):
         for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
             spec = PartitionSpec(*(axes if d == dim else None for d in range(len(shape))))
             fitted = fit(spec, shape, mesh)
@@ -119,14 +127,15 @@ def plan_weights(
     Raises ValueError for a rule that matches no weight (a dead rule).
     """
     specs, coverage, used = {}, Coverage(), set()
+    inside = STORAGE_AXES if slices_of(tuple(mesh.devices.flat)) == 1 else ("sp",)  # each slice has all of them
     compiled = [(re.compile(pattern), pattern, spec) for pattern, spec in rules]
     for name, (shape, size_bytes) in shapes.items():
         plain = name.replace(".base_layer", "")  # PEFT's name for a weight that it wraps
         taken = next(((pattern, spec) for regex, pattern, spec in compiled if regex.search(plain)), None)
         if taken is None:
-            label, spec = "(no rule)", default_spec(shape, mesh)
+            label, spec = "(no rule)", default_spec(shape, mesh, inside)
         else:
-            label, spec = taken[0], fit(taken[1], shape, mesh)
+            label, spec = taken[0], fit(_without(taken[1], inside), shape, mesh)
             used.add(label)
         specs[name] = spec
         ways = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))

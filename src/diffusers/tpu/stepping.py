@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr, Literal
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..configuration_utils import FrozenDict
-from . import bridge
+from . import bridge, hosts
 
 
 LARGEST_TABLE = 1 << 16  # entries of a host tensor that a key holds
@@ -322,7 +322,7 @@ def _program(closed: ClosedJaxpr, arrays: list[jax.Array]) -> Callable:
     function = _Function(closed)
     text = str(jax.make_jaxpr(function)(function.numbers, arrays))
     jitted, where = _jitted(text, _Any(function)), arrays[0].sharding
-    numbers = [jax.device_put(x, where) if where.is_fully_replicated else jnp.asarray(x) for x in function.numbers]
+    numbers = [hosts.put(x, where) if where.is_fully_replicated else jnp.asarray(x) for x in function.numbers]
     return lambda arrays: jitted(numbers, arrays)
 
 

@@ -16,6 +16,7 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from ..utils import logging
+from . import hosts
 from .adapters import Adapters
 from .bridge import numpy_dtype
 from .checkpoint import FileTensor, is_ordinary, missing_message
@@ -212,7 +213,7 @@ def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str
 def place_numbers(numbers: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """Numbers on every chip."""
     everywhere = named(mesh, PartitionSpec())
-    return {key: jax.device_put(number, everywhere) for key, number in numbers.items()}
+    return {key: hosts.put(number, everywhere) for key, number in numbers.items()}
 
 
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -60,6 +60,7 @@ def every() -> list[Mutant]:
     import faults_attention
     import faults_faults
     import faults_host
+    import faults_hosts
     import faults_kept
     import faults_models
     import faults_planner
@@ -71,6 +72,7 @@ def every() -> list[Mutant]:
         faults_models,
         faults_programs,
         faults_host,
+        faults_hosts,
         faults_planner,
         faults_kept,
         faults_serving,

@@ -113,7 +113,9 @@ def _parts(mask, target: tuple[int, int, int, int], is_causal: bool) -> Mask:
     if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.floating):
         raise TypeError(f"expected a bool or floating attention mask, got {mask.dtype}; cast it with .to(torch.bool)")
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    if isinstance(mask, np.ndarray) or (_is_concrete(mask) and mask.is_fully_addressable):
+    if isinstance(mask, np.ndarray) or (
+        _is_concrete(mask) and (mask.is_fully_addressable or mask.is_fully_replicated)
+    ):
         found = _of_values(np.asarray(mask).reshape(shape))
     else:
         found = _of_lineage(mask.reshape(shape))

@@ -9,6 +9,7 @@ from . import compat  # noqa: F401  isort: skip  before everything that imports 
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
+from ..hosts import put
 from .blocks import WeightWritten
 from .caches import Kept, NotOnce, Step, kept_by
 from .captures import Marked, Tag, capture, capture_p, capturing
@@ -104,8 +105,8 @@ __all__ = [
 def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
     """A device tensor's array, or a host tensor's values as they are now, placed by `sharding`."""
     if isinstance(tensor, (Tensor, View)):
-        return jax.device_put(tensor.jax(), sharding)
-    return jax.device_put(as_numpy(tensor).copy(), sharding)  # transfers are not done when this returns
+        return put(tensor.jax(), sharding)
+    return put(as_numpy(tensor).copy(), sharding)  # transfers are not done when this returns
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 from torchax.ops import mappings
 
 from ..checkpoint import values
+from ..hosts import whole
 
 
 def as_numpy(t: torch.Tensor) -> np.ndarray:
@@ -26,7 +27,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 def from_numpy(x) -> torch.Tensor:
     """A JAX or numpy array as a host tensor of its own; bfloat16 and float8 keep their bits."""
-    values = np.array(x)
+    values = np.array(whole(x))
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         dtype = mappings.j2t_dtype(values.dtype)
         if dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:

@@ -15,6 +15,7 @@ from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
 
 from ..checkpoint import is_about_values, settled
+from ..hosts import process_count, put
 from ..idioms import said
 from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
@@ -53,14 +54,15 @@ class Environment(_Environment):
     Attributes:
         draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
         missing: operators that ran on the host because torchax lacks them, with the line that asked; how often.
-        one_at_a_time: each operation is waited for. Of two programs at once with exchanges between simulated chips, each may
-            have some of the processor's threads that the other waits for.
+        one_at_a_time: each operation is waited for; None: on simulated chips of several processes. Of two programs at once
+            with exchanges between simulated chips, each may have some of the processor's threads that the other waits for;
+            and processes may come to their exchanges in different orders.
     """
 
     def __init__(self):
         super().__init__()
         self.draws = 0
-        self.one_at_a_time = False
+        self.one_at_a_time: bool | None = None
         self.missing: Counter[str] = Counter()
 
     def enable_torch_modes(self):
@@ -88,6 +90,13 @@ class Environment(_Environment):
         if new_device is not None and self._should_use_torchax_tensor(new_device):
             new_device = DEVICE  # whatever its name
         return cast(the_tensor, super()._to_copy(the_tensor, new_dtype, new_device))
+
+    @property
+    def waits(self) -> bool:
+        """Whether each operation is waited for now."""
+        if self.one_at_a_time is None:
+            return process_count() > 1 and jax.default_backend() == "cpu"
+        return self.one_at_a_time
 
     @property
     def active(self) -> bool:
@@ -136,7 +145,7 @@ class Environment(_Environment):
             if refused is None:
                 raise
             raise refused from None
-        if self.one_at_a_time:
+        if self.waits:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
 
@@ -221,12 +230,9 @@ class Environment(_Environment):
     def t2j_copy(self, args):
         """Host tensors as JAX arrays, on every chip of the mesh in use (`override_property(mesh=...)`)."""
         mesh = self.param.mesh
-        put = (
-            jax.numpy.asarray
-            if mesh is None
-            else functools.partial(jax.device_put, device=NamedSharding(mesh, PartitionSpec()))
-        )
-        return tree_map_only(torch.Tensor, lambda t: put(as_numpy(t)), args)
+        where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        to = jax.numpy.asarray if where is None else functools.partial(put, sharding=where)
+        return tree_map_only(torch.Tensor, lambda t: to(as_numpy(t)), args)
 
     def j2t_copy(self, args):
         return tree_map_only(jax.Array, from_numpy, args)

@@ -255,7 +255,7 @@ class PureFunction:
 
     def _gather(self, key: str, array):
         whole = jax.lax.with_sharding_constraint(array, named(self.mesh, gathered(self.specs[key])))
-        return jax.block_until_ready(whole) if environment().one_at_a_time else whole
+        return jax.block_until_ready(whole) if environment().waits else whole
 
     def _pin_block_weight(self, group: Group, name: str, array):
         return self._gather(f"{group.label}.{name}", array)

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchax.tensor import Tensor
 from torchax.view import View
 
+from ..hosts import put, whole
 from ..idioms.devices import inside
 from .crossing import as_numpy, from_numpy
 from .decisions import decided
@@ -76,7 +77,7 @@ def written(t: Tensor, array: jax.Array) -> jax.Array:
     with torch._C.DisableTorchFunction():
         if all(tensor._version == version for tensor, version in versions.items()):
             return array
-    array = jax.device_put(as_numpy(twin), array.sharding)
+    array = put(as_numpy(twin), array.sharding)
     t._elem = array
     return array
 
@@ -195,7 +196,7 @@ def _listed(t):
 
 def _array_of(t):
     """Of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name."""
-    return copy.copy(jax.device_get(_valued(t)))
+    return copy.copy(jax.device_get(whole(_valued(t))))
 
 
 def _as_array(t, dtype=None, copy=None):

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 
+from .. import hosts
 from ..config import ATTENTIONS
 from ..failures import Failure
 from .errors import BadInput
@@ -363,12 +364,14 @@ def main(argv: list[str] | None = None) -> int:
         return command.run(options, rest)
     except BadInput as error:
         print(f"diffusers-tpu: {error}", file=sys.stderr)
+        hosts.failed(str(error), 2)
         return 2
     except Failure as error:
         print(f"diffusers-tpu: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("diffusers-tpu: interrupted", file=sys.stderr)
+        hosts.failed("interrupted", 130)
         return 130
     except BrokenPipeError:  # the reader of our output has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

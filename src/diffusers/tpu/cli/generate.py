@@ -1,7 +1,6 @@
 """`diffusers-tpu generate`: a pipeline run once, its pictures written, its times printed; for `--stage` see staged."""
 
 import contextlib
-import random
 import time
 
 import torch
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import tpu
+from .. import hosts
 from ..config import TPUConfig
 from ..failures import NotFinite
 from ..generation import media
@@ -33,11 +33,11 @@ def run(options, rest: list[str]) -> int:
         raise BadInput("expected --stage denoise or decode with --input: a whole run starts from its arguments")
     start = time.perf_counter()
     target = session.choose_target(options.device)
-    mesh = session.mesh_of(options.mesh, target)
+    first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
     cls = session.pipeline_class(options.model)
     given = arguments.given_arguments(options, [name.replace("-", "_") for name in COMMON_ARGUMENTS], rest)
     call = arguments.call_arguments(cls, given)
-    seed = random.randrange(2**31) if options.seed is None else options.seed
+    seed = session.seed_of(options.seed)
     extra = call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
     steps = _profiled(options, cls, call, target)
@@ -51,6 +51,8 @@ def run(options, rest: list[str]) -> int:
         )
     with calling(), _looking(options.debug_nans), _traced(pipe, options, steps):
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
+    if not first:
+        return 0
     with calling():
         made = media.pictures(result)
     check_finite(pipe, target)
@@ -140,6 +142,8 @@ def placed(pipe, options, target, mesh):
     """The pipeline, its weights where they will be used."""
     if target is None:
         return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+    if not tpu.is_main_process():
+        pipe.set_progress_bar_config(disable=True)
     from ..pipeline import installation
 
     with calling():
@@ -174,5 +178,8 @@ def where(pipe, target) -> str:
         return f"plain diffusers on {'cuda' if torch.cuda.is_available() else 'the CPU'}"
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in tpu.report(pipe)["mesh"].items())
     if target.simulated:
-        return f"mesh {mesh}; {target.simulated} chips simulated on the CPU: these are not TPU times"
-    return f"mesh {mesh}; TPU {target.generation}"
+        chips = f"{target.simulated} chips simulated on the CPU: these are not TPU times"
+    else:
+        chips = f"TPU {target.generation}"
+    processes = hosts.process_count()
+    return f"mesh {mesh}; {f'{processes} processes, each ' if processes > 1 else ''}{chips}"

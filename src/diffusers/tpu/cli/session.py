@@ -1,11 +1,15 @@
 """What commands share: the device asked for, and a pipeline loaded."""
 
 import os
+import random
 import re
 from pathlib import Path
 
+import transformers
+
 import diffusers
 
+from .. import hosts
 from ..config import parse_mesh, read_environment
 from ..devices import Target, find_target, jax_devices
 from .errors import BadInput, loading
@@ -31,6 +35,28 @@ def choose_target(device: str) -> Target | None:
             " simulated chips, slowly: for small models and checks. --device upstream runs plain diffusers."
         )
     return target
+
+
+def is_first(target: Target | None) -> bool:
+    """Whether this process is the one of its run that writes and tells; the processes of a run on several hosts join here.
+
+    The others say errors only.
+    """
+    if target is None:
+        return True
+    with loading():
+        hosts.join(target.platform)
+    first = hosts.is_main(target.platform)
+    if not first:
+        for library in (diffusers, transformers):
+            library.utils.logging.set_verbosity_error()
+            library.utils.logging.disable_progress_bar()
+    return first
+
+
+def seed_of(given: int | None) -> int:
+    """`--seed`, else one that is drawn: the same in all processes of a run."""
+    return int(hosts.of_first(str(random.randrange(2**31)))) if given is None else given
 
 
 def pipeline_class(model: str) -> type:

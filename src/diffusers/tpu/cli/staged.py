@@ -1,7 +1,6 @@
 """`diffusers-tpu generate --stage`: one of three runs, with files between them. See the room `stages`."""
 
 import functools
-import random
 import time
 from types import SimpleNamespace
 
@@ -21,7 +20,7 @@ def run(options, rest: list[str]) -> int:
     """The command; returns its exit status."""
     start = time.perf_counter()
     target = session.choose_target(options.device)
-    mesh = session.mesh_of(options.mesh, target)
+    first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
     cls = session.pipeline_class(options.model)
     given = arguments.given_arguments(options, [name.replace("-", "_") for name in COMMON_ARGUMENTS], rest)
     call = arguments.call_arguments(cls, given)
@@ -39,6 +38,8 @@ def run(options, rest: list[str]) -> int:
     ran = f"{generate.where(pipe, target)}; attention {options.attention}"
     elsewhere = [f"stage {stage} ran on {place}" for stage, place in settings.ran.items() if place != ran]
     settings = settings.after(options.stage, ran={**settings.ran, options.stage: ran})
+    if not first:
+        return 0
     if options.stage == "decode":
         with calling():
             frames = media.pictures(SimpleNamespace(frames=result))
@@ -66,7 +67,7 @@ def _check_flags(options):
 
 def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
     """Settings of a run that begins, from the command line, and its pictures."""
-    seed = random.randrange(2**31) if options.seed is None else options.seed
+    seed = session.seed_of(options.seed)
     extra = generate.call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
     tensors: dict[str, torch.Tensor] = {}

@@ -33,13 +33,13 @@ def wait():
 
 def bytes_in_all() -> int:
     """Memory of all chips together; of simulated ones, the host's."""
-    stats = [device.memory_stats() or {} for device in devices()]
+    stats = _own_stats()
     limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
     if limits:
-        return sum(limits)
+        return sum(limits) * len(devices()) // len(stats)
     chip = CHIPS.get(find_target(read_environment()).generation)
     if chip is not None:
-        return chip.hbm_bytes * len(stats)
+        return chip.hbm_bytes * len(devices())
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -67,8 +67,16 @@ class Peak:
 def _counted(statistic: str, otherwise) -> int:
     if "jax" not in sys.modules:
         return 0
-    found = [s[statistic] for s in (device.memory_stats() or {} for device in devices()) if statistic in s]
-    return sum(found) if found else otherwise()
+    stats = _own_stats()
+    found = [s[statistic] for s in stats if statistic in s]
+    return sum(found) * len(devices()) // len(stats) if found else otherwise()
+
+
+def _own_stats() -> list[dict]:
+    """What this process's chips say; those of other processes are as full as they are."""
+    import jax
+
+    return [device.memory_stats() or {} for device in devices() if device.process_index == jax.process_index()]
 
 
 def _bytes_of_live_arrays() -> int:

@@ -67,6 +67,12 @@ def transfer(instruction: Instruction, places: list[Place], chip: Chip) -> Trans
     return Transfer(int(sent / max(len(places), 1)), seconds)
 
 
+def received(instruction: Instruction, chip: Chip) -> Transfer:
+    """What a chip receives from other slices, over its share of its host's network."""
+    size = instruction.arrays[0].stored_bytes
+    return Transfer(size, size / chip.dcn_bandwidth)
+
+
 def _spread(load: dict, places: list[Place], source: int, group: list[int], amount: float):
     """One part from its source to the whole group, over every link at most once per order of axes."""
     for backwards in (False, True):

@@ -1,5 +1,6 @@
 """Which meshes a slice allows, and which look fast before anything is compiled."""
 
+import math
 from dataclasses import dataclass
 
 from ..attention.parallel import plan_ring
@@ -23,12 +24,14 @@ def allowed(topology: Topology, denoisers: list[Denoiser]) -> list[tuple[int, in
     """Every (dp, sp, tp) of all the slice's devices that splits batch and heads evenly."""
     n = topology.devices
     meshes = [(dp, sp, n // dp // sp) for dp in _divisors(n) for sp in _divisors(n // dp)]
-    return [mesh for mesh in meshes if all(refusal(mesh, d) is None for d in denoisers)]
+    return [mesh for mesh in meshes if all(refusal(mesh, d, topology.slices) is None for d in denoisers)]
 
 
-def refusal(mesh: tuple[int, int, int], denoiser: Denoiser) -> str | None:
+def refusal(mesh: tuple[int, int, int], denoiser: Denoiser, slices: int = 1) -> str | None:
     """Why this mesh cannot be used, or None."""
-    dp, _, tp = mesh
+    dp, sp, tp = mesh
+    if slices > 1 and sp % (slices // math.gcd(dp, slices)):
+        return f"expected dp, or dp and sp, to be multiples of the {slices} slices, got dp {dp} and sp {sp}"
     rows = (denoiser.batch or 1) * (2 if denoiser.pairs else 1)
     if rows % dp:
         return f"expected dp to divide the {rows} rows of a step (prompts times guidance branches), got dp {dp}"

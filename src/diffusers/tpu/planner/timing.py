@@ -40,7 +40,7 @@ class Operation:
         what: JAX's name of the operation.
         runs: how often it runs.
         seconds: of all runs; of a collective what the step waits for it, `hidden` the rest.
-        limit: what its time is: "schedule", "memory", "estimate" or "links".
+        limit: what its time is: "schedule", "memory", "estimate", "links" or, between slices, "network".
         bytes: to and from HBM in one run; of a collective, sent over links by each chip.
         steps: of a kernel, the trips of its grid; `body`: bundles that every one of them runs.
     """
@@ -146,6 +146,9 @@ def module_of(op_name: str) -> str:
     return name.rpartition("..")[2].lstrip(".")
 
 
+BETWEEN_SLICES = "xla_megascale_runtime"  # who hands over what a program receives from another slice
+
+
 class _Clock:
     def __init__(
         self, program: hlo.Program, schedules: dict[str, bundles.Schedule], chip: Chip, places: list[ici.Place]
@@ -165,7 +168,7 @@ class _Clock:
 
     def _run(self, computation: str, runs: int) -> float:
         """Seconds of one run of a computation; its operations are added, `runs` times each."""
-        now, links_free, pending = 0.0, 0.0, {}
+        now, links_free, network_free, pending = 0.0, 0.0, 0.0, {}
         instructions = self.program.by_name(computation)
         for i in instructions.values():
             kind = i.opcode.removesuffix("-start").removesuffix("-done")
@@ -182,7 +185,7 @@ class _Clock:
             elif i.opcode == "conditional":
                 now += max((self._run(branch, runs) for branch in i.branches), default=0.0)
             elif i.opcode.endswith("-done"):
-                if kind in ici.COLLECTIVES and i.operands[0] in pending:
+                if i.operands and i.operands[0] in pending:
                     ends, operation, moved = pending.pop(i.operands[0])
                     waited = max(0.0, ends - now)
                     operation.seconds, operation.hidden = (
@@ -190,6 +193,13 @@ class _Clock:
                         runs * (moved.seconds - min(waited, moved.seconds)),
                     )
                     now += waited
+            elif i.opcode == "recv" and BETWEEN_SLICES in i.rest:
+                moved = ici.received(i, self.chip)
+                network_free = max(now, network_free) + moved.seconds
+                operation = self._operation(i, "collectives", runs, moved.seconds, "network", moved.bytes_sent)
+                pending[i.name] = network_free, operation, moved
+            elif i.opcode in ("send", "recv"):
+                continue
             elif kind in ici.COLLECTIVES:
                 moved = ici.transfer(self._collective(i), self.places, self.chip)
                 operation = self._operation(i, "collectives", runs, moved.seconds, "links", moved.bytes_sent)

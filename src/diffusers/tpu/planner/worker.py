@@ -193,7 +193,7 @@ class _Planner:
         if wanted != "auto":
             mesh = tuple(wanted) if wanted else self._default_mesh(self.topology)
             for denoiser in denoisers:
-                if wanted and (reason := meshes.refusal(mesh, denoiser)):
+                if wanted and (reason := meshes.refusal(mesh, denoiser, self.topology.slices)):
                     raise BadRequest(reason)
             return (mesh, self.parts(self.topology, mesh)), []
         ranked = meshes.rank(self.topology, denoisers)
@@ -220,7 +220,9 @@ class _Planner:
 
     def _default_mesh(self, topology: Topology) -> tuple[int, int, int]:
         pipe = self.recording.pipe
-        return plan_degrees(topology.devices, None, plan_of(type(pipe), PipelinePlan()).in_pairs(pipe))
+        return plan_degrees(
+            topology.devices, None, plan_of(type(pipe), PipelinePlan()).in_pairs(pipe), topology.slices
+        )
 
     def parts(self, topology: Topology, mesh: tuple[int, int, int], only: str | None = None) -> list[Part]:
         """The programs of the run on one mesh, compiled or modelled. `only` "denoise" or "rest"."""

@@ -1,0 +1,43 @@
+"""Values of the host onto meshes whose chips are not all this process's, and arrays of such meshes back."""
+
+import functools
+
+import numpy as np
+
+
+def put(values, sharding):
+    """The array of these values, a numpy or JAX array, where `sharding` says; every process has all of the values.
+
+    Each process sends its own chips their part. JAX's `device_put` would compare the values of all processes first.
+    """
+    import jax
+
+    if sharding.is_fully_addressable:
+        return jax.device_put(values, sharding)
+    if isinstance(values, jax.Array) and not values.is_fully_addressable:
+        return values if values.sharding == sharding else _laid(sharding)(values)
+    values = np.asarray(values)
+    held = sharding.addressable_devices_indices_map(values.shape).items()
+    parts = [jax.device_put(values[index], device) for device, index in held]
+    if any(isinstance(part, jax.core.Tracer) for part in parts):  # a constant of a trace
+        return jax.device_put(values, sharding)
+    return jax.make_array_from_single_device_arrays(values.shape, sharding, parts)
+
+
+def whole(array):
+    """The array so that this process has all of its values. Others must ask for it too, where chips of theirs have some."""
+    import jax
+
+    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+        return array
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return array
+    mesh = array.sharding.mesh
+    return _laid(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))(array)
+
+
+@functools.cache
+def _laid(sharding):
+    import jax
+
+    return jax.jit(lambda array: array, out_shardings=sharding)

@@ -1,0 +1,95 @@
+"""One process of a run on simulated chips, started by test_hosts: python host_runs.py MODEL FOLDER STEP...
+
+A step is a word of `STEPS` and what it takes, with colons between. Arrays that it makes lie in FOLDER as NAME-NUMBER.npy.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import diffusers
+from diffusers.tpu import TPUConfig, hosts, install, is_main_process, models, weights
+
+
+CALL = {
+    "height": 64,
+    "width": 64,
+    "num_frames": 9,
+    "num_inference_steps": 2,
+    "guidance_scale": 2.0,
+    "output_type": "np",
+}
+PROMPT = "a red circle moving right"
+
+
+class Process:
+    def __init__(self, model: str, folder: str):
+        self.folder = Path(folder)
+        self.pipe = diffusers.DiffusionPipeline.from_pretrained(model, dtype=torch.bfloat16)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.number = hosts.number("cpu")
+        assert is_main_process() == (self.number == 0)
+
+    def video(self, degrees: str, name: str = "video", **changes):
+        """The frames of a call on this mesh."""
+        install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
+        given = {"prompt": PROMPT, "generator": torch.Generator().manual_seed(6), **CALL, **changes}
+        frames = self.pipe(**given).frames
+        np.save(self.folder / f"{name}-{degrees}-{self.number}.npy", np.asarray(frames, np.float32))
+
+    def latents(self, degrees: str):
+        """What the frames would be made of."""
+        self.video(degrees, "latents", output_type="latent")
+
+    def unseeded(self, degrees: str):
+        """Each process is somewhere else with its random numbers, and a call has no generator."""
+        torch.manual_seed(100 + self.number)
+        self.video(degrees, "unseeded", generator=None, output_type="latent")
+
+    def read(self, degrees: str):
+        """Bytes of the denoiser's weights that are read, and those that its own chips have."""
+        model, read = self.pipe.transformer, []
+        install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
+        runner, as_numpy = models.runs(model), weights.as_numpy
+
+        def counted(tensor):
+            values = as_numpy(tensor)
+            read.append(values.nbytes)
+            return values
+
+        weights.as_numpy = counted
+        runner.place()
+        weights.as_numpy = as_numpy
+        arrays = runner.plan_weights().arrays.values()
+        own = sum(sum({str(s.index): s.data.nbytes for s in a.addressable_shards}.values()) for a in arrays)
+        (self.folder / f"read-{self.number}.json").write_text(
+            json.dumps([sum(read), own, sum(a.nbytes for a in arrays)])
+        )
+
+    def other_seed(self, degrees: str):
+        self.video(degrees, generator=torch.Generator().manual_seed(6 + self.number))
+
+    def end(self, number: str, how: str):
+        """The process of this number ends in the middle of a run."""
+        print(f"ends at {time.time()}", flush=True)
+        if self.number == int(number) and how == "raise":
+            raise ValueError("no room\non the disk")
+        if self.number == int(number) and how == "exit":
+            sys.exit(0)
+        if self.number == int(number):
+            os.kill(os.getpid(), getattr(signal, how))
+        for _ in range(100):
+            self.latents("2,2,1")
+
+
+if __name__ == "__main__":
+    process = Process(*sys.argv[1:3])
+    for step in sys.argv[3:]:
+        name, *given = step.split(":")
+        getattr(process, name)(*given)
