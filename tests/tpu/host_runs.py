@@ -4,6 +4,7 @@ A step is a word of `STEPS` and what it takes, with colons between. Arrays that 
 """
 
 import json
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 import diffusers
-from diffusers.tpu import TPUConfig, hosts, install, is_main_process, models, weights
+from diffusers.tpu import TPUConfig, filling, hosts, install, is_main_process, models
 
 
 CALL = {
@@ -56,16 +57,19 @@ class Process:
         """Bytes of the denoiser's weights that are read, and those that its own chips have."""
         model, read = self.pipe.transformer, []
         install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
-        runner, as_numpy = models.runs(model), weights.as_numpy
+        runner, fill, fill_padded = models.runs(model), filling.Filling._fill, filling._fill_padded
 
-        def counted(tensor):
-            values = as_numpy(tensor)
-            read.append(values.nbytes)
-            return values
+        def counted(self, tensor, place, piece, targets):
+            read.append(math.prod(s.stop - s.start for s in piece) * targets[0][1].itemsize)
+            return fill(self, tensor, place, piece, targets)
 
-        weights.as_numpy = counted
+        def counted_padded(tensor, targets):
+            read.append(0 if tensor is None else tensor.numel() * targets[0][1].itemsize)
+            return fill_padded(tensor, targets)
+
+        filling.Filling._fill, filling._fill_padded = counted, counted_padded
         runner.place()
-        weights.as_numpy = as_numpy
+        filling.Filling._fill, filling._fill_padded = fill, fill_padded
         arrays = runner.plan_weights().arrays.values()
         own = sum(sum({str(s.index): s.data.nbytes for s in a.addressable_shards}.values()) for a in arrays)
         (self.folder / f"read-{self.number}.json").write_text(

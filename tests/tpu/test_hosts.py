@@ -11,15 +11,14 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import numpy as np
 import pytest
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import host_runs
 from diffusers import DiffusionPipeline
-from diffusers.tpu import TPUConfig, aot, config, devices, hosts, install, mesh, weights
+from diffusers.tpu import TPUConfig, aot, config, devices, hosts, install, mesh
 from diffusers.tpu.hosts import agreement, run
 from diffusers.tpu.planner import timing
 from diffusers.tpu.sharding import plan_weights
@@ -349,32 +348,6 @@ def test_part_of_the_chips_is_of_every_process(chips):
     slice_chips = tuple(device(n, n // 4) for n in range(8))
     assert [d.id for d in mesh._of_each_process(slice_chips, 4, (2, 2, 1))] == [0, 1, 4, 5]
     assert mesh.make_mesh(chips, (1, 2, 1)).devices.flat[0] == chips[0]
-
-
-@pytest.mark.parametrize(
-    "held, block",
-    [
-        ([(0, 2), (2, 4)], (slice(0, 4), slice(0, 3))),
-        ([(2, 4), (4, 6)], (slice(2, 6), slice(0, 3))),
-        ([(0, 2), (4, 6)], None),
-    ],
-)
-def test_a_process_reads_the_block_that_its_chips_hold(held, block):
-    indices = dict(enumerate((slice(*rows), slice(None)) for rows in held))
-    sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: indices)
-    found = weights._own(SimpleNamespace(shape=(8, 3), sharding=sharding), stacked=False)
-    assert found == block
-    if block is not None:
-        start = held[-1][0] - block[0].start
-        assert weights._within(block, indices[1], (8, 3)) == (slice(start, start + 2), slice(0, 3))
-
-
-def test_a_single_process_reads_whole_tensors(make_mesh):
-    sharding = NamedSharding(make_mesh(2, 4, 1), PartitionSpec(("dp", "sp")))
-    assert weights._own(jax.ShapeDtypeStruct((16, 2), np.float32, sharding=sharding), False) == (
-        slice(0, 16),
-        slice(0, 2),
-    )
 
 
 # Slices of several hosts, and several slices, in plans

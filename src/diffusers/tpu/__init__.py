@@ -78,7 +78,7 @@ def mapped(device_map):
 def _check_chips():
     from .models import resolved, target_devices
 
-    resolved(None, len(target_devices()))
+    resolved(None, target_devices())
 
 
 def takes(*args, **kwargs) -> bool:

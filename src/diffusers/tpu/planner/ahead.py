@@ -13,7 +13,7 @@ from ..aot import BadRequest, Compiler, out_of_memory, run_in_child
 from ..config import TPUConfig
 from ..devices import find_topology
 from ..executables import ALONE
-from ..mesh import make_mesh, plan_degrees
+from ..mesh import make_mesh, plan_degrees, slices_of
 from ..models import of_model, target_devices
 from ..plans import PipelinePlan, module_plan, plan_of
 from ..runner import Runner
@@ -51,8 +51,9 @@ def make_here(request: dict, progress: Callable) -> dict:
     recording = recording_of(request, progress)
     pipe = recording.pipe
     plan = plan_of(type(pipe), PipelinePlan())
+    wanted = tuple(request["mesh"]) if request["mesh"] else None
     try:
-        degrees = plan_degrees(len(devices), tuple(request["mesh"]) if request["mesh"] else None, plan.in_pairs(pipe))
+        degrees = plan_degrees(len(devices), wanted, plan.in_pairs(pipe), slices_of(devices))
     except ValueError as error:
         raise BadRequest(str(error)) from error
     config = of_model(TPUConfig(**{**request["config"], "mesh": degrees}))
