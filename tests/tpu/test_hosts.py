@@ -55,7 +55,7 @@ def steps(folder: Path, *names: str) -> list[str]:
     return [host_runs.__file__, str(MODEL), str(folder), *names]
 
 
-def ended(processes: list[subprocess.Popen], seconds: float = 400.0) -> list[int]:
+def ended(processes: list[subprocess.Popen], seconds: float = 1500.0) -> list[int]:
     """Exit statuses. What does not end is killed, and is the test's failure."""
     try:
         until = time.monotonic() + seconds

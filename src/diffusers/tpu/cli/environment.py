@@ -17,9 +17,8 @@ from .errors import BadInput, loading
 
 
 PACKAGES = ("diffusers", "torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "accelerate")
-OF_ONE_PROCESS = ("DIFFUSERS_TPU", "DIFFUSERS_TPU_DEVICES", "DIFFUSERS_TPU_MESH", "DIFFUSERS_TPU_CACHE")
+VARIABLES = ("DIFFUSERS_TPU", "DIFFUSERS_TPU_DEVICES", "DIFFUSERS_TPU_MESH", "DIFFUSERS_TPU_CACHE")
 OF_SEVERAL = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-VARIABLES = (*OF_ONE_PROCESS, *OF_SEVERAL)
 
 
 def run(options, rest: list[str]) -> int:
@@ -48,9 +47,8 @@ def gather() -> dict[str, dict[str, str]]:
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
         "chips": chips(environment, find_target(environment)),
         "settings": {
-            **{
-                name: os.environ.get(name, "(not set)") for name in VARIABLES if name in (*OF_ONE_PROCESS, *os.environ)
-            },
+            **{name: os.environ.get(name, "(not set)") for name in VARIABLES},
+            **{name: os.environ[name] for name in OF_SEVERAL if name in os.environ},
             "compiled programs": environment.cache_dir or "not kept",
         },
         "patches": {name: subject for name, subject in patches()},
