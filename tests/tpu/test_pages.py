@@ -41,7 +41,7 @@ PATCHES = ROOT / "patches/README.md"
 FOLDERS = ("examples", "patches", "src/diffusers/tpu", "tests")
 PAGES = [README, *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 MOST_LINES = 180  # of the README
-BESIDE = ("", "src/diffusers/tpu", "src/diffusers")  # where file names of a page begin
+BESIDE = ("", "src/diffusers/tpu", "src/diffusers", "tests/tpu")  # where file names of a page begin
 
 
 def of(*pages):
