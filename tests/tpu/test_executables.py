@@ -89,6 +89,7 @@ def test_another_state_is_another_program(run):
     assert run()[1].traces == 0
 
 
+@pytest.mark.fault("executable-foreign")
 def test_what_is_of_another_run_is_not_used_and_the_part_is_said(run, monkeypatch, caplog):
     run()
 
@@ -158,6 +159,7 @@ def test_code_of_a_script_is_never_anothers(run, store, monkeypatch, place):
     assert {*store.folder.iterdir()} == kept
 
 
+@pytest.mark.fault("executable-corrupt")
 def test_a_damaged_file_is_said_removed_and_made_anew(run, store, caplog):
     run(), run(frames=3)
     path, other = sorted(store.folder.iterdir())
@@ -178,6 +180,7 @@ def test_a_damaged_file_is_said_removed_and_made_anew(run, store, caplog):
     assert run()[1].traces + run(frames=3)[1].traces == 0
 
 
+@pytest.mark.fault("executable-refused")
 def test_a_runtime_that_refuses_an_executable_gets_it_compiled(run, monkeypatch, caplog):
     run()
 
@@ -191,6 +194,7 @@ def test_a_runtime_that_refuses_an_executable_gets_it_compiled(run, monkeypatch,
     assert run()[1].traces == 0
 
 
+@pytest.mark.fault("executables-unwritable")
 def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, caplog):
     store.folder.parent.joinpath("executables").write_text("a file")
     with caplog.at_level("WARNING"):

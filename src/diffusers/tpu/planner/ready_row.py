@@ -43,7 +43,7 @@ def _measured() -> dict[str, dict]:
 
 
 def _one(environment: dict) -> dict:
-    start = time.time()
+    start = time.monotonic()
     command = [sys.executable, "-m", f"{__package__}.ready_row", repr(start)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     if done.returncode:
@@ -52,7 +52,7 @@ def _one(environment: dict) -> dict:
 
 
 def main(start: float):
-    """Runs and prints a row; `start`: when the process was asked for, which only another one's clock can say."""
+    """Runs and prints a row; `start`: when the process was asked for, by the clock that all processes of a machine share."""
     seen = {"cache_hits": 0, "cache_misses": 0}
 
     import jax
@@ -70,14 +70,14 @@ def main(start: float):
 
     row = {}
     cls = diffusers.WanPipeline
-    row["imported"] = time.time() - start
+    row["imported"] = time.monotonic() - start
     pipe = cls.from_pretrained(MODEL).to("cuda")
-    row["placed"] = time.time() - start
+    row["placed"] = time.monotonic() - start
     pipe.set_progress_bar_config(disable=True)
 
     def stepped(pipe, step, t, given):
         given["latents"].numpy()
-        row.setdefault("stepped", time.time() - start)
+        row.setdefault("stepped", time.monotonic() - start)
         return given
 
     pipe("a red circle moving right", generator=torch.Generator().manual_seed(6), callback_on_step_end=stepped, **CALL)
