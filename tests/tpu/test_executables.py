@@ -194,6 +194,15 @@ def test_a_runtime_that_refuses_an_executable_gets_it_compiled(run, monkeypatch,
     assert run()[1].traces == 0
 
 
+def test_an_executable_that_cannot_be_written_down_runs_and_says_so(run, store, monkeypatch):
+    def refused(*args):
+        raise NotImplementedError("with constants")
+
+    monkeypatch.setattr(executables.serialize_executable, "serialize", refused)
+    _, runner = run()
+    assert "with constants" in runner.executables.reason and not store.folder.exists()
+
+
 @pytest.mark.fault("executables-unwritable")
 def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, caplog):
     store.folder.parent.joinpath("executables").write_text("a file")

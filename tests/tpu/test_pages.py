@@ -266,7 +266,13 @@ def test_commands_are_taken(page, chips, capsys):
 def test_the_readme_shows_every_command_and_what_ci_runs():
     shown = commands(README)
     assert [["make", "demo"], ["make", "test"]] == [words for words in shown if words[0] == "make"]
-    assert {words[1] for words in shown if words[0] == "diffusers-tpu"} == {"env", "generate", "compare", "plan", "compile"}
+    assert {words[1] for words in shown if words[0] == "diffusers-tpu"} == {
+        "env",
+        "generate",
+        "compare",
+        "plan",
+        "compile",
+    }
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make test" and os.access(ROOT / ".ci/run", os.X_OK)
 
 

@@ -9,6 +9,7 @@ run of several processes.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,6 +17,7 @@ import importlib.metadata
 import os
 import platform
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,33 +207,39 @@ class Executables:
 
     def keep(self, program: Program):
         """A compiled program, for other processes."""
-        if (key := program.key) is None:
+        if program.key is None:
             return
-        executable, in_tree, out_tree = serialize_executable.serialize(program.compiled)
-        avals = [(a.shape, a.dtype.name) for a in program.avals]
-        kept = Kept(executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds)
-        self._write(key, kept)
-        _loaded[key.name] = program.compiled
+        with self._run_goes_on():
+            executable, in_tree, out_tree = serialize_executable.serialize(program.compiled)
+            avals = [(a.shape, a.dtype.name) for a in program.avals]
+            kept = Kept(executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds)
+            self.store.keep(program.key, kept)
+            _loaded[program.key.name] = program.compiled
 
     def keep_question(self, key: Key | None, question: "bridge.Question", call: Call):
         """What a trace asked after the answers in the key, for other processes."""
         if key is None:
             return
-        some = [values_of(call.tensors[number]) for number in question.inputs]
-        given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some]
-        exported = export.export(question.compute, platforms=("cpu",))(*given)
-        self._write(key, KeptQuestion(question.inputs, question.key, question.line, bytes(exported.serialize())))
+        with self._run_goes_on():
+            some = [values_of(call.tensors[number]) for number in question.inputs]
+            given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some]
+            exported = export.export(question.compute, platforms=("cpu",))(*given)
+            kept = KeptQuestion(question.inputs, question.key, question.line, bytes(exported.serialize()))
+            self.store.keep(key, kept)
 
     def keep_mark(self, key: Key | None, mark: str):
         """What a trace found out, for other processes."""
         if key is not None:
-            self._write(key, mark)
+            self.store.keep(key, mark)
 
-    def _write(self, key: Key, thing):
+    @contextlib.contextmanager
+    def _run_goes_on(self) -> Iterator[None]:
+        """What cannot be kept, as the runtime or pickle has no form for it, is made anew by the next process."""
         try:
-            self.store.keep(key, thing)
-        except (TypeError, AttributeError, ValueError, NotImplementedError) as error:  # pickle, of what cannot travel
-            logger.info(f"a program of {self._name} is not kept: {error}")
+            yield
+        except Exception as error:
+            self.reason = f"it cannot be written down: {error!r:.200}"
+            logger.info(f"a program of {self._name} is not kept: {self.reason}")
 
 
 def lasting_words(runner) -> dict[str, str]:

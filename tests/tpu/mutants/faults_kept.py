@@ -22,7 +22,7 @@ MUTANTS = [
          "a program that was compiled with other flags is used", ANOTHER),
         ("executables-answers", '"answers": words.of(answers),', '"answers": "",',
          "the program of other answers is used", f"{EXECUTABLES}::test_questions_lead_to_the_program_of_their_answers"),
-        ("executables-not-kept", "        self._write(key, kept)\n", "        pass\n",
+        ("executables-not-kept", "            self.store.keep(program.key, kept)\n", "            pass\n",
          "nothing is kept for other processes", f"{EXECUTABLES}::test_another_process_traces_nothing_and_answers_the_same"),
     ),
     *in_file(
