@@ -56,7 +56,5 @@ MUTANTS = [
          "a scheduler does not count its steps", STEPS),
         ("stepping-draws", "        if env.draws != drawn:\n", "        if False:\n",
          "a step repeats the noise that its trace drew", f"{STEPS}[ancestral]"),
-        ("stepping-copies", "original = cls.step.__get__(self)", "original = self.__dict__.setdefault('_original', cls.step.__get__(self))",
-         "a copy of a scheduler steps the one it was copied from", f"{STEPPING}::test_a_copy_steps_for_itself_and_a_step_of_the_users_stays"),
     ),
 ]
