@@ -31,9 +31,10 @@ import tiny
 from conftest import ROOT
 from diffusers import WanPipeline
 from diffusers.tpu.aot import CompiledProgram
-from diffusers.tpu.cli import main, output, session
+from diffusers.tpu.cli import main, session
 from diffusers.tpu.devices import Target, jax_devices, keep_compiled_programs
 from diffusers.tpu.failures import ChipBusy, NotWritten, OutOfHBM
+from diffusers.tpu.generation import media
 from diffusers.tpu.planner import kept
 from diffusers.tpu.programs import Program
 
@@ -403,11 +404,11 @@ def test_a_full_disk_leaves_nothing_half_written(here, suffix):
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # ffmpeg's too
     try:
         with pytest.raises(NotWritten, match="nothing is left there. Make room"):
-            output.write(values, are_videos, here / f"x{suffix}", 16)
+            media.write(values, are_videos, here / f"x{suffix}", 16)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert os.listdir() == ["x.png"] and (here / "x.png").read_text() == "an earlier one"
-    assert len(output.write(values, are_videos, here / f"x{suffix}", 16)) == len(os.listdir())
+    assert len(media.write(values, are_videos, here / f"x{suffix}", 16)) == len(os.listdir())
 
 
 @pytest.mark.slow
@@ -436,7 +437,8 @@ from pathlib import Path
 from transformers import UMT5EncoderModel
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.tpu import disk, programs
-from diffusers.tpu.cli import main, output
+from diffusers.tpu.cli import main
+from diffusers.tpu.generation import media
 def stop(owner, name, before=lambda *args: None):
     def run(*args, **kwargs):
         before(*args)
@@ -445,9 +447,9 @@ def stop(owner, name, before=lambda *args: None):
     setattr(owner, name, run)
 POINTS = {
     "load": lambda: stop(disk, "load_file"),
-    "compile": lambda: stop(programs.Program, "compile"),
+    "compile": lambda: (os.environ.update(DIFFUSERS_TPU_CACHE="off"), stop(programs.Program, "compile")),
     "step": lambda: stop(UniPCMultistepScheduler, "step"),
-    "write": lambda: stop(output, "export_to_video", lambda frames, path: Path(path).write_bytes(b"half")),
+    "write": lambda: stop(media, "export_to_video", lambda frames, path: Path(path).write_bytes(b"half")),
     "": lambda: None,
 }
 signal.signal(signal.SIGINT, signal.default_int_handler)  # also where a shell ignores it

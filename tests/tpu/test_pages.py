@@ -181,7 +181,7 @@ def commands(page) -> list[list[str]]:
     words = [shlex.split(line, comments=True) for line in lines]
     for line in words:
         while line and re.match(r"[A-Z_]+=", line[0]):
-            assert line.pop(0).partition("=")[0] in environment.VARIABLES
+            assert line.pop(0).partition("=")[0] in (*environment.VARIABLES, *environment.OF_SEVERAL)
     return [line for line in words if line]
 
 
