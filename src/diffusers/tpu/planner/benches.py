@@ -440,10 +440,10 @@ def compile_cases() -> list[Case]:
     """A run's executables made ahead, into an empty store."""
     model, size = "wan2.1-t2v-14b", {"height": 720, "width": 1280, "num_frames": 81}
 
-    def ask(on_progress: Callable) -> dict:
+    def ask() -> dict:
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            made = ahead.make(request_of(model, "v6e-8", arguments=size), Path(folder), on_progress)
+            made = ahead.make(request_of(model, "v6e-8", arguments=size), Path(folder))
         return {**made, "seconds": time.perf_counter() - start}
 
     return [Case({"model": model, "topology": "v6e-8", **size}, None, ask)]
