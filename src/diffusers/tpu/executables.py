@@ -87,13 +87,11 @@ class Executables:
 
     Attributes:
         ahead: loading before they are asked for, by name.
-        recalled: how many were found.
     """
 
     def __init__(self, runner):
         self.runner = runner
         self.ahead: dict[str, concurrent.futures.Future] = {}
-        self.recalled = 0
         self.reason: str | None = None
         self._lasting: dict[object, dict[str, str] | None] = {}
 
@@ -162,7 +160,6 @@ class Executables:
         if isinstance(found, (bridge.Question, str)):
             return found
         kept, compiled = found
-        self.recalled += 1
         return self._program(kept, compiled, call, branches, key)
 
     def _find(self, key: Key):

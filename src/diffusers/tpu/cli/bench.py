@@ -1,6 +1,5 @@
 """`diffusers-tpu bench`: rows of a benchmark, each compiled for a TPU that is not here."""
 
-import json
 import sys
 
 from rich.console import Console
@@ -11,7 +10,7 @@ from ..attention.blocks import TUNED
 from ..planner.benches import select, tune, tuned_table
 from . import BENCH_FILTERS
 from .errors import BadInput, one_line
-from .output import whole_file
+from .output import whole_file, write_json
 
 
 def run(options, rest: list[str]) -> int:
@@ -36,11 +35,7 @@ def run(options, rest: list[str]) -> int:
     if options.tune:
         with whole_file(str(TUNED), ".json") as draft:
             draft.write_text(tuned_table([row for row in rows if "failed" not in row]))
-    if options.json == "-":
-        print(json.dumps(rows, indent=1))
-    elif options.json:
-        with whole_file(options.json, ".json") as draft:
-            draft.write_text(json.dumps(rows, indent=1) + "\n")
+    write_json(options.json, rows)
     if options.json != "-":
         Console().print(_table(rows))
     return 1 if any("failed" in row for row in rows) else 0

@@ -1,6 +1,5 @@
 """`diffusers-tpu compile`: a run's executables made before it, on any machine."""
 
-import json
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from ..planner import ahead
 from . import PLAN_ARGUMENTS
 from .arguments import given_arguments
 from .errors import BadInput, one_line
-from .output import check_writable, whole_file
+from .output import check_writable, write_json
 from .plan import number
 
 
@@ -29,11 +28,7 @@ def run(options, rest: list[str]) -> int:
         check_writable(options.json, ".json")
     arguments = {name: number(name, words) for name, words in given_arguments(options, PLAN_ARGUMENTS, rest).items()}
     made = _make(options, Path(folder).absolute(), arguments)
-    if options.json == "-":
-        print(json.dumps(made, indent=1))
-    elif options.json:
-        with whole_file(options.json, ".json") as draft:
-            draft.write_text(json.dumps(made, indent=1) + "\n")
+    write_json(options.json, made)
     if options.json != "-":
         _show(made, options, folder)
     for reason in made["left"]:

@@ -1,6 +1,7 @@
 """Where what a command makes is written; said before it is made if that cannot be."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -60,3 +61,13 @@ def check_writable(wanted: str, suffix: str):
 
 class _NotYet(Exception):
     pass
+
+
+def write_json(wanted: str | None, value):
+    """`--json`: to the output where it is "-", to a file where it is one; None: not asked for."""
+    text = json.dumps(value, indent=1)
+    if wanted == "-":
+        print(text)
+    elif wanted:
+        with whole_file(wanted, ".json") as draft:
+            draft.write_text(text + "\n")
