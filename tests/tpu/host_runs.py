@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import diffusers
-from diffusers.tpu import TPUConfig, filling, hosts, install, is_main_process, models
+from diffusers.tpu import TPUConfig, executables, filling, hosts, install, is_main_process, models
 
 
 CALL = {
@@ -31,7 +31,7 @@ PROMPT = "a red circle moving right"
 
 class Process:
     def __init__(self, model: str, folder: str):
-        self.folder = Path(folder)
+        self.model, self.folder = model, Path(folder)
         self.pipe = diffusers.DiffusionPipeline.from_pretrained(model, dtype=torch.bfloat16)
         self.pipe.set_progress_bar_config(disable=True)
         self.number = hosts.number("cpu")
@@ -47,6 +47,20 @@ class Process:
     def latents(self, degrees: str):
         """What the frames would be made of."""
         self.video(degrees, "latents", output_type="latent")
+
+    def again(self, degrees: str):
+        """A pipeline that finds the programs of the last one as another run does."""
+        executables._loaded.clear()
+        self.pipe = diffusers.DiffusionPipeline.from_pretrained(self.model, dtype=torch.bfloat16)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.video(degrees, "again", output_type="latent")
+        runners = [runner for runner in map(models.runs, self.pipe.components.values()) if runner is not None]
+        counts = {
+            "traces": sum(runner.traces for runner in runners),
+            "compilations": sum(runner.compilations for runner in runners),
+            "programs": sum(len(runner.programs) for runner in runners),
+        }
+        (self.folder / f"again-{self.number}.json").write_text(json.dumps(counts))
 
     def unseeded(self, degrees: str):
         """Each process is somewhere else with its random numbers, and a call has no generator."""

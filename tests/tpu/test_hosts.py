@@ -19,9 +19,11 @@ from jax.sharding import PartitionSpec
 import host_runs
 from diffusers import DiffusionPipeline
 from diffusers.tpu import TPUConfig, aot, config, devices, hosts, install, mesh
+from diffusers.tpu.executables import Executables
 from diffusers.tpu.hosts import agreement, run
 from diffusers.tpu.planner import timing
 from diffusers.tpu.sharding import plan_weights
+from diffusers.tpu.store import Key
 
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tpu/models/wan-shapes"
@@ -86,8 +88,9 @@ def one_process(degrees: tuple[int, int, int]) -> np.ndarray:
 
 @pytest.mark.fault("lost-process")
 def test_two_processes_give_what_one_gives_read_their_bytes_and_end_together(chips, compiled_programs, tmp_path):
-    """2 x 2 chips, dp from process to process: the same bits; no seed, and both draw alike; one is killed, the other names it."""
-    made = steps(tmp_path, "read:2,2,1", "latents:2,2,1", "unseeded:2,2,1", "end:1:SIGKILL")
+    """2 x 2 chips, dp from process to process: the same bits, also by programs that were kept; no seed, and both draw alike; one is
+    killed, the other names it."""
+    made = steps(tmp_path, "read:2,2,1", "latents:2,2,1", "again:2,2,1", "unseeded:2,2,1", "end:1:SIGKILL")
     processes = start(2, 2, made, tmp_path, compiled_programs)
     alone = one_process((2, 2, 1))
     first, second = ended(processes)
@@ -95,6 +98,9 @@ def test_two_processes_give_what_one_gives_read_their_bytes_and_end_together(chi
     assert_named(tmp_path, 0, 1, processes[1].pid, "it was killed")
     for number in (0, 1):
         np.testing.assert_array_equal(np.load(tmp_path / f"latents-2,2,1-{number}.npy"), alone)
+        np.testing.assert_array_equal(np.load(tmp_path / f"again-2,2,1-{number}.npy"), alone)
+        counts = json.loads((tmp_path / f"again-{number}.json").read_text())
+        assert counts == {"traces": 0, "compilations": 0, "programs": 2}
         read, own, all_of_it = json.loads((tmp_path / f"read-{number}.json").read_text())
         assert read == own < 0.7 * all_of_it
     drawn = [np.load(tmp_path / f"unseeded-2,2,1-{number}.npy") for number in (0, 1)]
@@ -293,6 +299,19 @@ def test_what_differs_is_named(monkeypatch, theirs, words):
     else:
         with pytest.raises(RuntimeError, match=words):
             agreement.agree(*mine)
+
+
+@pytest.mark.parametrize("theirs, found", [("a mark", "a mark"), ("NoneType", None), ("tuple", None)])
+def test_what_one_process_lacks_all_compile(monkeypatch, theirs, found):
+    where = "what is kept of Linear.forward for ()"
+    for name in ("_client", "_number", "_count", "_exchanges"):
+        monkeypatch.setattr(agreement, name, getattr(agreement, name))
+    agreement.start(Store({1: json.dumps([where, {"": theirs}])}), 0, 2)
+    executables = Executables(SimpleNamespace(module=torch.nn.Linear(1, 1)))
+    monkeypatch.setattr(executables, "_expected", lambda key: "a mark")
+    call = SimpleNamespace(entry="forward", shapes=())
+    assert executables.recall(Key("Linear", {}, {}), call, 1) == found
+    assert executables.recall(None, call, 1) is None
 
 
 def test_digests_tell_values_apart():

@@ -227,14 +227,10 @@ class Compiler:
 
         `options`: of the compiler, see `devices.compiler_options`.
         """
-        import jax
-
         self._take_schedules()  # of anything compiled before
         start = time.perf_counter()
-        try:
+        with out_of_memory_told():
             compiled = compile_lowered(lowered, options)
-        except jax.errors.JaxRuntimeError as error:
-            raise out_of_memory(error) or error from error
         seconds = time.perf_counter() - start
         m = compiled.memory_analysis()
         memory = {
@@ -257,12 +253,18 @@ class Compiler:
         return taken
 
 
-def out_of_memory(error: Exception) -> OutOfMemory | None:
-    """The compiler's or the runtime's error as this one; None for another error."""
-    text = str(error)
-    if not is_out_of_hbm(error):
-        return None
-    return OutOfMemory(text.split("\n")[0], *hbm_asked(text))
+@contextlib.contextmanager
+def out_of_memory_told():
+    """The error of a compiler or a runtime that finds no room on the chip, as OutOfMemory."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_out_of_hbm(error):
+            raise
+        text = str(error)
+        raise OutOfMemory(text.split("\n")[0], *hbm_asked(text)) from error
 
 
 def _leave_with_the_parent():

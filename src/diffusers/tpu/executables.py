@@ -4,8 +4,9 @@ A program is kept by everything that its trace read, in words (`store`), and wit
 arrays make up upstream's return value. What a trace asked for of a call's small inputs (`decided`) is kept by the answers so far,
 as one more thing that is found: whoever looks for a program is led from question to question, as the trace was.
 
-Not kept: programs that call the host back (`TPUConfig.attention_tally`), those of code that has no words (a script's), and those of a
-run of several processes.
+Of a run of several processes each has a store, or all have one: a program is found where every process finds it, else all compile.
+
+Not kept: programs that call the host back (`TPUConfig.attention_tally`), and those of code that has no words (a script's).
 """
 
 import concurrent.futures
@@ -97,8 +98,8 @@ class Executables:
 
     @property
     def store(self) -> Store | None:
-        """None where nothing is kept: one process of several may lack what the others find, and all wait for all."""
-        return None if self.runner.config.attention_tally or hosts.process_count() > 1 else store_here()
+        """None where nothing is kept."""
+        return None if self.runner.config.attention_tally else store_here()
 
     def key(self, call: Call, branches: int, answers: tuple) -> Key | None:
         """What the program of this call is kept by; None where it is not kept."""
@@ -149,18 +150,25 @@ class Executables:
         self.ahead.clear()
 
     def recall(self, key: Key | None, call: Call, branches: int) -> "Program | bridge.Question | str | None":
-        """What is kept for this key: a program, the question that decides which it is, or what a trace found out."""
-        if key is None:
-            return None
-        waiting = self.ahead.pop(key.name, None)
-        found = self._find(key) if waiting is None else waiting.result()
-        if found is None:
-            self._say_what_differs(key)
+        """What is kept for this key: a program, the question that decides which it is, or what a trace found out.
+
+        None where nothing is, or not in all processes of the run: what one of them compiles, all compile.
+        """
+        found = None if key is None else self._expected(key)
+        if not hosts.same(f"what is kept of {self._name}.{call.entry} for {call.shapes}", _kind(found)) or found is None:
             return None
         if isinstance(found, (bridge.Question, str)):
             return found
         kept, compiled = found
         return self._program(kept, compiled, call, branches, key)
+
+    def _expected(self, key: Key):
+        """What is kept for this key, perhaps loaded before; None, and what differs is said."""
+        waiting = self.ahead.pop(key.name, None)
+        found = self._find(key) if waiting is None else waiting.result()
+        if found is None:
+            self._say_what_differs(key)
+        return found
 
     def _find(self, key: Key):
         """What is kept, an executable loaded."""
@@ -269,11 +277,17 @@ def lasting_words(runner) -> dict[str, str]:
     return found
 
 
+def _kind(found) -> str:
+    """What all processes must have found."""
+    return found if isinstance(found, str) else type(found).__name__
+
+
 def _mesh_words(mesh) -> str:
     devices = [*mesh.devices.flat]
     where = [(d.id, *(getattr(d, "coords", None) or ()), getattr(d, "core_on_chip", 0)) for d in devices]
-    host = _processor() if devices[0].platform == "cpu" else ""
-    return repr((dict(mesh.shape), devices[0].device_kind, where, host))
+    parts = [(d.process_index, getattr(d, "slice_index", 0)) for d in devices]
+    host = (_processor(), jax.process_index()) if devices[0].platform == "cpu" else ""
+    return repr((dict(mesh.shape), devices[0].device_kind, where, parts, host))
 
 
 @functools.cache

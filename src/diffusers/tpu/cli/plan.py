@@ -1,6 +1,5 @@
 """`diffusers-tpu plan`: does a model fit a slice, how fast is a step, and why."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..planner.report import step_ranges
 from . import PLAN_ARGUMENTS
 from .arguments import given_arguments
 from .errors import BadInput, one_line
-from .output import check_writable, whole_file
+from .output import check_writable, write_json
 
 
 def run(options, rest: list[str]) -> int:
@@ -41,12 +40,8 @@ def run(options, rest: list[str]) -> int:
         if options.json != "-":
             _show(plans[-1], console)
     if options.json:
-        text = json.dumps(plans[0] if len(plans) == 1 else plans, indent=1)
-        if options.json == "-":
-            print(text)
-        else:
-            with whole_file(options.json, ".json") as draft:
-                draft.write_text(text + "\n")
+        write_json(options.json, plans[0] if len(plans) == 1 else plans)
+        if options.json != "-":
             console.print(f"wrote {options.json}", soft_wrap=True)
     if options.report:
         from ..planner import report

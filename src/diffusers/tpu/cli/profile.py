@@ -8,7 +8,7 @@ from rich.table import Table
 
 from ..planner.profile import beside, measured
 from .errors import BadInput, one_line
-from .output import whole_file
+from .output import write_json
 
 
 SHOWN = 20
@@ -24,12 +24,9 @@ def run(options, rest: list[str]) -> int:
             found = beside(found, _plan(options.plan))
     except (ValueError, OSError) as error:
         raise BadInput(one_line(error)) from error
+    write_json(options.json, found)
     if options.json == "-":
-        print(json.dumps(found, indent=1))
         return 0
-    if options.json:
-        with whole_file(options.json, ".json") as draft:
-            draft.write_text(json.dumps(found, indent=1) + "\n")
     console = Console()
     for kind, names in (("modules", ("component", "module")), ("operations", ("operation",))):
         console.print(_table(found[kind], kind, names, options.plan))

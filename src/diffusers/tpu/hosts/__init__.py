@@ -11,7 +11,7 @@ imports no JAX, and a run of one process does nothing here.
 | `arrays` | values onto a mesh of several processes, and back |
 """
 
-from .agreement import agree, alike, of_first
+from .agreement import agree, alike, of_first, same
 from .arrays import put, whole
 from .run import is_main, join, joined, number, process_count
 from .watch import failed
@@ -28,5 +28,6 @@ __all__ = [
     "of_first",
     "process_count",
     "put",
+    "same",
     "whole",
 ]

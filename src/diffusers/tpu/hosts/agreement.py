@@ -67,6 +67,11 @@ def agree(what: str, parts: Mapping[str, str]):
             )
 
 
+def same(what: str, own: str) -> bool:
+    """Whether all processes say the same of what they have come to; true where this one is alone."""
+    return _client is None or len(set(_exchanged(what, json.dumps([what, {"": own}])))) == 1
+
+
 def alike(what: str, arguments: Mapping[str, object]):
     """Before a call: its arguments are alike in all processes, and what it draws will be. Nothing where this one is alone."""
     if _client is not None:

@@ -4,12 +4,11 @@ The calls are those that upstream's pipeline makes on models without weights (`r
 would trace, and lies in the store under the key that the run will ask for (`executables`).
 """
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..aot import BadRequest, Compiler, out_of_memory, run_in_child
+from ..aot import BadRequest, Compiler, out_of_memory_told, run_in_child
 from ..config import TPUConfig
 from ..devices import find_topology
 from ..executables import ALONE
@@ -99,7 +98,7 @@ def _make(recorded: RecordedCall, runner: Runner, resident: bool, programs: list
     start = time.perf_counter()
     program = runner.trace(call, branches)
     program.key = key
-    with _as_ours():
+    with out_of_memory_told():
         program.compile()
     runner.executables.keep(program)
     if not path.exists():
@@ -107,14 +106,3 @@ def _make(recorded: RecordedCall, runner: Runner, resident: bool, programs: list
         return
     seconds = time.perf_counter() - start
     programs.append({**made, "seconds": seconds, "bytes": path.stat().st_size, "was_there": False})
-
-
-@contextlib.contextmanager
-def _as_ours():
-    """The compiler's error of a chip without room as OutOfMemory."""
-    import jax
-
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        raise out_of_memory(error) or error from error
