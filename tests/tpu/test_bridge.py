@@ -396,6 +396,38 @@ def test_values_cross_and_come_back(chips, dtype):
     assert torch.equal(back.to(dtype), t) and (back.dtype == dtype or dtype is torch.int64)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_values_that_the_host_knows(env, dtype):
+    """To the last bit those of the chips, which are not asked; what is written is seen."""
+    table = (torch.randn(7) * 100).to(dtype)
+    t = table.to("jax")
+    others = [
+        torch.full((2,), 3, device="jax"),
+        torch.cat([t, torch.zeros(1, device="jax")]),
+        t[1:4],
+        t[None, 2],
+        t.expand(3, 7),
+    ]
+    made = [t, *others, *t.unbind(), t - 20, t * t, -t, t >= t[3], t.to(torch.float32), t.bfloat16()[2:], t.clone()]
+    for one in made:
+        values = bridge.known_values(one)
+        assert np.array_equal(values, np.asarray(one.jax()), equal_nan=True) and values.dtype == one.jax().dtype
+    assert bridge.known_values(t.float().exp()) is None and bridge.known_values(on_chip(table)) is None
+    entry, later = t[3], t[2] >= t[3]
+    t.jax().delete()
+    assert (float(entry), entry.item(), bool(later)) == (float(table[3]), table[3].item(), bool(table[2] >= table[3]))
+    t = table.to("jax")
+    entry = t[3]
+    assert float(entry) == float(table[3])
+    t[3] = 7
+    assert float(t[3]) == float(entry) == 7 and float(t[2]) == float(table[2])
+    t.add_(1)
+    assert float(t[3]) == 8
+    with env.left():
+        t[3] = 5
+    assert float(t[3]) == 5
+
+
 def test_a_deferred_tensor_is_computed_once_and_only_when_used(env):
     calls = []
 

@@ -43,10 +43,10 @@ def made(name):
     }[name]()
 
 
-def stepped(scheduler, there, steps=7, seed=0, change=None):
-    """The samples of one schedule from fresh noise; `there` moves them."""
+def stepped(scheduler, there, steps=7, seed=0, change=None, tables="cpu"):
+    """The samples of one schedule from fresh noise; `there` moves them. `tables`: the device of the schedule."""
     generator = torch.Generator().manual_seed(seed)
-    scheduler.set_timesteps(steps)
+    scheduler.set_timesteps(steps, device=tables)
     sample, found = torch.randn(SHAPE, generator=generator), []
     outputs = [torch.randn(SHAPE, generator=generator) for _ in scheduler.timesteps]
     noise = {"generator": generator} if isinstance(scheduler, EulerAncestralDiscreteScheduler) else {}
@@ -68,7 +68,8 @@ def on_host(samples):
 
 
 @pytest.mark.parametrize("name", ["unipc", "unipc 3", "flow", "dpm", "ddim", "cogvideox", "euler", "ancestral"])
-def test_steps_are_upstreams_the_first_time_and_later(inside, name):
+@pytest.mark.parametrize("tables", ["cpu", "jax"])
+def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
     from diffusers.tpu.stepping import as_programs, steps_of
 
     theirs, ours, unmoved = made(name), made(name), lambda tensor: tensor
@@ -76,7 +77,8 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name):
     with as_programs([ours]):
         for steps, seed in ((7, 0), (7, 1), (5, 2), (7, 3)):
             want = torch.stack(stepped(theirs, unmoved, steps, seed))
-            torch.testing.assert_close(on_host(stepped(ours, inside, steps, seed)), want, rtol=2e-5, atol=2e-6)
+            got = on_host(stepped(ours, inside, steps, seed, tables=tables))
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
             traces.append(steps_of(ours).traces)
     assert type(ours) is type(theirs)
     assert traces[-1] - traces[-2] <= 3 or name == "ancestral"  # UniPC's first ones see what the schedule before left
@@ -84,23 +86,28 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name):
     assert bool(programs) == (name != "ancestral")  # it draws noise: operation by operation, the same noise
 
 
-def test_steps_that_differ_in_numbers_are_one_executable(inside):
+@pytest.mark.parametrize(
+    "name, executables", [("unipc", 4), ("flow", 1), ("cogvideox", 2)]
+)  # first, second, middle, last
+def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executables):
     from diffusers.tpu import stepping
 
     stepping._jitted.cache_clear()
-    scheduler = made("unipc")
+    scheduler = made(name)
     with stepping.as_programs([scheduler]):
-        stepped(scheduler, inside, 20)
+        stepped(scheduler, inside, 20, tables="jax")
     assert len(stepping.steps_of(scheduler).recorded) == 20
-    assert stepping._jitted.cache_info().misses <= 4  # first, second, middle, last
+    assert stepping._jitted.cache_info().misses <= executables
 
 
-@pytest.mark.parametrize("change", ["table in place", "table by numpy", "attribute", "configuration"])
+@pytest.mark.parametrize(
+    "change", ["table in place", "table by numpy", "table on the chips", "attribute", "configuration"]
+)
 def test_what_somebody_changes_between_steps_is_seen(inside, change):
     from diffusers.tpu.stepping import as_programs
 
     def changed(scheduler):
-        if change == "table in place":
+        if change in ("table in place", "table on the chips"):
             scheduler.sigmas[4:] *= 0.5
         elif change == "table by numpy":
             scheduler.sigmas.numpy()[4:] *= 0.5
@@ -109,11 +116,12 @@ def test_what_somebody_changes_between_steps_is_seen(inside, change):
         else:
             scheduler.register_to_config(solver_order=1)
 
-    theirs, ours = made("unipc"), made("unipc")
+    name, tables = ("flow", "jax") if change == "table on the chips" else ("unipc", "cpu")
+    theirs, ours = made(name), made(name)
     with as_programs([ours]):
-        stepped(ours, inside, seed=4)  # without the change, so that a stale program is there
+        stepped(ours, inside, seed=4, tables=tables)  # without the change, so that a stale program is there
         want = torch.stack(stepped(theirs, lambda tensor: tensor, seed=4, change=changed))
-        got = on_host(stepped(ours, inside, seed=4, change=changed))
+        got = on_host(stepped(ours, inside, seed=4, change=changed, tables=tables))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
 
 

@@ -155,7 +155,8 @@ class Executables:
         None where nothing is, or not in all processes of the run: what one of them compiles, all compile.
         """
         found = None if key is None else self._expected(key)
-        if not hosts.same(f"what is kept of {self._name}.{call.entry} for {call.shapes}", _kind(found)) or found is None:
+        where = f"what is kept of {self._name}.{call.entry} for {call.shapes}"
+        if not hosts.same(where, _kind(found)) or found is None:
             return None
         if isinstance(found, (bridge.Question, str)):
             return found

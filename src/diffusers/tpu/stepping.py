@@ -1,8 +1,9 @@
 """A scheduler's step as one program: upstream's own lines, traced once for each step of a schedule, and found again.
 
-`step` reads its scheduler (counters, tables on the host, what it keeps of steps before) and writes to it. What it reads is the key;
-what is on the chips is an argument; what it leaves on the scheduler is written down and put there again each time. Numbers that
-differ from step to step (sigmas of the schedule) are arguments too: all steps that compute alike are one executable.
+`step` reads its scheduler (counters, tables, what it keeps of steps before) and writes to it. What the host knows of that is the key,
+also of tables and timesteps that are on the chips; other tensors there are arguments; what it leaves on the scheduler is written
+down and put there again each time. Numbers that differ from step to step (sigmas of the schedule) are arguments of the executable:
+all steps that compute alike are one.
 
 A step that draws noise, asks for values on the chips, or writes into what it is given runs operation by operation, as upstream's
 does everywhere else.
@@ -37,7 +38,7 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Taken:
-    """The array number `index` of what a step is given."""
+    """The tensor number `index` of what a step is given."""
 
     index: int
 
@@ -77,17 +78,17 @@ class Steps:
         """What `original(*args, **kwargs)` returns and does."""
         scheduler = self.scheduler()
         try:
-            key, arrays, tensors = _read((args, kwargs), vars(scheduler))
+            key, tensors, arrays = _read((args, kwargs), vars(scheduler))
         except Unlike:
             return original(*args, **kwargs)
         if key not in self.recorded:
             if len(self.recorded) >= MOST_KEPT:
                 self.recorded.clear()
-            self.recorded[key] = self._record(original, args, kwargs, arrays, tensors)
+            self.recorded[key] = self._record(original, args, kwargs, tensors, arrays)
         recorded = self.recorded[key]
         if recorded is None:
             return original(*args, **kwargs)
-        given = [bridge.to_torch(x) for x in recorded.run(arrays)]
+        given = [bridge.to_torch(x) for x in recorded.run([*arrays.values()])]
         with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
             own, copies = vars(scheduler), {}
             for name in recorded.gone:
@@ -96,27 +97,28 @@ class Steps:
                 _put(own, name, _made(tree, tensors, given, copies))
             return _made(recorded.output, tensors, given, {})
 
-    def _record(self, original, args, kwargs, arrays, tensors) -> Recorded | None:
+    def _record(self, original, args, kwargs, tensors, arrays) -> Recorded | None:
         scheduler, self.traces = self.scheduler(), self.traces + 1
         own, env = vars(scheduler), bridge.environment()
         before = {name: tree_flatten(value) for name, value in own.items()}
         drawn, found = env.draws, {}
+        numbers = {id(t): n for n, t in enumerate(tensors)}
 
-        def step(arrays):
-            numbers = {id(t): n for n, t in enumerate(tensors)}
-            traced = [bridge.to_torch(x) for x in arrays]
+        def step(values):
+            there = {**dict(enumerate(tensors)), **{n: bridge.to_torch(x) for n, x in zip(arrays, values)}}
+            held = {n: t.jax() for n, t in there.items()}
 
             def mine(tree):
                 leaves, spec = tree
-                return tree_unflatten([traced[numbers[id(x)]] if bridge.on_device(x) else x for x in leaves], spec)
+                return tree_unflatten([there[numbers[id(x)]] if bridge.on_device(x) else x for x in leaves], spec)
 
             for name, tree in before.items():
                 own[name] = mine(tree)
             args_there, kwargs_there = mine(tree_flatten((args, kwargs)))
             output = original(*args_there, **kwargs_there)
-            if any(t.jax() is not x for t, x in zip(traced, arrays)):
+            if any(there[n].jax() is not x for n, x in held.items()):
                 raise Unlike("it writes into what it is given")
-            leave = _Leaving(arrays)
+            leave = _Leaving(held)
             found["output"] = leave.tree(tree_flatten(output))
             after = {name: leave.tree(tree_flatten(value)) for name, value in own.items()}
             was = {name: _as_taken(tree, numbers) for name, tree in before.items()}
@@ -128,7 +130,7 @@ class Steps:
 
         try:
             with _random_state_kept((args, kwargs)):
-                closed = jax.make_jaxpr(step)(arrays)
+                closed = jax.make_jaxpr(step)([*arrays.values()])
         except Exception:  # whatever it is, the operations one by one say it themselves
             return None
         finally:
@@ -138,7 +140,7 @@ class Steps:
         if env.draws != drawn:
             env.draws = drawn
             return None
-        return Recorded(_program(closed, arrays), **found)
+        return Recorded(_program(closed, [*arrays.values()]), **found)
 
 
 @contextlib.contextmanager
@@ -195,9 +197,9 @@ def stepping_class(cls: type) -> type:
 # What a step reads
 
 
-def _read(call: tuple, attributes: dict) -> tuple[tuple, list[jax.Array], list[torch.Tensor]]:
-    """(the key, the arrays on the chips among the leaves, their tensors). Raises Unlike."""
-    key, arrays, tensors, numbers = [], [], [], {}
+def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dict[int, jax.Array]]:
+    """(the key, the tensors on the chips among the leaves, by their number arrays of those that are arguments). Raises Unlike."""
+    tensors, arrays, numbers, words = [], {}, {}, {}
     leaves, specs = [], []
     for tree in (call, attributes):
         some, spec = tree_flatten(tree)
@@ -205,15 +207,19 @@ def _read(call: tuple, attributes: dict) -> tuple[tuple, list[jax.Array], list[t
         specs.append(_spec(spec))
     for leaf in leaves:
         if bridge.on_device(leaf) and id(leaf) not in numbers:
-            numbers[id(leaf)] = len(tensors)
+            number = numbers[id(leaf)] = len(tensors)
             tensors.append(leaf)
-            arrays.append(leaf.jax())
+            values = bridge.known_values(leaf) if leaf.ndim <= 1 else None  # of a schedule, no latents
+            array = arrays[number] = leaf.jax()
+            words[number] = array.shape, array.dtype, array.sharding
+            if values is not None:
+                words[number] += (values.tobytes(),)
+                del arrays[number]
     if not arrays:
         raise Unlike("nothing of it is on the chips")
     with torch._C.DisableTorchFunction():
         key = [numbers[id(leaf)] if id(leaf) in numbers else _static(leaf) for leaf in leaves]
-    shapes = ((x.shape, x.dtype, x.sharding) for x in arrays)
-    return (*specs, *shapes, *key), arrays, tensors
+    return (*specs, *words.values(), *key), tensors, arrays
 
 
 def _spec(spec):
@@ -259,8 +265,8 @@ def _bytes(tensor: torch.Tensor) -> bytes:
 class _Leaving:
     """What a traced step leaves. `outputs`: those of its arrays that it has made."""
 
-    def __init__(self, arrays: list[jax.Array]):
-        self.taken = {id(x): n for n, x in enumerate(arrays)}
+    def __init__(self, held: dict[int, jax.Array]):
+        self.taken = {id(x): n for n, x in held.items()}
         self.outputs: list[jax.Array] = []
 
     def tree(self, tree: tuple[list, object]) -> tuple[list, object]:

@@ -9,6 +9,7 @@ ANOTHER = f"{EXECUTABLES}::test_what_is_of_another_run_is_not_used_and_the_part_
 SCRIPT = f"{EXECUTABLES}::test_code_of_a_script_is_never_anothers"
 CHANGED = f"{STEPPING}::test_what_somebody_changes_between_steps_is_seen"
 STEPS = f"{STEPPING}::test_steps_are_upstreams_the_first_time_and_later"
+KNOWN = "test_bridge.py::test_values_that_the_host_knows"
 
 # fmt: off
 MUTANTS = [
@@ -55,6 +56,26 @@ MUTANTS = [
         ("stepping-effects", "            for name, tree in recorded.changed.items():\n                _put(", "            for name, tree in ():\n                _put(",
          "a scheduler does not count its steps", STEPS),
         ("stepping-draws", "        if env.draws != drawn:\n", "        if False:\n",
-         "a step repeats the noise that its trace drew", f"{STEPS}[ancestral]"),
+         "a step repeats the noise that its trace drew", f"{STEPS}[jax-ancestral]"),
+        ("stepping-tables-on-chips", "                words[number] += (values.tobytes(),)\n", "",
+         "a step of another schedule that lies on the chips is used", CHANGED),
+        ("stepping-tables-asked", "if leaf.ndim <= 1 else None", "if False else None",
+         "a step that branches by a timestep has no program", f"{STEPPING}::test_steps_that_differ_in_numbers_are_one_executable"),
+    ),
+    *in_file(
+        TPU + "bridge/known.py",
+        ("known-asked", "    return None if values is None else from_numpy(values)\n", "    return None\n",
+         "who asks for an entry of a schedule waits for the chips", KNOWN),
+        ("known-views", "        return None if values is None else np.asarray(values[slices])\n", "        return None\n",
+         "an entry of a table is asked of the chips", KNOWN),
+        ("known-writes", "    return of_array(t.jax())\n", "    return vars(t).setdefault('_first', of_array(t.jax()))\n",
+         "a written tensor has the value that it had", KNOWN),
+        ("known-integers", "np.array(values, array.dtype)", "np.array(values)",
+         "64-bit values for what is 32-bit on the chips", KNOWN),
+    ),
+    *in_file(
+        TPU + "executables.py",
+        ("executables-agree", "_kind(found)) or found is None:", "_kind(found)) and found is None or found is None:",
+         "one process of several waits for those that compile", "test_hosts.py::test_what_one_process_lacks_all_compile"),
     ),
 ]

@@ -19,6 +19,7 @@ from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .following import look_after
 from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
+from .known import of_tensor as known_values
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
 from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, READS, ValueRead
@@ -79,6 +80,7 @@ __all__ = [
     "is_refused",
     "joint_attention",
     "kept_by",
+    "known_values",
     "latent_attention",
     "line_of",
     "look_after",

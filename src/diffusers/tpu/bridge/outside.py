@@ -18,6 +18,7 @@ from torchax.view import View
 
 from ..hosts import put, whole
 from ..idioms.devices import inside
+from . import known
 from .crossing import as_numpy, from_numpy
 from .decisions import decided
 
@@ -56,9 +57,9 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
 def _valued(t: torch.Tensor) -> jax.Array:
     """The tensor's array, which has values, in a trace those that are decided; raises ValueRead where it has none yet."""
     array = t.jax()
-    known = decided(array)
-    if known is not None:
-        return known
+    for values in (decided(array), known.of_array(array)):
+        if values is not None:
+            return values
     if isinstance(array, jax.core.Tracer):
         raise ValueRead(
             f"expected a tensor with values, got {array.aval.str_short()} of a model while it is compiled: values exist when"

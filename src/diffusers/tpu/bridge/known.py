@@ -1,0 +1,101 @@
+"""Values of small device tensors that the host knows: who asks for them waits for no chip.
+
+A schedule comes from the host, and upstream's loops ask for its entries in every step (`float(sigmas[i])`, `t >= boundary`). A chip
+answers when it is done with all that it was given before, which is the step before. A JAX array is never written to: what it
+was made of stays its value. What operators that are everywhere the same to the last bit make of known values is known too, and in a
+trace what they make of its constants.
+"""
+
+import jax
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+from torchax.tensor import Tensor
+from torchax.view import NarrowInfo, View
+
+from .crossing import as_numpy, from_numpy
+
+
+MOST_ENTRIES = 1 << 12
+
+aten = torch.ops.aten
+ASKING = {
+    torch.Tensor.__bool__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__int__,
+    torch.Tensor.item,
+    aten._local_scalar_dense.default,
+    aten.is_nonzero.default,
+    aten.item.default,
+}
+EXACT = {
+    *(aten.add, aten.sub, aten.mul, aten.neg, aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge),
+    *(aten.logical_not, aten.bitwise_not, aten.cat, aten.stack, aten.clone, aten.detach, aten.alias),
+    *(aten.unbind, aten.select, aten.slice, aten.squeeze, aten.unsqueeze, aten.expand, aten.view, aten.reshape),
+}
+EXACT_FUNCTIONS = {torch.Tensor.__getitem__, torch.cat, torch.stack}
+CONSTRUCTORS = {torch.zeros, torch.ones, torch.full, torch.tensor}
+MOVES = {torch.Tensor.to, aten._to_copy.default}
+
+_known: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+
+
+def remember(array: jax.Array, values: np.ndarray):
+    """The array was made of these values of the host's, or of what is alike in its dtype."""
+    if values.size <= MOST_ENTRIES:
+        _known[array] = np.array(values, array.dtype)
+
+
+def of_array(array: jax.Array) -> np.ndarray | None:
+    """Its values, where the host knows them."""
+    return _known.get(array)
+
+
+def of_tensor(t: torch.Tensor) -> np.ndarray | None:
+    """A device tensor's values as they are now, where the host knows them."""
+    if isinstance(t, View):
+        slices = t.view_info.slices if isinstance(t.view_info, NarrowInfo) else None
+        values = None if slices is None or not _fixed(slices) else of_tensor(t.parent)
+        return None if values is None else np.asarray(values[slices])
+    return of_array(t.jax())
+
+
+def _fixed(slices) -> bool:
+    parts = slices if isinstance(slices, tuple) else (slices,)
+    return all(isinstance(part, (int, slice, type(None), type(...))) for part in parts)
+
+
+def asked(func, args: tuple):
+    """The host tensor of which `func` answers in place of the device tensor, where the host knows its values; None else."""
+    if func not in ASKING or not isinstance(args[0], (Tensor, View)):
+        return None
+    values = of_tensor(args[0])
+    return None if values is None else from_numpy(values)
+
+
+def follow(func, args: tuple, kwargs: dict, result):
+    """Remember the values of an exact operator's result where those of all that it was given are known."""
+    exact = func in EXACT_FUNCTIONS or getattr(func, "overloadpacket", None) in EXACT
+    if not (exact or func in MOVES or func in CONSTRUCTORS):
+        return
+    results = [t for t in tree_leaves(result) if type(t) is Tensor and t.shape.numel() <= MOST_ENTRIES]
+    given = (
+        {id(t): of_tensor(t) for t in tree_leaves((args, kwargs)) if isinstance(t, (Tensor, View))} if results else {}
+    )
+    if not results or any(values is None for values in given.values()) or bool(given) == (func in CONSTRUCTORS):
+        return
+    if func in MOVES:
+        (values,) = given.values()
+        if values.dtype.kind in "iub" or result.dtype.is_floating_point or result.dtype == torch.bool:
+            remember(result.jax(), values)  # else: what numbers outside of the integers become is each one's own
+        return
+    args, kwargs = tree_map_only((Tensor, View), lambda t: from_numpy(given[id(t)]), (args, kwargs))
+    if "device" in kwargs:
+        kwargs = {**kwargs, "device": "cpu"}
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        made = tree_leaves(func(*args, **kwargs))
+    for t, values in zip(results, made):
+        if len(made) == len(results) and t.shape == values.shape:
+            remember(t.jax(), as_numpy(values))
