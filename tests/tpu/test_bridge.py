@@ -401,19 +401,38 @@ def test_values_that_the_host_knows(env, dtype):
     """To the last bit those of the chips, which are not asked; what is written is seen."""
     table = (torch.randn(7) * 100).to(dtype)
     t = table.to("jax")
-    others = [
-        torch.full((2,), 3, device="jax"),
+    whole, half = t.float(), dtype == torch.bfloat16
+    parts = [
+        t,
         torch.cat([t, torch.zeros(1, device="jax")]),
         t[1:4],
         t[None, 2],
         t.expand(3, 7),
+        *t.unbind(),
+        t.clone(),
     ]
-    made = [t, *others, *t.unbind(), t - 20, t * t, -t, t >= t[3], t.to(torch.float32), t.bfloat16()[2:], t.clone()]
-    for one in made:
+    made = [
+        torch.full((2,), 0.1, device="jax"),
+        whole,
+        t.bfloat16()[2:],
+        whole * 0.1,
+        whole - 1 / 3,
+        whole < 0.1,
+        -whole,
+    ]
+    numbers = [
+        t - 0.3,
+        t * 0.1,
+        t * t,
+        t >= t[3],
+        t == 0.1,
+    ]  # with 16 bits the chips round numbers first, torch does not
+    for one in [*parts, *made, *([] if half else numbers)]:
         values = bridge.known_values(one)
         assert np.array_equal(values, np.asarray(one.jax()), equal_nan=True) and values.dtype == one.jax().dtype
-    assert bridge.known_values(t.float().exp()) is None and bridge.known_values(on_chip(table)) is None
-    entry, later = t[3], t[2] >= t[3]
+    unknown = [whole.exp(), on_chip(table), whole * torch.randn(7, dtype=torch.float64)[0], *(numbers if half else [])]
+    assert all(bridge.known_values(one) is None for one in unknown)
+    entry, later = t[3], whole[2] >= whole[3]
     t.jax().delete()
     assert (float(entry), entry.item(), bool(later)) == (float(table[3]), table[3].item(), bool(table[2] >= table[3]))
     t = table.to("jax")

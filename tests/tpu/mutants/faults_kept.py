@@ -70,6 +70,8 @@ MUTANTS = [
          "an entry of a table is asked of the chips", KNOWN),
         ("known-writes", "    return of_array(t.jax())\n", "    return vars(t).setdefault('_first', of_array(t.jax()))\n",
          "a written tensor has the value that it had", KNOWN),
+        ("known-rounding", 'v.dtype.kind in "iub" or v.dtype == np.float32 for v', "True for v",
+         "a number beside 16-bit tensors is rounded otherwise than on the chips", KNOWN),
         ("known-integers", "np.array(values, array.dtype)", "np.array(values)",
          "64-bit values for what is 32-bit on the chips", KNOWN),
     ),
