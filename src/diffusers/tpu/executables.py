@@ -141,9 +141,12 @@ class Executables:
         """Load what was last used of the module as it is, while its weights are on their way."""
         if self.store is None or (lasting := self._lasting_now()) is None:
             return
-        for key in self.store.of_family(Key(self._name, lasting, dict.fromkeys(PASSING, "")))[:MOST_AHEAD]:
-            if key.name not in self.ahead and key.name not in _loaded:
-                self.ahead[key.name] = _pool().submit(self._find, key)
+        keys = self.store.of_family(Key(self._name, lasting, dict.fromkeys(PASSING, "")))[:MOST_AHEAD]
+        keys = [key for key in keys if key.name not in self.ahead and key.name not in _loaded]
+        if keys:
+            pool = concurrent.futures.ThreadPoolExecutor(2, "diffusers-tpu-executables")
+            self.ahead |= {key.name: pool.submit(self._find, key) for key in keys}
+            pool.shutdown(wait=False)  # its threads end with their work
 
     def forget_expected(self):
         """What nobody asked for is let go of."""
@@ -318,8 +321,3 @@ def _versions() -> str:
         except importlib.metadata.PackageNotFoundError:
             pass
     return ", ".join(found)
-
-
-@functools.cache
-def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(2, "diffusers-tpu-executables")

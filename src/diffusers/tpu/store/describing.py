@@ -49,7 +49,7 @@ _PLAIN = (
     range,
     slice,
 )
-_VALUES = (bool, int, float, str, tuple, list, dict, set)
+_VALUES = (bool, int, float, str, tuple, list, dict, set, type(None))
 _OF_CLASSES = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __abstractmethods__ __parameters__ __orig_bases__"
     " __hash__ __match_args__ __dataclass_fields__ __dataclass_params__ __annotate__ _abc_impl __static_attributes__".split()
@@ -291,7 +291,7 @@ def _module_in_words(module: types.ModuleType) -> tuple[str, set[str]]:
         if name.startswith("__") or isinstance(value, types.ModuleType):
             continue
         if isinstance(value, _VALUES) and ".models." not in module.__name__:
-            continue  # levels of logging and the like
+            continue  # levels of logging, what was looked up once, and the like; None: before it is
         held.append((name, _held(value)))
         if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper, type)):
             further.add(value.__module__ or "")
