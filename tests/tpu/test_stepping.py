@@ -125,6 +125,24 @@ def test_what_somebody_changes_between_steps_is_seen(inside, change):
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
 
 
+class Writing(FlowMatchEulerDiscreteScheduler):
+    def step(self, output, t, sample, **kwargs):
+        self.sigmas[-1] += 0.25
+        return super().step(output, t, sample, **kwargs)
+
+
+def test_a_step_that_writes_into_its_tables_runs_as_it_is(inside):
+    from diffusers.tpu.stepping import as_programs
+
+    theirs, ours = Writing(shift=3.0), Writing(shift=3.0)
+    with as_programs([ours]):
+        for seed in (0, 1):
+            want = torch.stack(stepped(theirs, lambda tensor: tensor, seed=seed))
+            torch.testing.assert_close(
+                on_host(stepped(ours, inside, seed=seed, tables="jax")), want, rtol=2e-5, atol=2e-6
+            )
+
+
 def test_a_copy_steps_for_itself_and_a_step_of_the_users_stays(inside):
     from diffusers.tpu.stepping import as_programs
 

@@ -105,7 +105,8 @@ class Steps:
         numbers = {id(t): n for n, t in enumerate(tensors)}
 
         def step(values):
-            there = {**dict(enumerate(tensors)), **{n: bridge.to_torch(x) for n, x in zip(arrays, values)}}
+            there = {n: bridge.to_torch(x) for n, x in zip(arrays, values)}
+            there |= {n: bridge.known_apart(t) for n, t in enumerate(tensors) if n not in arrays}
             held = {n: t.jax() for n, t in there.items()}
 
             def mine(tree):

@@ -19,6 +19,7 @@ from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
 from .following import look_after
 from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
+from .known import apart as known_apart
 from .known import of_tensor as known_values
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
 from .obstacles import Obstacle, assuming
@@ -80,6 +81,7 @@ __all__ = [
     "is_refused",
     "joint_attention",
     "kept_by",
+    "known_apart",
     "known_values",
     "latent_attention",
     "line_of",

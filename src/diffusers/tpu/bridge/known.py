@@ -66,6 +66,13 @@ def of_tensor(t: torch.Tensor) -> np.ndarray | None:
     return of_array(t.jax())
 
 
+def apart(t: torch.Tensor) -> Tensor:
+    """A tensor of its own with the values of one whose values are known: who writes into it leaves that one alone."""
+    values, array = of_tensor(t), t.jax()
+    remember(array, values)
+    return Tensor(array, t._env)
+
+
 def _fixed(slices) -> bool:
     parts = slices if isinstance(slices, tuple) else (slices,)
     return all(type(part) in (int, slice, type(None), type(...)) for part in parts)
