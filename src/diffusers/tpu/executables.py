@@ -139,7 +139,10 @@ class Executables:
 
     def expect(self):
         """Load what was last used of the module as it is, while its weights are on their way."""
-        if self.store is None or (lasting := self._lasting_now()) is None:
+        if self.store is None:
+            return
+        self.runner.current()
+        if (lasting := self._lasting_now()) is None:
             return
         keys = self.store.of_family(Key(self._name, lasting, dict.fromkeys(PASSING, "")))[:MOST_AHEAD]
         keys = [key for key in keys if key.name not in self.ahead and key.name not in _loaded]
