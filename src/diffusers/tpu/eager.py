@@ -13,7 +13,7 @@ from .call import Call
 from .checkpoint import settled
 from .idioms import said
 from .sharding import named
-from .state import State, Trace
+from .compile import State, Trace
 
 
 NO_PROGRAM = (
@@ -35,21 +35,28 @@ class Uncompiled:
     Attributes:
         reasons: why, by call and state.
         on_host: why others run on the host.
-        lasting: what hooks, processors or counters change in each call, or attributes that a call reads and writes, while
-            the module has them: then none is traced.
+        kept: what hooks, processors or counters change in each call, or attributes that a call reads and writes.
+        unread: what the module has that no key can be made of, and why.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.reasons: dict[tuple, str] = {}
         self.on_host: dict[str, None] = {}
-        self.lasting: list = []
+        self.kept: list = []
+        self.unread: dict[str, str] = {}
         self._once: list = []
 
     def look_at(self, state: State):
         """What the module no longer has keeps nothing."""
-        held = {id(container) for container in (*state.containers, *state.beside.containers)}
-        self.lasting = [container for container in self.lasting if id(container) in held]
+        held = state.holds() if self.kept else ()
+        self.kept = [container for container in self.kept if id(container) in held]
+        self.unread = state.unread
+
+    @property
+    def lasting(self) -> bool:
+        """Whether no call is traced while the module has what it has."""
+        return bool(self.kept or self.unread)
 
     def because_of(self, effects: Trace, call: Call, key: tuple) -> bool:
         """Whether a trace with these effects is of no use, and the call runs eagerly.
@@ -60,7 +67,7 @@ class Uncompiled:
         if effects.draws:
             self.add(call, key, DRAWS)
         elif effects.certain or any(one is other for one in effects.lasting for other in self._once):
-            self.lasting += effects.lasting
+            self.kept += effects.lasting
             self.add(call, key, LEAVES.format(", ".join(effects.names)) if effects.names else KEEPS)
         self._once += effects.lasting
         return bool(effects.lasting or effects.draws)
@@ -72,7 +79,7 @@ class Uncompiled:
         """
         changed = effects.lasting + effects.scratch
         if any(one is other for one in changed for other in self._once):
-            self.lasting += changed
+            self.kept += changed
         self._once += changed
         reason = reason_of(error)
         if isinstance(error, bridge.WeightWritten):
@@ -83,6 +90,17 @@ class Uncompiled:
     def add(self, call: Call, key: tuple, reason: str):
         self.reasons[key] = reason
         self.say(call, reason)
+
+    def cannot_read(self) -> str:
+        """Why no key can be made of the module; said."""
+        name, why = next(iter(self.unread.items()))
+        reason = f"{name}: {why}".lstrip(": ")
+        said.once(
+            f"unread {self.name} {reason}",
+            f"{self.name} is not compiled as it is now, its own lines run on the chips one by one: what it reads can be no part"
+            f" of a program's key ({reason})",
+        )
+        return reason
 
     def put_on_host(self, call: Call, reason: str):
         name = f"{self.name}.{call.entry}"

@@ -32,7 +32,7 @@ from . import bridge, hosts
 from .call import Call, values_of
 from .idioms import said
 from .programs import Program
-from .state import process_key
+from .compile import process_key
 from .store import Key, NotPortable, Store, Words, ours_in_words, sources_in_words, store_here
 
 

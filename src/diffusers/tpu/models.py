@@ -27,7 +27,7 @@ from .mesh import make_mesh, plan_degrees, slices_of
 from .plans import module_plan
 from .residency import Residency, residency_of
 from .runner import Runner
-from .state import is_entry
+from .compile import is_entry
 
 
 FIELDS = dataclasses.fields(TPUConfig)

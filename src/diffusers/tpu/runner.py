@@ -36,7 +36,7 @@ from .programs import Program, announce, kept_at, trace_program
 from .residency import Residency
 from .settings import Settings
 from .sharding import ModelPlan, named
-from .state import Entry, State, Trace, is_entry, process_key, read
+from .compile import Entry, State, Trace, is_entry, process_key, read
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
@@ -233,6 +233,8 @@ class Runner:
         parts = self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key)
         if parts is not None and not parts.are_of(self.module):
             self._take_apart(parts.reason)
+        elif parts is None and self._state.unread:
+            self._take_apart(self.uncompiled.cannot_read())
         else:
             self._come_apart(parts)
         if kept and not self.uncompiled.lasting:

@@ -25,7 +25,7 @@ from .parts import is_of
 from .placing import Placing, Wanted
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
-from .state import Number
+from .compile import Number
 
 
 # Of the bar: bytes; nothing of what takes less than two seconds, and nothing in a log.

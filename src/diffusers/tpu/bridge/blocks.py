@@ -1,8 +1,8 @@
 """Blocks called one after another on each other's outputs, traced once and scanned.
 
-While a model is traced, each block of a group (`scan.find_groups`) answers a call with deferred outputs. The next
-block's call joins the run if its settings are those of the block before, and its arguments the previous block's outputs
-where they were before, and the very same values elsewhere. Anything else - another argument, an operation on an output, a
+While a model is traced, each block of a group (`scan.find_groups`) returns deferred outputs. The next
+block's call joins the run if its settings are those of the block before, or make the same trace (a block's own number that it
+does not compute with), and its arguments the previous block's outputs where they were before, and the very same values elsewhere. Anything else - another argument, an operation on an output, a
 hook inside of one block - ends the run, which is then computed: as a scan over its blocks' stacked weights. So a model that
 does more between its blocks is right by construction.
 What blocks inside of a run gave and the model still holds then (hidden states it collects) the scan gives too, stacked.
@@ -10,13 +10,16 @@ What blocks inside of a run gave and the model still holds then (hidden states i
 
 import contextlib
 import contextvars
+import functools
 import inspect
+import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -26,7 +29,7 @@ from torchax.view import View
 from ..adapters import Adapters
 from ..scan import Group, scan_blocks
 from ..settings import current, using
-from ..state import Number, own_forward, read, signature, undone
+from ..compile import Number, own_forward, read, signature, undone
 from .deferred import Deferred
 from .scale import Scale
 
@@ -86,12 +89,21 @@ class Run:
 
     `arrays` are the values of the first block's tensors when it was called: upstream's code may write to them afterwards.
     `answer` makes a block's return value of its output tensors; `outputs` are the last block's, `passed` weak references to
-    those of the blocks before it.
+    those of the blocks before it. `traced` is the first block's trace.
     """
 
     def __init__(
-        self, group: Group, start: int, leaves: list, arrays: list, spec, outputs: list[Deferred], answer: Callable
+        self,
+        group: Group,
+        start: int,
+        leaves: list,
+        arrays: list,
+        spec,
+        outputs: list[Deferred],
+        answer: Callable,
+        traced: jax.extend.core.ClosedJaxpr,
     ):
+        self.traced = traced
         self.group, self.start, self.stop = group, start, start + 1
         self.leaves, self.arrays, self.spec = leaves, arrays, spec
         self.outputs, self.answer = outputs, answer
@@ -103,6 +115,11 @@ class Run:
         self.feeds, self.stop = feeds, self.stop + 1
         self.passed.append([weakref.ref(output) for output in self.outputs])
         self.outputs = outputs
+
+    @functools.cached_property
+    def words(self) -> tuple:
+        """The first block's trace as something to compare."""
+        return _words(self.traced)
 
     @property
     def slots(self) -> dict[int, int]:
@@ -227,9 +244,9 @@ class BlockRuns:
             leaves, spec = tree_flatten((args, kwargs))
             leaves = [leaf.torch() if isinstance(leaf, View) else leaf for leaf in leaves]
             run = self.run
-            if run is not None and run.group is group and run.stop == index and self._alike(group, run.start, index):
+            if run is not None and run.group is group and run.stop == index:
                 feeds = run.continued_by(leaves, spec)
-                if feeds is not None:
+                if feeds is not None and self._alike(run, index):
                     run.extend(feeds, [self._deferred(output._aval) for output in run.outputs])
                     return run.answer(run.outputs)
             self.flush()
@@ -243,22 +260,34 @@ class BlockRuns:
 
         return forward
 
-    def _alike(self, group: Group, one: int, other: int) -> bool:
-        return self.settings[group.path, one] == self.settings[group.path, other]
+    def _alike(self, run: Run, index: int) -> bool:
+        """Whether the trace of the run's first block stands for this one of its group too."""
+        path = run.group.path
+        if self.settings[path, run.start] == self.settings[path, index]:
+            return True
+        if self.stacks[run.group.label][2]:
+            return False  # what a cache keeps of each is beside its trace
+        traced, _, answer = self._traced(run.group, index, run.leaves, run.spec, run.arrays)
+        return answer.form == run.answer.form and _words(traced) == run.words
 
     def _begin(self, group: Group, index: int, leaves: list, spec):
         arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
+        traced, avals, answer = self._traced(group, index, leaves, spec, arrays)
+        outputs = [self._deferred(aval) for aval in avals]
+        self.run = Run(group, index, leaves, arrays, spec, outputs, answer, traced)
+        return self.run.answer(outputs)
+
+    def _traced(self, group: Group, index: int, leaves: list, spec, arrays: list) -> tuple:
+        """One block's trace, what it gives, and what makes its return value; nothing of it is in the trace around it."""
         found = {}
 
-        def shapes(weights):  # not of the arrays: what they come from stays known
+        def block(weights):  # not of the arrays: what they come from stays known
             outputs, _, found["answer"] = self._call(group, index, leaves, spec, arrays, weights)
             return outputs
 
         with undone(read(self.model.get_submodule(f"{group.path}.{index}"))):  # it runs again when the run is computed
-            avals = jax.eval_shape(shapes, self._weights_of(group, index))
-        outputs = [self._deferred(aval) for aval in avals]
-        self.run = Run(group, index, leaves, arrays, spec, outputs, found["answer"])
-        return self.run.answer(outputs)
+            traced, avals = jax.make_jaxpr(block, return_shape=True)(self._weights_of(group, index))
+        return traced, avals, found["answer"]
 
     def _deferred(self, aval):
         return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, self.flush)
@@ -307,6 +336,7 @@ class BlockRuns:
             tensors = iter(tensors)
             return tree_unflatten([next(tensors) if x is _TENSOR else x for x in plain], output_spec)
 
+        answer.form = output_spec, plain
         return [x.jax() for x in flat if isinstance(x, (Tensor, View))], gives, answer
 
     def flush(self):
@@ -375,6 +405,16 @@ class BlockRuns:
             self.fill(o._aval.shape, n, carried[n]) if known and n in carried else 0 for n, o in enumerate(run.outputs)
         ]
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
+
+
+def _words(traced: jax.extend.core.ClosedJaxpr) -> tuple:
+    """Equal for two traces of the same operations on the same values; addresses of functions that JAX made on the way left out."""
+    constants = ((id(x),) if isinstance(x, jax.core.Tracer) else _bits(np.asarray(x)) for x in traced.consts)
+    return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), tuple(constants)
+
+
+def _bits(x: np.ndarray) -> tuple:
+    return x.shape, x.dtype.str, x.tobytes()
 
 
 def _stacked(gives: dict) -> dict:

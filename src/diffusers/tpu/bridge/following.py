@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from torch.utils._pytree import tree_leaves
 from torchax.view import View
 
-from ..state import read, undone
+from ..compile import read, undone
 from .crossing import as_numpy
 from .function import PureFunction
 from .outside import DEVICE_TENSORS

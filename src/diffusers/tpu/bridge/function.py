@@ -28,7 +28,7 @@ from ..linear import LANES
 from ..scan import Group
 from ..settings import Settings, current, using
 from ..sharding import gathered, named
-from ..state import Trace, read, undone, without_caches
+from ..compile import Trace, read, undone, without_caches
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
 from .caches import Kept, Results
 from .crossing import from_numpy, numpy_dtype
@@ -118,7 +118,7 @@ class PureFunction:
         self.avals = jax.tree.map(jax.typeof, (weights, inputs, numbers or {}))
         with undone(read(self.module)) as self.effects:
             arrays = self.traced(weights, inputs, numbers or {})
-        self.effects.draws = environment().draws - drawn
+        self.effects.draws += environment().draws - drawn
         return arrays
 
     def traced(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from ..state import read
+from ..compile import read
 from ..weights import Watched
 from . import sources
 from .building import build, configuration_of

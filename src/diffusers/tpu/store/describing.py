@@ -24,7 +24,7 @@ from torch.utils._pytree import TreeSpec
 
 from ..checkpoint import FileTensor, values
 from ..devices import MIB
-from ..state import Held, Number, class_version
+from ..compile import Held, Module, Number, class_version
 
 
 # What configurations say of where they came from and who wrote them, not of what a forward computes.
@@ -111,8 +111,11 @@ class Words:
 
     def _tuple(self, x: tuple) -> str:
         if id(x) not in self._known:
+            # The number beside a class or a module says which of this process's states it has.
             if len(x) == 2 and isinstance(x[0], Held) and isinstance(x[0].thing, type):
-                text = self.name(x[0].thing)  # the number beside it says which of this process's states it has
+                text = self.name(x[0].thing)
+            elif len(x) == 2 and isinstance(x[0], Module):
+                text = str(x[0])
             else:
                 some = (item for item in x if not _names_origin(item))
                 text = "(" + ", ".join(map(self.of, some)) + ")"

@@ -16,7 +16,7 @@ import torch
 from torchax.tensor import Tensor
 
 from ...scan import Group
-from ...state import own_forward
+from ...compile import own_forward
 from ..environment import environment
 from .kept import Kept, Results, Step
 

@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import pickle
+import random
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
-from .containers import rewritten
-from .reading import State
+from .key import State
+from .watch import rewritten
 
 
 @dataclass
@@ -40,18 +43,32 @@ def undone(state: State):
     forward makes it again: `bridge.look_after` says whether it does. What objects beside the modules keep is, and a number of a
     module's that was counted on.
     """
-    trace = Trace()
+    trace, before = Trace(), [*_draws(state)]
     try:
         yield trace
     finally:
-        trace.lasting += [state.beside.containers[n] for n in state.beside.changed()]
-        for n in state.changed():
-            now, before, owner = state.containers[n], state.copies[n], state.owners[n]
-            shadowed = type(owner) if isinstance(owner, torch.nn.Module) else None
-            lasts = state.foreign[n] or isinstance(owner, type) or rewritten(now, before, shadowed)
-            (trace.lasting if lasts else trace.scratch).append(now)
+        for one in state.changed():
+            shadowed = type(one.owner) if isinstance(one.owner, torch.nn.Module) else None
+            lasts = one.foreign or isinstance(one.owner, type) or rewritten(one.now, one.before, shadowed)
+            (trace.lasting if lasts else trace.scratch).append(one.thing)
         state.restore()
-        state.beside.restore()
+        for (now, _), (was, put_back) in zip(_draws(state), before):
+            if pickle.dumps(now) != pickle.dumps(was):
+                put_back(was)
+                trace.draws += 1
+
+
+def _draws(state: State) -> Iterator[tuple[object, Callable]]:
+    """Of each random generator of Python's and numpy's: where it is, and what puts it there."""
+    yield random.getstate(), random.setstate
+    yield np.random.get_state(), np.random.set_state
+    for x in state.generators:
+        if isinstance(x, random.Random):
+            yield x.getstate(), x.setstate
+        elif isinstance(x, np.random.RandomState):
+            yield x.get_state(), x.set_state
+        else:
+            yield x.bit_generator.state, functools.partial(setattr, x.bit_generator, "state")
 
 
 @contextlib.contextmanager

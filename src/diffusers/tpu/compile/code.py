@@ -1,0 +1,88 @@
+"""Which names the code of a Python function reads: what a program must be keyed by, beside its arguments, where the function is the user's.
+
+Bytecode tells it: names of globals, attributes and modules, of the functions that are defined inside too. A text constant counts as
+the name of an attribute (`getattr(settings, "strength")`).
+"""
+
+import dis
+import functools
+import types
+from dataclasses import dataclass
+
+
+GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+# Functions of Python whose answer depends on more than their arguments, and `print`, which a program would do once.
+IMPURE_BUILTINS = frozenset({"open", "input", "print", "eval", "exec", "globals", "locals", "breakpoint", "__import__"})
+# The same of the standard library: a module's names, None for all of them.
+IMPURE: dict[str, frozenset[str] | None] = {
+    "time": None,
+    "datetime": frozenset({"now", "today", "utcnow"}),
+    "uuid": frozenset({"uuid1", "uuid4"}),
+    "secrets": None,
+    "subprocess": None,
+    "socket": None,
+    "os": frozenset({"urandom", "getpid", "listdir", "scandir", "stat", "open", "read", "popen", "system", "times"}),
+    "sys": frozenset({"stdin", "stdout", "stderr", "argv"}),
+    "threading": frozenset({"get_ident", "current_thread", "active_count"}),
+}
+DYNAMIC = frozenset({"getattr", "vars", "__dict__", "hasattr", "__getattribute__"})
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a code names.
+
+    Attributes:
+        globals: of its module, or of Python.
+        attributes: of objects and modules, methods too.
+        modules: imported inside of it.
+        any_attribute: it may ask for attributes by names that are computed.
+    """
+
+    globals: frozenset[str]
+    attributes: frozenset[str]
+    modules: frozenset[str]
+
+    @property
+    def any_attribute(self) -> bool:
+        return not DYNAMIC.isdisjoint(self.globals | self.attributes)
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> Names:
+    """Of a code, and of all that is defined inside of it."""
+    found: dict[str, set[str]] = {"globals": set(), "attributes": set(), "modules": set()}
+    for instruction in dis.get_instructions(code):
+        name = instruction.argval
+        if instruction.opname in GLOBALS:
+            found["globals"].add(name)
+        elif instruction.opname == "IMPORT_NAME":
+            found["modules"].add(name)
+        elif "ATTR" in instruction.opname or "METHOD" in instruction.opname or instruction.opname == "IMPORT_FROM":
+            found["attributes"].add(name)
+    for constant in _constants(code.co_consts):
+        if isinstance(constant, types.CodeType):
+            inner = names_of(constant)
+            found["globals"] |= inner.globals
+            found["attributes"] |= inner.attributes
+            found["modules"] |= inner.modules
+        elif isinstance(constant, str) and constant.isidentifier():
+            found["attributes"].add(constant)
+    return Names(*map(frozenset, found.values()))
+
+
+def _constants(constants):
+    for constant in constants:
+        if isinstance(constant, (tuple, frozenset)):
+            yield from _constants(constant)
+        else:
+            yield constant
+
+
+def impure(module: str, names: frozenset[str]) -> str | None:
+    """What of a module of the standard library a code with these names may call that answers differently each time."""
+    if module not in IMPURE:
+        return None
+    some = IMPURE[module]
+    found = sorted(names if some is None else names & some)
+    return f"{module}.{found[0]}" if found and some is not None else module if some is None else None
