@@ -11,10 +11,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import bridge
+from .compile import Unread, of_object, opened
 from .hosts import whole
 from .sharding import ModelPlan
 
 
+_HASHABLE = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
 PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)  # hides no tensors
 
 
@@ -47,6 +49,8 @@ class Call:
         scale: what the scales of LoRA layers are multiplied by.
         step: what it does of a cache that the module has.
         decided: what its small inputs answer to the questions of its trace.
+        given: the caller's own args and kwargs.
+        unread: why no key can be made of what it is given.
     """
 
     entry: str
@@ -61,6 +65,8 @@ class Call:
     step: bridge.Step | None = None
     decided: tuple = ()
     values: Values | None = None
+    given: tuple = ((), {})
+    unread: str | None = None
 
     @property
     def shapes(self) -> tuple:
@@ -114,9 +120,15 @@ def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: 
         if decided.keys() & by_place.keys():
             args, kwargs = (), by_place | kwargs
         kwargs = kwargs | decided
-    leaves, spec = tree_flatten((args, kwargs))
+    unread, classes = None, set()
+    try:
+        leaves, spec = tree_flatten(opened((args, kwargs), classes))
+        static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        static += tuple(of_object(cls) for cls in sorted(classes, key=lambda cls: cls.__qualname__))
+    except Unread as error:
+        leaves, spec = tree_flatten((args, kwargs))
+        unread, static = str(error), ()
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
     key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
     batched, batch = (False,) * len(tensors), None
     if plan.batched:
@@ -125,7 +137,7 @@ def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: 
         batched = tuple(id(t) in named_batched and t.ndim > 0 for t in tensors)
         sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
         batch = sizes.pop() if len(sizes) == 1 else None
-    return Call(entry, leaves, spec, tensors, key, batched, batch)
+    return Call(entry, leaves, spec, tensors, key, batched, batch, given=(args, kwargs), unread=unread)
 
 
 def version_of(tensor: torch.Tensor):
@@ -171,8 +183,6 @@ def _static(leaf):
         return leaf.shape, leaf.dtype.str, leaf.tobytes()
     if isinstance(leaf, torch.Generator):  # what draws from it has no program; to the rest one is as good as another
         return type(leaf), leaf.device
-    try:
-        hash(leaf)
-    except TypeError:
-        return repr(leaf)
-    return type(leaf), leaf
+    if goes_on_from(leaf):
+        return type(leaf)
+    return (type(leaf), leaf) if type(leaf) in _HASHABLE else of_object(leaf)

@@ -1,7 +1,7 @@
 """What no program can stand for, and why: such calls run eagerly, upstream's Python operation by operation on the chips."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import torch
@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from . import bridge
 from .call import Call
 from .checkpoint import settled
+from .decided import MOST_RUN_ONCE
 from .idioms import said
 from .sharding import named
 from .compile import State, Trace
@@ -37,6 +38,7 @@ class Uncompiled:
         on_host: why others run on the host.
         kept: what hooks, processors or counters change in each call, or attributes that a call reads and writes.
         unread: what the module has that no key can be made of, and why.
+        fickle: why each call had a program of its own, once so many had that another one is not worth it.
     """
 
     def __init__(self, name: str):
@@ -45,6 +47,7 @@ class Uncompiled:
         self.on_host: dict[str, None] = {}
         self.kept: list = []
         self.unread: dict[str, str] = {}
+        self.fickle: str | None = None
         self._once: list = []
 
     def look_at(self, state: State):
@@ -56,7 +59,15 @@ class Uncompiled:
     @property
     def lasting(self) -> bool:
         """Whether no call is traced while the module has what it has."""
-        return bool(self.kept or self.unread)
+        return bool(self.kept or self.unread or self.fickle)
+
+    def is_fickle(self, call: Call, programs: Iterable) -> bool:
+        """Whether the last programs for shapes like this call's ran once each, so that this one would too."""
+        last = [one for one in programs if (one.entry, one.shapes) == (call.entry, call.shapes)][-MOST_RUN_ONCE:]
+        if len(last) == MOST_RUN_ONCE and all(one.calls == 1 for one in last):
+            self.fickle = "its Python state, or what it is given beside tensors, is another in each call"
+            self.say(call, self.fickle)
+        return self.fickle is not None
 
     def because_of(self, effects: Trace, call: Call, key: tuple) -> bool:
         """Whether a trace with these effects is of no use, and the call runs eagerly.

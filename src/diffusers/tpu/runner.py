@@ -36,7 +36,7 @@ from .programs import Program, announce, kept_at, trace_program
 from .residency import Residency
 from .settings import Settings
 from .sharding import ModelPlan, named
-from .compile import Entry, State, Trace, is_entry, process_key, read
+from .compile import Entry, State, Trace, is_entry, process_key, read, write_back
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 
@@ -286,6 +286,11 @@ class Runner:
             if held is not None:
                 return self._go_on_from(held, call, args, kwargs)
             whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
+            if call.unread is not None:
+                self.uncompiled.add(
+                    call, ("given", call.unread), f"what it is given can be no part of a key ({call.unread})"
+                )
+                whole = False
             if self.kept is not None and entry == "forward":
                 if whole:
                     call.keeps(self.kept.step())
@@ -326,7 +331,7 @@ class Runner:
             kept = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]]
             call.step.keep(kept, program.function.form)
             outputs = outputs[:own]
-        answer = self._answer(program.function, outputs)
+        answer = self._answer(program.function, outputs, call)
         if call.scale == 0:
             unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
         return answer
@@ -382,10 +387,16 @@ class Runner:
             self.residency.ahead(self, some if program.calls == 1 else None)
         return outputs
 
-    def _answer(self, function: bridge.PureFunction, outputs: list):
+    def _answer(self, function: bridge.PureFunction, outputs: list, call: Call):
+        """Upstream's return value; what the call leaves in its arguments is in the caller's own."""
         if bridge.environment().active:
-            return function.output([x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs])
-        return function.output([bridge.from_numpy(x) for x in outputs])
+            outputs = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs]
+        else:
+            outputs = [bridge.from_numpy(x) for x in outputs]
+        own, written = len(outputs) - function.written.arrays, function.written
+        if written.holders or written.tensors:
+            write_back(written, call.given, call.tensors, outputs[own:], bridge.write)
+        return function.output(outputs[:own])
 
     def _opaque(self, call: Call) -> bool:
         """Whether a part is given what may hide tensors, which its program would neither see nor write to."""
@@ -451,7 +462,7 @@ class Runner:
         function, in_parts = dataclasses.replace(self.function(call), groups=[], specs=specs), self.parts is not None
         if self.part:  # the caller may look at what it gave, and at what of that it is given back
             return function.line_by_line(weights, args, kwargs, in_parts)
-        return self._answer(function, function.eagerly(weights, call.values.inputs, in_parts))
+        return self._answer(function, function.eagerly(weights, call.values.inputs, in_parts), call)
 
     def _run_on_host(self, call: Call, args: tuple, kwargs: dict):
         return run_on_host(self.module, self.original(call.entry), args, kwargs, self.mesh)
@@ -497,7 +508,10 @@ class Runner:
         fickle = self.decided.fickle(key, self.traced)
         if fickle is not None:
             return self._take_apart(f"its answers are others in each call ({fickle})")
-        return self._recalled(call, branches, key) or self._new_program(call, branches, key)
+        found = self._recalled(call, branches, key)
+        if found is None and self.uncompiled.is_fickle(call, self.traced.values()):
+            return self._take_apart(self.uncompiled.fickle)
+        return found or self._new_program(call, branches, key)
 
     def _recalled(self, call: Call, branches: int, key: tuple) -> Program | None:
         """The program that another process has left for calls like this one; None where there is none."""

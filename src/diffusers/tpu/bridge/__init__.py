@@ -180,6 +180,16 @@ class ExecutionDevice(ModelHook):
         return DEVICE if environment().active else None
 
 
+def write(tensor: torch.Tensor, value: torch.Tensor):
+    """Give a tensor of either side these values, in place; views of it too."""
+    if on_device(tensor):
+        with environment(), torch.no_grad():
+            tensor.copy_(value)
+    else:
+        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+            tensor.copy_(value if not on_device(value) else from_numpy(value.jax()))
+
+
 def deferred(aval: jax.ShapeDtypeStruct, compute) -> Deferred:
     """A device tensor of this shape and dtype; `compute()` is called when its value is first needed, and settles it."""
     return Deferred(aval, environment(), compute)

@@ -267,27 +267,31 @@ class BlockRuns:
             return True
         if self.stacks[run.group.label][2]:
             return False  # what a cache keeps of each is beside its trace
-        traced, _, answer = self._traced(run.group, index, run.leaves, run.spec, run.arrays)
+        traced, _, answer, effects = self._traced(run.group, index, run.leaves, run.spec, run.arrays)
+        if effects.lasting or effects.scratch or effects.draws:
+            return False  # what it does to its own Python no other block does
         return answer.form == run.answer.form and _words(traced) == run.words
 
     def _begin(self, group: Group, index: int, leaves: list, spec):
         arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
-        traced, avals, answer = self._traced(group, index, leaves, spec, arrays)
+        traced, avals, answer, _ = self._traced(group, index, leaves, spec, arrays)
         outputs = [self._deferred(aval) for aval in avals]
         self.run = Run(group, index, leaves, arrays, spec, outputs, answer, traced)
         return self.run.answer(outputs)
 
     def _traced(self, group: Group, index: int, leaves: list, spec, arrays: list) -> tuple:
-        """One block's trace, what it gives, and what makes its return value; nothing of it is in the trace around it."""
-        found = {}
+        """One block's trace, what it gives, what makes its return value, and its effects; nothing of it is in the trace around it."""
+        found, drawn = {}, self.env.draws
 
         def block(weights):  # not of the arrays: what they come from stays known
             outputs, _, found["answer"] = self._call(group, index, leaves, spec, arrays, weights)
             return outputs
 
-        with undone(read(self.model.get_submodule(f"{group.path}.{index}"))):  # it runs again when the run is computed
+        module = self.model.get_submodule(f"{group.path}.{index}")
+        with undone(read(module)) as effects:  # it runs again when the run is computed
             traced, avals = jax.make_jaxpr(block, return_shape=True)(self._weights_of(group, index))
-        return traced, avals, found["answer"]
+        effects.draws += self.env.draws - drawn
+        return traced, avals, found["answer"], effects
 
     def _deferred(self, aval):
         return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.env, self.flush)

@@ -15,7 +15,6 @@ from torch.utils._pytree import (
     register_pytree_node,
     tree_flatten,
     tree_leaves,
-    tree_map,
     tree_unflatten,
     treespec_leaf,
 )
@@ -28,7 +27,7 @@ from ..linear import LANES
 from ..scan import Group
 from ..settings import Settings, current, using
 from ..sharding import gathered, named
-from ..compile import Trace, read, undone, without_caches
+from ..compile import Arguments, Trace, Written, opened, read, undone, without_caches
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
 from .caches import Kept, Results
 from .crossing import from_numpy, numpy_dtype
@@ -74,8 +73,8 @@ class PureFunction:
         part: of a model whose own lines run one by one: it must not share memory with them.
         values: number of a tensor of the call -> its values, by which a trace decides (`decisions`); None: it cannot.
 
-    After a trace, `decisions` are what it decided; `output_spec` and `output_leaves` say how the flat output arrays make up upstream's return value, and
-    `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
+    After a trace, `decisions` are what it decided; `output_spec` and `output_leaves` say how the flat output arrays make up upstream's
+    return value, `written` what the last of them are of what the call leaves in its arguments, and `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
     dtypes of what was given, `settings` what the blocks' state was.
     """
 
@@ -102,6 +101,7 @@ class PureFunction:
     decisions: Decisions | None = None
     output_spec: object = None
     output_leaves: list = field(default_factory=list)
+    written: Written = field(default_factory=Written)
     effects: Trace | None = None
     avals: tuple = ()
     settings: dict = field(default_factory=dict)
@@ -175,9 +175,12 @@ class PureFunction:
 
         `in_parts`: submodules that have a runner answer through it, on weights of their own.
         """
-        args, kwargs = self._arguments([Tensor(array, environment()) for array in inputs])
+        given = [Tensor(array, environment()) for array in inputs]
+        args, kwargs = self._arguments(given)
+        held = Arguments((args, kwargs), given)
         with self._computing(), self._one_at_a_time():
-            return self._flat(self.line_by_line(weights, args, kwargs, in_parts), plain=lambda leaf: leaf)
+            flat = self._flat(self.line_by_line(weights, args, kwargs, in_parts), plain=lambda leaf: leaf)
+            return flat + self._left(held, inputs, lambda leaf: leaf)
 
     def line_by_line(self, weights: dict[str, jax.Array], args, kwargs, in_parts: bool = False):
         """Upstream's return value for the caller's own tensors, as `eagerly`, where device tensors work already."""
@@ -206,10 +209,22 @@ class PureFunction:
         """Flat output arrays, and the weights that were written to."""
         given = [Tensor(array, environment()) for array in inputs]
         args, kwargs = self._arguments(given)
+        held = Arguments((args, kwargs), given)
         output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
         if self.part:
             _apart(given, inputs, output)
-        return self._flat(output, _plain), changed
+        left = self._left(held, inputs, _plain)
+        if self.part and self.written.holders:
+            raise Entangled("it writes into an argument")
+        if left and self.branches > 1:
+            raise Entangled("it writes into an argument, and its guidance branches are one call")
+        return self._flat(output, _plain) + left, changed
+
+    def _left(self, held: Arguments, inputs: list[jax.Array], refused: Callable) -> list[jax.Array]:
+        """The arrays of what the call leaves in its arguments, and what that is, into `written`."""
+        changed = [n for n, (t, array) in enumerate(zip(held.tensors, inputs)) if t.jax() is not array]
+        self.written, tensors = held.written(changed, refused)
+        return [x.jax() if on_device(x) else environment().moved(x).jax() for x in tensors]
 
     def _arguments(self, tensors: list[Tensor]) -> tuple[tuple, dict]:
         tensors = iter(tensors)
@@ -221,7 +236,7 @@ class PureFunction:
 
     def _flat(self, output, plain: Callable) -> list[jax.Array]:
         """The return value's arrays. `plain`: what becomes of a part of it that is no tensor; of a trace it must be static."""
-        flat, self.output_spec = tree_flatten(tree_map(_opened, output))
+        flat, self.output_spec = tree_flatten(opened(output))
         self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
         return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
 
@@ -229,11 +244,11 @@ class PureFunction:
     def outcome(self) -> tuple:
         """What a trace found out of what it gives, for a process that has its program and no trace."""
         leaves = [None if leaf is _OUTPUT else (leaf,) for leaf in self.output_leaves]
-        return _in_parts(self.output_spec), leaves, self.results, self.form
+        return _in_parts(self.output_spec), leaves, self.results, self.form, self.written
 
     @outcome.setter
     def outcome(self, found: tuple):
-        spec, leaves, self.results, self.form = found
+        spec, leaves, self.results, self.form, self.written = found
         self.output_spec = _of_parts(spec)
         self.output_leaves = [_OUTPUT if leaf is None else leaf[0] for leaf in leaves]
 
@@ -305,28 +320,6 @@ def _put(module: torch.nn.Module, name: str, weight: torch.Tensor):
     setattr(owner, name, torch.nn.Parameter(value, before.requires_grad) if name in owner._parameters else value)
 
 
-class _Opened:
-    """In a flattened return value, an object of upstream's (a posterior, a cache of keys): its attributes are its parts."""
-
-    def __init__(self, held):
-        self.type, self.parts = type(held), tree_map(_opened, vars(held))
-
-
-def _opened(leaf):
-    theirs = type(leaf).__module__.startswith("diffusers.") and not isinstance(leaf, (torch.Tensor, torch.nn.Module))
-    return _Opened(leaf) if theirs and hasattr(leaf, "__dict__") else leaf
-
-
-def _closed(values, structure: tuple):
-    cls, names = structure
-    held = object.__new__(cls)
-    vars(held).update(zip(names, values))
-    return held
-
-
-register_pytree_node(_Opened, lambda held: ([*held.parts.values()], (held.type, tuple(held.parts))), _closed)
-
-
 class Entangled(Exception):
     """A part of a model shares memory with who calls it: its message says how."""
 
@@ -338,7 +331,7 @@ def _apart(given: list[Tensor], arrays: list[jax.Array], output):
     own = {id(array) for array in arrays}
     if any(
         id(x.source_jax() if isinstance(x, View) else x.jax()) in own
-        for x in tree_leaves(tree_map(_opened, output))
+        for x in tree_leaves(opened(output))
         if on_device(x)
     ):
         raise Entangled("it answers with an argument")

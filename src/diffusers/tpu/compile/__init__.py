@@ -24,6 +24,7 @@ A program is keyed by everything that its trace read:
 | values of a call's small inputs that its lines ask for | a further part of the key: `decided` |
 """
 
+from .arguments import Arguments, Written, opened, write_back
 from .key import (
     Entry,
     Held,
@@ -42,6 +43,7 @@ from .tracing import Trace, undone, without_caches
 
 
 __all__ = [
+    "Arguments",
     "Entry",
     "Held",
     "Module",
@@ -49,13 +51,16 @@ __all__ = [
     "State",
     "Trace",
     "Unread",
+    "Written",
     "class_version",
     "is_entry",
     "of_object",
+    "opened",
     "own_forward",
     "process_key",
     "read",
     "signature",
     "undone",
     "without_caches",
+    "write_back",
 ]

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 # Functions of Python whose answer depends on more than their arguments, and `print`, which a program would do once.
-IMPURE_BUILTINS = frozenset({"open", "input", "print", "eval", "exec", "globals", "locals", "breakpoint", "__import__"})
+IMPURE_BUILTINS = frozenset(
+    {"open", "input", "print", "eval", "exec", "globals", "locals", "breakpoint", "__import__"}
+)
 # The same of the standard library: a module's names, None for all of them.
 IMPURE: dict[str, frozenset[str] | None] = {
     "time": None,

@@ -380,6 +380,7 @@ class _Reader:
         own.sort(key=lambda item: item[0])
         attributes = vars(module)
         # torch runs hooks of the root around what is traced
+        self.at = f"a hook of {path}"
         hooks = tuple(self.hook(module, k, n, f) for k in HOOKS for n, f in attributes[k].items() if path)
         children = ((name, cls) for name, cls in self.adapters.children(path, module))
         return seen, self.type(type(module)), tuple(own), hooks, tuple(children)
@@ -452,7 +453,9 @@ class _Reader:
             values = flat.view(torch.int16) if x.dtype == torch.bfloat16 else flat
             values = flat.view(torch.uint8) if "float8" in str(x.dtype) else values
             if x.nbytes > LARGEST:
-                return self.unread(f"a tensor of {x.nbytes >> 20} MiB that is no parameter and no buffer: register_buffer it")
+                return self.unread(
+                    f"a tensor of {x.nbytes >> 20} MiB that is no parameter and no buffer: register_buffer it"
+                )
             array = values.numpy()
         self.watch(x, watch.of_tensor(x, array))
         return "tensor", x.dtype, tuple(x.shape), _digest(array)
@@ -637,7 +640,10 @@ class _Reader:
 
     def namespace(self, module: types.ModuleType) -> Hashable:
         """A module by its name; of what stands in it, what code of the user's asks for."""
-        if not is_library_module(module.__name__) or module.__name__.partition(".")[0] in ("diffusers", "transformers"):
+        if not is_library_module(module.__name__) or module.__name__.partition(".")[0] in (
+            "diffusers",
+            "transformers",
+        ):
             self.pending.append(_Namespace(module, self.at))
         return "module", module.__name__
 
@@ -706,7 +712,9 @@ class _ByName:
         if self.whole:
             return
         held = getattr(self.thing, "__dict__", {})
-        if any(callable(getattr(type(self.thing), name, None)) for name in reader.names - held.keys() if name[:2] != "__"):
+        if any(
+            callable(getattr(type(self.thing), name, None)) for name in reader.names - held.keys() if name[:2] != "__"
+        ):
             self.whole = True
             yield reader.type(type(self.thing)), reader.attributes_of(self.thing, True)
             return
@@ -740,7 +748,9 @@ class _Methods:
     def asked(self, reader: _Reader) -> Iterator[Hashable]:
         for name, x in [*vars(self.thing).items()]:
             of_python = name[:2] == "__"
-            reachable = name in reader.names or (of_python and name not in _MAKING and isinstance(x, types.FunctionType))
+            reachable = name in reader.names or (
+                of_python and name not in _MAKING and isinstance(x, types.FunctionType)
+            )
             read = reachable if isinstance(x, METHODS) else not of_python
             if read and name not in self.done:
                 self.done.add(name)

@@ -46,7 +46,11 @@ def is_library_module(name: str) -> bool:
     file = getattr(module, "__file__", None)
     if file is None:
         paths = [*getattr(module, "__path__", ())]
-        return all(map(is_library_file, map(str, paths))) if paths else name.partition(".")[0] in _BUILT_IN or name in sys.builtin_module_names
+        return (
+            all(map(is_library_file, map(str, paths)))
+            if paths
+            else name.partition(".")[0] in _BUILT_IN or name in sys.builtin_module_names
+        )
     return is_library_file(file)
 
 
