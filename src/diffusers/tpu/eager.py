@@ -11,10 +11,10 @@ from torch.utils._pytree import tree_map_only
 from . import bridge
 from .call import Call
 from .checkpoint import settled
+from .compile import State, Trace
 from .decided import MOST_RUN_ONCE
 from .idioms import said
 from .sharding import named
-from .compile import State, Trace
 
 
 NO_PROGRAM = (

@@ -30,9 +30,9 @@ from jax.experimental import serialize_executable
 from ..utils import logging
 from . import bridge, hosts
 from .call import Call, values_of
+from .compile import process_key
 from .idioms import said
 from .programs import Program
-from .compile import process_key
 from .store import Key, NotPortable, Store, Words, ours_in_words, sources_in_words, store_here
 
 

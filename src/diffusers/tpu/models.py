@@ -19,6 +19,7 @@ import torch
 from jax.sharding import Mesh
 
 from .attention.ways import Tally
+from .compile import is_entry
 from .config import TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
 from .host import HostModel
@@ -27,7 +28,6 @@ from .mesh import make_mesh, plan_degrees, slices_of
 from .plans import module_plan
 from .residency import Residency, residency_of
 from .runner import Runner
-from .compile import is_entry
 
 
 FIELDS = dataclasses.fields(TPUConfig)

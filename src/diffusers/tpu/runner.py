@@ -24,6 +24,7 @@ from .adapters import scaled_by, take_scale
 from .attention.ways import Tally
 from .branches import Branches
 from .call import Call, Values, goes_on_from, take_apart, values_of, version_of
+from .compile import Entry, State, Trace, is_entry, process_key, read, write_back
 from .config import TPUConfig
 from .decided import Decided
 from .devices import compiler_options, generation_of
@@ -36,7 +37,6 @@ from .programs import Program, announce, kept_at, trace_program
 from .residency import Residency
 from .settings import Settings
 from .sharding import ModelPlan, named
-from .compile import Entry, State, Trace, is_entry, process_key, read, write_back
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
 

@@ -20,12 +20,12 @@ from . import hosts
 from .adapters import Adapters
 from .bridge import numpy_dtype
 from .checkpoint import FileTensor, is_ordinary, missing_message
+from .compile import Number
 from .idioms.refusing import refuse_weights
 from .parts import is_of
 from .placing import Placing, Wanted
 from .scan import Group, find_groups
 from .sharding import Coverage, ModelPlan, named, plan_weights
-from .compile import Number
 
 
 # Of the bar: bytes; nothing of what takes less than two seconds, and nothing in a log.

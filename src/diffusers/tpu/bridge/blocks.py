@@ -27,9 +27,9 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ..adapters import Adapters
+from ..compile import Number, own_forward, read, signature, undone
 from ..scan import Group, scan_blocks
 from ..settings import current, using
-from ..compile import Number, own_forward, read, signature, undone
 from .deferred import Deferred
 from .scale import Scale
 

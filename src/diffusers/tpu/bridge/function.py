@@ -23,11 +23,11 @@ from torchax.view import View
 
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
 from ..adapters import Adapters
+from ..compile import Arguments, Trace, Written, opened, read, undone, without_caches
 from ..linear import LANES
 from ..scan import Group
 from ..settings import Settings, current, using
 from ..sharding import gathered, named
-from ..compile import Arguments, Trace, Written, opened, read, undone, without_caches
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
 from .caches import Kept, Results
 from .crossing import from_numpy, numpy_dtype

@@ -60,6 +60,8 @@ _MAKING = frozenset(
     " __deepcopy__ __copy__ __sizeof__ __dir__ __class_getitem__ __set_name__ __post_init__".split()
 )
 
+_OF_NEW = frozenset({"__new__", "__init__", "__post_init__"})
+
 
 @dataclass(frozen=True, eq=False)
 class Held:
@@ -312,6 +314,8 @@ class _Reader:
         self.at = ""  # of what is read now
         self.types: dict[type, Hashable] = {}
         self.names: set[str] = {"forward", "__call__"}  # that code of the user's asks for
+        self.bases: set[type] = set()
+        self.made: set[type] = set()  # classes that it may make objects of
         self.pending: list = []
 
     def watch(self, thing, how: tuple[Callable, Callable], owner=None, foreign: bool = True):
@@ -430,6 +434,7 @@ class _Reader:
         if isinstance(x, (dict, list, set, frozenset, tuple, deque, types.MappingProxyType, *_NUMBERS)):
             return self.collection(x, foreign)
         if isinstance(x, type):
+            self.made.add(x)
             return self.type(x)
         if isinstance(x, (*_FUNCTIONS, types.BuiltinFunctionType, functools._lru_cache_wrapper, types.CellType)):
             return self.callable(x)
@@ -593,6 +598,7 @@ class _Reader:
         self.at = at
         if not library:
             read += self.named(function)
+            self.watch(function, ((lambda: _called_by(function)), lambda before: None))
             if vars(function):
                 read.append(self.attributes_of(function, True))
         if function.__defaults__ or function.__kwdefaults__:
@@ -661,15 +667,16 @@ class _Reader:
 
     def base(self, base: type, cls: type):
         """What a class itself holds is watched; its methods are read where they are the user's."""
-        if id(base) in self.met:
+        if base in self.bases:
             return
-        self.met[id(base)] = len(self.met)
+        self.bases.add(base)
         if not base.__flags__ & (1 << 9):  # not made by a `class` statement: no one can change it
             return
         self.watch(base, watch.of_class(base), base)
         if not is_library(base):
             of_libraries = [other for other in cls.__mro__ if other is not object and is_library(other)]
-            self.names.update(name for name in vars(base) for other in of_libraries if name in vars(other))
+            overriding = (n for n in vars(base) if n not in _MAKING and any(n in vars(o) for o in of_libraries))
+            self.names.update(overriding)
             self.pending.append(_Methods(base, self.at))
         else:
             for name in put_into(base, class_version(base)):
@@ -751,6 +758,7 @@ class _Methods:
             reachable = name in reader.names or (
                 of_python and name not in _MAKING and isinstance(x, types.FunctionType)
             )
+            reachable = reachable or (self.thing in reader.made and name in _OF_NEW)
             read = reachable if isinstance(x, METHODS) else not of_python
             if read and name not in self.done:
                 self.done.add(name)
@@ -766,6 +774,10 @@ def _names(reader: _Reader, held: dict, names: set[str], done: set[str], at: str
     for name in names:
         reader.at = f"{at}.{name}"
         yield name, reader.value(held[name], True)
+
+
+def _called_by(function: types.FunctionType) -> tuple:
+    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 def _digest(array: np.ndarray) -> str:

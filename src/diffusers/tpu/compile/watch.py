@@ -175,7 +175,7 @@ class Bytes:
 
 def of_array(x: np.ndarray) -> tuple[Callable, Callable]:
     memory = Bytes(x, lambda: x.__array_interface__["data"][0])
-    return lambda: (memory.now(), x.shape, x.dtype.str), memory.write
+    return lambda: (memory.now(), f"{x.shape} {x.dtype.str}"), memory.write
 
 
 def of_tensor(x: torch.Tensor, array: np.ndarray) -> tuple[Callable, Callable]:

@@ -23,8 +23,8 @@ from jax.sharding import PartitionSpec
 from torch.utils._pytree import TreeSpec
 
 from ..checkpoint import FileTensor, values
-from ..devices import MIB
 from ..compile import Held, Module, Number, class_version
+from ..devices import MIB
 
 
 # What configurations say of where they came from and who wrote them, not of what a forward computes.
@@ -195,15 +195,21 @@ def _function_of(x) -> types.FunctionType | None:
 def code_in_words(code: types.CodeType) -> str:
     """Where a code stands in a file of a library, and which state of the file that is. Raises NotPortable for code of a script.
 
-    Not its bytes: Python rewrites them as it runs (3.11).
+    Of code without a file, as dataclasses' methods and a notebook's are: what it does, byte by byte.
     """
     where = place_of(code.co_filename)
     if where is None:
         raise NotPortable(f"{code.co_qualname} of {os.path.basename(code.co_filename)}, which is no library's")
     if where == MADE:
-        constants = [c for c in code.co_consts if isinstance(c, (str, int, float, type(None)))]
-        return f"{where}:{code.co_qualname}:{_digest(repr((code.co_names, code.co_varnames, constants)).encode())}"
+        return f"{where}:{code.co_qualname}:{_digest(repr(_content(code)).encode())}"
     return f"{where}:{code.co_qualname}:{code.co_firstlineno}"
+
+
+def _content(code: types.CodeType) -> tuple:
+    """All that a code does; of `co_code`, which Python gives as it was compiled, not as it has specialized it since."""
+    constants = [_content(c) if isinstance(c, types.CodeType) else (type(c).__name__, repr(c)) for c in code.co_consts]
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    return code.co_code, constants, names, code.co_argcount, code.co_kwonlyargcount, code.co_flags
 
 
 @functools.cache

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torchax.tensor import Tensor
 
-from ...scan import Group
 from ...compile import own_forward
+from ...scan import Group
 from ..environment import environment
 from .kept import Kept, Results, Step
 
