@@ -231,6 +231,11 @@ def relative(ours, oracle) -> float:
     return float(np.linalg.norm(ours - oracle) / np.linalg.norm(oracle))
 
 
+def programs_of(runner) -> int:
+    """How many programs a module and its parts have, compiled here or found in the store."""
+    return sum(len(one.programs) for _, one in runner.with_parts())
+
+
 def attention_weights(q, k, scale: float, mask=None, first_row: int = 0, first_key: int = 0):
     """softmax(scale q k^T + mask), zeros where a row sees no key, and its log-sum-exp in float64; the parts of a `Mask`."""
     q, k = (np.asarray(x, np.float64) for x in (q, k))

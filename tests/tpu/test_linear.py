@@ -241,7 +241,7 @@ def _in_float64(words, y, h, g):
     "degrees, tokens",
     [((2, 4, 1), (3, 8, 16)), pytest.param((1, 1, 1), (1, 6, 10), marks=pytest.mark.slow), ((1, 8, 1), (1, 6, 10))],
 )
-def test_wans_transformer_by_all_kernels(chips, monkeypatch, degrees, tokens):
+def test_wans_transformer_by_all_kernels(chips, own_store, monkeypatch, degrees, tokens):
     """Heads of 128 and bfloat16, as the published ones. On the last mesh tokens do not divide."""
     torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
     sizes = {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 768, "num_layers": 2, "text_dim": 128}

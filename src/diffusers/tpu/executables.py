@@ -88,10 +88,11 @@ class Executables:
 
     Attributes:
         ahead: loading before they are asked for, by name.
+        off: nothing is found or kept: who asks wants the trace itself.
     """
 
     def __init__(self, runner):
-        self.runner = runner
+        self.runner, self.off = runner, False
         self.ahead: dict[str, concurrent.futures.Future] = {}
         self.reason: str | None = None
         self._lasting: dict[object, dict[str, str] | None] = {}
@@ -100,7 +101,7 @@ class Executables:
     @property
     def store(self) -> Store | None:
         """None where nothing is kept."""
-        return None if self.runner.config.attention_tally else store_here()
+        return None if self.off or self.runner.config.attention_tally else store_here()
 
     def key(self, call: Call, branches: int, answers: tuple) -> Key | None:
         """What the program of this call is kept by; None where it is not kept."""
