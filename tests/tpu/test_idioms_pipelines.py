@@ -16,6 +16,7 @@ import tiny_images
 from conftest import relative
 from diffusers import (
     AutoencoderKLWan,
+    AutoencoderTiny,
     ClassifierFreeGuidance,
     ComponentsManager,
     ModularPipeline,
@@ -30,6 +31,7 @@ from tiny_wan import picture
 
 
 idiom = pytest.mark.idiom
+SMALL = {"encoder_block_out_channels": (8,) * 4, "decoder_block_out_channels": (8,) * 4}  # of AutoencoderTiny
 FP32 = 1e-5  # measured: 3e-7 to 1.2e-6
 
 
@@ -140,6 +142,27 @@ def test_a_model_moved_by_itself_is_compiled(plain):
     with pytest.raises(ValueError, match=r"devices? among .*'mps'"):
         vae.cuda().to("mps")
     assert vae.cpu() is vae and models.runs(vae) is None
+
+
+@idiom("model-to-cuda", "swapped-models")
+def test_models_made_by_hand_or_copied_are_moved_and_put_into_a_pipeline(sdxl, sdxl_installed):
+    given = torch.randn(2, 4, 8, 8), torch.tensor(500), torch.randn(2, 7, sdxl.unet.config.cross_attention_dim)
+    added = {"text_embeds": torch.randn(2, sdxl.text_encoder_2.config.projection_dim), "time_ids": torch.randn(2, 6)}
+    unet = copy.deepcopy(sdxl_installed.unet).to("cuda")
+    with torch.no_grad():
+        expected = sdxl.unet(*given, added_cond_kwargs=added).sample
+    assert on_chips(unet) == [True] and relative(unet(*given, added_cond_kwargs=added).sample, expected) < FP32
+    vae, z = tiny_images.vae(), torch.randn(1, 4, 8, 8)
+    with torch.no_grad():
+        expected = vae.decode(z).sample
+    for move in (lambda: vae.cuda(), lambda: vae.cpu().to("cuda")):
+        assert on_chips(move()) == [True] and relative(vae.decode(z).sample, expected) < FP32
+    small, before = AutoencoderTiny(**SMALL).eval(), (sdxl.vae, sdxl_installed.vae)
+    sdxl.vae, sdxl_installed.vae = copy.deepcopy(small), small.to("cuda")
+    assert on_chips(small) == [True]
+    ours, theirs = (pipe(**tiny_images.arguments()).images for pipe in (sdxl_installed, sdxl))
+    assert relative(ours, theirs) < FP32 and programs(small)
+    sdxl.vae, sdxl_installed.vae = before
 
 
 @idiom("model-install")
