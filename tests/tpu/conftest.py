@@ -1,5 +1,6 @@
 """What the tests share: the root of the tree, the patch set's modules, and upstream's own modules beside the patched ones."""
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -62,10 +63,21 @@ def default_rng(seed=None, make=np.random.default_rng) -> np.random.Generator:
 np.random.default_rng = default_rng
 
 
+@contextlib.contextmanager
+def draws_of(name: str):
+    """What several tests share draws the same whichever of them comes first, and takes nothing from that one's draws."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    start_draws(name)
+    try:
+        yield
+    finally:
+        random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector):
-    start_draws(collector.nodeid)
-    return (yield)
+    with draws_of(collector.nodeid):
+        return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -75,15 +87,10 @@ def pytest_runtest_setup(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef, request):
-    """What several tests share draws the same whichever of them comes first, and takes nothing from that one's draws."""
     if fixturedef.scope == "function":
         return (yield)
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    start_draws(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}")
-    try:
+    with draws_of(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}"):
         return (yield)
-    finally:
-        random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
 
 
 def pytest_terminal_summary(terminalreporter):
