@@ -1,9 +1,12 @@
 """What the tests share: the root of the tree, the patch set's modules, and upstream's own modules beside the patched ones."""
 
+import contextlib
 import gc
 import importlib.util
 import os
+import random
 import sys
+import zlib
 from pathlib import Path
 from types import ModuleType
 
@@ -36,11 +39,63 @@ gc.set_threshold(100_000, 50, 100)
 # For `jax.jit`'s `compiler_options`: a third of the time to compile, and the values are as good.
 QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
+# Of all that tests draw: a run repeats another one's draws by its seed, and a test has the same ones alone and among others.
+SEED = int(os.environ.get("DIFFUSERS_TPU_TEST_SEED", "0"))
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "patches"))
 
 from small_fork import make_fork  # noqa: E402
 from upstream import open_store  # noqa: E402
+
+
+def start_draws(name: str):
+    """Seed what draws without a generator of its own: random, NumPy and torch."""
+    entropy = zlib.crc32(f"{SEED} {name}".encode())
+    random.seed(entropy), np.random.seed(entropy), torch.manual_seed(entropy)
+
+
+def default_rng(seed=None, make=np.random.default_rng) -> np.random.Generator:
+    """NumPy's, whose entropy is this run's too where no seed is given."""
+    return make(np.random.randint(1 << 31) if seed is None else seed)
+
+
+np.random.default_rng = default_rng
+
+
+@contextlib.contextmanager
+def draws_of(name: str):
+    """What several tests share draws the same whichever of them comes first, and takes nothing from that one's draws."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    start_draws(name)
+    try:
+        yield
+    finally:
+        random.setstate(before[0]), np.random.set_state(before[1]), torch.set_rng_state(before[2])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    with draws_of(collector.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    start_draws(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    if fixturedef.scope == "function":
+        return (yield)
+    with draws_of(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}"):
+        return (yield)
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"the same draws again: DIFFUSERS_TPU_TEST_SEED={SEED}")
 
 
 @pytest.fixture(scope="session")
@@ -86,19 +141,6 @@ def programs_for_tpus_as_a_run_has_them():
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def programs_are_of_the_test_that_asks():
-    """No test in this process finds another's executable; those of the store give it one (`test_executables.py`)."""
-    if "diffusers" not in sys.modules:
-        yield
-        return
-    from diffusers.tpu import executables
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executables, "store_here", lambda: None)
-        yield
-
-
 @pytest.fixture(autouse=True)
 def attention_backend_as_before(monkeypatch):
     """Upstream's `set_attention_backend` also changes the backend of every model to come."""
@@ -119,20 +161,31 @@ def fork(root, tmp_path):
     return make_fork(root, tmp_path / "fork")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def compiled_programs(tmp_path_factory) -> str:
-    """Where XLA keeps what this run compiled: the same tiny program is compiled once, whatever test or worker asks."""
+    """The cache of this run, as a user has one: the same tiny program is compiled once, whatever test or worker asks."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compiled"
-    folder.mkdir(exist_ok=True)
-    return str(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIFFUSERS_TPU_CACHE", str(folder))
+        if "diffusers" in sys.modules:
+            from diffusers.tpu.devices import keep_compiled_programs
+
+            keep_compiled_programs(str(folder))  # JAX looks for its own once: not in a test's `own_store`
+        yield str(folder)
 
 
 @pytest.fixture
-def chips(monkeypatch, compiled_programs) -> tuple:
+def own_store(monkeypatch, tmp_path) -> Path:
+    """A store that is empty and of this test alone: it counts what is traced or compiled, or changes what of ours a trace runs."""
+    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "own"))
+    return tmp_path / "own" / "executables"
+
+
+@pytest.fixture
+def chips(monkeypatch) -> tuple:
     """The TPU path on 8 simulated chips, for one test: its devices."""
     monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
-    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", compiled_programs)
     from diffusers.tpu.config import read_environment
     from diffusers.tpu.devices import find_target, jax_devices
 
@@ -140,12 +193,11 @@ def chips(monkeypatch, compiled_programs) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def idioms(compiled_programs):
+def idioms():
     """The TPU path on two simulated chips as `import diffusers` finds it, for one module: the idioms are on."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIFFUSERS_TPU", "cpu")
         patch.setenv("DIFFUSERS_TPU_DEVICES", "2")
-        patch.setenv("DIFFUSERS_TPU_CACHE", compiled_programs)
         from diffusers.tpu import awake, idioms
         from diffusers.tpu.config import Environment
         from diffusers.tpu.devices import find_target, jax_devices
@@ -184,6 +236,11 @@ def relative(ours, oracle) -> float:
     """|ours - oracle| / |oracle| in the Euclidean norm, in float64."""
     ours, oracle = (np.asarray(x.detach() if isinstance(x, torch.Tensor) else x, np.float64) for x in (ours, oracle))
     return float(np.linalg.norm(ours - oracle) / np.linalg.norm(oracle))
+
+
+def programs_of(runner) -> int:
+    """How many programs a module and its parts have, compiled here or found in the store."""
+    return sum(len(one.programs) for _, one in runner.with_parts())
 
 
 def attention_weights(q, k, scale: float, mask=None, first_row: int = 0, first_key: int = 0):

@@ -16,6 +16,7 @@ import tiny_dit as images
 import tiny_parts as parts
 import tiny_unets as unets
 import tiny_videos as videos
+from conftest import draws_of
 from diffusers import DiffusionPipeline, StableDiffusionXLPipeline, WanPipeline
 
 
@@ -149,10 +150,11 @@ class Hub:
         if folder.exists():
             return folder
         folder.mkdir(parents=True)
-        if maker in (pixel_art, cinematic, cat_toy, few_steps):
-            maker(folder)
+        files = maker in (pixel_art, cinematic, cat_toy, few_steps)
+        with draws_of(folder.name.rpartition("-")[0]):
+            made = maker(*[folder] * files)
+        if files:
             return folder
-        made = maker()
         for name, part in made.items() if isinstance(made, dict) else [(".", made)]:
             part.save_pretrained(folder / name)
         if halves:

@@ -8,7 +8,7 @@ import torch
 
 import test_cogvideox
 import tiny_wan
-from conftest import relative
+from conftest import programs_of, relative
 from diffusers import (
     FirstBlockCacheConfig,
     MagCacheConfig,
@@ -109,13 +109,13 @@ def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, pipes, mes
     session = Session(pipes, mesh)
     first, plain = session.results()
     assert relative(first, plain) < 1e-5
-    compiled = session.runner.compilations
+    compiled = programs_of(session.runner)
     session.enable(CACHES[name])
     for _ in range(2 if name in COMPILED else 1):  # the second video begins with an empty cache, and compiles nothing
         result, oracle = session.results()
         assert relative(result, oracle) < 1e-5
         assert relative(oracle, plain) > 1e-4  # the cache does something
-        assert session.runner.compilations == compiled + COMPILED.get(name, 0)
+        assert programs_of(session.runner) == compiled + COMPILED.get(name, 0)
         if name in COMPILED:
             assert session.ours_decided() == session.decided and True in session.decided and False in session.decided
     assert bool(session.runner.eager) == (name not in COMPILED)
@@ -129,7 +129,7 @@ def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, pipes, mes
             assert products[False] <= products[True] - 6  # an attention's projections and its two products
     session.disable()
     result, oracle = session.results()
-    assert relative(result, oracle) < 1e-5 and session.runner.compilations == compiled + COMPILED.get(name, 0)
+    assert relative(result, oracle) < 1e-5 and programs_of(session.runner) == compiled + COMPILED.get(name, 0)
 
 
 @pytest.mark.parametrize("mesh", [(2, 2, 1), pytest.param((2, 4, 1), marks=pytest.mark.slow)], ids=str)
@@ -161,9 +161,9 @@ def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips, pipes):
         )
         result, oracle = session.results()
         assert relative(result, oracle) < 1e-5 and session.ours_decided() == session.decided
-        known = known or session.runner.compilations
+        known = known or programs_of(session.runner)
         session.disable()
-    assert session.runner.compilations == known
+    assert programs_of(session.runner) == known
     session.enable(lambda pipe: MagCacheConfig(calibrate=True, num_inference_steps=2 * STEPS))
     result, oracle = session.results()
     assert relative(result, oracle) < 1e-5 and session.runner.kept is None
@@ -180,7 +180,7 @@ def test_a_cache_goes_on_where_no_program_stands_for_a_step(chips, name):
         model.enable_cache(CACHES[name](None))
     for step in range(STEPS):
         if step == 3:  # what the step before it computed is kept
-            assert ours._tpu_runner.compilations and not ours._tpu_runner.eager
+            assert programs_of(ours._tpu_runner) and not ours._tpu_runner.eager
             for model in (theirs, ours):
                 model.norm_out.register_forward_hook(lambda module, given, output: float(output.mean()) and None)
         given["hidden_states"] = given["hidden_states"] + 0.2 * torch.randn_like(given["hidden_states"])
@@ -223,4 +223,4 @@ def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
         assert relative(answers[1], answers[0]) < 1e-5
     runner = ours._tpu_runner
     assert [bool(np.asarray(x).all()) for x in runner.kept.decided] == decided and len({*decided}) == 2
-    assert runner.compilations == COMPILED[name] and not runner.eager
+    assert programs_of(runner) == COMPILED[name] and not runner.eager

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5LayerNorm
 
 import tiny
+from diffusers import tpu
 from diffusers.models.autoencoders import autoencoder_kl_wan_nnx_layers_flax
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
@@ -203,6 +204,15 @@ def test_values_of_a_mesh_are_put_together():
     comparison = compared(oracle, found, None, call, "scanned", "upstream")
     rows = {row.name: row for row in comparison.rows}
     assert comparison.ok and rows["blocks.1.ffn"].spec == "P(-, sp, -)" and rows["blocks.1.ffn"].chips == 4
+
+
+def test_a_component_whose_program_is_kept_is_traced_all_the_same():
+    """A run before has left its program in the store, which has no values of submodules."""
+    module, call, oracle = recorded(*WAN)
+    ran = tpu.install(copy.deepcopy(module), tpu.TPUConfig(mesh=(1, 1, 1)))
+    ran(*call.args, **call.kwargs)
+    found = fidelity.run_form(module, Form("scanned"), call)
+    assert compared(oracle, found, None, call, "scanned", "upstream").ok
 
 
 def test_bfloat16_is_held_to_upstreams_own_error_in_each_submodule():

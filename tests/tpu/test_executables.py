@@ -3,10 +3,12 @@
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import types
 
+import jax
 import pytest
 import torch
 
@@ -24,12 +26,9 @@ from diffusers.tpu.store import Store, describing
 
 
 @pytest.fixture
-def store(monkeypatch, tmp_path) -> Store:
-    """An empty store, that of this process for one test."""
-    found = Store(tmp_path / "executables")
-    monkeypatch.setattr(executables, "store_here", lambda: found)
+def store(own_store) -> Store:
     said.forget()
-    return found
+    return Store(own_store)
 
 
 @pytest.fixture
@@ -90,26 +89,36 @@ def test_another_state_is_another_program(run):
 
 
 @pytest.mark.fault("executable-foreign")
-def test_what_is_of_another_run_is_not_used_and_the_part_is_said(run, monkeypatch, caplog):
+def test_what_is_of_another_run_is_not_used_and_its_parts_are_named(run, monkeypatch, caplog):
+    """One line of a component, in words: a warning where its executable was made ahead, as somebody can make it again."""
     run()
 
-    def refused(part, **asked):
+    def refused(part, level="INFO", **asked):
         caplog.clear()
-        with caplog.at_level("WARNING"):
-            assert run(**asked)[1].traces == 1
-        assert f"is not of this run, and is not used: {part}: kept" in caplog.text
+        with caplog.at_level("INFO", "diffusers"):
+            _, runner = run(**asked)
+            assert runner.traces == 1
+            if level == "WARNING":
+                runner.module(**inputs(3))  # nothing is said of a second size
+        (record,) = [record for record in caplog.records if "differs in" in record.getMessage()]
+        assert record.levelname == level
+        assert f"differs in {part}" in record.getMessage() and not re.search("[0-9a-f]{8}", record.getMessage())
 
-    refused("mesh", mesh=(1, 2, 1))
-    refused("settings", config=TPUConfig(convolution_precision="highest"))
-    refused("settings", config=TPUConfig(matmul_precision="high"))
-    with monkeypatch.context() as patch:
-        patch.setattr(executables, "_versions", lambda: "jax 0.0.1")
-        refused("versions")
+    refused("the chips or their mesh", mesh=(1, 2, 1))
+    refused("TPUConfig", config=TPUConfig(convolution_precision="highest"))
+    refused("TPUConfig", config=TPUConfig(matmul_precision="high"))
+    refused("the model's attributes, hooks", change=CHANGES["eval and train"])
     with monkeypatch.context() as patch:
         patch.setattr(executables, "ours_in_words", lambda: "others")
-        refused("sources")
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=4096")
-    refused("compiler")
+        refused("the code of diffusers or transformers")
+    with monkeypatch.context() as patch:
+        patch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=4096")
+        refused("flags of the compiler")
+    keep, versions = Store.keep, executables._versions()
+    monkeypatch.setattr(Store, "keep", lambda store, key, thing, _: keep(store, key, thing, ahead=True))
+    run(mesh=(1, 1, 1))
+    monkeypatch.setattr(executables, "_versions", lambda: f"{versions}, jax 0.0.1")
+    refused(f"versions (jax {jax.__version__} there, 0.0.1 here)", "WARNING", mesh=(1, 1, 1))
 
 
 def test_another_size_is_another_program_and_both_are_kept(run, store):
@@ -205,7 +214,8 @@ def test_an_executable_that_cannot_be_written_down_runs_and_says_so(run, store, 
 
 @pytest.mark.fault("executables-unwritable")
 def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, caplog):
-    store.folder.parent.joinpath("executables").write_text("a file")
+    store.folder.parent.mkdir()
+    store.folder.write_text("a file")
     with caplog.at_level("WARNING"):
         run(), run(frames=3)
     assert caplog.text.count("are not kept for the next run") == 1 and "DIFFUSERS_TPU_CACHE" in caplog.text

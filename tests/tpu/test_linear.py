@@ -129,12 +129,19 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     rows = rows - rows.mean(-1, keepdims=True) if centred else rows
     norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
     norm = norm + wide(bias) if centred else norm
-    pairs = norm.reshape(2, tokens, heads, *((2, dim // 2) if apart else (dim // 2, 2)))
-    first, second = np.split(pairs, 2, -2 if apart else -1)
-    turned = (first + 1j * second) * np.exp(1j * angle)[None, :, None].reshape(1, tokens, 1, *first.shape[3:])
-    exact = np.concatenate([turned.real, turned.imag], -2 if apart else -1).reshape(x.shape)
-    rounding = relative(wide(jnp.asarray(exact, jnp.bfloat16)), exact)
-    assert relative(ours, exact) < 1.5 * rounding  # rounded twice, as upstream does: 1.41
+
+    def turned(norm):
+        pairs = norm.reshape(2, tokens, heads, *((2, dim // 2) if apart else (dim // 2, 2)))
+        first, second = np.split(pairs, 2, -2 if apart else -1)
+        found = (first + 1j * second) * np.exp(1j * angle)[None, :, None].reshape(1, tokens, 1, *first.shape[3:])
+        return np.concatenate([found.real, found.imag], -2 if apart else -1).reshape(x.shape)
+
+    def rounded(values):
+        return wide(jnp.asarray(values, jnp.bfloat16))
+
+    exact = turned(norm)
+    twice = rounded(turned(rounded(norm)))  # as upstream does: not by how many tokens are drawn
+    assert relative(ours, exact) < 1.02 * relative(twice, exact)
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu"])
@@ -241,7 +248,7 @@ def _in_float64(words, y, h, g):
     "degrees, tokens",
     [((2, 4, 1), (3, 8, 16)), pytest.param((1, 1, 1), (1, 6, 10), marks=pytest.mark.slow), ((1, 8, 1), (1, 6, 10))],
 )
-def test_wans_transformer_by_all_kernels(chips, monkeypatch, degrees, tokens):
+def test_wans_transformer_by_all_kernels(chips, own_store, monkeypatch, degrees, tokens):
     """Heads of 128 and bfloat16, as the published ones. On the last mesh tokens do not divide."""
     torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
     sizes = {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 768, "num_layers": 2, "text_dim": 128}

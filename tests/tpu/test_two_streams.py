@@ -131,7 +131,7 @@ def built(kind, heads):
     ],
 )
 @torch.no_grad()
-def test_the_transformer_equals_upstreams(chips, kind, mesh, batch, heads):
+def test_the_transformer_equals_upstreams(chips, own_store, kind, mesh, batch, heads):
     theirs = built(kind, heads)
     ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh))
     given, before = {**MODELS[kind][1](theirs, batch), "return_dict": False}, explain()

@@ -88,18 +88,20 @@ class Executables:
 
     Attributes:
         ahead: loading before they are asked for, by name.
+        off: nothing is found or kept: who asks wants the trace itself.
     """
 
     def __init__(self, runner):
-        self.runner = runner
+        self.runner, self.off = runner, False
         self.ahead: dict[str, concurrent.futures.Future] = {}
         self.reason: str | None = None
         self._lasting: dict[object, dict[str, str] | None] = {}
+        self._compared = False
 
     @property
     def store(self) -> Store | None:
         """None where nothing is kept."""
-        return None if self.runner.config.attention_tally else store_here()
+        return None if self.off or self.runner.config.attention_tally else store_here()
 
     def key(self, call: Call, branches: int, answers: tuple) -> Key | None:
         """What the program of this call is kept by; None where it is not kept."""
@@ -175,6 +177,7 @@ class Executables:
         found = self._find(key) if waiting is None else waiting.result()
         if found is None:
             self._say_what_differs(key)
+        self._compared = True
         return found
 
     def _find(self, key: Key):
@@ -208,24 +211,30 @@ class Executables:
         return program
 
     def _say_what_differs(self, key: Key):
-        differing = self.store.differing(key)
-        if differing is not None:
+        """Once of a component; aloud only where somebody has made its executable ahead, and nothing of that is used."""
+        if self.runner.part or self._compared:
+            return
+        apart = self.store.nearest(key)
+        if apart is not None and apart.ahead:
             said.once(
-                f"differs {key.model} {differing}",
-                f"a kept program of {key.model} for these shapes is not of this run, and is not used: {differing}",
+                f"ahead {key.model}",
+                f"the executable of {key.model} that was made ahead is not used, it is compiled here: what it was made for differs"
+                f" in {apart}. Run `diffusers-tpu compile` again for what is here, or run with what it was made for",
             )
+        elif apart is not None:
+            logger.info(f"{key.model} is compiled: what is kept of it for this call differs in {apart}")
 
     # Kept
 
-    def keep(self, program: Program):
-        """A compiled program, for other processes."""
+    def keep(self, program: Program, ahead: bool = False):
+        """A compiled program, for other processes. `ahead`: none has asked for it yet."""
         if program.key is None:
             return
         with self._run_goes_on():
             executable, in_tree, out_tree = serialize_executable.serialize(program.compiled)
             avals = [(a.shape, a.dtype.name) for a in program.avals]
             kept = Kept(executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds)
-            self.store.keep(program.key, kept)
+            self.store.keep(program.key, kept, ahead)
             _loaded[program.key.name] = program.compiled
 
     def keep_question(self, key: Key | None, question: "bridge.Question", call: Call):

@@ -5,7 +5,7 @@ from table import TPU, in_file
 
 EXECUTABLES, STEPPING = "test_executables.py", "test_stepping.py"
 STATE = f"{EXECUTABLES}::test_another_state_is_another_program"
-ANOTHER = f"{EXECUTABLES}::test_what_is_of_another_run_is_not_used_and_the_part_is_said"
+ANOTHER = f"{EXECUTABLES}::test_what_is_of_another_run_is_not_used_and_its_parts_are_named"
 SCRIPT = f"{EXECUTABLES}::test_code_of_a_script_is_never_anothers"
 CHANGED = f"{STEPPING}::test_what_somebody_changes_between_steps_is_seen"
 STEPS = f"{STEPPING}::test_steps_are_upstreams_the_first_time_and_later"
@@ -23,7 +23,7 @@ MUTANTS = [
          "a program that was compiled with other flags is used", ANOTHER),
         ("executables-answers", '"answers": words.of(answers),', '"answers": "",',
          "the program of other answers is used", f"{EXECUTABLES}::test_questions_lead_to_the_program_of_their_answers"),
-        ("executables-not-kept", "            self.store.keep(program.key, kept)\n", "            pass\n",
+        ("executables-not-kept", "            self.store.keep(program.key, kept, ahead)\n", "            pass\n",
          "nothing is kept for other processes", f"{EXECUTABLES}::test_another_process_traces_nothing_and_answers_the_same"),
     ),
     *in_file(

@@ -208,6 +208,7 @@ def _run_traced(module: torch.nn.Module, form: Form, call: Call) -> Captured:
     mesh = make_mesh(target_devices(), form.mesh)
     config = TPUConfig(mesh=form.mesh, attention=form.attention, scan=form.kind == "scanned")
     runner = Runner(module, module_plan(module), mesh, config)
+    runner.executables.off = True  # a kept program has no values of submodules
     runner.attach()
     try:
         taken = runner.take_apart(call.entry, call.args, call.kwargs)

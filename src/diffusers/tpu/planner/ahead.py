@@ -100,7 +100,7 @@ def _make(recorded: RecordedCall, runner: Runner, resident: bool, programs: list
     program.key = key
     with out_of_memory_told():
         program.compile()
-    runner.executables.keep(program)
+    runner.executables.keep(program, ahead=True)
     if not path.exists():
         left.append(f"{name}: {path.parent} cannot be written to, or what it gives cannot be pickled")
         return

@@ -23,6 +23,17 @@ from ..idioms import said
 MOST_BYTES = 8 << 30
 FOLDER = "executables"
 SUFFIX = ".executable"
+PARTS = {
+    "state": "the model's attributes, hooks, processors or adapters",
+    "weights": "shapes, dtypes or layout of its weights",
+    "numbers": "its adapters",
+    "plan": "how its class runs on the path",
+    "settings": "TPUConfig",
+    "mesh": "the chips or their mesh",
+    "compiler": "flags of the compiler",
+    "versions": "versions",
+    "sources": "the code of diffusers or transformers",
+}  # of a key, for those who read of it
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,22 @@ class Key:
     @property
     def parts(self) -> dict[str, str]:
         return {"model": self.model, **self.lasting, **self.passing}
+
+
+@dataclass(frozen=True)
+class Apart:
+    """What is kept for the same call, of another run.
+
+    Attributes:
+        words: part of a key -> its words there (None: it has none) and here.
+        ahead: it was made ahead of a run, for a run like this one.
+    """
+
+    words: dict[str, tuple[str | None, str]]
+    ahead: bool
+
+    def __str__(self) -> str:
+        return ", ".join(_named(name, *words) for name, words in self.words.items())
 
 
 class Store:
@@ -86,10 +113,11 @@ class Store:
         with contextlib.suppress(OSError):
             path.unlink()
 
-    def keep(self, key: Key, thing) -> Path | None:
-        """Keep it; None, said once, where the folder cannot be written to or has no room."""
+    def keep(self, key: Key, thing, ahead: bool = False) -> Path | None:
+        """Keep it; None, said once, where the folder cannot be written to or has no room. `ahead`: made for a run to come."""
         body = zlib.compress(pickle.dumps(thing), 1)
-        head = json.dumps({"key": key.parts, "sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)})
+        digest = hashlib.sha256(body).hexdigest()
+        head = json.dumps({"key": key.parts, "sha256": digest, "bytes": len(body), "ahead": ahead})
         path = self.folder / key.name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -114,33 +142,32 @@ class Store:
 
     def of_family(self, key: Key) -> list[Key]:
         """Keys of what is kept of the module as it is, the last used first."""
-        return [Key(key.model, key.lasting, kept.passing) for kept in self._keys(f"{key.family}-*{SUFFIX}", key)]
+        return [Key(key.model, key.lasting, kept.passing) for kept, _ in self._heads(f"{key.family}-*{SUFFIX}", key)]
 
-    def differing(self, key: Key) -> str | None:
+    def nearest(self, key: Key) -> "Apart | None":
         """What parts this key from the nearest one kept of the same model and call; None where there is none."""
-        same = [kept for kept in self._keys(f"{key.model}-*{SUFFIX}", key) if kept.passing == key.passing]
-        apart = [
-            [
-                (name, kept.lasting.get(name), key.lasting[name])
-                for name in key.lasting
-                if kept.lasting.get(name) != key.lasting[name]
-            ]
-            for kept in same
-        ]
-        apart = sorted(filter(None, apart), key=len)
-        return "; ".join(f"{name}: {_where_apart(*words)}" for name, *words in apart[0]) if apart else None
+        found = []
+        for kept, ahead in self._heads(f"{key.model}-*{SUFFIX}", key):
+            words = {name: (kept.lasting.get(name), here) for name, here in key.lasting.items()}
+            words = {name: pair for name, pair in words.items() if pair[0] != pair[1]}
+            if words and kept.passing == key.passing:
+                found.append(Apart(words, ahead))
+        return min(found, key=lambda apart: (not apart.ahead, len(apart.words)), default=None)
 
-    def _keys(self, pattern: str, key: Key) -> list[Key]:
+    def _heads(self, pattern: str, key: Key) -> list[tuple[Key, bool]]:
+        """Keys of what is kept and whether it was made ahead, the last used first."""
         found = []
         with contextlib.suppress(OSError):
             for path in self.folder.glob(pattern):
                 with contextlib.suppress(OSError, ValueError, KeyError):
                     with open(path, "rb") as file:
-                        parts = json.loads(file.readline())["key"]
-                    lasting = {name: parts[name] for name in key.lasting if name in parts}
-                    passing = {name: parts[name] for name in key.passing if name in parts}
-                    found.append((path.stat().st_mtime, Key(key.model, lasting, passing)))
-        return [kept for _, kept in sorted(found, key=lambda pair: -pair[0])]
+                        head = json.loads(file.readline())
+                    lasting, passing = (
+                        {name: head["key"][name] for name in part if name in head["key"]}
+                        for part in (key.lasting, key.passing)
+                    )
+                    found.append((path.stat().st_mtime, Key(key.model, lasting, passing), head["ahead"]))
+        return [(kept, ahead) for _, kept, ahead in sorted(found, key=lambda one: -one[0])]
 
 
 def store_here() -> Store | None:
@@ -163,10 +190,12 @@ def _digest(parts: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()[:16]
 
 
-def _where_apart(theirs: str | None, ours: str) -> str:
-    """Both from a little before where they part."""
-    if theirs is None:
-        return "not kept"
-    start = max(0, len(os.path.commonprefix([theirs, ours])) - 30)
-    kept, here = (f"{'...' if start else ''}{words[start : start + 100]}" for words in (theirs, ours))
-    return f"kept {kept}, here {here}"
+def _named(part: str, there: str | None, here: str) -> str:
+    """A part of a key by name; of versions, which."""
+    if part != "versions" or there is None:
+        return PARTS.get(part, part)
+    former = dict(item.split(" ", 1) for item in there.split(", "))
+    now = dict(item.split(" ", 1) for item in here.split(", "))
+    apart = [name for name in {**former, **now} if former.get(name) != now.get(name)]
+    said = (f"{name} {former.get(name, 'none')} there, {now.get(name, 'none')} here" for name in apart)
+    return f"versions ({', '.join(said)})"
