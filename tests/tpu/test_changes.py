@@ -132,7 +132,7 @@ def test_every_change_after_a_first_call_is_seen(both):
     for name, change in CHANGES.items():
         change(ours)
         change(theirs)
-        assert differ() < 1e-6, name
+        assert differ() < 1e-6 and differ() < 1e-6, name
     assert not runner.eager
 
 
@@ -678,7 +678,8 @@ READS = {
 @pytest.mark.parametrize("name", READS)
 def test_texts_and_arrays_of_values_are_values(make_mesh, name, capsys):
     runner = as_upstream(make_mesh(1, 1, 1), lambda: made(READS[name]))
-    assert not runner.programs and "decides by a value (test_changes.py, line" in runner.eager[0]
+    why = "it calls print" if name == "printed" else "decides by a value (test_changes.py, line"
+    assert not runner.programs and why in runner.eager[0]
     shown = capsys.readouterr().out.replace(", device='jax:0'", "")
     assert shown[: len(shown) // 2] == shown[len(shown) // 2 :]
 

@@ -48,6 +48,8 @@ class Uncompiled:
         self.kept: list = []
         self.unread: dict[str, str] = {}
         self.fickle: str | None = None
+        self._last: tuple | None = None
+        self._repeats = False
         self._once: list = []
 
     def look_at(self, state: State):
@@ -64,10 +66,16 @@ class Uncompiled:
     def is_fickle(self, call: Call, programs: Iterable) -> bool:
         """Whether the last programs for shapes like this call's ran once each, so that this one would too."""
         last = [one for one in programs if (one.entry, one.shapes) == (call.entry, call.shapes)][-MOST_RUN_ONCE:]
-        if len(last) == MOST_RUN_ONCE and all(one.calls == 1 for one in last):
+        if not self._repeats and len(last) == MOST_RUN_ONCE and all(one.calls == 1 for one in last):
             self.fickle = "its Python state, or what it is given beside tensors, is another in each call"
             self.say(call, self.fickle)
         return self.fickle is not None
+
+    def steadies(self, key: tuple) -> bool:
+        """Whether a module that was another in each call is now what it was in the last one."""
+        self._repeats, self._last = key == self._last, key
+        was, self.fickle = self.fickle, None if self._repeats else self.fickle
+        return was is not self.fickle
 
     def because_of(self, effects: Trace, call: Call, key: tuple) -> bool:
         """Whether a trace with these effects is of no use, and the call runs eagerly.

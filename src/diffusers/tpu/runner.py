@@ -285,6 +285,9 @@ class Runner:
             held = None if self.part else next(filter(goes_on_from, call.others), None)
             if held is not None:
                 return self._go_on_from(held, call, args, kwargs)
+            if self.uncompiled.steadies((call.key, self._state.key)):
+                self._in_parts.pop(LASTING, None)
+                self._come_apart(self._in_parts.get(self._state.key))
             whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
             if call.unread is not None:
                 self.uncompiled.add(
