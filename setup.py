@@ -20,6 +20,7 @@ from upstream import open_store, read_pin  # noqa: E402
 
 
 REVISION = 1  # of our work on one upstream release
+PYTHONS = (11, 12, 13)  # tested, of Python 3
 
 # libtpu has wheels for this platform only; elsewhere the TPU path runs on simulated chips.
 HAS_LIBTPU = "sys_platform == 'linux' and platform_machine == 'x86_64'"
@@ -81,7 +82,8 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=metadata["Requires-Python"],
+    python_requires=f">=3.{min(PYTHONS)}",
+    classifiers=[f"Programming Language :: Python :: 3.{minor}" for minor in PYTHONS],
     package_dir={"": "src"},
     packages=find_packages("src"),
     package_data={pin.name: data},

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -92,6 +93,12 @@ class Process:
 
     def other_seed(self, degrees: str):
         self.video(degrees, generator=torch.Generator().manual_seed(6 + self.number))
+
+    def pause(self, number: str, seconds: str):
+        """The process of this number stands still for so long."""
+        if self.number == int(number):
+            subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     def end(self, number: str, how: str):
         """The process of this number ends in the middle of a run."""

@@ -1,9 +1,11 @@
 """Where two forms of a component part. Oracle: faults that are planted, whose place is known; a harvest by hand."""
 
+import ast
 import copy
 import functools
 import json
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -18,14 +20,18 @@ from diffusers import tpu
 from diffusers.models.autoencoders import autoencoder_kl_wan_nnx_layers_flax
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
-from diffusers.tpu import bridge, fidelity
+from diffusers.tpu import aot, bridge, fidelity
 from diffusers.tpu.bridge import Tag, capture
 from diffusers.tpu.cli import main
-from diffusers.tpu.fidelity import Form
+from diffusers.tpu.devices import find_topology
+from diffusers.tpu.fidelity import Form, kernels, roundings
 from diffusers.tpu.fidelity.forms import Value
 from diffusers.tpu.fidelity.harvest import harvest
 from diffusers.tpu.fidelity.matching import error_of, measured
 from diffusers.tpu.fidelity.modules import compared, graded, innermost
+from diffusers.tpu.fidelity.roundings import MOST, Widening, widening
+from diffusers.tpu.mesh import make_mesh
+from diffusers.tpu.video.convolution import PRODUCTS, as_bfloat16_products
 from diffusers.tpu.video.nnx.layers import RMSNorm
 
 
@@ -190,6 +196,72 @@ def test_equal_weights_part_nowhere_and_every_scanned_block_is_there():
             blocks = {name.split(".")[1] for name in found.by_name if name.startswith("blocks.")}
             assert blocks == {"0", "1", "2"} and len(comparison.rows) == 86
             assert {*comparison.left_out} == {f"blocks.{n}.attn1.norm_{x}" for n in range(3) for x in "qk"}
+
+
+def of_bfloat16_products(precision: str):
+    """A stub of the chips' float32 convolution: the products that a TPU makes of it at this precision."""
+
+    def run(x, w):
+        x, w = as_bfloat16_products(x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), PRODUCTS[precision])
+        layout = ("NHWC", "HWIO", "NCHW")
+        return lax.conv_general_dilated(
+            x, w, (1, 1), "VALID", dimension_numbers=layout, preferred_element_type=np.float32
+        )
+
+    return run
+
+
+def test_limits_are_wider_by_what_the_chips_float32_is_less_exact(monkeypatch):
+    assert widening(jax.devices()[0], "highest", "high") == Widening()
+    monkeypatch.setattr(roundings, "_rounds_as_the_host", lambda device: False)
+    made = {}
+    for precision in ("high", "default"):
+        monkeypatch.setattr(roundings, "_convolved", of_bfloat16_products(precision))
+        made[precision] = widening.__wrapped__(jax.devices()[0], "highest", "high")
+    assert 1 <= made["high"].plain == made["default"].plain < 8  # the CPU's own
+    assert 8 < made["high"].convolutions < MOST["high"]  # measured: 32
+    assert made["default"].convolutions == MOST["high"]  # less exact than it was asked for, which is no rounding
+    _, call, oracle = recorded(*WAN)
+    found = copy.deepcopy(oracle)
+    for name in ("patch_embedding", "blocks.1.ffn.net.2", "blocks.1.ffn", ""):  # the last two: what these are part of
+        (value,) = found.by_name[name][0].answered.values()
+        value.array[...] *= 1 + 1e-5 * np.sign(np.random.default_rng(0).standard_normal(value.array.shape))
+    first = [compared(oracle, found, None, call, "scanned", "upstream", w).first for w in (Widening(), made["high"])]
+    assert first == ["patch_embedding", "blocks.1.ffn.net.2"]
+
+
+def kernels_that_a_check_runs(argument, progress) -> dict:
+    """Runs in a process of `aot.run_in_child`: chip by chip is what a run on it would trace."""
+    one, four = (
+        make_mesh(aot.Compiler(find_topology(name)).devices, mesh)
+        for name, mesh in (("v5e-1", (1, 1, 1)), ("v6e-4", (1, 4, 1)))
+    )
+    of = [kernels.kernels_of(model, "forward", call, four if n == 4 else one) for n, (model, call) in (
+        (1, kernels.denoiser(1)), (4, kernels.denoiser(4)), (1, kernels.unet()),
+    )]  # fmt: skip
+    return {"names": [sorted(names) for names in of]}
+
+
+@pytest.mark.slow
+def test_small_models_whose_traces_hold_every_kernel(monkeypatch):
+    """Oracle: the calls of Pallas in our sources, but for a benchmark's."""
+    rooms = Path(aot.__file__).parent
+    calls = (
+        node
+        for file in rooms.rglob("*.py")
+        if "planner" not in file.parts
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "pallas_call"
+    )
+    written = {keyword.value.value for call in calls for keyword in call.keywords if keyword.arg == "name"}
+    assert len(written) == 9
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    environment = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_CACHE": "off"}
+    function = f"{__name__}:kernels_that_a_check_runs"
+    made = aot.run_in_child(function, {}, seconds=300, schedules=False, environment=environment)
+    alone, together, maps = map(set, made["names"])
+    assert alone | together | maps == written
+    assert {"attention_kernel", "linear_kernel", "rotary_kernel"} <= alone and "linear_kernel_of_windows" in maps
 
 
 def test_values_of_a_mesh_are_put_together():

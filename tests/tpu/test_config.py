@@ -10,6 +10,7 @@ from diffusers.tpu import devices, is_active, linear
 from diffusers.tpu.attention import blocks
 from diffusers.tpu.config import TPUConfig, read_environment
 from diffusers.tpu.devices import Target, find_target
+from diffusers.tpu.idioms import chips
 from diffusers.tpu.mesh import plan_degrees
 from diffusers.tpu.settings import Settings
 from diffusers.tpu.sharding import default_spec, fit, gathered, plan_weights
@@ -74,11 +75,51 @@ def test_a_tpu_is_found_on_the_pci_bus(tmp_path, monkeypatch):
         (bus / str(slot) / "device").write_text(device + "\n")
     assert devices._generation_on_this_host(str(bus)) == "v6e"
     assert devices._generation_on_this_host(str(tmp_path / "none")) is None
-    monkeypatch.delenv("DIFFUSERS_TPU", raising=False)
-    monkeypatch.setattr(devices, "_generation_on_this_host", lambda: "v6e")
-    assert find_target(read_environment()) == Target("tpu", "v6e") and is_active()
-    monkeypatch.setenv("DIFFUSERS_TPU", "off")
-    assert not is_active()
+    assert devices.device_nodes(str(tmp_path)) == []
+    for node in ("vfio/vfio", "vfio/0", "accel", "accel3"):
+        (tmp_path / node).parent.mkdir(exist_ok=True)
+        (tmp_path / node).write_text("")
+    assert devices.device_nodes(str(tmp_path)) == [str(tmp_path / "accel3"), str(tmp_path / "vfio/0")]
+
+
+@pytest.mark.parametrize(
+    "mode, platforms, generation, nodes, found",
+    [
+        ("", "", "v6e", ["/dev/vfio/0"], Target("tpu", "v6e")),
+        ("auto", "tpu,cpu", "v6e", ["/dev/accel0"], Target("tpu", "v6e")),
+        ("off", "", "v6e", ["/dev/vfio/0"], "DIFFUSERS_TPU=off"),
+        ("", "cpu", "v6e", ["/dev/vfio/0"], "JAX_PLATFORMS=cpu"),
+        ("", "", "v6e", [], "a TPU v6e on the bus of this host, but no /dev/vfio/N or /dev/accelN"),
+        ("", "", None, [], "no TPU on this host"),
+        ("tpu", "", None, [], Target("tpu")),
+        ("tpu", "tpu", "v5e", [], Target("tpu", "v5e")),
+        ("tpu", "cpu", "v5e", ["/dev/vfio/0"], ValueError),
+    ],
+)
+def test_what_a_host_shows_of_a_tpu(monkeypatch, mode, platforms, generation, nodes, found):
+    """A stub of the bus and of /dev; none is asked for."""
+    monkeypatch.setenv("DIFFUSERS_TPU", mode)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(devices, "_generation_on_this_host", lambda: generation)
+    monkeypatch.setattr(devices, "device_nodes", lambda: nodes)
+    if found is ValueError:
+        with pytest.raises(ValueError, match="expected JAX_PLATFORMS to name tpu, .* got 'cpu'"):
+            is_active()
+        return
+    assert find_target(read_environment()) == (found if isinstance(found, Target) else None)
+    assert is_active() == isinstance(found, Target)
+    if not is_active():
+        assert devices.why_off(read_environment()).startswith(found)
+
+
+def test_a_tpu_that_the_bus_does_not_show_is_named_by_jax(monkeypatch):
+    device = SimpleNamespace(platform="tpu", device_kind="TPU v6 lite", process_index=0, memory_stats=lambda: None)
+    monkeypatch.setenv("DIFFUSERS_TPU", "tpu")
+    monkeypatch.delenv("JAX_PLATFORMS")
+    monkeypatch.setattr(devices, "_generation_on_this_host", lambda: None)
+    for room in (devices, chips):
+        monkeypatch.setattr(room, "jax_devices", lambda target: (device,) * 4)
+    assert chips.name() == "TPU v6e" and chips.bytes_in_all() == 4 * devices.CHIPS["v6e"].hbm_bytes
 
 
 def test_more_chips_than_jax_was_started_with(chips):

@@ -11,12 +11,13 @@ import types
 import jax
 import pytest
 import torch
+from jax import export
 
 import test_ladder
 import tiny
 import tiny_wan
 from conftest import relative
-from diffusers.tpu import executables
+from diffusers.tpu import aot, executables
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.idioms import said
 from diffusers.tpu.plans import module_plan
@@ -119,6 +120,48 @@ def test_what_is_of_another_run_is_not_used_and_its_parts_are_named(run, monkeyp
     run(mesh=(1, 1, 1))
     monkeypatch.setattr(executables, "_versions", lambda: f"{versions}, jax 0.0.1")
     refused(f"versions (jax {jax.__version__} there, 0.0.1 here)", "WARNING", mesh=(1, 1, 1))
+
+
+ON_A_TPU_HOST = """
+import glob, os, sys
+found = glob.glob
+glob.glob = lambda pattern, **kwargs: [sys.argv[1]] if pattern.startswith("/sys/bus/pci") else found(pattern, **kwargs)
+import jax
+print(os.environ["LIBTPU_INIT_ARGS"])
+"""
+
+
+def flags_of_a_child(argument, progress):
+    """Runs in a process of `aot.run_in_child`."""
+    return {"flags": os.environ["LIBTPU_INIT_ARGS"]}
+
+
+def test_what_jax_tells_libtpu_on_a_tpu_host_is_told_by_compile_and_is_no_part_of_the_key(monkeypatch, tmp_path):
+    """The host is a stub of its PCI bus."""
+    (tmp_path / "vendor").write_text("0x1ae0\n")
+    (tmp_path / "device").write_text("0x006f\n")
+    given = "--xla_tpu_scoped_vmem_limit_kib=4096"
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", given)
+    command = [sys.executable, "-c", ON_A_TPU_HOST, str(tmp_path / "vendor")]
+    on_the_host = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(on_the_host) > 1
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+    made = aot.run_in_child(f"{__name__}:flags_of_a_child", {}, seconds=120, schedules=False)
+    assert made["flags"].split() == on_the_host
+    elsewhere = executables._flags()
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", " ".join(on_the_host))
+    assert executables._flags() == elsewhere and given in elsewhere
+
+
+def test_patch_versions_of_python_share_what_is_kept(monkeypatch):
+    def words(minor: int, patch: int) -> tuple[str, str]:
+        executables._versions.cache_clear()
+        describing.place_of.cache_clear()
+        with monkeypatch.context() as other:
+            other.setattr(sys, "version_info", (3, minor, patch, "final", 0))
+            return executables._versions(), describing.code_in_words(copy.copy.__code__)
+
+    assert words(11, 7) == words(11, 9) and not set(words(11, 7)) & set(words(12, 7))
 
 
 def test_another_size_is_another_program_and_both_are_kept(run, store):
@@ -252,9 +295,15 @@ def test_two_models_of_one_configuration_share_an_executable(run):
     assert compiled[0] is compiled[1]
 
 
-def test_questions_lead_to_the_program_of_their_answers(make_mesh, store):
+def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkeypatch):
     """Mochi asks for its prompts' lengths: each answer's program is found without a trace."""
-    model = test_ladder.mochi()
+    model, keep, kept = test_ladder.mochi(), store.keep, []
+
+    def noting(key, thing):
+        kept.extend([thing] if isinstance(thing, executables.KeptQuestion) else [])
+        return keep(key, thing)
+
+    monkeypatch.setattr(store, "keep", noting)
 
     def traces(*lengths):
         executables._loaded.clear()
@@ -268,6 +317,10 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store):
         return runner.traces
 
     assert [traces(3), traces(3), traces(4), traces(4), traces(3, 4)] == [1, 0, 1, 0, 0]
+    for question in kept:  # asked on a chip where JAX_PLATFORMS=tpu
+        given = export.deserialize(bytearray(question.function)).in_avals
+        question.question().compute.trace(*given).lower(lowering_platforms=("tpu",))
+    assert kept
 
 
 def test_a_code_is_told_from_one_alike_in_another_file():

@@ -30,10 +30,11 @@ from PIL import Image
 import tiny
 from conftest import ROOT
 from diffusers import WanPipeline
+from diffusers.tpu import devices, failures
 from diffusers.tpu.aot import CompiledProgram
 from diffusers.tpu.cli import main, session
 from diffusers.tpu.devices import Target, jax_devices, keep_compiled_programs
-from diffusers.tpu.failures import ChipBusy, NotWritten, OutOfHBM
+from diffusers.tpu.failures import ChipBusy, NoChip, NotWritten, OutOfCoreMemory, OutOfHBM, within_hbm
 from diffusers.tpu.generation import media
 from diffusers.tpu.planner import kept
 from diffusers.tpu.programs import Program
@@ -364,29 +365,152 @@ def test_nan_is_not_written_and_its_first_submodule_is_named(model, here, capsys
     fails(capsys, [*words, "--debug-nans"], "WanTransformer3DModel.forward", "is blocks.1.ffn.net.2.", status=1)
 
 
-@fault("out-of-hbm-compiling", "out-of-hbm-running")
-@pytest.mark.parametrize("moment", ["compile", "run"])
-def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(saved, here, capsys, monkeypatch, moment):
-    def refuse(self, *args, **kwargs):
-        raise jax.errors.JaxRuntimeError(
-            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.00G of 31.25G hbm. Exceeded hbm capacity by 8.75G."
-        )
+COMPILING = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.00G of 31.25G hbm. Exceeded hbm capacity by 8.75G."
+LOADING = (
+    "RESOURCE_EXHAUSTED: Error loading program 'jit_program': Attempting to reserve 12.29G at the bottom of memory. That was not"
+    " possible. There are 10.90G free, 0B reserved, and 10.90G reservable.; (0x0x0_HBM0)"
+)
+ALLOCATING = (
+    "RESOURCE_EXHAUSTED: Error allocating device buffer: Attempting to allocate 1.50G. That was not possible. There are 512.00M"
+    " free.; (0x0x0_HBM0)"
+)
 
-    monkeypatch.setattr(Program, moment, refuse)
+
+@fault("out-of-hbm-compiling", "out-of-hbm-running")
+@pytest.mark.parametrize(
+    "moment, text, sizes",
+    [
+        ("compile", COMPILING, "40 GiB asked for, 31.2 GiB there"),
+        ("run", LOADING, "12.3 GiB asked for, 10.9 GiB there"),
+        ("result", ALLOCATING, "1.5 GiB asked for, 0.5 GiB there"),
+    ],
+)
+def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(
+    saved, here, capsys, monkeypatch, moment, text, sizes
+):
+    """When the program is compiled, when it is run, and when what it was to give is waited for: dispatch is asynchronous."""
+
+    def refuse(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError(text)
+
+    def compiled(self, **kwargs):
+        late = types.SimpleNamespace(block_until_ready=refuse)
+        self.compiled = refuse if moment == "run" else lambda *args: [[late]]
+
+    monkeypatch.setattr(Program, "compile", refuse if moment == "compile" else compiled)
     asks = f"diffusers-tpu plan {saved} --topology"
-    fails(capsys, ["generate", saved, *CALL], "40 GiB asked for, 31.2 GiB there", asks, "--mesh auto", status=1)
+    fails(capsys, ["generate", saved, *CALL], sizes, asks, "--mesh auto", status=1)
     assert not issubclass(OutOfHBM, ValueError)
 
 
-@fault("chip-in-use")
-@pytest.mark.parametrize("pid", ["by process with pid 22. Not attempting to load libtpu.so", "by another process"])
-def test_a_chip_that_another_process_has(monkeypatch, pid):
+@fault("out-of-core-memory")
+@pytest.mark.parametrize(
+    "memory, text",
+    [  # of libtpu 0.0.42.1
+        (
+            "VMEM",
+            "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating on stack"
+            " for %call. Scoped allocation with size 32.00M and limit 16.00M exceeded scoped vmem limit by 16.00M.",
+        ),
+        (
+            "VMEM",
+            "RESOURCE_EXHAUSTED: Allocation (size=268435456) would exceed memory (size=134217728) :: #allocation2 [shape ="
+            " 'f32[65536,1024]{1,0:T(8,128)}', space=vmem, size = 0x10000000, scoped, tag = 'scratch operand'] :: kernel",
+        ),
+        (
+            "SMEM",
+            "RESOURCE_EXHAUSTED: Allocation (size=4194304) would exceed memory (size=1048576) :: #allocation2 [shape ="
+            " 'f32[1048576]{0:T(128)}', space=smem, size = 0x400000, scoped, tag = 'scratch operand'] :: kernel",
+        ),
+    ],
+)
+def test_a_core_without_room_for_a_kernel_is_no_matter_of_hbm(memory, text):
+    with pytest.raises(OutOfCoreMemory, match=f"a core's {memory} to run X, got none: .*attention_blocks") as told:
+        with within_hbm(lambda: "to run X", lambda: pytest.fail("the planner is asked")):
+            raise jax.errors.JaxRuntimeError(text)
+    assert "more chips or HBM do not help" in str(told.value) and "\n" not in str(told.value)
+
+
+@fault("slow-first-run")
+def test_a_first_run_that_stands_is_said_while_it_does(warned, monkeypatch):
+    monkeypatch.setattr(failures, "WORTH_A_WORD", 0.02)
+    waits = types.SimpleNamespace(block_until_ready=lambda: time.sleep(0.5))
+    program = Program("Wan", "forward", (), 1, None, {}, None, None, 0.0, compiled=lambda *args: [[waits]])
+    values = types.SimpleNamespace(weights={}, numbers={}, inputs=[])
+    program.run([types.SimpleNamespace(values=values)])
+    assert [sentence.partition(":")[0] for sentence in warned] == [
+        "the first run of Wan.forward is not done after 0 s"
+    ] * 2
+    program.run([types.SimpleNamespace(values=values)])  # nobody waits
+    assert len(warned) == 2  # after 0.02 s and 0.2 s
+
+
+STARTING = "Unable to initialize backend 'tpu': "
+BUSY = (
+    STARTING + "UNKNOWN: TPU initialization failed: open({0}): Device or resource busy: Couldn't open iommu group {0}"
+)
+
+
+def refusing_chips(monkeypatch, text: str, nodes: tuple[str, ...] = ("/dev/vfio/0",)):
     def refuse(platform):
-        raise RuntimeError(f"Unable to initialize backend 'tpu': ABORTED: The TPU is already in use {pid}")
+        raise RuntimeError(text)
 
     monkeypatch.setattr(jax, "devices", refuse)
-    with pytest.raises(ChipBusy, match="process 22 has it" if "22" in pid else "libtpu_lockfile"):
-        jax_devices.__wrapped__(Target("tpu", "v6e"))
+    monkeypatch.setattr(devices, "device_nodes", lambda: [*nodes])
+    return jax_devices.__wrapped__(Target("tpu", "v6e"))
+
+
+@fault("chip-in-use")
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "ABORTED: The TPU is already in use by process with pid 22. Not attempting to load libtpu.so",
+            "process 22 has it",
+        ),
+        ("ABORTED: The TPU is already in use by another process probably owned by another user.", "libtpu_lockfile"),
+        (BUSY.format("/dev/vfio/0"), "sudo lsof"),
+    ],
+)
+def test_a_chip_that_another_process_has(monkeypatch, text, words):
+    with pytest.raises(ChipBusy, match=words):
+        refusing_chips(monkeypatch, STARTING + text)
+
+
+@fault("chip-in-use-by")
+def test_the_process_that_has_a_chips_file_open_is_named(monkeypatch, tmp_path):
+    node = tmp_path / "0"
+    node.write_text("")
+    with open(node), subprocess.Popen(["sleep", "60"], stdin=open(node)) as other:
+        try:
+            with pytest.raises(ChipBusy, match=rf"process {other.pid} \(sleep\) has it"):
+                refusing_chips(monkeypatch, BUSY.format(node), (str(node),))
+        finally:
+            other.kill()
+
+
+@fault("chip-denied", "no-topology")
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (
+            "UNKNOWN: TPU initialization failed: open(/dev/vfio/0): Permission denied: Couldn't open",
+            "right to open /dev/vfio/0",
+        ),
+        (
+            "UNKNOWN: TPU initialization failed: open(/dev/accel0): Operation not permitted",
+            "container needs them as devices",
+        ),
+        ("INTERNAL: Failed to get global TPU topology.", "each of them; .*here: TPU_WORKER_HOSTNAMES=a,b"),
+    ],
+)
+def test_a_chip_that_this_process_cannot_have(monkeypatch, text, words):
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "a,b")
+    with pytest.raises(NoChip, match=words):
+        refusing_chips(monkeypatch, STARTING + text)
+    with pytest.raises(RuntimeError, match="something else") as told:
+        refusing_chips(monkeypatch, STARTING + "something else")
+    assert type(told.value) is RuntimeError
 
 
 def frames() -> list[Image.Image]:

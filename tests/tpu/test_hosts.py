@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -20,14 +21,16 @@ import host_runs
 from diffusers import DiffusionPipeline
 from diffusers.tpu import TPUConfig, aot, config, devices, hosts, install, mesh
 from diffusers.tpu.executables import Executables
-from diffusers.tpu.hosts import agreement, run
+from diffusers.tpu.hosts import agreement, run, watch
 from diffusers.tpu.planner import timing
 from diffusers.tpu.sharding import plan_weights
 from diffusers.tpu.store import Key
+from diffusers.utils import logging
 
 
 MODEL = Path(__file__).resolve().parents[2] / "examples/tpu/models/wan-shapes"
 LIMIT = 30.0  # seconds within which the death of one ends the others
+SILENT = run.HEARTBEAT + LIMIT  # the same of one that says nothing
 
 
 def start(count: int, chips: int, command: list[str], folder: Path, cache: str, **more) -> list[subprocess.Popen]:
@@ -158,7 +161,7 @@ def test_who_stops_answering_ends_the_others(compiled_programs, tmp_path):
     after = time.time()
     processes[1].kill()
     assert "stopped sending heartbeats" in text(tmp_path, 0)
-    assert after - float(re.search("ends at ([0-9.]+)", text(tmp_path, 0)).group(1)) < LIMIT
+    assert after - float(re.search("ends at ([0-9.]+)", text(tmp_path, 0)).group(1)) < SILENT
 
 
 @pytest.mark.slow
@@ -202,6 +205,13 @@ def test_the_first_process_writes_and_tells(compiled_programs, tmp_path):
 
 
 # Without other processes
+
+
+@pytest.fixture(autouse=True)
+def clusters_are_asked_anew():
+    run._of_cluster.cache_clear()
+    yield
+    run._of_cluster.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -256,6 +266,87 @@ def test_clusters_are_asked_on_a_tpu_only(monkeypatch, clusters, given, found):
         monkeypatch.setenv(name, value)
     assert run.find("tpu") == found
     assert run.find("cpu") is None
+
+
+def gke(monkeypatch, **given):
+    """A TPU host as GKE describes it, by variables alone."""
+    from jax._src.clusters import ClusterEnv, cloud_tpu_cluster
+
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [cloud_tpu_cluster.GkeTpuCluster])
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    monkeypatch.setenv("MEGASCALE_NUM_SLICES", "1")
+    monkeypatch.setenv("MEGASCALE_SLICE_ID", "0")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "given, found",
+    [
+        ({"TPU_WORKER_HOSTNAMES": "a"}, None),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, config.Processes(None, 2, 1)),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PROCESS_ID": "1"}, config.Processes(None, 2, 1)),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "JAX_NUM_PROCESSES": "1"}, None),
+    ],
+)
+def test_hosts_that_gke_names(monkeypatch, given, found):
+    gke(monkeypatch, **given)
+    assert run.find("tpu") == found
+
+
+def test_a_host_without_a_number_is_told_which_variable_it_lacks(monkeypatch):
+    gke(monkeypatch, TPU_WORKER_HOSTNAMES="a,b")
+    with pytest.raises(ValueError, match="which of the 2 processes .* GkeTpuCluster .* Set TPU_WORKER_ID"):
+        run.find("tpu")
+
+
+def test_a_cluster_that_does_not_answer_is_asked_once_and_not_for_long(monkeypatch, caplog):
+    from jax._src.clusters import ClusterEnv
+
+    asked = []
+    silent = cluster(8)
+    silent.is_env_present = lambda: asked.append(time.sleep(20)) or True
+    monkeypatch.setattr(ClusterEnv, "_cluster_types", [silent])
+    monkeypatch.setattr(run, "ASKING", 0.1)
+    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
+    start = time.monotonic()
+    with caplog.at_level("WARNING"):
+        assert run.is_main("tpu") and run.is_main("tpu") and run.find("tpu") is None
+    assert time.monotonic() - start < 5
+    assert {record.getMessage()[:60] for record in caplog.records} == {
+        "this host is taken for the only one of the run: Cluster cann"
+    }
+    assert "no answer within" in caplog.text
+
+
+def test_who_waits_for_the_others_says_so_and_a_pause_ends_nobody(monkeypatch, caplog):
+    """JAX is a stub that joins late; the connection that is probed is one of ours."""
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: given.update(kwargs) or time.sleep(0.3))
+    monkeypatch.setattr(run, "WORTH_A_WORD", 0.1)
+    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        run._initialize("tpu", config.Processes(None, 4, 2))
+    assert "process 2 waits for the 3 other processes of this run" in caplog.text
+    assert given["heartbeat_timeout_seconds"] > run.PAUSE
+    one, other = connected()
+    with one, other:
+        probed = watch._probed(one)
+        idle, between, count = (probed.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in watch.PROBES)
+        assert idle + between * count > run.PAUSE
+
+
+def connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        return one, server.accept()[0]
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_for_a_minute_ends_nobody(compiled_programs, tmp_path):
+    """As a host does that is moved for maintenance."""
+    made = steps(tmp_path, "latents:2,2,1", f"pause:1:{run.PAUSE + 5}", "latents:2,2,1")
+    assert ended(start(2, 2, made, tmp_path, compiled_programs)) == [0, 0], text(tmp_path, 0)[-3000:]
 
 
 def test_alone_nothing_is_asked():

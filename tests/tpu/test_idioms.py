@@ -5,6 +5,7 @@ Every row of `examples/tpu/IDIOMS.md` is proved by a test marked with its id, in
 
 import copy
 import io
+import os
 import pickle
 import re
 import subprocess
@@ -246,3 +247,37 @@ def test_with_the_path_off_nothing_of_torch_is_touched():
         name: int(time) for time, name in re.findall(r"\| +(\d+) \| +(diffusers[.\w]*)$", ran.stderr, re.M)
     }
     assert microseconds["diffusers.tpu"] < 0.05 * microseconds["diffusers"]
+
+
+BESIDE_US = """
+import sys
+import diffusers
+assert not {"jax", "torchax", "torch_xla"} & {*sys.modules}
+from diffusers.pipelines.wan import pipeline_wan
+import accelerate, torch, transformers
+assert not pipeline_wan.XLA_AVAILABLE and not accelerate.utils.is_torch_xla_available()
+assert not transformers.utils.is_torch_xla_available() and "torch_xla" not in sys.modules
+try:
+    torch.ops.aten.prod.dim_Dimname
+except AttributeError:
+    import torchax
+    try:
+        torch.ops.aten.prod.dim_Dimname
+    except AttributeError:
+        print("as it was")
+"""
+
+
+@idiom("torch-xla", "torchax-import")
+def test_torch_xla_is_left_out_and_torchax_can_be_imported(tmp_path):
+    """A stub that cannot be imported stands for torch_xla, in a process that asks for nothing but the path."""
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla" / "__init__.py").write_text("raise RuntimeError('torch_xla is imported')")
+    (tmp_path / "torch_xla-2.8.0.dist-info").mkdir()
+    (tmp_path / "torch_xla-2.8.0.dist-info" / "METADATA").write_text("Name: torch_xla\nVersion: 2.8.0\n")
+    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "PYTHONPATH": str(tmp_path)}
+    environment.pop("USE_TORCH_XLA", None)
+    command = [sys.executable, "-c", BESIDE_US]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "as it was", done.stderr[-2000:]
+    assert done.stderr.count("torch_xla: on the TPU path") == 1

@@ -17,9 +17,10 @@ from jax.experimental.pallas import tpu as pltpu
 from attention_masks import KINDS, make_mask
 from conftest import attention_formula, relative
 from diffusers.tpu import linear, rotary
-from diffusers.tpu.attention import kernel, kernel_body
+from diffusers.tpu.attention import exchange_kernels, kernel, kernel_body
 from diffusers.tpu.attention.blocks import Blocks, Tile
 from diffusers.tpu.attention.ways import BOUND, CENTRED, ONLINE, WAYS
+from diffusers.tpu.video import convolution_kernel
 
 
 pytestmark = pytest.mark.slow
@@ -128,6 +129,56 @@ def test_rotary(interpreted, tokens, dim):
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle[None, :, None, ::2])
     exact = np.stack([turned.real, turned.imag], -1).reshape(x.shape)
     assert not raced and relative(wide(ours), exact) < 5e-3  # measured: 2.4e-3
+
+
+@pytest.mark.parametrize(
+    "height, width, channels, features, taps", [(9, 20, 64, 192, 3), (5, 33, 128, 64, 5), (7, 16, 64, 64, 1)]
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_convolution(interpreted, height, width, channels, features, taps, biased):
+    """A last block of rows that is not full, columns that are no whole registers, and more than one block of features."""
+    x, w, b = draw(
+        np.random.default_rng(),
+        jnp.bfloat16,
+        (2, height, width, channels),
+        (taps, taps, channels, features),
+        (features,),
+    )
+    blocks = convolution_kernel.Blocks(rows=4, features=min(features, 128), piece=2)
+    call = functools.partial(convolution_kernel.tpu_convolution, x, w, b if biased else None, blocks=blocks)
+    ours, raced = interpreted(lambda settings: call(interpret=settings))
+    around = np.pad(wide(x), [(0, 0), (taps // 2, taps // 2), (taps // 2, taps // 2), (0, 0)])
+    windows = np.lib.stride_tricks.sliding_window_view(around, (taps, taps), (1, 2))
+    exact = np.einsum("bhwcij,ijco->bhwo", windows, wide(w)) + (wide(b) if biased else 0)
+    assert not raced and relative(wide(ours), exact) < 5e-3  # measured: 1.7e-3
+
+
+@pytest.mark.parametrize("ways, tokens, rest", [(2, 300, 0), (4, 128, 7), (3, 517, 130)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_exchange(interpreted, monkeypatch, ways, tokens, rest, dtype):
+    """Every order to the bit: pieces of columns, tokens of all chips joined with what is behind them, as they are and turned."""
+    monkeypatch.setattr(exchange_kernels, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
+    x, behind = draw(np.random.default_rng(), dtype, (2, tokens, 128 * ways), (2, rest, 128))
+    behind = behind if rest else None
+
+    def run(kernel, *arguments):
+        made, raced = interpreted(lambda settings: kernel(*arguments, settings))
+        assert not raced, kernel.__name__
+        return made
+
+    pieces = run(exchange_kernels.cut, x, ways)
+    np.testing.assert_array_equal(wide(pieces), np.stack(np.split(wide(x), ways, 2)))
+    np.testing.assert_array_equal(wide(run(exchange_kernels.paste, pieces)), wide(x))
+    whole = tokens // 128 * 128
+    for turned in (False, True):
+        made, raced = interpreted(lambda settings: exchange_kernels.join(pieces, turned, settings, behind))
+        rows = wide(made).swapaxes(1, 2) if turned else wide(made)
+        assert not raced and rows.shape[1] == ways * tokens + rest
+        in_order = [wide(p)[:, :whole] for p in pieces] + [wide(p)[:, whole:] for p in pieces]
+        np.testing.assert_array_equal(
+            rows, np.concatenate([*in_order, *([] if behind is None else [wide(behind)])], 1)
+        )
+    np.testing.assert_array_equal(wide(run(exchange_kernels.part, made, ways, tokens)), wide(pieces))
 
 
 def test_a_race_and_memory_that_nobody_wrote_are_seen(interpreted):

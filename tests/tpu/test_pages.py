@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 
 import huggingface_hub.constants
 import jax.numpy as jnp
@@ -244,7 +245,27 @@ def check_curl(words: list[str]):
     assert any(word.startswith("http://127.0.0.1:8000/") for word in words)
 
 
+def pythons() -> list[str]:
+    """The versions that setup.py says are supported."""
+    (minors,) = re.findall(r"^PYTHONS = \((.*?)\)", (ROOT / "setup.py").read_text(), re.M)
+    return [f"3.{minor}" for minor in minors.split(", ")]
+
+
+def check_uv(words: list[str]):
+    """An environment of a Python that is supported, with pip in it."""
+    assert words[:2] == ["venv", "--python"] and words[2] in pythons() and words[3] == "--seed"
+
+
+def test_every_python_that_is_supported_is_named():
+    """Of each the locked set was installed and the demo run."""
+    *others, last = pythons()
+    assert f"Python {', '.join(others)} or {last}" in section(README, "Try it")
+    assert f"Python {', '.join(others)} and {last}" in (ROOT / "requirements-lock.txt").read_text().splitlines()[0]
+    assert f"{sys.version_info[0]}.{sys.version_info[1]}" in pythons()
+
+
 PROGRAMS = {
+    "uv": check_uv,
     "make": check_make,
     "pip": check_pip,
     "python": check_script,

@@ -585,6 +585,21 @@ def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(caplog, monkeyp
         compile_lowered(refusing("no room"), options)
 
 
+def test_an_option_that_the_compiler_does_not_have_is_left_out_by_name(caplog, monkeypatch):
+    import jax
+
+    from diffusers.utils import logging
+
+    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
+    lowered = jax.jit(lambda x: x + 1).lower(1.0)
+    options = {"xla_tpu_of_mine": True, "xla_cpu_copy_insertion_use_region_analysis": False, "xla_tpu_of_yours": False}
+    assert compile_lowered(lowered, options)(1.0) == 2.0
+    said = {record.getMessage().partition(",")[0] for record in caplog.records}
+    assert said == {f"this compiler has no option xla_tpu_of_{whose}" for whose in ("mine", "yours")}
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
+        compile_lowered(lowered, {"xla_cpu_copy_insertion_use_region_analysis": "not a valid one"})
+
+
 def test_a_matrix_unit_is_occupied_as_long_as_the_peak_says():
     for chip in CHIPS.values():
         products = chip.matrix_units * chip.matrix_side**2 * 16  # of 16 rows on every unit

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .devices import Topology, compile_lowered
-from .failures import hbm_asked, is_out_of_hbm
+from .devices import Topology, compile_lowered, flags_of_jax
+from .failures import exhausted, hbm_asked
 
 
 LAST_LINES = 15
@@ -152,6 +152,7 @@ def _environment(work: Path | None) -> dict[str, str]:
         **os.environ,
         "DIFFUSERS_TPU": "off",  # the program is for chips elsewhere, whatever this host has
         "JAX_PLATFORMS": "cpu",
+        "JAX_FORCE_TPU_INIT": "1",  # JAX sets the variables and flags that it sets where a TPU is
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v6e-8",  # asked for by libtpu's start; what is compiled for is each Compiler's own
         "TPU_WORKER_HOSTNAMES": "localhost",
@@ -206,8 +207,9 @@ class Compiler:
 
     @property
     def asked_flags(self) -> str:
-        """Those that the user gave, without ours for schedules."""
-        return " ".join(flag for flag in self.flags.split() if not flag.startswith("--xla_jf_dump"))
+        """Those that the user gave, without ours for schedules and JAX's own."""
+        given = [flag for flag in self.flags.split() if flag not in flags_of_jax()]
+        return " ".join(flag for flag in given if not flag.startswith("--xla_jf_dump"))
 
     @property
     def devices(self) -> tuple:
@@ -261,7 +263,7 @@ def out_of_memory_told():
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not is_out_of_hbm(error):
+        if exhausted(error) is None:
             raise
         text = str(error)
         raise OutOfMemory(text.split("\n")[0], *hbm_asked(text)) from error

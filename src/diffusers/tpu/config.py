@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 ACCELERATORS = ("cuda", "tpu", "xla", "jax")  # names of devices that mean the TPU on the TPU path
-MODES = ("auto", "off", "cpu")
+MODES = ("auto", "off", "cpu", "tpu")
 GLUES = ("auto", "resident", "host")
 PRECISIONS = ("highest", "high", "default")
 ATTENTIONS = ("auto", "kernel", "online", "splash", "reference")
@@ -18,16 +18,24 @@ class Environment:
     """The process-wide settings.
 
     Attributes:
-        mode: `DIFFUSERS_TPU`: "auto" (a TPU if one is here), "off", or "cpu" (the same path on simulated chips).
+        mode: `DIFFUSERS_TPU`: "auto" (a TPU if one is here), "off", "cpu" (the same path on simulated chips), or "tpu" (a TPU,
+            whatever this host shows of it).
         simulated_devices: `DIFFUSERS_TPU_DEVICES`, how many chips "cpu" simulates.
         mesh: `DIFFUSERS_TPU_MESH`, the degrees dp,sp,tp of pipelines whose TPUConfig names none.
         cache_dir: `DIFFUSERS_TPU_CACHE`, where compiled programs are kept between processes; "off" keeps none.
+        platforms: JAX_PLATFORMS, the platforms that JAX may run on, in its order; "" leaves it to JAX.
     """
 
     mode: str
     simulated_devices: int
     mesh: tuple[int, int, int] | None
     cache_dir: str | None
+    platforms: str = ""
+
+    @property
+    def leaves_tpu_out(self) -> bool:
+        """JAX is told to run on other platforms only."""
+        return bool(self.platforms) and "tpu" not in self.platforms.split(",")
 
 
 @dataclass(frozen=True)
@@ -182,7 +190,7 @@ def read_environment() -> Environment:
     if mode not in MODES:
         raise ValueError(
             f"expected DIFFUSERS_TPU to be one of: auto (use a TPU if one is here), off (plain diffusers), "
-            f"cpu (the TPU path on simulated chips); got {mode!r}"
+            f"cpu (the TPU path on simulated chips), tpu (a TPU, whatever this host shows of it); got {mode!r}"
         )
     devices = os.environ.get("DIFFUSERS_TPU_DEVICES", "8")
     if not devices.isdigit() or int(devices) < 1:
@@ -190,7 +198,15 @@ def read_environment() -> Environment:
     mesh = os.environ.get("DIFFUSERS_TPU_MESH")
     default_cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "diffusers-tpu")
     cache = os.environ.get("DIFFUSERS_TPU_CACHE") or default_cache
-    return Environment(mode, int(devices), parse_mesh(mesh) if mesh else None, None if cache == "off" else cache)
+    platforms = os.environ.get("JAX_PLATFORMS", "").strip().lower()
+    found = Environment(
+        mode, int(devices), parse_mesh(mesh) if mesh else None, None if cache == "off" else cache, platforms
+    )
+    if mode == "tpu" and found.leaves_tpu_out:
+        raise ValueError(
+            f"expected JAX_PLATFORMS to name tpu, or not to be set, with DIFFUSERS_TPU=tpu, got {platforms!r}"
+        )
+    return found
 
 
 def read_processes() -> Processes:

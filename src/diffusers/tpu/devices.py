@@ -7,6 +7,7 @@ Detection reads the PCI bus, so that asking costs nothing and imports nothing. D
 import contextlib
 import dataclasses
 import functools
+import glob
 import os
 import pathlib
 import re
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 from . import hosts
 from .config import Environment
-from .failures import chip_is_free
+from .failures import chips_are_there
 from .files import make_room
 
 
@@ -149,7 +150,8 @@ def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
 def compile_lowered(lowered, options: dict[str, bool | str] | None):
     """The executable of a `jax.stages.Lowered`.
 
-    Where the compiler cannot put exchanges on the SparseCores, they stay on the core, with a warning.
+    Where the compiler cannot put exchanges on the SparseCores, they stay on the core, with a warning; an option that it does not
+    have is left out, also with one.
     """
     import jax
 
@@ -158,13 +160,26 @@ def compile_lowered(lowered, options: dict[str, bool | str] | None):
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
+        warn, said = logging.get_logger(__name__).warning, str(error).splitlines()[0]
+        unknown = re.search(r"No such compile option: '([^']+)'", said)
+        if unknown and unknown[1] in (options or {}):
+            warn(f"this compiler has no option {unknown[1]}, the program is compiled without it")
+            return compile_lowered(lowered, {name: value for name, value in options.items() if name != unknown[1]})
         if "sparse_core" not in str(error) or not any((options or {}).values()):
             raise
-        logging.get_logger(__name__).warning(
+        warn(
             "the compiler cannot put this program's exchanges between chips on the SparseCores, they stay on the core"
-            f" (TPUConfig.sparse_cores=False asks for that): {str(error).splitlines()[0]}"
+            f" (TPUConfig.sparse_cores=False asks for that): {said}"
         )
         return lowered.compile(dict.fromkeys(options, False))
+
+
+def flags_of_jax() -> set[str]:
+    """Flags that `import jax` adds to LIBTPU_INIT_ARGS where a TPU is: constants of the function of JAX's that does so."""
+    from jax._src.cloud_tpu_init import cloud_tpu_init
+
+    texts = [text for text in cloud_tpu_init.__code__.co_consts[1:] if isinstance(text, str)]  # behind its docstring
+    return {word for text in texts for word in text.split() if word.startswith("--") and "=" in word}
 
 
 def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:
@@ -219,11 +234,18 @@ def find_topology(name: str) -> Topology:
 
 @dataclass(frozen=True)
 class Target:
-    """What JAX will run on: `platform` "tpu" or "cpu"; `generation` of a real TPU; `simulated` chips on the CPU."""
+    """What JAX will run on: `platform` "tpu" or "cpu"; `generation` of a real TPU, None before JAX runs where the bus of this host
+    does not show it; `simulated` chips on the CPU."""
 
     platform: str
     generation: str | None = None
     simulated: int = 0
+
+    def __str__(self) -> str:
+        """As `torch.cuda.get_device_name` says it: "TPU v6e". Starts JAX where only that knows."""
+        if self.simulated:
+            return "TPU (simulated on the CPU)"
+        return f"TPU {self.generation or generation_of(jax_devices(self)[0])}"
 
 
 @functools.cache
@@ -245,8 +267,27 @@ def find_target(environment: Environment) -> Target | None:
         return None
     if environment.mode == "cpu":
         return Target("cpu", simulated=environment.simulated_devices)
-    generation = _generation_on_this_host()
-    return Target("tpu", generation) if generation else None
+    if environment.mode == "tpu":
+        return Target("tpu", _generation_on_this_host())
+    if environment.leaves_tpu_out or (generation := _generation_on_this_host()) is None or not device_nodes():
+        return None
+    return Target("tpu", generation)
+
+
+def device_nodes(root: str = "/dev") -> list[str]:
+    """The files by which a process has this host's chips: a container without them sees the chips on the bus and has none."""
+    return sorted(glob.glob(f"{root}/accel[0-9]*") + glob.glob(f"{root}/vfio/[0-9]*"))
+
+
+def why_off(environment: Environment) -> str:
+    """Why there is no target."""
+    if environment.mode == "off":
+        return "DIFFUSERS_TPU=off"
+    if environment.leaves_tpu_out:
+        return f"JAX_PLATFORMS={environment.platforms}"
+    if (generation := _generation_on_this_host()) is not None:
+        return f"a TPU {generation} on the bus of this host, but no /dev/vfio/N or /dev/accelN: a container has to be given them"
+    return "no TPU on this host"
 
 
 @functools.cache
@@ -266,7 +307,7 @@ def jax_devices(target: Target) -> tuple:
         # Eigen cuts a sum by how many threads there are, which XLA's CPU client makes one for each of its chips or, if that is
         # more, for each processor, by this name: as many as one process would have that simulates all chips give the same bits.
         os.environ.setdefault("NPROC", str(target.simulated * hosts.process_count()))
-    with chip_is_free():
+    with chips_are_there(device_nodes()):
         devices = jax.devices(target.platform)
     if target.platform == "cpu" and len(devices) < target.simulated:
         raise RuntimeError(

@@ -17,6 +17,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from ..utils import logging
 from . import bridge, hosts
 from .call import Call, values_of
 from .compile import process_key
+from .devices import flags_of_jax
 from .idioms import said
 from .programs import Program
 from .store import Key, NotPortable, Store, Words, ours_in_words, sources_in_words, store_here
@@ -44,6 +46,7 @@ OF_JAX = (
     "jax_enable_x64 jax_default_matmul_precision jax_threefry_partitionable jax_numpy_dtype_promotion"
     " jax_use_shardy_partitioner jax_exec_time_optimization_effort jax_memory_fitting_effort"
 ).split()
+ASKED_ON = ("cpu", "tpu")  # questions: on the host, or on a chip where JAX_PLATFORMS leaves the host out
 MOST_AHEAD = 4  # programs of a module that are loaded before somebody asks for them
 PASSING = ("call", "shapes", "batch", "cache", "branches", "answers")
 NUMBERS_ARE_READ, ALONE = "numbers are read", "alone"
@@ -244,7 +247,7 @@ class Executables:
         with self._run_goes_on():
             some = [values_of(call.tensors[number]) for number in question.inputs]
             given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some]
-            exported = export.export(question.compute, platforms=("cpu",))(*given)
+            exported = export.export(question.compute, platforms=ASKED_ON)(*given)
             kept = KeptQuestion(question.inputs, question.key, question.line, bytes(exported.serialize()))
             self.store.keep(key, kept)
 
@@ -315,8 +318,8 @@ def _processor() -> str:
 
 
 def _flags() -> list[str]:
-    """Of the compiler, without how many chips are simulated, which is the mesh's to say."""
-    flags = " ".join(os.environ.get(name, "") for name in FLAGS).split()
+    """Of the compiler, without how many chips are simulated, which is the mesh's to say, and what JAX adds on a TPU host."""
+    flags = {*" ".join(os.environ.get(name, "") for name in FLAGS).split()} - flags_of_jax()
     return sorted(flag for flag in flags if "force_host_platform_device_count" not in flag and "dump" not in flag)
 
 
@@ -326,7 +329,7 @@ def _of_jax(name: str) -> str:
 
 @functools.cache
 def _versions() -> str:
-    found = [f"python {platform.python_version()}"]
+    found = ["python {}.{}".format(*sys.version_info)]  # what is pickled is alike in its patch versions
     for name in VERSIONS:
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from .attention.ways import Tally
 from .compile import is_entry
 from .config import TPUConfig, read_environment
-from .devices import find_target, jax_devices, keep_compiled_programs
+from .devices import find_target, jax_devices, keep_compiled_programs, why_off
 from .host import HostModel
 from .ladder import in_words, rungs
 from .mesh import make_mesh, plan_degrees, slices_of
@@ -58,7 +58,7 @@ def target_devices() -> tuple:
     target = find_target(environment)
     if target is None:
         raise RuntimeError(
-            "expected a TPU, found none on this host; set DIFFUSERS_TPU=cpu to run the TPU path on simulated chips"
+            f"expected a TPU, found none ({why_off(environment)}); set DIFFUSERS_TPU=cpu to run the TPU path on simulated chips"
         )
     keep_compiled_programs(environment.cache_dir)
     return jax_devices(target)

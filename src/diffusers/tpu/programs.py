@@ -16,6 +16,7 @@ from ..utils import logging
 from . import bridge, hosts
 from .call import Call
 from .devices import compile_lowered, compiled_anew
+from .failures import told_if_slow
 from .idioms import said
 from .sharding import fit, named
 from .store import Key
@@ -56,11 +57,17 @@ class Program:
     recalled: bool = False
 
     def run(self, calls: list[Call]) -> list[list[jax.Array]]:
-        """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest."""
+        """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest.
+
+        The first run is waited for: what the runtime says of it, that memory is exhausted say, comes with the result.
+        """
         filled = [*calls, *[calls[-1]] * (self.branches - len(calls))]
-        values = calls[-1].values
+        values, first = calls[-1].values, not self.calls
         self.calls += 1
-        outputs = self.compiled(values.weights, values.numbers, [call.values.inputs for call in filled])
+        with told_if_slow(lambda: f"the first run of {self.name}.{self.entry}") if first else contextlib.nullcontext():
+            outputs = self.compiled(values.weights, values.numbers, [call.values.inputs for call in filled])
+            if first:
+                jax.block_until_ready(outputs)
         return outputs[: len(calls)]
 
     def compile(self, share: bool = False):

@@ -12,7 +12,7 @@ from rich.table import Table
 import diffusers
 
 from ..config import Environment, read_environment
-from ..devices import Target, find_target
+from ..devices import Target, find_target, why_off
 from .errors import BadInput, loading
 
 
@@ -65,14 +65,12 @@ def installed_version(package: str) -> str:
 def chips(environment: Environment, target: Target | None) -> dict[str, str]:
     """What the TPU path would run on, and the mesh it would choose."""
     if target is None:
-        reason = "DIFFUSERS_TPU=off" if environment.mode == "off" else "no TPU on this host"
-        return {"TPU path": f"off: {reason}; plain diffusers runs"}
+        return {"TPU path": f"off: {why_off(environment)}; plain diffusers runs"}
     from ..devices import jax_devices
     from ..mesh import plan_degrees
 
-    kind = "simulated on the CPU" if target.simulated else f"TPU {target.generation}"
     with loading():
-        count = len(jax_devices(target))
+        count, kind = len(jax_devices(target)), "simulated on the CPU" if target.simulated else str(target)
         pair, single = (plan_degrees(count, environment.mesh, paired) for paired in (True, False))
     meshes = ",".join(map(str, pair))
     if pair != single:

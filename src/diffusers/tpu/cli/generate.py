@@ -180,6 +180,6 @@ def where(pipe, target) -> str:
     if target.simulated:
         chips = f"{target.simulated} chips simulated on the CPU: these are not TPU times"
     else:
-        chips = f"TPU {target.generation}"
+        chips = str(target)
     processes = hosts.process_count()
     return f"mesh {mesh}; {f'{processes} processes, each ' if processes > 1 else ''}{chips}"

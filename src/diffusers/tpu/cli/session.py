@@ -11,7 +11,7 @@ import diffusers
 
 from .. import hosts
 from ..config import parse_mesh, read_environment
-from ..devices import Target, find_target, jax_devices
+from ..devices import Target, find_target, jax_devices, why_off
 from .errors import BadInput, loading
 
 
@@ -24,14 +24,15 @@ def choose_target(device: str) -> Target | None:
 
     Raises BadInput where a TPU is wanted, or nothing was said, and there is none.
     """
-    if MODES[device] is not None:
+    forced = device == os.environ.get("DIFFUSERS_TPU", "").strip().lower() == "tpu"
+    if MODES[device] is not None and not forced:
         os.environ["DIFFUSERS_TPU"] = MODES[device]
     with loading():
         environment = read_environment()
     target = find_target(environment)
     if target is None and environment.mode == "auto":
         raise BadInput(
-            "expected a TPU, found none on this host. DIFFUSERS_TPU=cpu (or --device simulated) runs the same path on"
+            f"expected a TPU, found none ({why_off(environment)}). DIFFUSERS_TPU=cpu (or --device simulated) runs the same path on"
             " simulated chips, slowly: for small models and checks. --device upstream runs plain diffusers."
         )
     return target

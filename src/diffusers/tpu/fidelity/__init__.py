@@ -4,7 +4,8 @@
     compare_component         one component, every submodule of it: where two forms of it part (`modules`)
 
 Of the second, in the order that it is made: `forms` (how a component is run, its submodules' values with it), `harvest` (values
-out of a traced program), `matching` (one layout, the same calls), `modules` (errors and the ladder), `page` (the report).
+out of a traced program), `matching` (one layout, the same calls), `modules` (errors and the ladder), `page` (the report). Of both:
+`roundings` (how much wider limits are on a TPU). `kernels`: which of our kernels a trace holds, and models whose traces hold all.
 """
 
 from .forms import Form, forms_of, run_form

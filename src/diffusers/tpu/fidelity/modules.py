@@ -5,7 +5,9 @@ checks): compare from the smallest layer up, each rung with a threshold of its o
 around one; here they are divided by the oracle's mean magnitude (`Error.relative`), and what a submodule gets wrong already
 is told from what it does itself:
 
-    limit = max(rung, 16 x the error of its inputs, 1.25 x upstream's own error in this dtype)
+    limit = max(rung x widening, 16 x the error of its inputs, 1.25 x upstream's own error in this dtype)
+
+`widening`: how much less exact float32 is on the chips than on the host (`roundings`); 1 on simulated ones.
 
 A submodule whose error is above its limit parts by itself. The first one is, of those that have no such submodule inside of
 them, the first to be computed. Rungs above a block's, which the guide lets grow to 0.1 for what piles up, are not needed.
@@ -20,9 +22,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..config import TPUConfig
+from ..models import target_devices
 from .forms import Captured, Form, ModuleCall, Value, run_form
 from .matching import Error, error_of
 from .pipelines import LOW_PRECISION_FACTOR, Call, draw_arguments, load, modules, record
+from .roundings import Widening, widening
 
 
 LADDER = (  # the guide's grades of an error
@@ -172,13 +177,22 @@ def compare_modules(
     own = None
     if form.dtype != against.dtype:
         own = run_form(module, Form("upstream", form.dtype), call)
-    return compared(oracle, found, own, call, str(form), str(against))
+    config, wider = TPUConfig(), Widening()
+    if {form.kind, against.kind} != {"upstream"}:
+        wider = widening(target_devices()[0], config.matmul_precision, config.convolution_precision)
+    return compared(oracle, found, own, call, str(form), str(against), wider)
 
 
 def compared(
-    oracle: Captured, found: Captured, own: Captured | None, call: Call, form: str, against: str
+    oracle: Captured,
+    found: Captured,
+    own: Captured | None,
+    call: Call,
+    form: str,
+    against: str,
+    wider: Widening = Widening(),
 ) -> Comparison:
-    """The comparison of what was captured. `own`: upstream's in the dtype of `found`."""
+    """The comparison of what was captured. `own`: upstream's in the dtype of `found`; `wider`: of the rungs."""
     left_out, rows, last, parted = {}, {}, 0.0, []
     parents = {name[:at] for name in oracle.kinds for at in range(len(name)) if name[at] == "."} | {""}
     places = {id(c): n for calls in oracle.by_name.values() for n, c in enumerate(calls)}
@@ -189,6 +203,7 @@ def compared(
         reason = _left_out(name, len(theirs), found)
         kind = oracle.kinds.get(name, "")
         rung = BLOCK if name in parents else LAYER if name in oracle.weighted and "norm" not in kind.lower() else NORM
+        rung *= wider.convolutions if _convolves(name, oracle.kinds) else wider.plain
         row = None if reason else _row(made, ours, kind, rung, last)
         if row is None:
             left_out[name] = reason or f"gives {_shapes(ours[0])}, the oracle {_shapes(made)}"
@@ -217,6 +232,10 @@ def compared(
     strange = [c.name for c in found.calls if not _finite(c.answered) and _finite(c.given)]
     first = innermost([name for name in parted if name in rows])
     return Comparison(call.module, call.entry, form, against, [*rows.values()], left_out, first, innermost(strange))
+
+
+def _convolves(name: str, kinds: dict[str, str]) -> bool:
+    return any("conv" in kind.lower() for other, kind in kinds.items() if other == name or _inside(other, name))
 
 
 def _outer(name: str) -> Iterator[str]:

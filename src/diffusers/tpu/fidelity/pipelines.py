@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ... import DiffusionPipeline, ModelMixin
 from .. import install, uninstall
 from ..config import TPUConfig
+from ..models import target_devices
 from ..pipeline import installation
+from .roundings import widening
 
 
 MODULE_LIMIT, RESULT_LIMIT = 1e-5, 1e-4
@@ -174,15 +176,26 @@ def compare_on(reference: Reference, mesh, dtype: torch.dtype, arguments: dict, 
         name = str(dtype).removeprefix("torch.")
         return Row(module, entry, name, tuple(mesh), relative_error(ours, oracle), upstream, limit)
 
+    config = TPUConfig(mesh=mesh)
+    wider = widening(target_devices()[0], config.matmul_precision, config.convolution_precision)
     try:
-        install(pipe, TPUConfig(mesh=mesh))
+        install(pipe, config)
         for call, oracle, own in reference.calls:
-            rows.append(row(call.module, call.entry, run_call(pipe, call), oracle, own, MODULE_LIMIT))
+            limit = MODULE_LIMIT * (
+                wider.convolutions if has_convolutions(modules(pipe)[call.module]) else wider.plain
+            )
+            rows.append(row(call.module, call.entry, run_call(pipe, call), oracle, own, limit))
         ours = run_pipeline(pipe, arguments, seed)
-        rows.append(row("pipeline", "forward", ours, reference.oracle, reference.own, RESULT_LIMIT))
+        limit = RESULT_LIMIT * wider.convolutions
+        rows.append(row("pipeline", "forward", ours, reference.oracle, reference.own, limit))
     finally:
         uninstall(pipe)
     return rows
+
+
+def has_convolutions(module: torch.nn.Module) -> bool:
+    """Whether one of its layers is a convolution, for all that its class tells."""
+    return any("conv" in type(layer).__name__.lower() for layer in module.modules())
 
 
 def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:

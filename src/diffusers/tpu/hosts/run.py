@@ -4,18 +4,26 @@ Who they are is said by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCE
 host is in (TPU VM, GKE, Slurm, Open MPI, Kubernetes). JAX_NUM_PROCESSES=1: this process is alone, whatever the cluster says.
 """
 
+import functools
 import os
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..config import Processes, read_processes
 
 
-# Seconds. JAX's runtime takes a process for dead after HEARTBEAT without a sign of life; `watch` mostly knows at once.
-HEARTBEAT = 20
+# Seconds. JAX's runtime takes a process for dead after HEARTBEAT without a sign of life, for which a host may stand still while it
+# is moved (PAUSE, the longest that Google announces for maintenance); `watch` knows at once of one that has ended.
+PAUSE = 60
+HEARTBEAT = 90
 # From the first process that has come to its end until the last: a script may write its results on one of them meanwhile.
 LEAVING = 300
+WORTH_A_WORD = 10.0  # of waiting for the others to join
+ASKING = 15.0  # for the metadata server: JAX would ask six times for a minute each
 
 
 @dataclass(frozen=True)
@@ -67,22 +75,27 @@ def find(platform: str) -> Processes | None:
         return None
     if platform == "cpu" or given.complete:
         return given.checked() if given.any else None
-    found = _of_cluster()
+    found = _of_cluster(given.number)
     if found is None:
         return given.checked() if given.any else None
-    count, own = given.count or found.count, found.number if given.number is None else given.number
-    return None if count == 1 else Processes(given.coordinator, count, own)
+    count = given.count or found.count
+    return None if count == 1 else Processes(given.coordinator, count, found.number)
 
 
-def _of_cluster() -> Processes | None:
-    """What JAX finds out where it runs, in its order (JAX 0.10.2, `jax/_src/clusters`)."""
+@functools.cache
+def _of_cluster(number: int | None) -> Processes | None:
+    """What JAX finds out where it runs, in its order (JAX 0.10.2, `jax/_src/clusters`); asked once. `number`: as it was given."""
     from jax._src.clusters import ClusterEnv
 
     for kind in ClusterEnv._cluster_types:
         try:
-            if not kind.opt_in_only_method and kind.is_env_present():
-                return Processes(None, int(kind.get_process_count()), int(kind.get_process_id()))
-        except OSError as error:  # the metadata server of a TPU VM does not answer: JAX would end the program
+            if not kind.opt_in_only_method and _in_time(kind.is_env_present):
+                count = int(_in_time(kind.get_process_count))
+                return Processes(None, count, _number_by(kind, count) if number is None else number)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # the metadata server of a TPU VM does not answer: JAX would end the program
             from ...utils import logging
 
             logging.get_logger(__name__).warning(
@@ -90,6 +103,40 @@ def _of_cluster() -> Processes | None:
                 " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; one: JAX_NUM_PROCESSES=1"
             )
     return None
+
+
+def _number_by(kind, count: int) -> int:
+    if count == 1:
+        return 0
+    try:
+        return int(_in_time(kind.get_process_id))
+    except ValueError as error:
+        raise ValueError(
+            f"expected to hear which of the {count} processes of this run this one is, got nothing from {kind.__name__} ({error})."
+            " Set TPU_WORKER_ID (from 0, another on each host) beside TPU_WORKER_HOSTNAMES, or JAX_PROCESS_ID; a run of this host"
+            " alone: JAX_NUM_PROCESSES=1"
+        ) from error
+
+
+def _in_time(ask: Callable):
+    """What this returns. Raises TimeoutError after `ASKING`; the question goes on in a thread that nobody waits for."""
+    answer = []
+
+    def run():
+        try:
+            answer.append((ask(), None))
+        except Exception as error:
+            answer.append((None, error))
+
+    thread = threading.Thread(target=run, name="diffusers-tpu asks the cluster", daemon=True)
+    thread.start()
+    thread.join(ASKING)
+    if not answer:
+        raise TimeoutError(f"no answer within {ASKING:.0f} s")
+    value, error = answer[0]
+    if error is not None:
+        raise error
+    return value
 
 
 def join(platform: str):
@@ -123,7 +170,8 @@ def _initialize(platform: str, found: Processes):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It turns SIGTERM into a notice that nobody here reads: a process that is asked to end would go on.
     jax.config.update("jax_enable_preemption_service", False)
-    given = read_processes()
+    given, joining = read_processes(), threading.Event()
+    threading.Thread(target=_say_who_is_missing, args=(found, joining), daemon=True).start()
     try:
         jax.distributed.initialize(
             *((given.coordinator, found.count, found.number) if given.any else ()),
@@ -137,6 +185,19 @@ def _initialize(platform: str, found: Processes):
             " pipeline before other code starts JAX, see that all processes are started and reach the first one's address, or"
             " set JAX_NUM_PROCESSES=1 for a run of this host alone."
         ) from error
+    finally:
+        joining.set()
+
+
+def _say_who_is_missing(found: Processes, joining: threading.Event):
+    from ...utils import logging
+
+    start = time.monotonic()
+    while not joining.wait(WORTH_A_WORD):
+        logging.get_logger(__name__).warning(
+            f"process {found.number} waits for the {found.count - 1} other processes of this run since"
+            f" {time.monotonic() - start:.0f} s: each host starts the same script. JAX_NUM_PROCESSES=1 runs this host alone"
+        )
 
 
 def _acquainted(state) -> Run:

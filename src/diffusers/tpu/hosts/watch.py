@@ -19,7 +19,11 @@ import time
 import traceback
 
 
-PROBES = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # a lost host is found after 20 s
+PROBES = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 10,
+    "TCP_KEEPCNT": 8,
+}  # a lost host is found after 90 s, as by JAX's heartbeats
 FIRST_WORD = 30.0  # seconds that a process has for connecting
 HEARD = 1.0  # seconds for the others to read the news before the first one ends, and JAX's runtime with it
 FROM_OTHERS = 2.0  # seconds for the news that another process's end is the reason of an error

@@ -9,6 +9,7 @@ objects back. Where the path is off nothing of torch is touched. What each idiom
 | `cuda`, `streams`, `chips` | `torch.cuda`, `torch.accelerator`: what is asked of the device |
 | `compiling` | `torch.compile`, `Module.compile` |
 | `modes` | `torch.inference_mode`, `torch.autocast` |
+| `xla`, `overloads` | torch_xla beside us; torchax imported by a script |
 | `refusing` | quantization, gradients: what cannot be honoured |
 | `said` | what became of an idiom, once |
 """
@@ -33,12 +34,13 @@ def on():
     """Replace what scripts for CUDA use of torch; nothing if it is already. Imports neither JAX nor torchax."""
     global _replacements
     if _replacements is None:
-        from . import compiling, cuda, devices, modes
+        from . import compiling, cuda, devices, modes, overloads, xla
         from .replacing import Replacements
 
         _replacements = Replacements()
-        for file in (devices, cuda, compiling, modes):
+        for file in (devices, cuda, compiling, modes, xla):
             file.replace(_replacements)
+        overloads.serve()  # for good: it changes nothing but what torchax sees while it is imported
         moving.switch_on()  # last: models move, what is left of a move is torch's
         _forget_devices()
 

@@ -7,13 +7,12 @@ import os
 import sys
 
 from ..config import read_environment
-from ..devices import CHIPS, GIB, find_target, jax_devices
+from ..devices import CHIPS, GIB, find_target, generation_of, jax_devices
 
 
 def name() -> str:
     """As `torch.cuda.get_device_name`: "TPU v6e"."""
-    target = find_target(read_environment())
-    return f"TPU {target.generation}" if target.generation else "TPU (simulated on the CPU)"
+    return str(find_target(read_environment()))
 
 
 def devices() -> tuple:
@@ -37,7 +36,7 @@ def bytes_in_all() -> int:
     limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
     if limits:
         return sum(limits) * len(devices()) // len(stats)
-    chip = CHIPS.get(find_target(read_environment()).generation)
+    chip = CHIPS.get(generation_of(devices()[0]))
     if chip is not None:
         return chip.hbm_bytes * len(devices())
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,73 @@
+"""How exact float32 is on the chips beside the host, where upstream runs: by so much the limits of `compare` are wider.
+
+A TPU makes a float32 product of bfloat16 ones (`TPUConfig.matmul_precision`, `convolution_precision`) and has functions of its
+own. By how much that is less exact is measured on the chips that compare, against float64, and has a bound: what a precision
+leaves of float32's 24 bits. Beyond it is no rounding but a fault, and parts.
+
+On simulated chips nothing is wider: the limits were measured there.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+
+
+MOST = {"highest": 2.0**3, "high": 2.0**8, "default": 2.0**16}  # 6, 3 and 1 of 9 products: all 24 bits, 16 of them, 8
+MOST_OF_FUNCTIONS = 2.0**6
+FUNCTIONS = {
+    torch.exp: jnp.exp,
+    torch.tanh: jnp.tanh,
+    torch.sigmoid: jax.nn.sigmoid,
+    torch.sin: jnp.sin,
+    torch.erf: lax.erf,
+    torch.reciprocal: jnp.reciprocal,
+    lambda x: torch.rsqrt(x * x + 1): lambda x: lax.rsqrt(x * x + 1),
+}
+
+
+@dataclass(frozen=True)
+class Widening:
+    """By what a limit is multiplied: of a module without convolutions, and of one with them."""
+
+    plain: float = 1.0
+    convolutions: float = 1.0
+
+
+@functools.cache
+def widening(device: jax.Device, products: str, convolutions: str) -> Widening:
+    """Of this device at these precisions, of products and of convolutions."""
+    if _rounds_as_the_host(device):
+        return Widening()
+    draw, least = np.random.default_rng(0), np.float32(0.1)
+    x = np.sign(draw.standard_normal(4096, np.float32)) * draw.uniform(least, 4, 4096).astype(np.float32)
+    a, b = draw.standard_normal((256, 512), np.float32), draw.standard_normal((512, 256), np.float32)
+    maps, taps = draw.standard_normal((1, 64, 16, 16), np.float32), draw.standard_normal((64, 64, 3, 3), np.float32)
+
+    def ratio(host: Callable, chips: Callable, most: float, *values: np.ndarray) -> float:
+        exact = host(*(torch.from_numpy(value).double() for value in values)).numpy()
+        theirs = host(*map(torch.from_numpy, values)).double().numpy()
+        ours = np.asarray(jax.jit(chips)(*(jax.device_put(value, device) for value in values)), np.float64)
+        # A function of the host's may be exact but for its last rounding.
+        least = 2.0**-25 * np.linalg.norm(exact)
+        return min(most, max(1.0, np.linalg.norm(ours - exact) / max(least, np.linalg.norm(theirs - exact))))
+
+    of_functions = max(ratio(host, chips, MOST_OF_FUNCTIONS, x) for host, chips in FUNCTIONS.items())
+    with jax.default_matmul_precision(products):
+        plain = max(of_functions, ratio(torch.matmul, jnp.matmul, MOST[products], a, b))
+    with jax.default_matmul_precision(convolutions):
+        of_maps = ratio(torch.nn.functional.conv2d, _convolved, MOST[convolutions], maps, taps)
+    return Widening(plain, max(plain, of_maps))
+
+
+def _rounds_as_the_host(device: jax.Device) -> bool:
+    return device.platform == "cpu"
+
+
+def _convolved(x, w):
+    return lax.conv(x, w, (1, 1), "VALID")
