@@ -160,16 +160,18 @@ def compile_lowered(lowered, options: dict[str, bool | str] | None):
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        warn, said = logging.get_logger(__name__).warning, str(error).splitlines()[0]
-        unknown = re.search(r"No such compile option: '([^']+)'", said)
+        from .idioms import said
+
+        line = str(error).splitlines()[0]
+        unknown = re.search(r"No such compile option: '([^']+)'", line)
         if unknown and unknown[1] in (options or {}):
-            warn(f"this compiler has no option {unknown[1]}, the program is compiled without it")
+            said.once(f"this compiler has no option {unknown[1]}, programs are compiled without it")
             return compile_lowered(lowered, {name: value for name, value in options.items() if name != unknown[1]})
         if "sparse_core" not in str(error) or not any((options or {}).values()):
             raise
-        warn(
+        logging.get_logger(__name__).warning(
             "the compiler cannot put this program's exchanges between chips on the SparseCores, they stay on the core"
-            f" (TPUConfig.sparse_cores=False asks for that): {said}"
+            f" (TPUConfig.sparse_cores=False asks for that): {line}"
         )
         return lowered.compile(dict.fromkeys(options, False))
 

@@ -228,7 +228,11 @@ def place_of(file: str) -> str | None:
     if path.startswith(standard):
         inside = path.removeprefix(standard)
         known = inside.split(os.sep)[0] in ("site-packages", "dist-packages")
-        return _installed(inside.split(os.sep, 1)[1]) if known else f"python{sys.version_info[:2]}/{inside}@{_file_digest(path)}"
+        return (
+            _installed(inside.split(os.sep, 1)[1])
+            if known
+            else f"python{sys.version_info[:2]}/{inside}@{_file_digest(path)}"
+        )
     return _of_spec(path)
 
 
