@@ -153,7 +153,7 @@ class State:
             if dicts_differ(now, before)
         ]
         return found + [
-            Changed(w.thing, w.thing, _as_was(w), w.owner, w.foreign, w.name) for w in self.watches if w.changed()
+            Changed(w.thing, _as_is(w), _as_was(w), w.owner, w.foreign, w.name) for w in self.watches if w.changed()
         ]
 
     def holds(self) -> set[int]:
@@ -194,6 +194,10 @@ class Changed:
     owner: object
     foreign: bool
     name: str
+
+
+def _as_is(w: Watch):
+    return w.thing if isinstance(w.thing, (dict, list, set, deque)) else [*w.read()]
 
 
 def _as_was(w: Watch):
@@ -523,7 +527,7 @@ class _Reader:
         if isinstance(x, weakref.ReferenceType):
             return "reference", self.value(x(), foreign)
         if isinstance(x, ContextVar):
-            self.watch(x, watch.of_variable(x))
+            self.watch(x, watch.of_variable(x), foreign=False)  # what is set anew in each call is its scratch
             return Held(x), self.value((x.get(None),), True)
         if isinstance(x, os._Environ):
             return self.environment()
