@@ -133,6 +133,20 @@ def test_noise_where_the_pipeline_is(pipe, right, upstream):
     right(latents=latents.to(pipe.device))
 
 
+def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
+    """A NaN that a script got of `vae.decode` is not in the picture that follows."""
+    from diffusers.tpu.components import installation
+
+    noise, told = torch.randn(1, 4, 16, 16, device="cuda"), lambda: installation(pipe).not_finite
+    assert pipe.vae.decode(noise * torch.nan).sample.isnan().all()
+    call(pipe, output_type="pt")
+    assert told() == []
+    call(pipe, latents=noise * torch.nan, output_type="pt")
+    assert told() == ["vae"]
+    call(pipe, output_type="pt")
+    assert told() == []
+
+
 @idiom("encode-prompt")
 def test_prompts_encoded_on_an_accelerator(pipe, right):
     names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")

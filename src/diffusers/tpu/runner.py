@@ -100,7 +100,6 @@ class Runner:
         self._cache: bridge.Kept | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
-        self.finite: list = []  # of pictures: device flags, until the call's end
         self.uncompiled = Uncompiled(type(module).__name__)
         self.decided = Decided(type(module).__name__)
         self.executables = Executables(self)
@@ -303,7 +302,7 @@ class Runner:
                 name = nans.first_not_finite(self.module, lambda: self._line_by_line(call, args, kwargs))
                 raise NotFinite(nans.message(type(self.module).__name__, name, entry))
         elif entry == "decode":
-            self.finite += nans.flags(answer)
+            nans.note(self, answer)
         return answer
 
     def _run_call(self, call: Call, args: tuple, kwargs: dict, whole: bool):
