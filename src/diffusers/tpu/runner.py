@@ -404,7 +404,7 @@ class Runner:
         self._come_apart(parts)
 
     def _part(self, module: torch.nn.Module) -> "Runner":
-        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods)
+        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods, spread=self.plan.by_slabs)
         runner = Runner(module, plan, self.mesh, self.config, part=True)
         runner.tally = self.tally
         return runner
@@ -627,6 +627,7 @@ class Runner:
             part=self.part,
             processors={} if self.config.layers == "xla" else self.plan.processors,
             whole=self.plan.whole,
+            by_slabs=self.plan.by_slabs,
             methods=self.plan.methods if self.plan.axes in (None, call.axes) else {},
             kept=None if call.step is None else self.kept,
             kind="" if call.step is None else call.step.kind,
