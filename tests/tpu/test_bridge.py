@@ -238,8 +238,12 @@ def test_scaled_dot_product_attention_in_both_forms(env, lead, mask):
     positional = (chip.get("attn_mask"), 0.0, keywords["is_causal"])
     aten = torch.ops.aten.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), *positional, scale=0.4)
     assert relative(on_host(aten), theirs) < 1e-6
-    with pytest.raises(NotImplementedError, match="dropout"):
-        F.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), dropout_p=0.1)
+    drawn = []
+    for where, given in ((lambda x: x, keywords), (on_chip, chip)):
+        torch.manual_seed(3)
+        drawn.append(F.scaled_dot_product_attention(*map(where, (q, k, v)), dropout_p=0.4, **given))
+        drawn.append(torch.rand(3))
+    assert relative(on_host(drawn[2]), drawn[0]) < 1e-6 and torch.equal(drawn[1], drawn[3])
 
 
 @pytest.mark.parametrize("lead", [(3,), (2, 3)])
@@ -301,7 +305,6 @@ def test_the_dispatcher_refuses_what_the_tpu_cannot(env):
     x, y = on_chip(q), on_chip(k)
     for more, error, words in [
         ({"attention_kwargs": {"return_lse": True}}, NotImplementedError, "log-sum-exp"),
-        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p 0 on the TPU path, got 0.1"),
         ({}, ValueError, "4 query and 3 key heads"),
         ({"enable_gqa": True}, ValueError, "4 query and 3 key heads, enable_gqa=True"),
     ]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tiny_images
 import tiny_pixart
 from conftest import relative
 from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel
@@ -145,6 +146,24 @@ def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
     assert told() == ["vae"]
     call(pipe, output_type="pt")
     assert told() == []
+
+
+def test_a_model_left_in_training_mode_drops_what_upstreams_drops():
+    """As models are that were built by hand: dropout of layers and of attention draws by the CPU generator."""
+    pictures = []
+    for device in ("cpu", "cuda"):
+        made = tiny_images.flux()
+        for module in made.text_encoder.train().modules():
+            if hasattr(module, "dropout"):  # of its attention, by SDPA; T5 has layers of dropout
+                module.dropout = 0.3
+        made.text_encoder_2.train()
+        made.to(device)
+        torch.manual_seed(5)
+        given = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8, "output_type": "pt"}
+        pictures.append([made(prompt, **given).images for prompt in ("a red circle", "a blue circle", "a red circle")])
+    theirs, ours = pictures
+    assert relative(theirs[2], theirs[0]) > 1e-3
+    assert max(map(relative, ours, theirs)) < 1e-5
 
 
 @idiom("encode-prompt")

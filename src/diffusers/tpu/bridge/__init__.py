@@ -203,7 +203,7 @@ def dispatched_attention(
     `kernel` as `TPUConfig.attention`; None: what that says.
 
     Raises:
-        NotImplementedError: `return_lse`, dropout.
+        NotImplementedError: `return_lse`.
         RuntimeError: host tensors: the backend works on the TPU path only.
     """
     from ..settings import choosing

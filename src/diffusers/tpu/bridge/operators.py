@@ -53,12 +53,12 @@ def register(env):
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """torch's SDPA on the TPU path: any leading axes, every argument with torch's meaning.
-
-    Raises NotImplementedError for dropout, which inference has not.
-    """
+    """torch's SDPA on the TPU path: any leading axes, every argument with torch's meaning; dropout draws as torch's does on the CPU."""
     if dropout_p:
-        raise NotImplementedError(f"expected dropout_p 0 on the TPU path, got {dropout_p}; call .eval() on the model")
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # which this operator of torch's would add
+            attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
+        by_torch = torch.ops.aten._scaled_dot_product_attention_math
+        return by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     env = query._env
     q, k, v = (x.jax() for x in (query, key, value))
     mask = None if attn_mask is None else attn_mask.jax()
