@@ -8,6 +8,7 @@ objects back. Where the path is off nothing of torch is touched. What each idiom
 | `devices` | where tensors, modules and generators are put |
 | `cuda`, `streams`, `chips` | `torch.cuda`, `torch.accelerator`: what is asked of the device |
 | `compiling` | `torch.compile`, `Module.compile` |
+| `processes` | `torch.distributed`: a process for each GPU |
 | `modes` | `torch.inference_mode`, `torch.autocast` |
 | `refusing` | quantization, gradients: what cannot be honoured |
 | `said` | what became of an idiom, once |
@@ -33,11 +34,11 @@ def on():
     """Replace what scripts for CUDA use of torch; nothing if it is already. Imports neither JAX nor torchax."""
     global _replacements
     if _replacements is None:
-        from . import compiling, cuda, devices, modes
+        from . import compiling, cuda, devices, modes, processes
         from .replacing import Replacements
 
         _replacements = Replacements()
-        for file in (devices, cuda, compiling, modes):
+        for file in (devices, cuda, compiling, modes, processes):
             file.replace(_replacements)
         moving.switch_on()  # last: models move, what is left of a move is torch's
         _forget_devices()
