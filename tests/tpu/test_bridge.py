@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from conftest import relative
+from conftest import assert_same, relative
 from diffusers import AutoencoderKLWan
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.tpu import bridge
@@ -495,3 +495,40 @@ def test_an_output_that_hides_tensors_is_refused(make_mesh):
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="Generator"):
         jax.eval_shape(function, {}, [jnp.ones(2)])
+
+
+WAYS_IN = {
+    "to jax": lambda env, x: x.to("jax"),
+    "to cuda": lambda env, x: x.to("cuda"),
+    "moved": lambda env, x: env.moved(x),
+    "a model's input": lambda env, x: bridge.to_torch(
+        bridge.to_jax(x, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    ),
+    "torch.tensor": lambda env, x: torch.tensor(x.numpy(), device="jax"),
+    "torch.as_tensor": lambda env, x: torch.as_tensor(x.numpy(), device="jax"),
+    "torch.from_numpy": lambda env, x: torch.from_numpy(x.numpy()).to("jax"),
+    "written into": lambda env, x: env.moved(torch.zeros(len(x))).copy_(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_a_device_tensor_shares_no_memory_with_the_hosts(env, way):
+    """What is written into the host's tensor afterwards is in no array, and what is written into a copy on the host neither."""
+    x = torch.ones(1 << 12)  # of aligned memory, which JAX's CPU backend takes as it is
+    ours = WAYS_IN[way](env, x)
+    x.fill_(7)
+    ours.cpu().fill_(8)
+    ours.numpy().fill(9)
+    assert_same(on_host(ours), torch.ones(1 << 12))
+
+
+def test_a_view_taken_outside_stays_one(env):
+    x = env.moved(torch.zeros(8))
+    with env.left():
+        part = x[:4]
+        part += 1
+    before = x * 1
+    with env.left():
+        part.fill_(7)
+    assert on_host(before).tolist() == [1] * 4 + [0] * 4
+    assert on_host(x).tolist() == [7] * 4 + [0] * 4

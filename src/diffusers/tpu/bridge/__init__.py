@@ -110,7 +110,7 @@ def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
     """A device tensor's array, or a host tensor's values as they are now, placed by `sharding`."""
     if isinstance(tensor, (Tensor, View)):
         return put(tensor.jax(), sharding)
-    return put(as_numpy(tensor).copy(), sharding)  # transfers are not done when this returns
+    return put(as_numpy(tensor, own=True), sharding)
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
