@@ -203,6 +203,18 @@ def test_attention_backends_of_packages_for_gpus(pipe, said, backend):
         pipe.transformer.set_attention_backend("no such")
 
 
+@idiom("float16")
+def test_float16_weights_are_told_of_bfloat16_once(said):
+    tiny_pixart.pixart().to("cuda", torch.bfloat16)
+    assert not said
+    given, theirs = inputs(), tiny_pixart.pixart().transformer
+    made = tiny_pixart.pixart().to(torch.float16).to("cuda")
+    half = {name: given[name].half() for name in ("hidden_states", "encoder_hidden_states")}
+    assert relative(made.transformer(**{**given, **half})[0], theirs(**given)[0]) < 3e-3
+    made.text_encoder(torch.tensor([[3, 4, 1]]))
+    assert len(said) == 1 and "torch_dtype=torch.bfloat16" in said[0]
+
+
 @idiom("attention-env")
 def test_an_attention_backend_from_the_environment(monkeypatch):
     from diffusers import tpu
