@@ -148,6 +148,7 @@ def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
     assert told() == []
 
 
+@idiom("training-mode")
 def test_a_model_left_in_training_mode_drops_what_upstreams_drops():
     """As models are that were built by hand: dropout of layers and of attention draws by the CPU generator."""
     pictures = []

@@ -163,6 +163,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.idiom("seamless")
 @pytest.mark.parametrize(
     "change, degrees",
     [

@@ -132,12 +132,13 @@ class PureFunction:
         return arrays
 
     def _leave_plan(self, reason: str):
-        """Upstream's own lines are traced, of whole maps on every chip."""
+        """Upstream's own lines are traced instead of the plan's, of whole maps."""
         name = type(self.module).__name__
-        said.once(
-            f"whole {name} {reason}",
-            f"{name} runs whole on every chip, its maps are not split over the chips as they else are: {reason}",
-        )
+        if self.mesh.size > 1:
+            said.once(
+                f"whole {name} {reason}",
+                f"every chip computes all of {name}, whose maps are split over the chips else: {reason}",
+            )
         self.methods = {}
 
     def traced(
