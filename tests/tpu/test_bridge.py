@@ -512,10 +512,11 @@ WAYS_IN = {
 
 
 @pytest.mark.parametrize("way", WAYS_IN)
-def test_a_device_tensor_shares_no_memory_with_the_hosts(env, way):
+def test_a_device_tensor_shares_no_memory_with_the_hosts(env, make_mesh, way):
     """What is written into the host's tensor afterwards is in no array, and what is written into a copy on the host neither."""
     x = torch.ones(1 << 12)  # of aligned memory, which JAX's CPU backend takes as it is
-    ours = WAYS_IN[way](env, x)
+    with env.override_property(mesh=make_mesh(1, 2, 1)):
+        ours = WAYS_IN[way](env, x)
     x.fill_(7)
     ours.cpu().fill_(8)
     ours.numpy().fill(9)

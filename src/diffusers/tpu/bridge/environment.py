@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import jax
-import numpy as np
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -33,7 +32,6 @@ from .refusals import refusal
 DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
 OF_LISTS = {torch.tensor}
-OF_ARRAYS = {torch.tensor, torch.as_tensor}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
 
@@ -113,9 +111,6 @@ class Environment(_Environment):
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
             there = self._should_use_torchax_tensor(kwargs.get("device"))
             return Tensor(self.t2j_copy(numbers), self) if there else numbers
-        if func in OF_ARRAYS and args and isinstance(args[0], np.ndarray):
-            if self._should_use_torchax_tensor(kwargs.get("device")):
-                args = (args[0].copy(), *args[1:])  # JAX may take its memory as it is
         if func in OF_LISTS and args and isinstance(args[0], (list, tuple)):
             if not self._should_use_torchax_tensor(kwargs.get("device")):
                 args = tree_map_only(DEVICE_TENSORS, self.host, args)
