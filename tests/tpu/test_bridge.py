@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
-from conftest import relative
+from conftest import assert_same, relative
 from diffusers import AutoencoderKLWan
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.tpu import bridge
@@ -238,8 +238,12 @@ def test_scaled_dot_product_attention_in_both_forms(env, lead, mask):
     positional = (chip.get("attn_mask"), 0.0, keywords["is_causal"])
     aten = torch.ops.aten.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), *positional, scale=0.4)
     assert relative(on_host(aten), theirs) < 1e-6
-    with pytest.raises(NotImplementedError, match="dropout"):
-        F.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), dropout_p=0.1)
+    drawn = []
+    for where, given in ((lambda x: x, keywords), (on_chip, chip)):
+        torch.manual_seed(3)
+        drawn.append(F.scaled_dot_product_attention(*map(where, (q, k, v)), dropout_p=0.4, **given))
+        drawn.append(torch.rand(3))
+    assert relative(on_host(drawn[2]), drawn[0]) < 1e-6 and torch.equal(drawn[1], drawn[3])
 
 
 @pytest.mark.parametrize("lead", [(3,), (2, 3)])
@@ -301,7 +305,6 @@ def test_the_dispatcher_refuses_what_the_tpu_cannot(env):
     x, y = on_chip(q), on_chip(k)
     for more, error, words in [
         ({"attention_kwargs": {"return_lse": True}}, NotImplementedError, "log-sum-exp"),
-        ({"dropout_p": 0.1}, NotImplementedError, "dropout_p 0 on the TPU path, got 0.1"),
         ({}, ValueError, "4 query and 3 key heads"),
         ({"enable_gqa": True}, ValueError, "4 query and 3 key heads, enable_gqa=True"),
     ]:
@@ -492,3 +495,41 @@ def test_an_output_that_hides_tensors_is_refused(make_mesh):
     )  # fmt: skip
     with pytest.raises(NotImplementedError, match="Generator"):
         jax.eval_shape(function, {}, [jnp.ones(2)])
+
+
+WAYS_IN = {
+    "to jax": lambda env, x: x.to("jax"),
+    "to cuda": lambda env, x: x.to("cuda"),
+    "moved": lambda env, x: env.moved(x),
+    "a model's input": lambda env, x: bridge.to_torch(
+        bridge.to_jax(x, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    ),
+    "torch.tensor": lambda env, x: torch.tensor(x.numpy(), device="jax"),
+    "torch.as_tensor": lambda env, x: torch.as_tensor(x.numpy(), device="jax"),
+    "torch.from_numpy": lambda env, x: torch.from_numpy(x.numpy()).to("jax"),
+    "written into": lambda env, x: env.moved(torch.zeros(len(x))).copy_(x),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_IN)
+def test_a_device_tensor_shares_no_memory_with_the_hosts(env, make_mesh, way):
+    """What is written into the host's tensor afterwards is in no array, and what is written into a copy on the host neither."""
+    x = torch.ones(1 << 12)  # of aligned memory, which JAX's CPU backend takes as it is
+    with env.override_property(mesh=make_mesh(1, 2, 1)):
+        ours = WAYS_IN[way](env, x)
+    x.fill_(7)
+    ours.cpu().fill_(8)
+    ours.numpy().fill(9)
+    assert_same(on_host(ours), torch.ones(1 << 12))
+
+
+def test_a_view_taken_outside_stays_one(env):
+    x = env.moved(torch.zeros(8))
+    with env.left():
+        part = x[:4]
+        part += 1
+    before = x * 1
+    with env.left():
+        part.fill_(7)
+    assert on_host(before).tolist() == [1] * 4 + [0] * 4
+    assert on_host(x).tolist() == [7] * 4 + [0] * 4

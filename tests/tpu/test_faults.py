@@ -30,7 +30,7 @@ from PIL import Image
 import tiny
 from conftest import ROOT
 from diffusers import WanPipeline
-from diffusers.tpu import devices, failures
+from diffusers.tpu import devices, failures, planner
 from diffusers.tpu.aot import CompiledProgram
 from diffusers.tpu.cli import main, session
 from diffusers.tpu.devices import Target, jax_devices, keep_compiled_programs
@@ -253,12 +253,15 @@ LOWERED = types.SimpleNamespace(as_text=lambda debug_info: "a program")
 MESH = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[types.SimpleNamespace(id=0)]))
 
 
-@pytest.fixture
-def asked(tmp_path, monkeypatch):
-    """A function that asks the planner's compiler for one program: the answer, and how often the compiler was asked so far."""
+@pytest.fixture(params=["programs", "plans"])
+def asked(request, tmp_path, monkeypatch):
+    """A function that asks the planner's compiler for one program, or its process for one plan: the answer, and how often that was asked so far."""
     monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
-    compiler = Compiler()
-    return lambda: (kept.compiled(compiler, LOWERED, MESH).text, compiler.asked)
+    compiler, children = Compiler(), []
+    monkeypatch.setattr(planner, "run_in_child", lambda *asked, **how: children.append(asked) or {"steps": "text"})
+    if request.param == "programs":
+        return lambda: (kept.compiled(compiler, LOWERED, MESH).text, compiler.asked)
+    return lambda: (planner.remembered(planner.PLANS, {"model": "wan-1.3b"})["steps"], len(children))
 
 
 @pytest.fixture
@@ -275,15 +278,34 @@ def warned() -> list:
 
 
 @fault("planner-entry-corrupt")
-@pytest.mark.parametrize(
-    "content", [b"", b"nonsense", zlib.compress(b"{}"), zlib.compress(b'{"made": {"x": 1}, "refused": null}')]
-)
-def test_a_corrupt_answer_of_the_compiler_is_asked_again(asked, tmp_path, warned, content):
+@pytest.mark.parametrize("content", [b"", b"nonsense", zlib.compress(b"[1]"), zlib.compress(b'{"made": 1')])
+def test_a_corrupt_answer_is_removed_and_asked_again(asked, tmp_path, warned, content):
     assert asked() == asked() == ("text", 1)
-    (entry,) = (tmp_path / "cache" / "programs").iterdir()
+    (entry,) = (tmp_path / "cache").glob("*/*")
     entry.write_bytes(content)
-    assert asked() == ("text", 2) and str(entry) in warned[0]
+    assert asked() == ("text", 2) and str(entry) in warned[0] and "removed" in warned[0]
     assert asked() == ("text", 2) and len(warned) == 1
+
+
+def test_an_answer_with_other_fields_is_no_compiled_program():
+    assert not any(map(kept._is_whole, [{}, {"made": None}, {"made": {"x": 1}, "refused": None}]))
+
+
+@fault("planner-configuration-changed")
+@pytest.mark.parametrize("pipeline", ["", "@WanImageToVideoPipeline"])
+@pytest.mark.parametrize("model", ["of/the-hub", "folder"])
+def test_a_plan_is_of_what_the_configuration_holds(model, pipeline, tmp_path, monkeypatch):
+    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planner, "run_in_child", lambda *asked, **how: {"of": config.read_text()})
+    monkeypatch.chdir(tmp_path)
+    config = tmp_path / "folder" / "transformer" / "config.json"
+    config.parent.mkdir(parents=True)
+    monkeypatch.setattr(
+        planner, "snapshot_download", lambda name, **how: {"of/the-hub": str(tmp_path / "folder")}[name]
+    )
+    for content in ("2 layers", "40 layers", "2 layers"):
+        config.write_text(content)
+        assert planner.remembered(planner.PLANS, {"model": model + pipeline}) == {"of": content}
 
 
 @fault("cache-of-another-version")
@@ -292,7 +314,7 @@ def test_an_answer_of_another_version_is_another_entry(asked, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(kept.importlib.metadata, "version", lambda name: "0.0.1")
         assert asked() == ("text", 2)
-    assert asked() == ("text", 2) and len([*(tmp_path / "cache" / "programs").iterdir()]) == 2
+    assert asked() == ("text", 2) and len([*(tmp_path / "cache").glob("*/*")]) == 2
 
 
 @fault("cache-read-only", "cache-full")
@@ -305,14 +327,15 @@ def test_a_cache_that_takes_nothing_is_said_and_the_answer_is_there(asked, tmp_p
         patch.setattr(Path, "write_bytes", refuse)
         assert asked() == ("text", 1)
     assert os.strerror(number) in warned[0] and "DIFFUSERS_TPU_CACHE" in warned[0]
-    assert [*(tmp_path / "cache" / "programs").iterdir()] == []
-    assert asked() == asked() == ("text", 2)
+    assert [*(tmp_path / "cache").glob("*/*")] == []
+    assert asked() == asked() == ("text", 2) and len(warned) == 1
 
 
 @fault("cache-is-a-file")
 def test_a_cache_that_is_a_file_is_said_and_not_used(asked, tmp_path, monkeypatch, warned):
     (tmp_path / "cache").write_text("a file")
     assert asked() == ("text", 1) and "cache" in warned[0]
+    assert asked() == ("text", 2) and len(warned) == 1
     before = jax.config.jax_compilation_cache_dir
     try:
         jax.config.update("jax_compilation_cache_dir", None)
@@ -321,6 +344,14 @@ def test_a_cache_that_is_a_file_is_said_and_not_used(asked, tmp_path, monkeypatc
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
     assert (tmp_path / "cache").read_text() == "a file"
+
+
+def test_a_plan_that_cannot_be_kept_is_said_before_it_is_asked(tmp_path, monkeypatch, warned):
+    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(planner, "run_in_child", lambda *asked, **how: {"said": [*warned]})
+    (tmp_path / "cache").write_text("a file")
+    (sentence,) = planner.remembered(planner.PLANS, {"model": "wan-1.3b"})["said"]
+    assert "DIFFUSERS_TPU_CACHE" in sentence and warned == [sentence]
 
 
 @fault("program-entry-corrupt")

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from conftest import assert_same
 
@@ -36,6 +37,73 @@ def test_accelerate():
     model, hook = cpu_offload_with_hook(layer, "cuda")
     assert_same(model(x), expected)
     hook.offload()
+
+
+@pytest.fixture
+def alone():
+    """A process that no launcher started; its process group ends with the test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            patch.delenv(name, raising=False)
+        yield patch
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@idiom("distributed", "device-mesh", "accelerate-processes")
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize(
+    "given", [{"backend": "nccl", "device_id": torch.device("cuda", 0)}, {}, {"backend": "cuda:nccl,cpu:gloo"}]
+)
+def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, launched, given):
+    from accelerate import PartialState
+
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if launched else ():  # as torchrun --nproc-per-node 1
+        alone.setenv(name, "1")
+    dist.init_process_group(**given)
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    assert "one process has all chips" in said.pop() and not said
+    x = torch.ones(3, device="cuda")
+    dist.all_reduce(x, group=dist.new_group([0], backend="nccl"))
+    assert_same(x, torch.ones(3))
+    mesh = dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("ring", "ulysses"))
+    assert mesh["ring"].size() == 1
+    with PartialState().split_between_processes(["a", "b"]) as prompts:
+        assert prompts == ["a", "b"]
+    with pytest.raises(RuntimeError, match=r"mesh of one process on the TPU path, got \(4,\).*TPUConfig\(mesh"):
+        dist.init_device_mesh("cuda", (4,))
+
+
+@idiom("device-mesh")
+def test_a_device_mesh_makes_the_process_group(alone, said):
+    assert dist.init_device_mesh("cuda", (1,)).size() == dist.get_world_size() == 1 and len(said) == 1
+
+
+@idiom("torchrun")
+def test_one_of_several_processes_is_told_to_start_one(alone, said):
+    from diffusers import tpu
+
+    with pytest.raises(RuntimeError, match="world_size 1 on the TPU path, got 8: .*python script.py"):
+        dist.init_process_group("nccl", rank=0, world_size=8)
+    for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
+        alone.setenv(name, value)
+    with pytest.raises(RuntimeError, match="one of 8: one process has all chips.*python script.py"):
+        dist.init_process_group("nccl")
+    with pytest.raises(RuntimeError, match="one of 8: one process has all chips.*python script.py"):
+        tpu.install(torch.nn.Linear(1, 1))
+    assert not said and not dist.is_initialized()
+
+
+@idiom("parallelism")
+def test_parallelism_over_processes_is_waived(said, tmp_path):
+    import tiny_pixart
+    from diffusers import ContextParallelConfig, PixArtTransformer2DModel, TensorParallelConfig
+
+    model = tiny_pixart.pixart().transformer
+    model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=8))
+    model.save_pretrained(tmp_path)
+    PixArtTransformer2DModel.from_pretrained(tmp_path, parallel_config=TensorParallelConfig(tp_degree=2))
+    assert "TPUConfig(mesh=(dp, sp, tp))" in said.pop() and not said and model._parallel_config is None
 
 
 @idiom("cuda-properties")

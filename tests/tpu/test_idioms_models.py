@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tiny_images
 import tiny_pixart
 from conftest import relative
 from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel
@@ -133,6 +134,39 @@ def test_noise_where_the_pipeline_is(pipe, right, upstream):
     right(latents=latents.to(pipe.device))
 
 
+def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
+    """A NaN that a script got of `vae.decode` is not in the picture that follows."""
+    from diffusers.tpu.components import installation
+
+    noise, told = torch.randn(1, 4, 16, 16, device="cuda"), lambda: installation(pipe).not_finite
+    assert pipe.vae.decode(noise * torch.nan).sample.isnan().all()
+    call(pipe, output_type="pt")
+    assert told() == []
+    call(pipe, latents=noise * torch.nan, output_type="pt")
+    assert told() == ["vae"]
+    call(pipe, output_type="pt")
+    assert told() == []
+
+
+@idiom("training-mode")
+def test_a_model_left_in_training_mode_drops_what_upstreams_drops():
+    """As models are that were built by hand: dropout of layers and of attention draws by the CPU generator."""
+    pictures = []
+    for device in ("cpu", "cuda"):
+        made = tiny_images.flux()
+        for module in made.text_encoder.train().modules():
+            if hasattr(module, "dropout"):  # of its attention, by SDPA; T5 has layers of dropout
+                module.dropout = 0.3
+        made.text_encoder_2.train()
+        made.to(device)
+        torch.manual_seed(5)
+        given = {"num_inference_steps": 2, "height": 16, "width": 16, "max_sequence_length": 8, "output_type": "pt"}
+        pictures.append([made(prompt, **given).images for prompt in ("a red circle", "a blue circle", "a red circle")])
+    theirs, ours = pictures
+    assert relative(theirs[2], theirs[0]) > 1e-3
+    assert max(map(relative, ours, theirs)) < 1e-5
+
+
 @idiom("encode-prompt")
 def test_prompts_encoded_on_an_accelerator(pipe, right):
     names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
@@ -168,6 +202,18 @@ def test_attention_backends_of_packages_for_gpus(pipe, said, backend):
     assert len(said) == 1
     with pytest.raises(ValueError, match="must be one of"):
         pipe.transformer.set_attention_backend("no such")
+
+
+@idiom("float16")
+def test_float16_weights_are_told_of_bfloat16_once(said):
+    tiny_pixart.pixart().to("cuda", torch.bfloat16)
+    assert not said
+    given, theirs = inputs(), tiny_pixart.pixart().transformer
+    made = tiny_pixart.pixart().to(torch.float16).to("cuda")
+    half = {name: given[name].half() for name in ("hidden_states", "encoder_hidden_states")}
+    assert relative(made.transformer(**{**given, **half})[0], theirs(**given)[0]) < 3e-3
+    made.text_encoder(torch.tensor([[3, 4, 1]]))
+    assert len(said) == 1 and "torch_dtype=torch.bfloat16" in said[0]
 
 
 @idiom("attention-env")

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tiny
 from conftest import relative
@@ -22,6 +23,10 @@ SIZES = {
 WITHOUT_QUANT = {"use_quant_conv": False, "use_post_quant_conv": False}  # as SD3's and Flux's
 FINE_ATTENTION = {
     "down_block_types": ("AttnDownEncoderBlock2D",) * 3, "up_block_types": ("AttnUpDecoderBlock2D",) * 3
+}  # fmt: skip
+SMALL = {
+    "block_out_channels": (8, 8), "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "layers_per_block": 1,
 }  # fmt: skip
 RATIO = 4
 
@@ -126,3 +131,66 @@ def test_qwen_images_tiles_equal_upstream(chips):
     assert decoded(theirs, latents).max() > 1
     assert relative(decoded(ours, latents), decoded(theirs, latents)) < 1e-5
     assert relative(encoded(ours, image), encoded(theirs, image)) < 1e-5
+
+
+def pads(mode):
+    def change(conv):
+        conv.padding_mode = mode
+        conv._reversed_padding_repeated_twice = [n for n in reversed(conv.padding) for _ in (0, 1)]
+
+    return change
+
+
+def _with_columns(conv, columns_beside):
+    """The idiom of textures that are seamless in x: `_conv_forward` of the instance gives the columns, zeros are above and below."""
+    rows, columns = conv.padding
+
+    def forward(x, weight, bias):
+        x = F.pad(columns_beside(x, columns), (0, 0, rows, rows))
+        return F.conv2d(x, weight, bias, conv.stride, (0, 0), conv.dilation, conv.groups)
+
+    conv._conv_forward = forward
+
+
+CHANGES = {
+    **{mode: pads(mode) for mode in ("circular", "reflect", "replicate")},
+    "ones": lambda conv: _with_columns(conv, lambda x, n: F.pad(x, (n, n, 0, 0), value=1.0)),
+    "circular in x": lambda conv: _with_columns(conv, lambda x, n: F.pad(x, (n, n, 0, 0), mode="circular")),
+    "by hand": lambda conv: _with_columns(
+        conv, lambda x, n: torch.cat([x[..., x.shape[-1] - n :], x, x[..., :n]], -1)
+    ),
+    "hook": lambda conv: conv.register_forward_hook(lambda module, args, out: out - out.mean((2, 3), keepdim=True)),
+}
+
+
+@pytest.mark.idiom("seamless")
+@pytest.mark.parametrize(
+    "change, degrees",
+    [
+        *(("circular", degrees) for degrees in ((1, 1, 1), (1, 2, 1), (2, 4, 1))),
+        *((change, (1, 2, 1)) for change in CHANGES if change != "circular"),
+    ],
+)
+def test_what_needs_the_whole_map_equals_upstream(chips, change, degrees):
+    """Seamless textures and hooks, between two calls of the VAE as it was; some by padding, some by code of the script's."""
+    theirs, ours = both(**SMALL)
+    runner = attached(ours, chips, degrees)
+    latents, image = draw(1, 3, 9)
+    before = decoded(theirs, latents)
+    assert relative(decoded(ours, latents), before) < 1e-5
+    for conv in convs(theirs) + convs(ours):
+        CHANGES[change](conv)
+    assert relative(decoded(theirs, latents), before) > 1e-3
+    assert relative(decoded(ours, latents), decoded(theirs, latents)) < 1e-5
+    if change == "circular":
+        assert relative(encoded(ours, image), encoded(theirs, image)) < 1e-5
+    for conv in convs(ours):
+        conv._forward_hooks.clear()
+        vars(conv).pop("_conv_forward", None)
+        conv.padding_mode = "zeros"
+    assert relative(decoded(ours, latents), before) < 1e-5
+    assert runner.uncompiled.reasons == {} and runner.parts is None
+
+
+def convs(vae):
+    return [m for m in vae.modules() if isinstance(m, torch.nn.Conv2d)]

@@ -23,6 +23,7 @@ from .compile import is_entry
 from .config import TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs, why_off
 from .host import HostModel
+from .idioms.processes import refuse_several
 from .ladder import in_words, rungs
 from .mesh import make_mesh, plan_degrees, slices_of
 from .plans import module_plan
@@ -60,6 +61,7 @@ def target_devices() -> tuple:
         raise RuntimeError(
             f"expected a TPU, found none ({why_off(environment)}); set DIFFUSERS_TPU=cpu to run the TPU path on simulated chips"
         )
+    refuse_several()
     keep_compiled_programs(environment.cache_dir)
     return jax_devices(target)
 

@@ -17,6 +17,7 @@ from . import bridge
 
 
 _debugging = contextvars.ContextVar("diffusers_tpu_debug_nans", default=False)
+_noted = contextvars.ContextVar("diffusers_tpu_nans_noted", default=None)
 
 
 @contextlib.contextmanager
@@ -33,12 +34,29 @@ def is_debugging() -> bool:
     return _debugging.get()
 
 
+@contextlib.contextmanager
+def noting() -> Iterator[dict[object, list]]:
+    """Flags of what models give while this is open, by runner: whether each tensor is finite. Outside none are kept."""
+    token = _noted.set({})
+    try:
+        yield _noted.get()
+    finally:
+        _noted.reset(token)
+
+
+def note(runner, answer):
+    """Of the call that is open, if one is: whether what this runner gives is finite; nothing waits."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.setdefault(runner, []).extend(_flags(answer))
+
+
 def are_finite(tree) -> bool:
     """Whether every value of the tensors among the leaves is a number; waits for them."""
     return all(bool(_flag(leaf)) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def flags(tree) -> list:
+def _flags(tree) -> list:
     """For every tensor whether it is finite, where it is: nothing waits."""
     return [_flag(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 

@@ -18,7 +18,7 @@ import torch
 
 from ..schedulers.scheduling_utils import SchedulerMixin
 from ..utils import logging
-from . import bridge, glue, hosts, is_active, models
+from . import bridge, glue, hosts, is_active, models, nans
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .config import ACCELERATORS, TPUConfig, names_accelerator
 from .idioms import said
@@ -232,23 +232,21 @@ def entered(method):
             hosts.alike(
                 f"{state.original.__name__}.{method.__name__}", {k: v for k, v in given.items() if k != "self"}
             )
-        with _running(self, state):
+        with _running(self, state) as noted:
             args, kwargs = _where_it_runs(self, args, kwargs)
             if state.glue == "resident":
                 kwargs = glue.with_user_callbacks(kwargs)
             output = method(self, *args, **kwargs)
         if state.depth == 0:
-            _tell_of_nans(self, state)
+            _tell_of_nans(self, state, noted)
         return output if state.glue == "host" or state.depth else _leaving_the_call(self, output)
 
     return run
 
 
-def _tell_of_nans(pipe, state: Installation):
+def _tell_of_nans(pipe, state: Installation, noted: dict):
     """Pictures that are no numbers come out black: the user is told, and `state.not_finite` says so."""
-    state.not_finite = [name for name, runner in state.runners.items() if not all(map(bool, runner.finite))]
-    for runner in state.runners.values():
-        runner.finite = []
+    state.not_finite = [name for name, runner in state.runners.items() if not all(map(bool, noted.get(runner, ())))]
     if state.not_finite:
         logger.warning(
             f"expected pictures of finite values, got NaN or an infinity from {', '.join(state.not_finite)} of"
@@ -266,7 +264,10 @@ def _where_it_runs(pipe, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
 
 @contextlib.contextmanager
 def _running(pipe, state: Installation):
-    """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh."""
+    """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh.
+
+    Gives what `nans` notes of the outermost call.
+    """
     attach_all(pipe, state)
     if state.depth == 0:
         state.residency.check_all(state)
@@ -275,6 +276,7 @@ def _running(pipe, state: Installation):
         stack.enter_context(glue.inside())
         if state.depth == 0:
             stack.enter_context(one_call(state.runners.values()))
+        noted = stack.enter_context(nans.noting()) if state.depth == 0 else None
         if state.glue == "resident":
             for context in (env.override_property(mesh=state.mesh), bridge.quiet_integers(), bridge.decomposing()):
                 stack.enter_context(context)
@@ -283,7 +285,7 @@ def _running(pipe, state: Installation):
                 stack.enter_context(as_programs(_schedulers(pipe)))
         state.depth += 1
         try:
-            yield
+            yield noted
         finally:
             state.depth -= 1
 

@@ -100,7 +100,6 @@ class Runner:
         self._cache: bridge.Kept | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
-        self.finite: list = []  # of pictures: device flags, until the call's end
         self.uncompiled = Uncompiled(type(module).__name__)
         self.decided = Decided(type(module).__name__)
         self.executables = Executables(self)
@@ -313,7 +312,7 @@ class Runner:
                 name = nans.first_not_finite(self.module, lambda: self._line_by_line(call, args, kwargs))
                 raise NotFinite(nans.message(type(self.module).__name__, name, entry))
         elif entry == "decode":
-            self.finite += nans.flags(answer)
+            nans.note(self, answer)
         return answer
 
     def _run_call(self, call: Call, args: tuple, kwargs: dict, whole: bool):
@@ -421,7 +420,7 @@ class Runner:
         self._come_apart(parts)
 
     def _part(self, module: torch.nn.Module) -> "Runner":
-        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods)
+        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods, spread=self.plan.by_slabs)
         runner = Runner(module, plan, self.mesh, self.config, part=True)
         runner.tally = self.tally
         return runner
@@ -647,6 +646,7 @@ class Runner:
             part=self.part,
             processors={} if self.config.layers == "xla" else self.plan.processors,
             whole=self.plan.whole,
+            by_slabs=self.plan.by_slabs,
             methods=self.plan.methods if self.plan.axes in (None, call.axes) else {},
             kept=None if call.step is None else self.kept,
             kind="" if call.step is None else call.step.kind,

@@ -61,6 +61,11 @@ class ModelPlan:
     def __post_init__(self):
         object.__setattr__(self, "spread", self.spread or self.carry is not None)
 
+    @property
+    def by_slabs(self) -> bool:
+        """Chips share a map by its columns: `methods` stand for upstream's lines where these read no others."""
+        return self.spread and self.carry is None
+
 
 @dataclass
 class Coverage:

@@ -25,9 +25,9 @@ MUTANTS = [
          "layers of a stack are written over each other", "test_weights.py::test_what_is_on_the_chips_is_upstreams_and_follows_the_host"),
     ),
     *in_file(
-        TPU + "planner/kept.py",
-        ("faults-kept", "except (OSError, ValueError, zlib.error) as error:", "except FileNotFoundError as error:",
-         "a damaged answer of the compiler ends the planner", f"{FAULTS}::test_a_corrupt_answer_of_the_compiler_is_asked_again"),
+        TPU + "planner/answers.py",
+        ("faults-kept", "except (ValueError, zlib.error) as error:", "except FileNotFoundError as error:",
+         "a damaged answer of the compiler ends the planner", f"{FAULTS}::test_a_corrupt_answer_is_removed_and_asked_again"),
     ),
     *in_file(
         TPU + "__init__.py",

@@ -110,7 +110,7 @@ def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
     """A device tensor's array, or a host tensor's values as they are now, placed by `sharding`."""
     if isinstance(tensor, (Tensor, View)):
         return put(tensor.jax(), sharding)
-    return put(as_numpy(tensor).copy(), sharding)  # transfers are not done when this returns
+    return put(as_numpy(tensor, own=True), sharding)
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
@@ -213,7 +213,7 @@ def dispatched_attention(
     `kernel` as `TPUConfig.attention`; None: what that says.
 
     Raises:
-        NotImplementedError: `return_lse`, dropout.
+        NotImplementedError: `return_lse`.
         RuntimeError: host tensors: the backend works on the TPU path only.
     """
     from ..settings import choosing

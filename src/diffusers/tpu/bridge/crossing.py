@@ -9,10 +9,14 @@ from ..checkpoint import values
 from ..hosts import whole
 
 
-def as_numpy(t: torch.Tensor) -> np.ndarray:
-    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits."""
+def as_numpy(t: torch.Tensor, own: bool = False) -> np.ndarray:
+    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits.
+
+    `own`: in memory of their own, for a JAX array of theirs: JAX's CPU backend takes memory as it is, others read it when the call
+    is over, and what is written into the tensor meanwhile would be in the array.
+    """
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        t = values(t).contiguous()
+        t = values(t).clone(memory_format=torch.contiguous_format) if own else values(t).contiguous()
         dtype = mappings.NUMPY_UNSUPPORTED_DTYPES.get(t.dtype)
         if dtype is None:
             return t.numpy()

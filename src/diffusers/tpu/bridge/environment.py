@@ -239,7 +239,7 @@ class Environment(_Environment):
         to = jax.numpy.asarray if where is None else functools.partial(put, sharding=where)
 
         def there(t: torch.Tensor) -> jax.Array:
-            values = as_numpy(t)
+            values = as_numpy(t, own=True)
             array = to(values)
             known.remember(array, values)
             return array

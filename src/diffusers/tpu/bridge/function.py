@@ -24,16 +24,20 @@ from torchax.view import View
 from ...models.autoencoders.vae import DiagonalGaussianDistribution
 from ..adapters import Adapters
 from ..compile import Arguments, Trace, Written, opened, read, undone, without_caches
+from ..idioms import said
 from ..linear import LANES
 from ..scan import Group
 from ..settings import Settings, current, using
 from ..sharding import gathered, named
+from ..state import Trace, read, undone, without_caches
+from ..video.slabs import NotOnSlabs
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
 from .caches import Kept, Results
 from .crossing import from_numpy, numpy_dtype
 from .decisions import Decisions, deciding
 from .environment import decomposing, environment, on_device, quiet_integers
 from .scopes import module_scopes
+from .scripted import scripted
 
 
 MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
@@ -66,7 +70,7 @@ class PureFunction:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
         carry: spec of what repeated blocks hand on.
-        processors, whole, methods: as in `ModelPlan`.
+        processors, whole, methods, by_slabs: as in `ModelPlan`.
         kept, kind: a cache that the module has, and the kind of step that the call is: its tensors are the last inputs, what it
             gives the last outputs, `results` in number, of this `form`.
         branches: how many calls are side by side in the batch.
@@ -91,6 +95,7 @@ class PureFunction:
     processors: dict
     methods: dict
     whole: tuple[str, ...] = ()
+    by_slabs: bool = False
     kept: Kept | None = None
     kind: Hashable = ""
     branches: int = 1
@@ -116,10 +121,26 @@ class PureFunction:
         """
         drawn = environment().draws
         self.avals = jax.tree.map(jax.typeof, (weights, inputs, numbers or {}))
-        with undone(read(self.module)) as self.effects:
-            arrays = self.traced(weights, inputs, numbers or {})
+        if self.methods and self.by_slabs and (reason := scripted(self.module)) is not None:
+            self._leave_plan(reason)
+        try:
+            with undone(read(self.module)) as self.effects:
+                arrays = self.traced(weights, inputs, numbers or {})
+        except NotOnSlabs as error:
+            self._leave_plan(str(error))
+            return self(weights, inputs, numbers)
         self.effects.draws += environment().draws - drawn
         return arrays
+
+    def _leave_plan(self, reason: str):
+        """Upstream's own lines are traced instead of the plan's, of whole maps."""
+        name = type(self.module).__name__
+        if self.mesh.size > 1:
+            said.once(
+                f"whole {name} {reason}",
+                f"every chip computes all of {name}, whose maps are split over the chips else: {reason}",
+            )
+        self.methods = {}
 
     def traced(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array]

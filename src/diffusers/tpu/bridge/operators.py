@@ -13,7 +13,7 @@ from ..settings import current
 from ..video import convolution_kernel
 from ..video.convolution import by_columns
 from ..video.norm import normed
-from ..video.slabs import slabs
+from ..video.slabs import NotOnSlabs, slabs
 from . import layers, resizing
 from .layers import made_of, operands
 
@@ -53,12 +53,12 @@ def register(env):
 def scaled_dot_product_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ):
-    """torch's SDPA on the TPU path: any leading axes, every argument with torch's meaning.
-
-    Raises NotImplementedError for dropout, which inference has not.
-    """
+    """torch's SDPA on the TPU path: any leading axes, every argument with torch's meaning; dropout draws as torch's does on the CPU."""
     if dropout_p:
-        raise NotImplementedError(f"expected dropout_p 0 on the TPU path, got {dropout_p}; call .eval() on the model")
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # which this operator of torch's would add
+            attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
+        by_torch = torch.ops.aten._scaled_dot_product_attention_math
+        return by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     env = query._env
     q, k, v = (x.jax() for x in (query, key, value))
     mask = None if attn_mask is None else attn_mask.jax()
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
         mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
     if slabs() is not None:
         if mask is not None or is_causal:
-            raise NotImplementedError("expected attention over a split map without a mask")
+            raise NotOnSlabs("expected attention over a split map without a mask, got one")
         k4, v4, mask = slabs().everyones(k4, v4)
     out = attention(q4, k4, v4, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return Tensor(out.reshape(*lead, *q.shape[-3:-1], v.shape[-1]) if q.ndim != 4 else out, env)
@@ -154,9 +154,7 @@ def _pad(env):
             return made_of(Tensor(padded, input._env), WITH_NEIGHBOURS)
         if mode != "constant" or value not in (None, 0) or min(pad, default=0) < 0:
             if split is not None and any(pad[:2]):
-                raise NotImplementedError(
-                    f"expected zeros around a split map, got mode {mode!r}, value {value}, {pad}"
-                )
+                raise NotOnSlabs(f"expected zeros around a split map, got {pad} of mode {mode!r}, value {value}")
             return Tensor(torchax_pad(x, pad, mode, value), input._env)
         widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[-2::-2], pad[-1::-2]))
         padded = x if split is None else split.with_neighbours(x, *widths[-1])
@@ -176,7 +174,7 @@ def _convolution(env):
         split = slabs()
         if transposed or x.ndim != w.ndim:
             if split is not None:
-                raise NotImplementedError("expected convolutions of a split map that are not transposed")
+                raise NotOnSlabs("expected a convolution of a split map, got a transposed one")
             wide = [None if a is None else a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w, b)]
             result = torchax_convolution(*wide, stride, padding, dilation, transposed, output_padding, groups)
             return Tensor(result.astype(x.dtype), input._env)
@@ -186,7 +184,7 @@ def _convolution(env):
         widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
         if split is not None and w.shape[-1] > 1 and operands(input, WITH_NEIGHBOURS) is None:
             if widths[-1] == (0, 0):
-                raise NotImplementedError("expected a convolution of a split map to be padded along the width")
+                raise NotOnSlabs("expected a convolution of a split map to be padded along the width, got one without")
             x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
         if split is not None and stride == dilation == (1,) * axes and groups == 1:
             return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)

@@ -78,8 +78,10 @@ def written(t: Tensor, array: jax.Array) -> jax.Array:
     with torch._C.DisableTorchFunction():
         if all(tensor._version == version for tensor, version in versions.items()):
             return array
-    array = put(as_numpy(twin), array.sharding)
-    t._elem = array
+        for tensor in [*versions]:
+            versions[tensor] = tensor._version
+    t._elem = array = put(as_numpy(twin, own=True), array.sharding)
+    t._twin = twin, versions  # views of it that are held are views of the tensor still
     return array
 
 

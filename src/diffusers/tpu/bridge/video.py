@@ -88,7 +88,12 @@ def normed_by_place(
 
 
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a slab, or whole where a VAE is in parts."""
+    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a slab, or whole where a VAE is in parts.
+
+    Raises NotOnSlabs for a convolution that pads with other than zeros.
+    """
+    if conv.padding_mode != "zeros":
+        raise slabs.NotOnSlabs(f"expected zeros around a map that is doubled, got padding_mode {conv.padding_mode!r}")
     if x.ndim == 4:  # none of them sees another: as if they were one's frames
         return doubled(conv, x.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
     array, split = x.jax(), slabs.slabs()

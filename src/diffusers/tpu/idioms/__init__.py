@@ -8,6 +8,7 @@ objects back. Where the path is off nothing of torch is touched. What each idiom
 | `devices` | where tensors, modules and generators are put |
 | `cuda`, `streams`, `chips` | `torch.cuda`, `torch.accelerator`: what is asked of the device |
 | `compiling` | `torch.compile`, `Module.compile` |
+| `processes` | `torch.distributed`: a process for each GPU |
 | `modes` | `torch.inference_mode`, `torch.autocast` |
 | `xla`, `overloads` | torch_xla beside us; torchax imported by a script |
 | `refusing` | quantization, gradients: what cannot be honoured |
@@ -34,11 +35,11 @@ def on():
     """Replace what scripts for CUDA use of torch; nothing if it is already. Imports neither JAX nor torchax."""
     global _replacements
     if _replacements is None:
-        from . import compiling, cuda, devices, modes, overloads, xla
+        from . import compiling, cuda, devices, modes, overloads, processes, xla
         from .replacing import Replacements
 
         _replacements = Replacements()
-        for file in (devices, cuda, compiling, modes, xla):
+        for file in (devices, cuda, compiling, modes, xla, processes):
             file.replace(_replacements)
         overloads.serve()  # for good: it changes nothing but what torchax sees while it is imported
         moving.switch_on()  # last: models move, what is left of a move is torch's

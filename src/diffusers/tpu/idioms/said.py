@@ -3,6 +3,8 @@
 WAIVED = {
     "group_offload": "group offloading: on the TPU path weights are sharded over all chips, and models that have no room on"
     " the chips wait on the host; nothing else is offloaded",
+    "parallelism": "parallelism over several processes: on the TPU path one process has all chips, and weights, heads and"
+    " sequence are split over them; TPUConfig(mesh=(dp, sp, tp)) says how",
     "xformers": "xformers: on the TPU path attention is the TPU kernel, which is memory-efficient",
 }
 _said: set[str] = set()

@@ -7,7 +7,7 @@
 
 The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
 run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
-program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
+program read), `answers` and `kept` (what was asked and compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
 alone), `report` (the page). Beside them `ahead`: executables made before a run; `obstacles`: what keeps a model from being compiled.
 """
 
@@ -21,9 +21,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import LocalEntryNotFoundError
+
 from ..aot import run_in_child
-from ..config import read_environment
 from ..devices import find_topology
+from .answers import Answers
 
 
 TIME_LIMIT = 900.0
@@ -143,26 +146,34 @@ def remembered(
     schedules: bool = True,
 ) -> dict:
     """`aot.run_in_child(function, request)`, once: the same question to the same code and versions is read from disk."""
-    folder = read_environment().cache_dir
-    path = Path(folder) / "plans" / f"{_key(function, request, schedules)}.json" if folder is not None else None
-    if path is not None and path.is_file():
-        return json.loads(path.read_text())
+    answers, name = Answers("plans", bool), _key(function, request, schedules)
+    if (known := answers.find(name)) is not None:
+        return known
+    answers.check_writable()
     result = run_in_child(function, request, seconds=seconds, schedules=schedules, on_progress=on_progress)
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(result))
-        draft.replace(path)
+    answers.keep(name, result)
     return result
 
 
 def _key(function: str, request: dict, schedules: bool) -> str:
-    """Changes with the question, with our code, with the packages and with a local model's configuration."""
+    """Changes with the question, with our code, with the packages and with what the model's configuration holds now."""
     digest = hashlib.sha256(json.dumps([function, request, schedules, sources()], sort_keys=True).encode())
-    if os.path.isdir(request.get("model", "")):
-        for source in sorted(Path(request["model"]).rglob("*.json")):
-            digest.update(source.read_bytes())
+    directory = directory_of(request["model"]) if "model" in request else None
+    for source in [] if directory is None else sorted(directory.rglob("*.json")):
+        digest.update(f"{source.relative_to(directory)}\n".encode() + source.read_bytes())
     return digest.hexdigest()[:32]
+
+
+def directory_of(model: str) -> Path | None:
+    """Where the configuration of a directory or of a model in the hub's cache lies, "MODEL@PIPELINE" too; None: it has none."""
+    if Path(model).is_dir():
+        return Path(model)
+    if "@" in model:
+        return directory_of(model.rpartition("@")[0])
+    try:
+        return Path(snapshot_download(model, local_files_only=True, allow_patterns="*.json"))
+    except (LocalEntryNotFoundError, ValueError, OSError):  # not cached, or not the form of an id
+        return None
 
 
 def sources() -> str:

@@ -3,6 +3,7 @@
 Where the configuration comes from: a directory, the hub's cache, or the table of published models.
 """
 
+import contextlib
 import importlib
 import json
 from dataclasses import dataclass, field, replace
@@ -10,13 +11,12 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import LocalEntryNotFoundError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import diffusers
 
+from . import directory_of
 from .published import ALIASES, MODELS
 
 
@@ -55,15 +55,15 @@ def configuration_of(model: str) -> Configuration:
 
     Raises ValueError for a model that is none of these, or a directory whose model_index.json is not one.
     """
+    directory = directory_of(model)
     if Path(model).is_dir():
-        return _read(Path(model))
+        return _read(directory)
     if "@" in model:
         model, _, pipeline = model.rpartition("@")
         return replace(configuration_of(model), pipeline=pipeline)
-    try:
-        return _read(Path(snapshot_download(model, local_files_only=True, allow_patterns="*.json")))
-    except (LocalEntryNotFoundError, ValueError, OSError):
-        pass  # not cached, or not the form of an id: the table may know it
+    if directory is not None:
+        with contextlib.suppress(ValueError):  # not all of it is cached: the table may know it
+            return _read(directory)
     published = MODELS.get(ALIASES.get(model.lower(), ALIASES.get(model, model)))
     if published is None:
         raise ValueError(

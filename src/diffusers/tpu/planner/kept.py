@@ -7,30 +7,24 @@ were traced at: code that moves, or a change to how a program is read, compiles 
 import hashlib
 import importlib.metadata
 import json
-import os
-import zlib
 from dataclasses import asdict, fields
-from pathlib import Path
 
 from jax.sharding import Mesh
 
-from ...utils import logging
 from ..aot import CompiledProgram, Compiler, OutOfMemory
-from ..config import read_environment
-from ..files import make_room, whole_files
+from .answers import Answers
 
 
-logger = logging.get_logger(__name__)
 FIELDS = {field.name for field in fields(CompiledProgram)}
-MOST_BYTES = 4 << 30  # a step of a large model is 3 MB
 
 
 def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None) -> CompiledProgram:
     """`compiler.compile(lowered, options)`, once. Raises OutOfMemory where it did. `mesh`: of the compiler's chips, of the program."""
-    if (cache := read_environment().cache_dir) is None:
+    answers = Answers("programs", _is_whole)
+    if answers.folder is None:
         return compiler.compile(lowered, options)
-    path = Path(cache) / "programs" / _key(compiler, lowered, mesh, options)
-    if (known := _kept(path)) is not None:
+    name = _key(compiler, lowered, mesh, options)
+    if (known := answers.find(name)) is not None:
         return _unpacked(known)
     refused, made = None, None
     try:
@@ -38,16 +32,7 @@ def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = Non
     except OutOfMemory as error:
         refused = [str(error), error.asked, error.limit]
     answer = {"refused": refused, "made": made and asdict(made)}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with whole_files([path]) as (draft,):
-            draft.write_bytes(zlib.compress(json.dumps(answer).encode()))
-        make_room(path.parent, MOST_BYTES)
-    except OSError as error:  # full, or not to be written to: the answer is there all the same
-        logger.warning(
-            f"expected to keep what the compiler answered in {path.parent}, got {error}: the next run asks it again. Make"
-            " room, or set DIFFUSERS_TPU_CACHE to another directory or to off."
-        )
+    answers.keep(name, answer)
     return _unpacked(answer)
 
 
@@ -73,21 +58,8 @@ def _digest(flags: str, compiler: Compiler, lowered, mesh: Mesh, options: dict |
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
 
 
-def _kept(path: Path) -> dict | None:
-    """The answer that is kept here; None: there is none, or none that can be read, which is said."""
-    try:
-        os.utime(path)  # the longest unused go first
-    except OSError:
-        if not path.is_file():
-            return None
-    try:
-        kept = json.loads(zlib.decompress(path.read_bytes()))
-        if set(kept) != {"refused", "made"} or kept["made"] and set(kept["made"]) != FIELDS:
-            raise ValueError(f"it holds {sorted(kept)}")
-        return kept
-    except (OSError, ValueError, zlib.error) as error:
-        logger.warning(f"expected a kept answer of the compiler in {path}, got {error}: it is asked again")
-        return None
+def _is_whole(answer: dict) -> bool:
+    return set(answer) == {"refused", "made"} and (not answer["made"] or set(answer["made"]) == FIELDS)
 
 
 def _unpacked(kept: dict) -> CompiledProgram:

@@ -23,6 +23,10 @@ from jax.sharding import PartitionSpec as P
 from ..settings import current, using
 
 
+class NotOnSlabs(NotImplementedError):
+    """What was asked for needs the whole map: who has other lines for it runs these."""
+
+
 FACTORS = [Fraction(2) ** power for power in range(-6, 7)]  # of the finer and coarser maps of one model
 
 
@@ -66,14 +70,14 @@ class Slabs:
 
         Rows that are filled up are as what is beyond the map, for who looks below.
 
-        Raises NotImplementedError where a neighbour has fewer.
+        Raises NotOnSlabs where a neighbour has fewer.
         """
         axis %= x.ndim
         local = x.shape[axis]
         if not left and not right:
             return x
         if max(left, right) > local:
-            raise NotImplementedError(
+            raise NotOnSlabs(
                 f"expected slabs of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
             )
         if self.count == 1:

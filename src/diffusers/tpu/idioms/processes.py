@@ -1,0 +1,90 @@
+"""`torch.distributed` on the TPU path: scripts that start a process for each GPU, where one process has all chips of a host.
+
+A process group of NCCL's is one of gloo's, on host tensors, as all tensors of a script are. Alone in it a process needs no launcher.
+"""
+
+import functools
+import math
+import os
+
+import torch
+
+from .devices import names_accelerator
+from .replacing import Replacements
+from .said import once
+
+
+ALONE = "one process has all chips of this host, and splits models over them by TPUConfig(mesh=(dp, sp, tp))"
+INSTEAD = "start one process, with python script.py or with torchrun --nproc-per-node 1 script.py"
+
+
+def replace(replacements: Replacements):
+    """Put what this file has in torch's place."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed import device_mesh, distributed_c10d
+
+    for name, make in (("init_process_group", _initialised), ("new_group", _grouped)):
+        function = make(getattr(distributed_c10d, name))
+        for module in (torch.distributed, distributed_c10d):
+            replacements.put(module, name, function)
+    function = _meshed(device_mesh.init_device_mesh)
+    for module in (torch.distributed, device_mesh):
+        replacements.put(module, "init_device_mesh", function)
+
+
+def refuse_several():
+    """Raises RuntimeError in one of several processes of this host: each would want all of its chips."""
+    here = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    if here.isdecimal() and int(here) > 1:
+        raise RuntimeError(f"expected one process for the chips of this host, got one of {here}: {ALONE}; {INSTEAD}")
+
+
+def _of_accelerators(backend) -> bool:
+    return backend is None or "nccl" in str(backend).lower()
+
+
+def _initialised(function):
+    @functools.wraps(function)
+    def init_process_group(backend=None, *args, **kwargs):
+        if not _of_accelerators(backend):
+            return function(backend, *args, **kwargs)
+        refuse_several()
+        kwargs.pop("device_id", None)
+        size = kwargs.get("world_size", -1)
+        size = int(os.environ.get("WORLD_SIZE", 1)) if size == -1 else size
+        if size > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+            raise RuntimeError(f"expected world_size 1 on the TPU path, got {size}: {ALONE}; {INSTEAD}")
+        if size == 1:
+            args, kwargs = (), {name: x for name, x in kwargs.items() if name in ("timeout", "group_name")}
+            kwargs |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+        once(
+            "distributed",
+            f"torch.distributed with NCCL: on the TPU path {ALONE}; the process group is gloo's, of size {size}",
+        )
+        return function("gloo", *args, **kwargs)
+
+    return init_process_group
+
+
+def _grouped(function):
+    @functools.wraps(function)
+    def new_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
+        kwargs.pop("device_id", None)
+        return function(ranks, timeout, None if _of_accelerators(backend) else backend, *args, **kwargs)
+
+    return new_group
+
+
+def _meshed(function):
+    @functools.wraps(function)
+    def init_device_mesh(device_type, mesh_shape, **kwargs):
+        if not names_accelerator(device_type):
+            return function(device_type, mesh_shape, **kwargs)
+        if not torch.distributed.is_initialized():
+            torch.distributed.init_process_group()
+        if math.prod(mesh_shape) > torch.distributed.get_world_size():
+            raise RuntimeError(f"expected a mesh of one process on the TPU path, got {tuple(mesh_shape)}: {ALONE}")
+        return function("cpu", mesh_shape, **kwargs)
+
+    return init_device_mesh
