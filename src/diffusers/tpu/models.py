@@ -23,6 +23,7 @@ from .config import TPUConfig, read_environment
 from .devices import find_target, jax_devices, keep_compiled_programs
 from .host import HostModel
 from .ladder import in_words, rungs
+from .locks import held
 from .mesh import make_mesh, plan_degrees, slices_of
 from .plans import module_plan
 from .residency import Residency, residency_of
@@ -113,6 +114,7 @@ def owners(module, but=None) -> list:
     return [] if runner is None else [pipe for pipe in holding(runner).pipelines if pipe is not but]
 
 
+@held
 def attach(module, config: TPUConfig, mesh: Mesh, residency: Residency, on_host: bool = False) -> Runner | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
     plan, before = module_plan(module), dict(vars(module))
@@ -125,6 +127,7 @@ def attach(module, config: TPUConfig, mesh: Mesh, residency: Residency, on_host:
     return runner
 
 
+@held
 def detach(module):
     """Upstream's methods, and no arrays on the chips."""
     runner = runs(module)
@@ -136,12 +139,14 @@ def detach(module):
         vars(module).pop(name, None)
 
 
+@held
 def place(runner: Runner | HostModel):
     """The model's weights to the chips, if there is room: else they come when it is called."""
     if isinstance(runner, Runner):
         runner.residency.place([runner])
 
 
+@held
 def leave_chips(runner: Runner | HostModel):
     """The model's weights leave the chips; they come back when it is called."""
     if isinstance(runner, Runner):
@@ -151,6 +156,7 @@ def leave_chips(runner: Runner | HostModel):
 # A model by itself
 
 
+@held
 def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: bool = True) -> torch.nn.Module:
     """Run this model's methods on the TPU; returns the same model.
 
@@ -180,6 +186,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: boo
     return module
 
 
+@held
 def uninstall(module: torch.nn.Module) -> torch.nn.Module:
     """Undo `install`: upstream's methods, weights on the host. Raises ValueError for a model of an installed pipeline."""
     if owners(module):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from .weights import PlacedWeights
 
 logger = logging.get_logger(__name__)
 WORTH_A_WORD = 5.0  # seconds that somebody waits
+_compiling = threading.Lock()  # of JAX's cache of compiled programs a compilation may switch the use off
 
 
 @dataclass
@@ -63,8 +65,15 @@ class Program:
         outputs = self.compiled(values.weights, values.numbers, [call.values.inputs for call in filled])
         return outputs[: len(calls)]
 
-    def compile(self, share: bool = False):
-        """Compile it. `share`: look whether another module has the same program, as two experts have."""
+    def compile(self, share: bool = False) -> bool:
+        """Compile it; False where another thread has, meanwhile. `share`: look whether another module has the same program, as two experts have."""
+        with _compiling:
+            if self.compiled is not None:
+                return False
+            self._compile(share)
+            return True
+
+    def _compile(self, share: bool):
         start = time.perf_counter()
         lowered = self.traced.lower()
         if hosts.process_count() > 1:  # another program in another process would wait for this one for good

@@ -31,6 +31,7 @@ from .eager import NO_PROGRAM, Uncompiled, from_libraries, random_state_kept, ru
 from .executables import ALONE, NUMBERS_ARE_READ, Executables
 from .failures import NotFinite, within_hbm
 from .idioms.refusing import without_gradients
+from .locks import exclusive
 from .parts import Parts
 from .programs import Program, announce, kept_at, trace_program
 from .residency import Residency
@@ -118,7 +119,8 @@ class Runner:
         self.give_back()
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
-        self._placed, self._state, self.branches.waiting = None, None, []
+        self._placed, self._state = None, None
+        self.branches.forget()
         if self._cache is not None:
             self._cache.reset()  # what it keeps is on the chips
         if self.residency is not None:
@@ -151,7 +153,8 @@ class Runner:
         def run(*args, **kwargs):
             if bridge.tracing():
                 return original()(*args, **kwargs)
-            return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
+            with exclusive.pinned():
+                return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
 
         run.__signature__ = self._signatures[name]
         run.tpu_entry = self._entries[name]
@@ -316,6 +319,13 @@ class Runner:
             self._leave_cache()
             return self._run_eagerly(self.take_apart(call.entry, args, kwargs), args, kwargs)
         self.take_values(call)
+        if self._compile(program):
+            self._look_at_state()  # of what other threads have called meanwhile
+            if self.state_key != call.state:
+                if call.step is not None:
+                    call.step.undo()
+                return self.run(call.entry, args, kwargs)
+            self.take_values(call)
         outputs = self.branches.run(call, program)
         if bridge.environment().waits:
             jax.block_until_ready(outputs)
@@ -373,12 +383,14 @@ class Runner:
         return "diffusers-tpu plan" if self.residency is None else self.residency.question(self)
 
     def _execute(self, program: Program, some: list[Call]) -> list[list[jax.Array]]:
-        with within_hbm(lambda: f"to run {self._said}.{program.entry} for {program.shapes}", self._question):
-            self._compile(program)
+        with self._within_hbm(program):
             outputs = program.run(some)
         if self.residency is not None:
             self.residency.ahead(self, some if program.calls == 1 else None)
         return outputs
+
+    def _within_hbm(self, program: Program):
+        return within_hbm(lambda: f"to run {self._said}.{program.entry} for {program.shapes}", self._question)
 
     def _answer(self, function: bridge.PureFunction, outputs: list):
         if bridge.environment().active:
@@ -459,7 +471,7 @@ class Runner:
     @property
     def programs(self) -> dict[tuple, Program]:
         """What was compiled, by call and state."""
-        return {key: program for key, program in self.traced.items() if program.compiled is not None}
+        return {key: program for key, program in [*self.traced.items()] if program.compiled is not None}
 
     @property
     def compilations(self) -> int:
@@ -572,13 +584,19 @@ class Runner:
             function, self._placed, self.number_arguments(), call, branches, name, self.compiler_options, spread
         )
 
-    def _compile(self, program: Program):
-        if program.compiled is None:
-            former = [one for one in self.programs.values() if one.entry == program.entry]
-            if former and not self.part:
-                announce(program, former[-1])
-            program.compile(share=self.part or (self.residency is not None and len(self.residency.kind(self)) > 1))
+    def _compile(self, program: Program) -> bool:
+        """Compile it where that is not done; whether other threads may have run meanwhile."""
+        if program.compiled is not None:
+            return False
+        former = [one for one in self.programs.values() if one.entry == program.entry]
+        if former and not self.part:
+            announce(program, former[-1])
+        share = self.part or (self.residency is not None and len(self.residency.kind(self)) > 1)
+        with self._within_hbm(program), exclusive.released(pins=1) as released:
+            first = program.compile(share)
+        if first:
             self.executables.keep(program)
+        return released
 
     def number_arguments(self, scale: float = 1.0) -> dict:
         numbers = {} if self._numbers_are_read else {n: x * scale for n, x in self._state.numbers.items()}

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..configuration_utils import FrozenDict
 from . import bridge, hosts
+from .locks import exclusive
 
 
 LARGEST_TABLE = 1 << 16  # entries of a host tensor that a key holds
@@ -130,7 +131,7 @@ class Steps:
             return leave.outputs
 
         try:
-            with _random_state_kept((args, kwargs)):
+            with exclusive.pinned(), _random_state_kept((args, kwargs)):
                 closed = jax.make_jaxpr(step)([*arrays.values()])
         except Exception:  # whatever it is, the operations one by one say it themselves
             return None
@@ -170,16 +171,20 @@ def steps_of(scheduler) -> Steps:
 def as_programs(schedulers: list) -> Iterator[None]:
     """Inside, steps of these schedulers are programs. One whose `step` the user has replaced keeps that.
 
-    By their class: a copy that a pipeline makes of its scheduler steps for itself.
+    By their class: a copy that a pipeline makes of its scheduler steps for itself. One that pipelines of several threads share is
+    upstream's again when the first of them is done.
     """
-    before = [(scheduler, type(scheduler)) for scheduler in schedulers]
-    for scheduler, cls in before:
-        scheduler.__class__ = stepping_class(cls)
+    for scheduler in schedulers:
+        scheduler.__class__ = stepping_class(_upstreams(type(scheduler)))
     try:
         yield
     finally:
-        for scheduler, cls in before:
-            scheduler.__class__ = cls
+        for scheduler in schedulers:
+            scheduler.__class__ = _upstreams(type(scheduler))
+
+
+def _upstreams(cls: type) -> type:
+    return getattr(vars(cls).get("step"), "stepping", cls)
 
 
 @functools.cache
@@ -191,6 +196,7 @@ def stepping_class(cls: type) -> type:
         original = cls.step.__get__(self)
         return steps_of(self).run(original, args, kwargs) if bridge.environment().active else original(*args, **kwargs)
 
+    step.stepping = cls
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "step": step}
     return type(cls.__name__, (cls,), namespace)
 

@@ -5,13 +5,13 @@ WAIVED = {
     " the chips wait on the host; nothing else is offloaded",
     "xformers": "xformers: on the TPU path attention is the TPU kernel, which is memory-efficient",
 }
-_said: set[str] = set()
+_said: dict[str, object] = {}
 
 
 def once(key: str, sentence: str | None = None):
     """Warn with this sentence, the first time in this process for this key; without one the key is the sentence."""
-    if key not in _said:
-        _said.add(key)
+    mine = object()
+    if _said.setdefault(key, mine) is mine:  # of several threads one says it
         from ...utils import logging  # here: the idioms are on before the rest of diffusers is imported
 
         logging.get_logger(__name__).warning(sentence or key)
