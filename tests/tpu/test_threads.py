@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,6 +19,7 @@ from diffusers.tpu import bridge, programs
 from diffusers.tpu.bridge import blocks
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.sharding import ModelPlan
+from diffusers.tpu.state import tracing
 
 
 MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1)]
@@ -203,16 +205,21 @@ def test_branches_of_two_threads_do_not_pair(attached):
             mine.jax()
 
 
+AFTER_ONE = 0  # a call that gave something
+
+
 def held_by(model: torch.nn.Module) -> list:
     """All that a trace may replace of a model: attributes, weights, hooks, those of its classes, and process-wide hooks."""
     owners = {cls for m in model.modules() for cls in type(m).__mro__ if cls.__module__.startswith("diffusers.")}
     dicts = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules, m._forward_hooks)]
-    dicts += [vars(owner) for owner in sorted(owners, key=repr)]
+    modules = [module for name, module in sys.modules.items() if name.startswith("diffusers.models.")]
+    dicts += [vars(owner) for owner in (*sorted(owners, key=repr), *modules)]
     dicts += [torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks]
     return [(name, id(value)) for d in dicts for name, value in [*d.items()]]
 
 
 FAULTS = {
+    "while cached functions are replaced": (tracing, "_uncached", AFTER_ONE),
     "before a block's settings are known": (blocks, "signature", 2),
     "between two blocks' stand-ins": (blocks, "own_forward", 2),
     "while processors are replaced": (transformer_wan_flax.PLAN.processors, WanAttnProcessor, 2),
@@ -237,13 +244,14 @@ def test_a_failed_trace_leaves_nothing(make_mesh, monkeypatch, error):
     runner.place()
     before = held_by(model)
     for where, (owner, name, call) in FAULTS.items():
-        calls = itertools.count(1)
+        calls, given_before = itertools.count(1), []
         original = owner[name] if isinstance(owner, dict) else getattr(owner, name)
 
         def fail(*args, **kwargs):
-            if next(calls) == call:
+            if next(calls) == call or (call == AFTER_ONE and any(x is not None for x in given_before)):
                 raise error(where)
-            return original(*args, **kwargs)
+            given_before.append(original(*args, **kwargs))
+            return given_before[-1]
 
         with monkeypatch.context() as patched:
             (patched.setitem if isinstance(owner, dict) else patched.setattr)(owner, name, fail)

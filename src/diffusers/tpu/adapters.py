@@ -201,12 +201,12 @@ def _flags(layer: torch.nn.Module) -> dict:
 def lent(block: torch.nn.Module, layers: Iterable[tuple[str, torch.nn.Module]]):
     """While this is open, the block has these layers at these paths."""
     before = []
+    for path, layer in layers:
+        parent, _, name = path.rpartition(".")
+        children = block.get_submodule(parent)._modules
+        before.append((children, name, children[name]))
+        children[name] = layer
     try:
-        for path, layer in layers:
-            parent, _, name = path.rpartition(".")
-            children = block.get_submodule(parent)._modules
-            before.append((children, name, children[name]))
-            children[name] = layer
         yield
     finally:
         for children, name, layer in before:

@@ -12,6 +12,7 @@ from . import bridge
 from .call import Call
 from .checkpoint import settled
 from .idioms import said
+from .recent import Recent
 from .sharding import named
 from .state import State, Trace
 
@@ -30,7 +31,8 @@ DRAWS = "it draws random numbers"
 
 
 class Uncompiled:
-    """The calls of one module that no program stands for.
+    """The calls of one module that no program stands for. `most`: kinds of them that are kept; `forget` is called for each that
+    is not any more.
 
     Attributes:
         reasons: why, by call and state.
@@ -39,9 +41,9 @@ class Uncompiled:
             the module has them: then none is traced.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, most: int, forget: Callable[[], None]):
         self.name = name
-        self.reasons: dict[tuple, str] = {}
+        self.reasons: dict[tuple, str] = Recent(most, then=forget)
         self.on_host: dict[str, None] = {}
         self.lasting: list = []
         self._once: list = []
@@ -62,8 +64,12 @@ class Uncompiled:
         elif effects.certain or any(one is other for one in effects.lasting for other in self._once):
             self.lasting += effects.lasting
             self.add(call, key, LEAVES.format(", ".join(effects.names)) if effects.names else KEEPS)
-        self._once += effects.lasting
+        self._met(effects.lasting)
         return bool(effects.lasting or effects.draws)
+
+    def _met(self, containers: list):
+        met = {*map(id, self._once)}
+        self._once += [container for container in containers if id(container) not in met]
 
     def fails(self, error: Exception, effects: Trace, call: Call, key: tuple) -> str | None:
         """The trace ended in this error. Why the module comes apart; None: it does not, calls like this one run eagerly.
@@ -73,7 +79,7 @@ class Uncompiled:
         changed = effects.lasting + effects.scratch
         if any(one is other for one in changed for other in self._once):
             self.lasting += changed
-        self._once += changed
+        self._met(changed)
         reason = reason_of(error)
         if isinstance(error, bridge.WeightWritten):
             return self.add(call, key, reason)

@@ -32,6 +32,7 @@ from . import bridge, hosts
 from .call import Call, values_of
 from .idioms import said
 from .programs import Program
+from .recent import Recent
 from .state import process_key
 from .store import Key, NotPortable, Store, Words, ours_in_words, sources_in_words, store_here
 
@@ -94,7 +95,7 @@ class Executables:
         self.runner = runner
         self.ahead: dict[str, concurrent.futures.Future] = {}
         self.reason: str | None = None
-        self._lasting: dict[object, dict[str, str] | None] = {}
+        self._lasting: dict[object, dict[str, str] | None] = Recent(runner.config.programs)
 
     @property
     def store(self) -> Store | None:

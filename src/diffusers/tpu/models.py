@@ -219,7 +219,8 @@ def explain(module: torch.nn.Module) -> str:
 
 
 def component_report(runner: Runner | HostModel) -> dict:
-    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
+    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, programs
+    let go of, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
     `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
     that heads went."""
     if isinstance(runner, HostModel):
@@ -240,6 +241,7 @@ def component_report(runner: Runner | HostModel) -> dict:
     placed = runner._placed
     return {
         "compilations": runner.compilations,
+        "evicted": runner.evicted,
         "traces": sum(one.traces for _, one in runner.with_parts()),
         "programs": programs,
         "eager": runner.eager,

@@ -25,6 +25,7 @@ from .weights import PlacedWeights
 
 logger = logging.get_logger(__name__)
 WORTH_A_WORD = 5.0  # seconds that somebody waits
+_evicted = 0
 _compiling = threading.Lock()  # of JAX's cache of compiled programs a compilation may switch the use off
 
 
@@ -56,6 +57,12 @@ class Program:
     avals: list = field(default_factory=list)
     key: Key | None = None
     recalled: bool = False
+
+    @functools.cached_property
+    def code_bytes(self) -> int:
+        """Of its executable, on a chip."""
+        analysis = self.compiled.memory_analysis()
+        return 0 if analysis is None else analysis.generated_code_size_in_bytes
 
     def run(self, calls: list[Call]) -> list[list[jax.Array]]:
         """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest."""
@@ -93,6 +100,21 @@ class Program:
         if compiled is None:
             compiled = _executables[key] = compile_lowered(lowered, options)
         return compiled
+
+
+def forget_operations(most: int):
+    """A program has been evicted, of `most` that are kept: after some, what JAX keeps of the single operations around them goes too.
+
+    JAX keeps thousands of executables and traces, of small operations as of large ones. It makes them again where they are called.
+    """
+    global _evicted
+    _evicted += 1
+    if _evicted >= max(1, most // 4) and _compiling.acquire(blocking=False):
+        try:
+            _evicted = 0
+            jax.clear_caches()
+        finally:
+            _compiling.release()
 
 
 def announce(program: Program, former: Program):

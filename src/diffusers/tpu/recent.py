@@ -7,14 +7,21 @@ class Recent(dict):
     """At most `most` entries, and `most_bytes` of `bytes_of(value)` in all; what was last set stays, however large.
 
     Setting, `[]`, `get` and `setdefault` count as use; the order of iteration is that of use. Not for threads without a lock.
+    `then` is called for each entry that goes.
 
     Attributes:
         evicted: how many went.
     """
 
-    def __init__(self, most: int, most_bytes: float | None = None, bytes_of: Callable[[object], int] | None = None):
+    def __init__(
+        self,
+        most: int,
+        most_bytes: float | None = None,
+        bytes_of: Callable[[object], int] | None = None,
+        then: Callable[[], None] = lambda: None,
+    ):
         super().__init__()
-        self.most, self.most_bytes, self.bytes_of = most, most_bytes, bytes_of
+        self.most, self.most_bytes, self.bytes_of, self.then = most, most_bytes, bytes_of, then
         self.evicted = 0
 
     def __getitem__(self, key):
@@ -45,3 +52,4 @@ class Recent(dict):
             excess -= sizes[number] if sizes else 0
             del self[key]
             self.evicted += 1
+            self.then()

@@ -12,6 +12,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -33,8 +34,9 @@ from .failures import NotFinite, within_hbm
 from .idioms.refusing import without_gradients
 from .locks import exclusive
 from .parts import Parts
-from .programs import Program, announce, kept_at, trace_program
-from .residency import Residency
+from .programs import Program, announce, forget_operations, kept_at, trace_program
+from .recent import Recent
+from .residency import Residency, room_for_programs
 from .settings import Settings
 from .sharding import ModelPlan, named
 from .state import Entry, State, Trace, is_entry, process_key, read
@@ -87,25 +89,30 @@ class Runner:
     ):
         self.part = part
         self.parts: Parts | None = None
-        self._in_parts: dict[object, Parts] = {}
+        self._in_parts: dict[object, Parts] = Recent(config.programs)
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
         self.residency = residency
-        self.traced: dict[tuple, Program] = {}
+        room = room_for_programs(residency and residency.hbm, config)
+        forget = functools.partial(forget_operations, config.programs)
+        self.traced: dict[tuple, Program] = Recent(
+            config.programs, room, lambda one: one.compiled and one.code_bytes or 0, forget
+        )
         self.branches = Branches(1 if mesh is None else mesh.shape["dp"], self._execute)
         self._placed: PlacedWeights | None = None
         self._signatures: dict[str, inspect.Signature] = {}
         self._entries: dict[str, Entry] = {}
         self._state: State | None = None
-        self._states: dict[object, int] = {}
+        self._states: dict[object, int] = Recent(config.programs)
+        self._numbers_of_states = itertools.count()
         self._key: tuple | None = None
         self._cache: bridge.Kept | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
         self.finite: list = []  # of pictures: device flags, until the call's end
-        self.uncompiled = Uncompiled(type(module).__name__)
-        self.decided = Decided(type(module).__name__)
+        self.uncompiled = Uncompiled(type(module).__name__, config.programs, forget)
+        self.decided = Decided(type(module).__name__, config.programs)
         self.executables = Executables(self)
-        self.traces = 0
+        self.traces = self.compiled = 0  # how often
         self.tally = Tally() if config.attention_tally else None
 
     def attach(self):
@@ -271,7 +278,9 @@ class Runner:
             state, numbers = self.read_state
             weights = tuple((key, a.shape, a.dtype) for key, a in self.plan_weights().avals.items())
             key = (state, numbers, weights)
-            self._key = (self._states.setdefault(key, len(self._states)),)
+            if key not in self._states:
+                self._states[key] = next(self._numbers_of_states)
+            self._key = (self._states[key],)
         return (*self._key, *process_key())
 
     # Calls
@@ -419,7 +428,7 @@ class Runner:
     def _part(self, module: torch.nn.Module) -> "Runner":
         plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods)
         runner = Runner(module, plan, self.mesh, self.config, part=True)
-        runner.tally = self.tally
+        runner.tally, runner.traced.most_bytes = self.tally, self.traced.most_bytes
         return runner
 
     def _run_eagerly(self, call: Call, args: tuple, kwargs: dict):
@@ -453,7 +462,8 @@ class Runner:
     def _whole_if_unanswered(self):
         """The call ends in upstream's own error, of what it was given: a module that never answered in parts is whole again."""
         if not self.parts.answered:
-            self._in_parts = {key: parts for key, parts in self._in_parts.items() if parts is not self.parts}
+            for key in [key for key, parts in self._in_parts.items() if parts is self.parts]:
+                del self._in_parts[key]
             self._come_apart(None)
 
     def _line_by_line(self, call: Call, args: tuple, kwargs: dict):
@@ -474,10 +484,14 @@ class Runner:
         return {key: program for key, program in [*self.traced.items()] if program.compiled is not None}
 
     @property
+    def evicted(self) -> int:
+        """How many programs of this module and its parts were let go of, as others were used."""
+        return sum(runner.traced.evicted for _, runner in self.with_parts())
+
+    @property
     def compilations(self) -> int:
         """How many programs were compiled here for this module and its parts."""
-        programs = (program for _, runner in self.with_parts() for program in runner.programs.values())
-        return sum(not program.recalled for program in programs)
+        return sum(runner.compiled for _, runner in self.with_parts())
 
     @property
     def eager(self) -> list[str]:
@@ -496,7 +510,7 @@ class Runner:
         call.state = self.state_key
         branches = self.branches.side_by_side(call) if bridge.environment().active else 1
         key = (call.key, branches, call.state)
-        if branches > 1 and key in self.decided.alone:
+        if branches > 1 and self.decided.alone.get(key):
             key = (call.key, branches := 1, call.state)
         call.decided = self.decided.answers(key, call)
         key = (*key, call.decided)
@@ -519,7 +533,7 @@ class Runner:
         if found == NUMBERS_ARE_READ:
             self._numbers_are_read, self._key = True, None
         elif found == ALONE:
-            self.decided.alone.add(key[:-1])
+            self.decided.alone[key[:-1]] = True
         else:
             self.decided.know(key[:-1], call.decided, found)
         return self.program(call)
@@ -543,7 +557,7 @@ class Runner:
                 raise
             if branches > 1:
                 self._found_out(ALONE, call, branches)
-                self.decided.alone.add(key[:-1])
+                self.decided.alone[key[:-1]] = True
                 return self.program(call)
             program, reason = None, self.uncompiled.fails(error, function.effects or Trace(), call, key)
             if reason is not None:
@@ -595,6 +609,8 @@ class Runner:
         with self._within_hbm(program), exclusive.released(pins=1) as released:
             first = program.compile(share)
         if first:
+            self.compiled += 1
+            self.traced.fit()
             self.executables.keep(program)
         return released
 

@@ -69,12 +69,12 @@ def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> t
 def numbered(module: torch.nn.Module, numbers: dict[str, jax.Array], adapters: Adapters):
     """The module's numbers are those that the program is given, by `str(Number)`."""
     before = []
+    for key, array in numbers.items():
+        number = Number.parse(key)
+        holder, adapter = number.holder(module), adapters.order[number.adapter]
+        before.append((holder, adapter, holder[adapter]))
+        holder[adapter] = Scale(array)
     try:
-        for key, array in numbers.items():
-            number = Number.parse(key)
-            holder, adapter = number.holder(module), adapters.order[number.adapter]
-            before.append((holder, adapter, holder[adapter]))
-            holder[adapter] = Scale(array)
         yield
     finally:
         for holder, adapter, value in before:
@@ -189,15 +189,15 @@ class BlockRuns:
     def installed(self):
         """Blocks of all groups answer through `call` while this is open."""
         blocks = []
+        for group in self.groups:
+            for index in range(group.start, group.stop):
+                block = self.model.get_submodule(f"{group.path}.{index}")
+                if (group.path, index) not in self.settings:
+                    with group.lent(self.model, block):
+                        self.settings[group.path, index] = signature(block, self.adapters, self.apart)
+                self._stand_in(block, self._answer(group, index))
+                blocks.append(block)
         try:
-            for group in self.groups:
-                for index in range(group.start, group.stop):
-                    block = self.model.get_submodule(f"{group.path}.{index}")
-                    if (group.path, index) not in self.settings:
-                        with group.lent(self.model, block):
-                            self.settings[group.path, index] = signature(block, self.adapters, self.apart)
-                    self._stand_in(block, self._answer(group, index))
-                    blocks.append(block)
             yield
             self.flush()
         finally:

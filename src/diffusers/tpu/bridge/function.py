@@ -370,9 +370,9 @@ register_pytree_node(
 def _processors_of(module: torch.nn.Module, makers: dict):
     """The model's attention processors are those of its plan; what the user set has another class and stays."""
     replaced = [(m, m.processor) for m in module.modules() if type(getattr(m, "processor", None)) in makers]
+    for m, processor in replaced:
+        m.processor = makers[type(processor)](processor)
     try:
-        for m, processor in replaced:
-            m.processor = makers[type(processor)](processor)
         yield
     finally:
         for m, processor in replaced:
@@ -390,11 +390,11 @@ def on_every_chip():
 def _whole_of(module: torch.nn.Module, names: tuple[str, ...]):
     """Parts of these names run `on_every_chip`."""
     before = []
+    for name, m in module.named_modules():
+        if any(re.search(pattern, name) for pattern in names):
+            before.append((m, vars(m).get("forward")))
+            m.forward = functools.partial(_run_whole, *before[-1])
     try:
-        for name, m in module.named_modules():
-            if any(re.search(pattern, name) for pattern in names):
-                before.append((m, vars(m).get("forward")))
-                m.forward = functools.partial(_run_whole, *before[-1])
         yield
     finally:
         for m, forward in before:
@@ -414,12 +414,12 @@ def _run_whole(module: torch.nn.Module, forward: Callable | None, *args, **kwarg
 def _methods_of(module: torch.nn.Module, methods: dict):
     """Methods of the model and its parts are those of its plan, but for what the user or a hook has put on an instance."""
     replaced = []
+    for m in module.modules():
+        for (cls, name), method in methods.items():
+            if type(m) is cls and name not in vars(m):
+                vars(m)[name] = functools.partial(method, m)
+                replaced.append((m, name))
     try:
-        for m in module.modules():
-            for (cls, name), method in methods.items():
-                if type(m) is cls and name not in vars(m):
-                    vars(m)[name] = functools.partial(method, m)
-                    replaced.append((m, name))
         yield
     finally:
         for m, name in replaced:
