@@ -84,7 +84,7 @@ class Steps:
             key, tensors, arrays = _read((args, kwargs), vars(scheduler))
         except Unlike:
             return original(*args, **kwargs)
-        steps = self.recorded.setdefault(tuple(x.shape for x in arrays.values()), Recent(MOST_KEPT))
+        steps = self.recorded.setdefault(frozenset(x.shape for x in arrays.values()), Recent(MOST_KEPT))
         if key not in steps:
             steps[key] = self._record(original, args, kwargs, tensors, arrays)
         recorded = steps[key]
