@@ -1,10 +1,11 @@
 """Many generations in one process: what the host and the chips hold after each.
 
     python tests/tpu/soak.py [GENERATIONS]        prints one line of JSON; exit status 1 where something grows
+    python tests/tpu/soak.py SIZES any            the same, of a server that is asked for so many sizes, each once
 
 A tiny Wan on two simulated chips. Phases: the same call; sizes by turns; scales of a LoRA by turns; pipelines that are made, run
 and deleted. Of each phase: the host's own memory (RssAnon) and bytes of JAX's live arrays after the first generations, which compile and
-fill what is kept on purpose, and after the last ones.
+fill what is kept on purpose, and after the last ones. Of sizes asked for once, `PROGRAMS` of a model are kept.
 """
 
 import ctypes
@@ -26,6 +27,8 @@ from diffusers import tpu  # noqa: E402
 
 
 LIMIT = 0.02
+LIMIT_OF_SIZES = 0.05
+PROGRAMS = 16
 WARM = 0.25  # of a phase
 CALL = {
     "prompt": "a red circle",
@@ -38,8 +41,8 @@ CALL = {
 SIZES = ((16, 16), (16, 32), (32, 16), (32, 32))
 
 
-def installed():
-    pipe = tpu.install(tiny.wan(layers=2))
+def installed(layers: int = 2, **settings):
+    pipe = tpu.install(tiny.wan(layers=layers), tpu.TPUConfig(**settings) if settings else None)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to("cuda")
 
@@ -53,7 +56,7 @@ def held() -> tuple[float, int]:
     return host, sum(array.nbytes for array in jax.live_arrays())
 
 
-def phase(count: int, generate) -> dict:
+def phase(count: int, generate, limit: float = LIMIT) -> dict:
     """What is held after the warm part and at the end: means of some, as the allocator breathes."""
     warm, tenth = int(WARM * count), max(1, count // 20)
     first, last = [], []
@@ -70,7 +73,7 @@ def phase(count: int, generate) -> dict:
         "host_mib": [means[0][0], means[1][0]],
         "device_bytes": [means[0][1], means[1][1]],
         "growth": growth,
-        "flat": max(growth) <= LIMIT,
+        "flat": max(growth) <= limit,
     }
     print(json.dumps(answer), file=sys.stderr, flush=True)  # the rest takes a while
     return answer
@@ -99,6 +102,19 @@ def scales(pipe):
     return run
 
 
+def any_size(count: int) -> dict:
+    """Latents of sizes that are each asked for once."""
+    pipe = installed(1, programs=PROGRAMS)
+
+    def run(number: int):
+        height, width = 16 * (1 + number // 16), 16 * (1 + number % 16)
+        pipe(**{**CALL, "height": height, "width": width, "output_type": "latent"})
+
+    answer = phase(count, run, LIMIT_OF_SIZES)
+    part = tpu.report(pipe)["components"]["transformer"]
+    return {**answer, "programs": len(part["programs"]), "evicted": part["evicted"]}
+
+
 def made_and_deleted(number: int):
     installed()(**CALL)
 
@@ -108,7 +124,11 @@ def with_one_pipeline(count: int) -> dict:
     return {"same": phase(count, same(pipe)), "sizes": phase(few, sizes(pipe)), "scales": phase(few, scales(pipe))}
 
 
-def main(count: int) -> int:
+def main(count: int, kind: str = "") -> int:
+    if kind == "any":
+        answer = any_size(count)
+        print(json.dumps(answer))
+        return 0 if answer["flat"] and answer["programs"] == PROGRAMS else 1
     answer = with_one_pipeline(count)
     gc.collect()
     answer["device_bytes_after_del"] = held()[1]
@@ -123,4 +143,4 @@ def main(count: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200))
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 200, *sys.argv[2:]))

@@ -50,6 +50,9 @@ def test_environment_is_checked(monkeypatch, variable, value, words):
         ({"attention_ring": 0}, "attention_ring of a positive integer, got 0"),
         ({"attention_ring": "2"}, "attention_ring of a positive integer, got '2'"),
         ({"attention_blocks": 256}, "three positive integers.* got 256"),
+        ({"programs": 0}, "programs of a positive integer, got 0"),
+        ({"programs": True}, "programs of a positive integer, got True"),
+        ({"program_gib": "1"}, "program_gib of GiB, a number of at least 0, got '1'"),
     ],
 )
 def test_config_is_checked_when_made(keywords, words):

@@ -16,6 +16,8 @@ ORDER = [
     "files",
     "failures",
     "config",
+    "locks",
+    "recent",
     "hosts",
     "devices",
     "moving",

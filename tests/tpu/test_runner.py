@@ -34,8 +34,8 @@ class Denoiser(torch.nn.Module):
 def attach(make_mesh):
     """A function that puts a runner on a module."""
 
-    def attach(module, *degrees, **plan):
-        runner = Runner(module.eval(), ModelPlan(**plan), make_mesh(*degrees), TPUConfig())
+    def attach(module, *degrees, config=TPUConfig(), **plan):
+        runner = Runner(module.eval(), ModelPlan(**plan), make_mesh(*degrees), config)
         runner.attach()
         return runner
 
@@ -54,6 +54,39 @@ def test_one_program_per_shape_and_static_argument(attach):
     assert isinstance(module(x, t, return_dict=False), tuple) and runner.compilations == 3
     module(torch.randn(3, 8), torch.rand(3))
     assert runner.compilations == 4
+
+
+def test_programs_that_were_not_used_for_long_go(attach, monkeypatch):
+    cleared = []
+    monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(len(runner.traced)))
+    module = Denoiser()
+    theirs, ours = copy.deepcopy(module), attach(module, 1, 2, 1, config=TPUConfig(programs=3))
+    runner = ours
+
+    def call(size: int):
+        x, t = torch.randn(size, 8), torch.rand(size)
+        assert relative(module(x, t)["sample"], theirs(x, t)["sample"]) < 1e-6
+
+    for size in (1, 2, 3, 1, 4, 1, 3, 4):
+        call(size)
+    assert (runner.compilations, runner.evicted, len(runner.traced)) == (4, 1, 3) and len(cleared) == 1
+    call(2)
+    assert (runner.compilations, runner.evicted) == (5, 2)
+    for gain in (2.0, 3.0, 4.0, 5.0, 2.0):  # states go too, and one that comes back is none of those that were kept
+        module.gain = theirs.gain = gain
+        call(2)
+    assert (runner.compilations, len(runner.traced), len(runner._states)) == (10, 3, 3)
+
+
+def test_programs_whose_code_has_no_room_go(attach, monkeypatch):
+    monkeypatch.setattr(programs.Program, "code_bytes", 600)
+    runner = attach(Denoiser(), 1, 1, 1, config=TPUConfig(program_gib=1300 / 2**30))
+    for size in (1, 2, 3, 4):
+        runner.module(torch.randn(size, 8), torch.rand(size))
+    assert (len(runner.traced), runner.evicted) == (2, 2)
+    runner.traced.most_bytes = 0
+    runner.module(torch.randn(5, 8), torch.rand(5))  # what runs stays
+    assert len(runner.traced) == 1
 
 
 class Rounded(torch.nn.Module):

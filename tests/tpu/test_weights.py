@@ -371,3 +371,13 @@ def test_many_generations_leave_host_and_chips_as_they_were(root):
     answer = json.loads(done.stdout.splitlines()[-1])
     assert all(max(answer[name]["growth"]) <= 0.02 for name in ("same", "sizes", "scales", "pipelines"))
     assert answer["threads"] == [] and answer["device_bytes_after_del"] < 0.02 * answer["same"]["device_bytes"][0]
+
+
+@pytest.mark.slow
+def test_sizes_that_are_asked_for_once_leave_host_and_chips_as_they_were(root):
+    env = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{HERE}", "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "1"}
+    command = [sys.executable, HERE / "soak.py", "200", "any"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert max(answer["growth"]) <= 0.05 and (answer["programs"], answer["evicted"]) == (16, 184)

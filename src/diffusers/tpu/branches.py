@@ -9,10 +9,12 @@ another kind of call comes, those that wait run at once, the program filled with
 
 import functools
 import math
+import threading
 from dataclasses import dataclass, field
 
 from . import bridge
 from .call import Call
+from .locks import exclusive
 from .programs import Program
 
 
@@ -25,12 +27,22 @@ class Waiting:
     outputs: list = field(default_factory=list)
 
 
+class _OfThread(threading.local):
+    def __init__(self):
+        self.calls: list[Waiting] = []
+
+
 class Branches:
-    """The waiting calls of one module. `execute(program, calls)` gives the flat outputs of each call."""
+    """The waiting calls of one module, of each thread its own. `execute(program, calls)` gives the flat outputs of each call."""
 
     def __init__(self, dp: int, execute):
         self.dp, self.execute = dp, execute
-        self.waiting: list[Waiting] = []
+        self._of_thread = _OfThread()
+
+    @property
+    def waiting(self) -> list[Waiting]:
+        """Those of the calling thread."""
+        return self._of_thread.calls
 
     def side_by_side(self, call: Call) -> int:
         """How many calls like this one fill `dp`; 1: each runs alone, on all chips."""
@@ -42,34 +54,44 @@ class Branches:
             self.finish()
         if len(self.waiting) + 1 < program.branches and bridge.environment().active:
             return self._defer(call, program)
-        waiting, self.waiting = self.waiting, []
+        waiting = _taken(self.waiting)
         *before, mine = self.execute(program, [*(one.call for one in waiting), call])
         self._settle(waiting, before)
         return mine
 
-    def finish(self):
-        """Run what waits: a value of it is needed, or a call of another kind comes."""
-        waiting, self.waiting = self.waiting, []
-        if waiting:
-            self._settle(waiting, self.execute(waiting[0].program, [one.call for one in waiting]))
+    def finish(self, calls: list[Waiting] | None = None):
+        """Run what waits: a value of it is needed, or a call of another kind comes. `calls`: another thread's perhaps."""
+        with exclusive.pinned():
+            waiting = _taken(self.waiting if calls is None else calls)
+            if waiting:
+                self._settle(waiting, self.execute(waiting[0].program, [one.call for one in waiting]))
 
     def forget(self):
         """What waits is not run: who would have asked for it has failed."""
-        self.waiting = []
+        self.waiting.clear()
 
     def _defer(self, call: Call, program: Program) -> list:
         waiting = Waiting(call, program)
-        waiting.outputs = [bridge.deferred(aval, functools.partial(self._needed, waiting)) for aval in program.avals]
+        compute = functools.partial(self._needed, waiting, self.waiting)
+        waiting.outputs = [bridge.deferred(aval, compute) for aval in program.avals]
         self.waiting.append(waiting)
         return waiting.outputs
 
-    def _needed(self, waiting: Waiting):
-        if not any(one is waiting for one in self.waiting):
-            raise RuntimeError(f"expected a value of {waiting.program.name}, got none: its run has failed before")
-        self.finish()
+    def _needed(self, waiting: Waiting, beside: list[Waiting]):
+        with exclusive:
+            if any(one is waiting for one in beside):
+                self.finish(beside)
+            elif waiting.outputs[0].waits:
+                raise RuntimeError(f"expected a value of {waiting.program.name}, got none: its run has failed before")
 
     @staticmethod
     def _settle(waiting: list[Waiting], results: list):
         for one, arrays in zip(waiting, results):
             for output, array in zip(one.outputs, arrays):
                 output.settle(array)
+
+
+def _taken(waiting: list[Waiting]) -> list[Waiting]:
+    taken = [*waiting]
+    waiting.clear()
+    return taken

@@ -4,7 +4,9 @@ Pipelines that share a model share its runner, so they have one configuration fo
 has any more, because it was replaced, set to None or its pipelines are gone, leaves the chips; its programs stay with it.
 """
 
+import contextlib
 import dataclasses
+import threading
 import weakref
 from dataclasses import dataclass, field
 
@@ -14,6 +16,7 @@ from jax.sharding import Mesh
 from . import models
 from .config import TPUConfig
 from .host import HostModel
+from .locks import exclusive
 from .plans import PipelinePlan
 from .residency import Residency
 from .runner import Runner
@@ -30,6 +33,7 @@ class Installation:
         residency: whose weights are on the chips; one for all pipelines there.
         leaving: what happens when the pipeline is deleted.
         not_finite: components whose pictures of the last call had NaN in them.
+        lock: of one call at a time: what a pipeline and its scheduler keep in a call is that call's.
     """
 
     config: TPUConfig
@@ -44,6 +48,19 @@ class Installation:
     leaving: weakref.finalize | None = None
     depth: int = 0
     not_finite: list[str] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @contextlib.contextmanager
+    def one_at_a_time(self):
+        """A thread's call of the pipeline; those of other threads come after it."""
+        if not self.lock.acquire(blocking=False):
+            with exclusive.released():
+                self.lock.acquire()
+        try:
+            with exclusive:
+                yield
+        finally:
+            self.lock.release()
 
     def held(self) -> dict[str, Runner | HostModel]:
         """What runs each model, by name."""
@@ -131,8 +148,7 @@ def release(pipe, state: Installation, name: str):
 
 def deleted(state: Installation):
     """The pipeline is gone; its models may be someone's still."""
-    for runner in state.held().values():
-        _leave_if_free(runner)
+    exclusive.soon(lambda: [_leave_if_free(runner) for runner in state.held().values()])
 
 
 def _leave_if_free(runner: Runner | HostModel):
@@ -145,4 +161,5 @@ def replaced(pipe, name: str, value):
     """An attribute has changed: a model that was there leaves the chips now, not at the next call."""
     state = installation(pipe)
     if state is not None and (runner := state.held().get(name)) is not None and models.runs(value) is not runner:
-        release(pipe, state, name)
+        with exclusive:
+            release(pipe, state, name)

@@ -101,6 +101,9 @@ class TPUConfig:
         hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all
             components are more than it holds, those whose turn it is not wait on the host.
         reserve_gib: of `hbm_gib`, what weights leave to activations and programs; None: a quarter.
+        programs: how many compiled programs of a model are kept in memory, and as many of what else grows with sizes and states; the
+            least recently used go, `report(pipe)` says how many went. What has gone is loaded from the cache folder, or compiled, again.
+        program_gib: of a chip's HBM, what the code of these programs may take; None: a sixteenth, simulated chips have no limit.
     """
 
     mesh: tuple[int, int, int] | None = None
@@ -119,6 +122,8 @@ class TPUConfig:
     host: tuple[str, ...] = ()
     hbm_gib: float | None = None
     reserve_gib: float | None = None
+    programs: int = 64
+    program_gib: float | None = None
 
     def __post_init__(self):
         if self.mesh is not None:
@@ -156,7 +161,9 @@ class TPUConfig:
         object.__setattr__(self, "host", _as_tuple(self.host))
         if any(not isinstance(name, str) for name in self.host):
             raise ValueError(f"expected TPUConfig.host of names of components, got {self.host!r}")
-        for name in ("hbm_gib", "reserve_gib"):
+        if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
+            raise ValueError(f"expected TPUConfig.programs of a positive integer, got {self.programs!r}")
+        for name in ("hbm_gib", "reserve_gib", "program_gib"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, (int, float)) or not value >= 0):
                 raise ValueError(f"expected TPUConfig.{name} of GiB, a number of at least 0, got {value!r}")

@@ -9,23 +9,25 @@ import numpy as np
 from . import bridge
 from .call import Call, values_of
 from .idioms import said
+from .recent import Recent
 
 
 MOST_RUN_ONCE = 8
+MOST_ASKED = 8  # questions of a program, where all have as many
 
 
 class Decided:
-    """The questions of one module's traces.
+    """The questions of one module's traces. `most`: programs that are kept of it.
 
     Attributes:
         questions: the one that follows on these answers, by kind of call and answers.
         alone: kinds of calls that do not run side by side, as each decides for itself.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, most: int):
         self.name = name
-        self.questions: dict[tuple, bridge.Question] = {}
-        self.alone: set[tuple] = set()
+        self.questions: dict[tuple, bridge.Question] = Recent(MOST_ASKED * most)
+        self.alone: dict[tuple, bool] = Recent(most)
 
     def answers(self, kind: tuple, call: Call) -> tuple:
         """What this call answers to all questions that are known for it."""
@@ -39,7 +41,8 @@ class Decided:
         last = [program for (*kind, answers), program in programs.items() if answers and tuple(kind) == key[:-1]]
         if len(last) < MOST_RUN_ONCE or any(program.calls > 1 for program in last[-MOST_RUN_ONCE:]):
             return None
-        return self.questions[key[:-1], ()].line
+        question = self.questions.get((key[:-1], ()))
+        return None if question is None else question.line
 
     def learn(self, kind: tuple, decisions: bridge.Decisions) -> tuple:
         """The answers of a trace that came to its end, whose questions are known from here on."""

@@ -14,6 +14,7 @@ from .checkpoint import settled
 from .compile import State, Trace
 from .decided import MOST_RUN_ONCE
 from .idioms import said
+from .recent import Recent
 from .sharding import named
 
 
@@ -31,7 +32,8 @@ DRAWS = "it draws random numbers"
 
 
 class Uncompiled:
-    """The calls of one module that no program stands for.
+    """The calls of one module that no program stands for. `most`: kinds of them that are kept; `forget` is called for each that
+    is not any more.
 
     Attributes:
         reasons: why, by call and state.
@@ -41,9 +43,9 @@ class Uncompiled:
         fickle: why each call had a program of its own, once so many had that another one is not worth it.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, most: int, forget: Callable[[], None]):
         self.name = name
-        self.reasons: dict[tuple, str] = {}
+        self.reasons: dict[tuple, str] = Recent(most, then=forget)
         self.on_host: dict[str, None] = {}
         self.kept: list = []
         self.unread: dict[str, str] = {}
@@ -88,8 +90,12 @@ class Uncompiled:
         elif effects.certain or any(one is other for one in effects.lasting for other in self._once):
             self.kept += effects.lasting
             self.add(call, key, LEAVES.format(", ".join(effects.names)) if effects.names else KEEPS)
-        self._once += effects.lasting
+        self._met(effects.lasting)
         return bool(effects.lasting or effects.draws)
+
+    def _met(self, containers: list):
+        met = {*map(id, self._once)}
+        self._once += [container for container in containers if id(container) not in met]
 
     def fails(self, error: Exception, effects: Trace, call: Call, key: tuple) -> str | None:
         """The trace ended in this error. Why the module comes apart; None: it does not, calls like this one run eagerly.
@@ -99,7 +105,7 @@ class Uncompiled:
         changed = effects.lasting + effects.scratch
         if any(one is other for one in changed for other in self._once):
             self.kept += changed
-        self._once += changed
+        self._met(changed)
         reason = reason_of(error)
         if isinstance(error, bridge.WeightWritten):
             return self.add(call, key, reason)

@@ -35,6 +35,7 @@ from .compile import process_key
 from .devices import flags_of_jax
 from .idioms import said
 from .programs import Program
+from .recent import Recent
 from .store import Key, NotPortable, Store, Words, ours_in_words, sources_in_words, store_here
 
 
@@ -98,7 +99,7 @@ class Executables:
         self.runner, self.off = runner, False
         self.ahead: dict[str, concurrent.futures.Future] = {}
         self.reason: str | None = None
-        self._lasting: dict[object, dict[str, str] | None] = {}
+        self._lasting: dict[object, dict[str, str] | None] = Recent(runner.config.programs)
         self._compared = False
 
     @property

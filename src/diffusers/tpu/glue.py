@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..callbacks import MultiPipelineCallbacks, PipelineCallback
 from . import bridge
 from .hosts import whole
+from .locks import exclusive
 
 
 CALLBACKS = ("callback_on_step_end", "callback")
@@ -87,7 +88,7 @@ def _call_outside(callback, args: tuple, kwargs: dict):
         return shown[id(tensor)][1]
 
     args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, show, (args, kwargs))
-    with env.left(), inside(False):
+    with env.left(), inside(False), exclusive.released():
         answer = callback(*args, **kwargs)
     back = {}
     for tensor, host in shown.values():

@@ -25,6 +25,7 @@ from .devices import find_target, jax_devices, keep_compiled_programs, why_off
 from .host import HostModel
 from .idioms.processes import refuse_several
 from .ladder import in_words, rungs
+from .locks import held
 from .mesh import make_mesh, plan_degrees, slices_of
 from .plans import module_plan
 from .residency import Residency, residency_of
@@ -115,6 +116,7 @@ def owners(module, but=None) -> list:
     return [] if runner is None else [pipe for pipe in holding(runner).pipelines if pipe is not but]
 
 
+@held
 def attach(module, config: TPUConfig, mesh: Mesh, residency: Residency, on_host: bool = False) -> Runner | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
     plan, before = module_plan(module), dict(vars(module))
@@ -127,6 +129,7 @@ def attach(module, config: TPUConfig, mesh: Mesh, residency: Residency, on_host:
     return runner
 
 
+@held
 def detach(module):
     """Upstream's methods, and no arrays on the chips."""
     runner = runs(module)
@@ -138,12 +141,14 @@ def detach(module):
         vars(module).pop(name, None)
 
 
+@held
 def place(runner: Runner | HostModel):
     """The model's weights to the chips, if there is room: else they come when it is called."""
     if isinstance(runner, Runner):
         runner.residency.place([runner])
 
 
+@held
 def leave_chips(runner: Runner | HostModel):
     """The model's weights leave the chips; they come back when it is called."""
     if isinstance(runner, Runner):
@@ -153,6 +158,7 @@ def leave_chips(runner: Runner | HostModel):
 # A model by itself
 
 
+@held
 def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: bool = True) -> torch.nn.Module:
     """Run this model's methods on the TPU; returns the same model.
 
@@ -182,6 +188,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: boo
     return module
 
 
+@held
 def uninstall(module: torch.nn.Module) -> torch.nn.Module:
     """Undo `install`: upstream's methods, weights on the host. Raises ValueError for a model of an installed pipeline."""
     if owners(module):
@@ -214,7 +221,8 @@ def explain(module: torch.nn.Module) -> str:
 
 
 def component_report(runner: Runner | HostModel) -> dict:
-    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
+    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, programs
+    let go of, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
     `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
     that heads went."""
     if isinstance(runner, HostModel):
@@ -235,6 +243,7 @@ def component_report(runner: Runner | HostModel) -> dict:
     placed = runner._placed
     return {
         "compilations": runner.compilations,
+        "evicted": runner.evicted,
         "traces": sum(one.traces for _, one in runner.with_parts()),
         "programs": programs,
         "eager": runner.eager,

@@ -43,8 +43,8 @@ class Parts:
         """While this is open, calls of the parts are their runners'."""
         with contextlib.ExitStack() as stack:
             for runner in self.runners.values():
-                runner.take_over()
                 stack.callback(runner.give_back)
+                runner.take_over()
             yield
 
     def put_on_host(self, name: str, error: Exception):

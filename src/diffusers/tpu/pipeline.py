@@ -23,6 +23,7 @@ from .components import Installation, attach_all, check, deleted, installation, 
 from .config import ACCELERATORS, TPUConfig, names_accelerator
 from .idioms import said
 from .ladder import in_words
+from .locks import exclusive, held
 from .plans import PipelinePlan, plan_of
 from .residency import residency_of
 from .runner import one_call
@@ -32,6 +33,7 @@ from .stepping import as_programs
 logger = logging.get_logger(__name__)
 
 
+@held
 def install(pipe, config: TPUConfig | None = None):
     """Route the models of this pipeline instance through JAX; returns the same instance.
 
@@ -66,6 +68,7 @@ def install(pipe, config: TPUConfig | None = None):
     return pipe
 
 
+@held
 def uninstall(pipe):
     """Undo `install`: upstream's class and methods, no arrays left on the device; returns the same instance."""
     state = installation(pipe)
@@ -133,9 +136,10 @@ class TPUPipelineMixin:
         if device is not None and device not in ACCELERATORS:
             raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
         if device is not None:
-            state = installation(self)
-            attach_all(self, state)
-            state.residency.place_all(state)
+            with exclusive:
+                state = installation(self)
+                attach_all(self, state)
+                state.residency.place_all(state)
         return self
 
     @property
@@ -227,19 +231,20 @@ def entered(method):
         state = installation(self)
         if state is None:
             return method(self, *args, **kwargs)
-        if state.depth == 0 and hosts.process_count() > 1:
-            given = inspect.signature(method).bind(self, *args, **kwargs).arguments
-            hosts.alike(
-                f"{state.original.__name__}.{method.__name__}", {k: v for k, v in given.items() if k != "self"}
-            )
-        with _running(self, state) as noted:
-            args, kwargs = _where_it_runs(self, args, kwargs)
-            if state.glue == "resident":
-                kwargs = glue.with_user_callbacks(kwargs)
-            output = method(self, *args, **kwargs)
-        if state.depth == 0:
-            _tell_of_nans(self, state, noted)
-        return output if state.glue == "host" or state.depth else _leaving_the_call(self, output)
+        with state.one_at_a_time():
+            if state.depth == 0 and hosts.process_count() > 1:
+                given = inspect.signature(method).bind(self, *args, **kwargs).arguments
+                hosts.alike(
+                    f"{state.original.__name__}.{method.__name__}", {k: v for k, v in given.items() if k != "self"}
+                )
+            with _running(self, state) as noted:
+                args, kwargs = _where_it_runs(self, args, kwargs)
+                if state.glue == "resident":
+                    kwargs = glue.with_user_callbacks(kwargs)
+                output = method(self, *args, **kwargs)
+            if state.depth == 0:
+                _tell_of_nans(self, state, noted)
+            return output if state.glue == "host" or state.depth else _leaving_the_call(self, output)
 
     return run
 

@@ -172,7 +172,7 @@ class Buffers:
             self._free.pop(0)
 
 
-@functools.cache
+@functools.lru_cache(256)
 def _zeros(shape: tuple, dtype: np.dtype, sharding: NamedSharding):
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
 

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import threading
 import time
 import weakref
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from .weights import PlacedWeights
 
 logger = logging.get_logger(__name__)
 WORTH_A_WORD = 5.0  # seconds that somebody waits
+_evicted = 0
+_compiling = threading.Lock()  # of JAX's cache of compiled programs a compilation may switch the use off
 
 
 @dataclass
@@ -56,6 +59,12 @@ class Program:
     key: Key | None = None
     recalled: bool = False
 
+    @functools.cached_property
+    def code_bytes(self) -> int:
+        """Of its executable, on a chip."""
+        analysis = self.compiled.memory_analysis()
+        return 0 if analysis is None else analysis.generated_code_size_in_bytes
+
     def run(self, calls: list[Call]) -> list[list[jax.Array]]:
         """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest.
 
@@ -70,8 +79,15 @@ class Program:
                 jax.block_until_ready(outputs)
         return outputs[: len(calls)]
 
-    def compile(self, share: bool = False):
-        """Compile it. `share`: look whether another module has the same program, as two experts have."""
+    def compile(self, share: bool = False) -> bool:
+        """Compile it; False where another thread has, meanwhile. `share`: look whether another module has the same program, as two experts have."""
+        with _compiling:
+            if self.compiled is not None:
+                return False
+            self._compile(share)
+            return True
+
+    def _compile(self, share: bool):
         start = time.perf_counter()
         lowered = self.traced.lower()
         if hosts.process_count() > 1:  # another program in another process would wait for this one for good
@@ -91,6 +107,21 @@ class Program:
         if compiled is None:
             compiled = _executables[key] = compile_lowered(lowered, options)
         return compiled
+
+
+def forget_operations(most: int):
+    """A program has been evicted, of `most` that are kept: after some, what JAX keeps of the single operations around them goes too.
+
+    JAX keeps thousands of executables and traces, of small operations as of large ones. It makes them again where they are called.
+    """
+    global _evicted
+    _evicted += 1
+    if _evicted >= max(1, most // 4) and _compiling.acquire(blocking=False):
+        try:
+            _evicted = 0
+            jax.clear_caches()
+        finally:
+            _compiling.release()
 
 
 def announce(program: Program, former: Program):

@@ -23,12 +23,20 @@ from .sharding import named
 logger = logging.get_logger(__name__)
 
 RESERVED = 0.25  # of a chip's HBM, for activations and programs, where the configuration does not say
+CODE = 1 / 16  # of it, for the code of a model's programs
 
 
 def room_for_weights(hbm: int, config: TPUConfig) -> int:
     """Bytes of a chip's `hbm` that weights may take; the rest is for activations and programs."""
     kept = RESERVED * hbm if config.reserve_gib is None else config.reserve_gib * GIB
     return max(0, int(hbm - kept))
+
+
+def room_for_programs(hbm: int | None, config: TPUConfig) -> float | None:
+    """Bytes of a chip's `hbm` that the code of a model's programs may take; None: no limit."""
+    if config.program_gib is not None:
+        return config.program_gib * GIB
+    return None if hbm is None else CODE * hbm
 
 
 def leaving(placed: list, bytes_of: Callable, need: int, limit: int | None, keep=None) -> list:

@@ -12,6 +12,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator
 
 import jax
@@ -32,9 +33,11 @@ from .eager import NO_PROGRAM, Uncompiled, from_libraries, random_state_kept, ru
 from .executables import ALONE, NUMBERS_ARE_READ, Executables
 from .failures import NotFinite, within_hbm
 from .idioms.refusing import without_gradients
+from .locks import exclusive
 from .parts import Parts
-from .programs import Program, announce, kept_at, trace_program
-from .residency import Residency
+from .programs import Program, announce, forget_operations, kept_at, trace_program
+from .recent import Recent
+from .residency import Residency, room_for_programs
 from .settings import Settings
 from .sharding import ModelPlan, named
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
@@ -86,24 +89,29 @@ class Runner:
     ):
         self.part = part
         self.parts: Parts | None = None
-        self._in_parts: dict[object, Parts] = {}
+        self._in_parts: dict[object, Parts] = Recent(config.programs)
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
         self.residency = residency
-        self.traced: dict[tuple, Program] = {}
+        room = room_for_programs(residency and residency.hbm, config)
+        forget = functools.partial(forget_operations, config.programs)
+        self.traced: dict[tuple, Program] = Recent(
+            config.programs, room, lambda one: one.compiled and one.code_bytes or 0, forget
+        )
         self.branches = Branches(1 if mesh is None else mesh.shape["dp"], self._execute)
         self._placed: PlacedWeights | None = None
         self._signatures: dict[str, inspect.Signature] = {}
         self._entries: dict[str, Entry] = {}
         self._state: State | None = None
-        self._states: dict[object, int] = {}
+        self._states: dict[object, int] = Recent(config.programs)
+        self._numbers_of_states = itertools.count()
         self._key: tuple | None = None
         self._cache: bridge.Kept | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
-        self.uncompiled = Uncompiled(type(module).__name__)
-        self.decided = Decided(type(module).__name__)
+        self.uncompiled = Uncompiled(type(module).__name__, config.programs, forget)
+        self.decided = Decided(type(module).__name__, config.programs)
         self.executables = Executables(self)
-        self.traces = 0
+        self.traces = self.compiled = 0  # how often
         self.tally = Tally() if config.attention_tally else None
 
     def attach(self):
@@ -117,7 +125,8 @@ class Runner:
         self.give_back()
         vars(self.module).pop("_tpu_runner", None)
         vars(self.module).pop("_hf_hook", None)
-        self._placed, self._state, self.branches.waiting = None, None, []
+        self._placed, self._state = None, None
+        self.branches.forget()
         if self._cache is not None:
             self._cache.reset()  # what it keeps is on the chips
         if self.residency is not None:
@@ -150,7 +159,8 @@ class Runner:
         def run(*args, **kwargs):
             if bridge.tracing():
                 return original()(*args, **kwargs)
-            return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
+            with exclusive.pinned():
+                return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
 
         run.__signature__ = self._signatures[name]
         run.tpu_entry = self._entries[name]
@@ -269,7 +279,9 @@ class Runner:
             state, numbers = self.read_state
             weights = tuple((key, a.shape, a.dtype) for key, a in self.plan_weights().avals.items())
             key = (state, numbers, weights)
-            self._key = (self._states.setdefault(key, len(self._states)),)
+            if key not in self._states:
+                self._states[key] = next(self._numbers_of_states)
+            self._key = (self._states[key],)
         return (*self._key, *process_key())
 
     # Calls
@@ -325,6 +337,13 @@ class Runner:
             self._leave_cache()
             return self._run_eagerly(self.take_apart(call.entry, args, kwargs), args, kwargs)
         self.take_values(call)
+        if self._compile(program):
+            self._look_at_state()  # of what other threads have called meanwhile
+            if self.state_key != call.state:
+                if call.step is not None:
+                    call.step.undo()
+                return self.run(call.entry, args, kwargs)
+            self.take_values(call)
         outputs = self.branches.run(call, program)
         if bridge.environment().waits:
             jax.block_until_ready(outputs)
@@ -382,12 +401,14 @@ class Runner:
         return "diffusers-tpu plan" if self.residency is None else self.residency.question(self)
 
     def _execute(self, program: Program, some: list[Call]) -> list[list[jax.Array]]:
-        with within_hbm(lambda: f"to run {self._said}.{program.entry} for {program.shapes}", self._question):
-            self._compile(program)
+        with self._within_hbm(program):
             outputs = program.run(some)
         if self.residency is not None:
             self.residency.ahead(self, some if program.calls == 1 else None)
         return outputs
+
+    def _within_hbm(self, program: Program):
+        return within_hbm(lambda: f"to run {self._said}.{program.entry} for {program.shapes}", self._question)
 
     def _answer(self, function: bridge.PureFunction, outputs: list, call: Call):
         """Upstream's return value; what the call leaves in its arguments is in the caller's own."""
@@ -422,7 +443,7 @@ class Runner:
     def _part(self, module: torch.nn.Module) -> "Runner":
         plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods, spread=self.plan.by_slabs)
         runner = Runner(module, plan, self.mesh, self.config, part=True)
-        runner.tally = self.tally
+        runner.tally, runner.traced.most_bytes = self.tally, self.traced.most_bytes
         return runner
 
     def _run_eagerly(self, call: Call, args: tuple, kwargs: dict):
@@ -456,7 +477,8 @@ class Runner:
     def _whole_if_unanswered(self):
         """The call ends in upstream's own error, of what it was given: a module that never answered in parts is whole again."""
         if not self.parts.answered:
-            self._in_parts = {key: parts for key, parts in self._in_parts.items() if parts is not self.parts}
+            for key in [key for key, parts in self._in_parts.items() if parts is self.parts]:
+                del self._in_parts[key]
             self._come_apart(None)
 
     def _line_by_line(self, call: Call, args: tuple, kwargs: dict):
@@ -474,13 +496,17 @@ class Runner:
     @property
     def programs(self) -> dict[tuple, Program]:
         """What was compiled, by call and state."""
-        return {key: program for key, program in self.traced.items() if program.compiled is not None}
+        return {key: program for key, program in [*self.traced.items()] if program.compiled is not None}
+
+    @property
+    def evicted(self) -> int:
+        """How many programs of this module and its parts were let go of, as others were used."""
+        return sum(runner.traced.evicted for _, runner in self.with_parts())
 
     @property
     def compilations(self) -> int:
         """How many programs were compiled here for this module and its parts."""
-        programs = (program for _, runner in self.with_parts() for program in runner.programs.values())
-        return sum(not program.recalled for program in programs)
+        return sum(runner.compiled for _, runner in self.with_parts())
 
     @property
     def eager(self) -> list[str]:
@@ -499,7 +525,7 @@ class Runner:
         call.state = self.state_key
         branches = self.branches.side_by_side(call) if bridge.environment().active else 1
         key = (call.key, branches, call.state)
-        if branches > 1 and key in self.decided.alone:
+        if branches > 1 and self.decided.alone.get(key):
             key = (call.key, branches := 1, call.state)
         call.decided = self.decided.answers(key, call)
         key = (*key, call.decided)
@@ -525,7 +551,7 @@ class Runner:
         if found == NUMBERS_ARE_READ:
             self._numbers_are_read, self._key = True, None
         elif found == ALONE:
-            self.decided.alone.add(key[:-1])
+            self.decided.alone[key[:-1]] = True
         else:
             self.decided.know(key[:-1], call.decided, found)
         return self.program(call)
@@ -549,7 +575,7 @@ class Runner:
                 raise
             if branches > 1:
                 self._found_out(ALONE, call, branches)
-                self.decided.alone.add(key[:-1])
+                self.decided.alone[key[:-1]] = True
                 return self.program(call)
             program, reason = None, self.uncompiled.fails(error, function.effects or Trace(), call, key)
             if reason is not None:
@@ -590,13 +616,21 @@ class Runner:
             function, self._placed, self.number_arguments(), call, branches, name, self.compiler_options, spread
         )
 
-    def _compile(self, program: Program):
-        if program.compiled is None:
-            former = [one for one in self.programs.values() if one.entry == program.entry]
-            if former and not self.part:
-                announce(program, former[-1])
-            program.compile(share=self.part or (self.residency is not None and len(self.residency.kind(self)) > 1))
+    def _compile(self, program: Program) -> bool:
+        """Compile it where that is not done; whether other threads may have run meanwhile."""
+        if program.compiled is not None:
+            return False
+        former = [one for one in self.programs.values() if one.entry == program.entry]
+        if former and not self.part:
+            announce(program, former[-1])
+        share = self.part or (self.residency is not None and len(self.residency.kind(self)) > 1)
+        with self._within_hbm(program), exclusive.released(pins=1) as released:
+            first = program.compile(share)
+        if first:
+            self.compiled += 1
+            self.traced.fit()
             self.executables.keep(program)
+        return released
 
     def number_arguments(self, scale: float = 1.0) -> dict:
         numbers = {} if self._numbers_are_read else {n: x * scale for n, x in self._state.numbers.items()}

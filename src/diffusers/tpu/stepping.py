@@ -25,10 +25,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..configuration_utils import FrozenDict
 from . import bridge, hosts
+from .locks import exclusive
+from .recent import Recent
 
 
 LARGEST_TABLE = 1 << 16  # entries of a host tensor that a key holds
-MOST_KEPT = 4096  # steps of one scheduler
+MOST_SIZES = 64  # of what one scheduler steps
+MOST_KEPT = 4096  # steps of one size
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -71,7 +74,7 @@ class Steps:
 
     def __init__(self, scheduler):
         self.scheduler = weakref.ref(scheduler)
-        self.recorded: dict[tuple, Recorded | None] = {}
+        self.recorded: dict[tuple, dict[tuple, Recorded | None]] = Recent(MOST_SIZES)
         self.traces = 0
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
@@ -81,11 +84,10 @@ class Steps:
             key, tensors, arrays = _read((args, kwargs), vars(scheduler))
         except Unlike:
             return original(*args, **kwargs)
-        if key not in self.recorded:
-            if len(self.recorded) >= MOST_KEPT:
-                self.recorded.clear()
-            self.recorded[key] = self._record(original, args, kwargs, tensors, arrays)
-        recorded = self.recorded[key]
+        steps = self.recorded.setdefault(frozenset(x.shape for x in arrays.values()), Recent(MOST_KEPT))
+        if key not in steps:
+            steps[key] = self._record(original, args, kwargs, tensors, arrays)
+        recorded = steps[key]
         if recorded is None:
             return original(*args, **kwargs)
         given = [bridge.to_torch(x) for x in recorded.run([*arrays.values()])]
@@ -130,7 +132,7 @@ class Steps:
             return leave.outputs
 
         try:
-            with _random_state_kept((args, kwargs)):
+            with exclusive.pinned(), _random_state_kept((args, kwargs)):
                 closed = jax.make_jaxpr(step)([*arrays.values()])
         except Exception:  # whatever it is, the operations one by one say it themselves
             return None
@@ -170,16 +172,20 @@ def steps_of(scheduler) -> Steps:
 def as_programs(schedulers: list) -> Iterator[None]:
     """Inside, steps of these schedulers are programs. One whose `step` the user has replaced keeps that.
 
-    By their class: a copy that a pipeline makes of its scheduler steps for itself.
+    By their class: a copy that a pipeline makes of its scheduler steps for itself. One that pipelines of several threads share is
+    upstream's again when the first of them is done.
     """
-    before = [(scheduler, type(scheduler)) for scheduler in schedulers]
-    for scheduler, cls in before:
-        scheduler.__class__ = stepping_class(cls)
+    for scheduler in schedulers:
+        scheduler.__class__ = stepping_class(_upstreams(type(scheduler)))
     try:
         yield
     finally:
-        for scheduler, cls in before:
-            scheduler.__class__ = cls
+        for scheduler in schedulers:
+            scheduler.__class__ = _upstreams(type(scheduler))
+
+
+def _upstreams(cls: type) -> type:
+    return getattr(vars(cls).get("step"), "stepping", cls)
 
 
 @functools.cache
@@ -191,6 +197,7 @@ def stepping_class(cls: type) -> type:
         original = cls.step.__get__(self)
         return steps_of(self).run(original, args, kwargs) if bridge.environment().active else original(*args, **kwargs)
 
+    step.stepping = cls
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "step": step}
     return type(cls.__name__, (cls,), namespace)
 
@@ -328,27 +335,14 @@ def _program(closed: ClosedJaxpr, arrays: list[jax.Array]) -> Callable:
     """The program of a trace, its numbers bound: one executable for all traces that differ in numbers alone."""
     function = _Function(closed)
     text = str(jax.make_jaxpr(function)(function.numbers, arrays))
-    jitted, where = _jitted(text, _Any(function)), arrays[0].sharding
+    jitted, where = _jitted.get(text), arrays[0].sharding
+    if jitted is None:
+        jitted = _jitted[text] = jax.jit(function)
     numbers = [hosts.put(x, where) if where.is_fully_replicated else jnp.asarray(x) for x in function.numbers]
     return lambda arrays: jitted(numbers, arrays)
 
 
-@functools.lru_cache(maxsize=256)
-def _jitted(text: str, function: "_Any") -> Callable:
-    return jax.jit(function.function)
-
-
-class _Any:
-    """Equal to all others: of functions with one text any stands for all."""
-
-    def __init__(self, function: "_Function"):
-        self.function = function
-
-    def __eq__(self, other):
-        return isinstance(other, _Any)
-
-    def __hash__(self):
-        return 0
+_jitted: "weakref.WeakValueDictionary[str, Callable]" = weakref.WeakValueDictionary()  # as long as a step has it
 
 
 class _Function:

@@ -166,7 +166,7 @@ MUTANTS = [
          f"{LADDER}::test_a_language_model_goes_on_from_its_keys_and_values"),
         ("runner-parts-state", "self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key)", "self.parts",
          "a module stays in parts when what kept it from being compiled is gone", f"{LADDER}::test_a_submodule_that_cannot_be_compiled_runs_while_the_rest_is"),
-        ("runner-alone", "                self.decided.alone.add(key[:-1])\n                return self.program(call)\n", "                pass\n",
+        ("runner-alone", "                self.decided.alone[key[:-1]] = True\n                return self.program(call)\n", "                pass\n",
          "guidance branches that decide run in parts", f"{LADDER}::test_branches_that_decide_run_alone_by_their_own_values"),
     ),
     *in_file(

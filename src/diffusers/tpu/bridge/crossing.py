@@ -7,6 +7,7 @@ from torchax.ops import mappings
 
 from ..checkpoint import values
 from ..hosts import whole
+from ..locks import exclusive
 
 
 def as_numpy(t: torch.Tensor, own: bool = False) -> np.ndarray:
@@ -31,9 +32,17 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype:
 
 def from_numpy(x) -> torch.Tensor:
     """A JAX or numpy array as a host tensor of its own; bfloat16 and float8 keep their bits."""
-    values = np.array(whole(x))
+    values = np.array(whole(_computed(x)))
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         dtype = mappings.j2t_dtype(values.dtype)
         if dtype in mappings.NUMPY_UNSUPPORTED_DTYPES:
             return torch.from_numpy(values.view(np.int16 if values.itemsize == 2 else np.int8)).view(dtype)
         return torch.from_numpy(values)
+
+
+def _computed(x):
+    """The array when the chips have computed it; other threads may launch programs until then."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_ready():
+        with exclusive.released():
+            x.block_until_ready()
+    return x

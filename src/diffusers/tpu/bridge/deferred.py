@@ -22,8 +22,9 @@ class Deferred(Tensor):
 
     @property
     def _elem(self) -> jax.Array:
+        compute = self._compute  # before its value: another thread may settle it meanwhile
         if self._value is None:
-            self._compute()
+            compute()
         return self._value if vars(self).get("_twin") is None else written(self, self._value)
 
     @_elem.setter

@@ -255,12 +255,21 @@ class Environment(_Environment):
         return from_numpy(t.jax() if values is None else values)
 
 
+_INTEGERS_FIT = ("ignore", re.compile("Explicitly requested dtype.*is not available"), Warning, None, 0)
+
+
 @contextlib.contextmanager
 def quiet_integers():
-    """Without JAX's warning, once per call site, that torch's int64 becomes int32 here; indices and ids fit."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Explicitly requested dtype.*is not available")
+    """Without JAX's warning, once per call site, that torch's int64 becomes int32 here; indices and ids fit.
+
+    Filters are the process's: of each thread that is inside there is one, so that threads may leave in any order.
+    """
+    warnings.filters.insert(0, _INTEGERS_FIT)
+    try:
         yield
+    finally:
+        with contextlib.suppress(ValueError):  # somebody has reset the filters
+            warnings.filters.remove(_INTEGERS_FIT)
 
 
 @contextlib.contextmanager

@@ -29,7 +29,6 @@ from ..linear import LANES
 from ..scan import Group
 from ..settings import Settings, current, using
 from ..sharding import gathered, named
-from ..state import Trace, read, undone, without_caches
 from ..video.slabs import NotOnSlabs
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
 from .caches import Kept, Results

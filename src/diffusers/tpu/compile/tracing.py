@@ -80,13 +80,13 @@ def without_caches(module: torch.nn.Module):
     owners |= {value for name, value in sys.modules.items() if name.startswith("diffusers.models.")}
     owners |= {sys.modules[o.__module__] for o in owners if isinstance(o, type) and o.__module__ in sys.modules}
     replaced = []
-    for owner in owners:
-        for name, value in list(vars(owner).items()):
-            plain = _uncached(value)
-            if plain is not None:
-                setattr(owner, name, plain)
-                replaced.append((owner, name, value))
     try:
+        for owner in owners:
+            for name, value in list(vars(owner).items()):
+                plain = _uncached(value)
+                if plain is not None:
+                    replaced.append((owner, name, value))
+                    setattr(owner, name, plain)
         yield
     finally:
         for owner, name, value in replaced:

@@ -7,13 +7,16 @@ WAIVED = {
     " sequence are split over them; TPUConfig(mesh=(dp, sp, tp)) says how",
     "xformers": "xformers: on the TPU path attention is the TPU kernel, which is memory-efficient",
 }
-_said: set[str] = set()
+MOST_SAID = 4096
+_said: dict[str, object] = {}
 
 
 def once(key: str, sentence: str | None = None):
     """Warn with this sentence, the first time in this process for this key; without one the key is the sentence."""
-    if key not in _said:
-        _said.add(key)
+    mine = object()
+    if _said.setdefault(key, mine) is mine:  # of several threads one says it
+        if len(_said) > MOST_SAID:  # sentences that name sizes; the oldest may be said again
+            _said.pop(next(iter(_said)), None)
         from ...utils import logging  # here: the idioms are on before the rest of diffusers is imported
 
         logging.get_logger(__name__).warning(sentence or key)

@@ -190,18 +190,6 @@ class Modules(Kept):
     def traced(self, kind: tuple[Part, ...], tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
         results, forms, inner, rest = Results(), {}, [], iter(tensors)
         outer, answers, before = Here({}), {}, []
-        for place, part in zip(self.places, kind):
-            given = [*itertools.islice(rest, len(part.fills))]
-            elapsed = Elapsed(next(rest).jax()) if part.timed else None
-            if place.label:
-                _, _, kept = runs.stacks[place.label]
-                kept[place.path] = [jnp.moveaxis(t.jax(), 1, 0) for t in given]
-            outer.given[place.path] = given
-            for hook in place.hooks:
-                before.append((hook.fn_ref, hook.fn_ref.forward))
-                hook.fn_ref.forward = self._stand_in(
-                    place, part, hook, elapsed, branches, inner, outer, forms, answers
-                )
 
         @contextlib.contextmanager
         def keeping(kept: dict[str, list], filled: tuple[int, int] | None):
@@ -214,6 +202,18 @@ class Modules(Kept):
 
         runs.keeping = keeping
         try:
+            for place, part in zip(self.places, kind):
+                given = [*itertools.islice(rest, len(part.fills))]
+                elapsed = Elapsed(next(rest).jax()) if part.timed else None
+                if place.label:
+                    _, _, kept = runs.stacks[place.label]
+                    kept[place.path] = [jnp.moveaxis(t.jax(), 1, 0) for t in given]
+                outer.given[place.path] = given
+                for hook in place.hooks:
+                    before.append((hook.fn_ref, hook.fn_ref.forward))
+                    hook.fn_ref.forward = self._stand_in(
+                        place, part, hook, elapsed, branches, inner, outer, forms, answers
+                    )
             yield results
         finally:
             for reference, forward in before:

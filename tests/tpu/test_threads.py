@@ -1,0 +1,262 @@
+"""Oracle: upstream's pipelines with the same weights, called one after the other before they are installed."""
+
+import copy
+import itertools
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from conftest import relative
+from diffusers import WanPipeline, tpu
+from diffusers.models.transformers import transformer_wan_flax
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+from diffusers.tpu import bridge, programs
+from diffusers.tpu.bridge import blocks
+from diffusers.tpu.runner import Runner
+from diffusers.tpu.sharding import ModelPlan
+from diffusers.tpu.compile import tracing
+
+
+MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1)]
+PROMPTS = ("a red circle", "moving left", "a circle moving", "red")
+
+
+def pipelines(threads: int) -> list[WanPipeline]:
+    """Upstream's advice to servers: models are shared, each thread has a pipeline with a scheduler of its own."""
+    base = tiny.wan(layers=2, heads=2)
+    pipes = [WanPipeline(**base.components | {"scheduler": copy.deepcopy(base.scheduler)}) for _ in range(threads)]
+    for pipe in pipes:
+        pipe.set_progress_bar_config(disable=True)
+    return pipes
+
+
+def generate(pipe: WanPipeline, number: int, **others) -> np.ndarray:
+    return pipe(
+        PROMPTS[number], height=16, width=16, num_frames=1, num_inference_steps=2, output_type="np",
+        guidance_scale=5.0 + number, generator=torch.Generator().manual_seed(number),
+        **others,
+    ).frames  # fmt: skip
+
+
+def together(calls: list) -> list:
+    """What they return or raise, called from a thread each that all begin at once."""
+    begin, found = threading.Barrier(len(calls)), [None] * len(calls)
+
+    def run(number: int):
+        begin.wait()
+        try:
+            found[number] = calls[number]()
+        except BaseException as error:
+            found[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def assert_rounds(threads: int, rounds: int, mesh, warm: bool = True):
+    pipes = pipelines(threads - 1) if threads > 2 else pipelines(threads)
+    pipes += pipes[: threads - len(pipes)]  # of more than two threads, two call one pipeline
+    alone = [generate(pipe, number) for number, pipe in enumerate(pipes)]
+    assert all(np.abs(one - other).max() > 1e-2 for one, other in itertools.combinations(alone, 2))
+    for number in range(rounds):
+        if number == 0 or not warm:
+            degrees = next(mesh)
+            for pipe in pipes:
+                tpu.uninstall(pipe)
+            together([lambda pipe=pipe: tpu.install(pipe, tpu.TPUConfig(mesh=degrees)) for pipe in pipes])
+        answers = together([lambda n=n, pipe=pipe: generate(pipe, n) for n, pipe in enumerate(pipes)])
+        for answer, theirs in zip(answers, alone):
+            if isinstance(answer, BaseException):
+                raise answer
+            assert np.abs(answer - theirs).max() < 1e-4
+    assert_callbacks_may_wait(pipes)
+
+
+def assert_callbacks_may_wait(pipes: list):
+    """A callback of the user's may wait for a thread that calls another pipeline."""
+
+    def other(pipe, step, timestep, given):
+        thread = threading.Thread(target=generate, args=(pipes[1], 1), daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+        return given
+
+    generate(pipes[0], 0, callback_on_step_end=other)
+
+
+@pytest.mark.parametrize("threads, mesh", [(4, (1, 1, 1)), (2, (1, 2, 1)), (2, (2, 1, 1))])
+def test_threads_that_share_models(chips, threads, mesh):
+    assert_rounds(threads, 3, itertools.repeat(mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_warm_rounds(chips, threads, mesh):
+    assert_rounds(threads, 50, itertools.repeat(mesh))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [2, 4])
+def test_cold_rounds(chips, threads):
+    """Each round compiles anew, on one chip or two."""
+    assert_rounds(threads, 50, itertools.cycle(MESHES), warm=False)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.linear(x) * 2
+
+
+@pytest.fixture
+def attached(make_mesh):
+    def attach(*degrees, **plan):
+        module = Scaled().eval()
+        runner = Runner(module, ModelPlan(**plan), make_mesh(*degrees), tpu.TPUConfig())
+        runner.attach()
+        return module, runner
+
+    return attach
+
+
+@pytest.fixture
+def compiling(monkeypatch):
+    """(an event that is set when the next compilation begins, one that it waits for)."""
+    began, go_on = threading.Event(), threading.Event()
+    compile_now = programs.compile_lowered
+
+    def compile_late(*args):
+        began.set()
+        assert go_on.wait(60)
+        return compile_now(*args)
+
+    monkeypatch.setattr(programs, "compile_lowered", compile_late)
+    yield began, go_on
+    go_on.set()
+
+
+def test_while_a_program_is_compiled_others_run(attached, compiling):
+    """Another model runs what it has, and is called for what it has not; a thread with the same call waits for the same program."""
+    began, go_on = compiling
+    (slow, runner), (other, _) = attached(1, 2, 1), attached(1, 2, 1)
+    x = torch.randn(3, 8)
+    theirs = Scaled.forward(slow, x)
+    go_on.set()
+    there = other(x)
+    began.clear(), go_on.clear()
+    with ThreadPoolExecutor(3) as pool:
+        waiting = [pool.submit(slow, x) for _ in range(2)]
+        assert began.wait(60)
+        assert torch.equal(pool.submit(other, x).result(60), there)
+        go_on.set()
+        assert all(relative(answer.result(60), theirs) < 1e-6 for answer in waiting)
+    assert runner.compilations == 1
+
+
+def test_a_model_that_changes_while_it_is_compiled_is_looked_at_again(attached, compiling):
+    began, go_on = compiling
+    slow, _ = attached(1, 1, 1)
+    x = torch.randn(3, 8)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(slow, x)
+        assert began.wait(60)
+        with torch.no_grad():
+            slow.linear.weight.mul_(3)
+        slow.linear.register_forward_hook(lambda module, args, output: output + 1)
+        go_on.set()
+        answer = answer.result(60)
+    assert relative(answer, Scaled.forward(slow, x)) < 1e-6
+
+
+def test_branches_of_two_threads_do_not_pair(attached):
+    module, runner = attached(2, 1, 1, batched=("x",))
+    given = [torch.randn(1, 8) for _ in range(3)]
+    theirs = [Scaled.forward(module, x) for x in given]
+
+    def first_branch(x):
+        with bridge.environment(), bridge.decomposing():
+            return module(x)
+
+    with ThreadPoolExecutor(1) as pool, bridge.environment(), bridge.decomposing():
+        mine = first_branch(given[0])
+        others = pool.submit(first_branch, given[1]).result(60)
+        assert mine.waits and others.waits and len(runner.branches.waiting) == 1
+        runner.branches.forget()
+        assert relative(bridge.from_numpy(others.jax()), theirs[1]) < 1e-6
+        second, third = module(given[0]), module(given[2])  # those of one thread do
+        assert not second.waits
+        for answer, number in ((second, 0), (third, 2)):
+            assert relative(bridge.from_numpy(answer.jax()), theirs[number]) < 1e-6
+        with pytest.raises(RuntimeError, match="expected a value of Scaled, got none"):
+            mine.jax()
+
+
+AFTER_ONE = 0  # a call that gave something
+
+
+def held_by(model: torch.nn.Module) -> list:
+    """All that a trace may replace of a model: attributes, weights, hooks, those of its classes, and process-wide hooks."""
+    owners = {cls for m in model.modules() for cls in type(m).__mro__ if cls.__module__.startswith("diffusers.")}
+    dicts = [d for m in model.modules() for d in (vars(m), m._parameters, m._buffers, m._modules, m._forward_hooks)]
+    modules = [module for name, module in sys.modules.items() if name.startswith("diffusers.models.")]
+    dicts += [vars(owner) for owner in (*sorted(owners, key=repr), *modules)]
+    dicts += [torch.nn.modules.module._global_forward_hooks, torch.nn.modules.module._global_forward_pre_hooks]
+    return [(name, id(value)) for d in dicts for name, value in [*d.items()]]
+
+
+FAULTS = {
+    "while cached functions are replaced": (tracing, "_uncached", AFTER_ONE),
+    "before a block's settings are known": (blocks, "signature", 2),
+    "between two blocks' stand-ins": (blocks, "own_forward", 2),
+    "while processors are replaced": (transformer_wan_flax.PLAN.processors, WanAttnProcessor, 2),
+    "in the model, weights lent": (torch.nn.functional, "silu", 1),
+    "in a block, its weights lent": (torch.nn.functional, "gelu", 1),
+    "in the scan of blocks": (blocks, "scan_blocks", 1),
+    "when the trace is over": (programs, "Program", 1),
+}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_failed_trace_leaves_nothing(make_mesh, monkeypatch, error):
+    model = tiny.wan(layers=2, heads=2).transformer
+    given = {
+        "hidden_states": torch.randn(1, 16, 1, 4, 4), "timestep": torch.tensor([500]),
+        "encoder_hidden_states": torch.randn(1, 5, 32), "return_dict": False,
+    }  # fmt: skip
+    with torch.no_grad():
+        theirs = model(**given)[0]
+    runner = Runner(model, transformer_wan_flax.PLAN, make_mesh(1, 2, 1), tpu.TPUConfig())
+    runner.attach()
+    runner.place()
+    before = held_by(model)
+    for where, (owner, name, call) in FAULTS.items():
+        calls, given_before = itertools.count(1), []
+        original = owner[name] if isinstance(owner, dict) else getattr(owner, name)
+
+        def fail(*args, **kwargs):
+            if next(calls) == call or (call == AFTER_ONE and any(x is not None for x in given_before)):
+                raise error(where)
+            given_before.append(original(*args, **kwargs))
+            return given_before[-1]
+
+        with monkeypatch.context() as patched:
+            (patched.setitem if isinstance(owner, dict) else patched.setattr)(owner, name, fail)
+            with pytest.raises(error, match=where):
+                model(**given)
+        assert held_by(model) == before, where
+    with torch.no_grad():
+        assert relative(model(**given)[0], theirs) < 1e-5
