@@ -141,6 +141,19 @@ def test_a_model_moved_by_itself_is_compiled(plain):
     assert vae.cpu() is vae and models.runs(vae) is None
 
 
+@idiom("layerwise-casting", "group-offload-model")
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+@torch.no_grad()
+def test_a_vae_whose_layers_are_cast_and_offloaded(plain, kind):
+    ours, theirs, video = copy.deepcopy(plain.vae), copy.deepcopy(plain.vae), torch.randn(1, 3, 5, 32, 32)
+    ours.enable_group_offload("cuda", offload_type=kind, num_blocks_per_group=1, use_stream=True)
+    for vae in (ours, theirs):
+        vae.enable_layerwise_casting(torch.float16, torch.float32)
+    for _ in range(2):
+        assert relative(ours(video).sample, theirs(video).sample) < FP32
+    assert not [one for one in tpu.report(ours)["rungs"] if one["rung"] == "host"]
+
+
 @idiom("model-install")
 def test_a_model_is_installed_with_a_configuration_reported_and_given_back(plain):
     vae, latents = copy.deepcopy(plain.vae), torch.randn(1, 16, 1, 4, 6)
