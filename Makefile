@@ -31,6 +31,8 @@ VIDEO := out/red-circle-right.mp4
 
 # A worker takes neighbouring tests, which share models, and at the end some of the other's.
 WORKERS ?= 2
+# The folder `tests` of a checkout of huggingface/diffusers.
+TESTS ?=
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-all mutants coverage upstream records tables lint clean
@@ -56,7 +58,7 @@ coverage: $(INSTALLED)
 	$(BIN)/python examples/tpu/results/make_records.py --tables
 
 upstream: $(INSTALLED)
-	@test -n "$(TESTS)" || { echo "expected TESTS=DIR, the folder 'tests' of a checkout of huggingface/diffusers" >&2; exit 1; }
+	@test -d "$(TESTS)" || { echo "expected TESTS=DIR, the folder 'tests' of a checkout of upstream, got '$(TESTS)'" >&2; exit 1; }
 	$(BIN)/python tests/tpu/upstream/run.py $(TESTS) --workers $(WORKERS)
 	$(BIN)/python examples/tpu/results/make_records.py --tables
 
