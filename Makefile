@@ -6,6 +6,8 @@
 #   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (an hour)
 #   make coverage  upstream's pipelines, each tiny on eight simulated chips against upstream: those without a result, and the tables
 #                  (hours if all; goes on where it was stopped)
+#   make upstream  TESTS=DIR, the folder of upstream's own tests in a checkout: those that plain upstream passes, with the path on, and
+#                  the tables (hours; goes on where it was stopped)
 #   make records   every file of examples/tpu/results/ whose programs these sources make otherwise, and the tables of the pages
 #                  from them: minutes to see which, hours to make all; goes on where it was stopped
 #   make tables    the tables of the pages alone, from the files that are there
@@ -29,9 +31,11 @@ VIDEO := out/red-circle-right.mp4
 
 # A worker takes neighbouring tests, which share models, and at the end some of the other's.
 WORKERS ?= 2
+# The folder `tests` of a checkout of huggingface/diffusers.
+TESTS ?=
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-all mutants coverage records tables lint clean
+.PHONY: demo test test-all mutants coverage upstream records tables lint clean
 
 demo: $(INSTALLED)
 	@DIFFUSERS_TPU=cpu $(BIN)/diffusers-tpu generate $(MODEL) --prompt "$(PROMPT)" --height 64 --width 64 \
@@ -51,6 +55,11 @@ mutants: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	$(BIN)/python tests/tpu/sweep/run.py
+	$(BIN)/python examples/tpu/results/make_records.py --tables
+
+upstream: $(INSTALLED)
+	@test -d "$(TESTS)" || { echo "expected TESTS=DIR, the folder 'tests' of a checkout of upstream, got '$(TESTS)'" >&2; exit 1; }
+	$(BIN)/python tests/tpu/upstream/run.py $(TESTS) --workers $(WORKERS)
 	$(BIN)/python examples/tpu/results/make_records.py --tables
 
 records: $(INSTALLED)

@@ -14,6 +14,7 @@ import torch
 
 import tiny_images
 from conftest import relative
+from diffusers.hooks import apply_layerwise_casting
 from diffusers.tpu import bridge
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.plans import module_plan
@@ -147,6 +148,17 @@ def test_what_comes_back_is_not_compiled_again(both):
         hook.remove()
         m.blocks[2].attn.processor.strength = 1.0
     assert differ() < 1e-6 and runner.compilations == 2
+
+
+@pytest.mark.idiom("layerwise-casting")
+@pytest.mark.parametrize("storage", [torch.float16, torch.float8_e4m3fn], ids=str)
+def test_weights_that_hooks_cast_for_each_call(both, storage):
+    ours, theirs, runner, differ = both
+    for model in (ours, theirs):
+        apply_layerwise_casting(model, storage, torch.float32)
+    assert max(differ() for _ in range(3)) < 1e-6
+    assert {one.dtype for name, one in ours.named_parameters() if "to_q" in name} == {storage}
+    assert not runner.eager
 
 
 @pytest.mark.idiom("own-forward")

@@ -1,5 +1,6 @@
-"""Oracle: upstream in float32, same weights and inputs. Some pipelines of the sweep anew, and what its record says of all."""
+"""Oracle: upstream in float32, same weights and inputs. Some pipelines of the sweep anew, and what its record says of all; upstream's own tests."""
 
+import importlib.util
 import json
 import re
 import sys
@@ -14,6 +15,7 @@ from diffusers.tpu.fidelity.pipelines import run_pipeline
 sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "examples/tpu/results")]
 
 import coverage_tables  # noqa: E402
+import upstream_tables  # noqa: E402
 from building import PROMPTS, arguments, build, exported  # noqa: E402
 from examining import SECOND_SIZE, compiled, examine  # noqa: E402
 from recipes import RECIPES  # noqa: E402
@@ -93,3 +95,66 @@ def test_nothing_of_the_sweeps_tables_is_dead():
     assert [one.pattern for one in RECIPES if not any(re.fullmatch(one.pattern, name) for name in names)] == []
     source = "".join(path.read_text() for path in (ROOT / "src/diffusers").rglob("*.py") if "tpu" not in path.parts)
     assert [name for name in (*BY_CLASS, *BY_NAME) if not re.search(rf"\b{name}\b", source)] == []
+
+
+# Upstream's own tests
+
+
+def of_upstream(name: str):
+    """A module of tests/tpu/upstream/."""
+    spec = importlib.util.spec_from_file_location(f"upstream_{name}", ROOT / "tests/tpu/upstream" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_upstream_passes_of_its_own_tests_is_passed_here():
+    record, passes = (
+        json.loads((ROOT / "examples/tpu/results/upstream.json").read_text()),
+        of_upstream("run").passing(),
+    )
+    assert sum(map(len, passes.values())) == 3502 and set(record) <= set(passes)
+    lost = {
+        (file, name): upstream_tables.reason(name, end)
+        for file in record
+        for name, end in record[file]["lost"].items()
+    }
+    assert [test for test, why in lost.items() if why is None] == []
+    kept = re.compile(r"pipelines/(stable_diffusion_xl|wan|cogvideo)/")
+    assert any(map(kept.match, record)) and not any(kept.match(file) for file, _ in lost)
+
+
+FILE = """
+import pytest
+
+def test_right(): pass
+def test_wrong(): raise ValueError("expected more")
+def test_skipped(): pytest.skip("no accelerator")
+def test_unknown(): pytest.exit("never run")
+@pytest.fixture
+def leaving():
+    yield
+    raise KeyError("left")
+def test_leaves(leaving): pass
+"""
+
+
+def test_a_file_of_upstreams_is_judged_by_the_names_that_it_passes(tmp_path):
+    file, results, names = (
+        tmp_path / "test_one.py",
+        tmp_path / "results",
+        ["right", "wrong", "skipped", "leaves", "gone"],
+    )
+    file.write_text(FILE)
+    results.touch()
+    judge = of_upstream("plugin").Judge([f"test_{name}" for name in names], results)
+    pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", f"--rootdir={tmp_path}", str(file)], plugins=[judge])
+    assert of_upstream("run").judged([f"test_{name}" for name in names], results, 256) == {
+        "passes": 5,
+        "lost": {
+            "test_wrong": "ValueError: expected more",
+            "test_skipped": "skipped: Skipped: no accelerator",
+            "test_leaves": "KeyError: 'left'",
+            "test_gone": "not run: its process ended with 1",
+        },
+    }

@@ -134,9 +134,9 @@ def test_a_model_moved_by_itself_is_compiled(plain):
     for device in (vae.device, "cpu"):
         ours = vae.decode(latents.to(device)).sample
         assert type(ours) is torch.Tensor and relative(ours, expected) < FP32
-    assert vae.device.type == "cpu" and programs(vae) == 1
+    assert vae.device.type == "cuda" and programs(vae) == 1
     runner = models.runs(vae)
-    assert vae.to("cpu") is vae and runner._placed is None
+    assert vae.to("cpu") is vae and runner._placed is None and vae.device.type == "cpu"
     assert not {"decode", "_tpu_runner", "_hf_hook", "__getstate__", "__deepcopy__"} & vars(vae).keys()
     assert relative(vae.decode(latents).sample, expected) == 0
     with pytest.raises(ValueError, match=r"devices? among .*'mps'"):
@@ -163,6 +163,19 @@ def test_models_made_by_hand_or_copied_are_moved_and_put_into_a_pipeline(sdxl, s
     ours, theirs = (pipe(**tiny_images.arguments()).images for pipe in (sdxl_installed, sdxl))
     assert relative(ours, theirs) < FP32 and programs(small)
     sdxl.vae, sdxl_installed.vae = before
+
+
+@idiom("layerwise-casting", "group-offload-model")
+@pytest.mark.parametrize("kind", ["block_level", "leaf_level"])
+@torch.no_grad()
+def test_a_vae_whose_layers_are_cast_and_offloaded(plain, kind):
+    ours, theirs, video = copy.deepcopy(plain.vae), copy.deepcopy(plain.vae), torch.randn(1, 3, 5, 32, 32)
+    ours.enable_group_offload("cuda", offload_type=kind, num_blocks_per_group=1, use_stream=True)
+    for vae in (ours, theirs):
+        vae.enable_layerwise_casting(torch.float16, torch.float32)
+    for _ in range(2):
+        assert relative(ours(video).sample, theirs(video).sample) < FP32
+    assert not [one for one in tpu.report(ours)["rungs"] if one["rung"] == "host"]
 
 
 @idiom("model-install")
@@ -219,7 +232,7 @@ def test_a_models_own_device_map(plain, tmp_path):
         module = getattr(plain, name)
         module.save_pretrained(tmp_path / name)
         loaded = type(module).from_pretrained(tmp_path / name, device_map=asked)
-        assert models.runs(loaded) is not None and loaded.device.type == "cpu"
+        assert models.runs(loaded) is not None and loaded.device.type == "cuda"
         assert models.runs(type(module).from_pretrained(tmp_path / name, device_map="cpu")) is None
         with pytest.raises(NotImplementedError, match="sharded over all chips"):
             type(module).from_pretrained(tmp_path / name, device_map={"encoder": "cuda", "decoder": "cpu"})
@@ -282,6 +295,33 @@ def test_components_that_are_moved(installed, theirs):
         tpu.install(installed.vae, tpu.TPUConfig(mesh=(1, 1, 1)))
     before = programs(transformer)
     assert relative(installed(**call()).frames, theirs) < FP32 and programs(transformer) == before
+
+
+@idiom("device-asked")
+def test_the_device_that_a_script_asked_for(plain, theirs):
+    def devices():
+        return [one.device.type for one in (pipe, *(pipe.text_encoder, pipe.transformer, pipe.vae))]
+
+    seen = []
+
+    def callback(pipe, step, timestep, values):
+        seen.append((*devices(), pipe._execution_device.type))
+        return values
+
+    pipe = WanPipeline(**copy.deepcopy(plain.components))
+    pipe.transformer.to("cuda")  # by itself, as scripts leave the text encoder on the host
+    assert devices() == ["cuda", "cpu", "cuda", "cpu"]
+    pipe.to("cuda")
+    assert devices() == ["cuda"] * 4 and torch.device("cuda:0") == pipe.device == pipe.transformer.device
+    pipe.text_encoder.to("cpu")
+    assert devices() == ["cuda", "cpu", "cuda", "cuda"]
+    pipe.text_encoder.to(pipe.device)
+    assert relative(pipe(**call(callback_on_step_end=callback)).frames, theirs) < FP32
+    assert set(seen) == {("cuda",) * 5} and devices() == ["cuda"] * 4
+    pipe.to("cpu")
+    assert devices() == ["cpu"] * 4
+    tpu.install(pipe, tpu.TPUConfig(host=("vae",)))
+    assert devices() == ["cuda", "cuda", "cuda", "cpu"]
 
 
 @idiom("component-none")

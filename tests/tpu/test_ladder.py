@@ -412,6 +412,39 @@ def test_a_part_shares_its_callers_memory(make_mesh, how):
     assert rungs(runner)["shares"] == "parts"
 
 
+class Encoding(torch.nn.Module):
+    """Its forward calls another of its entries, as a VAE's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Routed()
+
+    def encode(self, x):
+        if x.sum().item() > 1e6:
+            raise ValueError("expected less")
+        return self.inner(x)
+
+    def forward(self, x):
+        return self.encode(x) + 1
+
+
+@torch.no_grad()
+def test_an_entry_that_calls_another_is_one_call_in_parts(make_mesh):
+    theirs = Encoding()
+    ours = copy.deepcopy(theirs)
+    runner = attached(ours, make_mesh(1, 1, 1), ModelPlan(entries=("forward", "encode")))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="expected less"):
+            ours(torch.full((2, WIDTH), 1e7))
+    traces = []
+    for _ in range(3):
+        x = torch.randn(3, WIDTH)
+        assert relative(ours(x), theirs(x)) < 1e-6
+        traces.append(sum(one.traces for _, one in runner.with_parts()))
+    found = rungs(runner)
+    assert found[""] == found["inner"] == "parts" and found["inner.gate"] == "compiled" and traces[1] == traces[2]
+
+
 @torch.no_grad()
 def test_a_language_model_goes_on_from_its_keys_and_values(make_mesh):
     """On the host, as no length comes twice; the encoder that it is for pipelines is a program, before and after."""

@@ -17,9 +17,9 @@ from diffusers.models.transformers import transformer_wan_flax
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.tpu import bridge, programs
 from diffusers.tpu.bridge import blocks
+from diffusers.tpu.compile import tracing
 from diffusers.tpu.runner import Runner
 from diffusers.tpu.sharding import ModelPlan
-from diffusers.tpu.compile import tracing
 
 
 MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1)]

@@ -5,6 +5,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 import tiny
 import tiny_dit
@@ -182,7 +183,34 @@ def with_a_processor(model, given, batch):
     return given
 
 
-@pytest.mark.parametrize("changed", [with_ip_adapter, with_control, with_fused_projections, with_a_processor])
+def with_hooks(*paths):
+    """Hooks that double what parts of blocks are given: upstream's one sequence, and norms that are called."""
+
+    def change(model, given, batch):
+        for path in paths:
+            part = model.get_submodule(path)
+            part.register_forward_pre_hook(
+                lambda _, args, kwargs: tree_map_only(torch.Tensor, lambda x: 2 * x + x[:1, :1], (args, kwargs)),
+                with_kwargs=True,
+            )
+        return given
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        with_ip_adapter,
+        with_control,
+        with_fused_projections,
+        with_a_processor,
+        pytest.param(with_hooks("single_transformer_blocks.0.attn", "single_transformer_blocks.1.norm"), id="hooks"),
+        pytest.param(
+            with_hooks("transformer_blocks.1.attn.norm_q", "single_transformer_blocks.0.attn.to_k"), id="norm"
+        ),
+    ],
+)
 @torch.no_grad()
 def test_what_users_of_flux_change_is_kept(chips, changed):
     theirs = built("flux", 4)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import coverage_tables
+import upstream_tables
 from coverage_tables import markdown
 
 from diffusers.tpu.attention.ways import BOUND, WAYS
@@ -338,6 +339,8 @@ TABLES = {
     "coverage": Table("coverage.json", coverage_tables.counts),
     "coverage-pipelines": Table("coverage.json", coverage_tables.pipelines),
     "coverage-others": Table("coverage.json", coverage_tables.others),
+    "upstream": Table("upstream.json", upstream_tables.counts),
+    "upstream-lost": Table("upstream.json", upstream_tables.lost),
 }
 
 

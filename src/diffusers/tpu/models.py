@@ -1,8 +1,9 @@
 """One model on the TPU path: attached and given back, whose it is, and what travels where it is copied or pickled.
 
 A model is there for the pipelines that have it, or by itself (`install(model)`, `model.to("cuda")`). Its methods take host
-tensors and answer with host tensors; `model.device` stays "cpu", where its parameters and what it takes and answers are, so
-that `torch.randn(..., device=model.device)` and `x.to(model.device)` mean what a script needs.
+tensors and answer with host tensors. `model.device` is "cuda" to the script that moved it there, as upstream's tests and
+scripts ask (`if model.device.type == "cuda"`): `torch.randn(..., device=model.device)`, `x.to(model.device)` and
+`torch.Generator(model.device)` take it for the host. To upstream's own code it is where the parameters are (`moving`).
 
 A copy of a model (`copy.deepcopy`) is on the path like the original, with weights and programs of its own. A pickle
 (`pickle`, `torch.save`) is upstream's model: what is loaded is on the host until it is moved.
@@ -44,11 +45,13 @@ class Holding:
         pipelines: installed ones that have it.
         alone: it was moved or installed by itself, and stays on the chips when no pipeline has it.
         asked: its configuration was given, not chosen.
+        on_host: it was moved to the host, and stays a pipeline's.
     """
 
     pipelines: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     alone: bool = False
     asked: bool = False
+    on_host: bool = False
 
 
 _holdings: "weakref.WeakKeyDictionary[Runner | HostModel, Holding]" = weakref.WeakKeyDictionary()
@@ -141,11 +144,25 @@ def detach(module):
         vars(module).pop(name, None)
 
 
+def is_on_chips(module) -> bool:
+    """Whether the script has put this model on the TPU, itself or with a pipeline."""
+    runner = runs(module)
+    return isinstance(runner, Runner) and not holding(runner).on_host
+
+
 @held
-def place(runner: Runner | HostModel):
-    """The model's weights to the chips, if there is room: else they come when it is called."""
+def to_chips(runner: Runner | HostModel):
+    """The model was moved to the TPU: its weights go there, if there is room; else they come when it is called."""
+    holding(runner).on_host = False
     if isinstance(runner, Runner):
         runner.residency.place([runner])
+
+
+@held
+def to_host(runner: Runner | HostModel):
+    """A pipeline's model was moved to the host: its weights leave the chips until it is called."""
+    holding(runner).on_host = True
+    leave_chips(runner)
 
 
 @held

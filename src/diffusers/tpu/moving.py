@@ -1,8 +1,8 @@
-"""Models that are moved by name: `.to("cuda")`, `.cuda()`, `.cpu()` and `device_map="cuda"` of models by themselves.
+"""Models that are moved by name: `.to("cuda")`, `.cuda()`, `.cpu()`, `device_map="cuda"` and `.device` of models by themselves.
 
 diffusers' and transformers' models all end in `torch.nn.Module`'s methods, so these are the seam while the path is in use:
-`switch_on` replaces them (and transformers' `from_pretrained`, whose `device_map` is read before anything is moved);
-where no TPU is, nothing is replaced. What they mean:
+`switch_on` replaces them (and transformers' `from_pretrained`, whose `device_map` is read before anything is moved, and
+`device` of the models' base classes); where no TPU is, nothing is replaced. What they mean:
 
 | | a model by itself | a component of an installed pipeline |
 |---|---|---|
@@ -11,19 +11,26 @@ where no TPU is, nothing is replaced. What they mean:
 | a dtype | its weights are converted, as upstream does it | the same |
 
 While a pipeline works, upstream's own moves between its devices mean nothing. Other modules stay on the host.
+
+`model.device` has two readers. A script asks where it put the model (`if model.device.type == "cuda"`), and makes its tensors
+there, which are the host's for any accelerator's name. Code of the libraries, of a pipeline's call and of a model's methods
+compares it with its tensors' devices and needs where the parameters are. So the answer depends on who asks.
 """
 
 import functools
 import importlib.abc
 import importlib.util
 import sys
+import types
 
 import torch
 
 from .config import ACCELERATORS, names_accelerator
 
 
-TRANSFORMERS = "transformers.modeling_utils"
+TRANSFORMERS, DIFFUSERS = "transformers.modeling_utils", f"{__package__.rpartition('.')[0]}.models.modeling_utils"
+ASKED = torch.device("cuda", 0)  # what torch says of a tensor that was moved by `.to("cuda")`
+LIBRARIES = ("accelerate", "diffusers", "peft", "torch", "torchax", "transformers")
 _replaced: list[tuple[type, str, object]] = []
 
 
@@ -34,26 +41,31 @@ def switch_on():
     _replace(torch.nn.Module, "to", _to)
     _replace(torch.nn.Module, "cuda", _cuda)
     _replace(torch.nn.Module, "cpu", _cpu)
-    if TRANSFORMERS in sys.modules:
-        _replace(sys.modules[TRANSFORMERS].PreTrainedModel, "from_pretrained", _from_pretrained)
-    else:
-        sys.meta_path.insert(0, _once_imported)
+    for once_imported in _once_imported:
+        if once_imported.name in sys.modules:
+            once_imported.then(sys.modules[once_imported.name])
+        else:
+            sys.meta_path.insert(0, once_imported)
 
 
 def switch_off():
     """torch's and transformers' own methods again."""
-    if _once_imported in sys.meta_path:
-        sys.meta_path.remove(_once_imported)
+    for once_imported in _once_imported:
+        if once_imported in sys.meta_path:
+            sys.meta_path.remove(once_imported)
     while _replaced:
         owner, name, original = _replaced.pop()
         setattr(owner, name, original)
 
 
 class _OnceImported(importlib.abc.MetaPathFinder):
-    """transformers' loader is replaced when someone imports it."""
+    """What is replaced of a library's module when someone imports it."""
+
+    def __init__(self, name: str, then):
+        self.name, self.then = name, then
 
     def find_spec(self, name: str, path, target=None):
-        if name != TRANSFORMERS:
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -61,13 +73,22 @@ class _OnceImported(importlib.abc.MetaPathFinder):
 
         def run(module):
             execute(module)
-            _replace(module.PreTrainedModel, "from_pretrained", _from_pretrained)
+            self.then(module)
 
         spec.loader.exec_module = run
         return spec
 
 
-_once_imported = _OnceImported()
+def _of_transformers(module: types.ModuleType):
+    _replace(module.PreTrainedModel, "from_pretrained", _from_pretrained)
+    _replace(next(cls for cls in module.PreTrainedModel.__mro__ if "device" in vars(cls)), "device", _device)
+
+
+def _of_diffusers(module: types.ModuleType):
+    _replace(module.ModelMixin, "device", _device)
+
+
+_once_imported = (_OnceImported(TRANSFORMERS, _of_transformers), _OnceImported(DIFFUSERS, _of_diffusers))
 
 
 def _replace(owner: type, name: str, make):
@@ -108,6 +129,28 @@ def _cpu(original):
         return _moved(self, "cpu", lambda to_device: original(self), "cpu") if _is_active() else original(self)
 
     return cpu
+
+
+def _device(original: property) -> property:
+    @functools.wraps(original.fget)
+    def device(self) -> torch.device:
+        models = sys.modules.get(f"{__package__}.models")
+        if models is not None and models.is_on_chips(self) and _is_asked_by_a_script(sys._getframe(1)):
+            return ASKED
+        return original.fget(self)
+
+    return property(device)
+
+
+def _is_asked_by_a_script(frame: types.FrameType) -> bool:
+    """Whether this is the user's code, not a library's; upstream's pipelines pass the question on to their models."""
+    if frame.f_code.co_name == "device":
+        frame = frame.f_back
+    if frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
+        return False
+    from . import bridge, glue
+
+    return not (glue.in_a_call() or bridge.environment().active)
 
 
 def _from_pretrained(original):
@@ -180,7 +223,7 @@ def _moved(module: torch.nn.Module, kind: str, convert, device) -> torch.nn.Modu
     if on_tpu:
         convert()
         for model in known:
-            models.place(models.runs(models.install(model)))
+            models.to_chips(models.runs(models.install(model)))
         if not known:
             _say_that_it_stays(module)
         return module
@@ -189,7 +232,7 @@ def _moved(module: torch.nn.Module, kind: str, convert, device) -> torch.nn.Modu
         raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
     for model in attached:
         if models.owners(model):
-            models.leave_chips(models.runs(model))
+            models.to_host(models.runs(model))
         else:
             models.detach(model)
     convert(device)

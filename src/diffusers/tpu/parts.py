@@ -4,6 +4,7 @@ A part for which no program stands either comes apart in turn. What has no submo
 """
 
 import contextlib
+import contextvars
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -11,6 +12,9 @@ import torch
 
 from . import bridge
 from .idioms import said
+
+
+_answering: contextvars.ContextVar[tuple["Parts", ...]] = contextvars.ContextVar("diffusers_tpu_answering", default=())
 
 
 class Parts:
@@ -41,11 +45,18 @@ class Parts:
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """While this is open, calls of the parts are their runners'."""
+        token = _answering.set((*_answering.get(), self))
         with contextlib.ExitStack() as stack:
+            stack.callback(_answering.reset, token)
             for runner in self.runners.values():
                 stack.callback(runner.give_back)
                 runner.take_over()
             yield
+
+    @property
+    def are_answering(self) -> bool:
+        """Whether the module's own lines are running: what these call of the module itself is a part of that call."""
+        return self in _answering.get()
 
     def put_on_host(self, name: str, error: Exception):
         """The module runs on the host from here on, as its own lines failed on the chips."""

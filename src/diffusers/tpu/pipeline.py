@@ -24,6 +24,7 @@ from .config import ACCELERATORS, TPUConfig, names_accelerator
 from .idioms import said
 from .ladder import in_words
 from .locks import exclusive, held
+from .moving import ASKED
 from .plans import PipelinePlan, plan_of
 from .residency import residency_of
 from .runner import one_call
@@ -139,21 +140,24 @@ class TPUPipelineMixin:
             with exclusive:
                 state = installation(self)
                 attach_all(self, state)
+                for runner in state.held().values():
+                    models.holding(runner).on_host = False
                 state.residency.place_all(state)
         return self
 
     @property
     def _execution_device(self) -> torch.device:
+        """In a call where upstream's code handles its tensors; to a script the accelerator."""
         if installation(self) is None:
             return super()._execution_device
-        return bridge.DEVICE if bridge.environment().active else torch.device("cpu")
+        if bridge.environment().active:
+            return bridge.DEVICE
+        return torch.device("cpu") if glue.in_a_call() else ASKED
 
     @property
     def device(self) -> torch.device:
-        """The accelerator, for scripts; for upstream's code in a call, where it handles its tensors."""
-        if installation(self) is None:
-            return super().device
-        return self._execution_device if glue.in_a_call() else bridge.DEVICE
+        """As `_execution_device`: a pipeline is where its call runs."""
+        return super().device if installation(self) is None else self._execution_device
 
     def enable_model_cpu_offload(self, *args, **kwargs):
         """Not needed: weights are sharded over all chips; models without room wait on the host."""

@@ -157,7 +157,7 @@ class Runner:
 
         @functools.wraps(original())
         def run(*args, **kwargs):
-            if bridge.tracing():
+            if bridge.tracing() or (self.parts is not None and self.parts.are_answering):
                 return original()(*args, **kwargs)
             with exclusive.pinned():
                 return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))

@@ -35,6 +35,7 @@ from .caches import Kept, Results
 from .crossing import from_numpy, numpy_dtype
 from .decisions import Decisions, deciding
 from .environment import decomposing, environment, on_device, quiet_integers
+from .hooked import is_watched_inside
 from .scopes import module_scopes
 from .scripted import scripted
 
@@ -149,6 +150,7 @@ class PureFunction:
         stacked, single = self._split(weights)
         stacked_numbers, single_numbers = self._split(numbers)
         self.decisions = Decisions(self.values, inputs)
+        apart = () if self.kept is None else self.kept.apart
         with contextlib.ExitStack() as stack:
             runs = BlockRuns(
                 self.module,
@@ -160,15 +162,15 @@ class PureFunction:
                 self._pin_carry,
                 self._fill,
                 self.settings,
-                () if self.kept is None else self.kept.apart,
+                apart,
             )
             for context in (
                 without_caches(self.module),
                 _marked(),
                 self._one_at_a_time(False),
                 deciding(self.decisions),
-                _processors_of(self.module, self.processors),
-                _methods_of(self.module, self.methods),
+                _processors_of(self.module, self.processors, apart),
+                _methods_of(self.module, self.methods, apart),
                 _whole_of(self.module, self.whole),
                 numbered(self.module, single_numbers, Adapters(self.module)),
                 self._computing(),
@@ -380,9 +382,10 @@ register_pytree_node(
 
 
 @contextlib.contextmanager
-def _processors_of(module: torch.nn.Module, makers: dict):
+def _processors_of(module: torch.nn.Module, makers: dict, apart: tuple):
     """The model's attention processors are those of its plan; what the user set has another class and stays."""
-    replaced = [(m, m.processor) for m in module.modules() if type(getattr(m, "processor", None)) in makers]
+    found = ((m, m.processor) for m in module.modules() if type(getattr(m, "processor", None)) in makers)
+    replaced = [(m, processor) for m, processor in found if not is_watched_inside(m, apart)]
     for m, processor in replaced:
         m.processor = makers[type(processor)](processor)
     try:
@@ -424,12 +427,12 @@ def _run_whole(module: torch.nn.Module, forward: Callable | None, *args, **kwarg
 
 
 @contextlib.contextmanager
-def _methods_of(module: torch.nn.Module, methods: dict):
+def _methods_of(module: torch.nn.Module, methods: dict, apart: tuple):
     """Methods of the model and its parts are those of its plan, but for what the user or a hook has put on an instance."""
     replaced = []
     for m in module.modules():
         for (cls, name), method in methods.items():
-            if type(m) is cls and name not in vars(m):
+            if type(m) is cls and name not in vars(m) and not is_watched_inside(m, apart):
                 vars(m)[name] = functools.partial(method, m)
                 replaced.append((m, name))
     try:

@@ -8,6 +8,8 @@ Each result on that way remembers of what it was made. Who makes the last one as
 rounds where the single operations round; they are dead code then.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -79,14 +81,30 @@ def with_activation(overload, plain):
 
 
 def cast(x, result):
-    """`result`, which is x in another dtype: a residual sum back in its dtype comes from the layer's kernel."""
+    """`result`, which is x in another dtype: a residual sum back in its dtype comes from the layer's kernel.
+
+    There and back through a dtype that holds every value of the first is x itself: weights that are stored in one dtype and
+    cast for each call (upstream's layerwise casting) are not written to.
+    """
     if not (isinstance(x, Tensor) and isinstance(result, Tensor)) or x.dtype == result.dtype:
         return result
-    if result.dtype == torch.float32:
+    narrow, _ = operands(x, cast) or (None, None)
+    if narrow is not None and narrow.dtype == result.jax().dtype:
+        return Tensor(narrow, result._env)
+    if _holds(result.jax().dtype, x.jax().dtype):
         return made_of(result, cast, x.jax(), operands(x, linear))
     total = operands(x, _added)
     whole = _with_residual(*total) if total is not None and result.dtype == torch.bfloat16 else None
     return result if whole is None else Tensor(whole, result._env)
+
+
+@functools.cache
+def _holds(wide, narrow) -> bool:
+    """Whether every number of the one dtype is one of the other's."""
+    if not (jnp.issubdtype(wide, jnp.floating) and jnp.issubdtype(narrow, jnp.floating)):
+        return False
+    wide, narrow = jnp.finfo(wide), jnp.finfo(narrow)
+    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
 
 
 def _followed(env, operator, follow):

@@ -207,10 +207,18 @@ def _as_array(t, dtype=None, copy=None):
     return t.numpy() if dtype is None else t.numpy().astype(dtype, copy=False)
 
 
+def _given(t: Tensor, other: Tensor):
+    """`t.data = other`, of another dtype too (`module.to(dtype)`); torchax changes the array alone, and torch goes by its own."""
+    with plain():
+        torch._C.TensorBase.data.__set__(t, other)
+    t._elem = other.jax()
+    t._made = vars(other).get("_made", (None, None, None))
+
+
 def usable_outside():
     """Teach torchax's tensors all that; once."""
     Tensor._elem = _Array()
-    Tensor.data = property(lambda t: t, Tensor.data.fset)  # torchax's, without its warning
+    Tensor.data = property(lambda t: t, _given)
     View.data = property(lambda t: t)
     for cls in DEVICE_TENSORS:
         cls.__torch_dispatch__ = classmethod(_dispatched)

@@ -1,0 +1,47 @@
+"""The tables of upstream.json, which tests/tpu/upstream/run.py makes: upstream's own tests with the TPU path on."""
+
+import re
+
+from coverage_tables import markdown
+
+
+TRAINING = "training"
+REASONS = {  # what a lost test ended in, or its name: the class of it
+    r"computes no gradients": TRAINING,
+}
+
+
+def reason(name: str, end: str) -> str | None:
+    """Why a test has no place here; None: it should pass."""
+    return next((why for pattern, why in REASONS.items() if re.search(pattern, f"{name}: {end}")), None)
+
+
+def room(file: str) -> str:
+    """A row's name: of models by kind, of pipelines by model."""
+    folder, _, _ = file.rpartition("/")
+    return folder
+
+
+def counts(record: dict) -> list[str]:
+    """A row for each folder of upstream's tests."""
+    rows = {}
+    for file, found in record.items():
+        reasons = [reason(name, end) for name, end in found["lost"].items()]
+        training, open_ = reasons.count(TRAINING), reasons.count(None)
+        more = (found["passes"], found["passes"] - len(reasons), training, len(reasons) - training - open_, open_)
+        for name in (room(file), "all"):
+            rows[name] = [a + b for a, b in zip(rows.get(name, [0] * len(more)), more)]
+    rows["all"] = rows.pop("all", [0] * 5)
+    head = ("tests of", "upstream passes", "passed here", "training", "of no meaning here", "lost")
+    return markdown(head, [(name, *map(str, numbers)) for name, numbers in rows.items()])
+
+
+def lost(record: dict) -> list[str]:
+    """Every test that is lost, but for those of training."""
+    rows = []
+    for file, found in record.items():
+        for name, end in found["lost"].items():
+            why = reason(name, end)
+            if why != TRAINING:
+                rows.append((f"{file}::{name}", why or "lost", end.replace("|", "\\|")[:200]))
+    return markdown(("test", "why", "ended in"), rows)

@@ -1,0 +1,160 @@
+"""Upstream's own fast tests with the TPU path on: what plain upstream passes and the path does not, into examples/tpu/results/upstream.json.
+
+    python tests/tpu/upstream/run.py TESTS                     every file without a result
+    python tests/tpu/upstream/run.py TESTS 'pipelines/wan/.*'  those whose names match one of these, whatever is recorded
+
+TESTS: the folder `tests` of a checkout of upstream at the commit that `passes.txt.gz` names; nothing of it is kept here. That file holds
+what plain upstream passes offline with the stand-ins of `standins.py` for the models that its tests ask the hub for.
+
+The path has two simulated chips and everything else at its default, with a store of programs that all files share. A process that has
+imported what all need forks for each file. It can be stopped, and goes on where it was.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+RECORD = ROOT / "examples/tpu/results/upstream.json"
+WORK = ROOT / "out/upstream"
+PACKAGES = ("torchsde==0.2.6", "trampoline==0.1.2", "parameterized==0.9.0", "requests_mock==1.12.1")
+SECONDS = 3600  # of processor time, of one file
+ENVIRONMENT = {
+    "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "2", "DIFFUSERS_TEST_DEVICE": "cuda", "DIFFUSERS_TPU_CACHE": str(WORK / "programs"),
+    "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(WORK / "hub"), "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",
+    "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1",
+}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("tests", type=Path)
+    parser.add_argument("patterns", nargs="*", help="of files, from the folder on; none: all that have no result")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_intermixed_args()
+    if not (given.tests / "conftest.py").exists():
+        parser.error(
+            f"expected the folder 'tests' of a checkout of upstream, got {given.tests}, which has no conftest.py"
+        )
+    passes, record = passing(), json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    waiting = [file for file in passes if is_wanted(file, given.patterns, record)]
+    prepare()
+    import_what_all_need()
+    with tempfile.TemporaryDirectory() as folder:
+        running: dict[int, tuple[str, float]] = {}
+        while waiting or running:
+            while waiting and len(running) < given.workers:
+                file = waiting.pop(0)
+                running[started(given.tests.resolve(), file, passes[file], Path(folder))] = file, time.monotonic()
+            child, status = os.wait()
+            file, start = running.pop(child)
+            found = {"seconds": round(time.monotonic() - start)}
+            record[file] = found | judged(passes[file], results_of(file, Path(folder)), status)
+            write({name: record[name] for name in passes if name in record})
+            tell(file, record[file])
+
+
+def passing() -> dict[str, list[str]]:
+    """Names of tests that plain upstream passes, by file."""
+    found: dict[str, list[str]] = {}
+    names: list[str] = []
+    _, *lines = gzip.decompress((HERE / "passes.txt.gz").read_bytes()).decode().splitlines()
+    for line in lines:
+        if line.startswith(" "):
+            names.append(line[1:])
+        else:
+            names = found[line] = []
+    return found
+
+
+def is_wanted(file: str, patterns: list[str], record: dict) -> bool:
+    return any(re.fullmatch(pattern, file) for pattern in patterns) if patterns else file not in record
+
+
+def prepare():
+    """What upstream's tests import, and the stand-ins of the hub's models, once."""
+    if not (WORK / "packages").exists():
+        into = ["--no-deps", "--target", WORK / "packages.draft"]
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", *into, *PACKAGES], check=True)
+        os.replace(WORK / "packages.draft", WORK / "packages")
+    if not (WORK / "hub").exists():
+        subprocess.run([sys.executable, HERE / "standins.py", WORK / "hub.draft"], check=True)
+        os.replace(WORK / "hub.draft", WORK / "hub")
+
+
+def import_what_all_need():
+    os.environ.update(ENVIRONMENT)
+    sys.path[:0] = [str(HERE), str(ROOT / "src")]
+    sys.path.append(str(WORK / "packages"))  # last: it stands for nothing that the environment has
+    import plugin  # noqa: F401
+    import torch
+
+    import diffusers.pipelines.pipeline_utils
+    import diffusers.tpu.pipeline  # noqa: F401
+
+    torch.set_num_threads(1)
+    if not Path(diffusers.__file__).is_relative_to(ROOT):
+        raise RuntimeError(f"expected diffusers of {ROOT}, got {diffusers.__file__}")
+
+
+def results_of(file: str, folder: Path) -> Path:
+    return folder / file.replace("/", ".")
+
+
+def started(tests: Path, file: str, names: list[str], folder: Path) -> int:
+    """The process that tests this file."""
+    results = results_of(file, folder)
+    results.touch()
+    child = os.fork()
+    if child:
+        return child
+    import plugin
+    import pytest
+
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))
+    silence = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(silence, stream)
+    os.chdir(tests.parent)
+    options = f"-q -p no:cacheprovider --tb=no -W ignore --rootdir={tests.parent} --basetemp={results}.files".split()
+    os._exit(pytest.main([*options, str(tests / file)], plugins=[plugin.Judge(names, results)]))
+
+
+def judged(names: list[str], results: Path, status: int) -> dict:
+    """How many tests of a file plain upstream passes, and which of them were lost, each with what it ended in."""
+    found: dict[str, str | None] = {}
+    for name, end in map(json.loads, results.read_text().splitlines()):
+        found[name] = found.get(name) or end  # what a test ended in first
+    missing = f"not run: its process ended with {os.waitstatus_to_exitcode(status)}"
+    return {
+        "passes": len(names),
+        "lost": {n: found.get(n, missing) for n in names if found.get(n, missing) is not None},
+    }
+
+
+def tell(file: str, found: dict):
+    print(f"{found['seconds']:6} s  {file}: {found['passes'] - len(found['lost'])} of {found['passes']}", flush=True)
+    for name, end in found["lost"].items():
+        print(f"          {name}: {end[:200]}", flush=True)
+
+
+def write(record: dict):
+    draft = RECORD.with_name(f".{RECORD.name}")
+    draft.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(draft, RECORD)
+
+
+if __name__ == "__main__":
+    main()
