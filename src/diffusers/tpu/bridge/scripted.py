@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..state.reading import HOOKS
+from ..compile.key import HOOKS
 
 
 LIBRARIES = frozenset({"accelerate", "diffusers", "jax", "numpy", "peft", "torch", "torchax", "transformers"})
