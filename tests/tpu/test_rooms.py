@@ -36,7 +36,7 @@ ORDER = [
     "rotary",
     "adapters",
     "scan",
-    "state",
+    "compile",
     "video",
     "bridge",
     "parts",

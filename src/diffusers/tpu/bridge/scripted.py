@@ -1,16 +1,13 @@
 """What of a module is the script's own code, not its libraries': what that computes of a part of a map nobody can say."""
 
 import functools
-import sys
 import types
 from collections.abc import Iterator
 
 import torch
 
-from ..compile.key import HOOKS
-
-
-LIBRARIES = frozenset({"accelerate", "diffusers", "jax", "numpy", "peft", "torch", "torchax", "transformers"})
+from ..compile.state import HOOKS
+from ..compile.trust import is_library
 
 
 def scripted(module: torch.nn.Module) -> str | None:
@@ -38,20 +35,10 @@ def _is_own(x) -> bool:
         return _is_own(x.__func__) or _is_own(x.__self__)
     if isinstance(x, functools.partial):
         return any(map(_is_own, (x.func, *x.args, *x.keywords.values())))
-    if isinstance(x, types.FunctionType):
-        return _is_foreign(x.__globals__.get("__name__", ""))  # `__module__` is what `functools.wraps` copied
-    return _has_own_code(type(x))
+    return not is_library(x) if isinstance(x, types.FunctionType) else _has_own_code(type(x))
 
 
 def _has_own_code(cls: type) -> bool:
     """Whether the class or a method that it has now is the script's."""
-    return any(
-        _is_foreign(base.__module__)
-        or any(_is_own(f) for f in vars(base).values() if isinstance(f, types.FunctionType))
-        for base in cls.__mro__
-    )
-
-
-def _is_foreign(module: str) -> bool:
-    package = module.partition(".")[0]
-    return package not in LIBRARIES and package not in sys.stdlib_module_names
+    functions = (f for base in cls.__mro__ for f in vars(base).values() if isinstance(f, types.FunctionType))
+    return not all(map(is_library, (*cls.__mro__, *functions)))

@@ -25,20 +25,9 @@ A program is keyed by everything that its trace read:
 """
 
 from .arguments import Arguments, Written, opened, write_back
-from .key import (
-    Entry,
-    Held,
-    Number,
-    State,
-    Unread,
-    is_entry,
-    of_object,
-    own_forward,
-    process_key,
-    read,
-    signature,
-)
+from .key import Unread, is_entry, of_object, own_forward, process_key, read, signature
 from .libraries import Module, class_version
+from .state import Entry, Held, Number, State
 from .tracing import Trace, undone, without_caches
 
 

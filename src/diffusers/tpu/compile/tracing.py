@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .key import State
+from .state import State
 from .watch import rewritten
 
 

@@ -61,4 +61,9 @@ def is_library(x: types.FunctionType | type) -> bool:
     """Of a function by its own code: a wrapper that says it is what it wraps is still the user's."""
     if isinstance(x, type):
         return is_library_module(x.__module__)
-    return is_library_file(x.__code__.co_filename) or x.__globals__.get("__name__") == "torch._ops"
+    file = x.__code__.co_filename
+    if file.startswith("<") and not file.startswith(
+        "<frozen"
+    ):  # made by a library as it runs, as dataclasses' methods are
+        return is_library_module(x.__globals__.get("__name__") or "__main__")
+    return is_library_file(file)
