@@ -17,7 +17,7 @@ from .values import PLAIN, Reader, is_ours
 from .watch import alike
 
 
-# What loaders note on a model: of adapters, what a forward reads of them is in the layers; of a checkpoint, how to save it again.
+# What loaders note on a model, which they add adapters to: of adapters, what a forward reads of them is in the layers; of a checkpoint, how to save it again.
 # No forward of upstream's names one of them (`tests/tpu/test_key.py` looks).
 OF_LOADERS = frozenset(
     "peft_config _hf_peft_config_loaded _prepare_lora_hotswap_kwargs lora_scale _safe_fusing _weight_conversions"
@@ -99,7 +99,8 @@ class _Modules(Reader):
         if seen is None:
             return None
         self.attributes(path, module)
-        ignored = SIZES if self.adapters.in_a_term(path) else () if path else OF_LOADERS
+        is_model = not path and hasattr(type(module), "add_adapter")
+        ignored = SIZES if self.adapters.in_a_term(path) else OF_LOADERS if is_model else ()
         if not path and self.of_a_block and own_forward(module) is not None:
             ignored = (*ignored, "forward", HOOK_REGISTRY)
         own = []
