@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import inspect
+import operator
 import os
 import sys
 import sysconfig
@@ -297,8 +298,20 @@ def _is_read(name: str) -> bool:
     return top in ("diffusers", "transformers", "peft") and not rest.startswith("tpu")
 
 
+_modules: dict[str, tuple[list, tuple[str, set[str]]]] = {}
+
+
 def _module_in_words(module: types.ModuleType) -> tuple[str, set[str]]:
-    """Its digest, and the modules that what stands in it is of."""
+    """Its digest, and the modules that what stands in it is of; found again while the same things stand in it."""
+    values = [*vars(module).values()]
+    before, words = _modules.get(module.__name__, ([], None))
+    if len(values) != len(before) or not all(map(operator.is_, values, before)):
+        words = _words_of_module(module)
+        _modules[module.__name__] = values, words
+    return words
+
+
+def _words_of_module(module: types.ModuleType) -> tuple[str, set[str]]:
     further, held = set(), []
     for name, value in sorted(vars(module).items(), key=lambda item: item[0]):
         if name.startswith("__") or isinstance(value, types.ModuleType):
