@@ -61,6 +61,26 @@ def test_objects_that_a_call_is_given(changed, name):
     assert max(found) < 1e-5, found
 
 
+class Writing(torch.nn.Module):
+    def forward(self, x, table, cache):
+        table[0] = x * 2
+        cache["rows"][1:].add_(x)
+        cache["last"] = [x, table]
+        return x + table.sum()
+
+
+def test_a_tensor_that_a_call_writes_into_is_the_callers(chips):
+    results = []
+    for model in (diffusers.tpu.install(Writing()), Writing()):
+        x, table, cache = torch.arange(3.0), torch.ones(2, 3), {"rows": torch.ones(3, 3)}
+        view = table[:, 1]
+        for _ in range(2):
+            answer = model(x, table, cache)
+        assert cache["last"][1] is table
+        results.append((answer, table, view, cache["rows"], cache["last"][0]))
+    assert all(relative(*pair) < 1e-6 for pair in zip(*results))
+
+
 def test_a_cache_that_is_filled_again_is_the_same_program(chips):
     """FLUX.2 klein's keys and values of reference images."""
     theirs = Flux2Transformer2DModel(

@@ -1,4 +1,4 @@
-"""Faults of the rooms that make programs: state, call, branches, eager, runner, weights, scanned blocks."""
+"""Faults of the rooms that make programs: compile, call, branches, eager, runner, weights, scanned blocks."""
 
 from table import TPU, in_file
 
@@ -9,29 +9,59 @@ EVERY_CHANGE = f"{CHANGES}::test_every_change_after_a_first_call_is_seen"
 LORA = "test_lora.py::test_a_session_with_loras"
 LEFT = f"{CHANGES}::test_what_a_forward_leaves_and_reads_is_upstreams"
 DECLARED = "test_declared.py::test_the_declared_stream_is_split_between_blocks"
+READ = "test_key.py::test_what_code_of_the_users_reads_is_seen_when_it_changes"
+NOT_READ = "test_key.py::test_what_no_one_can_read_or_keeps_something_runs_line_by_line"
+GIVEN = "test_key.py::test_objects_that_a_call_is_given"
+WRITES = "test_key.py::test_a_tensor_that_a_call_writes_into_is_the_callers"
 SCRATCH = f"{CHANGES}::test_scratch_tables_and_what_the_first_call_does_stay_compiled"
 
 # fmt: off
 MUTANTS = [
     *in_file(
-        TPU + "state/reading.py",
-        ("state-objects", "return self.type(type(x)), tuple(own)", "return self.type(type(x)), ()",
+        TPU + "compile/values.py",
+        ("key-objects", "return key, self.attributes_of(x, foreign)", "return key, ()",
          "a processor's settings are no part of the key", EVERY_CHANGE),
-        ("state-hooks", "return seen, self.type(type(module)), tuple(own), hooks, tuple(children)", "return seen, self.type(type(module)), tuple(own), (), tuple(children)",
-         "a hook inside of a block is no part of the key", f"{CHANGES}::test_what_comes_back_is_not_compiled_again"),
-        ("state-classes", "if not differ(vars(cls), attributes):", "if True:",
-         "a method replaced on a class is not seen", f"{CHANGES}::test_a_method_replaced_on_the_class_is_seen"),
-        ("state-stale", "self.state.copies.append(copy_of(container))", "self.state.copies.append(container)",
-         "a stale key: what is compared is compared with itself", EVERY_CHANGE),
+        ("key-names", "read += self.named(function)", "pass",
+         "what the user's functions name is no part of the key", READ),
+        ("key-unread", "self.state.unread.setdefault(self.at, why)", "pass",
+         "an iterator is taken for a constant", NOT_READ),
+        ("key-bytes", "return \"tensor\", x.dtype, tuple(x.shape), _digest(array)", "return \"tensor\", x.dtype, tuple(x.shape)",
+         "a plain tensor's values are no part of the key", READ),
     ),
     *in_file(
-        TPU + "state/tracing.py",
-        ("state-undone", "        state.restore()\n", "        pass\n",
+        TPU + "compile/key.py",
+        ("key-hooks", "return seen, self.type(type(module)), tuple(own), hooks, tuple(children)", "return seen, self.type(type(module)), tuple(own), (), tuple(children)",
+         "a hook inside of a block is no part of the key", f"{CHANGES}::test_what_comes_back_is_not_compiled_again"),
+        ("key-scale-tensors", "                self.tensor(scale)\n", "                pass\n",
+         "a scale that is written to in place is not seen", LORA),
+    ),
+    *in_file(
+        TPU + "compile/libraries.py",
+        ("key-classes", "if not dicts_differ(now, before):", "if True:",
+         "a method replaced on a class is not seen", f"{CHANGES}::test_a_method_replaced_on_the_class_is_seen"),
+    ),
+    *in_file(
+        TPU + "compile/state.py",
+        ("key-stale", "if all(map(operator.is_, self._values(), self.held)):", "if True:",
+         "changed attributes are not seen", EVERY_CHANGE),
+        ("key-kinds", "if not all_alike(now, self.held):", "if now != self.held:",
+         "1, 1.0 and True are one", READ),
+    ),
+    *in_file(
+        TPU + "compile/arguments.py",
+        ("arguments-holders", "    for number, content in written.holders:\n", "    for number, content in ():\n",
+         "what a call leaves in an object that it is given is lost", GIVEN),
+        ("arguments-tensors", "    for number, value in zip(written.tensors, outputs):\n", "    for number, value in ():\n",
+         "what a call writes into a tensor that it is given is lost", WRITES),
+    ),
+    *in_file(
+        TPU + "compile/tracing.py",
+        ("key-undone", "        state.restore()\n", "        pass\n",
          "what a trace did to a module stays", "test_bridge.py::test_a_trace_leaves_no_tracer_in_the_module"),
-        ("state-caches", "setattr(owner, name, plain)", "setattr(owner, name, value)",
+        ("key-caches", "setattr(owner, name, plain)", "setattr(owner, name, value)",
          "a cache on a class keeps a tracer", f"{CHANGES}::test_a_cache_on_the_class_keeps_nothing_of_a_trace"),
-        ("state-beside", "trace.lasting += [state.beside.containers[n] for n in state.beside.changed()]", "pass",
-         "what a forward keeps on its class or in the script is not seen", LEFT),
+        ("key-draws", "                trace.draws += 1\n", "                pass\n",
+         "a number that Python draws is a constant", NOT_READ),
     ),
     *in_file(
         TPU + "declared.py",
@@ -132,11 +162,6 @@ MUTANTS = [
         ("runner-scale-of-zero", "            unscale_lora_layers(self.module, 0)  #", "                pass  #",
          "what upstream forgets after a scale of zero is kept", LORA),
         ("runner-scale", "self._numbers[0] != call.scale", "False", "a call's scale is the one before's", LORA),
-    ),
-    *in_file(
-        TPU + "state/reading.py",
-        ("reading-scale-tensors", "        self.state.constants += [(tensor, tensor._version) for tensor in tensors]\n", "",
-         "a scale that is written to in place is not seen", LORA),
     ),
     *in_file(
         TPU + "decided.py",
