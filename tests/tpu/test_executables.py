@@ -297,13 +297,13 @@ def test_two_models_of_one_configuration_share_an_executable(run):
 
 def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkeypatch):
     """Mochi asks for its prompts' lengths: each answer's program is found without a trace."""
-    model, keep, kept = test_ladder.mochi(), store.keep, []
+    model, keep, kept = test_ladder.mochi(), Store.keep, []
 
-    def noting(key, thing):
+    def noting(store, key, thing, **more):
         kept.extend([thing] if isinstance(thing, executables.KeptQuestion) else [])
-        return keep(key, thing)
+        return keep(store, key, thing, **more)
 
-    monkeypatch.setattr(store, "keep", noting)
+    monkeypatch.setattr(Store, "keep", noting)
 
     def traces(*lengths):
         executables._loaded.clear()

@@ -424,7 +424,7 @@ def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(
     def refuse(*args, **kwargs):
         raise jax.errors.JaxRuntimeError(text)
 
-    def compiled(self, **kwargs):
+    def compiled(self, *args, **kwargs):
         late = types.SimpleNamespace(block_until_ready=refuse)
         self.compiled = refuse if moment == "run" else lambda *args: [[late]]
 

@@ -398,7 +398,7 @@ def test_what_one_process_lacks_all_compile(monkeypatch, theirs, found):
     for name in ("_client", "_number", "_count", "_exchanges"):
         monkeypatch.setattr(agreement, name, getattr(agreement, name))
     agreement.start(Store({1: json.dumps([where, {"": theirs}])}), 0, 2)
-    executables = Executables(SimpleNamespace(module=torch.nn.Linear(1, 1)))
+    executables = Executables(SimpleNamespace(module=torch.nn.Linear(1, 1), config=TPUConfig()))
     monkeypatch.setattr(executables, "_expected", lambda key: "a mark")
     call = SimpleNamespace(entry="forward", shapes=())
     assert executables.recall(Key("Linear", {}, {}), call, 1) == found

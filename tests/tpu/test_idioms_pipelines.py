@@ -46,7 +46,7 @@ def on_the_path(chips):
 @pytest.fixture
 def said(monkeypatch) -> list:
     """Sentences about idioms that have no meaning, as if nothing had been said."""
-    sentences, keys = [], set()
+    sentences, keys = [], {}
     monkeypatch.setattr(idioms.said, "_said", keys)
     logger = logging.getLogger("diffusers.tpu.idioms.said")
     monkeypatch.setattr(logger, "warning", sentences.append)

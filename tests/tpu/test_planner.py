@@ -254,7 +254,7 @@ def test_programs_are_named_without_compiling(root, cached):
     assert dict(zip(parts, same, strict=True)) == {"text_encoder": True, "transformer": False, "vae": True}
 
 
-def test_what_is_planned_is_what_runs(saved, chips, monkeypatch):
+def test_what_is_planned_is_what_runs(saved, chips, monkeypatch, own_store):
     """The very text that goes to the compiler, of every component, in the plan of a configuration and in a run."""
     planned, ran, compile_lowered = {}, {}, programs.compile_lowered
 

@@ -231,7 +231,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_failed_trace_leaves_nothing(make_mesh, monkeypatch, error):
+def test_a_failed_trace_leaves_nothing(make_mesh, monkeypatch, own_store, error):
     model = tiny.wan(layers=2, heads=2).transformer
     given = {
         "hidden_states": torch.randn(1, 16, 1, 4, 4), "timestep": torch.tensor([500]),
