@@ -299,9 +299,9 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkey
     """Mochi asks for its prompts' lengths: each answer's program is found without a trace."""
     model, keep, kept = test_ladder.mochi(), Store.keep, []
 
-    def noting(store, key, thing, **more):
+    def noting(store, key, thing, *more):
         kept.extend([thing] if isinstance(thing, executables.KeptQuestion) else [])
-        return keep(store, key, thing, **more)
+        return keep(store, key, thing, *more)
 
     monkeypatch.setattr(Store, "keep", noting)
 

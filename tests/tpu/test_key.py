@@ -192,3 +192,28 @@ def test_a_pipeline_whose_blocks_and_processors_change_in_a_process_of_its_own(t
     apart = [float(line.split()[-1]) for line in run.stdout.splitlines() if line.startswith("apart")]
     assert len(apart) == 4 and max(apart) < 1e-4, run.stdout
     assert "seen True True True" in run.stdout
+
+
+class Choosing(torch.nn.Module):
+    def __init__(self, first: bool):
+        super().__init__()
+        self.inner = Chosen(first)
+
+    def forward(self, x, y):
+        return self.inner(x, y) * (2.0 if float(x.sum()) > 1e9 else 1.0)  # its own lines run one by one
+
+
+class Chosen(torch.nn.Module):
+    def __init__(self, first: bool):
+        super().__init__()
+        self.first = first
+
+    def forward(self, x, y):
+        return (x if self.first else y) * 3
+
+
+def test_parts_of_one_text_that_use_other_arguments_are_two_programs(chips, own_store):
+    for first in (True, False):
+        model, x, y = Choosing(first), torch.randn(2, 3), torch.randn(2, 3)
+        theirs = model(x, y)
+        assert relative(diffusers.tpu.install(model)(x, y), theirs) < 1e-6

@@ -102,7 +102,9 @@ class Program:
         logger.info(f"compiled {self.name}.{self.entry} in {self.compile_seconds:.1f} s")
 
     def _shared(self, lowered: jax.stages.Lowered, options: dict) -> jax.stages.Compiled:
-        key = (hashlib.sha256(lowered.as_text().encode()).digest(), self.mesh, *options.items())
+        # With names: arguments that are not used are no part of the text, and two texts may be equal but for which those are.
+        text = lowered.as_text(debug_info=True).encode()
+        key = (hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree, self.mesh, *options.items())
         compiled = _executables.get(key)
         if compiled is None:
             compiled = _executables[key] = compile_lowered(lowered, options)

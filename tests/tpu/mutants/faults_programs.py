@@ -92,8 +92,10 @@ MUTANTS = [
          "blocks in which a call wrote something are no longer alike to the next", SCRATCH),
         ("blocks-twice", "if started.setdefault(number[id(leaf)], value) is not value:", "if False:",
          "of two arguments that become one the first call gets one for both", f"{CHANGES}::test_blocks_see_the_values_of_their_call"),
-        ("blocks-alike", "return self.settings[group.path, one] == self.settings[group.path, other]", "return True",
+        ("blocks-alike", "if self.settings[path, run.start] == self.settings[path, index]:", "if True:",
          "blocks with other settings are scanned as one", EVERY_CHANGE),
+        ("blocks-words", "return answer.form == run.answer.form and _words(traced) == run.words", "return True",
+         "blocks that compute with their own number are scanned as one", READ),
     ),
     *in_file(
         TPU + "bridge/following.py",
