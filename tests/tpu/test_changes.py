@@ -164,7 +164,11 @@ def test_weights_that_hooks_cast_for_each_call(both, storage):
 @pytest.mark.idiom("own-forward")
 def test_a_method_replaced_on_the_class_is_seen(both, monkeypatch):
     ours, theirs, runner, differ = both
+    block_forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, x, c: x * c)
+    assert differ() < 1e-6
+    monkeypatch.setattr(Block, "forward", block_forward)
+    monkeypatch.setattr(torch.nn.SiLU, "forward", torch.nn.Tanh.forward)
     assert differ() < 1e-6
     monkeypatch.setattr(Model, "forward", lambda self, hidden_states, context: hidden_states + context)
     assert differ() < 1e-6
