@@ -52,6 +52,7 @@ FEATURES = {
     "array of whole numbers": Feature("W = np.arange(3)", "int(W[2])", ("W[2] = 5",)),
     "tensor": Feature("T = torch.tensor([1.5])", "T", ("T.data.mul_(2)", "T.mul_(0.5)", "T = torch.tensor([3.0])", "T.data = torch.tensor([0.5])")),
     "attribute tensor": Feature("setup.append(lambda m: setattr(m, 'plain', torch.ones(8)))", "self.plain", ("model.plain.data.mul_(3)", "model.plain.add_(1)")),
+    "attribute flag": Feature("setup.append(lambda m: setattr(m, 'flag', True))", "(2.0 if self.flag is True else 3.0)", ("model.flag = 1", "model.flag = True", "model.flag = 1.0")),
     "closure": Feature(
         "def counter():\n  n = 1.0\n  def get(): return n\n  def put(x):\n    nonlocal n\n    n = x\n  return get, put\nget, put = counter()",
         "get()", ("put(2.0)", "put(0.5)"),
@@ -112,7 +113,7 @@ PLACES = {
     "own forward": "def own(part, x, ctx):\n  self = part\n  return part.linear(x) * ({read})\nsetup.append(lambda m: setattr(m.parts[1], 'forward', functools.partial(own, m.parts[1])))",
     "activation": "class Activation(torch.nn.Module):\n  def forward(self, x):\n    ctx = CONTEXT\n    return x * ({read})\nsetup.append(lambda m: setattr(m, 'activation', Activation()))",
 }  # fmt: skip
-NEEDS_MODEL = {"attribute tensor"}
+NEEDS_MODEL = {"attribute tensor", "attribute flag"}
 GIVEN = {name for name in FEATURES if name.startswith("given")}
 
 SCRIPT = """

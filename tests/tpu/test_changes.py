@@ -47,9 +47,11 @@ class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.attn, self.gates, self.act = Attention(), {"in": 1.0, "out": [0.5]}, torch.nn.SiLU()
+        self.layer_idx = 0
 
     def forward(self, x, c):
-        return x + self.act(self.attn(x) + c) * self.gates["in"] * self.gates["out"][0]
+        gate = self.gates["in"] * self.gates["out"][0] * (1 + self.layer_idx)
+        return x + self.act(self.attn(x) + c) * gate
 
 
 class Model(torch.nn.Module):
@@ -108,6 +110,7 @@ def doubled_data(model):
 
 CHANGES = {
     "attribute of a submodule": lambda m: setattr(m.blocks[2].attn.norm, "eps", 0.5),
+    "a number of each block's own": lambda m: [setattr(b, "layer_idx", n) for n, b in enumerate(m.blocks)],
     "attribute of every block": lambda m: [setattr(b.attn.norm, "eps", 0.5) for b in m.blocks],
     "a number in a dict": lambda m: m.blocks[1].gates.update({"in": 2.0}),
     "a number in a list in a dict": lambda m: m.blocks[3].gates["out"].__setitem__(0, 7.0),
@@ -455,11 +458,13 @@ class Tables(torch.nn.Module):
 
 def test_a_cache_on_the_class_keeps_nothing_of_a_trace(make_mesh):
     module = Tables().eval()
-    Runner(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
+    runner = Runner(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+    runner.attach()
     for length in (3, 5, 3):
         x = torch.randn(2, length, WIDTH)
         with torch.no_grad():
             assert relative(module(x), Tables.forward(module, x)) < 1e-6
+    assert not runner.eager
 
 
 class Lazily:

@@ -174,7 +174,9 @@ def test_install_and_uninstall_touch_one_instance(chips, wan):
 @pytest.mark.parametrize("device", ["cuda", "cuda:0", "tpu", "xla", "jax", 0, torch.device("cuda", 0)])
 def test_to_an_accelerator_means_the_tpu(chips, wan, device):
     assert wan.to(device) is wan
-    assert wan.device == torch.device("cuda:0") == wan._execution_device and all(r._placed.arrays for r in wan._tpu.runners.values())
+    assert wan.device == torch.device("cuda:0") == wan._execution_device and all(
+        r._placed.arrays for r in wan._tpu.runners.values()
+    )
     assert wan.to("cpu") is wan and wan.device.type == "cpu" and "_tpu" not in vars(wan)
 
 

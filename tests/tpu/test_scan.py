@@ -226,6 +226,8 @@ def test_a_model_that_names_only_its_unsplit_modules_is_scanned():
 def test_hooks_of_blocks_see_the_models_calls_alone(make_mesh):
     """As transformers collects hidden states: by hooks on the blocks, put there by the first forward, for good."""
     model, collector = Model(plain), contextvars.ContextVar("collector")
+    for n, block in enumerate(model.blocks):
+        block.layer_idx = n  # which no block computes with
 
     def collects(blocks, x, context):
         collector.set([])

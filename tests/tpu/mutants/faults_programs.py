@@ -95,7 +95,7 @@ MUTANTS = [
         ("blocks-alike", "if self.settings[path, run.start] == self.settings[path, index]:", "if True:",
          "blocks with other settings are scanned as one", EVERY_CHANGE),
         ("blocks-words", "return answer.form == run.answer.form and _words(traced) == run.words", "return True",
-         "blocks that compute with their own number are scanned as one", READ),
+         "blocks that compute with their own number are scanned as one", EVERY_CHANGE),
     ),
     *in_file(
         TPU + "bridge/following.py",

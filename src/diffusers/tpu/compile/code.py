@@ -81,6 +81,13 @@ def _constants(constants):
             yield constant
 
 
+@functools.lru_cache(maxsize=1024)
+def reads_its_first(code: types.CodeType) -> bool:
+    """Whether a method's code does anything with its object."""
+    names = [step.argval for step in dis.get_instructions(code) if "FAST" in step.opname]
+    return any(code.co_varnames[0] in (name if isinstance(name, tuple) else (name,)) for name in names)
+
+
 def impure(module: str, names: frozenset[str]) -> str | None:
     """What of a module of the standard library a code with these names may call that answers differently each time."""
     if module not in IMPURE:

@@ -7,6 +7,8 @@ import functools
 import types
 from collections.abc import Hashable, Iterator
 
+import torch
+
 from . import watch
 from .code import DYNAMIC
 from .trust import is_library_module
@@ -87,7 +89,8 @@ class Methods:
             if read and name not in self.done:
                 self.done.add(name)
                 reader.at = f"{self.thing.__qualname__}.{name}"
-                yield self.thing.__qualname__, name, reader.value(x, True)
+                of_a_module = isinstance(x, functools._lru_cache_wrapper) and issubclass(self.thing, torch.nn.Module)
+                yield self.thing.__qualname__, name, reader.cached(x, True) if of_a_module else reader.value(x, True)
 
 
 def _names(reader, held: dict, names: set[str], done: set[str], at: str) -> Iterator[Hashable]:

@@ -25,7 +25,7 @@ import torch
 
 from ..checkpoint import FileTensor
 from . import watch
-from .code import IMPURE_BUILTINS, impure, names_of
+from .code import IMPURE_BUILTINS, impure, names_of, reads_its_first
 from .instances import IMMUTABLE, IRRELEVANT, is_asked_by_name, slots_of
 from .libraries import class_version, put_into
 from .named import MAKING, METHODS, ByName, Methods, Namespace, Once
@@ -234,11 +234,21 @@ class Reader:
         if isinstance(x, functools.cached_property):
             return type(x), self.value(x.func, True)
         if isinstance(x, functools._lru_cache_wrapper):
-            inner = x.__wrapped__
-            if isinstance(inner, types.FunctionType) and not is_library(inner):
-                return self.unread(f"{inner.__qualname__} keeps its results from call to call (functools.lru_cache)")
-            return Held(x)
+            return self.cached(x)
         return self.builtin(x)
+
+    def cached(self, x: functools._lru_cache_wrapper, of_a_module: bool = False) -> Hashable:
+        """A function that keeps its results. A trace goes past the caches of modules' methods (`tracing.without_caches`), which
+        gives what they keep for as long as what the method itself reads stays."""
+        inner = x.__wrapped__
+        if not isinstance(inner, types.FunctionType) or is_library(inner):
+            return Held(x)
+        if of_a_module and not reads_its_first(inner.__code__):
+            alone = State(self.state.module)
+            key = Reader(alone, {}).value(inner, True)
+            if not alone.unread and _cached.setdefault(x, key) == key:
+                return self.value(inner, True)
+        return self.unread(f"{inner.__qualname__} keeps its results from call to call (functools.lru_cache)")
 
     def builtin(self, x: types.BuiltinFunctionType) -> Hashable:
         owner = x.__self__
@@ -360,6 +370,9 @@ class Reader:
                 self.at = one.at
                 found += one.asked(self)
         return tuple(found)
+
+
+_cached: "weakref.WeakKeyDictionary[Callable, Hashable]" = weakref.WeakKeyDictionary()  # and what each read at first
 
 
 def _called_by(function: types.FunctionType) -> tuple:
