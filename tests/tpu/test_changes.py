@@ -103,6 +103,12 @@ def hooked(model, path="blocks.1.attn.norm"):
     return model.get_submodule(path).register_forward_hook(lambda module, args, output: output * 2)
 
 
+def another_hook(model, path="blocks.1.attn.norm"):
+    module = model.get_submodule(path)
+    module._forward_hooks.clear()
+    module.register_forward_hook(lambda module, args, output: output * 3)
+
+
 def doubled_data(model):
     for p in model.parameters():
         p.data.mul_(2)
@@ -118,6 +124,7 @@ CHANGES = {
     "another processor": replaced_processor,
     "a forward of one instance": own_forward,
     "a hook inside of one block": hooked,
+    "another hook in its place": another_hook,
     "a hook on one block": lambda m: hooked(m, "blocks.2"),
     "an activation of one block": lambda m: setattr(m.blocks[1], "act", torch.nn.GELU()),
     "a submodule of another kind": lambda m: setattr(m.blocks[1].attn, "norm", torch.nn.Identity()),
