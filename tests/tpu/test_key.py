@@ -37,7 +37,7 @@ def changed(monkeypatch, chips):
     return differ
 
 
-@pytest.mark.idiom("attributes", "processors")
+@pytest.mark.idiom("user-code")
 @pytest.mark.parametrize("names, place", [*zip(CHUNKS, PLACES)], ids=PLACES)
 def test_what_code_of_the_users_reads_is_seen_when_it_changes(changed, names, place):
     lines = [line for name in names for line in key_fuzz.FEATURES[name].changes]
@@ -55,6 +55,7 @@ def test_what_no_one_can_read_or_keeps_something_runs_line_by_line(changed, name
     assert why is not None or name in {*key_fuzz.GIVEN, "default dict"}
 
 
+@pytest.mark.idiom("given-objects")
 @pytest.mark.parametrize("name", sorted(key_fuzz.GIVEN))
 def test_objects_that_a_call_is_given(changed, name):
     found, _ = changed([name], "part", ["", *key_fuzz.FEATURES[name].changes, ""])

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..configuration_utils import FrozenDict
 from . import bridge, hosts
+from .compile import InputRef, OutputRef
 from .locks import exclusive
 from .recent import Recent
 
@@ -39,27 +40,13 @@ class Unlike(Exception):
     """A step that no program stands for."""
 
 
-@dataclass(frozen=True)
-class Taken:
-    """The tensor number `index` of what a step is given."""
-
-    index: int
-
-
-@dataclass(frozen=True)
-class Given:
-    """The array number `index` of what its program gives."""
-
-    index: int
-
-
 @dataclass
 class Recorded:
     """One step, as its key says it is.
 
     Attributes:
         run: its executable, with the numbers of this step bound.
-        output: upstream's return value, flattened; of arrays `Taken` and `Given`.
+        output: upstream's return value, flattened; of arrays `InputRef` and `OutputRef`.
         changed: attributes of the scheduler that are others after it, the same way; `gone`: names of those that are no more.
     """
 
@@ -285,14 +272,14 @@ class _Leaving:
             return leaf
         array = leaf.jax()
         if id(array) in self.taken:
-            return Taken(self.taken[id(array)])
+            return InputRef(self.taken[id(array)])
         self.outputs.append(array)
-        return Given(len(self.outputs) - 1)
+        return OutputRef(len(self.outputs) - 1)
 
 
 def _as_taken(tree: tuple[list, object], numbers: dict[int, int]) -> tuple[list, object]:
     """What the step was given, in the form of what it leaves."""
-    return [Taken(numbers[id(leaf)]) if bridge.on_device(leaf) else leaf for leaf in tree[0]], tree[1]
+    return [InputRef(numbers[id(leaf)]) if bridge.on_device(leaf) else leaf for leaf in tree[0]], tree[1]
 
 
 def _same(one: tuple[list, object], other: tuple[list, object]) -> bool:
@@ -300,7 +287,7 @@ def _same(one: tuple[list, object], other: tuple[list, object]) -> bool:
     if len(one[0]) != len(other[0]) or one[1] != other[1]:
         return False
     return all(
-        x is y or (type(x) is type(y) and isinstance(x, (*_PLAIN, Taken)) and x == y) for x, y in zip(one[0], other[0])
+        x is y or (type(x) is type(y) and isinstance(x, (*_PLAIN, InputRef)) and x == y) for x, y in zip(one[0], other[0])
     )
 
 
@@ -308,8 +295,8 @@ def _made(tree: tuple[list, object], tensors: list, given: list, copies: dict):
     """A tree with tensors in it; those of the host are the scheduler's own from here on: it may write to them."""
     leaves = []
     for leaf in tree[0]:
-        if isinstance(leaf, (Taken, Given)):
-            leaf = (tensors if isinstance(leaf, Taken) else given)[leaf.index]
+        if isinstance(leaf, (InputRef, OutputRef)):
+            leaf = (tensors if isinstance(leaf, InputRef) else given)[leaf.index]
         elif isinstance(leaf, (torch.Tensor, np.ndarray)):
             leaf = copies.setdefault(id(leaf), _copy(leaf))
         leaves.append(leaf)

@@ -24,7 +24,7 @@ A program is keyed by everything that its trace read:
 | values of a call's small inputs that its lines ask for | a further part of the key: `decided` |
 """
 
-from .arguments import Arguments, Written, opened, write_back
+from .arguments import Arguments, InputRef, OutputRef, Written, opened, write_back
 from .key import Unread, is_entry, of_object, own_forward, process_key, read, signature
 from .libraries import Module, class_version
 from .state import Entry, Held, Number, State
@@ -35,8 +35,10 @@ __all__ = [
     "Arguments",
     "Entry",
     "Held",
+    "InputRef",
     "Module",
     "Number",
+    "OutputRef",
     "State",
     "Trace",
     "Unread",
