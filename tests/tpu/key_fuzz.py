@@ -7,6 +7,7 @@ chips; both are changed by the same lines. Prints how many worlds differ (0 expe
 import os
 import random
 import sys
+import tempfile
 import types
 from dataclasses import dataclass
 
@@ -86,6 +87,11 @@ FEATURES = {
     "object in a list": Feature("class It:\n  def __init__(self, s): self.s = s\n  def __getitem__(self, i): return self.s * i\nLS = [It(1.0), It(2.0)]", "LS[1][2]", ("LS[1].s = 3.0", "LS.reverse()")),
     "enumeration": Feature("class E(enum.Enum):\n  A = 1.0\n  B = 2.0\nEN = E.A", "EN.value", ("EN = E.B", "EN = E.A")),
     "own number": Feature("setup.append(lambda m: [setattr(p, 'layer_idx', n) for n, p in enumerate(m.parts)])", "1.0", ("model.parts[1].layer_idx = 4",)),
+    "bytes": Feature("BA = bytearray(b'abc')", "float(BA[0])", ("BA[0] = 7",)),
+    "numbers": Feature("PA = array.array('d', [1.5, 2.0])", "PA[0]", ("PA[0] = 3.0", "PA.append(1.0)")),
+    "imported inside": Feature("sys.modules['fuzz_settings'] = types.ModuleType('fuzz_settings')\nsys.modules['fuzz_settings'].s = 1.0\ndef late():\n  from fuzz_settings import s\n  return s", "late()", ("sys.modules['fuzz_settings'].s = 2.0", "sys.modules['fuzz_settings'].s = 0.5")),
+    "by the table of modules": Feature("sys.modules['fuzz_table'] = types.ModuleType('fuzz_table')\nsys.modules['fuzz_table'].s = 1.0", "sys.modules['fuzz_table'].s", ("sys.modules['fuzz_table'].s = 2.0",), False),
+    "file": Feature("", "float(pathlib.Path(os.environ['FUZZ_FILE']).read_text())", ("pathlib.Path(os.environ['FUZZ_FILE']).write_text('2.5')", "pathlib.Path(os.environ['FUZZ_FILE']).write_text('1.0')"), False),
     "counted": Feature("CT = itertools.count(1)", "next(CT)", (), False),
     "cycled": Feature("CY = itertools.cycle([1.0, 2.0, 3.0])", "next(CY)", (), False),
     "generator": Feature("GE = (n * 0.5 for n in range(1, 100))", "next(GE)", (), False),
@@ -117,7 +123,7 @@ NEEDS_MODEL = {"attribute tensor", "attribute flag"}
 GIVEN = {name for name in FEATURES if name.startswith("given")}
 
 SCRIPT = """
-import argparse, collections, contextvars, dataclasses, enum, functools, itertools, math, os, random, types, weakref
+import argparse, array, collections, contextvars, dataclasses, enum, functools, itertools, math, os, pathlib, random, sys, types, weakref
 import numpy as np, torch
 setup = []
 class Inner:
@@ -184,6 +190,12 @@ def draw(rng: random.Random) -> tuple[list[str], str, str]:
     free = names[0] not in NEEDS_MODEL | GIVEN
     others = [p for p in PLACES if p not in (place, "forward")] if free else []
     return names, place, rng.choice(others) if others and rng.random() < 0.3 else "forward"
+
+
+FILE = tempfile.NamedTemporaryFile("w", suffix=".txt")
+os.environ.setdefault("FUZZ_FILE", FILE.name)
+FILE.write("1.0")
+FILE.flush()
 
 
 def seed(number: int):

@@ -287,7 +287,8 @@ def _same(one: tuple[list, object], other: tuple[list, object]) -> bool:
     if len(one[0]) != len(other[0]) or one[1] != other[1]:
         return False
     return all(
-        x is y or (type(x) is type(y) and isinstance(x, (*_PLAIN, InputRef)) and x == y) for x, y in zip(one[0], other[0])
+        x is y or (type(x) is type(y) and isinstance(x, (*_PLAIN, InputRef)) and x == y)
+        for x, y in zip(one[0], other[0])
     )
 
 

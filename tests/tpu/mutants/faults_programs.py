@@ -25,7 +25,7 @@ MUTANTS = [
          "what the user's functions name is no part of the key", READ),
         ("key-unread", "self.state.unread.setdefault(self.at, why)", "pass",
          "an iterator is taken for a constant", NOT_READ),
-        ("key-bytes", "return \"tensor\", x.dtype, tuple(x.shape), _digest(array)", "return \"tensor\", x.dtype, tuple(x.shape)",
+        ("key-bytes", "return \"tensor\", x.dtype, tuple(x.shape), _digest(memory)", "return \"tensor\", x.dtype, tuple(x.shape)",
          "a plain tensor's values are no part of the key", READ),
     ),
     *in_file(

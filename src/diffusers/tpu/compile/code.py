@@ -15,7 +15,7 @@ GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
 IMPURE_BUILTINS = frozenset(
     {"open", "input", "print", "eval", "exec", "globals", "locals", "breakpoint", "__import__"}
 )
-# The same of the standard library: a module's names, None for all of them.
+# The same of libraries: a module's names, None for all of them.
 IMPURE: dict[str, frozenset[str] | None] = {
     "time": None,
     "datetime": frozenset({"now", "today", "utcnow"}),
@@ -24,7 +24,18 @@ IMPURE: dict[str, frozenset[str] | None] = {
     "subprocess": None,
     "socket": None,
     "os": frozenset({"urandom", "getpid", "listdir", "scandir", "stat", "open", "read", "popen", "system", "times"}),
-    "sys": frozenset({"stdin", "stdout", "stderr", "argv"}),
+    "sys": frozenset({"stdin", "stdout", "stderr", "argv", "modules", "_getframe"}),
+    "inspect": frozenset({"currentframe", "stack"}),
+    "importlib": None,
+    "gc": None,
+    "ctypes": None,
+    "pathlib": frozenset(
+        {"read_text", "read_bytes", "exists", "is_file", "is_dir", "iterdir", "glob", "stat", "open"}
+    ),
+    "numpy": frozenset({"load", "fromfile", "loadtxt", "genfromtxt", "memmap"}),
+    "torch": frozenset({"load"}),
+    "PIL.Image": frozenset({"open"}),
+    "safetensors.torch": frozenset({"load_file"}),
     "threading": frozenset({"get_ident", "current_thread", "active_count"}),
 }
 DYNAMIC = frozenset({"getattr", "vars", "__dict__", "hasattr", "__getattribute__"})
@@ -38,16 +49,11 @@ class Names:
         globals: of its module, or of Python.
         attributes: of objects and modules, methods too.
         modules: imported inside of it.
-        any_attribute: it may ask for attributes by names that are computed.
     """
 
     globals: frozenset[str]
     attributes: frozenset[str]
     modules: frozenset[str]
-
-    @property
-    def any_attribute(self) -> bool:
-        return not DYNAMIC.isdisjoint(self.globals | self.attributes)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,7 +95,7 @@ def reads_its_first(code: types.CodeType) -> bool:
 
 
 def impure(module: str, names: frozenset[str]) -> str | None:
-    """What of a module of the standard library a code with these names may call that answers differently each time."""
+    """What of a library's module a code with these names may call that answers differently each time."""
     if module not in IMPURE:
         return None
     some = IMPURE[module]

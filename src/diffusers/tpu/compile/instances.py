@@ -21,7 +21,8 @@ import torch
 IMMUTABLE = (
     range, slice, re.Pattern, pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID,
     datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, inspect.Signature, types.GenericAlias,
-    types.UnionType, types.EllipsisType, types.NotImplementedType, types.CodeType, typing.TypeVar, np.dtype, torch.finfo, torch.iinfo,
+    types.UnionType, types.EllipsisType, types.NotImplementedType, types.MemberDescriptorType,
+    types.GetSetDescriptorType, types.CodeType, typing.TypeVar, np.dtype, torch.finfo, torch.iinfo,
     torch.memory_format,
 )  # fmt: skip
 # No number comes of them: they order threads, write a log, or take a hook away. torch's generators are noted when they draw.

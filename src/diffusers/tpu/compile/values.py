@@ -5,6 +5,7 @@ reach the names are followed (`code`). What is read and can change is watched (`
 `State.unread`.
 """
 
+import array
 import builtins
 import enum
 import functools
@@ -126,9 +127,9 @@ class Reader:
                 return self.unread(
                     f"a tensor of {x.nbytes >> 20} MiB that is no parameter and no buffer: register_buffer it"
                 )
-            array = values.numpy()
-        self.watch(x, watch.of_tensor(x, array))
-        return "tensor", x.dtype, tuple(x.shape), _digest(array)
+            memory = values.numpy()
+        self.watch(x, watch.of_tensor(x, memory))
+        return "tensor", x.dtype, tuple(x.shape), _digest(memory)
 
     def array(self, x: np.ndarray | np.generic) -> Hashable:
         if isinstance(x, np.generic) or not x.dtype.hasobject:
@@ -197,8 +198,12 @@ class Reader:
         if foreign and is_asked_by_name(cls):
             self.pending.append(ByName(x, self.at))
             return Held(x)
+        if isinstance(x, (bytearray, array.array)):
+            self.watch(x, watch.of_bytes(x))
+            return cls, bytes(x)
         if not hasattr(x, "__dict__") and not slots_of(cls):
-            if is_library(cls) or cls.__module__ == "builtins":
+            of_python = cls.__module__.partition(".")[0] in sys.stdlib_module_names | {"builtins"}
+            if cls is object or callable(x) or (is_library(cls) and not of_python):
                 return Held(x)
             return self.unread(f"a {cls.__module__}.{cls.__qualname__}, whose state Python cannot read")
         key = self.type(cls)
@@ -295,29 +300,28 @@ class Reader:
             elif name in IMPURE_BUILTINS:
                 self.unread(f"it calls {name}")
         for name in sorted(names.modules):
-            module = sys.modules.get(name)
-            if module is not None:
-                read.append((name, self.named_value(module, names.attributes)))
-                top = sys.modules.get(name.partition(".")[0])
-                if top is not module:
-                    read.append((name, self.named_value(top, names.attributes)))
+            self.at = f"{at} (imported in {function.__qualname__})"
+            read.append((name, self.imported(name, namespace.get("__package__"), names.attributes)))
         self.at = at
         return read
 
-    def named_value(self, x, attributes: frozenset[str]) -> Hashable:
-        if isinstance(x, types.ModuleType):
-            self.asked_of_library(x, attributes)
-        return self.value(x, True)
+    def imported(self, name: str, package: str | None, attributes: frozenset[str]) -> Hashable:
+        """What is imported inside of a function: a module, or of a package one beside the function's."""
+        for whole in (name, f"{package}.{name}".rstrip(".")):
+            if whole in sys.modules:
+                top = sys.modules.get(whole.partition(".")[0])
+                return tuple(self.named_value(x, attributes) for x in (sys.modules[whole], top))
+        self.watch(sys.modules, watch.of_names(sys.modules, (name,)))
+        return self.unread(f"it imports {name}")
 
-    def asked_of_library(self, module: types.ModuleType, attributes: frozenset[str]):
-        if not is_library_module(module.__name__):
-            return
-        called = impure(module.__name__, attributes)
+    def named_value(self, x, attributes: frozenset[str]) -> Hashable:
+        module = x.__name__ if isinstance(x, types.ModuleType) else (x if isinstance(x, type) else type(x)).__module__
+        called = impure(module, attributes)
         if called is not None:
             self.unread(f"it calls {called}")
-        if module is os and attributes & {"environ", "getenv", "environb"}:
-            self.environment()
+        if x is os and attributes & {"environ", "getenv", "environb"}:
             self.extra(os.environ)
+        return self.value(x, True)
 
     def namespace(self, module: types.ModuleType) -> Hashable:
         """A module by its name; of what stands in it, what code of the user's asks for."""

@@ -146,6 +146,15 @@ def of_object(x, slots: tuple[str, ...]) -> tuple[Callable, Callable]:
     return read, write
 
 
+def of_bytes(x) -> tuple[Callable, Callable]:
+    """A bytearray, or an array of Python's."""
+
+    def write(before: tuple):
+        x[:] = type(x)(before[0]) if isinstance(x, bytearray) else type(x)(x.typecode, before[0])
+
+    return lambda: (bytes(x),), write
+
+
 def of_variable(x: ContextVar) -> tuple[Callable, Callable]:
     return lambda: (x.get(_ABSENT),), lambda before: x.set(before[0]) if before[0] is not _ABSENT else None
 
