@@ -89,6 +89,6 @@ setup(
     package_data={pin.name: data},
     install_requires=always + REQUIRES,
     extras_require={**extras, "test": TEST, "serve": SERVE, "ray": RAY},
-    entry_points={"console_scripts": [*scripts, "diffusers-tpu = diffusers.tpu.cli:main"]},
+    entry_points={"console_scripts": [*scripts, "diffusers-tpu = diffusers.tpu.apps.cli:main"]},
     zip_safe=False,
 )

@@ -13,8 +13,8 @@ import ray
 from ray import serve
 
 import diffusers
-from diffusers.tpu.serving.server import Service, Settings
-from diffusers.tpu.serving.sizes import default_frames, parse
+from diffusers.tpu.apps.serving.server import Service, Settings
+from diffusers.tpu.apps.serving.sizes import default_frames, parse
 
 
 @serve.deployment(max_ongoing_requests=512)

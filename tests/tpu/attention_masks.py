@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from diffusers.tpu.attention.masks import Mask
+from diffusers.tpu.kernels.attention.masks import Mask
 
 
 LOWEST = float(np.finfo(np.float32).min)

@@ -21,13 +21,13 @@ import numpy as np
 import psutil
 from PIL import Image
 
-from diffusers.tpu.bulk import prompts as prompt_files
-from diffusers.tpu.bulk.directory import Directory
+from diffusers.tpu.apps.bulk import prompts as prompt_files
+from diffusers.tpu.apps.bulk.directory import Directory
 
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "examples/tpu/results/bulk.json"
-COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.apps.cli import main; sys.exit(main())"]
 ARGUMENTS = {"height": 16, "width": 16, "num_inference_steps": 4, "max_sequence_length": 8}
 WORDS = "a red circle moving left"
 PATIENCE = 540  # seconds

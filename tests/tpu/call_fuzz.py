@@ -32,7 +32,7 @@ import tiny
 import tiny_images
 import tiny_unets
 from diffusers import tpu
-from diffusers.tpu.fidelity.pipelines import Call, record, run_pipeline, values_of
+from diffusers.tpu.compare.pipelines import Call, record, run_pipeline, values_of
 
 
 LIMIT, SEED = 1e-4, 3

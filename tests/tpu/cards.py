@@ -32,8 +32,8 @@ import diffusers
 import web
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.tpu.pipeline import tpu_class
-from diffusers.tpu.plans import PLANS
+from diffusers.tpu.pipelines.pipeline import tpu_class
+from diffusers.tpu.pipelines.plans import PLANS
 from diffusers.utils import BaseOutput
 from diffusers.video_processor import VideoProcessor
 

@@ -133,7 +133,7 @@ def programs_for_tpus_as_a_run_has_them():
     if "diffusers" not in sys.modules:  # nothing collected compiles
         yield
         return
-    from diffusers.tpu import aot
+    from diffusers.tpu.planner import aot
 
     inherited = aot._environment
     with pytest.MonkeyPatch.context() as patch:
@@ -169,7 +169,7 @@ def compiled_programs(tmp_path_factory) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIFFUSERS_TPU_CACHE", str(folder))
         if "diffusers" in sys.modules:
-            from diffusers.tpu.devices import keep_compiled_programs
+            from diffusers.tpu.chips.devices import keep_compiled_programs
 
             keep_compiled_programs(str(folder))  # JAX looks for its own once: not in a test's `own_store`
         yield str(folder)
@@ -186,8 +186,8 @@ def own_store(monkeypatch, tmp_path) -> Path:
 def chips(monkeypatch) -> tuple:
     """The TPU path on 8 simulated chips, for one test: its devices."""
     monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
+    from diffusers.tpu.chips.devices import find_target, jax_devices
     from diffusers.tpu.config import read_environment
-    from diffusers.tpu.devices import find_target, jax_devices
 
     return jax_devices(find_target(read_environment()))
 
@@ -199,14 +199,14 @@ def idioms():
         patch.setenv("DIFFUSERS_TPU", "cpu")
         patch.setenv("DIFFUSERS_TPU_DEVICES", "2")
         from diffusers.tpu import awake, idioms
+        from diffusers.tpu.chips.devices import find_target, jax_devices
         from diffusers.tpu.config import Environment
-        from diffusers.tpu.devices import find_target, jax_devices
 
         jax_devices(find_target(Environment("cpu", 8, None, None)))  # first: other modules want eight
         awake()
         yield idioms
         idioms.off()
-        idioms.said.forget()
+        idioms.notices.forget()
 
 
 @pytest.fixture
@@ -214,9 +214,9 @@ def said(idioms) -> list:
     """What is said from here on, as if nothing had been."""
     import logging
 
-    idioms.said.forget()
+    idioms.notices.forget()
     sentences = []
-    logger = logging.getLogger("diffusers.tpu.idioms.said")
+    logger = logging.getLogger("diffusers.tpu.notices")
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: sentences.append(record.getMessage())
     logger.addHandler(handler)
@@ -227,7 +227,7 @@ def said(idioms) -> list:
 @pytest.fixture
 def make_mesh(chips):
     """A function from degrees dp, sp, tp to a mesh of simulated chips."""
-    from diffusers.tpu import mesh
+    from diffusers.tpu.chips import mesh
 
     return lambda *degrees: mesh.make_mesh(chips, degrees)
 

@@ -16,7 +16,11 @@ import numpy as np
 import torch
 
 import diffusers
-from diffusers.tpu import TPUConfig, executables, filling, hosts, install, is_main_process, models
+from diffusers.tpu import TPUConfig, install, is_main_process
+from diffusers.tpu.chips import hosts
+from diffusers.tpu.compile import executables
+from diffusers.tpu.pipelines import models
+from diffusers.tpu.weights import filling
 
 
 CALL = {

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax._src import tpu_custom_call
 
-from diffusers.tpu.attention.kernel import tpu_attention
-from diffusers.tpu.attention.masks import Mask
+from diffusers.tpu.kernels.attention.kernel import tpu_attention
+from diffusers.tpu.kernels.attention.masks import Mask
 
 
 def array(*shape, dtype=jnp.float32):

@@ -20,7 +20,7 @@ import torch
 from jax.extend import core
 
 from diffusers.tpu import bridge
-from diffusers.tpu.attention.masks import BELOW, Mask, classify
+from diffusers.tpu.kernels.attention.masks import BELOW, Mask, classify
 from mask_programs import SIZES, B, Jax, N, Numpy, Torch, arguments, program
 
 

@@ -30,12 +30,12 @@ from PIL import Image
 
 import tiny
 import tiny_images
-from diffusers.tpu.generation.media import contact_sheet
+from diffusers.tpu.apps.generation.media import contact_sheet
 
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = ROOT / "examples/tpu/results/serve.json"
-COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.apps.cli import main; sys.exit(main())"]
 WORDS = "a red circle moving left"
 ARGUMENTS = {
     "image": {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8},

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from conftest import QUICKLY, attention_formula, relative
-from diffusers.tpu.attention import api
-from diffusers.tpu.attention.masks import Mask, classify
-from diffusers.tpu.attention.splash import splash_attention
+from diffusers.tpu.kernels.attention import api
+from diffusers.tpu.kernels.attention.masks import Mask, classify
+from diffusers.tpu.kernels.attention.splash import splash_attention
+from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.tpu.planner import calibration, exp2
-from diffusers.tpu.settings import Settings, using
 from diffusers.utils import logging
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 from conftest import QUICKLY, attention_formula, relative
-from diffusers.tpu.attention import exchange_kernels
-from diffusers.tpu.attention.api import joint
-from diffusers.tpu.attention.joint import Text, joint_attention
-from diffusers.tpu.attention.kernel import tpu_attention
-from diffusers.tpu.attention.masks import Mask
-from diffusers.tpu.attention.reference import reference_attention
-from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.settings import Settings, using
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.kernels.attention import exchange_kernels
+from diffusers.tpu.kernels.attention.api import joint
+from diffusers.tpu.kernels.attention.joint import Text, joint_attention
+from diffusers.tpu.kernels.attention.kernel import tpu_attention
+from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.attention.reference import reference_attention
+from diffusers.tpu.kernels.settings import Settings, using
 
 
 TOLERANCE = 1e-6  # measured: 3e-7

@@ -14,10 +14,10 @@ import pytest
 
 from attention_masks import KINDS, make_mask
 from conftest import QUICKLY, attention_formula, attention_weights, relative
-from diffusers.tpu.attention.blocks import Blocks, Tile
-from diffusers.tpu.attention.kernel import LOG2_E, tpu_attention
-from diffusers.tpu.attention.masks import Mask
-from diffusers.tpu.attention.ways import WAYS, Tally
+from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
+from diffusers.tpu.kernels.attention.kernel import LOG2_E, tpu_attention
+from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.attention.ways import WAYS, Tally
 
 
 BLOCKS = [

@@ -17,9 +17,9 @@ from conftest import QUICKLY
 from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
 from diffusers.tpu import bridge
-from diffusers.tpu.attention.masks import BELOW, Mask, classify, with_length
-from diffusers.tpu.attention.reference import reference_attention
 from diffusers.tpu.bridge import operators
+from diffusers.tpu.kernels.attention.masks import BELOW, Mask, classify, with_length
+from diffusers.tpu.kernels.attention.reference import reference_attention
 from mask_fuzz import as_bias, check, differ, spread
 
 

@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from conftest import QUICKLY, attention_formula, relative
-from diffusers.tpu import aot
-from diffusers.tpu.attention import exchange_kernels
-from diffusers.tpu.attention.key_bounds import key_bounds, mean_key
-from diffusers.tpu.attention.masks import Mask
-from diffusers.tpu.attention.parallel import attention_by_heads, parallel_attention, plan_ring
-from diffusers.tpu.attention.reference import reference_attention
+from diffusers.tpu.kernels.attention import exchange_kernels
+from diffusers.tpu.kernels.attention.key_bounds import key_bounds, mean_key
+from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.attention.parallel import attention_by_heads, parallel_attention, plan_ring
+from diffusers.tpu.kernels.attention.reference import reference_attention
+from diffusers.tpu.planner import aot
 
 
 TOLERANCE = 1e-6  # measured: at most 2.1e-7 in 70 draws
@@ -298,7 +298,7 @@ def by_the_compiler(argument, progress) -> dict:
 
 def laid_out(topology: str) -> int:
     """How many programs of all kernels around the exchange compile, with blocks as large as they may be: 13,924 tokens a chip, more than VMEM holds."""
-    from diffusers.tpu.devices import find_topology
+    from diffusers.tpu.chips.devices import find_topology
 
     compiler = aot.Compiler(find_topology(topology))
     device = SingleDeviceSharding(compiler.devices[0])
@@ -317,8 +317,8 @@ def laid_out(topology: str) -> int:
 
 def sent_beside_products() -> list[bool]:
     """Of each of the six sends around a ring of four: does a product run between its start and its end?"""
-    from diffusers.tpu.devices import find_topology
-    from diffusers.tpu.mesh import make_mesh
+    from diffusers.tpu.chips.devices import find_topology
+    from diffusers.tpu.chips.mesh import make_mesh
 
     compiler = aot.Compiler(find_topology("v5e-4"))
     mesh = make_mesh(compiler.devices, (1, 4, 1))

@@ -6,7 +6,7 @@ import torch
 
 from conftest import relative
 from diffusers import WanPipeline, tpu
-from diffusers.tpu.attention import api
+from diffusers.tpu.kernels.attention import api
 
 
 def latents(model, **config):

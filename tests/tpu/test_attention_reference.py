@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from conftest import QUICKLY, attention_formula, relative
-from diffusers.tpu.attention.masks import Mask, with_length
-from diffusers.tpu.attention.reference import reference_attention
+from diffusers.tpu.kernels.attention.masks import Mask, with_length
+from diffusers.tpu.kernels.attention.reference import reference_attention
 
 
 LOWEST = float(np.finfo(np.float32).min)

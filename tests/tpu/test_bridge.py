@@ -16,7 +16,8 @@ from conftest import assert_same, relative
 from diffusers import AutoencoderKLWan
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.tpu import bridge
-from diffusers.tpu.settings import Settings
+from diffusers.tpu.compile import tracing
+from diffusers.tpu.kernels.settings import Settings
 
 
 @pytest.fixture
@@ -466,9 +467,9 @@ def test_a_deferred_tensor_is_computed_once_and_only_when_used(env):
 def test_a_trace_leaves_no_tracer_in_the_module(make_mesh):
     vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True]).eval()
     before = {name: set(vars(m)) for name, m in vae.named_modules()}
-    leaves, spec = torch.utils._pytree.tree_flatten(((bridge.INPUT,), {"return_dict": False}))
+    leaves, spec = torch.utils._pytree.tree_flatten(((tracing.INPUT,), {"return_dict": False}))
     tensors = dict((*vae.named_parameters(), *vae.named_buffers()))
-    function = bridge.PureFunction(
+    function = tracing.PureFunction(
         module=vae, call=vae.decode, spec=spec, leaves=leaves, groups=[],
         specs={name: jax.sharding.PartitionSpec() for name in tensors}, mesh=make_mesh(1, 1, 1), carry=None,
         attention=Settings(), matmul_precision="highest", processors={}, methods={},
@@ -487,9 +488,9 @@ def test_an_output_that_hides_tensors_is_refused(make_mesh):
         def forward(self, x):
             return x, np.random.default_rng()
 
-    leaves, spec = torch.utils._pytree.tree_flatten(((bridge.INPUT,), {}))
+    leaves, spec = torch.utils._pytree.tree_flatten(((tracing.INPUT,), {}))
     odd = Odd()
-    function = bridge.PureFunction(
+    function = tracing.PureFunction(
         module=odd, call=odd.forward, spec=spec, leaves=leaves, groups=[], specs={}, mesh=make_mesh(1, 1, 1), carry=None,
         attention=Settings(), matmul_precision="highest", processors={}, methods={},
     )  # fmt: skip

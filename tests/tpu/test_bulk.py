@@ -16,13 +16,13 @@ from PIL import Image
 import tiny_images
 from conftest import ROOT
 from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
-from diffusers.tpu.bulk import prompts as prompt_files
-from diffusers.tpu.bulk.claims import Claims
-from diffusers.tpu.bulk.directory import Directory
-from diffusers.tpu.bulk.work import Work
-from diffusers.tpu.cli import main
-from diffusers.tpu.generation import media
-from diffusers.tpu.generation.signature import check_arguments
+from diffusers.tpu.apps.bulk import prompts as prompt_files
+from diffusers.tpu.apps.bulk.claims import Claims
+from diffusers.tpu.apps.bulk.directory import Directory
+from diffusers.tpu.apps.bulk.work import Work
+from diffusers.tpu.apps.cli import main
+from diffusers.tpu.apps.generation import media
+from diffusers.tpu.apps.generation.signature import check_arguments
 
 
 SIZE = {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8}

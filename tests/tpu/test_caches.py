@@ -9,12 +9,7 @@ import torch
 import test_cogvideox
 import tiny_wan
 from conftest import programs_of, relative
-from diffusers import (
-    FirstBlockCacheConfig,
-    MagCacheConfig,
-    PyramidAttentionBroadcastConfig,
-    TaylorSeerCacheConfig,
-)
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
 from diffusers.tpu import TPUConfig, install
 
 

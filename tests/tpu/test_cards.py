@@ -20,7 +20,7 @@ import pytest
 import cards
 from card_list import CARDS, FAST
 from diffusers.tpu import idioms
-from diffusers.tpu.fidelity import LOW_PRECISION_FACTOR
+from diffusers.tpu.compare import LOW_PRECISION_FACTOR
 from hub import MAKERS, Hub
 
 

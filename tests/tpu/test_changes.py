@@ -16,10 +16,10 @@ import tiny_images
 from conftest import relative
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.tpu import bridge
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.plans import module_plan
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan
+from diffusers.tpu.pipelines.plans import module_plan
 
 
 WIDTH, BLOCKS = 8, 4

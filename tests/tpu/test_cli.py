@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-import diffusers.tpu.devices
+import diffusers.tpu.chips.devices
 import diffusers.utils
 import tiny
 from conftest import relative
 from diffusers import WanImageToVideoPipeline, WanPipeline
-from diffusers.tpu.cli import arguments, main
-from diffusers.tpu.cli.errors import BadInput
-from diffusers.tpu.generation import media
+from diffusers.tpu.apps.cli import arguments, main
+from diffusers.tpu.apps.cli.errors import BadInput
+from diffusers.tpu.apps.generation import media
 
 
 CALL = ["--prompt", "a red circle moving left", "--height", "32", "--width", "48", "--num-frames", "5"]
 CALL += ["--num-inference-steps", "3"]
-RUN = "import sys; from diffusers.tpu.cli import main; sys.exit(main())"
+RUN = "import sys; from diffusers.tpu.apps.cli import main; sys.exit(main())"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def model(tmp_path_factory) -> str:
 def bare(monkeypatch, tmp_path):
     """A host without a TPU and without settings; the working directory is empty."""
     monkeypatch.setenv("DIFFUSERS_TPU", "auto")
-    monkeypatch.setattr(diffusers.tpu.devices, "_generation_on_this_host", lambda: None)
+    monkeypatch.setattr(diffusers.tpu.chips.devices, "_generation_on_this_host", lambda: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -156,8 +156,8 @@ import json, os, signal, sys, time
 from pathlib import Path
 from transformers import UMT5EncoderModel
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.tpu.cli import main
-from diffusers.tpu.generation import media
+from diffusers.tpu.apps.cli import main
+from diffusers.tpu.apps.generation import media
 def half(frames, path, fps):
     Path(path).write_bytes(b"half")
     print("WRITING", file=sys.stderr, flush=True)

@@ -20,17 +20,19 @@ from diffusers import tpu
 from diffusers.models.autoencoders import autoencoder_kl_wan_nnx_layers_flax
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
-from diffusers.tpu import aot, bridge, fidelity
-from diffusers.tpu.bridge import Tag, capture
-from diffusers.tpu.cli import main
-from diffusers.tpu.devices import find_topology
-from diffusers.tpu.fidelity import Form, kernels, roundings
-from diffusers.tpu.fidelity.forms import Value
-from diffusers.tpu.fidelity.harvest import harvest
-from diffusers.tpu.fidelity.matching import error_of, measured
-from diffusers.tpu.fidelity.modules import compared, graded, innermost
-from diffusers.tpu.fidelity.roundings import MOST, Widening, widening
-from diffusers.tpu.mesh import make_mesh
+from diffusers.tpu import bridge
+from diffusers.tpu import compare as fidelity
+from diffusers.tpu.apps.cli import main
+from diffusers.tpu.chips.devices import find_topology
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.compare import Form, kernels, roundings
+from diffusers.tpu.compare.forms import Value
+from diffusers.tpu.compare.harvest import harvest
+from diffusers.tpu.compare.matching import error_of, measured
+from diffusers.tpu.compare.modules import compared, graded, innermost
+from diffusers.tpu.compare.roundings import MOST, Widening, widening
+from diffusers.tpu.compile.tracing import Tag, capture
+from diffusers.tpu.planner import aot
 from diffusers.tpu.video.convolution import PRODUCTS, as_bfloat16_products
 from diffusers.tpu.video.nnx.layers import RMSNorm
 

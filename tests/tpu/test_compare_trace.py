@@ -10,13 +10,13 @@ import torch
 import tiny
 import tiny_videos
 from diffusers.models.transformers import transformer_hunyuan_video15
+from diffusers.tpu.apps.cli import main
 from diffusers.tpu.bridge import assuming
-from diffusers.tpu.cli import main
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.mesh import make_mesh
 from diffusers.tpu.planner.obstacles import SMALL, of_pipeline
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan
 
 
 HUNYUAN = "diffusers.models.transformers.transformer_hunyuan_video15"

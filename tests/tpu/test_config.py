@@ -6,14 +6,16 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffusers.tpu import devices, is_active, linear
-from diffusers.tpu.attention import blocks
+from diffusers.tpu import is_active
+from diffusers.tpu.chips import devices
+from diffusers.tpu.chips.devices import Target, find_target
+from diffusers.tpu.chips.mesh import plan_degrees
+from diffusers.tpu.chips.sharding import default_spec, fit, gathered, plan_weights
 from diffusers.tpu.config import TPUConfig, read_environment
-from diffusers.tpu.devices import Target, find_target
 from diffusers.tpu.idioms import chips
-from diffusers.tpu.mesh import plan_degrees
-from diffusers.tpu.settings import Settings
-from diffusers.tpu.sharding import default_spec, fit, gathered, plan_weights
+from diffusers.tpu.kernels import linear
+from diffusers.tpu.kernels.attention import blocks
+from diffusers.tpu.kernels.settings import Settings
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from conftest import relative
 from diffusers.tpu import bridge
-from diffusers.tpu.devices import CHIPS
-from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.settings import Settings, using
-from diffusers.tpu.video import convolution_kernel
-from diffusers.tpu.video.convolution_kernel import MOST_WORK, Blocks, choose, tpu_convolution
+from diffusers.tpu.chips.devices import CHIPS
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.kernels import convolution as convolution_kernel
+from diffusers.tpu.kernels.convolution import MOST_WORK, Blocks, choose, tpu_convolution
+from diffusers.tpu.kernels.settings import Settings, using
 
 
 KERNEL = Settings(layers="kernel")

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import ROOT
 from diffusers.tpu import install
-from diffusers.tpu.fidelity.pipelines import run_pipeline
+from diffusers.tpu.compare.pipelines import run_pipeline
 
 
 sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "examples/tpu/results")]

@@ -22,13 +22,13 @@ from diffusers import (
 )
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.chips.sharding import ModelPlan, plan_weights
+from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.declared import declared_plan
-from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.models import runs
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan, plan_weights
-from diffusers.tpu.weights import named_tensors
+from diffusers.tpu.pipelines.declared import declared_plan
+from diffusers.tpu.pipelines.models import runs
 
 
 HEADS, DIM, TEXT = 4, 12, 7

@@ -12,11 +12,11 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError
 
-from diffusers.tpu import disk, filling, placing
-from diffusers.tpu.checkpoint import FileTensor
-from diffusers.tpu.filling import Wanted
-from diffusers.tpu.placing import Placing
 from diffusers.tpu.planner import load_row
+from diffusers.tpu.weights import disk, filling, placing
+from diffusers.tpu.weights.checkpoint import FileTensor
+from diffusers.tpu.weights.filling import Wanted
+from diffusers.tpu.weights.placing import Placing
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -17,18 +17,19 @@ import test_ladder
 import tiny
 import tiny_wan
 from conftest import relative
-from diffusers.tpu import aot, executables
+from diffusers.tpu import notices
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile import executables
+from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.store import Store, describing
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.idioms import said
-from diffusers.tpu.plans import module_plan
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan
-from diffusers.tpu.store import Store, describing
+from diffusers.tpu.pipelines.plans import module_plan
+from diffusers.tpu.planner import aot
 
 
 @pytest.fixture
 def store(own_store) -> Store:
-    said.forget()
+    notices.forget()
     return Store(own_store)
 
 
@@ -224,7 +225,7 @@ def test_a_damaged_file_is_said_removed_and_made_anew(run, store, caplog):
     }
     for name, damaged in damages.items():
         path.write_bytes(damaged)
-        said.forget()
+        notices.forget()
         caplog.clear()
         with caplog.at_level("WARNING"):
             assert run()[1].traces + run(frames=3)[1].traces == 1, name
@@ -265,7 +266,7 @@ def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, caplog):
 
 
 def test_the_longest_unused_go(run, store, monkeypatch):
-    from diffusers.tpu.store import files
+    from diffusers.tpu.compile.store import files
 
     run()
     (first,) = store.folder.iterdir()
@@ -376,7 +377,7 @@ def test_a_run_uses_what_compile_made_and_the_next_compiles_nothing(root, tmp_pa
         "--guidance-scale",
         "2",
     ]
-    line = "from diffusers.tpu.cli import main; import sys; sys.exit(main())"
+    line = "from diffusers.tpu.apps.cli import main; import sys; sys.exit(main())"
     made = answer("-c", line, "compile", str(model), "--topology", "simulated", "--dtype", "float32", *sizes, "--json")
     assert {program["name"] for program in json.loads(made)["programs"]} == {
         "text_encoder.forward",

@@ -30,14 +30,16 @@ from PIL import Image
 import tiny
 from conftest import ROOT
 from diffusers import WanPipeline
-from diffusers.tpu import devices, failures, planner
-from diffusers.tpu.aot import CompiledProgram
-from diffusers.tpu.cli import main, session
-from diffusers.tpu.devices import Target, jax_devices, keep_compiled_programs
-from diffusers.tpu.failures import ChipBusy, NoChip, NotWritten, OutOfCoreMemory, OutOfHBM, within_hbm
-from diffusers.tpu.generation import media
+from diffusers.tpu import errors as failures
+from diffusers.tpu import planner
+from diffusers.tpu.apps.cli import main, session
+from diffusers.tpu.apps.generation import media
+from diffusers.tpu.chips import devices
+from diffusers.tpu.chips.devices import Target, jax_devices, keep_compiled_programs
+from diffusers.tpu.compile.programs import Program
+from diffusers.tpu.errors import ChipBusy, NoChip, NotWritten, OutOfCoreMemory, OutOfHBM, within_hbm
 from diffusers.tpu.planner import kept
-from diffusers.tpu.programs import Program
+from diffusers.tpu.planner.aot import CompiledProgram
 
 
 fault = pytest.mark.fault
@@ -350,7 +352,7 @@ def test_a_plan_that_cannot_be_kept_is_said_before_it_is_asked(tmp_path, monkeyp
     monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planner, "run_in_child", lambda *asked, **how: {"said": [*warned]})
     (tmp_path / "cache").write_text("a file")
-    (sentence,) = planner.remembered(planner.PLANS, {"model": "wan-1.3b"})["said"]
+    (sentence,) = planner.remembered(planner.PLANS, {"model": "wan-1.3b"})["notices"]
     assert "DIFFUSERS_TPU_CACHE" in sentence and warned == [sentence]
 
 
@@ -591,9 +593,10 @@ import functools, json, os, signal, sys, time
 from pathlib import Path
 from transformers import UMT5EncoderModel
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.tpu import disk, programs
-from diffusers.tpu.cli import main
-from diffusers.tpu.generation import media
+from diffusers.tpu.compile import programs
+from diffusers.tpu.weights import disk
+from diffusers.tpu.apps.cli import main
+from diffusers.tpu.apps.generation import media
 def stop(owner, name, before=lambda *args: None):
     def run(*args, **kwargs):
         before(*args)

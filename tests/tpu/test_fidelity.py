@@ -6,8 +6,8 @@ import torch
 
 import tiny
 from diffusers import tpu
-from diffusers.tpu import fidelity
-from diffusers.tpu.fidelity import pipelines
+from diffusers.tpu import compare as fidelity
+from diffusers.tpu.compare import pipelines
 
 
 SEED = 5

@@ -50,7 +50,7 @@ import diffusers.tpu
 import tiny
 from diffusers import WanPipeline
 from diffusers.models import attention_dispatch
-from diffusers.tpu import devices
+from diffusers.tpu.chips import devices
 
 devices._generation_on_this_host = lambda: None
 registry = attention_dispatch._AttentionBackendRegistry

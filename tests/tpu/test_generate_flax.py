@@ -14,13 +14,9 @@ import tiny
 import tiny_stages
 import tiny_videos
 from conftest import ROOT, relative
-from diffusers import (
-    AutoencoderKLCogVideoX,
-    DiffusionPipeline,
-    HunyuanVideo15Transformer3DModel,
-)
+from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.tpu import TPUConfig
-from diffusers.tpu.cli import flags
+from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.planner.published import MODELS
 
 

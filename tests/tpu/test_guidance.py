@@ -10,8 +10,8 @@ from conftest import programs_of, relative
 from diffusers import LayerSkipConfig, SkipLayerGuidance
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.runner import Runner
 
 
 def skipping(**what):

@@ -19,12 +19,13 @@ from jax.sharding import PartitionSpec
 
 import host_runs
 from diffusers import DiffusionPipeline
-from diffusers.tpu import TPUConfig, aot, config, devices, hosts, install, mesh
-from diffusers.tpu.executables import Executables
-from diffusers.tpu.hosts import agreement, run, watch
-from diffusers.tpu.planner import timing
-from diffusers.tpu.sharding import plan_weights
-from diffusers.tpu.store import Key
+from diffusers.tpu import TPUConfig, config, install
+from diffusers.tpu.chips import devices, hosts, mesh
+from diffusers.tpu.chips.hosts import agreement, run, watch
+from diffusers.tpu.chips.sharding import plan_weights
+from diffusers.tpu.compile.executables import Executables
+from diffusers.tpu.compile.store import Key
+from diffusers.tpu.planner import aot, timing
 from diffusers.utils import logging
 
 
@@ -184,7 +185,7 @@ def test_scripts_that_part_are_told_where(compiled_programs, tmp_path, step, wor
 @pytest.mark.slow
 def test_the_first_process_writes_and_tells(compiled_programs, tmp_path):
     """`diffusers-tpu generate` without a seed: one file, one table of times; the others say nothing."""
-    program = "import sys; from diffusers.tpu.cli import main; sys.exit(main())"
+    program = "import sys; from diffusers.tpu.apps.cli import main; sys.exit(main())"
     size = "--height 64 --width 64 --num-frames 9 --num-inference-steps 2 --guidance-scale 2".split()
     command = [
         "-c",

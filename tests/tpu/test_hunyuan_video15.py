@@ -20,7 +20,7 @@ from diffusers import (
 )
 from diffusers.models.transformers import transformer_hunyuan_video15_flax as plan
 from diffusers.tpu import bridge
-from diffusers.tpu.call import asked_once
+from diffusers.tpu.compile.call import asked_once
 
 
 ODD = {"height": 48, "width": 80}  # 15 tokens a frame: no axis of these meshes divides them

@@ -11,10 +11,10 @@ import torch
 import tiny
 from conftest import relative
 from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.plans import module_plan
-from diffusers.tpu.runner import Runner
+from diffusers.tpu.pipelines.plans import module_plan
 from diffusers.tpu.video.chunks import scan_chunks
 
 

@@ -136,7 +136,7 @@ def test_noise_where_the_pipeline_is(pipe, right, upstream):
 
 def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
     """A NaN that a script got of `vae.decode` is not in the picture that follows."""
-    from diffusers.tpu.components import installation
+    from diffusers.tpu.pipelines.components import installation
 
     noise, told = torch.randn(1, 4, 16, 16, device="cuda"), lambda: installation(pipe).not_finite
     assert pipe.vae.decode(noise * torch.nan).sample.isnan().all()

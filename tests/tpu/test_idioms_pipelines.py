@@ -26,7 +26,8 @@ from diffusers import (
     tpu,
 )
 from diffusers.callbacks import SDXLCFGCutoffCallback
-from diffusers.tpu import idioms, models
+from diffusers.tpu import idioms
+from diffusers.tpu.pipelines import models
 from tiny_wan import picture
 
 
@@ -48,7 +49,7 @@ def said(monkeypatch) -> list:
     """Sentences about idioms that have no meaning, as if nothing had been said."""
     sentences, keys = [], {}
     monkeypatch.setattr(idioms.said, "_said", keys)
-    logger = logging.getLogger("diffusers.tpu.idioms.said")
+    logger = logging.getLogger("diffusers.tpu.notices")
     monkeypatch.setattr(logger, "warning", sentences.append)
     return sentences
 

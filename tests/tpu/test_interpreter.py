@@ -16,11 +16,11 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attention_masks import KINDS, make_mask
 from conftest import attention_formula, relative
-from diffusers.tpu import linear, rotary
-from diffusers.tpu.attention import exchange_kernels, kernel, kernel_body
-from diffusers.tpu.attention.blocks import Blocks, Tile
-from diffusers.tpu.attention.ways import BOUND, CENTRED, ONLINE, WAYS
-from diffusers.tpu.video import convolution_kernel
+from diffusers.tpu.kernels import convolution as convolution_kernel
+from diffusers.tpu.kernels import linear, rotary
+from diffusers.tpu.kernels.attention import exchange_kernels, kernel, kernel_body
+from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
+from diffusers.tpu.kernels.attention.ways import BOUND, CENTRED, ONLINE, WAYS
 
 
 pytestmark = pytest.mark.slow

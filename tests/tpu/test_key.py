@@ -16,7 +16,7 @@ import key_fuzz
 from conftest import ROOT, programs_of, relative
 from diffusers import Flux2Transformer2DModel
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
-from diffusers.tpu.compile import key
+from diffusers.tpu.compile.state import key
 
 
 STEADY = sorted(name for name, feature in key_fuzz.FEATURES.items() if feature.steady and name not in key_fuzz.GIVEN)

@@ -13,12 +13,13 @@ from conftest import programs_of, relative
 from diffusers import MochiTransformer3DModel, tpu
 from diffusers.models.transformers.transformer_hunyuan_video_framepack_flax import PLAN as FRAMEPACK
 from diffusers.models.transformers.transformer_mochi_flax import PLAN as MOCHI
-from diffusers.tpu import bridge, ladder
+from diffusers.tpu import bridge
 from diffusers.tpu.bridge.decisions import MOST_ENTRIES
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile import ladder
+from diffusers.tpu.compile.decided import MOST_RUN_ONCE
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.decided import MOST_RUN_ONCE
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan
 
 
 WORDS, WIDTH = 11, 8

@@ -16,13 +16,15 @@ from conftest import relative
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
-from diffusers.tpu import bridge, linear
+from diffusers.tpu import bridge
 from diffusers.tpu.bridge import layers
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.compile import tracing
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.rotary import Norm, normed_and_rotated
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.settings import Settings, current, using
+from diffusers.tpu.kernels import linear
+from diffusers.tpu.kernels.rotary import Norm, normed_and_rotated
+from diffusers.tpu.kernels.settings import Settings, current, using
 
 
 KERNEL = Settings(layers="kernel")
@@ -220,10 +222,10 @@ def test_what_is_whole_on_every_chip_stays_so_with_what_follows(chips, monkeypat
     def run(settings, whole, x, w, b, h, g, weight):
         with using(settings), bridge.quiet_integers(), bridge.environment():
             x, w, b, h, g = map(bridge.to_torch, (x, w, b, h, g))
-            with bridge.on_every_chip() if whole else contextlib.nullcontext():
+            with tracing.on_every_chip() if whole else contextlib.nullcontext():
                 y = F.linear(x, w, b)
             text = (h + g * y).jax()
-            with bridge.on_every_chip() if whole else contextlib.nullcontext():
+            with tracing.on_every_chip() if whole else contextlib.nullcontext():
                 return text, normed_and_rotated(text, Norm(weight, 1e-6), (), current())
 
     mesh = make_mesh(chips, degrees)

@@ -25,14 +25,13 @@ import apply
 import cards
 from conftest import ROOT
 from diffusers.tpu import TPUConfig, idioms, report
-from diffusers.tpu.attention.api import attention, explain
-from diffusers.tpu.cli import environment, main, make_parser
-from diffusers.tpu.devices import TOPOLOGIES, find_topology
+from diffusers.tpu.apps.cli import environment, main, make_parser
+from diffusers.tpu.chips.devices import TOPOLOGIES, find_topology
+from diffusers.tpu.kernels.attention.api import attention, explain
 from diffusers.tpu.planner import benches
 from diffusers.tpu.planner.published import ALIASES, MODELS
 from hub import MAKERS, Hub
 from test_generate_flax import EXAMPLES, SCRIPTS, load
-from test_rooms import ORDER, TOP
 
 
 README = ROOT / "README_TPU.md"
@@ -140,27 +139,14 @@ def test_the_architecture_page_says_the_way_of_a_step_and_where_things_are_added
     assert len(steps) == 15
     named = named_in_files(ARCHITECTURE)
     for name in (
-        ("PLANS", "plans.py"),
-        ("CHIPS", "devices.py"),
-        ("TOPOLOGIES", "devices.py"),
+        ("PLANS", "pipelines/plans.py"),
+        ("CHIPS", "chips/devices.py"),
+        ("TOPOLOGIES", "chips/devices.py"),
         ("MODELS", "planner/published.py"),
     ):
         assert name in named
     rows = re.findall(r"^\| ([^|]+) \|", section(ARCHITECTURE, "Where do I add"), re.M)
     assert {"a model", "a VAE", "a chip, a slice", "an attention kernel", "a patch", "a pipeline"} <= set(rows)
-
-
-def test_the_rooms_of_the_page_are_those_that_a_test_holds():
-    """Every room is in the table and in the graph; what the graph lets import comes later in the order."""
-    rooms = section(ARCHITECTURE, "Rooms")
-    (graph,) = re.findall(r"^```\n(.*?)^```", rooms, re.M | re.S)
-    assert set(first_cells(rooms)) == {*ORDER, *TOP}
-    chains = [[re.findall(r"\w+", link) for link in line.split("<-")] for line in graph.splitlines()]
-    assert {room for chain in chains for link in chain for room in link} == {*ORDER, *TOP}
-    place = {room: number for number, room in enumerate([*ORDER, *TOP])}
-    for chain in chains:
-        for before, after in zip(chain, chain[1:]):
-            assert max(map(place.get, before)) < min(map(place.get, after)), (before, after)
 
 
 def test_tables_of_settings_slices_and_patches_are_complete():
@@ -356,7 +342,7 @@ def test_the_script_of_hunyuan_video15s_page_makes_a_video(run, tmp_path):
 def test_the_attention_page_explains_calls(run, capsys):
     q = jnp.ones((1, 2, 8, 16))
     attention(q, q, q, is_causal=True)
-    run(ROOT / "src/diffusers/tpu/attention/README.md")
+    run(ROOT / "src/diffusers/tpu/kernels/attention/README.md")
     assert len(capsys.readouterr().out.splitlines()) == len(explain()) > 0
 
 
@@ -368,7 +354,7 @@ def test_the_video_page_encodes_and_decodes(run, monkeypatch):
 
 
 def test_every_page_with_python_is_run_here():
-    ran = {"README_TPU.md", "src/diffusers/tpu/attention/README.md", "src/diffusers/tpu/video/README.md"}
+    ran = {"README_TPU.md", "src/diffusers/tpu/kernels/attention/README.md", "src/diffusers/tpu/video/README.md"}
     ran |= {"examples/tpu/hunyuan_video15/README.md", "examples/tpu/LORA.md"}
     ran |= {"examples/tpu/MIGRATION.md", "examples/tpu/MIGRATION.zh.md"}  # in test_migration.py
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

@@ -29,9 +29,9 @@ def dispatched(monkeypatch) -> list[dict]:
         calls.append({"query": query, "key": key, "value": value, **options})
         return query + 1
 
-    room = types.ModuleType("diffusers.tpu.attention")
-    room.dispatched = record
-    monkeypatch.setitem(sys.modules, "diffusers.tpu.attention", room)
+    room = types.ModuleType("diffusers.tpu.bridge")
+    room.dispatched_attention = record
+    monkeypatch.setitem(sys.modules, "diffusers.tpu.bridge", room)
     monkeypatch.setattr(diffusers.tpu, "is_active", lambda: True)
     return calls
 

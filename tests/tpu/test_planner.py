@@ -12,18 +12,20 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny
 from diffusers import WanPipeline
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
-from diffusers.tpu import aot, cli, planner, programs
+from diffusers.tpu import planner
+from diffusers.tpu.apps import cli
+from diffusers.tpu.chips.devices import TOPOLOGIES, find_topology
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile import programs
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.devices import TOPOLOGIES, find_topology
-from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.planner import plan, worker
+from diffusers.tpu.planner import aot, plan, worker
 from diffusers.tpu.planner.building import build, configuration_of
 from diffusers.tpu.planner.meshes import Denoiser, allowed, guess
 from diffusers.tpu.planner.published import ALIASES, MODELS
 from diffusers.tpu.planner.recording import record
 from diffusers.tpu.planner.work import count
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan
 
 
 SHAPES = "examples/tpu/models/wan-shapes"

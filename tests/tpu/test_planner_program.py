@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 import third_reading
-from diffusers.tpu import aot
-from diffusers.tpu.devices import CHIPS, compile_lowered, compiler_options, find_topology
-from diffusers.tpu.planner import bundles, hlo, ici
+from diffusers.tpu.chips.devices import CHIPS, compile_lowered, compiler_options, find_topology
+from diffusers.tpu.planner import aot, bundles, hlo, ici
 
 
 HERE = Path(__file__).parent
@@ -46,7 +45,7 @@ def everything(argument, progress):
 
 
 def _mesh(topology: str, shape: tuple[int, int, int]):
-    from diffusers.tpu.mesh import make_mesh
+    from diffusers.tpu.chips.mesh import make_mesh
 
     compiler = aot.Compiler(find_topology(topology))
     return compiler, make_mesh(compiler.devices[: shape[0] * shape[1] * shape[2]], shape)
@@ -59,8 +58,8 @@ def copying_kernel(argument, progress):
     from jax.experimental import pallas as pl
     from jax.sharding import PartitionSpec as P
 
+    from diffusers.tpu.chips.sharding import named
     from diffusers.tpu.planner import timing
-    from diffusers.tpu.sharding import named
 
     compiler, mesh = _mesh("v6e-1", (1, 1, 1))
 
@@ -97,8 +96,8 @@ def products(argument, progress):
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
+    from diffusers.tpu.chips.sharding import named
     from diffusers.tpu.planner import timing
-    from diffusers.tpu.sharding import named
 
     compiler, mesh = _mesh("v6e-4", (1, 4, 1))
 
@@ -134,8 +133,8 @@ def kept_programs(argument, progress):
     import jax
     import jax.numpy as jnp
 
+    from diffusers.tpu.chips.sharding import PartitionSpec, named
     from diffusers.tpu.planner import answers, kept
-    from diffusers.tpu.sharding import PartitionSpec, named
 
     compiler, mesh = _mesh("v6e-4", (1, 4, 1))
     asked, compile_it = [], aot.Compiler.compile
@@ -179,8 +178,8 @@ def attention(argument, progress):
     import jax
     import jax.numpy as jnp
 
-    from diffusers.tpu.attention.blocks import from_list
-    from diffusers.tpu.attention.kernel import tpu_attention
+    from diffusers.tpu.kernels.attention.blocks import from_list
+    from diffusers.tpu.kernels.attention.kernel import tpu_attention
     from diffusers.tpu.planner import timing
 
     compiler = aot.Compiler(find_topology("v6e-1"))
@@ -201,8 +200,8 @@ def split_product(argument, progress):
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
+    from diffusers.tpu.chips.sharding import named
     from diffusers.tpu.planner import timing, work
-    from diffusers.tpu.sharding import named
 
     compiler, mesh = _mesh("v6e-8", (2, 4, 1))
 
@@ -231,7 +230,7 @@ def too_large(argument, progress):
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec as P
 
-    from diffusers.tpu.sharding import named
+    from diffusers.tpu.chips.sharding import named
 
     compiler, mesh = _mesh("v5e-1", (1, 1, 1))
     x = jax.ShapeDtypeStruct((40 << 10, 1 << 20), jnp.bfloat16, sharding=named(mesh, P()))
@@ -240,7 +239,7 @@ def too_large(argument, progress):
 
 def meshes(argument, progress):
     """Every slice's devices, and meshes whose degrees are not those of its axes."""
-    from diffusers.tpu.devices import TOPOLOGIES
+    from diffusers.tpu.chips.devices import TOPOLOGIES
 
     made = {}
     for name, topology in TOPOLOGIES.items():
@@ -336,7 +335,7 @@ def test_only_chips_with_sparse_cores_are_told_of_them():
 
 
 def test_every_slice_takes_every_mesh_of_its_devices(answers):
-    from diffusers.tpu.devices import TOPOLOGIES
+    from diffusers.tpu.chips.devices import TOPOLOGIES
 
     made = answers["meshes"]
     assert set(made) == set(TOPOLOGIES)

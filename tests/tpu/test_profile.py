@@ -10,7 +10,7 @@ import pytest
 from jax.profiler import ProfileData
 
 import tiny
-from diffusers.tpu.cli import main
+from diffusers.tpu.apps.cli import main
 from diffusers.tpu.planner import profile
 
 

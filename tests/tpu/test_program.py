@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from diffusers import HunyuanVideo15Transformer3DModel, WanTransformer3DModel
-from diffusers.tpu.attention import api
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.plans import module_plan
-from diffusers.tpu.runner import Runner
+from diffusers.tpu.kernels.attention import api
+from diffusers.tpu.pipelines.plans import module_plan
 
 
 LAYERS, HEADS, DIM, TEXT, GLYPHS, IMAGE = 5, 8, 32, 24, 12, 6

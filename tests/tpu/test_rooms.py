@@ -1,7 +1,10 @@
-"""Oracle: DESIGN's map of rooms, read from the source: imports go one way, torchax has one importer."""
+"""Oracle: the map of the architecture page, read from the source: imports go one way and in no circle, torchax has one importer."""
 
 import ast
+import functools
+import graphlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,106 +12,79 @@ from pathlib import Path
 import pytest
 
 
-ROOMS = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
+ROOT = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 
-# Each room may import those before it.
-ORDER = [
-    "files",
-    "failures",
-    "config",
-    "locks",
-    "recent",
-    "hosts",
-    "devices",
-    "moving",
-    "idioms",
-    "modular",
-    "disk",
-    "checkpoint",
-    "mesh",
-    "sharding",
-    "settings",
-    "cost",
-    "declared",
-    "plans",
-    "attention",
-    "linear",
-    "rotary",
-    "adapters",
-    "scan",
-    "compile",
-    "video",
-    "bridge",
-    "parts",
-    "nans",
-    "filling",
-    "placing",
-    "weights",
-    "residency",
-    "call",
-    "decided",
-    "eager",
-    "store",
-    "programs",
-    "executables",
-    "branches",
-    "runner",
-    "host",
-    "ladder",
-    "models",
-    "glue",
-    "stepping",
-    "components",
-    "pipeline",
-    "generation",
-    "bulk",
-    "serving",
-    "stages",
-    "aot",
-    "planner",
-]
-TOP = ["fidelity", "cli"]
+# Each package, and each file beside them, may import those before it.
+ORDER = """
+errors notices files config chips kernels video weights idioms bridge compile pipelines __init__ planner compare apps
+""".split()
+FILES = {
+    ".".join(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
 
 
-def room_of(path: Path) -> str:
-    return path.relative_to(ROOMS).parts[0].removesuffix(".py")
+def package_of(module: str) -> str:
+    return module.partition(".")[0] or "__init__"
 
 
-def imports(path: Path):
-    """(absolute module name, is it imported inside a function) of every import statement."""
-    package = ["diffusers", "tpu", *path.relative_to(ROOMS).parent.parts]
-    tree = ast.parse(path.read_text())
-    top = set(map(id, tree.body))
-    for node in ast.walk(tree):
+@functools.cache
+def imported(module: str) -> dict[str, int]:
+    """Ours that a file imports, also inside of functions, and torchax: to the line."""
+    path, found = FILES[module], {}
+    package = ["diffusers", "tpu", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) not in top) for alias in node.names)
+            names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            yield module, id(node) not in top
-            yield from ((f"{module}.{alias.name}", id(node) not in top) for alias in node.names)
+            start = ".".join(
+                [*(package[: len(package) - node.level + 1] if node.level else []), *filter(None, [node.module])]
+            )
+            names = [f"{start}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.partition(".")[0] == "torchax":
+                found["torchax"] = node.lineno
+            elif name == "diffusers.tpu" or name.startswith("diffusers.tpu."):
+                ours = name.removeprefix("diffusers.tpu").removeprefix(".")
+                found[ours if ours in FILES else ours.rpartition(".")[0]] = node.lineno
+            elif name.endswith("_flax"):
+                found["_flax"] = node.lineno
+    found.pop(module, None)
+    return found
 
 
-FILES = sorted(ROOMS.rglob("*.py"))
+def map_of_packages() -> str:
+    """The table of the architecture page: the first line of each package's docstring, and the packages that it imports."""
+    rows = ["| package | | imports |", "|---|---|---|"]
+    for package in ORDER:
+        of_package = [module for module in FILES if package_of(module) == package]
+        found = {package_of(x) for module in of_package for x in imported(module) if x in FILES} - {package}
+        path = ROOT / f"{package}.py"
+        text = ast.get_docstring(ast.parse((path if path.exists() else ROOT / package / "__init__.py").read_text()))
+        rows.append(f"| `{package}` | {text.splitlines()[0]} | {', '.join(sorted(found, key=ORDER.index))} |")
+    return "\n".join(rows) + "\n"
 
 
-def test_every_room_is_on_the_map():
-    assert {room_of(f) for f in FILES} - {"__init__"} <= {*ORDER, *TOP}
+def test_every_package_is_on_the_map():
+    assert {package_of(module) for module in FILES} == {*ORDER}
+    assert map_of_packages() in (ROOT / "README.md").read_text(), "python tests/tpu/test_rooms.py writes it"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOMS)))
-def test_imports_go_one_way(path):
-    room = room_of(path)
-    names = [(name, inner) for name, inner in imports(path)]
-    if room != "bridge":
-        assert not [name for name, _ in names if name.split(".")[0] == "torchax"], "only the bridge imports torchax"
-    if room not in ORDER:
-        return
-    own = [name.split(".")[2] for name, inner in names if name.startswith("diffusers.tpu.") and not inner]
-    later = {r for r in own if r in ORDER and ORDER.index(r) > ORDER.index(room)} | {r for r in own if r in TOP}
-    assert not later, f"{room} imports {later}, which may import it"
-    if room != "pipeline":
-        assert not [name for name, _ in names if name.endswith("_flax")]
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_one_way(module):
+    package, found = package_of(module), imported(module)
+    assert "torchax" not in found or package == "bridge", "only the bridge imports torchax"
+    assert "_flax" not in found, "the tables of `pipelines` name the files beside upstream's"
+    later = {x: line for x, line in found.items() if x in FILES and ORDER.index(package_of(x)) > ORDER.index(package)}
+    assert not later, f"{module} imports {later}, which may import it"
+
+
+def test_there_are_no_circles():
+    """Of files, imports inside of functions too."""
+    graph = {module: {x for x in imported(module) if x in FILES} for module in FILES}
+    [*graphlib.TopologicalSorter(graph).static_order()]
 
 
 IMPORTS = """
@@ -125,7 +101,13 @@ print(*(m for m in ("flax", "torchax") if m in sys.modules))
 
 def test_imports_bring_no_more_than_they_must():
     """The public face starts nothing; VAEs' plans do not import Flax, and their Flax modules no torchax."""
-    env = {**os.environ, "PYTHONPATH": str(ROOMS.parents[1]), "DIFFUSERS_TPU": "cpu"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT.parents[1]), "DIFFUSERS_TPU": "cpu"}
     command = [sys.executable, "-c", IMPORTS]
     brought = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     assert brought.splitlines() == ["", "", "flax"]
+
+
+if __name__ == "__main__":
+    PAGE = ROOT / "README.md"
+    head, table, tail = re.split(r"(^\| package \|.*\n(?:\|.*\n)*)", PAGE.read_text(), maxsplit=1, flags=re.M)
+    PAGE.write_text(head + map_of_packages() + tail)

@@ -9,10 +9,11 @@ import torch
 from conftest import relative
 from diffusers.models.autoencoders.vae import IdentityDistribution
 from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
-from diffusers.tpu import bridge, programs
+from diffusers.tpu import bridge
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile import programs
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan
 
 
 class Denoiser(torch.nn.Module):

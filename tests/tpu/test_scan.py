@@ -7,10 +7,10 @@ import torch
 
 import tiny
 from conftest import relative
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.tracing.scan import find_groups
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.scan import find_groups
-from diffusers.tpu.sharding import ModelPlan
 
 
 WIDTH, BLOCKS = 6, 5

@@ -26,9 +26,9 @@ pytest.importorskip("uvicorn")
 from starlette.testclient import TestClient  # noqa: E402
 
 from diffusers import FluxPipeline  # noqa: E402
-from diffusers.tpu.serving.limits import Limits  # noqa: E402
-from diffusers.tpu.serving.server import Service, Settings  # noqa: E402
-from diffusers.tpu.serving.sizes import Size  # noqa: E402
+from diffusers.tpu.apps.serving.limits import Limits  # noqa: E402
+from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
+from diffusers.tpu.apps.serving.sizes import Size  # noqa: E402
 
 
 SIZE, SMALL = Size(16, 16), Size(32, 32, 5)
@@ -260,7 +260,9 @@ def test_a_running_job_ends_after_the_step_in_which_it_is_cancelled_and_the_next
     made = client.post(VIDEOS, json={"prompt": "a red circle", "seed": 1, "num_inference_steps": 2}).json()
     wait(lambda: client.jobs.get(made["id"]).finished)
     frames = []
-    monkeypatch.setattr("diffusers.tpu.generation.media.write", lambda values, *rest: frames.append(values[0]) or [])
+    monkeypatch.setattr(
+        "diffusers.tpu.apps.generation.media.write", lambda values, *rest: frames.append(values[0]) or []
+    )
     again = client.post(VIDEOS, json={"prompt": "a red circle", "seed": 1, "num_inference_steps": 2}).json()
     wait(lambda: client.jobs.get(again["id"]).finished)
     expected = wan(

@@ -43,11 +43,11 @@ def test_a_job_that_is_cancelled_on_chips_leaves_the_next_one_right(chips, tmp_p
         pytest.importorskip(package)
     import diffusers.tpu
     from diffusers.tpu import TPUConfig
-    from diffusers.tpu.generation import media
-    from diffusers.tpu.generation.call import Request
-    from diffusers.tpu.serving.jobs import CANCELLED, COMPLETED, Job
-    from diffusers.tpu.serving.server import Service, Settings
-    from diffusers.tpu.serving.sizes import Size
+    from diffusers.tpu.apps.generation import media
+    from diffusers.tpu.apps.generation.call import Request
+    from diffusers.tpu.apps.serving.jobs import CANCELLED, COMPLETED, Job
+    from diffusers.tpu.apps.serving.server import Service, Settings
+    from diffusers.tpu.apps.serving.sizes import Size
 
     pipe, size = serve_load.pipeline("video"), Size(32, 32, 5)
     diffusers.tpu.install(pipe, TPUConfig(mesh=(2, 2, 1)))

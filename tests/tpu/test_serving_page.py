@@ -21,12 +21,12 @@ pytest.importorskip("fastapi.sse", reason="the extra serve is not installed")
 pytest.importorskip("gradio")
 uvicorn = pytest.importorskip("uvicorn")
 
-from diffusers.tpu.serving.server import Server, Service, Settings  # noqa: E402
-from diffusers.tpu.serving.sizes import Size  # noqa: E402
+from diffusers.tpu.apps.serving.server import Server, Service, Settings  # noqa: E402
+from diffusers.tpu.apps.serving.sizes import Size  # noqa: E402
 
 
 MODEL = "examples/tpu/models/wan-shapes"
-COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.apps.cli import main; sys.exit(main())"]
 PLAYS = """(async () => {
   const video = document.querySelector("#result video");
   if (!video) return null;

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from transformers import UMT5EncoderModel
 
-import diffusers.tpu.devices
+import diffusers.tpu.chips.devices
 import tiny
 import tiny_stages
 from conftest import assert_same
@@ -29,10 +29,10 @@ from diffusers import (
     WanVACETransformer3DModel,
     tpu,
 )
-from diffusers.tpu import stages
-from diffusers.tpu.cli import main
-from diffusers.tpu.stages.file import METADATA
-from diffusers.tpu.stages.loading import components_of
+from diffusers.tpu.apps import stages
+from diffusers.tpu.apps.cli import main
+from diffusers.tpu.apps.stages.file import METADATA
+from diffusers.tpu.apps.stages.loading import components_of
 
 
 SEED = 3
@@ -66,7 +66,7 @@ def saved(tmp_path_factory):
 def bare(monkeypatch, tmp_path):
     """A host without a TPU and without settings; the working directory is empty."""
     monkeypatch.setenv("DIFFUSERS_TPU", "auto")
-    monkeypatch.setattr(diffusers.tpu.devices, "_generation_on_this_host", lambda: None)
+    monkeypatch.setattr(diffusers.tpu.chips.devices, "_generation_on_this_host", lambda: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -258,7 +258,7 @@ def test_a_stage_cut_short_leaves_nothing_and_runs_again(bare, finished, wan, mo
 KILLED = """
 import sys, time
 from diffusers import UniPCMultistepScheduler
-from diffusers.tpu.cli import main
+from diffusers.tpu.apps.cli import main
 step = UniPCMultistepScheduler.step
 def slow(self, *args, **kwargs):
     if self.step_index:

@@ -62,7 +62,7 @@ def stepped(scheduler, there, steps=7, seed=0, change=None, tables="cpu"):
 
 
 def on_host(samples):
-    from diffusers.tpu import glue
+    from diffusers.tpu.pipelines import glue
 
     return torch.stack([glue.on_host(sample).float() for sample in samples])
 
@@ -70,7 +70,7 @@ def on_host(samples):
 @pytest.mark.parametrize("name", ["unipc", "unipc 3", "flow", "dpm", "ddim", "cogvideox", "euler", "ancestral"])
 @pytest.mark.parametrize("tables", ["cpu", "jax"])
 def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
-    from diffusers.tpu.stepping import as_programs, steps_of
+    from diffusers.tpu.pipelines.stepping import as_programs, steps_of
 
     theirs, ours, unmoved = made(name), made(name), lambda tensor: tensor
     traces = []
@@ -90,7 +90,7 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
     "name, executables", [("unipc", 4), ("flow", 1), ("cogvideox", 2)]
 )  # first, second, middle, last
 def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executables):
-    from diffusers.tpu import stepping
+    from diffusers.tpu.pipelines import stepping
 
     stepping._jitted.clear()
     scheduler = made(name)
@@ -105,7 +105,7 @@ def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executabl
     "change", ["table in place", "table by numpy", "table on the chips", "attribute", "configuration"]
 )
 def test_what_somebody_changes_between_steps_is_seen(inside, change):
-    from diffusers.tpu.stepping import as_programs
+    from diffusers.tpu.pipelines.stepping import as_programs
 
     def changed(scheduler):
         if change in ("table in place", "table on the chips"):
@@ -133,7 +133,7 @@ class Writing(FlowMatchEulerDiscreteScheduler):
 
 
 def test_a_step_that_writes_into_its_tables_runs_as_it_is(inside):
-    from diffusers.tpu.stepping import as_programs
+    from diffusers.tpu.pipelines.stepping import as_programs
 
     theirs, ours = Writing(shift=3.0), Writing(shift=3.0)
     with as_programs([ours]):
@@ -145,7 +145,7 @@ def test_a_step_that_writes_into_its_tables_runs_as_it_is(inside):
 
 
 def test_a_copy_steps_for_itself_and_a_step_of_the_users_stays(inside):
-    from diffusers.tpu.stepping import as_programs
+    from diffusers.tpu.pipelines.stepping import as_programs
 
     scheduler, mine = made("flow"), made("flow")
     mine.step = lambda output, t, sample, **kwargs: (sample,)

@@ -15,11 +15,12 @@ from conftest import relative
 from diffusers import WanPipeline, tpu
 from diffusers.models.transformers import transformer_wan_flax
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from diffusers.tpu import bridge, programs
-from diffusers.tpu.bridge import blocks
-from diffusers.tpu.compile import tracing
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.sharding import ModelPlan
+from diffusers.tpu import bridge
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile import programs
+from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.state import undo as tracing
+from diffusers.tpu.compile.tracing import blocks
 
 
 MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1)]

@@ -17,8 +17,8 @@ from diffusers.models.transformers.transformer_flux import (
     FluxAttnProcessor,
     FluxIPAdapterAttnProcessor,
 )
-from diffusers.tpu.attention.api import explain
 from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.kernels.attention.api import explain
 
 
 WORDS, WIDTH = 11, 32

@@ -12,11 +12,11 @@ import tiny
 from conftest import relative
 from diffusers import AutoencoderKLWan
 from diffusers.tpu.bridge import operators
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.mesh import make_mesh
-from diffusers.tpu.plans import module_plan
-from diffusers.tpu.runner import Runner
-from diffusers.tpu.settings import Settings, using
+from diffusers.tpu.kernels.settings import Settings, using
+from diffusers.tpu.pipelines.plans import module_plan
 
 
 SMALL = {"dim_mult": [1, 2, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True, True], "z_dim": 4}

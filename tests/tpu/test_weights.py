@@ -16,10 +16,11 @@ import torch
 import tiny
 from conftest import relative
 from diffusers import WanPipeline, WanTransformer3DModel, tpu
-from diffusers.tpu import checkpoint, placing, weights
-from diffusers.tpu.checkpoint import FileTensor
-from diffusers.tpu.devices import GIB
-from diffusers.tpu.residency import turns
+from diffusers.tpu.chips.devices import GIB
+from diffusers.tpu.compile.state import weights
+from diffusers.tpu.compile.weights import checkpoint, placing
+from diffusers.tpu.weights.checkpoint import FileTensor
+from diffusers.tpu.weights.residency import turns
 from test_disk import as_for_real_chips
 
 
@@ -30,8 +31,9 @@ WATCHED = """
 import ctypes, gc, json, sys, threading
 import jax, torch
 from diffusers import WanPipeline
-import diffusers.tpu.pipeline
-from diffusers.tpu import devices, placing
+import diffusers.tpu.pipelines.pipeline
+from diffusers.tpu.chips import devices
+from diffusers.tpu.weights import placing
 from diffusers.tpu.config import read_environment
 from transformers import UMT5EncoderModel
 

@@ -11,8 +11,8 @@ import torch
 
 import diffusers.tpu
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
-from diffusers.tpu.cli import flags
-from diffusers.tpu.cli.generate import where
+from diffusers.tpu.apps.cli import flags
+from diffusers.tpu.apps.cli.generate import where
 
 
 MODELS = {"480p": "THUDM/CogVideoX-5b", "720p": "THUDM/CogVideoX1.5-5B"}

@@ -6,10 +6,10 @@ import torch
 
 import diffusers.tpu
 from diffusers import CogVideoXPipeline
-from diffusers.tpu.cli import flags
-from diffusers.tpu.cli.errors import BadInput
-from diffusers.tpu.cli.generate import where
-from diffusers.tpu.cli.session import pipeline_class
+from diffusers.tpu.apps.cli import flags
+from diffusers.tpu.apps.cli.errors import BadInput
+from diffusers.tpu.apps.cli.generate import where
+from diffusers.tpu.apps.cli.session import pipeline_class
 
 
 MODEL = "THUDM/CogVideoX1.5-5B"

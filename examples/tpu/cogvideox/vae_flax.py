@@ -12,9 +12,9 @@ import torch
 
 import diffusers.tpu
 from diffusers import AutoencoderKLCogVideoX
-from diffusers.tpu.cli import flags
-from diffusers.tpu.cli.generate import where
-from diffusers.tpu.plans import flax_class
+from diffusers.tpu.apps.cli import flags
+from diffusers.tpu.apps.cli.generate import where
+from diffusers.tpu.pipelines.plans import flax_class
 
 
 MODEL = "THUDM/CogVideoX1.5-5B"

@@ -10,8 +10,8 @@ import torch
 
 import diffusers.tpu
 from diffusers import HunyuanVideo15Transformer3DModel
-from diffusers.tpu.cli import flags
-from diffusers.tpu.cli.generate import where
+from diffusers.tpu.apps.cli import flags
+from diffusers.tpu.apps.cli.generate import where
 
 
 MODEL = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{}_t2v"

@@ -6,11 +6,11 @@ import torch
 
 import diffusers.tpu
 from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
-from diffusers.tpu.cli import flags
-from diffusers.tpu.cli.arguments import parameters_of
-from diffusers.tpu.cli.errors import BadInput
-from diffusers.tpu.cli.generate import where
-from diffusers.tpu.cli.session import pipeline_class
+from diffusers.tpu.apps.cli import flags
+from diffusers.tpu.apps.cli.arguments import parameters_of
+from diffusers.tpu.apps.cli.errors import BadInput
+from diffusers.tpu.apps.cli.generate import where
+from diffusers.tpu.apps.cli.session import pipeline_class
 from diffusers.utils import load_image
 
 

@@ -6,8 +6,8 @@ import time
 import torch
 
 import diffusers.tpu
-from diffusers.tpu.cli import flags
-from diffusers.tpu.cli.generate import where
+from diffusers.tpu.apps.cli import flags
+from diffusers.tpu.apps.cli.generate import where
 
 
 def make_parser() -> argparse.ArgumentParser:

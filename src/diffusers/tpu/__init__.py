@@ -1,4 +1,4 @@
-"""diffusers on TPU: the public face. Importing this module imports neither JAX nor torchax and needs no TPU.
+"""The public face of diffusers on TPU. Importing it imports neither JAX nor torchax and needs no TPU.
 
 For users, of a pipeline or of a model by itself:
 
@@ -9,9 +9,9 @@ For users, of a pipeline or of a model by itself:
 The rest is what the patched upstream files call.
 """
 
-from . import hosts
+from .chips import hosts
+from .chips.devices import find_target, is_active
 from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
-from .devices import find_target
 
 
 __all__ = [
@@ -38,11 +38,6 @@ __all__ = [
 ]
 
 
-def is_active() -> bool:
-    """Whether pipelines of this process run on the TPU path (a TPU is here, or `DIFFUSERS_TPU=cpu` simulates one)."""
-    return find_target(read_environment()) is not None
-
-
 def is_main_process() -> bool:
     """Whether this process writes results: the only one, or the first of a run on several hosts. See `hosts`."""
     target = find_target(read_environment())
@@ -53,8 +48,9 @@ def awake():
     """The seam of `import diffusers`: where the path is active, the idioms of scripts for CUDA are answered."""
     if is_active():
         from . import idioms
+        from .pipelines import moving
 
-        idioms.on()
+        idioms.on(moving)  # last: models move, what is left of a move is torch's
 
 
 def mapped(device_map):
@@ -76,7 +72,7 @@ def mapped(device_map):
 
 
 def _check_chips():
-    from .models import resolved, target_devices
+    from .pipelines.models import resolved, target_devices
 
     resolved(None, target_devices())
 
@@ -92,9 +88,9 @@ def waives(idiom: str, device="cuda") -> bool:
     stand for; says so once."""
     if not takes(device):
         return False
-    from .idioms import said
+    from . import notices
 
-    said.waived(idiom)
+    notices.waived(idiom)
     return True
 
 
@@ -113,8 +109,8 @@ def loading(load, device_map=None):
     """
     if not is_active():
         return load
-    from . import checkpoint
     from .idioms import refusing
+    from .weights import checkpoint
 
     return refusing.before_loading(load if device_map is not None else checkpoint.checked(load))
 
@@ -123,7 +119,7 @@ def waiting(tensor):
     """The seam where a model takes a checkpoint's tensor: conversions to another dtype wait until its values are needed."""
     if not is_active():
         return tensor
-    from . import checkpoint
+    from .weights import checkpoint
 
     return checkpoint.waiting(tensor)
 
@@ -132,7 +128,7 @@ def tensors_of(path, device):
     """The seam where a model's safetensors file is opened: its tensors by name, mapped and not read; None: as upstream does."""
     if not is_active():
         return None
-    from . import disk
+    from .weights import disk
 
     return disk.load_file(path, device)
 
@@ -142,9 +138,9 @@ def attention_backend(name: str) -> str:
     name = getattr(name, "value", name)
     if name == "native" or name.startswith("tpu") or not is_active():
         return name
-    from .idioms import said
+    from . import notices
 
-    said.once(
+    notices.warn_once(
         "attention_backend",
         f"attention backend {name!r}: on the TPU path attention is the TPU kernel, whatever backend",
     )
@@ -155,14 +151,14 @@ def model_mapped(device_map):
     """The seam in a model's `from_pretrained`: (what upstream is to do about `device_map`, is the model for the TPU)."""
     if device_map is None or not is_active():
         return device_map, False
-    from . import moving
+    from .pipelines import moving
 
     return moving.mapped(device_map)
 
 
 def arrived(model):
     """The seam at the end of a model's `from_pretrained`, of a model that `model_mapped` said is for the TPU."""
-    from . import moving
+    from .pipelines import moving
 
     return moving.arrived(model)
 
@@ -177,7 +173,7 @@ def manages(manager, device, strategy) -> bool:
     """The seam of `ComponentsManager.enable_auto_cpu_offload`: whether the TPU path manages where components are."""
     if not takes("cuda" if device is None else device):
         return False
-    from . import modular
+    from .pipelines import modular
 
     modular.manage(manager, device, strategy)
     return True
@@ -211,7 +207,7 @@ def explain(model_or_pipeline) -> str:
 def _room(model_or_pipeline):
     import torch
 
-    from . import models, pipeline
+    from .pipelines import models, pipeline
 
     if isinstance(model_or_pipeline, torch.nn.Module):
         return models

@@ -1,4 +1,4 @@
-"""What the user asked for: `TPUConfig` for one pipeline, and the environment, read in this one place."""
+"""What the user asked for: `TPUConfig` of a pipeline, and the environment variables."""
 
 import operator
 import os

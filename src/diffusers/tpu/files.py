@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written beside their place under a hidden name, named at the end."""
+"""Files that are whole or not there: written beside their place under a hidden name, renamed at the end."""
 
 import contextlib
 import os

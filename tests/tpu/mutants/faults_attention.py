@@ -10,7 +10,7 @@ JOINT = "test_attention_joint.py"
 # fmt: off
 MUTANTS = [
     *in_file(
-        TPU + "attention/parallel.py",
+        TPU + "kernels/attention/parallel.py",
         ("ring-merge", "out_h * jnp.exp(lse_h[..., None] - base), both", "out_h * jnp.exp(lse[..., None] - base), both",
          "a part of the keys is weighed by another part's sum", f"{PARALLEL}::test_every_mask_over_every_split"),
         ("ring-backwards", "(i + following - hop) % ring)", "(i - following + hop) % ring)",
@@ -29,7 +29,7 @@ MUTANTS = [
          f"{PARALLEL}::test_a_kernel_is_split_by_heads_where_nobody_lays_out"),
     ),
     *in_file(
-        TPU + "attention/exchange.py",
+        TPU + "kernels/attention/exchange.py",
         ("ulysses-rest", "last[:, i]], 1)", "last[:, i - 1]], 1)",
          "rows that fill no tile go to the chip beside", f"{PARALLEL}::test_chips_whose_rows_fill_no_tile"),
         ("exchange-order", "interpret is not None and all(kernels.takes(x, ways, in_order) for x in (q, k, v))",
@@ -37,7 +37,7 @@ MUTANTS = [
          "rows are laid in another order where their places count", f"{PARALLEL}::test_kernels_around_the_exchange"),
     ),
     *in_file(
-        TPU + "attention/exchange_kernels.py",
+        TPU + "kernels/attention/exchange_kernels.py",
         ("exchange-rest", "jnp.maximum(i - ways * whole, 0)", "0",
          "tokens of the first block that is left stand in all of them", f"{PARALLEL}::test_kernels_around_the_exchange"),
         ("exchange-vmem", "VMEM_BYTES = 3 * 2 * BLOCK_BYTES", "VMEM_BYTES = BLOCK_BYTES",
@@ -46,7 +46,7 @@ MUTANTS = [
          "every chip is sent the first one's rows", f"{PARALLEL}::test_kernels_around_the_exchange"),
     ),
     *in_file(
-        TPU + "attention/key_norms.py",
+        TPU + "kernels/attention/key_norms.py",
         ("norms-own", "last = own_ref[0][0] if own_ref else tokens", "last = tokens",
          "keys that are none may be the longest", f"{PARALLEL}::test_keys_that_are_none_have_no_part_in_the_bounds"),
         ("norms-padding", "jnp.where(there, (x * x).sum(-1, keepdims=True), 0.0)", "(x * x).sum(-1, keepdims=True)",
@@ -54,14 +54,14 @@ MUTANTS = [
          f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
     ),
     *in_file(
-        TPU + "attention/key_bounds.py",
+        TPU + "kernels/attention/key_bounds.py",
         ("bounds-maximum", "highest = functools.partial(lax.pmax, axis_name=axis) if axis else lambda x: x", "highest = lambda x: x",
          "a chip's own keys are taken for all", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
         ("bounds-mean", "total = functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x", "total = lambda x: x",
          "the mean is of one chip's keys", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
     ),
     *in_file(
-        TPU + "attention/parallel.py",
+        TPU + "kernels/attention/parallel.py",
         ("bounds-heads", "lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)",
          "lax.dynamic_slice_in_dim(x, 0, heads, 1), bounds)",
          "every chip has the bounds of the first heads", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
@@ -69,7 +69,7 @@ MUTANTS = [
          "the padding counts among the keys", f"{PARALLEL}::test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come"),
     ),
     *in_file(
-        TPU + "attention/reference.py",
+        TPU + "kernels/attention/reference.py",
         ("reference-scale", ".astype(jnp.float32) * scale, 3,", ".astype(jnp.float32), 3,",
          "the scale is forgotten", f"{REFERENCE}::test_equals_the_formula"),
         ("reference-nan", "v_j = jnp.where(seen[..., None], v_j, 0.0)", "v_j = v_j * 1.0",
@@ -82,20 +82,20 @@ MUTANTS = [
          "sums of earlier blocks keep their old maximum", f"{REFERENCE}::test_equals_the_formula"),
     ),
     *in_file(
-        TPU + "attention/blocks.py",
+        TPU + "kernels/attention/blocks.py",
         ("blocks-refusal", "if vmem_bytes(blocks, shape) > vmem_limit(generation):\n            raise ValueError(",
          "if False:\n            raise ValueError(",
          "blocks that VMEM does not hold go to the compiler", f"{ATTENTION}::test_blocks_that_do_not_fit_are_refused"),
     ),
     *in_file(
-        TPU + "attention/splash.py",
+        TPU + "kernels/attention/splash.py",
         ("splash-length", "jnp.arange(s_padded) < s_len", "jnp.arange(s_padded) <= s_len",
          "one key of padding joins the softmax", f"{ATTENTION}::test_splash_has_true_key_lengths"),
         ("splash-scale", "q = (q.astype(jnp.float32) * scale).astype(q.dtype)", "q = q * 1",
          "the scale is forgotten", f"{ATTENTION}::test_splash_has_true_key_lengths"),
     ),
     *in_file(
-        TPU + "attention/lineage/parts.py",
+        TPU + "kernels/attention/lineage/parts.py",
         ("lineage-sign", "sums.get(axis, 0) + times * factor", "sums.get(axis, 0) + factor",
          "a difference of indices is read as their sum", f"{MASKS}::test_traced_masks_by_their_lineage"),
         ("lineage-logical-and", "functools.reduce(jnp.logical_and, [p.make() for p in self.parts])",
@@ -103,7 +103,7 @@ MUTANTS = [
          "an outer product of masks is read as their union", f"{MASKS}::test_random_masks_are_what_they_are_eagerly"),
     ),
     *in_file(
-        TPU + "attention/lineage/equations.py",
+        TPU + "kernels/attention/lineage/equations.py",
         ("lineage-greater", '{"ge": 0, "gt": 1, "eq": 0}', '{"ge": 0, "gt": 0, "eq": 0}',
          "a strict comparison includes the diagonal", (f"{MASKS}::test_traced_masks_by_their_lineage",
                                                        f"{MASKS}::test_random_masks_are_what_they_are_eagerly")),
@@ -113,7 +113,7 @@ MUTANTS = [
          "a transposed mask varies along another axis", f"{MASKS}::test_traced_masks_by_their_lineage"),
     ),
     *in_file(
-        TPU + "attention/kernel_body.py",
+        TPU + "kernels/attention/kernel_body.py",
         ("kernel-end", "jnp.where(key < call.kv_len, v, jnp.zeros_like(v))", "v",
          "values beyond the last key, which may be NaN, are summed", f"{KERNEL}::test_every_mask_of_every_shape"),
         ("kernel-bound", "largest * r.reach[kv] <= SMALLEST", "largest * r.reach[kv] <= 4 * SMALLEST",
@@ -122,21 +122,21 @@ MUTANTS = [
          "every head goes all ways", f"{KERNEL}::test_each_head_and_block_of_queries_goes_its_own_way"),
     ),
     *in_file(
-        TPU + "attention/kernel_call.py",
+        TPU + "kernels/attention/kernel_call.py",
         ("kernel-frame", "(own + right + 1) * keys - 1", "(own + right) * keys",
          "a frame sees one key of itself", f"{KERNEL}::test_a_band_by_frame"),
         ("kernel-tail", "self.whole >= self.before_last", "self.whole >= 0",
          "masked keys before the last block are seen", f"{KERNEL}::test_every_mask_of_every_shape"),
     ),
     *in_file(
-        TPU + "attention/api.py",
+        TPU + "kernels/attention/api.py",
         ("latents-fill", "tokens = k.shape[2] - settings.fill", "tokens = k.shape[2]",
          "latents see those that are none", "test_two_streams.py::test_the_transformer_equals_upstreams"),
         ("joint-window", "if settings.window is not None:", "if False:", "a window that joint attention has not is left out in silence",
          f"{JOINT}::test_a_window_is_refused"),
     ),
     *in_file(
-        TPU + "attention/joint.py",
+        TPU + "kernels/attention/joint.py",
         ("joint-padding", "jnp.where(text.seen[:, None, :, None], out, 0)", "out",
          "padding of the text has an answer", f"{JOINT}::test_any_mesh_gives_what_the_concatenation_gives"),
         ("joint-heads", "lax.axis_index(\"ulysses\") * heads, heads, 1)\n\n    return Text", "0, heads, 1)\n\n    return Text",
@@ -147,7 +147,7 @@ MUTANTS = [
          "tokens that are none are seen", "test_hunyuan_video15.py::test_video_equals_upstreams[odd-pair]"),
     ),
     *in_file(
-        TPU + "attention/kernel_tiles.py",
+        TPU + "kernels/attention/kernel_tiles.py",
         ("kernel-rescale", "rescale = jnp.exp2(m - top)", "rescale = jnp.exp2(top - m)",
          "sums grow where the running maximum does", f"{KERNEL}::test_every_mask_of_every_shape"),
         ("kernel-key-bias", "s, allowed = s + column, allowed & (column > MASKED)", "allowed = allowed & (column > MASKED)",
@@ -159,7 +159,7 @@ MUTANTS = [
          "causal attention does not see its own token", f"{KERNEL}::test_every_mask_of_every_shape"),
     ),
     *in_file(
-        TPU + "linear.py",
+        TPU + "kernels/linear.py",
         ("linear-bias", "result = (product + r.b[...]).astype(x.dtype)", "result = product.astype(x.dtype)",
          "the bias is forgotten", f"{LINEAR}::test_any_number_of_rows"),
         ("linear-gate-rounding", "r.gate[...]).astype(gate.dtype)", "r.gate[...]).astype(x.dtype)",
@@ -176,7 +176,7 @@ MUTANTS = [
          "features split over tp are taken for whole", f"{LINEAR}::test_over_a_mesh_and_what_is_not_taken"),
     ),
     *in_file(
-        TPU + "rotary.py",
+        TPU + "kernels/rotary.py",
         ("rotary-sign", "jnp.where(first, -after, before) * sin", "jnp.where(first, after, before) * sin",
          "pairs are mirrored, not rotated", f"{LINEAR}::test_norm_and_rotation"),
         ("rotary-small", "lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis), dim)", "lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis), 2 * dim)",

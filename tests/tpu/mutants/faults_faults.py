@@ -9,18 +9,18 @@ SLICES = f"{DISK}::test_parts_are_numpys_slices_of_what_is_stored"
 # fmt: off
 MUTANTS = [
     *in_file(
-        TPU + "disk.py",
+        TPU + "weights/disk.py",
         ("disk-written", 'line.startswith(("Anonymous:", "Swap:"))', 'line.startswith(("Nothing:",))',
          "memory that was written to is taken for the file's", f"{DISK}::test_memory_is_a_files_until_it_is_written_to_or_the_file_is_another"),
     ),
     *in_file(
-        TPU + "filling.py",
+        TPU + "weights/filling.py",
         ("filling-dtypes", "functools.reduce(torch.Tensor.to, place.dtypes, stored)", "stored",
          "what is read from a file is not converted on its way", SLICES),
         ("filling-padded", "        into[...] = 0\n", "        pass\n", "behind a smaller tensor stands what was in memory", SLICES),
     ),
     *in_file(
-        TPU + "placing.py",
+        TPU + "weights/placing.py",
         ("placing-start", "whole = _write(aval.sharding)(whole, some, chunk.start)", "whole = _write(aval.sharding)(whole, some, 0)",
          "layers of a stack are written over each other", "test_weights.py::test_what_is_on_the_chips_is_upstreams_and_follows_the_host"),
     ),

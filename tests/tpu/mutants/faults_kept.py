@@ -14,7 +14,7 @@ KNOWN = "test_bridge.py::test_values_that_the_host_knows"
 # fmt: off
 MUTANTS = [
     *in_file(
-        TPU + "executables.py",
+        TPU + "compile/executables.py",
         ("executables-state", '"state": words.of((runner.read_state, process_key())),', '"state": "",',
          "a program of another state of the model is used", STATE),
         ("executables-settings", '"settings": repr((fixed, runner.config.matmul_precision)),', '"settings": "",',
@@ -27,7 +27,7 @@ MUTANTS = [
          "nothing is kept for other processes", f"{EXECUTABLES}::test_another_process_traces_nothing_and_answers_the_same"),
     ),
     *in_file(
-        TPU + "store/describing.py",
+        TPU + "compile/store/describing.py",
         ("store-scripts", "    if where is None:\n        raise NotPortable(", "    if where is None:\n        return code.co_qualname\n        raise NotPortable(",
          "two scripts' functions of one name are taken for one", SCRIPT),
         ("store-modules", "        held.append((name, _held(value)))\n        if isinstance(value, (types.FunctionType", "        if isinstance(value, (types.FunctionType",
@@ -36,7 +36,7 @@ MUTANTS = [
          "codes of two files that look alike are one", f"{EXECUTABLES}::test_a_code_is_told_from_one_alike_in_another_file"),
     ),
     *in_file(
-        TPU + "store/files.py",
+        TPU + "compile/store/files.py",
         ("store-digest", 'if len(body) != head["bytes"] or hashlib.sha256(body).hexdigest() != head["sha256"]:', "if False:",
          "a damaged executable is loaded", f"{EXECUTABLES}::test_a_damaged_file_is_said_removed_and_made_anew",
          "zlib's own checksum finds what this one does, only later"),
@@ -46,7 +46,7 @@ MUTANTS = [
          "what is used goes as if it were not", f"{EXECUTABLES}::test_the_longest_unused_go"),
     ),
     *in_file(
-        TPU + "stepping.py",
+        TPU + "pipelines/stepping.py",
         ("stepping-tables", "return leaf.dtype, leaf.shape, _bytes(leaf)", "return leaf.dtype, leaf.shape",
          "a step of another schedule is used", CHANGED),
         ("stepping-configuration", "        return repr(leaf)\n", "        return type(leaf)\n",
@@ -79,7 +79,7 @@ MUTANTS = [
          "64-bit values for what is 32-bit on the chips", KNOWN),
     ),
     *in_file(
-        TPU + "executables.py",
+        TPU + "compile/executables.py",
         ("executables-agree", "_kind(found)) or found is None:", "_kind(found)) and found is None or found is None:",
          "one process of several waits for those that compile", "test_hosts.py::test_what_one_process_lacks_all_compile"),
     ),

@@ -151,7 +151,7 @@ MUTANTS = [
          "an off-by-one in how tiles fade", f"{NNX}::test_tiles_equal_upstream"),
     ),
     *in_file(
-        TPU + "video/convolution_kernel.py",
+        TPU + "kernels/convolution.py",
         ("windows-edge", "(column >= edge - j) & (column < width + edge - j)", "column >= edge - j",
          "beside the last column of a map lies the first of its next row", f"{CONVOLUTION}::test_any_map"),
         ("windows-side", "pltpu.roll(y, (edge - j) % positions, 0)", "pltpu.roll(y, (j - edge) % positions, 0)",

@@ -15,7 +15,7 @@ from coverage_tables import DENOISER_LIMIT
 from torch.utils._pytree import tree_map_only
 
 from diffusers.tpu import install, report
-from diffusers.tpu.fidelity.pipelines import (
+from diffusers.tpu.compare.pipelines import (
     LOW_PRECISION_FACTOR,
     Call,
     load,
@@ -25,8 +25,8 @@ from diffusers.tpu.fidelity.pipelines import (
     run_pipeline,
     widened,
 )
-from diffusers.tpu.pipeline import installation
-from diffusers.tpu.plans import PLANS
+from diffusers.tpu.pipelines.pipeline import installation
+from diffusers.tpu.pipelines.plans import PLANS
 
 
 SEED = 7

@@ -66,7 +66,7 @@ def import_what_all_need():
     import examining  # noqa: F401
     import torch
 
-    import diffusers.tpu.fidelity.pipelines  # noqa: F401
+    import diffusers.tpu.compare.pipelines  # noqa: F401
     import tiny_parts
 
     torch.set_num_threads(1)

@@ -102,7 +102,7 @@ def import_what_all_need():
     import torch
 
     import diffusers.pipelines.pipeline_utils
-    import diffusers.tpu.pipeline  # noqa: F401
+    import diffusers.tpu.pipelines.pipeline  # noqa: F401
 
     torch.set_num_threads(1)
     if not Path(diffusers.__file__).is_relative_to(ROOT):

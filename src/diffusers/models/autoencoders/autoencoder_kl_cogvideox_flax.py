@@ -1,8 +1,8 @@
 """CogVideoX's VAE on TPU: upstream's module, its loop over batches of frames as one scan, split over the width of the video.
 
 Upstream decodes two latent frames at a time and encodes eight of the video, the remainder with the first; what its
-convolutions keep goes from batch to batch. Here the batches are one scan (`bridge.scan_batches`), each chip on its slab of the
-width with its neighbours' edge columns (`bridge.over_width`); group norms have the statistics of the whole map. Residual blocks
+convolutions keep goes from batch to batch. Here the batches are one scan (`tracing.scan_batches`), each chip on its slab of the
+width with its neighbours' edge columns (`tracing.over_width`); group norms have the statistics of the whole map. Residual blocks
 that are alike are scanned too. With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name from here.
 
 The decoder's norms are scaled and shifted by the latents at each position. Upstream makes the latents as fine as the map
@@ -14,7 +14,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from ..downsampling import CogVideoXDownsample3D
 from ..upsampling import CogVideoXUpsample3D
 from .autoencoder_kl_cogvideox import (
@@ -38,7 +38,7 @@ def _convolved(layer, inputs, conv_cache=None):
         return type(layer).forward(layer, inputs, conv_cache)
     if not back:
         return layer.conv(inputs), None
-    from ...tpu.bridge import looking_back
+    from ...tpu.compile.tracing import looking_back
 
     inputs = looking_back(inputs, conv_cache, back)
     return layer.conv(inputs), inputs[:, :, -back:]
@@ -51,14 +51,14 @@ def _not_in_parts(conv, x):
 
 def _spatial_norm(norm, f, zq, conv_cache=None):
     """As upstream's: f normed, scaled and shifted by what the latents are where it is."""
-    from ...tpu.bridge import normed_by_place
+    from ...tpu.compile.tracing import normed_by_place
 
     return normed_by_place(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq)), None
 
 
 def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
     """As upstream's: norm, SiLU and convolution, twice, beside a shortcut; where no channels change, as one scan."""
-    from ...tpu.bridge import scan_alike
+    from ...tpu.compile.tracing import scan_alike
 
     def half(norm_and_conv, x, kept):
         norm, conv = norm_and_conv
@@ -78,7 +78,7 @@ def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
 
 def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
     """As upstream's: residual blocks, all but a first of other channels as one scan, then what resamples."""
-    from ...tpu.bridge import scan_alike
+    from ...tpu.compile.tracing import scan_alike
 
     cache, keeps = conv_cache or {}, {}
     resnets = list(block.resnets)
@@ -99,7 +99,7 @@ def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):
 
 def _upsampled(layer, x):
     """As upstream's: doubles the map and, where it is asked to, all frames but a first of an odd number."""
-    from ...tpu.bridge import doubled
+    from ...tpu.compile.tracing import doubled
 
     x = doubled(layer.conv, x)  # of frames that are alike, once
     if not layer.compress_time or x.shape[2] == 1:
@@ -122,13 +122,13 @@ def _decode(vae, z, return_dict=True):
     """As upstream's: z [B, C, T, H, W] -> the video, wrapped."""
     if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
         return vae.tiled_decode(z, return_dict=return_dict)
-    from ...tpu.bridge import over_width
+    from ...tpu.compile.tracing import over_width
 
     return _wrapped(over_width(functools.partial(_decode_map, vae), z), return_dict)
 
 
 def _decode_map(vae, z):
-    from ...tpu.bridge import scan_batches
+    from ...tpu.compile.tracing import scan_batches
 
     def step(latents, cache):
         if vae.post_quant_conv is not None:
@@ -142,13 +142,13 @@ def _encode(vae, x):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
     if vae.use_tiling and (x.shape[-1] > vae.tile_sample_min_width or x.shape[-2] > vae.tile_sample_min_height):
         return vae.tiled_encode(x)
-    from ...tpu.bridge import over_width
+    from ...tpu.compile.tracing import over_width
 
     return over_width(functools.partial(_encode_map, vae), x, multiple=spatial_ratio(vae))
 
 
 def _encode_map(vae, x):
-    from ...tpu.bridge import scan_batches
+    from ...tpu.compile.tracing import scan_batches
 
     def step(frames, cache):
         moments, cache = vae.encoder(frames, conv_cache=cache)
@@ -163,7 +163,7 @@ def _wrapped(sample, return_dict):
 
 def tiled_decode(vae, z, return_dict=True):
     """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     tiling = decode_tiling(vae, *z.shape[-2:])
     return _wrapped(in_tiles(functools.partial(_decode_map, vae), z, tiling), return_dict)
@@ -171,7 +171,7 @@ def tiled_decode(vae, z, return_dict=True):
 
 def tiled_encode(vae, x):
     """As upstream's."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
 

@@ -1,6 +1,6 @@
 """The VAE of Stable Diffusion, SDXL, SD3 and Flux on TPU: upstream's module, split over the width of the image.
 
-Each chip computes its slab of the width with its neighbours' edge columns (`bridge.over_width`), a batch that `dp` divides
+Each chip computes its slab of the width with its neighbours' edge columns (`tracing.over_width`), a batch that `dp` divides
 lies over it; group norms have the statistics of the whole map, and the middle's attention sees all of its keys. With tiling
 on, equal tiles are one mapped program and chips share them. A module whose blocks or attention processors are not known to
 compute on a slab is left to the compiler.
@@ -9,7 +9,7 @@ compute on a slab is left to the compiler.
 import functools
 from dataclasses import replace
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from ..unets.unet_2d_blocks import AttnDownEncoderBlock2D, AttnUpDecoderBlock2D, DownEncoderBlock2D, UpDecoderBlock2D
 from ..upsampling import Upsample2D
@@ -30,7 +30,7 @@ def works_on_slabs(vae) -> bool:
 
 def _upsampled(layer, x, output_size=None):
     """As upstream's: doubles the map and convolves it."""
-    from ...tpu.bridge import doubled, on_a_slab
+    from ...tpu.compile.tracing import doubled, on_a_slab
 
     if not on_a_slab() or output_size is not None:
         return type(layer).forward(layer, x, output_size)
@@ -39,7 +39,7 @@ def _upsampled(layer, x, output_size=None):
 
 def _decode(vae, z, return_dict=True):
     """As upstream's: z [B, C, H, W] -> the image, wrapped."""
-    from ...tpu.bridge import in_tiles, over_width
+    from ...tpu.compile.tracing import in_tiles, over_width
 
     if not works_on_slabs(vae):
         return type(vae)._decode(vae, z, return_dict)
@@ -57,7 +57,7 @@ def _decode_map(vae, z):
 
 def _encode(vae, x):
     """As upstream's: an image [B, 3, H, W] -> the posterior's parameters."""
-    from ...tpu.bridge import in_tiles, over_width
+    from ...tpu.compile.tracing import in_tiles, over_width
 
     if not works_on_slabs(vae):
         return type(vae)._encode(vae, x)

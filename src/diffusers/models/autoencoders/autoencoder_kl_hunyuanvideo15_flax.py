@@ -1,7 +1,7 @@
 """HunyuanVideo-1.5's VAE on TPU: upstream's module, its levels that change in time as one scan, split over the width of the video.
 
 Upstream computes all frames at once. Here the levels between the middle block and the video are a scanned step of one latent
-frame (`bridge.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns (`bridge.over_width`): what the
+frame (`tracing.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns (`tracing.over_width`): what the
 chips hold is a step, whatever the length of the video. The middle block, whose attention sees all frames so far, is computed
 for all of them: at that level they are small. With tiling on, equal tiles are one mapped program and chips share them. The
 same VAE without torch is `FlaxAutoencoderKLHunyuanVideo15`, by name from here.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from .autoencoder_kl_hunyuanvideo15 import (
     AutoencoderKLHunyuanVideo15,
     HunyuanVideo15AttnBlock,
@@ -99,7 +99,7 @@ def _downsampled(layer, x):
 
 def _attended(block, x):
     """As upstream's: a frame sees itself and those before it."""
-    from ...tpu.bridge import attention_by_frame
+    from ...tpu.compile.tracing import attention_by_frame
 
     normed, frames = block.norm(x), x.shape[2]
     query, key, value = (
@@ -113,13 +113,13 @@ def _decode(vae, z):
     """As upstream's: z [B, C, T, H, W] -> the video."""
     if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
         return vae.tiled_decode(z)
-    from ...tpu.bridge import over_width
+    from ...tpu.compile.tracing import over_width
 
     return over_width(functools.partial(_decode_map, vae), z)
 
 
 def _decode_map(vae, z):
-    from ...tpu.bridge import scan_chunks
+    from ...tpu.compile.tracing import scan_chunks
 
     decoder = vae.decoder
 
@@ -140,13 +140,13 @@ def _encode(vae, x):
     ratio = vae.spatial_compression_ratio
     if any(size % ratio for size in x.shape[-2:]):
         return type(vae)._encode(vae, x)  # which refuses it
-    from ...tpu.bridge import over_width
+    from ...tpu.compile.tracing import over_width
 
     return over_width(functools.partial(_encode_map, vae), x, multiple=ratio)
 
 
 def _encode_map(vae, x):
-    from ...tpu.bridge import scan_chunks
+    from ...tpu.compile.tracing import scan_chunks
 
     encoder = vae.encoder
 
@@ -170,14 +170,14 @@ def _that_keep(model) -> int:
 
 def tiled_decode(vae, z):
     """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     return in_tiles(functools.partial(_decode_map, vae), z, decode_tiling(vae, *z.shape[-2:]))
 
 
 def tiled_encode(vae, x):
     """As upstream's."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
 

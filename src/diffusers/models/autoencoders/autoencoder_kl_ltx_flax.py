@@ -2,7 +2,7 @@
 
 Upstream computes all frames at once, and so does this: a latent is 32 x 32 pixels and 8 frames, so that what a layer gives
 of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its slab of the width with its
-neighbours' edge columns (`bridge.over_width`), whose convolutions run with the columns for their batch. With tiling on, equal
+neighbours' edge columns (`tracing.over_width`), whose convolutions run with the columns for their batch. With tiling on, equal
 tiles are one mapped program and chips share them. A decoder that draws noise while it computes, as that of 0.9.1, is left to
 upstream: no program can stand for it.
 """
@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from .autoencoder_kl_ltx import (
     AutoencoderKLLTXVideo,
     LTXVideo095DownBlock3D,
@@ -29,7 +29,7 @@ from .vae import DecoderOutput
 
 def _residual(block, inputs, temb=None, generator=None):
     """As upstream's: norm, SiLU and convolution, twice, beside a shortcut; where no channels change, as one scan."""
-    from ...tpu.bridge import on_a_slab, scan_alike
+    from ...tpu.compile.tracing import on_a_slab, scan_alike
 
     if not on_a_slab() or block.conv_shortcut is not None:
         return type(block).forward(block, inputs, temb, generator)
@@ -53,7 +53,7 @@ def _residual(block, inputs, temb=None, generator=None):
 
 def _level(block, hidden_states, temb=None, generator=None):
     """As upstream's: what resamples and changes channels, before or behind residual blocks, which are one scan."""
-    from ...tpu.bridge import on_a_slab, scan_alike
+    from ...tpu.compile.tracing import on_a_slab, scan_alike
 
     if not on_a_slab():
         return type(block).forward(block, hidden_states, temb, generator)
@@ -80,7 +80,7 @@ def _draws(decoder) -> bool:
 
 def _decoded(decoder, hidden_states, temb=None):
     """As upstream's: latents [B, C, T, H, W] and, of a decoder that is conditioned, timesteps [B] -> the video."""
-    from ...tpu.bridge import on_a_slab, over_width
+    from ...tpu.compile.tracing import on_a_slab, over_width
 
     decode = functools.partial(type(decoder).forward, decoder)
     if on_a_slab() or _draws(decoder):
@@ -90,7 +90,7 @@ def _decoded(decoder, hidden_states, temb=None):
 
 def _encoded(encoder, hidden_states):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
-    from ...tpu.bridge import on_a_slab, over_width
+    from ...tpu.compile.tracing import on_a_slab, over_width
 
     encode = functools.partial(type(encoder).forward, encoder)
     ratio = spatial_ratio(encoder)
@@ -107,7 +107,7 @@ def spatial_ratio(encoder) -> int:
 
 def tiled_decode(vae, z, temb=None, return_dict=True):
     """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     if _draws(vae.decoder):
         return type(vae).tiled_decode(vae, z, temb, return_dict)
@@ -117,7 +117,7 @@ def tiled_decode(vae, z, temb=None, return_dict=True):
 
 def tiled_encode(vae, x):
     """As upstream's. Tiles that do not begin and end with latents are upstream's own work, one by one."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     tiling = encode_tiling(vae, *x.shape[-2:])
     if any(size % spatial_ratio(vae.encoder) for size in (*tiling.sizes, *tiling.strides, *x.shape[-2:])):

@@ -1,8 +1,8 @@
 """Wan's VAE on TPU: upstream's module with its loop over frames as one scan, split over the width of the video.
 
 Upstream decodes frame by frame and encodes four by four, its convolutions' last frames in a list. Here that is one
-scanned step (`bridge.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns
-(`bridge.over_width`). With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch
+scanned step (`tracing.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns
+(`tracing.over_width`). With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch
 is `FlaxAutoencoderKLWan`, by name from here.
 
 Upstream's first chunk is one frame, which temporal resampling leaves alone. In a video it is here as long as the others,
@@ -15,7 +15,7 @@ import functools
 
 import torch
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from .autoencoder_kl_wan import AutoencoderKLWan, AvgDown3D, WanResample, WanUpsample, patchify, unpatchify
 from .vae import DecoderOutput
 
@@ -99,13 +99,13 @@ def _decode(vae, z, return_dict=True):
         z.shape[-1] > vae.tile_sample_min_width // ratio or z.shape[-2] > vae.tile_sample_min_height // ratio
     ):
         return vae.tiled_decode(z, return_dict=return_dict)
-    from ...tpu.bridge import over_width
+    from ...tpu.compile.tracing import over_width
 
     return _decoded(vae, over_width(functools.partial(_decode_map, vae), z), return_dict)
 
 
 def _decode_map(vae, z):
-    from ...tpu.bridge import scan_chunks
+    from ...tpu.compile.tracing import scan_chunks
 
     def step(frame, cache, number):
         first = {"first_chunk": number is None} if vae.config.get("is_residual") else {}
@@ -122,7 +122,7 @@ def _decoded(vae, sample, return_dict):
 
 def _encode(vae, x):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters. Frames after the last whole four are left out."""
-    from ...tpu.bridge import over_width
+    from ...tpu.compile.tracing import over_width
 
     height, width = x.shape[-2:]
     patch = _patch(vae)
@@ -133,7 +133,7 @@ def _encode(vae, x):
 
 
 def _encode_map(vae, x):
-    from ...tpu.bridge import scan_chunks
+    from ...tpu.compile.tracing import scan_chunks
 
     def step(frames, cache, number):
         with _chunk(number):
@@ -150,14 +150,14 @@ def tiled_decode(vae, z, return_dict=True):
 
 def tiles_decoded(vae, z):
     """The video in its patches, of any values."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     return in_tiles(functools.partial(_decode_map, vae), z, decode_tiling(vae, *z.shape[-2:]))
 
 
 def tiled_encode(vae, x):
     """As upstream's, of a patchified video."""
-    from ...tpu.bridge import in_tiles
+    from ...tpu.compile.tracing import in_tiles
 
     return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
 

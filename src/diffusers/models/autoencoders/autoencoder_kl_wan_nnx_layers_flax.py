@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ...tpu.attention.api import attention
+from ...tpu.kernels.attention.api import attention
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.layers import HISTORY, Conv, Map, MidBlock, ResidualBlock, RMSNorm, silu
 from ...tpu.video.slabs import slabs

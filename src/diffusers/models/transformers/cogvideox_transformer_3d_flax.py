@@ -8,7 +8,7 @@ each token's layers are computed in its own stream (see two_streams_flax.py).
 
 from jax.sharding import PartitionSpec as P
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import CogVideoXAttnProcessor2_0
 from .cogvideox_transformer_3d import CogVideoXBlock
 from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
@@ -22,7 +22,7 @@ class CogVideoXProcessor(TwoStreamProcessor):
 
 def _block(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, attention_kwargs=None):
     """As upstream's, stream by stream."""
-    from ...tpu.bridge import on_every_chip
+    from ...tpu.compile.tracing import on_every_chip
 
     normed, text, gate, text_gate = block.norm1(hidden_states, encoder_hidden_states, temb)
     given = {"image_rotary_emb": image_rotary_emb, **(attention_kwargs or {})}

@@ -6,7 +6,7 @@ Control) are latents like others. An IP-Adapter's attention, a mask, and a proce
 
 import torch
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from .transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
 from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor, modulation, single_block
 

@@ -6,8 +6,8 @@ static argument `is_t2v`.
 
 import torch
 
-from ...tpu.call import asked_once
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
+from ...tpu.compile.call import asked_once
 from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15RotaryPosEmbed
 from .transformer_hunyuan_video_flax import CARRY, tables_by_axis
 from .two_streams_flax import RULES, WHOLE, TwoStreamProcessor

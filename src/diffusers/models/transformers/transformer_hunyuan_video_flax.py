@@ -6,7 +6,7 @@ of its own (image-to-video by token replacement), each token picks its modulatio
 
 import torch
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from .transformer_hunyuan_video import (
     HunyuanVideoAttnProcessor2_0,
     HunyuanVideoRotaryPosEmbed,

@@ -6,7 +6,7 @@ a batch unless a pipeline says where each item's tokens are (`video_coords`).
 
 from jax.sharding import PartitionSpec as P
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from ..attention_dispatch import dispatch_attention_fn
 from .transformer_ltx import LTXVideoAttnProcessor, LTXVideoRotaryPosEmbed
 from .two_streams_flax import LATENTS, STORED

@@ -6,7 +6,7 @@ program of its own. Masked, all lengths have one. The words' answers stand as up
 
 import torch
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import MochiAttnProcessor2_0
 
 

@@ -10,8 +10,8 @@ little have one program, and the two calls of a guided step are alike, so that t
 import torch
 from jax.sharding import PartitionSpec as P
 
-from ...tpu.call import asked_once
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
+from ...tpu.compile.call import asked_once
 from .transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0,
     QwenEmbedLayer3DRope,
@@ -106,7 +106,7 @@ def _tables(embed, *args, **kwargs):
 
 def _modulate(block, x, mod_params, index=None):
     """As upstream's. `index` [b, T]: which of two modulations a latent has, of one call of those side by side."""
-    from ...tpu.settings import current
+    from ...tpu.kernels.settings import current
 
     if index is not None:
         index = torch.nn.functional.pad(index, (0, current().fill)).repeat(x.shape[0] // index.shape[0], 1)

@@ -3,7 +3,7 @@
 In 3.5 some blocks attend to the latents a second time, among themselves; in 3 nothing is normed. The last block gives no text.
 """
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import JointAttnProcessor2_0
 from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor
 

@@ -7,7 +7,7 @@ the sequence.
 
 from jax.sharding import PartitionSpec as P
 
-from ...tpu.sharding import ModelPlan
+from ...tpu.chips.sharding import ModelPlan
 from ..attention_dispatch import dispatch_attention_fn
 from .transformer_wan import WanAttnProcessor, _get_qkv_projections
 

@@ -80,7 +80,7 @@ class TwoStreamProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's."""
-        from ...tpu.settings import current
+        from ...tpu.kernels.settings import current
 
         of_pairs = attention_mask is not None and not self.masks_words
         if encoder_hidden_states is None or of_pairs or not self.covers(attn):
@@ -90,7 +90,8 @@ class TwoStreamProcessor:
 
     def joined(self, attn, hidden_states, encoder_hidden_states, seen, rotary) -> tuple:
         """(The latents' answer, the text's). `rotary`: what `tables` takes."""
-        from ...tpu.bridge import filled, joint_attention, on_every_chip
+        from ...tpu.bridge import filled, joint_attention
+        from ...tpu.compile.tracing import on_every_chip
 
         tables, of_text = self.tables(rotary, encoder_hidden_states.shape[1])
         tables, of_text = (
@@ -127,7 +128,7 @@ def single_block(block, streams: tuple, modulations: list, **attention) -> tuple
 
     `streams`: latents and text [B, T, C]; `modulations`: shift, scale and gate of each; the rest is for its attention.
     """
-    from ...tpu.bridge import on_every_chip
+    from ...tpu.compile.tracing import on_every_chip
 
     normed = [block.norm.norm(x) * (1 + scale) + shift for x, (shift, scale, _) in zip(streams, modulations)]
     answers = block.attn(hidden_states=normed[0], encoder_hidden_states=normed[1], **attention)

@@ -1,7 +1,7 @@
 """HunyuanVideo-1.5 text-to-video on TPU: `HunyuanVideo15Pipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
 
-from ...tpu.pipeline import self_installing
-from ...tpu.plans import PipelinePlan
+from ...tpu.pipelines.pipeline import self_installing
+from ...tpu.pipelines.plans import PipelinePlan
 from .pipeline_hunyuan_video1_5 import HunyuanVideo15Pipeline as Upstream
 
 

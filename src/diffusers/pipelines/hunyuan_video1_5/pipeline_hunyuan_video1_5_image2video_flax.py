@@ -1,6 +1,6 @@
 """HunyuanVideo-1.5 image-to-video on TPU: `HunyuanVideo15ImageToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
 
-from ...tpu.pipeline import self_installing
+from ...tpu.pipelines.pipeline import self_installing
 from .pipeline_hunyuan_video1_5_flax import PLAN  # noqa: F401  read by the registry
 from .pipeline_hunyuan_video1_5_image2video import HunyuanVideo15ImageToVideoPipeline as Upstream
 

@@ -1,7 +1,7 @@
 """LTX-Video on TPU: `LTXPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
 
-from ...tpu.pipeline import self_installing
-from ...tpu.plans import PipelinePlan
+from ...tpu.pipelines.pipeline import self_installing
+from ...tpu.pipelines.plans import PipelinePlan
 from .pipeline_ltx import LTXPipeline as Upstream
 
 

@@ -6,8 +6,8 @@
 beside it do it for Wan's other pipelines, whose loops are this one's.
 """
 
-from ...tpu.pipeline import self_installing
-from ...tpu.plans import PipelinePlan
+from ...tpu.pipelines.pipeline import self_installing
+from ...tpu.pipelines.plans import PipelinePlan
 from .pipeline_wan import WanPipeline as UpstreamWanPipeline
 
 

@@ -1,4 +1,4 @@
-"""The bridge: the only room that imports torchax. A torch module becomes a pure function; tensors cross both ways."""
+"""The only importer of torchax: its environment, operators, and tensors that cross between torch and JAX."""
 
 import jax
 import torch
@@ -9,99 +9,55 @@ from . import compat  # noqa: F401  isort: skip  before everything that imports 
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
-from ..hosts import put
-from .blocks import WeightWritten
-from .caches import Kept, NotOnce, Step, kept_by
-from .captures import Marked, Tag, capture, capture_p, capturing
-from .crossing import as_numpy, from_numpy, numpy_dtype
+from ..chips.hosts import put
+from ..weights.crossing import as_numpy, from_numpy, numpy_dtype
 from .decisions import Decisions, Question
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
-from .following import look_after
-from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
 from .known import apart as known_apart
 from .known import of_tensor as known_values
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
 from .obstacles import Obstacle, assuming
 from .outside import DEVICE_TENSORS, READS, ValueRead
 from .refusals import is_refused
-from .scale import NumberRead
-from .video import (
-    attention_by_frame,
-    doubled,
-    in_tiles,
-    looking_back,
-    normed_by_place,
-    on_a_slab,
-    over_width,
-    scan_alike,
-    scan_batches,
-    scan_chunks,
-)
 
 
 __all__ = [
     "DEVICE",
     "DEVICE_TENSORS",
-    "INPUT",
     "Line",
     "Decisions",
     "Deferred",
-    "Entangled",
     "ExecutionDevice",
-    "Kept",
-    "Marked",
-    "NotOnce",
-    "NumberRead",
     "Obstacle",
-    "Opaque",
     "OperatorNotFound",
-    "PureFunction",
     "Question",
     "READS",
-    "Step",
-    "Tag",
+    "Tensor",
     "ValueRead",
-    "WeightWritten",
+    "View",
     "as_numpy",
     "asked_by_ours",
     "assuming",
-    "attention_by_frame",
-    "capture",
-    "capture_p",
-    "capturing",
     "decomposing",
     "deferred",
     "dispatched_attention",
     "environment",
     "filled",
     "from_numpy",
-    "doubled",
-    "in_tiles",
     "is_refused",
     "joint_attention",
-    "kept_by",
     "known_apart",
     "known_values",
     "latent_attention",
     "line_of",
-    "look_after",
-    "looking_back",
     "normed_and_rotated",
-    "normed_by_place",
     "numpy_dtype",
-    "on_a_slab",
     "on_device",
-    "on_every_chip",
-    "over_width",
     "quiet_integers",
     "raised_inside",
-    "scan_alike",
-    "scan_batches",
-    "scan_chunks",
     "to_jax",
     "to_torch",
-    "tracing",
     "whole_tracebacks",
 ]
 
@@ -125,8 +81,8 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
         norm: RMS or layer norm with weights; over all of C, or of the entries of a head.
         apart: pairs are of entries half a head apart, not of neighbours.
     """
-    from ..rotary import Norm, normed_and_rotated
-    from ..settings import current
+    from ..kernels.rotary import Norm, normed_and_rotated
+    from ..kernels.settings import current
 
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
@@ -138,7 +94,7 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
 
 def filled(table: torch.Tensor) -> torch.Tensor:
     """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.fill`)."""
-    from ..settings import current
+    from ..kernels.settings import current
 
     return torch.nn.functional.pad(table, (0, 0, 0, current().fill)) if current().fill else table
 
@@ -152,9 +108,9 @@ def joint_attention(
         seen: tokens of the text that are no padding [B, L]; None: all.
         backend: a dispatcher's backend that a processor was told to use; None: what `TPUConfig.attention` says.
     """
-    from ..attention.api import joint
-    from ..attention.joint import Text
-    from ..settings import choosing
+    from ..kernels.attention.api import joint
+    from ..kernels.attention.joint import Text
+    from ..kernels.settings import choosing
 
     (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in stream] for stream in (latents, text))
     with choosing(
@@ -166,7 +122,7 @@ def joint_attention(
 
 def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Latents among themselves, q, k and v [B, T, N, D] of a trace; so is the answer."""
-    from ..attention.api import among_latents
+    from ..kernels.attention.api import among_latents
 
     answer = among_latents(*(x.jax().swapaxes(1, 2) for x in (q, k, v)))
     return Tensor(answer.swapaxes(1, 2), environment())
@@ -216,7 +172,7 @@ def dispatched_attention(
         NotImplementedError: `return_lse`.
         RuntimeError: host tensors: the backend works on the TPU path only.
     """
-    from ..settings import choosing
+    from ..kernels.settings import choosing
     from .operators import scaled_dot_product_attention
 
     if return_lse:

@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
 
-from ..checkpoint import is_about_values, settled
-from ..hosts import process_count, put
-from ..idioms import said
+from .. import notices
+from ..chips.hosts import process_count, put
 from ..idioms.devices import inside
+from ..weights.checkpoint import is_about_values, settled
+from ..weights.crossing import as_numpy, from_numpy
 from . import known
-from .crossing import as_numpy, from_numpy
 from .decisions import decided
 from .deferred import Deferred
 from .draws import drawn, is_draw
@@ -191,7 +191,7 @@ class Environment(_Environment):
         if layouts - {torch.strided}:
             raise OperatorNotFound(f"{func} gives tensors of {layouts}, which no device tensor can be")
         self.missing[f"torchax lacks {func} ({line})"] += 1
-        said.once(f"missing {func} {line}", f"{func} runs on the host, torchax has no such operator: {line}")
+        notices.warn_once(f"missing {func} {line}", f"{func} runs on the host, torchax has no such operator: {line}")
         return result
 
     def _without_tensors(self, func, types, args, kwargs):

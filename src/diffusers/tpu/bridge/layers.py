@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torchax.tensor import Tensor
 
-from ..linear import linear as fast_linear
-from ..settings import current
+from ..kernels.linear import linear as fast_linear
+from ..kernels.settings import current
 
 
 aten = torch.ops.aten

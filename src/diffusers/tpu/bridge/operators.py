@@ -8,9 +8,9 @@ from torch.utils._pytree import tree_map_only
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
-from ..attention.api import attention
-from ..settings import current
-from ..video import convolution_kernel
+from ..kernels import convolution as convolution_kernel
+from ..kernels.attention.api import attention
+from ..kernels.settings import current
 from ..video.convolution import by_columns
 from ..video.norm import normed
 from ..video.slabs import NotOnSlabs, slabs

@@ -16,15 +16,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchax.tensor import Tensor
 from torchax.view import View
 
-from ..hosts import put, whole
+from ..chips.hosts import put, whole
 from ..idioms.devices import inside
+from ..weights.crossing import as_numpy, from_numpy
 from . import known
-from .crossing import as_numpy, from_numpy
 from .decisions import decided
 
 
 DEVICE_TENSORS = (Tensor, View)
 HOST = torch.device("cpu")
+OURS = tuple(f"{__package__.rpartition('.')[0]}.{name}." for name in ("bridge", "compile.tracing"))
 
 
 class ValueRead(RuntimeError):
@@ -166,7 +167,7 @@ def _for_a_message() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in ("torch", "torchax", "jax") and not name.startswith(__package__):
+        if name.partition(".")[0] not in ("torch", "torchax", "jax") and not name.startswith(OURS):
             return name.partition(".")[0] in ("transformers", "diffusers")
         frame = frame.f_back
     return False

@@ -1,4 +1,4 @@
-"""The idioms of scripts written for CUDA: on the TPU path they do what the script meant.
+"""`torch.cuda`, `torch.compile`, `torch.distributed` and the like for scripts that were written for a GPU.
 
 `on` replaces what such scripts use of torch, once, when diffusers is imported and the path is active; `off` puts torch's own
 objects back. Where the path is off nothing of torch is touched. What each idiom does: `examples/tpu/IDIOMS.md`.
@@ -12,18 +12,15 @@ objects back. Where the path is off nothing of torch is touched. What each idiom
 | `modes` | `torch.inference_mode`, `torch.autocast` |
 | `xla`, `overloads` | torch_xla beside us; torchax imported by a script |
 | `refusing` | quantization, gradients: what cannot be honoured |
-| `said` | what became of an idiom, once |
 """
 
 import sys
 
-from .. import moving
-from . import said
 
-
-__all__ = ["is_on", "off", "on", "said"]
+__all__ = ["is_on", "off", "on"]
 
 _replacements = None
+_others = ()
 
 
 def is_on() -> bool:
@@ -31,9 +28,12 @@ def is_on() -> bool:
     return _replacements is not None
 
 
-def on():
-    """Replace what scripts for CUDA use of torch; nothing if it is already. Imports neither JAX nor torchax."""
-    global _replacements
+def on(*others):
+    """Replace what scripts for CUDA use of torch; nothing if it is already. Imports neither JAX nor torchax.
+
+    others: switched on behind all that is here, by `switch_on`, and off first, by `switch_off`; those of the first call if none.
+    """
+    global _replacements, _others
     if _replacements is None:
         from . import compiling, cuda, devices, modes, overloads, processes, xla
         from .replacing import Replacements
@@ -42,7 +42,9 @@ def on():
         for file in (devices, cuda, compiling, modes, xla, processes):
             file.replace(_replacements)
         overloads.serve()  # for good: it changes nothing but what torchax sees while it is imported
-        moving.switch_on()  # last: models move, what is left of a move is torch's
+        _others = others or _others
+        for other in _others:
+            other.switch_on()
         _forget_devices()
 
 
@@ -50,7 +52,8 @@ def off():
     """torch's own objects, as they were."""
     global _replacements
     if _replacements is not None:
-        moving.switch_off()
+        for other in _others:
+            other.switch_off()
         _replacements.undo()
         _replacements = None
         _forget_devices()

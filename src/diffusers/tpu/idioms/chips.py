@@ -6,8 +6,8 @@ JAX is asked where it runs already, or where the answer needs the chips.
 import os
 import sys
 
+from ..chips.devices import CHIPS, GIB, find_target, generation_of, jax_devices
 from ..config import read_environment
-from ..devices import CHIPS, GIB, find_target, generation_of, jax_devices
 
 
 def name() -> str:

@@ -5,8 +5,8 @@ import types
 
 import torch
 
+from ..notices import warn_once
 from .replacing import Replacements, Stand
-from .said import once
 
 
 _PACKAGES = {"diffusers", "transformers"}
@@ -35,7 +35,7 @@ def _in_place(module, original, *args, **kwargs):
 
 
 def _say():
-    once(
+    warn_once(
         "compile",
         "torch.compile: on the TPU path models are compiled by JAX at their first call, and stay as they are",
     )

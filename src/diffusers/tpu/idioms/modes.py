@@ -9,9 +9,9 @@ import functools
 
 import torch
 
+from ..notices import warn_once
 from .devices import names_accelerator
 from .replacing import Replacements
-from .said import once
 
 
 def replace(replacements: Replacements):
@@ -38,7 +38,9 @@ def _without_accelerator(init):
     def __init__(self, device_type, dtype=None, enabled=True, cache_enabled=None):
         if isinstance(device_type, str) and names_accelerator(device_type):
             if enabled:
-                once("autocast", "torch.autocast: on the TPU path models compute in their own dtype; load them in it")
+                warn_once(
+                    "autocast", "torch.autocast: on the TPU path models compute in their own dtype; load them in it"
+                )
             device_type, enabled = "cuda", False
         init(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 

@@ -9,9 +9,9 @@ import os
 
 import torch
 
+from ..notices import warn_once
 from .devices import names_accelerator
 from .replacing import Replacements
-from .said import once
 
 
 ALONE = "one process has all chips of this host, and splits models over them by TPUConfig(mesh=(dp, sp, tp))"
@@ -58,7 +58,7 @@ def _initialised(function):
         if size == 1:
             args, kwargs = (), {name: x for name, x in kwargs.items() if name in ("timeout", "group_name")}
             kwargs |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
-        once(
+        warn_once(
             "distributed",
             f"torch.distributed with NCCL: on the TPU path {ALONE}; the process group is gloo's, of size {size}",
         )

@@ -6,8 +6,8 @@ It would take the chips, which one runtime can have. accelerate and transformers
 import os
 
 from ...utils import import_utils
+from ..notices import warn_once
 from .replacing import Replacements
-from .said import once
 
 
 def replace(replacements: Replacements):
@@ -16,7 +16,7 @@ def replace(replacements: Replacements):
         return
     replacements.put(import_utils, "_torch_xla_available", False)
     os.environ["USE_TORCH_XLA"] = "0"
-    once(
+    warn_once(
         "torch_xla",
         "torch_xla: on the TPU path models run through JAX, and torch_xla, which would take the chips, is left out"
         " (USE_TORCH_XLA=0). Import diffusers before accelerate; DIFFUSERS_TPU=off leaves the TPU to torch_xla",

@@ -1,4 +1,4 @@
-"""Asking the TPU compiler before renting the TPU: does a model fit a slice, how fast is a step, and why.
+"""The TPU compiler asked before renting a TPU: does a model fit a slice, how fast is a step, and why.
 
     plan(...)     the answer for one model on one slice, from the cache if it was asked before
     Question      what plan and the benchmarks ask
@@ -24,9 +24,9 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from ..aot import run_in_child
-from ..devices import find_topology
+from ..chips.devices import find_topology
 from .answers import Answers
+from .aot import run_in_child
 
 
 TIME_LIMIT = 900.0
@@ -40,7 +40,7 @@ READERS = (
     "planner/ici.py",
     "planner/timing.py",
     "planner/work.py",
-    "devices.py",
+    "chips/devices.py",
 )
 
 

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..aot import BadRequest, Compiler, out_of_memory_told, run_in_child
+from ..chips.devices import find_topology
+from ..chips.mesh import make_mesh, plan_degrees, slices_of
+from ..compile.executables import ALONE
+from ..compile.runner import Runner
 from ..config import TPUConfig
-from ..devices import find_topology
-from ..executables import ALONE
-from ..mesh import make_mesh, plan_degrees, slices_of
-from ..models import of_model, target_devices
-from ..plans import PipelinePlan, module_plan, plan_of
-from ..runner import Runner
+from ..pipelines.models import of_model, target_devices
+from ..pipelines.plans import PipelinePlan, module_plan, plan_of
 from . import SIMULATED
+from .aot import BadRequest, Compiler, out_of_memory_told, run_in_child
 from .recording import RecordedCall
 from .worker import recording_of
 

@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from .. import notices
 from ..config import read_environment
 from ..files import make_room, whole_files
-from ..idioms import said
 
 
 MOST_BYTES = 4 << 30  # a step of a large model is 3 MB
@@ -44,7 +44,9 @@ class Answers:
             if not (isinstance(answer, dict) and self.is_whole(answer)):
                 raise ValueError(f"expected an answer, got {str(answer):.100}")
         except (ValueError, zlib.error) as error:
-            said.once(f"damaged {path}", f"{path} is damaged ({error}): it is removed, and the compiler asked again")
+            notices.warn_once(
+                f"damaged {path}", f"{path} is damaged ({error}): it is removed, and the compiler asked again"
+            )
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
@@ -76,7 +78,7 @@ class Answers:
             self._cannot("written to", error)
 
     def _cannot(self, verb: str, error: OSError):
-        said.once(
+        notices.warn_once(
             f"answers {self.folder}",
             f"answers of the compiler are not kept for the next run, {self.folder} cannot be {verb} ({error}): make room"
             " there, or set DIFFUSERS_TPU_CACHE to another folder or to off",

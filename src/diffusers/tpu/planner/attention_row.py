@@ -7,16 +7,16 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ..aot import BadRequest, Compiler, OutOfMemory
-from ..attention.blocks import Shape, as_list, candidates, choose, from_list
-from ..attention.kernel import shape_of, tpu_attention
-from ..attention.masks import Mask
-from ..attention.splash import splash_attention
-from ..attention.ways import BOUND
-from ..devices import find_topology
-from ..mesh import make_mesh
-from ..sharding import PartitionSpec, named
+from ..chips.devices import find_topology
+from ..chips.mesh import make_mesh
+from ..chips.sharding import PartitionSpec, named
+from ..kernels.attention.blocks import Shape, as_list, candidates, choose, from_list
+from ..kernels.attention.kernel import shape_of, tpu_attention
+from ..kernels.attention.masks import Mask
+from ..kernels.attention.splash import splash_attention
+from ..kernels.attention.ways import BOUND
 from . import kept, reader, timing
+from .aot import BadRequest, Compiler, OutOfMemory
 from .calibration import as_theirs
 from .exp2 import exp2_attention
 from .worker import versions

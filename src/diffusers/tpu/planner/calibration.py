@@ -38,8 +38,8 @@ def as_theirs():
 
     For compiling only.
     """
-    from .. import plans
-    from ..attention import api, splash  # imports JAX, which listing the rows does not need
+    from ..kernels.attention import api, splash  # imports JAX, which listing the rows does not need
+    from ..pipelines import plans
     from . import exp2
 
     def theirs(settings):

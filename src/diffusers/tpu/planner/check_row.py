@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..compile import read
-from ..weights import Watched
+from ..compile.state import read
+from ..compile.weights import Watched
 from . import sources
 from .building import build, configuration_of
 

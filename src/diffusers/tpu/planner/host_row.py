@@ -65,7 +65,7 @@ def main(scheduler: str):
     import torch
 
     from .. import install
-    from ..stepping import _jitted
+    from ..pipelines.stepping import _jitted
 
     torch.set_num_threads(1)
     pipe = install(tiny_pipeline(scheduler))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..devices import Chip
+from ..chips.devices import Chip
 from .hlo import Instruction
 
 

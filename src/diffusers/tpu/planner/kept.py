@@ -11,8 +11,8 @@ from dataclasses import asdict, fields
 
 from jax.sharding import Mesh
 
-from ..aot import CompiledProgram, Compiler, OutOfMemory
 from .answers import Answers
+from .aot import CompiledProgram, Compiler, OutOfMemory
 
 
 FIELDS = {field.name for field in fields(CompiledProgram)}

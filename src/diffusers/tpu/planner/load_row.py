@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ..devices import GIB, MIB
+from ..chips.devices import GIB, MIB
 from . import sources
 
 
@@ -129,8 +129,8 @@ def _in_a_process(folder: Path, chips: int, rounds: int, settings: dict[str, str
 
 
 def _measured(folder: Path, rounds: int) -> dict:
+    from ..chips.devices import find_target, jax_devices
     from ..config import read_environment
-    from ..devices import find_target, jax_devices
 
     jax_devices(find_target(read_environment()))
     files = sorted(folder.glob("*.safetensors"))

@@ -3,9 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from ..attention.parallel import plan_ring
-from ..devices import Topology
-from ..sharding import ModelPlan
+from ..chips.devices import Topology
+from ..chips.sharding import ModelPlan
+from ..kernels.attention.parallel import plan_ring
 from .work import Work
 
 

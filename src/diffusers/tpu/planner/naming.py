@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from ..aot import BadRequest
+from .aot import BadRequest
 
 
 def answer(request: dict, progress: Callable) -> dict:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..bridge import Obstacle, assuming, line_of
-from ..call import Call
-from ..plans import PLANS
-from ..programs import Program
-from ..sharding import ModelPlan
+from ..chips.sharding import ModelPlan
+from ..compile.call import Call
+from ..compile.programs import Program
+from ..pipelines.plans import PLANS
 from .building import build, configuration_of
 from .recording import RecordingRunner, record
 

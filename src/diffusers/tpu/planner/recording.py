@@ -13,11 +13,11 @@ import PIL.Image
 import torch
 
 from ...image_processor import VaeImageProcessor
+from ..chips.mesh import make_mesh
+from ..chips.sharding import ModelPlan
+from ..compile.runner import Call, Runner
 from ..config import TPUConfig
-from ..mesh import make_mesh
-from ..plans import module_plan
-from ..runner import Call, Runner
-from ..sharding import ModelPlan
+from ..pipelines.plans import module_plan
 
 
 PROMPT = " ".join(["word"] * 64)

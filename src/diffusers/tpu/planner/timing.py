@@ -10,10 +10,10 @@ import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 
-from ..aot import CompiledProgram
-from ..attention.ways import WAYS
-from ..devices import Chip
+from ..chips.devices import Chip
+from ..kernels.attention.ways import WAYS
 from . import bundles, hlo, ici
+from .aot import CompiledProgram
 
 
 FREE = {

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import diffusers
 
-from ..aot import BadRequest, Compiler
-from ..attention.ways import BOUND
-from ..devices import find_topology
-from ..mesh import make_mesh, plan_degrees
-from ..plans import PipelinePlan, flax_class, plan_of
+from ..chips.devices import find_topology
+from ..chips.mesh import make_mesh, plan_degrees
+from ..kernels.attention.ways import BOUND
+from ..pipelines.plans import PipelinePlan, flax_class, plan_of
 from . import ici, kept, reader, timing
+from .aot import BadRequest, Compiler
 from .building import configuration_of
 from .worker import GIB, versions
 

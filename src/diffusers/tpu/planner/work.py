@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jax.extend import core
 
-from ..devices import Chip
+from ..chips.devices import Chip
 from .timing import ATTENTION, module_of
 
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
-from ..attention.ways import BOUND, WAYS
+from ..chips.devices import TOPOLOGIES, Topology, find_topology
+from ..chips.mesh import make_mesh, plan_degrees
+from ..chips.sharding import ModelPlan
+from ..compile.runner import Runner
 from ..config import TPUConfig
-from ..devices import TOPOLOGIES, Topology, find_topology
-from ..mesh import make_mesh, plan_degrees
-from ..plans import PipelinePlan, module_plan, plan_of
-from ..residency import room_for_weights, turns
-from ..runner import Runner
-from ..sharding import ModelPlan
+from ..kernels.attention.ways import BOUND, WAYS
+from ..pipelines.plans import PipelinePlan, module_plan, plan_of
+from ..weights.residency import room_for_weights, turns
 from . import calibration, ici, kept, meshes, reader, sources, timing
+from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
 from .work import Work, count

@@ -1,5 +1,4 @@
-"""What video VAEs on TPU are made of, in JAX: frames in chunks, columns in slabs, maps in tiles, convolution by columns,
-attention by frame.
+"""What video VAEs are made of, in JAX: chunks of frames, halo exchange over the width, tiles, Flax NNX modules.
 
 chunks        a causal model's loop over frames as one scan
 slabs         a map over chips, with exact edges

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..attention.api import attention
-from ..attention.masks import Mask
+from ..kernels.attention.api import attention
+from ..kernels.attention.masks import Mask
 from .slabs import slabs
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ..settings import current, using
+from ..kernels.settings import current, using
 
 
 class NotOnSlabs(NotImplementedError):

@@ -17,11 +17,11 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+from ...chips.devices import find_target, generation_of, jax_devices, keep_compiled_programs
+from ...chips.mesh import AXES, make_mesh, plan_degrees
+from ...chips.sharding import default_spec, fit, named
 from ...config import TPUConfig, parse_mesh, read_environment
-from ...devices import find_target, generation_of, jax_devices, keep_compiled_programs
-from ...mesh import AXES, make_mesh, plan_degrees
-from ...settings import Settings, using
-from ...sharding import default_spec, fit, named
+from ...kernels.settings import Settings, using
 from ..slabs import over_width
 from ..tiles import Tiling, in_tiles
 from .weights import load_weights, open_files, open_module, whole_config

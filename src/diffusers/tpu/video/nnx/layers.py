@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from ...settings import current
+from ...kernels.settings import current
 from ..chunks import scan_batches, scan_chunks
 from ..convolution import by_columns, doubled_by_columns
 from ..slabs import slabs

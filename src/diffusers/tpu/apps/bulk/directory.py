@@ -1,0 +1,105 @@
+"""What stands in a directory of outputs.
+
+prompts.jsonl     what the directory is for: every prompt with id, seed and arguments, and the model
+ID.mp4, ID.png    what was made of a prompt
+.records/ID.json  says so, or why nothing was made; written after the files
+manifest.jsonl    all records, in the prompts' order; there when every prompt has one
+.claims           locks (see `claims`)
+"""
+
+import contextlib
+import fcntl
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from ...files import whole_files
+from .prompts import Prompt
+
+
+class Directory:
+    """One directory of outputs, of one list of prompts."""
+
+    def __init__(self, path: Path):
+        self.path, self.records = path, path / ".records"
+        self.records.mkdir(parents=True, exist_ok=True)
+
+    def agree(self, prompts: list[Prompt], settings: dict):
+        """Write what the directory is for, or hold it against what stands there: more prompts may follow, nothing else differs.
+
+        Raises ValueError with what differs.
+        """
+        wanted = [{"settings": settings}, *(prompt.as_json() for prompt in prompts)]
+        with self._alone():
+            there = self._lines("prompts.jsonl")
+            for number, (old, new) in enumerate(zip(there, wanted)):
+                if old != new:
+                    raise ValueError(self._differs(number, old, json.loads(json.dumps(new))))
+            if len(there) > len(wanted):
+                raise ValueError(
+                    f"expected the {len(there) - 1} prompts that {self.path} is for, got {len(wanted) - 1}:"
+                    f" {there[len(wanted)]['id']!r} is missing. Give it back, or choose another --output"
+                )
+            if len(there) < len(wanted):
+                (self.path / "manifest.jsonl").unlink(missing_ok=True)  # of fewer prompts
+                self._write("prompts.jsonl", wanted)
+
+    def record(self, prompt: Prompt) -> dict | None:
+        """What became of a prompt; None where nothing did yet."""
+        try:
+            return json.loads((self.records / f"{prompt.id}.json").read_text())
+        except FileNotFoundError:
+            return None
+
+    def write_record(self, prompt: Prompt, **facts):
+        """Say what became of a prompt: `files` (names) and `seconds`, or an `error`."""
+        with whole_files([self.records / f"{prompt.id}.json"]) as (draft,):
+            draft.write_text(json.dumps({**prompt.as_json(), **facts}) + "\n")
+
+    def failed(self, prompts: list[Prompt]) -> list[str]:
+        """The ids of those that have an error."""
+        return [prompt.id for prompt in prompts if "error" in (self.record(prompt) or {})]
+
+    def clear(self, prompt: Prompt):
+        """Remove drafts that a process left which died while it had this prompt; only who has its claim may."""
+        draft = re.compile(rf"\.{re.escape(prompt.id)}(-\d+)?\.\d+\.(mp4|png|json)")
+        for folder in (self.path, self.records):
+            for path in folder.glob(f".{prompt.id}*"):
+                if draft.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+
+    def write_manifest(self, prompts: list[Prompt]) -> list[dict]:
+        """All records, in a file that is whole or not there; every process that ends may write it, of the same content."""
+        records = [self.record(prompt) for prompt in prompts]
+        with self._alone():
+            self._write("manifest.jsonl", records)
+        return records
+
+    @contextlib.contextmanager
+    def _alone(self):
+        """No other process in here."""
+        with open(self.path / ".prompts.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+
+    def _lines(self, name: str) -> list[dict]:
+        try:
+            return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
+        except FileNotFoundError:
+            return []
+
+    def _write(self, name: str, lines: Iterable[dict]):
+        for left in self.path.glob(f".{Path(name).stem}.*.jsonl"):  # by a process that died here
+            left.unlink()
+        with whole_files([self.path / name]) as (draft,):
+            draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def _differs(self, number: int, old: dict, new: dict) -> str:
+        if number == 0:
+            old, new, whose = old["settings"], new["settings"], "the run"
+        else:
+            whose = f"prompt {old['id']!r}"
+        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        what = "; ".join(f"{name} {old.get(name)!r}, now {new.get(name)!r}" for name in names)
+        return f"expected what {self.path} is for, got another {whose}: {what}. Choose another --output"

@@ -1,0 +1,122 @@
+"""One process at its directory: take a prompt that nobody has, make it, say so; at the end wait for the others."""
+
+import time
+from collections.abc import Callable, Collection, Iterator
+
+from ....utils import load_image
+from ..generation import media
+from ..generation.call import Request, generate
+from ..generation.signature import check_arguments, parameters_of, takes_batches
+from .claims import Claims
+from .directory import Directory
+from .prompts import Prompt
+
+
+class Work:
+    """What one process does of a list of prompts.
+
+    Args:
+        load: gives the pipeline; called when there is something to make.
+        batch: prompts in one call, where their arguments are equal and the pipeline allows it.
+        retry: ids of prompts to make again once where they have an error.
+        told: called with the record of each prompt that this process made, or could not make.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        load: Callable[[], object],
+        pipeline_class: type,
+        *,
+        batch: int = 1,
+        fps: int | None = None,
+        retry: Collection[str] = (),
+        told: Callable[[dict], None] = lambda record: None,
+    ):
+        self.directory, self.fps, self.told = directory, fps, told
+        self.pipeline_class, self._load, self._pipe = pipeline_class, load, None
+        self.batch = batch if takes_batches(pipeline_class) else 1
+        self.claims = Claims(directory.path)
+        self._again = set(retry)
+
+    def run(self, prompts: list[Prompt]):
+        """Return when every prompt has a record, made by this process or another."""
+        for waits in (False, True):
+            for group in self._groups(self._taken(prompts, waits)):
+                self._answer(group, self.batch)
+
+    def _taken(self, prompts: list[Prompt], waits: bool) -> Iterator[Prompt]:
+        """The prompts without a record that this process now has, one by one."""
+        for prompt in prompts:
+            if self._done(prompt):
+                continue
+            if waits:
+                self.claims.wait(prompt.place)
+            elif not self.claims.take(prompt.place):
+                continue
+            if self._done(prompt):  # by another, between the look and the lock
+                self.claims.give_back(prompt.place)
+                continue
+            yield prompt
+
+    def _done(self, prompt: Prompt) -> bool:
+        record = self.directory.record(prompt)
+        return record is not None and not (prompt.id in self._again and "error" in record)
+
+    def _groups(self, prompts: Iterator[Prompt]) -> Iterator[list[Prompt]]:
+        """Neighbours that one call can make, up to `batch` of them."""
+        group: list[Prompt] = []
+        for prompt in prompts:
+            if group and (len(group) == self.batch or prompt.request().alike() != group[0].request().alike()):
+                yield group
+                group = []
+            group.append(prompt)
+            if len(group) == self.batch:
+                yield group
+                group = []
+        if group:
+            yield group
+
+    def _answer(self, group: list[Prompt], size: int):
+        """Make a group in calls of `size`, one by one if that fails; each prompt has its record then, and is given back."""
+        for prompt in group:
+            self.directory.clear(prompt)
+            self._again.discard(prompt.id)
+        self._pipe = self._load() if self._pipe is None else self._pipe  # what this raises is no prompt's error
+        start = time.perf_counter()
+        try:
+            made = self._made(group, size)
+        except (OSError, MemoryError):  # of the machine, not of the prompt: a run that goes on would fail at each
+            raise
+        except Exception as error:
+            if size > 1:
+                for prompt in group:
+                    self._answer([prompt], 1)
+                return
+            self.directory.write_record(group[0], error=f"{type(error).__name__}: {error}")
+        else:
+            seconds = round((time.perf_counter() - start) / len(group), 3)
+            for prompt, values in zip(group, made):
+                path, are_videos = self.directory.path / f"{prompt.id}.mp4", isinstance(values[0], list)
+                files = media.write(values, are_videos, path, self.fps)
+                self.directory.write_record(prompt, files=[file.name for file in files], seconds=seconds)
+        for prompt in group:
+            self.claims.give_back(prompt.place)
+            self.told(self.directory.record(prompt))
+
+    def _made(self, group: list[Prompt], size: int) -> list[list]:
+        requests = [self._request(prompt) for prompt in group]
+        return generate(self._pipe, requests, size)
+
+    def _request(self, prompt: Prompt) -> Request:
+        """Raises ValueError for arguments that the pipeline does not take, or an `image` that is no file of a picture."""
+        request, image = prompt.request(), prompt.arguments.get("image")
+        takes_image = isinstance(image, str) and "image" in parameters_of(self.pipeline_class)
+        rest = {name: value for name, value in request.arguments.items() if name != "image" or not takes_image}
+        check_arguments(self.pipeline_class, rest)
+        if not takes_image:
+            return request
+        try:
+            return Request(request.prompt, request.seed, {**rest, "image": load_image(image)})
+        except OSError as error:
+            raise ValueError(f"expected image to be a picture, got {image!r}: {error}") from error

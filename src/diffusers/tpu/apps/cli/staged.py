@@ -1,0 +1,149 @@
+"""`diffusers-tpu generate --stage`: one of three runs, with files between them. See the room `stages`."""
+
+import functools
+import time
+from types import SimpleNamespace
+
+import torch
+
+from .. import stages
+from ..generation import media
+from . import arguments, generate, output, session
+from .choices import COMMON_ARGUMENTS
+from .errors import BadInput, calling, loading
+from .timing import Stopwatch
+
+
+BEFORE = {"denoise": "text", "decode": "denoise"}
+
+
+def run(options, rest: list[str]) -> int:
+    """The command; returns its exit status."""
+    generate.refuse_flags_of_prompts(options)
+    start = time.perf_counter()
+    target = session.choose_target(options.device)
+    first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
+    cls = session.pipeline_class(options.model)
+    given = arguments.given_arguments(options, [name.replace("-", "_") for name in COMMON_ARGUMENTS], rest)
+    call = arguments.call_arguments(cls, given)
+    _check_flags(options)
+    with loading(), calling():
+        settings, tensors = (_first if options.stage == "text" else _next)(options, cls, call)
+    path = _output_path(options, settings)
+    with loading():
+        pipe = stages.load(options.model, options.stage, _dtype(settings.dtype), _dtype(settings.vae_dtype))
+    pipe = generate.placed(pipe, options, target, mesh)
+    load_seconds = time.perf_counter() - start
+    stopwatch = Stopwatch(pipe)
+    with calling():
+        result = _run(options.stage, stopwatch, settings, tensors)
+    ran = f"{generate.where(pipe, target)}; attention {options.attention}"
+    elsewhere = [f"stage {stage} ran on {place}" for stage, place in settings.ran.items() if place != ran]
+    settings = settings.after(options.stage, ran={**settings.ran, options.stage: ran})
+    if not first:
+        return 0
+    if options.stage == "decode":
+        with calling():
+            frames = media.pictures(SimpleNamespace(frames=result))
+        files = media.write(*frames, path, options.fps)
+    else:
+        if options.stage == "text" and isinstance(pipe.vae, torch.nn.Module):
+            settings = settings.after("text", vae_dtype=str(pipe.vae.dtype).removeprefix("torch."))
+        stages.save(path, settings, {**tensors, **result} if options.stage == "text" else result)
+        files = [path]
+    generate.tell(stopwatch.timing, load_seconds, f"stage {options.stage}; {ran}; seed {settings.seed}", files)
+    for place in elsewhere:
+        print(f"{place}: the last bits may differ from those of one run")
+    return 0
+
+
+def _check_flags(options):
+    """Raises BadInput for flags of another stage."""
+    if options.stage == "text" and options.input is not None:
+        raise BadInput("expected no --input of the stage text: it is the first one")
+    if options.stage != "text" and options.input is None:
+        raise BadInput(f"expected --input, the file that the stage {BEFORE[options.stage]} wrote")
+    if options.stage != "decode" and options.fps is not None:
+        raise BadInput(f"expected --fps at the stage decode, which writes the video, got it at {options.stage}")
+
+
+def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
+    """Settings of a run that begins, from the command line, and its pictures."""
+    seed = session.seed_of(options.seed)
+    extra = generate.call_extras(cls, options, seed)
+    arguments.require(cls, [*call, *extra])
+    tensors: dict[str, torch.Tensor] = {}
+    settings = stages.Settings(
+        stage="text",
+        model=options.model,
+        fingerprint=stages.fingerprint(options.model),
+        pipeline=cls.__name__,
+        dtype=options.dtype,
+        seed=seed,
+        call=_packed({**call, **_image(extra)}, tensors),
+    )
+    return settings, tensors
+
+
+def _next(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
+    """Settings and tensors of the file that the stage before wrote. Raises BadInput for flags that contradict them."""
+    settings, tensors = stages.read(options.input, BEFORE[options.stage])
+    if stages.fingerprint(options.model) != settings.fingerprint:
+        raise BadInput(
+            f"expected the model that {options.input} was made with, {settings.model}, got {options.model}, whose"
+            " configuration is another"
+        )
+    asked = {"seed": options.seed, "dtype": options.dtype}
+    kept = {"seed": settings.seed, "dtype": settings.dtype}
+    extra = generate.call_extras(cls, options, settings.seed)
+    asked = {name: value for name, value in asked.items() if value is not None} | _packed(
+        {**call, **_image(extra)}, {}
+    )
+    kept = {n: p.default for n, p in arguments.parameters_of(cls).items()} | settings.call | kept
+    for name, value in asked.items():
+        if value != kept[name]:
+            raise BadInput(
+                f"expected {arguments.flag(name)} as in {options.input}, {_shown(kept[name])}, got {_shown(value)}: leave it"
+                " out, or begin with the stage text"
+            )
+    return settings, tensors
+
+
+def _packed(call: dict, tensors: dict) -> dict:
+    return {name: stages.pack(f"call.{name}", value, tensors) for name, value in call.items()}
+
+
+def _image(extra: dict) -> dict:
+    return {name: value for name, value in extra.items() if name == "image"}
+
+
+def _shown(packed) -> str:
+    return f"the picture {packed['sha256'][:12]}" if isinstance(packed, dict) else repr(packed)
+
+
+def _output_path(options, settings: stages.Settings):
+    kinds = {"text": ((".safetensors",), "-text"), "denoise": ((".safetensors",), "-latents"), "decode": ()}
+    path = output.output_path(options.output, settings.call.get("prompt"), *kinds[options.stage])
+    if options.input is not None and path.exists() and path.samefile(options.input):
+        raise BadInput(f"expected --output to be another file than --input, got {path} twice")
+    return path
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return name and getattr(torch, name)
+
+
+def _run(stage: str, stopwatch: Stopwatch, settings: stages.Settings, tensors: dict):
+    """What the stage makes: tensors by name, or frames."""
+    pipe = stopwatch.pipe
+    if stage == "decode":
+        given = {"latents": tensors[stages.LATENTS], "output_type": "pil"}
+        return stopwatch.call(given, False, functools.partial(stages.run_decode, pipe))
+    call = {name: stages.unpack(value, tensors) for name, value in settings.call.items()}
+    if stage == "text":
+        return stopwatch.call(call, False, lambda **call: stages.run_text(pipe, call, settings.seed))
+    takes_callback = "callback_on_step_end" in arguments.parameters_of(type(pipe))
+    latents = stopwatch.call(
+        call, takes_callback, lambda **call: stages.run_denoise(pipe, call, settings.seed, tensors)
+    )
+    return {stages.LATENTS: latents}

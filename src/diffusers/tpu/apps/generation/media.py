@@ -1,0 +1,73 @@
+"""What a pipeline returned, as files: mp4 with a contact sheet, or png; whole or not at all."""
+
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from ....utils import export_to_video
+from ...errors import NotWritten
+from ...files import whole_files
+
+
+FPS = 16
+TILES_IN_A_ROW = 9
+MAX_TILES = 18
+TILE_WIDTHS = (128, 256)
+
+
+def pictures(output) -> tuple[list, bool]:
+    """Videos, each a list of frames, or images, all of PIL; and whether they are videos.
+
+    Raises ValueError for a pipeline that returns neither.
+    """
+    for name, are_videos in (("frames", True), ("images", False)):
+        values = getattr(output, name, None)
+        if values is not None:
+            videos = values if are_videos else [values]
+            if all(isinstance(frame, Image.Image) for video in videos for frame in video):
+                return list(values), are_videos
+    raise ValueError(f"expected a pipeline of videos or images, got one that returns {type(output).__name__}")
+
+
+def write(values: list, are_videos: bool, path: Path, fps: int | None) -> list[Path]:
+    """Write every video with its contact sheet, or every image, as `pictures` gives them; returns the files.
+
+    Raises NotWritten where there is no room for them, or they cannot be written.
+    """
+    fps = FPS if fps is None else fps
+    stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
+    videos = [path.with_name(f"{stem}.mp4") for stem in stems] if are_videos else []
+    sheets = [path.with_name(f"{stem}.png") for stem in stems]
+    # Without it imageio forks to shield ffmpeg from ctrl-C, which JAX warns of; an unfinished file is removed anyway.
+    os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
+    try:
+        with whole_files([*videos, *sheets]) as drafts:
+            for value, draft in zip(values, drafts):
+                if are_videos:
+                    export_to_video(value, str(draft), fps=fps)
+            for value, draft in zip(values, drafts[len(videos) :]):
+                (contact_sheet(value) if are_videos else value).save(draft)
+    except OSError as error:  # the disk is full, or ffmpeg could not write and has gone
+        raise NotWritten(
+            f"expected room for {', '.join(map(str, [*videos, *sheets]))}, got {' '.join(str(error).split())[-300:]}: nothing is"
+            " left there. Make room, or choose another place; the same seed gives the same again."
+        ) from error
+    return [*videos, *sheets]
+
+
+def contact_sheet(video: list[Image.Image]) -> Image.Image:
+    """Up to `MAX_TILES` frames at even distances, in rows, small ones enlarged and large ones reduced."""
+    chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_TILES)).round().astype(int)
+    rows = math.ceil(len(chosen) / TILES_IN_A_ROW)
+    columns = math.ceil(len(chosen) / rows)
+    width, height = video[0].size
+    factor = min(max(width, TILE_WIDTHS[0]), TILE_WIDTHS[1]) / width
+    size = max(1, round(width * factor)), max(1, round(height * factor))
+    sheet = Image.new("RGB", (columns * (size[0] + 2) - 2, rows * (size[1] + 2) - 2), "white")
+    for place, index in enumerate(chosen):
+        tile = video[index].convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        sheet.paste(tile, (place % columns * (size[0] + 2), place // columns * (size[1] + 2)))
+    return sheet

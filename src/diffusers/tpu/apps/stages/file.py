@@ -1,0 +1,151 @@
+"""The file between two stages: safetensors, every tensor in its own dtype, every setting as JSON in the metadata."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .... import __version__
+from ...files import whole_files
+
+
+FORMAT = 1
+METADATA = "diffusers-tpu stage"
+MODES = ("L", "RGB", "RGBA")  # of pictures: those whose values are bytes
+AGAIN = {"text": "run the stage text again", "denoise": "run the stage denoise again"}
+
+
+class StageFileError(ValueError):
+    """A stage file that the stage asked for cannot take."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is made of, and how far it got.
+
+    Args:
+        stage: the stage that wrote the file.
+        model, fingerprint: what the user called the model, and the digest of its configurations.
+        pipeline: the name of its class.
+        dtype: of the weights, as torch names it; None: as from_pretrained chooses.
+        seed: of the noise.
+        call: the arguments of `__call__` that were given, packed.
+        vae_dtype: of the VAE that encoded pixels.
+        ran: by stage, in words, where it ran.
+        package, format: versions of diffusers and of this format.
+    """
+
+    stage: str
+    model: str
+    fingerprint: str
+    pipeline: str
+    dtype: str | None
+    seed: int
+    call: dict
+    vae_dtype: str | None = None
+    ran: dict = field(default_factory=dict)
+    package: str = __version__
+    format: int = FORMAT
+
+    def after(self, stage: str, **changes) -> "Settings":
+        """The settings of the file that `stage` writes."""
+        return dataclasses.replace(self, stage=stage, **changes)
+
+
+def save(path, settings: Settings, tensors: dict[str, torch.Tensor]):
+    """Write the file, whole or not at all."""
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    described = {name: _description(tensor) for name, tensor in tensors.items()}
+    metadata = {METADATA: json.dumps({**dataclasses.asdict(settings), "tensors": described})}
+    with whole_files([Path(path)]) as (draft,):
+        draft.write_bytes(
+            safetensors.torch.save(tensors, metadata)
+        )  # save_file would make it readable to its owner only
+
+
+def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
+    """Settings and tensors of the file that `stage` wrote.
+
+    Raises:
+        StageFileError: no such file, cut off, not a stage's, of another stage, format or package, or changed since.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            found = json.loads((file.metadata() or {}).get(METADATA, "null"))
+            _check(path, found, stage)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise StageFileError(
+            f"expected {path} to be a whole file of the stage {stage}, got {error}; {AGAIN[stage]}"
+        ) from error
+    described = found.pop("tensors")
+    there = {name: _description(tensor) for name, tensor in tensors.items()}
+    if described != there:
+        raise StageFileError(
+            f"expected the tensors that {path} names, {described}, got {there}: it was changed; {AGAIN[stage]}"
+        )
+    return Settings(**found), tensors
+
+
+def _check(path, found: dict | None, stage: str):
+    """Raises StageFileError unless the metadata are those of this stage, this format and this package."""
+    if not isinstance(found, dict):
+        raise StageFileError(
+            f"expected {path} to be a file of the stage {stage}, got safetensors that no stage wrote; {AGAIN[stage]}"
+        )
+    for name, wanted in (("format", FORMAT), ("package", __version__), ("stage", stage)):
+        if found.get(name) != wanted:
+            way_out = "give that stage's file" if name == "stage" else f"{AGAIN[stage]} with this version"
+            raise StageFileError(f"expected {path} of {name} {wanted}, got {found.get(name)}; {way_out}")
+    names = {f.name for f in dataclasses.fields(Settings)} | {"tensors"}
+    if set(found) != names:
+        raise StageFileError(f"expected {path} to hold {sorted(names)}, got {sorted(found)}; {AGAIN[stage]}")
+
+
+def _description(tensor: torch.Tensor) -> list:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+
+
+def pack(name: str, value, tensors: dict[str, torch.Tensor]):
+    """An argument as JSON; pictures and arrays go to `tensors` under names made of `name`, with their digest in the JSON.
+
+    Raises TypeError for what no file can hold.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [pack(f"{name}.{number}", part, tensors) for number, part in enumerate(value)]
+    if isinstance(value, PIL.Image.Image) and value.mode in MODES:
+        kind, tensor = value.mode, torch.from_numpy(np.array(value))
+    elif isinstance(value, np.ndarray):
+        kind, tensor = "array", torch.from_numpy(value)
+    elif isinstance(value, torch.Tensor):
+        kind, tensor = "tensor", value.detach().cpu()
+    else:
+        got = f"a picture of mode {value.mode}" if isinstance(value, PIL.Image.Image) else type(value).__name__
+        raise TypeError(
+            f"expected {name} of numbers, words, arrays or pictures ({', '.join(MODES)}), got {got}: a stage file cannot"
+            " hold it"
+        )
+    tensors[name] = tensor
+    values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return {"tensor": name, "kind": kind, "is": _description(tensor), "sha256": hashlib.sha256(values).hexdigest()}
+
+
+def unpack(packed, tensors: dict[str, torch.Tensor]):
+    """The argument that `pack` took apart."""
+    if isinstance(packed, list):
+        return [unpack(part, tensors) for part in packed]
+    if not isinstance(packed, dict):
+        return packed
+    tensor = tensors[packed["tensor"]]
+    if packed["kind"] == "tensor":
+        return tensor
+    return tensor.numpy() if packed["kind"] == "array" else PIL.Image.fromarray(tensor.numpy(), packed["kind"])

@@ -1,0 +1,164 @@
+"""The three stages on a loaded pipeline: upstream's `__call__` up to its cut, components of earlier stages answering from a file."""
+
+import contextlib
+import itertools
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ....models.autoencoders.vae import DiagonalGaussianDistribution
+from ....models.modeling_outputs import AutoencoderKLOutput
+from ....utils.torch_utils import get_module_execution_device
+from .loading import STAGED, Reached
+
+
+IMAGE = "image_embeds"
+ENCODED = "encoded"  # and a number: what the VAE's encoder answered, call by call
+LATENTS = "latents"  # what `vae.decode` takes
+
+
+def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
+    """What the encoders of this call answer, on the host: embeddings [B, T, C], masks [B, T], encoded pixels [B, 2C, F, H, W]."""
+    kept: dict[str, torch.Tensor] = {}
+    calls = itertools.count()
+
+    def keep_prompt(answer):
+        names = _prompts(pipe, next(calls))
+        kept.update((name, _on_host(x)) for name, x in zip(names, answer, strict=True) if x is not None)
+
+    def keep_image(answer):
+        kept[IMAGE] = _on_host(answer)
+
+    def keep_pixels(answer):
+        number = sum(name.startswith(ENCODED) for name in kept)
+        kept[f"{ENCODED}.{number}"] = _on_host(answer.latent_dist.parameters)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, keep in (
+            (pipe, "encode_prompt", keep_prompt),
+            (pipe, "encode_image", keep_image),
+            (pipe.vae, "encode", keep_pixels),
+        ):
+            if hasattr(owner, name):
+                stack.enter_context(in_place_of(owner, name, _watched(getattr(owner, name), keep)))
+        _until_cut(pipe, call, seed)
+    return kept
+
+
+def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What this call would give `vae.decode`, [B, C, F, H, W] in the VAE's dtype, on the host.
+
+    `kept` is what `run_text` returned for the same call and seed; `call` may have callbacks besides.
+
+    Raises ValueError where guidance asks for a prompt that `run_text` did not encode.
+    """
+    calls = itertools.count()
+    encoded = iter([kept[name] for name in sorted(kept, key=_number) if name.startswith(ENCODED)])
+
+    def there(tensor):
+        return tensor if tensor is None else tensor.to(pipe._execution_device)
+
+    def answer_prompt(*args, **kwargs):
+        names = _prompts(pipe, next(calls))
+        if not kept.keys() & set(names):
+            raise ValueError(
+                f"expected {', '.join(names)} from the stage text, got {', '.join(kept)}: its guidance was another; run it"
+                " again with the guider that this pipeline has"
+            )
+        return tuple(there(kept.get(name)) for name in names)
+
+    def answer_image(*args, **kwargs):
+        return there(kept[IMAGE])
+
+    def answer_pixels(*args, **kwargs):
+        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(there(next(encoded))))
+
+    def cut(latents, *args, **kwargs):
+        raise Reached(latents)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, instead in (
+            (pipe, "encode_prompt", answer_prompt),
+            (pipe, "encode_image", answer_image),
+            (pipe.vae, "encode", answer_pixels),
+            (pipe.vae, "decode", cut),
+        ):
+            stack.enter_context(in_place_of(owner, name, instead))
+        return _on_host(_until_cut(pipe, call, seed))
+
+
+def run_decode(pipe, latents: torch.Tensor, output_type: str = "np"):
+    """The frames of these latents as the pipeline gives them: "np" [B, F, H, W, C] in [0, 1], "pil" lists of pictures.
+
+    Raises ValueError for latents of another VAE.
+    """
+    config = pipe.vae.config
+    channels = config.z_dim if "z_dim" in config else config.latent_channels
+    expected, got = (pipe.vae.dtype, channels), (latents.dtype, latents.shape[1])
+    if expected != got:
+        raise ValueError(f"expected latents of dtype and channels {expected}, as the VAE has them, got {got}")
+    if "_tpu" not in vars(pipe):
+        return _decoded(pipe, latents, output_type)
+    from ...pipelines.pipeline import entered
+
+    return entered(_decoded)(pipe, latents, output_type)
+
+
+@torch.no_grad()
+def _decoded(pipe, latents: torch.Tensor, output_type: str):
+    latents = latents.to(get_module_execution_device(pipe.vae))
+    video = pipe.vae.decode(latents, return_dict=False)[0]
+    return pipe.video_processor.postprocess_video(video, output_type)
+
+
+def _prompts(pipe, number: int) -> list[str]:
+    """Names of what `encode_prompt` answers in its call of this number: 0 for both prompts or the first, 1 for the other."""
+    return [f"{name}.{number}" if number else name for name in STAGED[type(pipe).__name__]]
+
+
+def _until_cut(pipe, call: dict, seed: int):
+    """Run the call; the value that it was cut with. Raises ValueError for one that ends before."""
+    try:
+        pipe(**call, generator=torch.Generator().manual_seed(seed), output_type="np")
+    except Reached as cut:
+        return cut.value
+    raise ValueError("expected at least one denoising step, got none: give --num-inference-steps of 1 or more")
+
+
+def _watched(method, keep):
+    def run(*args, **kwargs):
+        answer = method(*args, **kwargs)
+        keep(answer)
+        return answer
+
+    return run
+
+
+@contextlib.contextmanager
+def in_place_of(owner, name: str, function):
+    """`owner.name` is `function`, on this one object."""
+    own = vars(owner).get(name)
+    object.__setattr__(owner, name, function)
+    try:
+        yield
+    finally:
+        object.__delattr__(owner, name)
+        if own is not None:
+            object.__setattr__(owner, name, own)
+
+
+def _on_host(values):
+    """Tensors of any device as tensors of the host, to the last bit."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if not hasattr(tensor, "jax"):
+            return tensor.detach().cpu()
+        from ... import bridge
+
+        return bridge.from_numpy(tensor.jax())
+
+    return tree_map_only(torch.Tensor, moved, values)
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition(".")[2]) if name.startswith(ENCODED) else -1

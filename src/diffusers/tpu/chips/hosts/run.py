@@ -1,0 +1,211 @@
+"""Which processes make this run, and joining them: `jax.distributed.initialize`, once, before JAX's first device is asked for.
+
+Who they are is said by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or found by JAX in the cluster that a TPU
+host is in (TPU VM, GKE, Slurm, Open MPI, Kubernetes). JAX_NUM_PROCESSES=1: this process is alone, whatever the cluster says.
+"""
+
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ...config import Processes, read_processes
+from . import agreement, watch
+
+
+# Seconds. JAX's runtime takes a process for dead after HEARTBEAT without a sign of life, for which a host may stand still while it
+# is moved (PAUSE, the longest that Google announces for maintenance); `watch` knows at once of one that has ended.
+PAUSE = 60
+HEARTBEAT = 90
+# From the first process that has come to its end until the last: a script may write its results on one of them meanwhile.
+LEAVING = 300
+WORTH_A_WORD = 10.0  # of waiting for the others to join
+ASKING = 15.0  # for the metadata server: JAX would ask six times for a minute each
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of several processes that this one is a part of: its `number`, the `names` of all, "process 1 of 2 (HOST, pid 7)"."""
+
+    number: int
+    names: tuple[str, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+
+_joined: Run | None = None
+_alone: set[str] = set()  # platforms of which it is known that this process is alone
+
+
+def joined() -> Run | None:
+    """The run of several processes that this one has joined; None: it is alone, or JAX was not asked for devices yet."""
+    return _joined
+
+
+def process_count() -> int:
+    """How many processes make this run, as far as it was joined."""
+    return 1 if _joined is None else _joined.count
+
+
+def number(platform: str) -> int:
+    """This process's number in its run, before it has joined too: 0 is the one that writes results."""
+    if _joined is not None:
+        return _joined.number
+    found = find(platform)
+    return 0 if found is None else found.number
+
+
+def is_main(platform: str) -> bool:
+    """Whether this process is the one that writes results."""
+    return number(platform) == 0
+
+
+def find(platform: str) -> Processes | None:
+    """The processes of the run that this one belongs to; None: it is alone.
+
+    Raises ValueError for variables that do not say enough. On simulated chips ("cpu") they alone say it.
+    """
+    given = read_processes()
+    if given.count == 1:
+        return None
+    if platform == "cpu" or given.complete:
+        return given.checked() if given.any else None
+    found = _of_cluster(given.number)
+    if found is None:
+        return given.checked() if given.any else None
+    count = given.count or found.count
+    return None if count == 1 else Processes(given.coordinator, count, found.number)
+
+
+@functools.cache
+def _of_cluster(number: int | None) -> Processes | None:
+    """What JAX finds out where it runs, in its order (JAX 0.10.2, `jax/_src/clusters`); asked once. `number`: as it was given."""
+    from jax._src.clusters import ClusterEnv
+
+    for kind in ClusterEnv._cluster_types:
+        try:
+            if not kind.opt_in_only_method and _in_time(kind.is_env_present):
+                count = int(_in_time(kind.get_process_count))
+                return Processes(None, count, _number_by(kind, count) if number is None else number)
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # the metadata server of a TPU VM does not answer: JAX would end the program
+            from ....utils import logging
+
+            logging.get_logger(__name__).warning(
+                f"this host is taken for the only one of the run: {kind.__name__} cannot be asked ({error}). Several: set"
+                " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; one: JAX_NUM_PROCESSES=1"
+            )
+    return None
+
+
+def _number_by(kind, count: int) -> int:
+    if count == 1:
+        return 0
+    try:
+        return int(_in_time(kind.get_process_id))
+    except ValueError as error:
+        raise ValueError(
+            f"expected to hear which of the {count} processes of this run this one is, got nothing from {kind.__name__} ({error})."
+            " Set TPU_WORKER_ID (from 0, another on each host) beside TPU_WORKER_HOSTNAMES, or JAX_PROCESS_ID; a run of this host"
+            " alone: JAX_NUM_PROCESSES=1"
+        ) from error
+
+
+def _in_time(ask: Callable):
+    """What this returns. Raises TimeoutError after `ASKING`; the question goes on in a thread that nobody waits for."""
+    answer = []
+
+    def run():
+        try:
+            answer.append((ask(), None))
+        except Exception as error:
+            answer.append((None, error))
+
+    thread = threading.Thread(target=run, name="diffusers-tpu asks the cluster", daemon=True)
+    thread.start()
+    thread.join(ASKING)
+    if not answer:
+        raise TimeoutError(f"no answer within {ASKING:.0f} s")
+    value, error = answer[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def join(platform: str):
+    """Join the other processes of this run, if there are any; the first call does it.
+
+    Raises:
+        ValueError: the variables do not say enough.
+        RuntimeError: JAX runs already, without the others.
+    """
+    global _joined
+    if _joined is not None or platform in _alone:
+        return
+    if "jax" not in sys.modules or not sys.modules["jax"].distributed.is_initialized():  # a script may have called it
+        found = find(platform)
+        if found is None:
+            _alone.add(platform)
+            return
+        _initialize(platform, found)
+    from jax._src.distributed import global_state as state
+
+    if state.num_processes == 1:
+        _alone.add(platform)
+        return
+    _joined = _acquainted(state)
+
+
+def _initialize(platform: str, found: Processes):
+    import jax
+
+    if platform == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It turns SIGTERM into a notice that nobody here reads: a process that is asked to end would go on.
+    jax.config.update("jax_enable_preemption_service", False)
+    given, joining = read_processes(), threading.Event()
+    threading.Thread(target=_say_who_is_missing, args=(found, joining), daemon=True).start()
+    try:
+        jax.distributed.initialize(
+            *((given.coordinator, found.count, found.number) if given.any else ()),
+            heartbeat_timeout_seconds=HEARTBEAT,
+            shutdown_timeout_seconds=LEAVING,
+            **({"cluster_detection_method": "deactivate"} if given.complete else {}),
+        )
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"expected to join the {found.count} processes of this run as process {found.number}, got: {error} Load the"
+            " pipeline before other code starts JAX, see that all processes are started and reach the first one's address, or"
+            " set JAX_NUM_PROCESSES=1 for a run of this host alone."
+        ) from error
+    finally:
+        joining.set()
+
+
+def _say_who_is_missing(found: Processes, joining: threading.Event):
+    from ....utils import logging
+
+    start = time.monotonic()
+    while not joining.wait(WORTH_A_WORD):
+        logging.get_logger(__name__).warning(
+            f"process {found.number} waits for the {found.count - 1} other processes of this run since"
+            f" {time.monotonic() - start:.0f} s: each host starts the same script. JAX_NUM_PROCESSES=1 runs this host alone"
+        )
+
+
+def _acquainted(state) -> Run:
+    """All processes' names, one seed for what they draw, and each watched by the others."""
+    agreement.start(state.client, state.process_id, state.num_processes)
+    own = f"process {state.process_id} of {state.num_processes} ({socket.gethostname()}, pid {os.getpid()})"
+    run = Run(state.process_id, agreement.exchange_names(own))
+    watch.start(run, state.coordinator_address, agreement.of_first)
+    agreement.same_draws()
+    return run

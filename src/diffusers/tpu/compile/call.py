@@ -1,0 +1,189 @@
+"""One call of a module's method, taken apart into tensors and what is static; and its values, taken when it was made."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .. import bridge
+from ..chips.hosts import whole
+from ..chips.sharding import ModelPlan
+from . import tracing
+from .state import Unread, of_object, opened
+
+
+_HASHABLE = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
+PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)  # hides no tensors
+
+
+@dataclass
+class Values:
+    """What a call computes with: immutable arrays, so that it may wait while upstream's code writes to its tensors.
+
+    Attributes:
+        weights: of the module by key; `placement` changes when they do.
+        numbers: LoRA scales by key.
+        versions: of the tensors that `inputs` were made of.
+    """
+
+    weights: dict[str, jax.Array]
+    placement: int
+    numbers: dict[str, jax.Array]
+    inputs: list[jax.Array]
+    versions: list
+
+
+@dataclass
+class Call:
+    """One call.
+
+    Attributes:
+        leaves, spec: its flattened (args, kwargs); `tensors` are those leaves that are.
+        key: tells calls apart but for their tensors' values.
+        batched: flags the tensors whose first axis is the batch.
+        state: the key of the module's state when it was made.
+        scale: what the scales of LoRA layers are multiplied by.
+        step: what it does of a cache that the module has.
+        decided: what its small inputs answer to the questions of its trace.
+        given: the caller's own args and kwargs.
+        unread: why no key can be made of what it is given.
+    """
+
+    entry: str
+    leaves: list
+    spec: object
+    tensors: list[torch.Tensor]
+    key: tuple
+    batched: tuple[bool, ...]
+    batch: int | None
+    state: object = None
+    scale: float = 1.0
+    step: tracing.Step | None = None
+    decided: tuple = ()
+    values: Values | None = None
+    given: tuple = ((), {})
+    unread: str | None = None
+
+    @property
+    def shapes(self) -> tuple:
+        return self.key[-1]
+
+    @property
+    def others(self) -> list:
+        """What may hide tensors among its leaves: all but tensors and plain values."""
+        return [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN)]
+
+    @property
+    def axes(self) -> int | None:
+        """Of its first tensor."""
+        return self.tensors[0].ndim if self.tensors else None
+
+    def keeps(self, step: tracing.Step | None):
+        """The call is this step of a cache."""
+        self.step = step
+        if step is not None:
+            kept = tuple((tuple(t.shape), t.dtype) for t in step.tensors)
+            self.key = (*self.key[:-1], (step.kind, kept), self.key[-1])
+            self.batched += (any(self.batched),) * len(step.tensors)
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """All that its program takes: its tensors, and what is kept."""
+        return [*self.tensors, *(self.step.tensors if self.step is not None else ())]
+
+    def pairs_with(self, other: "Call") -> bool:
+        """Whether both can run as one call of both batches: alike, and the same values where not batched."""
+        if any(
+            getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "decided", "scale")
+        ):
+            return False
+        shared = [n for n, batched in enumerate(self.batched) if not batched]
+        if any(self.tensors[n] is not other.tensors[n] for n in shared):
+            return False
+        mine, theirs = self.values, other.values
+        if mine is None or theirs is None:
+            return mine is theirs
+        if mine.placement != theirs.placement or mine.numbers is not theirs.numbers:
+            return False
+        return all(_is_same(mine.versions[n], theirs.versions[n]) for n in shared)
+
+
+def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
+    """A call of a module's `entry(*args, **kwargs)`."""
+    if plan.decide is not None:
+        decided = plan.decide(signature.bind(*args, **kwargs).arguments)
+        by_place = dict(zip(signature.parameters, args))
+        if decided.keys() & by_place.keys():
+            args, kwargs = (), by_place | kwargs
+        kwargs = kwargs | decided
+    unread, classes = None, set()
+    try:
+        leaves, spec = tree_flatten(opened((args, kwargs), classes))
+        static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
+        static += tuple(of_object(cls) for cls in sorted(classes, key=lambda cls: cls.__qualname__))
+    except Unread as error:
+        leaves, spec = tree_flatten((args, kwargs))
+        unread, static = str(error), ()
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
+    batched, batch = (False,) * len(tensors), None
+    if plan.batched:
+        bound = signature.bind(*args, **kwargs).arguments
+        named_batched = {id(t) for name in plan.batched for t in tree_leaves(bound.get(name))}
+        batched = tuple(id(t) in named_batched and t.ndim > 0 for t in tensors)
+        sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
+        batch = sizes.pop() if len(sizes) == 1 else None
+    return Call(entry, leaves, spec, tensors, key, batched, batch, given=(args, kwargs), unread=unread)
+
+
+def version_of(tensor: torch.Tensor):
+    """Changes when the tensor is written to: of a host tensor torch counts, a device tensor gets another array."""
+    return tensor.jax() if bridge.on_device(tensor) else tensor._version
+
+
+def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
+    """`question` of a tensor, asked again only when it was written to: the answer of a device tensor waits for the device."""
+    answers = WeakIdKeyDictionary()
+
+    def answered(tensor: torch.Tensor):
+        version = version_of(tensor)
+        asked, answer = answers.get(tensor, (None, None))
+        if asked is None or not _is_same(version, asked):
+            answer = question(tensor)
+            answers[tensor] = version, answer
+        return answer
+
+    return answered
+
+
+def values_of(tensor: torch.Tensor) -> np.ndarray:
+    """As a program gets them. A host tensor is read each time: numpy may have written to its memory, which torch does not count."""
+    values = _of_device(tensor) if bridge.on_device(tensor) else bridge.as_numpy(tensor)
+    return values.astype(bridge.numpy_dtype(tensor.dtype))
+
+
+_of_device = asked_once(lambda tensor: np.asarray(whole(tensor.jax())))
+
+
+def goes_on_from(x) -> bool:
+    """Whether x is the keys and values that a language model of transformers goes on from: each call finds more of them."""
+    return any(f"{base.__module__}.{base.__name__}" == "transformers.cache_utils.Cache" for base in type(x).__mro__)
+
+
+def _is_same(version, other) -> bool:
+    return version is other or (isinstance(version, int) and version == other)
+
+
+def _static(leaf):
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype.str, leaf.tobytes()
+    if isinstance(leaf, torch.Generator):  # what draws from it has no program; to the rest one is as good as another
+        return type(leaf), leaf.device
+    if goes_on_from(leaf):
+        return type(leaf)
+    return (type(leaf), leaf) if type(leaf) in _HASHABLE else of_object(leaf)

@@ -1,0 +1,188 @@
+"""A module's Python state as a key: equal keys, equal traces. One walk over everything that a trace may read.
+
+The walk starts at the attributes, hooks and classes of the module and its submodules; how it goes on is `values.Reader`'s. The same
+key in words that mean the same in every process is `store.describing`'s.
+"""
+
+import sys
+import types
+from collections.abc import Hashable
+
+import torch
+
+from . import watch
+from .adapters import BOOKKEEPING, SIZES, Adapters
+from .libraries import Libraries
+from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Number, State
+from .values import PLAIN, Reader, is_ours
+from .watch import alike
+
+
+# What loaders note on a model, which they add adapters to: of adapters, what a forward reads of them is in the layers; of a checkpoint, how to save it again.
+# No forward of upstream's names one of them (`tests/tpu/test_key.py` looks).
+OF_LOADERS = frozenset(
+    "peft_config _hf_peft_config_loaded _prepare_lora_hotswap_kwargs lora_scale _safe_fusing _weight_conversions"
+    " _use_kernels".split()
+)
+
+
+def read(module: torch.nn.Module, apart: tuple = ()) -> State:
+    """The state of a module and all that it holds, but for what is in the objects `apart`."""
+    state = State(module)
+    reader = _Modules(module, state, apart=apart)
+    tree = reader.tree()
+    state.libraries = Libraries({cls.__module__ for cls in reader.types})
+    for function in state.libraries.put_into():
+        reader.extra(function)
+    state.key, state.adapters = (tree, reader.rest(), state.libraries.key), reader.adapters
+    seen = {*reader.adapters.tensors(module).values()}
+    named = (*module.named_parameters(), *module.named_buffers())
+    state.tensors = {name: tensor for name, tensor in named if name in seen}
+    return state
+
+
+def signature(block: torch.nn.Module, adapters: Adapters, apart: tuple = ()) -> Hashable:
+    """What must agree between two blocks, beside weights and numbers, for one trace to stand for both.
+
+    `adapters`: the model's. `apart`: objects that need not agree.
+    """
+    reader = _Modules(block, State(block), of_a_block=True, adapters=Adapters(block, adapters.order), apart=apart)
+    return reader.tree(), reader.rest()
+
+
+def of_object(x) -> Hashable:
+    """The key of an object that is given to a call, and is looked at anew in each call. Raises Unread."""
+    state = State(torch.nn.Module())
+    reader = Reader(state, {})
+    key = reader.value(x, True), reader.rest()
+    if state.unread:
+        name, why = next(iter(state.unread.items()))
+        raise Unread(f"{type(x).__name__}{name}: {why}")
+    return key
+
+
+class Unread(Exception):
+    """There is no key for something: the message says for what, and why."""
+
+
+def process_key() -> Hashable:
+    """What a trace reads of the process."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    backend = dispatch and dispatch._AttentionBackendRegistry._active_backend
+    return backend, torch.get_default_dtype()
+
+
+class _Modules(Reader):
+    """The walk from a module. `adapters`: of the model that it is a part of. `of_a_block`: hooks of the root may differ."""
+
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        state: State,
+        of_a_block: bool = False,
+        adapters: Adapters | None = None,
+        apart: tuple = (),
+    ):
+        super().__init__(state, {id(module): name for name, module in root.named_modules()}, apart)
+        self.root, self.of_a_block = root, of_a_block
+        self.adapters = Adapters(root) if adapters is None else adapters
+
+    def tree(self) -> Hashable:
+        found = ((path, self.adapters.seen(path), module) for path, module in self.root.named_modules())
+        read = (
+            self.lora(path, m) if path in self.adapters.layers else self.module(path, seen, m)
+            for path, seen, m in found
+        )
+        return tuple(key for key in read if key is not None)
+
+    def module(self, path: str, seen: str | None, module: torch.nn.Module) -> Hashable:
+        """A module's key; None of one of an adapter that is not added."""
+        if seen is None:
+            return None
+        self.attributes(path, module)
+        is_model = not path and hasattr(type(module), "add_adapter")
+        ignored = SIZES if self.adapters.in_a_term(path) else OF_LOADERS if is_model else ()
+        if not path and self.of_a_block and own_forward(module) is not None:
+            ignored = (*ignored, "forward", HOOK_REGISTRY)
+        own = []
+        for name, value in vars(module).items():
+            if is_entry(value):
+                value = value.tpu_entry.own
+            elif name in TORCHS or name in ignored or name.startswith("_tpu_") or is_ours(value):
+                continue
+            if _says_nothing(module, name, value):
+                continue
+            self.at = f"{path}.{name}".lstrip(".")
+            own.append((name, self.value(value, False)))
+        return self.whole(path, seen, module, own)
+
+    def lora(self, path: str, layer: torch.nn.Module) -> Hashable:
+        """A LoRA layer's key; None where it adds nothing, but what may change that is watched."""
+        self.attributes(path, layer)
+        for name in ("merged_adapters", "_active_adapter"):
+            if isinstance(vars(layer)[name], list):
+                self.watch(vars(layer)[name], watch.of_list(vars(layer)[name]), foreign=False)
+        own, terms = [], self.adapters.layers[path]
+        for name, value in vars(layer).items():
+            self.at = f"{path}.{name}"
+            if name == "scaling":
+                own.append((name, self.scales(path, value, terms)))
+            elif terms and name not in TORCHS and name not in BOOKKEEPING:
+                own.append((name, self.value(self.adapters.by_place(path, layer, value), False)))
+        return self.whole(path, path, layer, own) if terms else None
+
+    def attributes(self, path: str, module: torch.nn.Module):
+        """Changes of what the module has directly are seen."""
+        attributes, state = vars(module), self.state
+        for held, owner in ((attributes, module), *((attributes[name], None) for name in (*HOOKS, "_modules"))):
+            state.attributes.append(held)
+            state.copies.append(dict(held))
+            state.owners.append(owner)
+            state.paths.append(path)
+        state.of_tensors += [(attributes[name], dict(attributes[name])) for name in TENSORS]
+
+    def whole(self, path: str, seen: str, module: torch.nn.Module, own: list) -> Hashable:
+        own.sort(key=lambda item: item[0])
+        attributes = vars(module)
+        # torch runs hooks of the root around what is traced
+        self.at = f"a hook of {path}"
+        hooks = tuple(self.hook(module, k, n, f) for k in HOOKS for n, f in attributes[k].items() if path)
+        children = ((name, cls) for name, cls in self.adapters.children(path, module))
+        return seen, self.type(type(module)), tuple(own), hooks, tuple(children)
+
+    def hook(self, module: torch.nn.Module, kind: str, number: int, function) -> Hashable:
+        flags = tuple(number in getattr(module, f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called"))
+        return kind, flags, self.value(function, True)
+
+    def scales(self, path: str, scaling: dict, terms: tuple[str, ...]) -> Hashable:
+        """Of the adapters that the layer adds, by their place; a tensor (peft's, for hot swaps) may be written to."""
+        self.watch(scaling, watch.of_dict(scaling), foreign=False)
+        of_terms = {self.adapters.order.index(name): scaling[name] for name in terms if name in scaling}
+        self.state.numbers.update((Number(path, place), float(scale)) for place, scale in of_terms.items())
+        for scale in of_terms.values():
+            if isinstance(scale, torch.Tensor):
+                self.tensor(scale)
+        return tuple(of_terms)
+
+
+def _says_nothing(module: torch.nn.Module, name: str, value) -> bool:
+    """What hooks and caches leave behind when they are removed: an empty registry, what the class has on the instance."""
+    if name == HOOK_REGISTRY:
+        return not value.hooks
+    if isinstance(value, (*PLAIN, float, complex)):
+        inherited = getattr(type(module), name, HOOK_REGISTRY)
+        return alike(inherited, value)
+    own = isinstance(value, types.MethodType) and value.__self__ is module
+    return own and value.__func__ is getattr(type(module), name, None)
+
+
+def own_forward(block: torch.nn.Module):
+    """What upstream's hooks on a block hold its own forward by, its class's; None where there are none."""
+    references = getattr(vars(block).get(HOOK_REGISTRY), "_fn_refs", None)
+    own = getattr(references[0].original_forward, "__func__", None) if references else None
+    return references[0] if own is type(block).forward else None
+
+
+def is_entry(value) -> bool:
+    """Whether this attribute of a module is a runner's way in: `value.tpu_entry` is an `Entry`."""
+    return isinstance(value, types.FunctionType) and hasattr(value, "tpu_entry")

@@ -1,0 +1,52 @@
+"""A torch module's method as a pure function of (weights, inputs, numbers), all JAX arrays; equal blocks as one scanned block."""
+
+from .blocks import WeightWritten
+from .caches import Kept, NotOnce, Step, kept_by
+from .captures import Marked, Tag, capture, capture_p, capturing
+from .following import look_after
+from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
+from .scale import NumberRead
+from .video import (
+    attention_by_frame,
+    doubled,
+    in_tiles,
+    looking_back,
+    normed_by_place,
+    on_a_slab,
+    over_width,
+    scan_alike,
+    scan_batches,
+    scan_chunks,
+)
+
+
+__all__ = [
+    "Entangled",
+    "INPUT",
+    "Kept",
+    "Marked",
+    "NotOnce",
+    "NumberRead",
+    "Opaque",
+    "PureFunction",
+    "Step",
+    "Tag",
+    "WeightWritten",
+    "attention_by_frame",
+    "capture",
+    "capture_p",
+    "capturing",
+    "doubled",
+    "in_tiles",
+    "kept_by",
+    "look_after",
+    "looking_back",
+    "normed_by_place",
+    "on_a_slab",
+    "on_every_chip",
+    "over_width",
+    "scan_alike",
+    "scan_batches",
+    "scan_chunks",
+    "tracing",
+]

@@ -1,0 +1,37 @@
+"""Upstream's caches that decide by step: what their hooks keep from call to call is arguments and results of programs.
+
+| cache | decided | programs |
+|---|---|---|
+| `FirstBlockCacheConfig` | on the device, by the first block's residual r: mean of r - r' over that of r' | one for a first call; one with the other blocks' scan under a condition |
+| `MagCacheConfig` | on the host, by known ratios: upstream's own hooks are asked, of one value | one with blocks, one without |
+| `PyramidAttentionBroadcastConfig` | on the host, by calls and timestep: upstream's own hooks | one for each set of attentions that run |
+| `TaylorSeerCacheConfig` | on the host, by step: upstream's own hooks | one of a first call, of a later one, and of those between |
+"""
+
+import operator
+
+import torch
+
+from ..scan import Group
+from .kept import Kept, Results, Step
+from .modules import Broadcast, NotOnce, Series
+from .whole import FirstBlock, Magnitudes
+
+
+__all__ = ["Kept", "NotOnce", "Results", "Step", "kept_by"]
+
+
+def kept_by(model: torch.nn.Module, groups: list[Group], known: Kept | None = None) -> Kept | None:
+    """The cache on the model, where programs can stand for its steps; None without one, or with other hooks beside it.
+
+    `known`: what was found before, given again if it is the same.
+    """
+    registries = ((module, vars(module).get("_diffusers_hook")) for module in model.modules())
+    hooked = [(module, hook) for module, registry in registries for hook in getattr(registry, "hooks", {}).values()]
+    names = frozenset(type(hook).__name__ for _, hook in hooked)
+    made = next((cls for cls in (FirstBlock, Magnitudes, Broadcast, Series) if names == cls.HOOKS), None)
+    found = made and made.found(model, hooked, groups)
+    same = (
+        known and found and len(found.hooks) == len(known.hooks) and all(map(operator.is_, found.hooks, known.hooks))
+    )
+    return known if same else found

@@ -1,0 +1,210 @@
+"""Caches whose first block decides for all others: `FirstBlockCacheConfig` by values, `MagCacheConfig` by known ratios.
+
+In a trace upstream's hooks run as they are, around the blocks of a run; their states are filled before, and read after. Each of
+the branches that a program has side by side decides for itself: blocks run if one of them needs them.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from ....bridge import Tensor
+from ....bridge.environment import environment
+from ...state import own_forward
+from ..scan import Group
+from .kept import Kept, Results, Step
+
+
+class Blocks(Kept):
+    """A cache on a model whose blocks have its hooks: the first one's, `head`, decides, and the last one's, `tail`, keeps."""
+
+    def __init__(self, head, tail):
+        super().__init__([head, tail])
+        self.head, self.tail = head, tail
+        self.manager, self.metadata = head.state_manager, head._metadata
+        for hook in (head, tail):  # upstream looks up where a block's arguments are when a hook first runs
+            hook._metadata._get_parameter_from_args_kwargs(hook._metadata.hidden_states_argument_name, [None] * 100)
+
+    @classmethod
+    def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "Blocks | None":
+        """They cannot stand for calibration; and blocks under a condition must be scanned, those of `groups`."""
+        scanned = {id(block) for group in groups for block in group.blocks(model)}
+        if any(id(module) not in scanned or own_forward(module) is None for module, _ in hooked):
+            return None
+        if any(getattr(getattr(hook, "config", None), "calibrate", False) for _, hook in hooked):
+            return None
+        heads = [pair for pair in hooked if pair[1]._is_stateful]
+        tails = [pair for pair in hooked if getattr(pair[1], "is_tail", False)]
+        if len(heads) != 1 or len(tails) != 1 or heads[0][0] is tails[0][0]:
+            return None
+        (_, head), (_, tail) = *heads, *tails
+        return cls(head, tail)
+
+    @property
+    def apart(self) -> tuple:
+        return (self.manager,)
+
+    def reset(self):
+        self.manager.reset()
+
+    def _parts(self, output) -> list[torch.Tensor]:
+        """Hidden states of a block's answer, and those of the text where it gives them."""
+        if not isinstance(output, (tuple, list)):
+            return [output]
+        places = (self.metadata.return_hidden_states_index, self.metadata.return_encoder_hidden_states_index)
+        return [output[place] for place in places if place is not None]
+
+    def _with_parts(self, output, parts: list[torch.Tensor]):
+        """The block's answer with these in their places."""
+        if not isinstance(output, (tuple, list)):
+            return parts[0]
+        places = (self.metadata.return_hidden_states_index, self.metadata.return_encoder_hidden_states_index)
+        found = [*output]
+        for place, part in zip((place for place in places if place is not None), parts):
+            found[place] = part
+        return tuple(found)
+
+    @contextlib.contextmanager
+    def _state(self, state):
+        """The manager has this state, whatever the context."""
+        before = self.manager._state_cache, self.manager._context
+        name = "inference" if self.manager._context is None else self.manager._context.name
+        self.manager._state_cache = {name: state}
+        if self.manager._context is None:
+            self.manager._context = SimpleNamespace(name=name)
+        try:
+            yield
+        finally:
+            self.manager._state_cache, self.manager._context = before
+
+
+class FirstBlock(Blocks):
+    """Kept: residuals of the first block, and of all others together. A third result says whether the blocks ran, [B]."""
+
+    HOOKS = frozenset({"FBCHeadBlockHook", "FBCBlockHook"})
+
+    def step(self) -> Step:
+        state = self.manager.get_state()
+        known = state.head_block_residual is not None and state.tail_block_residuals is not None
+        tensors = [state.head_block_residual, *state.tail_block_residuals] if known else []
+
+        def keep(results: list[torch.Tensor], form):
+            state.head_block_residual, *tails, computed = results
+            state.tail_block_residuals = (*tails, None)[:2]
+            self.decided.append(computed if known else True)
+
+        tensors = [tensor for tensor in tensors if tensor is not None]
+        return Step("later" if known else "first", tensors, keep, lambda: None)
+
+    @contextlib.contextmanager
+    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
+        state, results, found = self.manager._state_cls(), Results(), {}
+        if kind == "later":
+            state.head_block_residual, state.tail_block_residuals = tensors[0], tensors[1:]
+
+        def decide(residual: torch.Tensor) -> bool:
+            if kind == "later":
+                found["computed"] = self._differs(residual, tensors[0], branches)
+                runs.condition = jnp.any(found["computed"])
+            return True
+
+        def last(*args, **kwargs):
+            output = forward(*args, **kwargs)
+            runs.condition = None
+            head, tails = state.head_block_residual, [t for t in state.tail_block_residuals if t is not None]
+            computed = jnp.ones(branches, bool)
+            if kind == "later":
+                computed, rows = found["computed"], head.shape[0] // branches
+                ran = Tensor(jnp.repeat(computed, rows)[:, None, None], environment())
+                given = self._parts(state.head_block_output)
+                skipped = [before + there for before, there in zip(tensors[1:], given)]
+                output = self._with_parts(output, self._where(ran, self._parts(output), skipped))
+                head, *tails = self._where(ran, [head, *tails], tensors)
+            results.extend([head, *tails, Tensor(jnp.repeat(computed, head.shape[0] // branches), environment())])
+            return output
+
+        reference = self.tail.fn_ref
+        forward, vars(self.head)["_should_compute_remaining_blocks"] = reference.forward, decide
+        reference.forward = last
+        try:
+            with self._state(state):
+                yield results
+        finally:
+            reference.forward = forward
+            del vars(self.head)["_should_compute_remaining_blocks"]
+
+    def _differs(self, residual: torch.Tensor, before: torch.Tensor, branches: int):
+        """Of each branch whether upstream's comparison says so: of a float32 with a float64."""
+        limit = np.float32(self.head.threshold)
+        if float(limit) > self.head.threshold:
+            limit = np.nextafter(limit, np.float32(-math.inf))
+        pairs = zip(residual.chunk(branches), before.chunk(branches))
+        quotients = [(one - other).abs().mean() / other.abs().mean() for one, other in pairs]
+        return jnp.stack([quotient.jax().astype(jnp.float32) > limit for quotient in quotients])
+
+    @staticmethod
+    def _where(ran: torch.Tensor, computed: list, kept: list) -> list[torch.Tensor]:
+        return [torch.where(ran, one, other) for one, other in zip(computed, kept)]
+
+
+class Magnitudes(Blocks):
+    """Kept: the residual of all blocks together."""
+
+    HOOKS = frozenset({"MagCacheHeadHook", "MagCacheBlockHook"})
+
+    @property
+    def apart(self) -> tuple:
+        return self.manager, self.head.config, self.tail.config
+
+    def step(self) -> Step:
+        if self.manager._context is None:
+            self.manager.set_context(sys.modules[type(self.manager).__module__].CacheContext(name="inference"))
+        state = self.manager.get_state()
+        before, real = dict(vars(state)), state.previous_residual
+        one = torch.zeros(1, 1, 1)
+        state.previous_residual = None if real is None else one
+        self._ask(self.head, one)
+        self._ask(self.tail, one)
+        computed, lasts = state.should_compute, state.previous_residual is not None
+        state.head_block_input, state.previous_residual = None, real if lasts else None
+
+        def keep(results: list[torch.Tensor], form):
+            if computed:
+                state.previous_residual = results[0] if lasts else None
+            self.decided.append(computed)
+
+        def undo():
+            vars(state).update(before)
+
+        return Step("computed" if computed else "skipped", [] if computed else [real], keep, undo)
+
+    def _ask(self, hook, one: torch.Tensor):
+        """Run upstream's hook around a block that gives back what it is given."""
+        original, hook.fn_ref.original_forward = hook.fn_ref.original_forward, lambda **given: one
+        try:
+            hook.new_forward(None, **{self.metadata.hidden_states_argument_name: one, "encoder_hidden_states": one})
+        finally:
+            hook.fn_ref.original_forward = original
+
+    @contextlib.contextmanager
+    def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
+        state, results = self.manager._state_cls(), Results()
+        state.previous_residual = tensors[0] if tensors else None
+        always = {"mag_ratios": (1.0,), "retention_ratio": 0.0, "threshold": math.inf, "max_skip_steps": math.inf}
+        configs = [(hook, hook.config) for hook in (self.head, self.tail)]
+        self.head.config = SimpleNamespace(calibrate=kind == "computed", num_inference_steps=0, **always)
+        self.tail.config = SimpleNamespace(calibrate=False, num_inference_steps=math.inf)
+        try:
+            with self._state(state):
+                yield results
+        finally:
+            for hook, config in configs:
+                hook.config = config
+        if kind == "computed":
+            results.append(state.previous_residual)

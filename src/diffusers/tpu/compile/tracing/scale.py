@@ -1,0 +1,52 @@
+"""A number that a program is given: LoRA layers multiply by it, and a new value of it needs no new program."""
+
+import jax
+import jax.numpy as jnp
+
+from ...bridge import Tensor, View
+
+
+class NumberRead(Exception):
+    """A trace asked for the value of a number that it multiplies by, to decide something: it must be a constant then."""
+
+
+class Scale:
+    """Stands where upstream's code has a Python number. Products with tensors are computed in float32 and rounded once, as torch's are.
+
+    Raises NumberRead where its value is asked for.
+    """
+
+    def __init__(self, array: jax.Array):
+        self.array = array
+
+    def __mul__(self, other):
+        if isinstance(other, (Tensor, View)):
+            x = other.jax()
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            return Tensor((wide * self.array).astype(x.dtype), other._env)
+        return Scale(self.array * _factor(other))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        return Scale(self.array / _factor(other))
+
+    def __neg__(self):
+        return Scale(-self.array)
+
+    def _read(self, *args):
+        raise NumberRead
+
+    __bool__ = __float__ = __int__ = __index__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = __radd__ = (
+        _read
+    )
+    __sub__ = __rsub__ = __rtruediv__ = __pow__ = __rpow__ = __abs__ = __format__ = _read
+    __hash__ = None
+
+
+def _factor(other):
+    if isinstance(other, Scale):
+        return other.array
+    if isinstance(other, (int, float)):
+        return other
+    raise NumberRead

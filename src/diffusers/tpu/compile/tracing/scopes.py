@@ -1,0 +1,49 @@
+"""Module names in compiled programs: every operation traced in a module's forward says whose it is.
+
+A profile, and the planner, then read `[blocks.*]/[attn1]/[to_q]` in an operation's name: the parts in brackets are upstream's
+module names, each relative to the one before (a name with a dot in front is whole); `*` is a scanned block.
+"""
+
+import contextlib
+
+import jax
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from .scan import Group
+
+
+@contextlib.contextmanager
+def module_scopes(model: torch.nn.Module, groups: list[Group]):
+    """While this is open, forwards of the model's submodules trace under their names."""
+    names = {id(module): _shared_name(name, groups) for name, module in model.named_modules() if name}
+    open_scopes: list[tuple[str, object]] = []
+
+    def enter(module, args):
+        name = names.get(id(module))
+        if name is not None:
+            outer = open_scopes[-1][0] + "." if open_scopes else ""
+            inside = name.startswith(outer)  # not where a module's operation has made waiting blocks run
+            scope = jax.named_scope(f"[{name.removeprefix(outer)}]" if inside else f"[.{name}]")
+            scope.__enter__()
+            open_scopes.append((name, scope))
+
+    def leave(module, args, output):
+        if id(module) in names:
+            open_scopes.pop()[1].__exit__(None, None, None)
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        yield
+
+
+def _shared_name(name: str, groups: list[Group]) -> str:
+    """`blocks.0.attn1` as `blocks.*.attn1`: one scanned block stands for all of its group."""
+    for group in groups:
+        head, rest = name[: len(group.path) + 1], name[len(group.path) + 1 :]
+        if head == group.path + ".":
+            index, dot, inner = rest.partition(".")
+            if group.start <= int(index) < group.stop:
+                return group.label + dot + inner
+    return name

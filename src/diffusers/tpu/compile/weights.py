@@ -1,0 +1,284 @@
+"""Weights from host tensors to sharded arrays: each chip gets only its part (`placing`), a tensor at a time, blocks as they come.
+
+What the user changes on the host is placed again before the next call: a tensor that was replaced, written to, or given other
+data. Writes through `.data` leave no trace in torch; `sampled_changes` finds them by a few values of each tensor.
+"""
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+import torch
+from jax.sharding import Mesh, PartitionSpec
+
+from ...utils import logging
+from .. import notices
+from ..bridge import numpy_dtype
+from ..chips import hosts
+from ..chips.sharding import Coverage, ModelPlan, named, plan_weights
+from ..idioms.refusing import refuse_weights
+from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
+from ..weights.placing import Placing, Wanted
+from .parts import is_of
+from .state import Number
+from .state.adapters import Adapters
+from .tracing.scan import Group, find_groups
+
+
+# Of the bar: bytes; nothing of what takes less than two seconds, and nothing in a log.
+BAR = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "delay": 2.0, "disable": None}
+_placements = itertools.count()
+_VERSION_OF = operator.attrgetter("_version")
+SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
+
+
+@dataclass
+class PlacedWeights:
+    """A module's weights on the mesh. The module keeps its host tensors; what changes there is placed again.
+
+    Attributes:
+        arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
+        sources: key -> the module's tensor names that make it up; None: zeros, for the term of an adapter that a block lacks.
+        specs: key -> storage spec of the array, the stacked axis left out.
+        avals: key -> shape, dtype and sharding of the array.
+        placement: changes, to a number of this process's own, when something is placed.
+        terms: keys that are of adapters.
+    """
+
+    module: torch.nn.Module
+    mesh: Mesh
+    groups: list[Group]
+    sources: dict[str, list[str | None]]
+    specs: dict
+    avals: dict[str, jax.ShapeDtypeStruct]
+    coverage: Coverage
+    arrays: dict[str, jax.Array] = field(default_factory=dict)
+    versions: dict[str, tuple] = field(default_factory=dict)
+    samples: dict[str, torch.Tensor] = field(default_factory=dict)
+    watched: "Watched | None" = None
+    placement: int = -1
+    terms: frozenset[str] = frozenset()
+
+    def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
+        """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
+
+        Places what is new or was changed there since, if they are; `place=False` only tells.
+        """
+        if self.watched is not None and self.watched.same(tensors):
+            return False
+        stale = []
+        with torch._C.DisableTorchFunction():  # no detour for tensors of a file, nor by the glue around the call
+            for key, names in self._named():
+                if any(name not in tensors for name in names):
+                    return True
+                if self.versions.get(key) != (version := _version(tensors, names)):
+                    stale.append((key, names, version))
+                    if any(not self._fits(key, tensors[name]) for name in names):
+                        return True
+        if sum(len(names) for _, names in self._named()) != len(tensors):
+            return True
+        if not place:
+            return False
+        if stale:
+            self._place(stale, tensors)
+        self.watched = Watched(tensors)
+        return False
+
+    def take_over(self, former: "PlacedWeights"):
+        """What is there already of weights that are planned as they were: of a module whose adapters are others, say."""
+        tensors = named_tensors(self.module)
+        with torch._C.DisableTorchFunction():
+            for key, names in self._named():
+                known = former.avals.get(key) == self.avals[key] and all(name in tensors for name in names)
+                known = known and [n is None for n in former.sources[key]] == [n is None for n in self.sources[key]]
+                if known and key in former.versions:  # what was written to is placed at the next look
+                    self.arrays[key], self.versions[key] = former.arrays[key], former.versions[key]
+                    before = (name for name in former.sources[key] if name is not None)
+                    self.samples.update((name, former.samples[old]) for name, old in zip(names, before))
+        if self.arrays:
+            self.placement = former.placement
+        former.drop()
+
+    def sampled_changes(self):
+        """Places at the next call what was written to through `.data` since, as far as a sample of its values shows."""
+        tensors = self.watched.tensors if self.watched is not None else named_tensors(self.module)
+        for key, names in self._named():
+            there = key in self.versions and all(name in tensors for name in names)
+            if there and not all(_same_bits(self.samples[n], _sample(tensors[n])) for n in names):
+                del self.versions[key]
+                self.watched = None
+
+    def one_by_one(self) -> tuple[dict[str, jax.Array], dict]:
+        """Array and storage spec of every tensor by its name, those of stacks taken out."""
+        arrays, specs = {}, {}
+        for key, names in self.sources.items():
+            for n, name in enumerate(names):
+                if name is not None:
+                    array = self.arrays[key][n] if _is_stacked(key) else self.arrays[key]
+                    arrays[name] = array[tuple(map(slice, self.watched.tensors[name].shape))]
+                    specs[name] = self.specs[key]
+        return arrays, specs
+
+    def _named(self) -> Iterator[tuple[str, list[str]]]:
+        """The sources that are tensors."""
+        return ((key, [name for name in names if name is not None]) for key, names in self.sources.items())
+
+    def drop(self):
+        """Leave the chips; the host tensors stay."""
+        self.arrays.clear()
+        self.versions.clear()
+        self.watched = None
+
+    def _fits(self, key: str, tensor: torch.Tensor) -> bool:
+        """Of a stack's terms of adapters a lower rank fits too."""
+        aval, shape = self.avals[key], tuple(tensor.shape)
+        stacked = _is_stacked(key)
+        planned = aval.shape[1:] if stacked else aval.shape
+        lower = stacked and key in self.terms and len(shape) == len(planned) and all(map(operator.le, shape, planned))
+        return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
+
+    def _wanted(self, key: str, tensors: dict[str, torch.Tensor]) -> Wanted:
+        self.arrays.pop(key, None)  # first: the old and the new need not both have room
+        return Wanted(key, self.avals[key], [tensors.get(name) for name in self.sources[key]], _is_stacked(key))
+
+    def _place(self, stale: list[tuple[str, list[str], tuple]], tensors: dict[str, torch.Tensor]):
+        """What has changed goes to the chips: (key, names of its tensors, their version)."""
+        versions = {key: (names, version) for key, names, version in stale}
+        nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in versions)
+        bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
+        with Placing() as placing, bar:
+            for key, array in placing.arrays(self._wanted(key, tensors) for key in versions):
+                names, version = versions[key]
+                self.arrays[key], self.versions[key] = array, version
+                self.samples.update((name, _sample(tensors[name])) for name in names)
+                self.placement = next(_placements)
+                bar.update(array.nbytes)
+
+
+def _say_of_float16(model: str, tensors: dict[str, torch.Tensor]):
+    """A product within float16's rounding is three of bfloat16: of the exact one 2.1e-4 is left to it, one pass is 2.4e-3 off."""
+    half = sum(t.nbytes for t in tensors.values() if t.dtype == torch.float16)
+    if half > sum(t.nbytes for t in tensors.values()) / 2:
+        notices.warn_once(
+            "float16",
+            f"{model} has float16 weights, which a TPU has no products for: they take three times as long as bfloat16's, and attention"
+            " has no kernel. Load models with torch_dtype=torch.bfloat16",
+        )
+
+
+def plan_placement(
+    module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool, parts: tuple[str, ...] = ()
+) -> PlacedWeights:
+    """Where every weight of the module will lie, those of its `parts` left out; nothing is moved yet.
+
+    Raises ValueError where weights have no values, because the checkpoint did not have them, and NotImplementedError for
+    quantized ones.
+    """
+    adapters = Adapters(module)
+    tensors = {name: t for name, t in named_tensors(module).items() if not is_of(name, parts)}
+    missing = sorted(name for name, t in tensors.items() if t.is_meta)
+    if missing:
+        raise ValueError(missing_message(type(module).__name__, missing))
+    quantized = [name for name, t in tensors.items() if not is_ordinary(t)]
+    if quantized:
+        refuse_weights(type(module).__name__, quantized[0], tensors[quantized[0]])
+    _say_of_float16(type(module).__name__, tensors)
+    groups = find_groups(module) if scan and not parts else []
+    sources = {
+        f"{group.label}.{name}": names for group in groups for name, names in group.sources(module, adapters).items()
+    }
+    taken = {name for names in sources.values() for name in names}
+    seen = ((key, name) for key, name in adapters.tensors(module).items() if name in tensors)
+    sources.update({key: [name] for key, name in seen if name not in taken})
+    shapes = {}
+    for key, names in sources.items():
+        some = [tensors[name] for name in names if name is not None]
+        largest = tuple(map(max, *(t.shape for t in some))) if len(some) > 1 else tuple(some[0].shape)
+        shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
+    specs, coverage = plan_weights(shapes, () if parts else plan.rules, mesh)
+    avals = {}
+    for key, names in sources.items():
+        stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
+        dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
+        avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
+    terms = frozenset(
+        key for key, names in sources.items() if any(name and adapters.in_a_term(name) for name in names)
+    )
+    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, terms=terms)
+
+
+def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str, np.ndarray]:
+    """LoRA scales by `str(Number)`; those of a group's blocks stacked, under keys that start with its label."""
+    left = {str(number): scale for number, scale in numbers.items()}
+    values = {}
+    for group in groups:
+        blocks = [f"{group.path}.{index}." for index in range(group.start, group.stop)]
+        of_blocks = [{key.removeprefix(b): left.pop(key) for key in [*left] if key.startswith(b)} for b in blocks]
+        for name in dict.fromkeys(itertools.chain.from_iterable(of_blocks)):
+            values[f"{group.label}.{name}"] = [scales.get(name, 0.0) for scales in of_blocks]
+    return {key: np.asarray(value, np.float32) for key, value in (values | left).items()}
+
+
+def place_numbers(numbers: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """Numbers on every chip."""
+    everywhere = named(mesh, PartitionSpec())
+    return {key: hosts.put(number, everywhere) for key, number in numbers.items()}
+
+
+def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; tied ones once."""
+    return dict((*module.named_parameters(), *module.named_buffers()))
+
+
+class Watched:
+    """Tensors as they were when they were placed: asked before every call, and quick where nothing has changed."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.tensors = tensors
+        self.of_files = [t for t in tensors.values() if type(t) is FileTensor]
+        with torch._C.DisableTorchFunction():
+            self.now = self._now()
+
+    def same(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether these are they (the very same dict), and none was written to or given other data."""
+        if tensors is not self.tensors:
+            return False
+        with torch._C.DisableTorchFunction():
+            return self._now() == self.now
+
+    def _now(self) -> tuple:
+        tensors = self.tensors.values()
+        versions, addresses = map(_VERSION_OF, tensors), map(torch.Tensor.data_ptr, tensors)
+        return [*versions], [*addresses], [(type(t), t.source) for t in self.of_files]
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A few values of a host tensor, spread over it, of its own memory; None of a file's, which nothing can have written to."""
+    if type(tensor) is FileTensor and tensor.source.values is not None:
+        return None
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        return flat[:: max(1, -(-flat.numel() // SAMPLED))].clone()
+
+
+def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return True  # its version tells whether it was read into memory since
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def _is_stacked(key: str) -> bool:
+    return "*" in key or "[" in key
+
+
+def _version(tensors: dict, names: list[str]) -> tuple:
+    """Changes when a tensor is replaced, written to, or given other data (as `module.to(dtype)` does)."""
+    return tuple(
+        (id(t), t._version, t.dtype, t.data_ptr(), vars(t).get("source")) for t in (tensors[name] for name in names)
+    )

@@ -1,0 +1,197 @@
+"""Errors that are not the caller's mistake, each with what was expected, what came and what to do.
+
+`Failure` is not the caller's mistake (that is a ValueError): the command line tells it in one line, exit status 1.
+"""
+
+import contextlib
+import glob
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+WORTH_A_WORD = 60.0  # seconds: the largest models take less for a step
+LETTERS = 300  # of a message of the compiler or the runtime
+
+
+class Failure(RuntimeError):
+    """Something outside of the program stops it; the message ends with the way out."""
+
+
+class ChipBusy(Failure):
+    """Another process has the TPU."""
+
+
+class NoChip(Failure):
+    """A TPU is here, and this process cannot have it."""
+
+
+class OutOfHBM(Failure):
+    """A chip has no room for what is to be compiled, run or placed."""
+
+
+class OutOfCoreMemory(Failure):
+    """A kernel asks for more VMEM or SMEM than a core has."""
+
+
+class NotFinite(Failure):
+    """What was computed has NaN or an infinity in it."""
+
+
+class NotWritten(Failure):
+    """A file could not be written; nothing of it is left."""
+
+
+def exhausted(error: BaseException) -> str | None:
+    """Which memory the compiler or the runtime finds too small, in words only: "hbm", "vmem" or "smem"; None: none."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text and "Ran out of memory" not in text:
+        return None
+    named = re.search(r"(?:memory space |space=|scoped |on )(hbm|vmem|smem)\b", text, re.IGNORECASE)
+    return named[1].lower() if named else "hbm"
+
+
+def hbm_asked(text: str) -> tuple[int | None, int | None]:
+    """Bytes that were asked for and bytes that there are, as far as the compiler's or the runtime's message names them."""
+    number = r"([\d.]+)([KMGT]?)"
+    forms = (
+        rf"Used {number} of {number} hbm",
+        rf"\({number}\) exceeds available HBM \({number}\)",
+        rf"Attempting to (?:allocate|reserve) {number}\b.*There are {number}B? free",
+    )
+    sizes = next(filter(None, (re.search(form, text) for form in forms)), None)
+    if sizes is None:
+        return None, None
+    return tuple(int(float(sizes[n]) * UNITS[sizes[n + 1]]) for n in (1, 3))
+
+
+@contextlib.contextmanager
+def within_hbm(doing: Callable[[], str], question: Callable[[], str]) -> Iterator[None]:
+    """Raises OutOfHBM where what runs here finds no room on a chip, OutOfCoreMemory where a kernel finds none in a core.
+
+    Args:
+        doing: what that was, "to run ...".
+        question: to the planner, whose answer says what would fit.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        memory = None if isinstance(error, Failure) else exhausted(error)
+        if memory is None:
+            raise
+        said = _short(str(error))
+        if memory != "hbm":
+            raise OutOfCoreMemory(
+                f"expected room in a core's {memory.upper()} {doing()}, got none: {said}. A kernel's blocks are too large for this"
+                " generation; more chips or HBM do not help. TPUConfig(attention_blocks=(256, 256, 256)) makes attention's"
+                " smaller, TPUConfig(attention='splash', layers='xla') runs without our kernels."
+            ) from error
+        asked, there = hbm_asked(str(error))
+        sizes = "" if asked is None else f" ({asked / 2**30:.3g} GiB asked for, {there / 2**30:.3g} GiB there)"
+        raise OutOfHBM(
+            f"expected room on a chip {doing()}, got none{sizes}: {said}. Use more chips, a mesh that"
+            " splits more, a smaller size or bfloat16, or leave weights less (TPUConfig.reserve_gib); what would fit says:"
+            f" {question()}"
+        ) from error
+
+
+@contextlib.contextmanager
+def told_if_slow(doing: Callable[[], str]) -> Iterator[None]:
+    """Warns, from a thread of its own, of what is not done here after a minute, then after ten times as long."""
+    done = threading.Event()
+
+    def watch():
+        from ..utils import logging
+
+        start, wait = time.monotonic(), WORTH_A_WORD
+        while not done.wait(wait):
+            since = time.monotonic() - start
+            logging.get_logger(__name__).warning(
+                f"{doing()} is not done after {since:.0f} s: no step that `diffusers-tpu plan` knows of takes as long. Chips that"
+                " wait for each other do so for good: ctrl-C ends it, and TPUConfig(sparse_cores=False, attention='splash')"
+                " shows whether an exchange or a kernel of ours stands"
+            )
+            wait = 9 * since
+
+    threading.Thread(target=watch, name="diffusers-tpu watches a first run", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def holders(nodes: Sequence[str]) -> dict[int, str]:
+    """Other processes that have one of these files open, as far as this user may see: number -> name."""
+    found = {}
+    for link in glob.glob("/proc/[0-9]*/fd/*"):
+        pid = int(link.split("/")[2])
+        with contextlib.suppress(OSError):  # it ended, or is another user's
+            if pid != os.getpid() and os.readlink(link) in nodes:
+                with open(f"/proc/{pid}/comm") as name:
+                    found[pid] = name.read().strip()
+    return found
+
+
+@contextlib.contextmanager
+def chips_are_there(nodes: Sequence[str]) -> Iterator[None]:
+    """Raises ChipBusy or NoChip where the runtime says why it cannot have the chips, whose files are `nodes`."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        for words, sentence in _AT_THE_START.items():
+            if re.search(words, text):
+                raise sentence(text, nodes) from error
+        raise
+
+
+def _busy(text: str, nodes: Sequence[str]) -> Failure:
+    pid = re.search(r"pid (\d+)", text)
+    theirs = [f"{number} ({name})" for number, name in holders(nodes).items()]
+    if pid or theirs:
+        whose = f"process {pid[1] if pid else ', '.join(theirs)} has it"
+    else:
+        whose = (
+            "another process has it, perhaps another user's (`sudo lsof` of /dev/vfio/* and /dev/accel* names it), or one that was"
+            " killed left /tmp/libtpu_lockfile"
+        )
+    return ChipBusy(
+        f"expected a TPU that no other process uses, got one in use: {whose}. One process drives all chips of a host: wait"
+        " for it or end it; remove /tmp/libtpu_lockfile if no process is left. --device simulated needs no TPU."
+    )
+
+
+def _denied(text: str, nodes: Sequence[str]) -> Failure:
+    return NoChip(
+        f"expected the right to open {', '.join(nodes) or 'the TPU'}, got: {_short(text)}. Run as root or as a member of the"
+        " group that has these files (`ls -l` names it), and where locked memory is limited, with `ulimit -l unlimited`; a"
+        " container needs them as devices, or --privileged."
+    )
+
+
+def _no_topology(text: str, nodes: Sequence[str]) -> Failure:
+    given = [f"{name}={os.environ[name]}" for name in _OF_A_SLICE if name in os.environ]
+    return NoChip(
+        f"expected the runtime to find how the chips of this slice lie, got: {_short(text)}. A slice of several hosts starts"
+        " when the same script runs on each of them; variables that name other hosts or chips than there are stop it"
+        f" (here: {' '.join(given) or 'none is set'}): unset them, or set them for this host alone."
+    )
+
+
+def _short(text: str) -> str:
+    """In one line: of some messages the first line is a code."""
+    return " ".join(text.split())[:LETTERS].rstrip(".")
+
+
+_OF_A_SLICE = (
+    "TPU_WORKER_HOSTNAMES TPU_WORKER_ID TPU_PROCESS_ADDRESSES TPU_PROCESS_BOUNDS TPU_CHIPS_PER_PROCESS_BOUNDS TPU_VISIBLE_CHIPS"
+    " TPU_VISIBLE_DEVICES TPU_ACCELERATOR_TYPE TPU_TOPOLOGY TPU_HOST_BOUNDS TPU_CHIPS_PER_HOST_BOUNDS"
+).split()
+_AT_THE_START = {
+    "already in use|libtpu_lockfile|Device or resource busy": _busy,
+    "Permission denied|Operation not permitted": _denied,
+    "Failed to get (global TPU|slice) topology": _no_topology,
+}

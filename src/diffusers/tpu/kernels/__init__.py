@@ -1,0 +1,1 @@
+"""Attention, linear layers, rotary embedding and convolution: JAX arrays in, JAX arrays out."""

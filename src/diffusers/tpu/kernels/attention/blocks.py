@@ -1,0 +1,280 @@
+"""Sizes of the attention kernel's blocks: a rule from VMEM and from what pieces of its schedule cost, and tuned ones.
+
+`tuned.json` holds what `diffusers-tpu bench attention --tune` found with the compiler as judge; the rule does the rest.
+"""
+
+import functools
+import json
+import math
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from ...chips.devices import MIB, chip_of
+from .ways import BOUND, WAYS
+
+
+LANES = 128
+TUNED = Path(__file__).with_name("tuned.json")
+
+# What the rule's prices are, in bundles; schedules of v6e at Wan's shapes (other generations: the same order).
+PER_SCORE = 1540 / 2**20
+PER_PIECE = 250  # the matrix units run dry at the end of straight code
+PER_STEP = 180  # of the grid
+PER_QUERY = 0.25  # before the first key and after the last
+
+MOST_SCORES = {"v7x": 4_500_000}  # of one piece of code: as many as compile in some 10 s on two cores
+MOST_SCORES_ELSEWHERE = 5_600_000
+RARER_SCORES = 4_500_000  # of one piece of code of a way that fewer heads go: what compiles in some 10 s on two cores
+AS_GOOD = 1.005  # of the lowest price: then what compiles sooner is better
+MOST_QUERIES = 8192  # of heads up to 128: what is done to a whole block of them before and after is straight code
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys of one product; `lag`: how many tiles scores are computed ahead of their exponentials."""
+
+    queries: int
+    keys: int
+    lag: int
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How the kernel goes through queries and keys; all in tokens.
+
+    Attributes:
+        queries, keys: of one grid step.
+        piece: queries whose tiles, with all keys of the step, are one straight piece of code; pieces are looped over.
+        bound, online: the tiles of the way "bound" and of the two others (see `ways`).
+    """
+
+    queries: int
+    keys: int
+    piece: int
+    bound: Tile
+    online: Tile
+
+    def tile(self, way: str) -> Tile:
+        """The tiles of this way."""
+        return self.bound if way == BOUND else self.online
+
+    def straight(self, way: str, kv_len: int, cut: bool, cut_at_end: bool) -> tuple[int, int]:
+        """Queries and keys of one straight piece of code of this way.
+
+        Args:
+            cut: its scores are masked; `cut_at_end`: no others are but those of the last block of keys.
+        """
+        tile, keys, share = self.tile(way), self.keys, 1
+        if cut and cut_at_end:  # one block of many
+            blocks = -(-kv_len // keys)
+            keys = round_up(kv_len - (blocks - 1) * keys, tile.keys)
+            share = max(-(-2 * keys // self.keys), min(4, blocks // 4))
+        elif cut:  # rare: its piece is small, so that its code is
+            share = self.piece
+        elif way != BOUND:  # rarer, and the running maximum takes twice the code
+            share = max(2, -(-self.piece * keys // RARER_SCORES))
+        return _divisor(self.piece, share, tile.queries), keys
+
+
+# By generation: tiles for the two ways. By schedules of head size 128.
+TILES = {
+    "v5e": (Tile(128, 256, 6), Tile(128, 256, 6)),
+    "v5p": (Tile(128, 256, 6), Tile(128, 256, 6)),
+    "v6e": (Tile(256, 256, 6), Tile(256, 256, 6)),
+    "v7x": (Tile(512, 512, 1), Tile(256, 256, 6)),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the sizes depend on.
+
+    Attributes:
+        masked: so many last keys a mask by key may take away; 0 without one.
+        dense_bytes: of one entry of a mask of queries x keys; 0 without one.
+    """
+
+    q_len: int
+    kv_len: int
+    dim: int
+    out_dim: int
+    bytes: int = 2
+    out_bytes: int = 2
+    masked: int = 0
+    dense_bytes: int = 0
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The least multiple that is not less than n."""
+    return -(-n // multiple) * multiple
+
+
+def _divisor(whole: int, share: int, unit: int) -> int:
+    """The largest multiple of `unit` that divides `whole`, a multiple of it, and is at most `whole / share`."""
+    units = whole // unit
+    return max((n for n in range(1, units + 1) if units % n == 0 and n * share <= units), default=1) * unit
+
+
+def folded_parts(shape: Shape, generation: str | None) -> int:
+    """How many matrices, one below the other, hold q times a factor (see `kernel`): one of float32, two of bfloat16 where
+    the depth of the matrix unit has room for them; else 0."""
+    if shape.bytes == 4:
+        return 1
+    side = chip_of(generation).matrix_side
+    return 2 if 2 * shape.dim <= side and shape.dim % 16 == 0 else 0
+
+
+def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
+    """VMEM of a kernel with these blocks, from above.
+
+    Two buffers of each block of q^T [D, queries], k [keys, D], v^T [E, keys], the mask's parts and the output
+    [E, queries]; the state: two rows of eight sublanes and E float32 per query; q with its factor [2 D, queries] and keys
+    twice [keys, 2 D], whether or not the call has them; values without padding [E, keys]; the key mask's column [keys, 128];
+    and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
+    """
+    wide, out_wide = round_up(shape.dim, LANES), round_up(shape.out_dim, LANES)
+    tall, out_tall = round_up(shape.dim, 16), round_up(shape.out_dim, 16)
+    operands = blocks.queries * tall * shape.bytes + blocks.keys * (wide + out_tall) * shape.bytes
+    operands += blocks.queries * out_tall * shape.out_bytes + blocks.queries * 8 * 4
+    operands += blocks.keys * 8 * 4 * bool(shape.masked) + blocks.queries * blocks.keys * shape.dense_bytes
+    state = blocks.queries * (16 + out_tall) * 4 + blocks.keys * out_tall * shape.bytes
+    state += (blocks.queries * tall + blocks.keys * (wide if shape.dim % LANES else 0)) * 2 * shape.bytes
+    state += blocks.keys * LANES * 4 * bool(shape.masked)
+    spilled = max(
+        (tile.lag + 2) * tile.queries * tile.keys * 8 + tile.queries * (out_wide + wide) * 8
+        for tile in (blocks.bound, blocks.online)
+    )
+    return 2 * operands + state + spilled
+
+
+def vmem_limit(generation: str | None) -> int:
+    """Bytes a kernel may ask for: some are the compiler's own."""
+    return chip_of(generation).vmem_bytes - 12 * MIB
+
+
+def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, int] | None = None) -> Blocks:
+    """The blocks for a shape: those asked for, else tuned ones, else the rule's first.
+
+    Args:
+        generation: None: `devices.DEFAULT_GENERATION`.
+        wanted: queries, keys, and keys of one product (`TPUConfig.attention_blocks`).
+
+    Raises:
+        ValueError: what is wanted does not fit VMEM.
+        NotImplementedError: a generation that nothing is known of.
+    """
+    generation = chip_of(generation).generation
+    if wanted is not None:
+        blocks = _wanted(shape, generation, wanted)
+        if vmem_bytes(blocks, shape) > vmem_limit(generation):
+            raise ValueError(
+                f"expected attention blocks that fit {vmem_limit(generation) / MIB:.0f} MiB of VMEM on {generation}, got"
+                f" {wanted}, which take {vmem_bytes(blocks, shape) / MIB:.0f} MiB; use smaller ones, or None"
+            )
+        return blocks
+    tuned = _tuned().get(tuned_key(shape, generation))
+    return tuned or candidates(shape, generation)[0]
+
+
+def tuned_key(shape: Shape, generation: str) -> str:
+    """The name of a shape in `tuned.json`."""
+    return "-".join(map(str, (generation, *astuple(shape))))
+
+
+@functools.cache
+def _tuned() -> dict[str, Blocks]:
+    if not TUNED.exists():
+        return {}
+    return {key: from_list(value["blocks"]) for key, value in json.loads(TUNED.read_text()).items()}
+
+
+def as_list(blocks: Blocks) -> list:
+    """The blocks as JSON holds them."""
+    return [blocks.queries, blocks.keys, blocks.piece, list(astuple(blocks.bound)), list(astuple(blocks.online))]
+
+
+def from_list(values: list) -> Blocks:
+    """The inverse of `as_list`."""
+    return Blocks(*values[:3], Tile(*values[3]), Tile(*values[4]))
+
+
+def candidates(shape: Shape, generation: str) -> list[Blocks]:
+    """Blocks that fit VMEM, the cheapest by the rule's prices first."""
+    return list(_candidates(shape, chip_of(generation).generation))
+
+
+@functools.lru_cache(1024)
+def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
+    bound, online = (_fitted(tile, shape) for tile in TILES[generation])
+    unit_q, unit_k = (math.lcm(getattr(bound, axis), getattr(online, axis)) for axis in ("queries", "keys"))
+    found = []
+    # float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size
+    most = MOST_SCORES.get(generation, MOST_SCORES_ELSEWHERE) // (1 if shape.bytes == 2 else 10)
+    most = most * 256 // max(256, shape.dim + shape.out_dim)
+    of_keys = range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k)
+    # masking is slow: where one block, the last, holds all that may be masked, no other has code for it
+    fitting = [n for n in of_keys if shape.masked <= (shape.kv_len - 1) % n + 1]
+    of_keys = fitting if fitting and shape.masked < shape.kv_len else of_keys
+    longest = MOST_QUERIES * LANES // max(LANES, shape.dim, shape.out_dim)
+    for keys in of_keys:
+        for piece in range(unit_q, min(2048, round_up(shape.q_len, unit_q)) + 1, unit_q):
+            if piece // unit_q % 2 and piece > unit_q:
+                continue  # an odd number of tiles leaves one of two matrix units without work
+            if piece * keys > max(most, unit_q * unit_k):
+                break
+            for queries in range(piece, max(piece, min(longest, round_up(shape.q_len, piece))) + 1, piece):
+                blocks = Blocks(queries, keys, piece, bound, online)
+                if vmem_bytes(blocks, shape) > vmem_limit(generation):
+                    break
+                found.append((_price(blocks, shape), astuple(blocks)[:3], blocks))
+    if not found:
+        raise ValueError(f"expected heads whose smallest blocks fit VMEM on {generation}, got head size {shape.dim}")
+    most = AS_GOOD * min(price for price, _, _ in found)
+    found = [
+        (price > most, _code(blocks, shape) if price <= most else 0, price, sizes, blocks)
+        for price, sizes, blocks in found
+    ]
+    return tuple(blocks for *_, blocks in sorted(found, key=lambda x: x[:4]))
+
+
+def _code(blocks: Blocks, shape: Shape) -> int:
+    """Scores of all straight pieces of code that are compiled, where nothing but the end is masked."""
+    ends = shape.masked or shape.kv_len % blocks.keys
+    pieces = [blocks.straight(way, shape.kv_len, True, True) for way in WAYS if ends]
+    if not ends or shape.kv_len > blocks.keys:
+        pieces += [blocks.straight(way, shape.kv_len, False, True) for way in WAYS]
+    return sum(queries * keys for queries, keys in pieces)
+
+
+def _fitted(tile: Tile, shape: Shape) -> Tile:
+    """The tile, no larger than the queries and keys there are."""
+    return Tile(
+        min(tile.queries, round_up(shape.q_len, LANES)), min(tile.keys, round_up(shape.kv_len, LANES)), tile.lag
+    )
+
+
+def _wanted(shape: Shape, generation: str, wanted: tuple[int, int, int]) -> Blocks:
+    queries, keys, depth = wanted
+    bound, online = (_fitted(tile, shape) for tile in TILES[generation])
+    width = math.lcm(bound.queries, online.queries)
+    depth = min(round_up(depth, LANES), round_up(shape.kv_len, LANES))
+    queries = min(round_up(queries, width), round_up(shape.q_len, width))
+    keys = min(round_up(keys, depth), round_up(shape.kv_len, depth))
+    pieces = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= MOST_SCORES_ELSEWHERE)
+    return Blocks(
+        queries,
+        keys,
+        max(pieces, default=width),
+        Tile(bound.queries, depth, bound.lag),
+        Tile(online.queries, depth, online.lag),
+    )
+
+
+def _price(blocks: Blocks, shape: Shape) -> float:
+    """Bundles of one head, by what schedules of such kernels cost."""
+    full, rest = divmod(shape.kv_len, blocks.keys)
+    pieces = blocks.queries // blocks.piece
+    step = blocks.queries * blocks.keys * PER_SCORE + pieces * PER_PIECE + PER_STEP
+    last = blocks.queries * round_up(rest, blocks.bound.keys) * PER_SCORE + pieces * PER_PIECE + PER_STEP
+    blocks_of_queries = -(-shape.q_len // blocks.queries)
+    return blocks_of_queries * (full * step + (last if rest else 0) + blocks.queries * PER_QUERY)

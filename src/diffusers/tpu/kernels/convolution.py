@@ -1,0 +1,167 @@
+"""A convolution of maps for one TPU chip: y[h, w] = sum over taps (i, j) of x[h + i - p, w + j - p] w[i, j] + b, p zeros around.
+
+The TPU compiler's own of a UNet of Stable Diffusion XL takes 8 to 28 s of a core each to compile, some 40 of them, and runs at
+53 to 72 % of the matrix units' peak (v5e, libtpu 0.0.42.1).
+
+Grid: (blocks of features, batch, blocks of rows), rows of the map innermost: a block of w with all taps and all channels stays in
+VMEM while the map passes. A block of x has p rows more on both sides (`pl.Element`). A piece of straight code is whole rows
+of the map: for each tap along the width a sum of products [positions, C] [C, O], summed over taps along the height in
+float32, is moved by whole positions and added, where the map has such a column. So nothing is moved before the products.
+
+VMEM: two buffers of x [rows + 2p, W, C], w [k, k, C, features], the result; and what is spilled: of each tap along the
+width a piece in float32, twice.
+
+Not taken: see `convolution`.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from ..chips.devices import chip_of
+from .cost import cost
+from .linear import LANES, LEAST_ROWS, MARGIN
+from .settings import Settings
+
+
+SUBLANES = 16  # of bfloat16: the columns of a map are whole registers of them
+PIECE = 256  # positions of one piece of straight code, where the map's rows are no longer
+MOST_POSITIONS = 2048  # of one step
+MOST_WORK = (
+    3_000_000  # taps x channels x features of a block: what compiles in some 3 s of a core; twice as much is no faster
+)
+LEAST_CHANNELS = 64
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`rows` of the map and `features` of the result in one grid step; `piece` rows in one piece of straight code."""
+
+    rows: int
+    features: int
+    piece: int
+
+
+def choose(
+    height: int, width: int, channels: int, features: int, taps: int, generation: str | None = None
+) -> Blocks | None:
+    """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the largest; None if none do."""
+    width, found, chip = _up(width, SUBLANES), [], chip_of(generation)
+    piece = max(1, min(height, PIECE // width))
+    most_rows = min(_up(height, piece), max(1, MOST_POSITIONS // (piece * width)) * piece)
+    for count in range(1, -(-features // LANES) + 1):
+        columns = features if count == 1 else _up(-(-features // count), LANES)
+        if columns > chip.matrix_side and taps**2 * channels * columns > MOST_WORK:
+            continue
+        for rows in range(most_rows, 0, -piece):
+            operands = (rows + taps - 1) * width * channels + taps**2 * channels * columns + rows * width * columns
+            if 4 * operands + 8 * taps * piece * width * columns <= chip.vmem_bytes - MARGIN:
+                found.append((count * _up(columns, chip.matrix_side), count, Blocks(rows, columns, piece)))
+                break
+    return min(found, key=lambda x: x[:2])[2] if found else None
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+@functools.partial(jax.jit, static_argnames=("blocks", "generation", "interpret"), inline=True)
+def tpu_convolution(
+    x: Float[Array, "B H W C"],
+    w: Float[Array, "k k C O"],
+    b: Float[Array, " O"] | None,
+    *,
+    blocks: Blocks,
+    generation: str | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B H W O"]:
+    """The convolution with an odd number k of taps and k // 2 zeros around, summed in float32 and rounded once to x's dtype."""
+    batch, height, width, channels = x.shape
+    taps, features = w.shape[0], w.shape[-1]
+    edge, wide, tall = taps // 2, _up(width, SUBLANES), _up(height, blocks.rows)
+    x = jnp.pad(x, [(0, 0), (edge, edge + tall - height), (0, wide - width), (0, 0)])
+    b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
+    positions = blocks.piece * wide
+
+    def piece(x_ref, w_ref, b_ref, o_ref, number):
+        first = number * blocks.piece
+        column = lax.broadcasted_iota(jnp.int32, (positions, 1), 0) % wide
+        rows = [x_ref[pl.ds(first + i, blocks.piece)].reshape(positions, channels) for i in range(taps)]
+        total = b_ref[...]
+        for j in range(taps):
+            y = sum(_product(rows[i], w_ref[i, j]) for i in range(taps))
+            if j != edge:
+                y = pltpu.roll(y, (edge - j) % positions, 0)
+                y = jnp.where((column >= edge - j) & (column < width + edge - j), y, 0)
+            total = total + y
+        o_ref[pl.ds(first, blocks.piece)] = total.astype(x.dtype).reshape(blocks.piece, wide, -1)
+
+    def kernel(*refs):
+        pl.loop(0, blocks.rows // blocks.piece)(functools.partial(piece, *refs))
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(features, blocks.features), batch, tall // blocks.rows),
+        in_specs=[
+            pl.BlockSpec(
+                (None, pl.Element(blocks.rows + 2 * edge), pl.Element(wide), pl.Element(channels)),
+                lambda n, i, m: (i, m * blocks.rows, 0, 0),
+            ),
+            pl.BlockSpec((taps, taps, channels, blocks.features), lambda n, i, m: (0, 0, 0, n)),
+            pl.BlockSpec((1, blocks.features), lambda n, i, m: (0, n)),
+        ],
+        out_specs=pl.BlockSpec((None, blocks.rows, wide, blocks.features), lambda n, i, m: (i, m, 0, n)),
+        out_shape=jax.ShapeDtypeStruct((batch, tall, wide, features), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN,
+        ),
+        cost_estimate=cost(x, w, flops=2 * batch * height * width * w.size),
+        interpret=interpret,
+        name="linear_kernel_of_windows",
+    )(x, w, b)
+    return out[:, :height, :width]
+
+
+def _product(x, w):
+    return lax.dot_general(
+        x,
+        w,
+        (((1,), (0,)), ((), ())),
+        precision=lax.Precision.DEFAULT,  # products of bfloat16 are exact; asked for more, the compiler refuses them
+        preferred_element_type=jnp.float32,
+    )
+
+
+def convolution(
+    x: Float[Array, "B H W C"], w: Float[Array, "k k C O"], b: Float[Array, " O"] | None, settings: Settings
+) -> Float[Array, "B H W O"] | None:
+    """As `tpu_convolution`, with its blocks; None for a call that the kernel does not take.
+
+    It takes bfloat16, windows that are odd squares, at least `LEAST_CHANNELS` and whole ones, one chip, and as many positions
+    as make a kernel of a layer worth it.
+    """
+    batch, height, width, channels = x.shape
+    taps, across, _, features = w.shape
+    interpret, mesh = settings.interpreted, settings.mesh
+    if (
+        not settings.own_layers
+        or not x.dtype == w.dtype == jnp.bfloat16
+        or taps != across
+        or taps % 2 == 0
+        or channels % LEAST_CHANNELS
+        or features % LEAST_CHANNELS
+        or (mesh is not None and mesh.size > 1)
+        or (batch * height * width < LEAST_ROWS and not interpret)
+    ):
+        return None
+    blocks = choose(height, width, channels, features, taps, settings.generation)
+    if blocks is None:
+        return None
+    return tpu_convolution(x, w, b, blocks=blocks, generation=settings.generation, interpret=interpret)

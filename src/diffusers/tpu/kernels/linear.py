@@ -1,0 +1,269 @@
+"""A linear layer for one TPU chip: x w^T + b, and what follows it on the way out: an activation, or a gate and a residual.
+
+XLA's own, compiled for v6e at Wan 14B's sizes, reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere;
+this kernel 89 to 98 % (examples/tpu/results/wan-step-ladder.md). What it does differently: a
+block of w with all of its depth stays in VMEM while rows of x pass, so that nothing is summed outside of the matrix
+units' own accumulators, and each tile of the result is as wide as that block. The result is rounded once before what
+follows, which is computed in float32 and rounded where torch rounds: the activation once; the gated result to the gate's
+dtype, and the sum once.
+
+`linear` says which calls it takes: many rows a chip, bfloat16, on a mesh where every chip has its part of the rows and
+all of w. The rest is the compiler's.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from ..chips.devices import MIB, chip_of
+from .cost import cost
+from .settings import Settings
+
+
+LANES = 128
+TILE_ROWS = 256  # of x against one block of w: straight code
+LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
+LEAST_WHOLE_ROWS = (
+    128  # of what every chip computes whole: text, once a step, which the compiler takes seconds a layer for
+)
+MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
+MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
+MARGIN = 12 * MIB  # of VMEM, the compiler's
+DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360 (FLUX.1's single blocks), none at 12,288
+SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
+
+
+def _gelu_tanh(x):
+    # 0.5 (1 + tanh(u / 2)) is 1 / (1 + e^-u): one exponential, where tanh would be a dozen operations
+    return x / (1 + jnp.exp(-SQRT_8_OVER_PI * (x + 0.044715 * x * x * x)))
+
+
+ACTIVATIONS = {"": lambda x: x, "gelu_tanh": _gelu_tanh, "silu": lambda x: x / (1 + jnp.exp(-x))}
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`rows` of x and `columns` of the result (rows of w) in one grid step."""
+
+    rows: int
+    columns: int
+
+
+def choose(
+    rows: int, columns: int, depth: int, generation: str | None = None, residual: bool = False
+) -> Blocks | None:
+    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it.
+
+    Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
+    compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
+    """
+    for most, waits in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if rows < LEAST_ROWS else 0)):
+        if found := _choose(rows, columns, depth, generation, residual, most, waits):
+            return found
+    return None
+
+
+def _choose(
+    rows: int, columns: int, depth: int, generation: str | None, residual: bool, most: int, waits: float
+) -> Blocks | None:
+    """The best with at most so much work a tile, where HBM takes less than `waits` of the units' time."""
+    chip, found, results = chip_of(generation), [], 2 if residual else 1
+    for count in range(1, columns // LANES + 1):
+        width = -(-columns // (count * LANES)) * LANES
+        if width * depth > most:
+            continue
+        for height in (1024, 768, 512, 256):
+            vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
+            vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
+            if vmem > chip.vmem_bytes - MARGIN:
+                continue
+            done = -(-rows // height) * height * -(-columns // width) * width
+            moved = 2 * (-(-columns // width) * rows * depth + columns * depth + results * rows * columns)
+            steps = -(-rows // height) * -(-columns // width)
+            compute = 2 * done * depth / chip.flops + steps * 200 / chip.clock
+            wait = moved / chip.hbm_bandwidth
+            if wait < waits * compute:
+                found.append((max(compute, wait), moved, Blocks(height, width)))
+    return min(found, key=lambda x: x[:2])[2] if found else None
+
+
+@functools.partial(jax.jit, static_argnames=("activation", "blocks", "generation", "interpret"), inline=True)
+def tpu_linear(
+    x: Float[Array, "B M K"],
+    w: Float[Array, "N K"],
+    b: Float[Array, " N"] | None,
+    *,
+    activation: str = "",
+    gate: Float[Array, "B 1 N"] | None = None,
+    residual: Float[Array, "B M N"] | None = None,
+    blocks: Blocks,
+    generation: str | None = None,
+    interpret: bool = False,
+) -> Float[Array, "B M N"]:
+    """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
+
+    `gate`: in the dtype to which the gated result is rounded; only with a residual, which has x's dtype.
+    """
+    batch, rows, depth = x.shape
+    columns = w.shape[0]
+
+    of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m: (i, m, n))
+    operands = {
+        "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m: (i, m, 0))),
+        "w": (w, pl.BlockSpec((blocks.columns, depth), lambda n, i, m: (n, 0))),
+        "b": (
+            jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None],
+            pl.BlockSpec((1, blocks.columns), lambda n, i, m: (0, n)),
+        ),
+    }
+    if gate is not None:
+        place = pl.BlockSpec((None, 1, blocks.columns), lambda n, i, m: (i, 0, n))
+        operands["gate"] = gate.astype(jnp.float32), place
+    if residual is not None:
+        operands["residual"] = residual, of_rows
+
+    def tile(r, n):
+        at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
+        product = lax.dot_general(
+            r.x[at, :],
+            r.w[...],
+            (((1,), (1,)), ((), ())),
+            precision=lax.Precision.DEFAULT,  # products of bfloat16 are exact; asked for more, the compiler refuses them
+            preferred_element_type=jnp.float32,
+        )
+        result = (product + r.b[...]).astype(x.dtype)
+        if activation:
+            result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(x.dtype)
+        if gate is not None:
+            result = (result.astype(jnp.float32) * r.gate[...]).astype(gate.dtype)
+        if residual is not None:
+            result = (r.residual[at, :].astype(jnp.float32) + result.astype(jnp.float32)).astype(x.dtype)
+        r.o[at, :] = result
+
+    def kernel(*refs):
+        r = SimpleNamespace(**dict(zip((*operands, "o"), refs)))
+        pl.loop(0, blocks.rows // TILE_ROWS)(functools.partial(tile, r))
+
+    return pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
+        in_specs=[spec for _, spec in operands.values()],
+        out_specs=of_rows,
+        out_shape=jax.ShapeDtypeStruct((batch, rows, columns), x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN,
+        ),
+        cost_estimate=cost(*(array for array, _ in operands.values()), flops=2 * x.size * columns),
+        interpret=interpret,
+        name="linear_kernel",
+    )(*(array for array, _ in operands.values()))
+
+
+def linear(
+    x: Float[Array, "... K"],
+    w: Float[Array, "N K"],
+    b: Float[Array, " N"] | None,
+    activation: str,
+    settings: Settings,
+    gate: Float[Array, "B|1 1 N"] | None = None,
+    residual: Float[Array, "... N"] | None = None,
+) -> Float[Array, "... N"] | None:
+    """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K]."""
+    interpret = settings.interpreted
+    if (
+        not settings.own_layers
+        or x.ndim < 2
+        or not x.dtype == w.dtype == jnp.bfloat16
+        or x.shape[-1] % LANES
+        or w.shape[0] % LANES
+    ):
+        return None
+    found = rows_over_mesh(x.shape, settings)
+    if found is None:
+        return None
+    rows = found.rows
+    blocks = choose(rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
+    if blocks is None or rows < found.least(interpret):
+        return None
+
+    def local(x, w, b, gate, residual):
+        batch = 1 if gate is None else x.shape[0]  # rows of several samples are one's, unless gates tell them apart
+        flat = x.reshape(batch, -1, x.shape[-1])
+        out = tpu_linear(
+            flat,
+            w,
+            b,
+            activation=activation,
+            gate=None if gate is None else jnp.broadcast_to(gate, (batch, *gate.shape[1:])),
+            residual=None if residual is None else residual.reshape(*flat.shape[:-1], -1),
+            blocks=blocks,
+            generation=settings.generation,
+            interpret=interpret,
+        )
+        return out.reshape(*x.shape[:-1], -1)
+
+    gate_spec = P("dp" if gate is not None and gate.shape[0] > 1 else None)
+    return found.run(local, (x, w, b, gate, residual), (found.spec, P(), P(), gate_spec, found.spec))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of [B, T, C] lie on the chips of `mesh`, where every chip has its part of them and whole ones.
+
+    Attributes:
+        rows: of one chip.
+        spec: of arrays with these rows.
+        fill: tokens behind the others, so that the chips of `sp` have equally many.
+        whole: every chip of `sp` has all of them.
+    """
+
+    mesh: Mesh | None
+    rows: int
+    spec: P
+    fill: int = 0
+    whole: bool = False
+
+    def least(self, interpret: bool) -> int:
+        """The rows from which on a kernel is better than the compiler."""
+        return 1 if interpret else LEAST_WHOLE_ROWS if self.whole else LEAST_ROWS
+
+    def run(self, local: Callable, operands: tuple, specs: tuple[P, ...]) -> Array:
+        """`local` of every chip's part of the operands: what has these rows' spec is filled up, the result is cut again."""
+        if self.mesh is None:
+            return local(*operands)
+        operands = [self._filled(x, spec) for x, spec in zip(operands, specs)]
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self.spec, check_vma=False)
+        out = run(*operands)
+        return out[:, : out.shape[1] - self.fill]
+
+    def _filled(self, x, spec: P):
+        if x is None or not self.fill or "sp" not in spec:
+            return x
+        axis = tuple(spec).index("sp")
+        return jnp.pad(x, [(0, self.fill if n == axis else 0) for n in range(x.ndim)])
+
+
+def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
+    """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or nothing is known."""
+    mesh = settings.mesh
+    if mesh is None or mesh.size == 1:
+        return Rows(None, math.prod(shape[:-1]), P())
+    dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
+    if not (settings.sequence or settings.whole) or tp > 1 or len(shape) != 3 or shape[0] % dp:
+        return None
+    if settings.whole:
+        return Rows(mesh, shape[0] // dp * shape[1], P("dp", None, None), whole=True)
+    fill = -shape[1] % sp
+    return Rows(mesh, shape[0] // dp * (shape[1] + fill) // sp, P("dp", "sp", None), fill)

@@ -1,0 +1,87 @@
+"""How the operations of one trace run: said by who traces (the runner, a VAE's program, the planner) around it, asked by the
+rooms that compute. Outside of a trace (glue) the defaults hold: an operation runs where its arguments are.
+"""
+
+import contextlib
+import contextvars
+from dataclasses import dataclass, replace
+
+from jax.sharding import Mesh
+
+from ..chips.devices import chip_of
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the operations of one trace run.
+
+    Attributes:
+        mesh: the chips.
+        sequence: activations lie split over `sp` by the sequence.
+        whole: they lie whole on every chip of `sp`, and are computed there; with `sequence` False.
+        fill: tokens behind those of the sequence that are none of the model's, so that the chips of `sp` have equally many;
+            attention does not see them, what becomes of them is cut off.
+        kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`; `window` of denoisers only.
+        platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
+        interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
+        layers: as `TPUConfig.layers`, for the rooms `linear` and `rotary`.
+        convolutions: as `TPUConfig.convolution_precision`, for the rooms `video` and `bridge`.
+        tally: an `attention.ways.Tally` that is told which way heads go; None: nobody asks.
+
+    Raises NotImplementedError for a TPU of a generation that nothing is known of.
+    """
+
+    mesh: Mesh | None = None
+    sequence: bool = True
+    whole: bool = False
+    fill: int = 0
+    kernel: str = "auto"
+    blocks: tuple[int, int, int] | None = None
+    smoothing: bool = True
+    window: tuple[int, int] | None = None
+    ring: int | None = None
+    platform: str = "cpu"
+    generation: str | None = None
+    interpret: bool = False
+    layers: str = "auto"
+    convolutions: str = "high"
+    tally: object = None
+
+    def __post_init__(self):
+        if self.platform == "tpu" or self.generation is not None:
+            chip_of(self.generation or "unknown")
+
+    @property
+    def interpreted(self) -> bool:
+        """Kernels run in Pallas's interpret mode."""
+        return self.interpret or self.platform == "cpu"
+
+    @property
+    def own_layers(self) -> bool:
+        """The rooms `linear` and `rotary` may use their kernels."""
+        return self.layers == "kernel" or (self.layers == "auto" and self.platform == "tpu")
+
+
+_settings = contextvars.ContextVar("diffusers_tpu_settings", default=Settings())
+
+
+def current() -> Settings:
+    """Those of the trace that runs."""
+    return _settings.get()
+
+
+@contextlib.contextmanager
+def using(settings: Settings):
+    """Operations inside run with these settings."""
+    token = _settings.set(settings)
+    try:
+        yield
+    finally:
+        _settings.reset(token)
+
+
+@contextlib.contextmanager
+def choosing(kernel: str | None):
+    """Attention calls inside run with this kernel, by name as in `TPUConfig.attention`; None leaves it as it is."""
+    with using(current() if kernel is None else replace(current(), kernel=kernel)):
+        yield

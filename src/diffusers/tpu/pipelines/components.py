@@ -1,0 +1,165 @@
+"""Which models an installed pipeline has, and what runs each: taken over, shared with other pipelines, let go of.
+
+Pipelines that share a model share its runner, so they have one configuration for it. A model that no installed pipeline
+has any more, because it was replaced, set to None or its pipelines are gone, leaves the chips; its programs stay with it.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from jax.sharding import Mesh
+
+from ..chips.locks import exclusive
+from ..compile.host import HostModel
+from ..compile.runner import Runner
+from ..config import TPUConfig
+from ..weights.residency import Residency
+from . import models
+from .plans import PipelinePlan
+
+
+@dataclass(eq=False)
+class Installation:
+    """What `install` made of one pipeline.
+
+    Attributes:
+        config: as in use, its mesh in numbers.
+        runners, on_host: of each model, by what runs it.
+        former: of models that the pipeline no longer has.
+        residency: whose weights are on the chips; one for all pipelines there.
+        leaving: what happens when the pipeline is deleted.
+        not_finite: components whose pictures of the last call had NaN in them.
+        lock: of one call at a time: what a pipeline and its scheduler keep in a call is that call's.
+    """
+
+    config: TPUConfig
+    plan: PipelinePlan
+    original: type
+    mesh: Mesh
+    glue: str
+    residency: Residency
+    runners: dict[str, Runner] = field(default_factory=dict)
+    on_host: dict[str, HostModel] = field(default_factory=dict)
+    former: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    leaving: weakref.finalize | None = None
+    depth: int = 0
+    not_finite: list[str] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @contextlib.contextmanager
+    def one_at_a_time(self):
+        """A thread's call of the pipeline; those of other threads come after it."""
+        if not self.lock.acquire(blocking=False):
+            with exclusive.released():
+                self.lock.acquire()
+        try:
+            with exclusive:
+                yield
+        finally:
+            self.lock.release()
+
+    def held(self) -> dict[str, Runner | HostModel]:
+        """What runs each model, by name."""
+        return {**self.runners, **self.on_host}
+
+
+def installation(pipe) -> Installation | None:
+    """The installation of this instance, or None."""
+    return vars(pipe).get("_tpu")
+
+
+def modules_of(pipe) -> dict[str, torch.nn.Module]:
+    return {name: module for name, module in pipe.components.items() if isinstance(module, torch.nn.Module)}
+
+
+def taken_over(pipe, modules: dict) -> TPUConfig | None:
+    """The configuration of the models that are attached already: of another pipeline's, else one that was asked for."""
+    shared = {name: models.runs(m) for name, m in modules.items() if models.owners(m, but=pipe)}
+    asked = {name: r for name, m in modules.items() if (r := models.runs(m)) is not None and models.holding(r).asked}
+    config = next((runner.config for runner in (*shared.values(), *asked.values())), None)
+    on_host = tuple(name for name, runner in shared.items() if isinstance(runner, HostModel))
+    return config and dataclasses.replace(config, host=on_host)
+
+
+def check(pipe, modules: dict, config: TPUConfig):
+    """Raises ValueError where components cannot run as this configuration says."""
+    unknown = [name for name in config.host if name not in pipe.components]
+    if unknown:
+        raise ValueError(f"expected TPUConfig.host of components among {[*modules]}, got {unknown}")
+    for name, module in modules.items():
+        others, runner = models.owners(module, but=pipe), models.runs(module)
+        differing = models.differences(config, runner.config) if others else ""
+        if others and isinstance(runner, HostModel) != (name in config.host):
+            differing = ", ".join(filter(None, [differing, "host" if name in config.host else "the chips"]))
+        if differing:
+            other = type(others[0]).__name__
+            raise ValueError(
+                f"expected pipelines that share models to have one TPUConfig, got for {name}, from another pipeline on"
+                f" {dict(runner.mesh.shape)}, {differing} (this {type(pipe).__name__} for that {other}). Install this one"
+                " without a configuration, and it takes over that one's; or give both the same; or uninstall that one."
+            )
+
+
+def attach_all(pipe, state: Installation, modules: dict | None = None):
+    """A runner for every model of the pipeline as it is now; models that it has no more leave the chips.
+
+    Raises ValueError, before any model is attached, where one belongs to a pipeline with another configuration.
+    """
+    if modules is None:
+        modules = modules_of(pipe)
+        check(pipe, modules, state.config)
+    held = state.held()
+    for name in held.keys() - modules.keys():
+        release(pipe, state, name)
+    for name, module in modules.items():
+        on_host, runner = name in state.config.host, models.runs(module)
+        if runner is not None and not _fits(runner, state, on_host):
+            models.detach(module)
+            runner = None
+        if runner is None:
+            runner = models.attach(module, models.of_model(state.config), state.mesh, state.residency, on_host)
+        if held.get(name, runner) is not runner:
+            release(pipe, state, name)
+        (state.on_host if on_host else state.runners)[name] = runner
+        models.holding(runner).pipelines.add(pipe)
+    order = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
+    by_use = sorted(state.runners.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
+    state.residency.use(state, by_use, str(pipe.config.get("_name_or_path") or "MODEL"))
+
+
+def _fits(runner: Runner | HostModel, state: Installation, on_host: bool) -> bool:
+    alike = runner.mesh == state.mesh and not models.differences(runner.config, state.config)
+    return alike and isinstance(runner, HostModel) == on_host
+
+
+def release(pipe, state: Installation, name: str):
+    """The pipeline has this model no more: it leaves the chips, unless it is someone else's too."""
+    runner = state.runners.pop(name, None) or state.on_host.pop(name)
+    if runner in state.held().values():  # under another name it still has it
+        return
+    state.former.add(runner)
+    models.holding(runner).pipelines.discard(pipe)
+    _leave_if_free(runner)
+
+
+def deleted(state: Installation):
+    """The pipeline is gone; its models may be someone's still."""
+    exclusive.soon(lambda: [_leave_if_free(runner) for runner in state.held().values()])
+
+
+def _leave_if_free(runner: Runner | HostModel):
+    held = models.holding(runner)
+    if not [*held.pipelines] and not held.alone:  # its length counts what is just being deleted
+        models.leave_chips(runner)
+
+
+def replaced(pipe, name: str, value):
+    """An attribute has changed: a model that was there leaves the chips now, not at the next call."""
+    state = installation(pipe)
+    if state is not None and (runner := state.held().get(name)) is not None and models.runs(value) is not runner:
+        with exclusive:
+            release(pipe, state, name)

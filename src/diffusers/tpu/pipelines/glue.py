@@ -1,0 +1,103 @@
+"""Inside of a pipeline's call: what upstream's code handles there, and what the user's code in it gets to see.
+
+Glue that is resident handles device tensors. Callbacks are the user's code: they run as outside of the call, with host
+tensors, plain torch and torch's random state; what they return or write goes back to the chips. Each tensor that a
+pipeline shows a callback comes to the host for it, about 20 MB for a 720p video's latents.
+"""
+
+import contextlib
+import contextvars
+import functools
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ...callbacks import MultiPipelineCallbacks, PipelineCallback
+from .. import bridge
+from ..chips.hosts import whole
+from ..chips.locks import exclusive
+
+
+CALLBACKS = ("callback_on_step_end", "callback")
+_inside = contextvars.ContextVar("diffusers_tpu_in_a_call", default=False)
+
+
+def in_a_call() -> bool:
+    """Whether upstream's code of an installed pipeline's call is running: not the user's, in a callback."""
+    return _inside.get()
+
+
+@contextlib.contextmanager
+def inside(value: bool = True):
+    """In a pipeline's call; False: out of it for a while, in the user's code."""
+    token = _inside.set(value)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def on_host(tree):
+    """Device tensors among the leaves of `tree` as host tensors."""
+    return tree_map_only(bridge.DEVICE_TENSORS, lambda t: bridge.from_numpy(t.jax()), tree)
+
+
+def bring_attributes(*objects):
+    """Device tensors that objects (schedulers) keep as attributes after a call come to the host."""
+    for owner in objects:
+        for name, value in vars(owner).items():
+            if any(bridge.on_device(leaf) for leaf in tree_leaves(value)):
+                vars(owner)[name] = on_host(value)
+
+
+def with_user_callbacks(kwargs: dict) -> dict:
+    """Arguments of a call whose callbacks run as the user's code does."""
+    return {
+        name: _as_users(value) if name in CALLBACKS and value is not None else value for name, value in kwargs.items()
+    }
+
+
+def _as_users(callback):
+    if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+        return _UsersCallbacks(callback)
+
+    @functools.wraps(callback, updated=())
+    def run(*args, **kwargs):
+        return _call_outside(callback, args, kwargs)
+
+    return run
+
+
+class _UsersCallbacks(MultiPipelineCallbacks):
+    """Upstream's callback object, or several; pipelines ask for its class and what it wants to see."""
+
+    def __init__(self, callback: PipelineCallback | MultiPipelineCallbacks):
+        super().__init__([callback])
+
+    def __call__(self, *args, **kwargs):
+        return _call_outside(self.callbacks[0], args, kwargs)
+
+
+def _call_outside(callback, args: tuple, kwargs: dict):
+    env, shown = bridge.environment(), {}
+
+    def show(tensor):
+        if id(tensor) not in shown:
+            shown[id(tensor)] = tensor, bridge.from_numpy(tensor.jax())
+        return shown[id(tensor)][1]
+
+    args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, show, (args, kwargs))
+    with env.left(), inside(False), exclusive.released():
+        answer = callback(*args, **kwargs)
+    back = {}
+    for tensor, host in shown.values():
+        if not _same_bits(bridge.as_numpy(host), np.asarray(whole(tensor.jax()))):
+            tensor.copy_(env.moved(host))
+        back[id(host)] = tensor
+    return tree_map_only(torch.Tensor, lambda t: back.get(id(t)) if id(t) in back else env.moved(t), answer)
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and np.array_equal(*(np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b)))

@@ -1,0 +1,311 @@
+"""One model on the TPU path: attached and given back, whose it is, and what travels where it is copied or pickled.
+
+A model is there for the pipelines that have it, or by itself (`install(model)`, `model.to("cuda")`). Its methods take host
+tensors and answer with host tensors. `model.device` is "cuda" to the script that moved it there, as upstream's tests and
+scripts ask (`if model.device.type == "cuda"`): `torch.randn(..., device=model.device)`, `x.to(model.device)` and
+`torch.Generator(model.device)` take it for the host. To upstream's own code it is where the parameters are (`moving`).
+
+A copy of a model (`copy.deepcopy`) is on the path like the original, with weights and programs of its own. A pickle
+(`pickle`, `torch.save`) is upstream's model: what is loaded is on the host until it is moved.
+"""
+
+import copy
+import dataclasses
+import functools
+import weakref
+from dataclasses import dataclass, field
+
+import jax
+import torch
+from jax.sharding import Mesh
+
+from ..chips.devices import find_target, jax_devices, keep_compiled_programs, why_off
+from ..chips.locks import held
+from ..chips.mesh import make_mesh, plan_degrees, slices_of
+from ..compile.host import HostModel
+from ..compile.ladder import in_words, rungs
+from ..compile.runner import Runner
+from ..compile.state import is_entry
+from ..config import TPUConfig, read_environment
+from ..idioms.processes import refuse_several
+from ..kernels.attention.ways import Tally
+from ..weights.residency import Residency, residency_of
+from .plans import module_plan
+
+
+FIELDS = dataclasses.fields(TPUConfig)
+OF_PIPELINES = {"glue": "auto", "host": ()}  # settings that say nothing about a model, and what stands for them
+
+
+@dataclass(eq=False)
+class Holding:
+    """Whose an attached model is.
+
+    Attributes:
+        pipelines: installed ones that have it.
+        alone: it was moved or installed by itself, and stays on the chips when no pipeline has it.
+        asked: its configuration was given, not chosen.
+        on_host: it was moved to the host, and stays a pipeline's.
+    """
+
+    pipelines: weakref.WeakSet = field(default_factory=weakref.WeakSet)
+    alone: bool = False
+    asked: bool = False
+    on_host: bool = False
+
+
+_holdings: "weakref.WeakKeyDictionary[Runner | HostModel, Holding]" = weakref.WeakKeyDictionary()
+
+
+def target_devices() -> tuple:
+    """JAX's devices of this process's target. Raises RuntimeError where the TPU path is off."""
+    environment = read_environment()
+    target = find_target(environment)
+    if target is None:
+        raise RuntimeError(
+            f"expected a TPU, found none ({why_off(environment)}); set DIFFUSERS_TPU=cpu to run the TPU path on simulated chips"
+        )
+    refuse_several()
+    keep_compiled_programs(environment.cache_dir)
+    return jax_devices(target)
+
+
+def resolved(config: TPUConfig | None, devices: tuple, in_pairs: bool = False) -> TPUConfig:
+    """The configuration with its degrees in numbers; None: what the environment says.
+
+    Raises ValueError for degrees that these devices do not have, and for a ring that does not divide `sp`.
+    """
+    config = config or TPUConfig()
+    wanted = config.mesh or read_environment().mesh
+    degrees = plan_degrees(len(devices), wanted, in_pairs, slices_of(devices))
+    if config.attention_ring and degrees[1] % config.attention_ring:
+        raise ValueError(f"expected TPUConfig.attention_ring to divide sp {degrees[1]}, got {config.attention_ring}")
+    return dataclasses.replace(config, mesh=degrees)
+
+
+@functools.cache
+def of_model(config: TPUConfig) -> TPUConfig:
+    """What of a pipeline's configuration concerns each of its models."""
+    return dataclasses.replace(config, **OF_PIPELINES)
+
+
+def mesh_of(config: TPUConfig, devices: tuple) -> Mesh:
+    return make_mesh(devices, config.mesh)
+
+
+def differences(ours: TPUConfig, theirs: TPUConfig) -> str:
+    """ "attention='splash' for attention='auto'" of the settings that models cannot share; empty where they can."""
+    ours, theirs = of_model(ours), of_model(theirs)
+    pairs = [] if ours == theirs else [(f.name, getattr(ours, f.name), getattr(theirs, f.name)) for f in FIELDS]
+    return ", ".join(f"{name}={mine!r} for {name}={other!r}" for name, mine, other in pairs if mine != other)
+
+
+# Attached and detached
+
+
+def runs(module) -> Runner | HostModel | None:
+    """What runs this model, None where it is not attached."""
+    attributes = getattr(module, "__dict__", {})
+    return attributes.get("_tpu_runner") or attributes.get("_tpu_host")
+
+
+def holding(runner) -> Holding:
+    return _holdings.setdefault(runner, Holding())
+
+
+def owners(module, but=None) -> list:
+    """The installed pipelines that have this model, `but` left out."""
+    runner = runs(module)
+    return [] if runner is None else [pipe for pipe in holding(runner).pipelines if pipe is not but]
+
+
+@held
+def attach(module, config: TPUConfig, mesh: Mesh, residency: Residency, on_host: bool = False) -> Runner | HostModel:
+    """Take the module's methods over. `config`: `of_model` of a resolved one."""
+    plan, before = module_plan(module), dict(vars(module))
+    runner = HostModel(module, plan.entries, mesh) if on_host else Runner(module, plan, mesh, config, residency)
+    runner.config = config
+    runner.attach()
+    added = {name: value for name, value in vars(module).items() if before.get(name, module) is not value}
+    module.__getstate__ = functools.partial(_upstream_state, module, added, before)
+    module.__deepcopy__ = functools.partial(_copied, module)
+    return runner
+
+
+@held
+def detach(module):
+    """Upstream's methods, and no arrays on the chips."""
+    runner = runs(module)
+    if runner is None:
+        return
+    runner.detach()
+    _holdings.pop(runner, None)
+    for name in _COPYING:
+        vars(module).pop(name, None)
+
+
+def is_on_chips(module) -> bool:
+    """Whether the script has put this model on the TPU, itself or with a pipeline."""
+    runner = runs(module)
+    return isinstance(runner, Runner) and not holding(runner).on_host
+
+
+@held
+def to_chips(runner: Runner | HostModel):
+    """The model was moved to the TPU: its weights go there, if there is room; else they come when it is called."""
+    holding(runner).on_host = False
+    if isinstance(runner, Runner):
+        runner.residency.place([runner])
+
+
+@held
+def to_host(runner: Runner | HostModel):
+    """A pipeline's model was moved to the host: its weights leave the chips until it is called."""
+    holding(runner).on_host = True
+    leave_chips(runner)
+
+
+@held
+def leave_chips(runner: Runner | HostModel):
+    """The model's weights leave the chips; they come back when it is called."""
+    if isinstance(runner, Runner):
+        runner.residency.leave(runner)
+
+
+# A model by itself
+
+
+@held
+def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: bool = True) -> torch.nn.Module:
+    """Run this model's methods on the TPU; returns the same model.
+
+    Raises:
+        RuntimeError: the TPU path is off, or JAX has fewer devices than it needs.
+        ValueError: a mesh that does not fit, settings of pipelines, or settings other than those of an installed
+            pipeline that has the model.
+    """
+    devices = target_devices()
+    if config is not None and config.host:
+        raise ValueError(f"expected TPUConfig.host for a pipeline, got {config.host} for a {type(module).__name__}")
+    runner = runs(module)
+    if runner is not None:
+        wanted = of_model(resolved(config, devices)) if config is not None else runner.config
+        differing = differences(wanted, runner.config)
+        if not differing:
+            holding(runner).alone = holding(runner).alone or not owners(module)
+            return module
+        if owners(module):
+            raise ValueError(_belongs(module, "the settings of the pipeline that has it", differing))
+        detach(module)
+    config_resolved = of_model(resolved(config, devices))
+    mesh = mesh_of(config_resolved, devices)
+    runner = attach(module, config_resolved, mesh, residency_of(mesh, config_resolved))
+    held = holding(runner)
+    held.alone, held.asked = True, config is not None
+    return module
+
+
+@held
+def uninstall(module: torch.nn.Module) -> torch.nn.Module:
+    """Undo `install`: upstream's methods, weights on the host. Raises ValueError for a model of an installed pipeline."""
+    if owners(module):
+        raise ValueError(_belongs(module, "a model that no installed pipeline has", "one that is a component of it"))
+    detach(module)
+    return module
+
+
+def _belongs(module, expected: str, got: str) -> str:
+    names = ", ".join(sorted({type(pipe).__name__ for pipe in owners(module)}))
+    return (
+        f"expected {expected}, got {got}: this {type(module).__name__} belongs to an installed {names}. Configure that"
+        " (diffusers.tpu.install(pipe, config); TPUConfig(host=...) keeps components on the host), or uninstall it first."
+    )
+
+
+def report(module: torch.nn.Module) -> dict:
+    """Mesh and programs of an attached model, bytes per chip and whether they are there."""
+    runner = runs(module)
+    if runner is None:
+        raise ValueError(
+            f"expected a model on the TPU path, got a {type(module).__name__} without: diffusers.tpu.install(model) first"
+        )
+    return {"mesh": dict(runner.mesh.shape), "on_host": isinstance(runner, HostModel), **component_report(runner)}
+
+
+def explain(module: torch.nn.Module) -> str:
+    """Which rung of the `ladder` every submodule of an attached model took, and why, in lines of text."""
+    return "\n".join(in_words(type(module).__name__, report(module)["rungs"]))
+
+
+def component_report(runner: Runner | HostModel) -> dict:
+    """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, programs
+    let go of, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
+    `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
+    that heads went."""
+    if isinstance(runner, HostModel):
+        return {"rungs": rungs(runner)}
+    programs = [
+        {
+            "module": name,
+            "entry": program.entry,
+            "shapes": [list(shape) for shape, _ in program.shapes],
+            "branches": program.branches,
+            "compile_seconds": program.compile_seconds,
+            "recalled": program.recalled,
+            "calls": program.calls,
+        }
+        for name, one in runner.with_parts()
+        for program in one.programs.values()
+    ]
+    placed = runner._placed
+    return {
+        "compilations": runner.compilations,
+        "evicted": runner.evicted,
+        "traces": sum(one.traces for _, one in runner.with_parts()),
+        "programs": programs,
+        "eager": runner.eager,
+        "not_kept": runner.executables.reason,
+        "rungs": rungs(runner),
+        "weights": placed and placed.coverage,
+        "on_chips": bool(placed and placed.arrays),
+        **({} if runner.tally is None else {"attention_ways": _shares(runner.tally)}),
+    }
+
+
+def _shares(tally: Tally) -> dict:
+    jax.effects_barrier()  # what programs have run, they have also said
+    return tally.shares()
+
+
+# Copies
+
+
+_COPYING = ("__getstate__", "__deepcopy__")
+_ABSENT = object()
+
+
+def _upstream_state(module, added: dict, before: dict) -> dict:
+    """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back."""
+    state = {k: v for k, v in vars(module).items() if k not in _COPYING and not k.startswith("_tpu")}
+    for name, value in [*state.items()]:
+        if is_entry(value):
+            state.pop(name)
+            if value.tpu_entry.own is not None:
+                state[name] = value.tpu_entry.own
+    for name, value in added.items():
+        if state.get(name, _ABSENT) is value:
+            del state[name]
+            if name in before:
+                state[name] = before[name]
+    return state
+
+
+def _copied(module, memo: dict) -> torch.nn.Module:
+    """A deep copy that runs like the original: its own weights, which go to the chips when it is called."""
+    runner, new = runs(module), type(module).__new__(type(module))
+    memo[id(module)] = new
+    new.__setstate__(copy.deepcopy(module.__getstate__(), memo))
+    if isinstance(runner, Runner):
+        made = attach(new, runner.config, runner.mesh, runner.residency)
+        holding(made).asked = holding(runner).asked
+    return new

@@ -1,0 +1,329 @@
+"""Install and uninstall the TPU path on one pipeline instance: the one place that knows every other room.
+
+An installed pipeline, modular ones too, is an instance of a subclass of its own class, of the same name, whose `to`,
+`__call__` and device properties are ours; its models' methods are runners. Upstream's `__call__` runs as written: on device
+tensors where the pipeline has a plan ("resident" glue), on host tensors otherwise ("host" glue).
+
+A deep copy is installed like the original. A pickle is of upstream's class: what is loaded is on the host until `.to("cuda")`.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import weakref
+
+import torch
+
+from ...schedulers.scheduling_utils import SchedulerMixin
+from ...utils import logging
+from .. import bridge, notices
+from ..chips import hosts
+from ..chips.devices import is_active
+from ..chips.locks import exclusive, held
+from ..compile import nans
+from ..compile.ladder import in_words
+from ..compile.runner import one_call
+from ..config import ACCELERATORS, TPUConfig, names_accelerator
+from ..weights.residency import residency_of
+from . import glue, models
+from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
+from .moving import ASKED
+from .plans import PipelinePlan, plan_of
+from .stepping import as_programs
+
+
+logger = logging.get_logger(__name__)
+
+
+@held
+def install(pipe, config: TPUConfig | None = None):
+    """Route the models of this pipeline instance through JAX; returns the same instance.
+
+    Without a `config`, one that shares models with an installed pipeline takes over that one's.
+
+    Raises:
+        RuntimeError: the TPU path is off, or JAX has fewer devices than it needs.
+        ValueError: a mesh that does not fit the chips, or models of a pipeline with another configuration.
+    """
+    state = installation(pipe)
+    if state is not None and config is None:
+        return pipe
+    devices = models.target_devices()
+    original = type(pipe) if state is None else state.original
+    plan = plan_of(original, PipelinePlan())
+    modules = modules_of(pipe)
+    wanted = config if config is not None else taken_over(pipe, modules)
+    config = models.resolved(wanted, devices, plan.in_pairs(pipe))
+    if state is not None and config == state.config:
+        return pipe
+    check(pipe, modules, config)
+    if state is not None:
+        uninstall(pipe)
+    mesh = models.mesh_of(config, devices)
+    glue = plan.glue if config.glue == "auto" else config.glue
+    state = Installation(config, plan, original, mesh, glue, residency_of(mesh, config))
+    attach_all(pipe, state, modules)
+    object.__setattr__(pipe, "_tpu", state)
+    pipe.__class__ = tpu_class(original)
+    state.leaving = weakref.finalize(pipe, deleted, state)
+    state.leaving.atexit = False
+    return pipe
+
+
+@held
+def uninstall(pipe):
+    """Undo `install`: upstream's class and methods, no arrays left on the device; returns the same instance."""
+    state = installation(pipe)
+    if state is None:
+        return pipe
+    state.leaving.detach()
+    for runner in (*state.held().values(), *state.former):
+        if models.runs(runner.module) is runner:  # another pipeline that shares it may have uninstalled it
+            models.detach(runner.module)
+    state.residency.orders.pop(state, None)
+    del pipe.__dict__["_tpu"]
+    pipe.__class__ = state.original
+    return pipe
+
+
+def report(pipe) -> dict:
+    """Mesh, glue and, by component, programs (entry, shapes, seconds, calls), bytes per chip and whether they are there."""
+    state = installation(pipe)
+    if state is None:
+        raise ValueError("expected a pipeline on the TPU path, got one without: diffusers.tpu.install(pipe) first")
+    return {
+        "mesh": dict(state.mesh.shape),
+        "glue": state.glue,
+        "components": {name: models.component_report(runner) for name, runner in state.runners.items()},
+        "on_host": [*state.on_host],
+    }
+
+
+def explain(pipe) -> str:
+    """Which rung of the `ladder` every module of every component took, and why, in lines of text."""
+    found = report(pipe)
+    on_host = {name: models.component_report(model)["rungs"] for name, model in installation(pipe).on_host.items()}
+    by_name = {name: part["rungs"] for name, part in found["components"].items()} | on_host
+    return "\n".join(line for name, rungs in by_name.items() for line in in_words(name, rungs))
+
+
+# What an installed pipeline does differently
+
+
+class TPUPipelineMixin:
+    """Mixed in before the upstream class; never instantiated alone."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        for name in ("__call__", "encode_prompt"):
+            if hasattr(cls, name):
+                setattr(cls, name, entered(getattr(cls, name)))
+
+    def to(self, *args, **kwargs):
+        """As upstream's: an accelerator's name means the TPU, "cpu" leaves the TPU path, a dtype converts the weights."""
+        device, dtype, rest = _parse_to(args, kwargs)
+        if installation(self) is None:
+            if device in ACCELERATORS:
+                install(self)
+            elif device is not None:
+                return super().to(*args, **kwargs)
+        if dtype is not None:
+            super().to(dtype, **rest)
+        if device == "cpu":
+            notices.warn_once(
+                "to_cpu",
+                "a pipeline left the TPU path for the CPU, as .to('cpu') says; .to('cuda') or .to('tpu') brings it back",
+            )
+            return uninstall(self)
+        if device is not None and device not in ACCELERATORS:
+            raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
+        if device is not None:
+            with exclusive:
+                state = installation(self)
+                attach_all(self, state)
+                for runner in state.held().values():
+                    models.holding(runner).on_host = False
+                state.residency.place_all(state)
+        return self
+
+    @property
+    def _execution_device(self) -> torch.device:
+        """In a call where upstream's code handles its tensors; to a script the accelerator."""
+        if installation(self) is None:
+            return super()._execution_device
+        if bridge.environment().active:
+            return bridge.DEVICE
+        return torch.device("cpu") if glue.in_a_call() else ASKED
+
+    @property
+    def device(self) -> torch.device:
+        """As `_execution_device`: a pipeline is where its call runs."""
+        return super().device if installation(self) is None else self._execution_device
+
+    def enable_model_cpu_offload(self, *args, **kwargs):
+        """Not needed: weights are sharded over all chips; models without room wait on the host."""
+        if installation(self) is None:
+            return super().enable_model_cpu_offload(*args, **kwargs)
+        notices.warn_once(
+            "model_offload",
+            "enable_model_cpu_offload: on the TPU path models that have no room on the chips wait on the host",
+        )
+
+    def enable_sequential_cpu_offload(self, *args, **kwargs):
+        """Not needed: weights are sharded over all chips; models without room wait on the host."""
+        if installation(self) is None:
+            return super().enable_sequential_cpu_offload(*args, **kwargs)
+        notices.warn_once(
+            "sequential_offload",
+            "enable_sequential_cpu_offload: on the TPU path models that have no room on the chips wait on the host",
+        )
+
+    def __setattr__(self, name: str, value):
+        super().__setattr__(name, value)
+        replaced(self, name, value)
+
+    def __delattr__(self, name: str):
+        super().__delattr__(name)
+        replaced(self, name, None)
+
+    def __deepcopy__(self, memo: dict):
+        """A copy with models of its own, on the TPU path as this one is."""
+        state = installation(self)
+        new = object.__new__(type(self) if state is None else state.original)
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(_upstream_state(self), memo))
+        return new if state is None else install(new, dataclasses.replace(state.config))
+
+    def __reduce_ex__(self, protocol):
+        state = installation(self)
+        return object.__new__, (type(self) if state is None else state.original,), _upstream_state(self)
+
+
+def _upstream_state(pipe) -> dict:
+    return {name: value for name, value in vars(pipe).items() if name != "_tpu"}
+
+
+@functools.cache
+def tpu_class(cls: type) -> type:
+    """`cls` with the mixin in front, under the same name, so that saving and loading see upstream's class."""
+    if issubclass(cls, TPUPipelineMixin):
+        return cls
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
+
+
+def self_installing(cls: type, module: str) -> type:
+    """The class that `module` exports for `cls`: the same name and signature; an instance installs itself if it can."""
+
+    @functools.wraps(cls.__init__)
+    def __init__(self, *args, **kwargs):
+        cls.__init__(self, *args, **kwargs)
+        if is_active():
+            install(self)
+
+    namespace = {"__module__": module, "__qualname__": cls.__name__, "__doc__": cls.__doc__, "__init__": __init__}
+    return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
+
+
+# Calls
+
+
+def entered(method):
+    """A method of a pipeline that handles tensors, run in the environment of a call; its results come to the host."""
+
+    @functools.wraps(method)
+    def run(self, *args, **kwargs):
+        state = installation(self)
+        if state is None:
+            return method(self, *args, **kwargs)
+        with state.one_at_a_time():
+            if state.depth == 0 and hosts.process_count() > 1:
+                given = inspect.signature(method).bind(self, *args, **kwargs).arguments
+                hosts.alike(
+                    f"{state.original.__name__}.{method.__name__}", {k: v for k, v in given.items() if k != "self"}
+                )
+            with _running(self, state) as noted:
+                args, kwargs = _where_it_runs(self, args, kwargs)
+                if state.glue == "resident":
+                    kwargs = glue.with_user_callbacks(kwargs)
+                output = method(self, *args, **kwargs)
+            if state.depth == 0:
+                _tell_of_nans(self, state, noted)
+            return output if state.glue == "host" or state.depth else _leaving_the_call(self, output)
+
+    return run
+
+
+def _tell_of_nans(pipe, state: Installation, noted: dict):
+    """Pictures that are no numbers come out black: the user is told, and `state.not_finite` says so."""
+    state.not_finite = [name for name, runner in state.runners.items() if not all(map(bool, noted.get(runner, ())))]
+    if state.not_finite:
+        logger.warning(
+            f"expected pictures of finite values, got NaN or an infinity from {', '.join(state.not_finite)} of"
+            f" {type(pipe).__name__}: diffusers-tpu generate --debug-nans names the first submodule that gives one"
+        )
+
+
+def _where_it_runs(pipe, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Arguments of a call with the device where its glue runs, for whatever accelerator they name."""
+    there = pipe._execution_device
+    args = tuple(there if isinstance(arg, torch.device) and names_accelerator(arg) else arg for arg in args)
+    named = kwargs.get("device") is not None and names_accelerator(kwargs["device"])
+    return args, {**kwargs, "device": there} if named else kwargs
+
+
+@contextlib.contextmanager
+def _running(pipe, state: Installation):
+    """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh.
+
+    Gives what `nans` notes of the outermost call.
+    """
+    attach_all(pipe, state)
+    if state.depth == 0:
+        state.residency.check_all(state)
+    env = bridge.environment()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(glue.inside())
+        if state.depth == 0:
+            stack.enter_context(one_call(state.runners.values()))
+        noted = stack.enter_context(nans.noting()) if state.depth == 0 else None
+        if state.glue == "resident":
+            for context in (env.override_property(mesh=state.mesh), bridge.quiet_integers(), bridge.decomposing()):
+                stack.enter_context(context)
+            if state.depth == 0:
+                stack.enter_context(env)
+                stack.enter_context(as_programs(_schedulers(pipe)))
+        state.depth += 1
+        try:
+            yield noted
+        finally:
+            state.depth -= 1
+
+
+def _leaving_the_call(pipe, output):
+    """Device tensors in what leaves the outermost call, and in what the scheduler keeps, come to the host."""
+    glue.bring_attributes(pipe, *(c for c in _parts(pipe) if not isinstance(c, torch.nn.Module)))
+    return glue.on_host(output)
+
+
+def _schedulers(pipe) -> list:
+    return [part for part in _parts(pipe) if isinstance(part, SchedulerMixin) and hasattr(part, "step")]
+
+
+def _parts(pipe) -> list:
+    return [part for part in pipe.components.values() if hasattr(part, "__dict__") and not inspect.isclass(part)]
+
+
+def _parse_to(args: tuple, kwargs: dict) -> tuple[str | None, torch.dtype | None, dict]:
+    """(device type, dtype, the rest) of `.to`'s arguments, in any of upstream's forms."""
+    rest = dict(kwargs)
+    device, dtype = rest.pop("device", None), rest.pop("dtype", None)
+    for arg in args:
+        if isinstance(arg, torch.dtype):
+            dtype = arg
+        elif arg is not None:
+            device = arg
+    kind = getattr(device, "type", None) or (str(device).split(":")[0] if device is not None else None)
+    return ("cuda" if isinstance(device, int) else kind), dtype, rest

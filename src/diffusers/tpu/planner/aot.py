@@ -1,0 +1,313 @@
+"""Compiling for a TPU that is not here: the TPU compiler in libtpu runs on any machine.
+
+`run_in_child` calls a function in a process of its own, whose environment makes JAX ready for it; the caller's JAX is
+untouched, and a crash or a hang there is an error here. `Compiler` is what such a function compiles with: it keeps the
+program's text, its memory and, of every operation, the final schedule (bundles of the very long instruction word).
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..chips.devices import Topology, compile_lowered, flags_of_jax
+from ..errors import exhausted, hbm_asked
+
+
+LAST_LINES = 15
+DUMP_VARIABLE = "DIFFUSERS_TPU_SCHEDULES"  # from run_in_child to its child
+
+
+class ChildError(RuntimeError):
+    """The child crashed or ran out of time; the message ends with its last lines."""
+
+
+class OutOfMemory(RuntimeError):
+    """The compiler found no room on the chip. `asked` and `limit` in bytes, None where its message names none."""
+
+    def __init__(self, message: str, asked: int | None, limit: int | None):
+        super().__init__(message)
+        self.asked, self.limit = asked, limit
+
+
+class NoCompiler(RuntimeError):
+    """libtpu is not installed."""
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """What the compiler made of one lowered program.
+
+    Attributes:
+        text: the scheduled HLO, with layouts and the compiler's estimates.
+        schedules: operation -> text of its final schedule. Of operations that are alike, one has it.
+        memory: bytes on one chip: `arguments`, `outputs`, `aliased`, `temporaries`, `program`.
+        seconds: of compilation.
+    """
+
+    text: str
+    schedules: dict[str, str]
+    memory: dict[str, int]
+    seconds: float
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the chip holds while the program runs."""
+        m = self.memory
+        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["program"]
+
+
+def run_in_child(
+    function: str,
+    argument: dict,
+    *,
+    seconds: float,
+    schedules: bool = True,
+    environment: dict[str, str] | None = None,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> dict:
+    """What `function(argument, progress)` returns in a new process that is ready to compile for TPUs.
+
+    Args:
+        function: "module:name", importable there.
+        argument: goes there as JSON; the result comes back so, and the text of every `progress(text)`, to `on_progress`.
+        seconds: after these the child and all its processes are killed.
+        schedules: a `Compiler` there keeps them; writing them is up to half of its time.
+        environment: further variables of the child's.
+
+    Raises:
+        NoCompiler: libtpu is not installed.
+        OutOfMemory: the compiler said so.
+        ValueError: the function raised one; the message is its own.
+        ChildError: anything else went wrong there.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise NoCompiler(
+            "expected the package libtpu, which holds the TPU compiler, and found none; install it with"
+            " pip install 'jax[tpu]' (it needs no TPU, on Linux with an x86-64 processor)"
+        )
+    work = Path(tempfile.mkdtemp(prefix="diffusers-tpu-"))
+    errors = open(work / "errors", "w+", errors="replace")
+    child = subprocess.Popen(
+        [sys.executable, "-m", __name__, function],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        env={**_environment(work if schedules else None), **(environment or {})},
+        start_new_session=True,
+        text=True,
+    )
+    late = threading.Event()
+    timer = threading.Timer(seconds, lambda: (late.set(), _kill(child)))
+    timer.start()
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps(argument) + "\n")
+            child.stdin.flush()  # and stays open: its end tells the child that we are gone
+        answer = None
+        for line in child.stdout:
+            kind, value = json.loads(line)
+            if kind == "progress":
+                on_progress(value)
+            else:
+                answer = kind, value
+        status = child.wait()
+        if late.is_set():
+            raise ChildError(f"expected an answer within {seconds:.0f} s, stopped it then. {_last_lines(errors)}")
+        return _answer(answer, status, errors)
+    finally:
+        timer.cancel()
+        _kill(child)
+        for pipe in (child.stdin, child.stdout, errors):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _environment(work: Path | None) -> dict[str, str]:
+    """`work`: where schedules are written, None for none."""
+    flags = {}
+    if work is not None:
+        (work / "schedules").mkdir()
+        flags = {
+            "xla_jf_dump_to": work / "schedules",
+            "xla_jf_dump_llo_text": "true",
+            "xla_jf_dump_category_filter": "codegen",
+            "xla_jf_dump_llo_pass_label_regex": "^final_bundles",
+        }
+    arguments = [*os.environ.get("LIBTPU_INIT_ARGS", "").split(), *(f"--{name}={flags[name]}" for name in flags)]
+    return {
+        **os.environ,
+        "DIFFUSERS_TPU": "off",  # the program is for chips elsewhere, whatever this host has
+        "JAX_PLATFORMS": "cpu",
+        "JAX_FORCE_TPU_INIT": "1",  # JAX sets the variables and flags that it sets where a TPU is
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v6e-8",  # asked for by libtpu's start; what is compiled for is each Compiler's own
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # the lines that a program was traced at are no part of it
+        "LIBTPU_INIT_ARGS": " ".join(arguments),
+        DUMP_VARIABLE: str(flags.get("xla_jf_dump_to", "")),
+    }
+
+
+def _kill(child: subprocess.Popen):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _answer(answer: tuple | None, status: int, errors) -> dict:
+    kind, value = answer or (None, None)
+    if kind == "result":
+        return value
+    if kind == "bad input":
+        raise ValueError(value)
+    if kind == "out of memory":
+        raise OutOfMemory(*value)
+    died = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    raise ChildError(f"the compiler's process {died}. {_last_lines(errors)}")
+
+
+def _last_lines(errors) -> str:
+    errors.flush()
+    errors.seek(0)
+    lines = [line.rstrip() for line in errors if line.strip()]
+    return (
+        "Its last lines:\n" + "\n".join(f"  {line}" for line in lines[-LAST_LINES:]) if lines else "It said nothing."
+    )
+
+
+# In the child
+
+
+class Compiler:
+    """Lowered programs of one topology, compiled."""
+
+    def __init__(self, topology: Topology):
+        self.topology = topology
+        self.dump = Path(os.environ[DUMP_VARIABLE]) if os.environ.get(DUMP_VARIABLE) else None
+
+    @property
+    def flags(self) -> str:
+        """What the compiler was told at its start, wherever it writes schedules."""
+        return os.environ.get("LIBTPU_INIT_ARGS", "").replace(str(self.dump), "SCHEDULES")
+
+    @property
+    def asked_flags(self) -> str:
+        """Those that the user gave, without ours for schedules and JAX's own."""
+        given = [flag for flag in self.flags.split() if flag not in flags_of_jax()]
+        return " ".join(flag for flag in given if not flag.startswith("--xla_jf_dump"))
+
+    @property
+    def devices(self) -> tuple:
+        """JAX's devices of the topology: they compile, they do not run."""
+        from jax.experimental import topologies
+
+        description = topologies.get_topology_desc(
+            platform="tpu",
+            topology_name=f"{self.topology.compiler_name}:{'x'.join(map(str, self.topology.shape))}",
+            chips_per_host_bounds=self.topology.host_shape,
+            **({"num_slices": self.topology.slices} if self.topology.slices > 1 else {}),
+        )
+        return tuple(description.devices)
+
+    def compile(self, lowered, options: dict | None = None) -> CompiledProgram:
+        """The compiled form of a `jax.stages.Lowered`. Raises OutOfMemory where the chip has no room for it.
+
+        `options`: of the compiler, see `devices.compiler_options`.
+        """
+        self._take_schedules()  # of anything compiled before
+        start = time.perf_counter()
+        with out_of_memory_told():
+            compiled = compile_lowered(lowered, options)
+        seconds = time.perf_counter() - start
+        m = compiled.memory_analysis()
+        memory = {
+            "arguments": m.argument_size_in_bytes,
+            "outputs": m.output_size_in_bytes,
+            "aliased": m.alias_size_in_bytes,
+            "temporaries": m.temp_size_in_bytes,
+            "program": m.generated_code_size_in_bytes,
+        }
+        return CompiledProgram(compiled.as_text(), self._take_schedules(), memory, seconds)
+
+    def _take_schedules(self) -> dict[str, str]:
+        """Operation -> final schedule, of what was compiled since the last time."""
+        taken = {}
+        for path in list(self.dump.iterdir()) if self.dump else []:
+            name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name)
+            if name:
+                taken[name[1]] = path.read_text(errors="replace")
+            path.unlink()
+        return taken
+
+
+@contextlib.contextmanager
+def out_of_memory_told():
+    """The error of a compiler or a runtime that finds no room on the chip, as OutOfMemory."""
+    import jax
+
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if exhausted(error) is None:
+            raise
+        text = str(error)
+        raise OutOfMemory(text.split("\n")[0], *hbm_asked(text)) from error
+
+
+def _leave_with_the_parent():
+    """The parent keeps our standard input open for as long as it lives."""
+
+    def wait():
+        sys.stdin.read()
+        os._exit(1)  # a compilation takes minutes and hears no exception of Python's
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def main():
+    """The child: one request from standard input, answers as JSON lines to what was standard output."""
+    channel = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever prints from here on must not mix with the answers
+
+    def say(kind: str, value):
+        channel.write(json.dumps([kind, value]) + "\n")
+
+    argument = json.loads(sys.stdin.readline())
+    _leave_with_the_parent()
+    module, _, name = sys.argv[1].partition(":")
+    try:
+        result = getattr(importlib.import_module(module), name)(argument, lambda value: say("progress", value))
+    except OutOfMemory as error:
+        say("out of memory", [str(error), error.asked, error.limit])
+    except BadRequest as error:
+        say("bad input", str(error))
+    else:
+        say("result", result)
+    channel.flush()
+    os._exit(0)  # libtpu's threads are not waited for
+
+
+class BadRequest(ValueError):
+    """What was asked for cannot be done; the caller of `run_in_child` gets it as ValueError."""
+
+
+if __name__ == "__main__":
+    # As a module of its own name, so that the classes raised are the classes caught.
+    from diffusers.tpu.planner import aot
+
+    aot.main()

@@ -1,0 +1,299 @@
+"""A checkpoint's tensors, converted to the dtype that was asked for when their values are needed, not when they are loaded.
+
+safetensors answers with views of the mapped file, which cost no memory of their own. What costs is the conversion to
+another dtype: a copy of the whole model. A `FileTensor` puts it off. It is a host tensor of the dtype asked for with no
+storage yet; `FileTensor.read(index)` converts a part and keeps nothing, which is how weights go to the chips. Any
+other use of the values converts all of them, once, and from then on it is an ordinary parameter: upstream's code sees
+no difference but the time of the copy.
+"""
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.utils._pytree import tree_leaves
+
+from .disk import load_file
+
+
+_settling = threading.Lock()
+
+
+@dataclass(eq=False)
+class Source:
+    """Where values come from: a tensor of the file and the dtypes it passes through; None once they are in memory."""
+
+    values: torch.Tensor | None
+    dtypes: tuple[torch.dtype, ...] = ()
+
+
+class FileTensor(torch.Tensor):
+    """A tensor whose values are in a file. Aliases of one (`detach`) share `source` and, later, the storage."""
+
+    source: Source
+
+    def __new__(cls, data, requires_grad=True):  # accelerate makes a new parameter by the class of the old one
+        return torch.nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def of(cls, values: torch.Tensor, *dtypes: torch.dtype) -> "FileTensor":
+        """The tensor that is `values` converted to one dtype after the other."""
+        with _plain():
+            empty = torch.empty(values.shape, dtype=(values.dtype, *dtypes)[-1], device="cpu")
+            empty.untyped_storage().resize_(0)
+            return cls._around(empty, Source(values, dtypes))
+
+    @classmethod
+    def _around(cls, empty: torch.Tensor, source: Source) -> "FileTensor":
+        tensor = torch.Tensor._make_subclass(cls, empty, empty.requires_grad)
+        tensor.source = source
+        return tensor
+
+    def read(self, index=...) -> torch.Tensor:
+        """The values at `index`, as an ordinary tensor that is kept nowhere."""
+        values, dtypes = self.source.values, self.source.dtypes
+        with _plain():
+            part = self.as_subclass(torch.Tensor).detach() if values is None else values
+            return functools.reduce(torch.Tensor.to, () if values is None else dtypes, part[index])
+
+    def settle(self) -> torch.Tensor:
+        """This same object as an ordinary tensor or parameter, its values in memory, also for its aliases."""
+        with _settling, _plain():
+            if type(self) is FileTensor:
+                if self.source.values is not None:
+                    values, storage = self.read(), self.untyped_storage()
+                    storage.resize_(values.nbytes)
+                    values.new_empty(0).set_(storage, 0, self.shape, self.stride()).copy_(values)
+                    self.source.values = None
+                self.__class__ = torch.nn.Parameter if "_is_param" in vars(self) else torch.Tensor
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        unread = [t for t in tree_leaves((args, kwargs)) if type(t) is FileTensor and t.source.values is not None]
+        if func in _WITHOUT_VALUES and unread and args[0] is unread[0]:
+            answer = _WITHOUT_VALUES[func](*args, **kwargs)
+            if answer is not NotImplemented:
+                return answer
+        if is_about_values(func):
+            settled(args, kwargs)
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo):
+        if self.source.values is None:
+            return self.settle().__deepcopy__(memo)
+        copy = FileTensor.of(self.source.values, *self.source.dtypes)
+        copy = torch.nn.Parameter(copy, self.requires_grad) if "_is_param" in vars(self) else copy
+        return memo.setdefault(id(self), copy)
+
+    def __reduce_ex__(self, protocol):
+        return self.settle().__reduce_ex__(protocol)
+
+
+def waiting(tensor: torch.Tensor) -> torch.Tensor:
+    """A floating tensor of a checkpoint, its conversions put off; any other tensor as it is."""
+    if type(tensor) is not torch.Tensor or not tensor.is_floating_point() or not tensor.is_contiguous():
+        return tensor
+    return FileTensor.of(tensor)
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether its values are what its bytes say: not so of quantized weights, which are subclasses of torch's tensor."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter, FileTensor)
+
+
+def settled(*tree):
+    """Every tensor among the leaves of `tree` has its values in memory from now on."""
+    for leaf in tree_leaves(tree):
+        if type(leaf) is FileTensor:
+            leaf.settle()
+
+
+def values(tensor: torch.Tensor, index=...) -> torch.Tensor:
+    """The values at `index`; those of a file are read and not kept."""
+    if type(tensor) is FileTensor:
+        return tensor.read(index)
+    with _plain():
+        return tensor.detach()[index]
+
+
+@contextlib.contextmanager
+def _plain():
+    """torch as it is: no modes, no subclasses, no gradients, also inside of torchax's environment."""
+    with torch.inference_mode(False), torch.no_grad():
+        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            yield
+
+
+# What can be said and done without the values
+
+
+def _alias(tensor: FileTensor) -> FileTensor:
+    with _plain():
+        return FileTensor._around(torch.Tensor.detach(tensor), tensor.source)
+
+
+def _same(tensor: FileTensor, index=..., **kwargs):
+    return tensor if index is ... and not kwargs else NotImplemented
+
+
+def _converted(tensor: FileTensor, *args, **kwargs):
+    try:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+    except (TypeError, RuntimeError):  # a form of `to` that asks for more, a copy say
+        return NotImplemented
+    if (device is not None and device.type != "cpu") or layout is not None:
+        return NotImplemented
+    values, dtypes = tensor.source.values, tensor.source.dtypes
+    if dtype in (None, tensor.dtype):
+        return tensor if dtypes else values
+    if not dtype.is_floating_point or (torch.is_grad_enabled() and tensor.requires_grad):
+        return NotImplemented
+    return FileTensor.of(values, *dtypes, dtype)
+
+
+def _given_data(tensor: FileTensor, data: torch.Tensor):
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.Tensor.data.__set__(tensor, data)
+    if type(data) is FileTensor:
+        tensor.source = data.source
+    else:
+        tensor.__class__ = torch.nn.Parameter if "_is_param" in vars(tensor) else torch.Tensor
+
+
+def _by_name(dtype: torch.dtype) -> Callable:
+    return lambda tensor, **kwargs: NotImplemented if kwargs else _converted(tensor, dtype)
+
+
+_WITHOUT_VALUES = {
+    torch.Tensor.detach: _alias,
+    torch.Tensor.contiguous: _same,
+    torch.Tensor.cpu: _same,
+    torch.Tensor.__getitem__: _same,
+    torch.Tensor.to: _converted,
+    torch.Tensor.float: _by_name(torch.float32),
+    torch.Tensor.half: _by_name(torch.float16),
+    torch.Tensor.bfloat16: _by_name(torch.bfloat16),
+    torch.Tensor.data.__set__: _given_data,
+}
+_ABOUT_SHAPE = {
+    torch.is_floating_point,
+    torch.numel,
+    torch._has_compatible_shallow_copy_type,
+    torch.Tensor.requires_grad.__set__,
+    torch.Tensor.grad.__set__,
+    *(
+        getattr(torch.Tensor, name)
+        for name in (
+            "__len__ dim element_size get_device is_complex is_contiguous is_floating_point is_shared is_signed"
+            " ndimension nelement numel requires_grad_ size storage_offset stride"
+        ).split()
+    ),
+}
+_PROPERTIES_WITH_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
+
+
+def is_about_values(func) -> bool:
+    """Whether a torch function needs its tensors' values or memory, not shape, dtype and the like alone."""
+    if getattr(func, "__name__", None) == "__get__":
+        return func.__self__.__name__ in _PROPERTIES_WITH_VALUES
+    return func not in _ABOUT_SHAPE
+
+
+# Loading
+
+
+def checked(load: Callable) -> Callable:
+    """A model's `from_pretrained` that fails where weights are missing, and puts conversions off.
+
+    Raises, from the function it returns, ValueError with names of the weights that the checkpoint does not have, and OSError
+    for a file that is cut off.
+    """
+    from transformers import PreTrainedModel, modeling_utils
+
+    from ...models.modeling_utils import LegacyModelMixin, ModelMixin
+
+    loaders = {cls: cls.from_pretrained.__func__ for cls in (ModelMixin, LegacyModelMixin, PreTrainedModel)}
+    if getattr(load, "__func__", None) not in loaders.values():
+        return load
+
+    @functools.wraps(load)
+    def run(path, **kwargs):
+        with contextlib.ExitStack() as stack:
+            if load.__func__ is loaders[PreTrainedModel] and kwargs.get("quantization_config") is None:
+                stack.enter_context(_opened_by(modeling_utils))
+            stack.enter_context(_whole_files(os.path.join(path, kwargs.get("subfolder") or "")))
+            model, info = load(path, output_loading_info=True, **kwargs)
+        missing = sorted(set(info.get("missing_keys", ())) & {name for name, _ in model.named_parameters()})
+        if missing:
+            raise ValueError(missing_message(type(model).__name__, missing, path))
+        return model
+
+    return run
+
+
+@contextlib.contextmanager
+def _whole_files(folder: str):
+    """The libraries' errors about files, with the way out. Raises OSError and ValueError."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(
+            f"expected whole safetensors files in {folder}, got one that cannot be read: {error}. It is cut off or damaged:"
+            " download it again."
+        ) from error
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise ValueError(
+            f"expected weights of the shapes that the configuration in {folder} says, got others, which transformers listed"
+            " above. The files are of another model or version: download them again."
+        ) from error
+
+
+def missing_message(model: str, names: list[str], path=None) -> str:
+    shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    where = "in its checkpoint" if path is None else f"in {path}"
+    return (
+        f"expected every weight of {model} {where}, found none for {shown}. The files are cut off, of another model or of"
+        " another version: download them again, or load the class that they were saved from."
+    )
+
+
+@contextlib.contextmanager
+def _opened_by(module):
+    """Files that transformers' loader opens answer with waiting tensors; it has no way of its own to ask for them."""
+    opened, module.safe_open = module.safe_open, _File
+    try:
+        yield
+    finally:
+        module.safe_open = opened
+
+
+class _File:
+    """A safetensors file whose slices, taken whole, are waiting tensors."""
+
+    def __init__(self, path, *args, **kwargs):
+        self.file = safe_open(path, *args, **kwargs)
+        self.tensors = functools.cache(lambda: load_file(path))
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def __enter__(self):
+        self.file.__enter__()
+        return self
+
+    def __exit__(self, *exc):
+        return self.file.__exit__(*exc)
+
+    def get_slice(self, name: str):
+        return waiting(self.tensors()[name])

@@ -1,0 +1,52 @@
+"""Values between torch's host tensors and JAX's or numpy's arrays, to the last bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from ..chips.hosts import whole
+from ..chips.locks import exclusive
+from .checkpoint import values
+
+
+INTEGERS = {1: torch.int8, 2: torch.int16}  # of the size of dtypes that numpy itself lacks
+
+
+def as_numpy(t: torch.Tensor, own: bool = False) -> np.ndarray:
+    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits.
+
+    `own`: in memory of their own, for a JAX array of theirs: JAX's CPU backend takes memory as it is, others read it when the call
+    is over, and what is written into the tensor meanwhile would be in the array.
+    """
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        t = values(t).clone(memory_format=torch.contiguous_format) if own else values(t).contiguous()
+        dtype = _same(t.dtype)
+        return t.numpy() if dtype.isbuiltin == 1 else t.view(INTEGERS[dtype.itemsize]).numpy().view(dtype)
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """The dtype that a host tensor of this dtype has on the device: 64-bit numbers become 32-bit."""
+    return jax.dtypes.canonicalize_dtype(_same(dtype))
+
+
+def _same(dtype: torch.dtype) -> np.dtype:
+    """numpy's, or that of ml_dtypes, which has the same name."""
+    return jnp.dtype(str(dtype).removeprefix("torch."))
+
+
+def from_numpy(x) -> torch.Tensor:
+    """A JAX or numpy array as a host tensor of its own; bfloat16 and float8 keep their bits."""
+    values = np.array(whole(_computed(x)))
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        if values.dtype.isbuiltin == 1:  # 2: registered, as those of ml_dtypes
+            return torch.from_numpy(values)
+        return torch.from_numpy(values.view(f"i{values.itemsize}")).view(getattr(torch, values.dtype.name))
+
+
+def _computed(x):
+    """The array when the chips have computed it; other threads may launch programs until then."""
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_ready():
+        with exclusive.released():
+            x.block_until_ready()
+    return x

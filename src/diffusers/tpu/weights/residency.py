@@ -1,0 +1,254 @@
+"""Which models' weights are on the chips: all while they fit, else those whose turn it is; the others wait on the host.
+
+Models of one pipeline run one after the other (text encoder, denoiser or two, VAE), so room is made for one by those
+whose turn is longest past. The model that comes next and is like the one that runs (the second of two experts) is made
+ready while that works: compiled, and moved in if both have room.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from ...utils import logging
+from ..chips import hosts
+from ..chips.devices import CHIPS, GENERATION_OF_DEVICE_KIND, GIB, TOPOLOGIES
+from ..chips.sharding import named
+from ..config import TPUConfig
+
+
+logger = logging.get_logger(__name__)
+
+RESERVED = 0.25  # of a chip's HBM, for activations and programs, where the configuration does not say
+CODE = 1 / 16  # of it, for the code of a model's programs
+
+
+def room_for_weights(hbm: int, config: TPUConfig) -> int:
+    """Bytes of a chip's `hbm` that weights may take; the rest is for activations and programs."""
+    kept = RESERVED * hbm if config.reserve_gib is None else config.reserve_gib * GIB
+    return max(0, int(hbm - kept))
+
+
+def room_for_programs(hbm: int | None, config: TPUConfig) -> float | None:
+    """Bytes of a chip's `hbm` that the code of a model's programs may take; None: no limit."""
+    if config.program_gib is not None:
+        return config.program_gib * GIB
+    return None if hbm is None else CODE * hbm
+
+
+def leaving(placed: list, bytes_of: Callable, need: int, limit: int | None, keep=None) -> list:
+    """Of what is placed, least recently used first, what leaves so that `need` bytes more are within the limit."""
+    gone, held = [], sum(map(bytes_of, placed))
+    for one in placed:
+        if limit is None or held + need <= limit:
+            break
+        if one is not keep:
+            gone.append(one)
+            held -= bytes_of(one)
+    return gone
+
+
+def turns(sizes: dict[str, int], limit: int | None) -> dict[str, list[str]]:
+    """Whose weights are on a chip while each model works. `sizes`: bytes on a chip by model, in the order of use."""
+    placed: list[str] = []
+    for name, size in sizes.items():
+        if not leaving(placed, sizes.__getitem__, size, limit) and (limit is None or size <= limit):
+            placed.append(name)
+    held = {}
+    for name, size in sizes.items():
+        placed = [other for other in placed if other != name]
+        gone = leaving(placed, sizes.__getitem__, size, limit)
+        placed = [*(other for other in placed if other not in gone), name]
+        held[name] = placed
+    return held
+
+
+class Residency:
+    """The room on the chips, one for all that runs there: pipelines, and models by themselves.
+
+    Args:
+        hbm: bytes of a chip; None: no limit is known.
+        limit: of them, what weights may take.
+
+    Attributes:
+        orders: of each pipeline its runners by name, in the order in which upstream's pipeline uses them.
+    """
+
+    def __init__(self, hbm: int | None, limit: int | None):
+        self.hbm, self.limit = hbm, limit
+        self.orders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        self._arrived: list[weakref.ref] = []
+        self._marks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    @property
+    def _placed(self) -> list:
+        """The runners whose weights are there, least recently used first."""
+        return [runner for runner in (reference() for reference in self._arrived) if runner is not None]
+
+    @_placed.setter
+    def _placed(self, runners: list):
+        self._arrived = [weakref.ref(runner) for runner in runners]
+
+    def use(self, owner, runners, model: str = "MODEL"):
+        """(name, runner) pairs of a pipeline in its order of use. `model`: what the planner is asked about, in messages."""
+        self.orders[owner] = _Order(model, dict(runners))
+
+    def place_all(self, owner):
+        """Weights of a pipeline to the chips, in the order of use, for as long as there is room.
+
+        Raises ValueError as `check_all`, before anything is moved.
+        """
+        self.check_all(owner)
+        self.place(self.orders[owner].runners.values())
+
+    def place(self, runners):
+        """Weights to the chips, for as long as there is room. Raises ValueError for a model that would not fit even alone."""
+        runners = [*runners]
+        for runner in runners:
+            runner.executables.expect()
+        for runner in runners:
+            if runner in self._placed or self._free() >= _bytes(runner):
+                self.bring(runner)
+            else:
+                self.check(runner)
+
+    def check_all(self, owner):
+        """Raises ValueError for a model of the pipeline that lacks weights, and for one that would not fit even alone."""
+        for runner in self.orders[owner].runners.values():
+            self.check(runner)
+
+    def check(self, runner):
+        """Raises ValueError where the runner's weights do not fit a chip."""
+        runner.current()
+        need = runner.bytes_per_chip
+        if self.limit is None or need <= self.limit:
+            return
+        name, _ = self._name(runner)
+        mesh = ", ".join(f"{axis} {degree}" for axis, degree in runner.mesh.shape.items())
+        raise ValueError(
+            f"expected the weights of {name} to fit a chip, got {need / GIB:.3g} GiB a chip ({runner.mesh.size} chips: {mesh})"
+            f" for {self.limit / GIB:.3g} GiB: {self.hbm / GIB:.3g} GiB of HBM less what activations and programs need"
+            " (TPUConfig.reserve_gib). Use more chips, a mesh whose dp and sp split weights further, or bfloat16; what would"
+            f" fit says: {self.question(runner)}"
+        )
+
+    def question(self, runner) -> str:
+        """What to ask the planner where the runner's model does not fit: the command."""
+        _, model = self._name(runner)
+        generation = GENERATION_OF_DEVICE_KIND.get(runner.mesh.devices.flat[0].device_kind)
+        larger = [t.name for t in TOPOLOGIES.values() if t.devices > runner.mesh.size]
+        larger = [name for name in larger if name.startswith(f"{generation}-")] or larger or ["v6e-32"]
+        return f"diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
+
+    def bring(self, runner):
+        """The runner's weights on the chips and up to date; others leave where it needs their room."""
+        if self.limit is not None:
+            self.check(runner)
+            last = self._placed[-1:]
+            if last and last[0] is not runner:
+                self._mark(last[0])
+        self._placed = [r for r in self._placed if r is not runner]
+        self._make_room(_bytes(runner))
+        self._placed = [*self._placed, runner]
+        runner.place()
+
+    def kind(self, runner) -> list:
+        """The runners of models like this one's in its pipelines, itself among them, in the order of use."""
+        beside = {id(r): r for order in self._orders_of(runner) for r in order.runners.values()} or {0: runner}
+        same = [r for r in beside.values() if type(r.module) is type(runner.module) and r.plan == runner.plan]
+        avals = runner.plan_weights().avals
+        return [r for r in same if r is runner or r.plan_weights().avals == avals]
+
+    def ahead(self, runner, calls: tuple | None):
+        """The runner works, on calls like these: make the next model of its kind ready, as far as there is room."""
+        kind = self.kind(runner)
+        after = next(iter(kind[kind.index(runner) + 1 :]), None) if runner in kind else None
+        if after is None:
+            return
+        if calls is not None:
+            after.prepare(calls)
+        if after in self._placed or self.limit is None or _bytes(runner) + _bytes(after) > self.limit:
+            return  # if it is not there it moves in when its turn comes
+        self._make_room(_bytes(after), keep=runner)
+        placed = self._placed
+        self._placed = [*placed[:-1], after, *placed[-1:]]
+        after.place()
+
+    def ready(self):
+        """Wait until what is placed has arrived."""
+        jax.block_until_ready([runner.plan_weights().arrays for runner in self._placed])
+
+    def leave(self, runner):
+        """The runner's weights leave the chips, once what uses them there is done."""
+        if runner in self._placed:
+            self._drop(runner)
+
+    def forget(self, runner):
+        """The runner has let go of its weights, for good."""
+        self._marks.pop(runner, None)
+        self._placed = [r for r in self._placed if r is not runner]
+        for order in self._orders_of(runner):
+            order.runners = {name: r for name, r in order.runners.items() if r is not runner}
+
+    def _orders_of(self, runner) -> list["_Order"]:
+        return [order for order in self.orders.values() if any(r is runner for r in order.runners.values())]
+
+    def _name(self, runner) -> tuple[str, str]:
+        """Of a runner, its name in a pipeline and what the planner knows that by."""
+        for order in self._orders_of(runner):
+            return next(name for name, r in order.runners.items() if r is runner), order.model
+        return type(runner.module).__name__, "MODEL"
+
+    def _free(self) -> float:
+        return float("inf") if self.limit is None else self.limit - sum(map(_there, self._placed))
+
+    def _make_room(self, need: int, keep=None):
+        if hosts.process_count() > 1 and self._free() < need:
+            gc.collect()  # what is there is counted alike in all processes: not by when garbage is found
+        for runner in leaving(self._placed, _there, need, self.limit, keep):
+            self._drop(runner)
+            logger.info(f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips")
+
+    def _drop(self, runner):
+        jax.block_until_ready(self._marks.pop(runner, None))
+        runner.drop()
+        self._placed = [r for r in self._placed if r is not runner]
+
+    def _mark(self, runner):
+        """Remember where the runner's programs end: a chip runs programs in order, so when this is done, they are."""
+        self._marks[runner] = hosts.put(0, named(runner.mesh, PartitionSpec())) + 1
+
+
+@dataclass
+class _Order:
+    model: str
+    runners: dict[str, object]
+
+
+_residencies: "weakref.WeakValueDictionary[tuple, Residency]" = weakref.WeakValueDictionary()
+
+
+def residency_of(mesh: Mesh, config: TPUConfig) -> Residency:
+    """The room on these chips, the same one for every mesh of them and every configuration with the same limit."""
+    devices = tuple(sorted(mesh.devices.flat, key=lambda device: device.id))
+    chip = CHIPS.get(GENERATION_OF_DEVICE_KIND.get(devices[0].device_kind))
+    hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
+    limit = None if hbm is None else room_for_weights(hbm, config)
+    known = _residencies.get((devices, hbm, limit))
+    if known is None:
+        known = _residencies[devices, hbm, limit] = Residency(hbm, limit)
+    return known
+
+
+def _bytes(runner) -> int:
+    """What the runner's weights will take of a chip."""
+    runner.plan_weights()
+    return runner.bytes_per_chip
+
+
+def _there(runner) -> int:
+    """What they take now: nothing where the model's tensors are no longer those that were placed."""
+    return runner.bytes_per_chip
