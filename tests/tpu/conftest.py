@@ -198,7 +198,7 @@ def idioms():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIFFUSERS_TPU", "cpu")
         patch.setenv("DIFFUSERS_TPU_DEVICES", "2")
-        from diffusers.tpu import awake, idioms
+        from diffusers.tpu import awake, idioms, notices
         from diffusers.tpu.chips.devices import find_target, jax_devices
         from diffusers.tpu.config import Environment
 
@@ -206,7 +206,7 @@ def idioms():
         awake()
         yield idioms
         idioms.off()
-        idioms.notices.forget()
+        notices.forget()
 
 
 @pytest.fixture
@@ -214,7 +214,9 @@ def said(idioms) -> list:
     """What is said from here on, as if nothing had been."""
     import logging
 
-    idioms.notices.forget()
+    from diffusers.tpu import notices
+
+    notices.forget()
     sentences = []
     logger = logging.getLogger("diffusers.tpu.notices")
     handler = logging.Handler(logging.WARNING)

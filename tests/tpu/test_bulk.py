@@ -138,7 +138,7 @@ sys.stdin.read()
 
 
 def test_a_prompt_is_its_owners_until_the_owner_is_killed(tmp_path):
-    room = ROOT / "src/diffusers/tpu/bulk"
+    room = ROOT / "src/diffusers/tpu/apps/bulk"
     command = [sys.executable, "-c", OWNER, str(tmp_path), str(room)]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout.readline() == "True True\n"
@@ -284,7 +284,7 @@ def test_a_prompt_that_another_process_has_is_waited_for_and_not_made_again(flux
     directory.agree(prompts, SETTINGS)
     script = f"""
         import pathlib, sys, time
-        sys.path.insert(0, {str(ROOT / "src/diffusers/tpu/bulk")!r})
+        sys.path.insert(0, {str(ROOT / "src/diffusers/tpu/apps/bulk")!r})
         import claims
         mine = claims.Claims(pathlib.Path({str(directory.path)!r}))
         print(mine.take(0), flush=True)

@@ -36,7 +36,10 @@ def test_float32_agrees_and_a_changed_weight_does_not(chips):
     changed = fidelity.compare_on(reference, (2, 4, 1), torch.float32, call(), SEED)
     assert [row.ok for row in changed[:4]] == [True, False, True, True]
     assert changed[1].error == pytest.approx(1e-3, rel=0.2)
-    assert tpu.pipeline.installation(reference.pipe) is None and tpu.pipeline.installation(pipe) is None
+    assert (
+        tpu.pipelines.pipeline.installation(reference.pipe) is None
+        and tpu.pipelines.pipeline.installation(pipe) is None
+    )
 
 
 def test_bfloat16_is_held_to_upstreams_own_error(chips):

@@ -265,6 +265,11 @@ except AttributeError:
         torch.ops.aten.prod.dim_Dimname
     except AttributeError:
         print("as it was")
+torch.cuda.synchronize()
+assert torch.cuda.memory_allocated() == 0  # JAX is imported: asked for its arrays, it would start with one chip
+from diffusers.tpu.chips.devices import find_target, jax_devices
+from diffusers.tpu.config import read_environment
+assert len(jax_devices(find_target(read_environment()))) == 8
 """
 
 
@@ -275,7 +280,7 @@ def test_torch_xla_is_left_out_and_torchax_can_be_imported(tmp_path):
     (tmp_path / "torch_xla" / "__init__.py").write_text("raise RuntimeError('torch_xla is imported')")
     (tmp_path / "torch_xla-2.8.0.dist-info").mkdir()
     (tmp_path / "torch_xla-2.8.0.dist-info" / "METADATA").write_text("Name: torch_xla\nVersion: 2.8.0\n")
-    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "8", "PYTHONPATH": str(tmp_path)}
     environment.pop("USE_TORCH_XLA", None)
     command = [sys.executable, "-c", BESIDE_US]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

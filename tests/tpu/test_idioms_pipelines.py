@@ -26,7 +26,7 @@ from diffusers import (
     tpu,
 )
 from diffusers.callbacks import SDXLCFGCutoffCallback
-from diffusers.tpu import idioms
+from diffusers.tpu import idioms, notices
 from diffusers.tpu.pipelines import models
 from tiny_wan import picture
 
@@ -48,7 +48,7 @@ def on_the_path(chips):
 def said(monkeypatch) -> list:
     """Sentences about idioms that have no meaning, as if nothing had been said."""
     sentences, keys = [], {}
-    monkeypatch.setattr(idioms.said, "_said", keys)
+    monkeypatch.setattr(notices, "_said", keys)
     logger = logging.getLogger("diffusers.tpu.notices")
     monkeypatch.setattr(logger, "warning", sentences.append)
     return sentences

@@ -106,7 +106,7 @@ def test_a_sum_that_upstream_rounds_is_rounded(attach):
 
 def test_a_size_that_is_compiled_for_later_is_said_with_the_seconds_of_the_one_before(attach, monkeypatch):
     sentences: dict[str, str] = {}
-    monkeypatch.setattr(programs.said, "once", sentences.setdefault)
+    monkeypatch.setattr(programs.notices, "warn_once", sentences.setdefault)
     module = Denoiser()
     runner = attach(module, 1, 2, 1)
     module(torch.randn(2, 8), torch.rand(2))

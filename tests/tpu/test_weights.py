@@ -17,8 +17,8 @@ import tiny
 from conftest import relative
 from diffusers import WanPipeline, WanTransformer3DModel, tpu
 from diffusers.tpu.chips.devices import GIB
-from diffusers.tpu.compile.state import weights
-from diffusers.tpu.compile.weights import checkpoint, placing
+from diffusers.tpu.compile import weights
+from diffusers.tpu.weights import checkpoint, placing
 from diffusers.tpu.weights.checkpoint import FileTensor
 from diffusers.tpu.weights.residency import turns
 from test_disk import as_for_real_chips
