@@ -3,7 +3,7 @@
 #   make demo      a prompt becomes a video on eight simulated chips: out/
 #   make test      the fast tests, in two processes (WORKERS=4 for more: some 4 GB of memory each)
 #   make test-all  every test
-#   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (an hour)
+#   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (quarter of an hour)
 #   make coverage  upstream's pipelines, each tiny on eight simulated chips against upstream: those without a result, and the tables
 #                  (hours if all; goes on where it was stopped)
 #   make upstream  TESTS=DIR, the folder of upstream's own tests in a checkout: those that plain upstream passes, with the path on, and

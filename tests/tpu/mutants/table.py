@@ -57,28 +57,10 @@ def in_file(file: str, *rows: tuple) -> list[Mutant]:
 
 def every() -> list[Mutant]:
     """The whole table. Raises ValueError for two of one name."""
-    import faults_attention
-    import faults_faults
-    import faults_host
-    import faults_hosts
-    import faults_kept
-    import faults_models
-    import faults_planner
-    import faults_programs
-    import faults_serving
+    import faults_state
+    import faults_values
 
-    files = (
-        faults_attention,
-        faults_models,
-        faults_programs,
-        faults_host,
-        faults_hosts,
-        faults_planner,
-        faults_kept,
-        faults_serving,
-        faults_faults,
-    )
-    mutants = [mutant for faults in files for mutant in faults.MUTANTS]
+    mutants = [*faults_values.MUTANTS, *faults_state.MUTANTS]
     if len({m.name for m in mutants}) < len(mutants):
         raise ValueError("expected names that are unique in tests/tpu/mutants")
     return mutants
