@@ -33,7 +33,6 @@ import web
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.tpu.pipelines.pipeline import tpu_class
-from diffusers.tpu.pipelines.plans import PLANS
 from diffusers.utils import BaseOutput
 from diffusers.video_processor import VideoProcessor
 
@@ -216,8 +215,10 @@ def distance(ours: Ran, oracle: Ran) -> float:
 @contextlib.contextmanager
 def surroundings(monkeypatch, limits: Limits, pixels: list):
     """What scripts find: addresses that answer, pipelines within the limits; float pictures are kept in `pixels`."""
-    for module in PLANS.values():  # first: classes by their own names keep the calls of those that they stand for
-        importlib.import_module(module, "diffusers.tpu")
+    for file in ROOT.glob(
+        "pipelines/*/*_flax.py"
+    ):  # first: classes by their own names keep the calls of those that they stand for
+        importlib.import_module(f"diffusers.pipelines.{file.parent.name}.{file.stem}")
     with monkeypatch.context() as patch:
         patch.setattr(requests, "get", web.get)
         if importlib.util.find_spec("cv2") is None:

@@ -139,7 +139,7 @@ def test_the_architecture_page_says_the_way_of_a_step_and_where_things_are_added
     assert len(steps) == 15
     named = named_in_files(ARCHITECTURE)
     for name in (
-        ("PLANS", "pipelines/plans.py"),
+        ("PIPELINES", "pipelines/plans.py"),
         ("CHIPS", "chips/devices.py"),
         ("TOPOLOGIES", "chips/devices.py"),
         ("MODELS", "planner/published.py"),

@@ -1,6 +1,7 @@
 """Oracle: the same pipeline without the TPU path, in the same process, with the same weights and generator."""
 
 import copy
+import importlib
 
 import numpy as np
 import pytest
@@ -217,6 +218,28 @@ def test_the_class_by_its_own_name_installs_itself(chips, wan, monkeypatch):
     tpu.uninstall(pipe)
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
     assert "_tpu" not in vars(Flax(**wan.components))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        *(f"pipelines.wan.pipeline_wan{kind}" for kind in ("", "_i2v", "_video2video", "_vace", "_animate")),
+        *(f"pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5{kind}" for kind in ("", "_image2video")),
+        *(
+            f"pipelines.cogvideo.pipeline_cogvideox{kind}"
+            for kind in ("", "_image2video", "_video2video", "_fun_control")
+        ),
+        *(f"models.transformers.transformer_{name}" for name in ("wan", "wan_vace", "wan_animate", "hunyuan_video15")),
+        "models.transformers.cogvideox_transformer_3d",
+        *(f"models.autoencoders.autoencoder_kl_{name}" for name in ("wan", "hunyuanvideo15", "cogvideox")),
+    ],
+)
+def test_a_module_by_its_own_name_has_every_name_of_upstreams(module):
+    ours, theirs = (importlib.import_module(f"diffusers.{module}{end}") for end in ("_flax", ""))
+    for name, value in vars(theirs).items():
+        assert name in vars(ours) or getattr(ours, name) is value
+    with pytest.raises(AttributeError, match="FlaxNothing"):
+        ours.FlaxNothing
 
 
 def test_components_shared_between_pipelines_share_their_programs(installed):

@@ -26,7 +26,7 @@ from diffusers.tpu.compare.pipelines import (
     widened,
 )
 from diffusers.tpu.pipelines.pipeline import installation
-from diffusers.tpu.pipelines.plans import PLANS
+from diffusers.tpu.pipelines.plans import PIPELINES, model_plan
 
 
 SEED = 7
@@ -80,11 +80,11 @@ def described(pipe) -> dict:
     state = installation(pipe)
     eager = {name: runner.eager for name, runner in state.runners.items() if runner.eager}
     ran = {name for name, runner in state.runners.items() if runner.programs or runner.eager}
-    planned = state.original.__name__ in PLANS
+    planned = state.original.__name__ in PIPELINES
     status = "partly" if eager else "planned" if planned else "compiled"
     return {
         "status": status, "mesh": dict(state.mesh.shape), "glue": state.glue, "eager": eager, "models": sorted(ran),
-        "planned_models": sorted(n for n in ran if type(state.runners[n].module).__name__ in PLANS),
+        "planned_models": sorted(n for n in ran if model_plan(type(state.runners[n].module)) is not None),
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.pipelines.exports import upstream_names
 from ..downsampling import CogVideoXDownsample3D
 from ..upsampling import CogVideoXUpsample3D
 from .autoencoder_kl_cogvideox import (
@@ -198,13 +199,7 @@ def _tiling(vae, sizes, results, whole):
     return Tiling.overlapping(sizes, results, (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width), whole)
 
 
-def __getattr__(name):
-    if name == "FlaxAutoencoderKLCogVideoX":  # imports flax, which the plan does not need
-        from .autoencoder_kl_cogvideox_nnx_flax import FlaxAutoencoderKLCogVideoX
-
-        return FlaxAutoencoderKLCogVideoX
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+__getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     spread=True,

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.pipelines.exports import upstream_names
 from .autoencoder_kl_hunyuanvideo15 import (
     AutoencoderKLHunyuanVideo15,
     HunyuanVideo15AttnBlock,
@@ -208,13 +209,7 @@ def tile_sizes(vae):
     )
 
 
-def __getattr__(name):
-    if name == "FlaxAutoencoderKLHunyuanVideo15":  # imports flax, which the plan does not need
-        from .autoencoder_kl_hunyuanvideo15_nnx_flax import FlaxAutoencoderKLHunyuanVideo15
-
-        return FlaxAutoencoderKLHunyuanVideo15
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+__getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     spread=True,

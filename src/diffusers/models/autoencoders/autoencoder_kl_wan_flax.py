@@ -16,6 +16,7 @@ import functools
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.pipelines.exports import upstream_names
 from .autoencoder_kl_wan import AutoencoderKLWan, AvgDown3D, WanResample, WanUpsample, patchify, unpatchify
 from .vae import DecoderOutput
 
@@ -180,14 +181,6 @@ def _patch(vae):
     return vae.config.get("patch_size") or 1
 
 
-def __getattr__(name):
-    if name == "FlaxAutoencoderKLWan":  # imports flax, which the plan does not need
-        from .autoencoder_kl_wan_nnx_flax import FlaxAutoencoderKLWan
-
-        return FlaxAutoencoderKLWan
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
 def plan_of_wans(vae: type, resample: type, upsample: type, **more) -> ModelPlan:
     """The plan of a class whose layers are those of Wan's VAE, under these names; `more` of its own as `ModelPlan` has it."""
     methods = {
@@ -202,6 +195,8 @@ def plan_of_wans(vae: type, resample: type, upsample: type, **more) -> ModelPlan
     }
     return ModelPlan(spread=True, entries=("forward", "encode", "decode"), methods=methods, axes=5, **more)
 
+
+__getattr__ = upstream_names(__name__)
 
 PLAN = plan_of_wans(
     AutoencoderKLWan,

@@ -9,6 +9,7 @@ each token's layers are computed in its own stream (see two_streams_flax.py).
 from jax.sharding import PartitionSpec as P
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.pipelines.exports import upstream_names
 from ..attention_processor import CogVideoXAttnProcessor2_0
 from .cogvideox_transformer_3d import CogVideoXBlock
 from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
@@ -43,6 +44,8 @@ RULES = (
     (r"ff\.net\.2\.weight$", P(STORED, "tp")),
     (r"norm[12]\.linear\.weight$", P(STORED, None)),
 )
+
+__getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     rules=RULES,

@@ -8,6 +8,7 @@ import torch
 
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.compile.call import asked_once
+from ...tpu.pipelines.exports import upstream_names
 from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15RotaryPosEmbed
 from .transformer_hunyuan_video_flax import CARRY, tables_by_axis
 from .two_streams_flax import RULES, WHOLE, TwoStreamProcessor
@@ -25,6 +26,8 @@ def decide_is_t2v(arguments: dict) -> dict:
 def _is_zero(tensor: torch.Tensor) -> bool:
     return not bool(tensor.any())
 
+
+__getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     rules=RULES,

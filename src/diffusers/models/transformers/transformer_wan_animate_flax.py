@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+from ...tpu.pipelines.exports import upstream_names
 from . import transformer_wan_flax
 from .transformer_wan_animate import WanAttnProcessor
 
+
+__getattr__ = upstream_names(__name__)
 
 PLAN = replace(
     transformer_wan_flax.PLAN,

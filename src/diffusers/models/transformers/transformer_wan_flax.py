@@ -8,6 +8,7 @@ the sequence.
 from jax.sharding import PartitionSpec as P
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.pipelines.exports import upstream_names
 from ..attention_dispatch import dispatch_attention_fn
 from .transformer_wan import WanAttnProcessor, _get_qkv_projections
 
@@ -37,6 +38,8 @@ class WanProcessor:
         out = attn.to_out[0](out.flatten(2, 3).type_as(query))
         return attn.to_out[1](out)
 
+
+__getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     rules=(

@@ -30,7 +30,7 @@ from ..weights.residency import residency_of
 from . import glue, models
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .moving import ASKED
-from .plans import PipelinePlan, plan_of
+from .plans import pipeline_plan
 from .stepping import as_programs
 
 
@@ -52,7 +52,7 @@ def install(pipe, config: TPUConfig | None = None):
         return pipe
     devices = models.target_devices()
     original = type(pipe) if state is None else state.original
-    plan = plan_of(original, PipelinePlan())
+    plan = pipeline_plan(original)
     modules = modules_of(pipe)
     wanted = config if config is not None else taken_over(pipe, modules)
     config = models.resolved(wanted, devices, plan.in_pairs(pipe))

@@ -1,6 +1,11 @@
-"""What is special about upstream's classes on the TPU: one table from their names to the files beside them that say so."""
+"""What is special about upstream's classes on the TPU.
 
-import importlib
+A model's plan is `PLAN` of the module beside its own: that of `diffusers.models.transformers.transformer_wan` lies in
+`transformer_wan_flax`, its form in plain JAX, if there is one, in `..._nnx_flax`. Plans of pipelines are rows of `PIPELINES`.
+"""
+
+import functools
+import importlib.util
 import inspect
 from dataclasses import dataclass
 
@@ -11,69 +16,12 @@ from ..chips.sharding import ModelPlan
 from .declared import declared_plan
 
 
-# Where the plan of an upstream class is: a module whose PLAN says what is special about it on the TPU.
-PLANS = {
-    "WanTransformer3DModel": "diffusers.models.transformers.transformer_wan_flax",
-    "HunyuanVideo15Transformer3DModel": "diffusers.models.transformers.transformer_hunyuan_video15_flax",
-    "HunyuanVideoTransformer3DModel": "diffusers.models.transformers.transformer_hunyuan_video_flax",
-    "HunyuanVideoFramepackTransformer3DModel": "diffusers.models.transformers.transformer_hunyuan_video_framepack_flax",
-    "FluxTransformer2DModel": "diffusers.models.transformers.transformer_flux_flax",
-    "QwenImageTransformer2DModel": "diffusers.models.transformers.transformer_qwenimage_flax",
-    "SD3Transformer2DModel": "diffusers.models.transformers.transformer_sd3_flax",
-    "LTXVideoTransformer3DModel": "diffusers.models.transformers.transformer_ltx_flax",
-    "MochiTransformer3DModel": "diffusers.models.transformers.transformer_mochi_flax",
-    "CogVideoXTransformer3DModel": "diffusers.models.transformers.cogvideox_transformer_3d_flax",
-    "AutoencoderKL": "diffusers.models.autoencoders.autoencoder_kl_flax",
-    "AutoencoderKLFlux2": "diffusers.models.autoencoders.autoencoder_kl_flux2_flax",
-    "AutoencoderKLCogVideoX": "diffusers.models.autoencoders.autoencoder_kl_cogvideox_flax",
-    "AutoencoderKLHunyuanVideo15": "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15_flax",
-    "AutoencoderKLLTXVideo": "diffusers.models.autoencoders.autoencoder_kl_ltx_flax",
-    "AutoencoderKLQwenImage": "diffusers.models.autoencoders.autoencoder_kl_qwenimage_flax",
-    "AutoencoderKLWan": "diffusers.models.autoencoders.autoencoder_kl_wan_flax",
-    "WanVACETransformer3DModel": "diffusers.models.transformers.transformer_wan_vace_flax",
-    "WanAnimateTransformer3DModel": "diffusers.models.transformers.transformer_wan_animate_flax",
-    "HunyuanVideo15Pipeline": "diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_flax",
-    "HunyuanVideo15ImageToVideoPipeline": "diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5_image2video_flax",
-    "HunyuanVideoPipeline": "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_flax",
-    "HunyuanVideoImageToVideoPipeline": "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_image2video_flax",
-    "HunyuanVideoFramepackPipeline": "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack_flax",
-    "HunyuanSkyreelsImageToVideoPipeline": "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_skyreels_image2video_flax",
-    "CogVideoXPipeline": "diffusers.pipelines.cogvideo.pipeline_cogvideox_flax",
-    "CogVideoXImageToVideoPipeline": "diffusers.pipelines.cogvideo.pipeline_cogvideox_image2video_flax",
-    "CogVideoXVideoToVideoPipeline": "diffusers.pipelines.cogvideo.pipeline_cogvideox_video2video_flax",
-    "CogVideoXFunControlPipeline": "diffusers.pipelines.cogvideo.pipeline_cogvideox_fun_control_flax",
-    "FluxPipeline": "diffusers.pipelines.flux.pipeline_flux_flax",
-    "FluxImg2ImgPipeline": "diffusers.pipelines.flux.pipeline_flux_img2img_flax",
-    "FluxInpaintPipeline": "diffusers.pipelines.flux.pipeline_flux_inpaint_flax",
-    "FluxKontextPipeline": "diffusers.pipelines.flux.pipeline_flux_kontext_flax",
-    "FluxKontextInpaintPipeline": "diffusers.pipelines.flux.pipeline_flux_kontext_inpaint_flax",
-    "FluxFillPipeline": "diffusers.pipelines.flux.pipeline_flux_fill_flax",
-    "FluxControlPipeline": "diffusers.pipelines.flux.pipeline_flux_control_flax",
-    "FluxControlImg2ImgPipeline": "diffusers.pipelines.flux.pipeline_flux_control_img2img_flax",
-    "FluxControlInpaintPipeline": "diffusers.pipelines.flux.pipeline_flux_control_inpaint_flax",
-    "FluxControlNetPipeline": "diffusers.pipelines.flux.pipeline_flux_controlnet_flax",
-    "LTXPipeline": "diffusers.pipelines.ltx.pipeline_ltx_flax",
-    "LTXImageToVideoPipeline": "diffusers.pipelines.ltx.pipeline_ltx_image2video_flax",
-    "LTXConditionPipeline": "diffusers.pipelines.ltx.pipeline_ltx_condition_flax",
-    "QwenImagePipeline": "diffusers.pipelines.qwenimage.pipeline_qwenimage_flax",
-    "QwenImageImg2ImgPipeline": "diffusers.pipelines.qwenimage.pipeline_qwenimage_img2img_flax",
-    "QwenImageInpaintPipeline": "diffusers.pipelines.qwenimage.pipeline_qwenimage_inpaint_flax",
-    "StableDiffusion3Pipeline": "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_flax",
-    "StableDiffusion3Img2ImgPipeline": "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_img2img_flax",
-    "StableDiffusion3InpaintPipeline": "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3_inpaint_flax",
-    "StableDiffusionXLPipeline": "diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl_flax",
-    "WanPipeline": "diffusers.pipelines.wan.pipeline_wan_flax",
-    "WanImageToVideoPipeline": "diffusers.pipelines.wan.pipeline_wan_i2v_flax",
-    "WanVideoToVideoPipeline": "diffusers.pipelines.wan.pipeline_wan_video2video_flax",
-    "WanVACEPipeline": "diffusers.pipelines.wan.pipeline_wan_vace_flax",
-    "WanAnimatePipeline": "diffusers.pipelines.wan.pipeline_wan_animate_flax",
-}
-FLAX = {  # upstream class: where its form in plain JAX is, under the name with Flax before it
-    "AutoencoderKLWan": "diffusers.models.autoencoders.autoencoder_kl_wan_nnx_flax",
-    "AutoencoderKLHunyuanVideo15": "diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15_nnx_flax",
-    "AutoencoderKLCogVideoX": "diffusers.models.autoencoders.autoencoder_kl_cogvideox_nnx_flax",
-}
 VAE_ENTRIES = ("encode", "decode")
+FLAX = (
+    "AutoencoderKLWan",
+    "AutoencoderKLHunyuanVideo15",
+    "AutoencoderKLCogVideoX",
+)  # of these there is a form in plain JAX
 
 
 @dataclass(frozen=True)
@@ -99,24 +47,78 @@ class PipelinePlan:
         return self.once_per_branch and branches % 2 == 0
 
 
-def plan_of(cls: type, default):
-    """The plan of the first class in cls's bases that has one, else `default`."""
-    for base in cls.__mro__:
-        if base.__name__ in PLANS and base.__module__.startswith("diffusers."):
-            return importlib.import_module(PLANS[base.__name__]).PLAN
-    return default
+ON_DEVICE = PipelinePlan("resident")
+ONCE_PER_BRANCH = PipelinePlan("resident", once_per_branch=True)
+GUIDED_IN_BATCH = PipelinePlan("resident", guided_in_batch=True)
+
+PIPELINES = {  # of upstream's classes
+    "WanPipeline": ONCE_PER_BRANCH,
+    "WanImageToVideoPipeline": ONCE_PER_BRANCH,
+    "WanVideoToVideoPipeline": ONCE_PER_BRANCH,
+    "WanVACEPipeline": ONCE_PER_BRANCH,
+    "WanAnimatePipeline": ONCE_PER_BRANCH,
+    "HunyuanVideo15Pipeline": ONCE_PER_BRANCH,
+    "HunyuanVideo15ImageToVideoPipeline": ONCE_PER_BRANCH,
+    "CogVideoXPipeline": GUIDED_IN_BATCH,
+    "CogVideoXImageToVideoPipeline": GUIDED_IN_BATCH,
+    "CogVideoXVideoToVideoPipeline": GUIDED_IN_BATCH,
+    "CogVideoXFunControlPipeline": GUIDED_IN_BATCH,
+    "HunyuanVideoPipeline": ON_DEVICE,
+    "HunyuanVideoImageToVideoPipeline": ON_DEVICE,
+    "HunyuanVideoFramepackPipeline": ON_DEVICE,
+    "HunyuanSkyreelsImageToVideoPipeline": ON_DEVICE,
+    "LTXPipeline": GUIDED_IN_BATCH,
+    "LTXImageToVideoPipeline": GUIDED_IN_BATCH,
+    "LTXConditionPipeline": GUIDED_IN_BATCH,
+    "FluxPipeline": ON_DEVICE,
+    "FluxImg2ImgPipeline": ON_DEVICE,
+    "FluxInpaintPipeline": ON_DEVICE,
+    "FluxKontextPipeline": ON_DEVICE,
+    "FluxKontextInpaintPipeline": ON_DEVICE,
+    "FluxFillPipeline": ON_DEVICE,
+    "FluxControlPipeline": ON_DEVICE,
+    "FluxControlImg2ImgPipeline": ON_DEVICE,
+    "FluxControlInpaintPipeline": ON_DEVICE,
+    "FluxControlNetPipeline": ON_DEVICE,
+    "QwenImagePipeline": ONCE_PER_BRANCH,
+    "QwenImageImg2ImgPipeline": ONCE_PER_BRANCH,
+    "QwenImageInpaintPipeline": ONCE_PER_BRANCH,
+    "StableDiffusion3Pipeline": GUIDED_IN_BATCH,
+    "StableDiffusion3Img2ImgPipeline": GUIDED_IN_BATCH,
+    "StableDiffusion3InpaintPipeline": GUIDED_IN_BATCH,
+    "StableDiffusionXLPipeline": ON_DEVICE,
+}
+
+
+def pipeline_plan(cls: type) -> PipelinePlan:
+    """The row of the first of the class's bases that has one; upstream's loop runs on the host where none has."""
+    rows = (PIPELINES.get(base.__name__) for base in cls.__mro__ if base.__module__.startswith("diffusers."))
+    return next(filter(None, rows), PipelinePlan())
+
+
+def model_plan(cls: type) -> ModelPlan | None:
+    """`PLAN` beside the first of the class's bases that has one there; None where none has."""
+    bases = (base for base in cls.__mro__ if issubclass(base, ModelMixin) and base.__module__.startswith("diffusers."))
+    return next(filter(None, (_plan_beside(base.__module__) for base in bases)), None)
+
+
+@functools.cache
+def _plan_beside(module: str) -> ModelPlan | None:
+    name = f"{module}_flax"
+    return None if importlib.util.find_spec(name) is None else importlib.import_module(name).PLAN
 
 
 def flax_class(name: str) -> type:
     """The form in plain JAX of upstream's class of this name. Raises ValueError where there is none."""
     if name not in FLAX:
         raise ValueError(f"expected a class that has a form in plain JAX ({', '.join(FLAX)}), got {name}")
-    return getattr(importlib.import_module(FLAX[name]), f"Flax{name}")
+    upstream = getattr(importlib.import_module("diffusers"), name)
+    return getattr(importlib.import_module(f"{upstream.__module__}_nnx_flax"), f"Flax{name}")
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
     """The plan of the module's class; of a class without one, its entry methods and what upstream declares of it."""
-    plan = plan_of(type(module), None)
+    plan = model_plan(type(module))
     if plan is not None:
         return plan
     if not isinstance(module, ModelMixin):

@@ -14,7 +14,7 @@ from ..compile.executables import ALONE
 from ..compile.runner import Runner
 from ..config import TPUConfig
 from ..pipelines.models import of_model, target_devices
-from ..pipelines.plans import PipelinePlan, module_plan, plan_of
+from ..pipelines.plans import module_plan, pipeline_plan
 from . import SIMULATED
 from .aot import BadRequest, Compiler, out_of_memory_told, run_in_child
 from .recording import RecordedCall
@@ -49,7 +49,7 @@ def make_here(request: dict, progress: Callable) -> dict:
     progress(f"building {request['model']} without weights")
     recording = recording_of(request, progress)
     pipe = recording.pipe
-    plan = plan_of(type(pipe), PipelinePlan())
+    plan = pipeline_plan(type(pipe))
     wanted = tuple(request["mesh"]) if request["mesh"] else None
     try:
         degrees = plan_degrees(len(devices), wanted, plan.in_pairs(pipe), slices_of(devices))

@@ -42,6 +42,11 @@ def as_theirs():
     from ..pipelines import plans
     from . import exp2
 
+    planned = plans.model_plan
+
+    def without_cogvideox(cls):
+        return None if cls.__name__ == "CogVideoXTransformer3DModel" else planned(cls)
+
     def theirs(settings):
         options = {"blocks": settings.blocks, "interpret": settings.interpreted}
         return functools.partial(exp2.exp2_attention, **options), exp2.unsupported
@@ -49,9 +54,8 @@ def as_theirs():
     with (
         mock.patch.object(splash, "_segments", lambda valid, q_len: None),
         mock.patch.dict(api.KERNELS, online=theirs),
-        mock.patch.dict(plans.PLANS, {}),
+        mock.patch.object(plans, "model_plan", without_cogvideox),
     ):
-        plans.PLANS.pop("CogVideoXTransformer3DModel")
         yield
 
 

@@ -15,7 +15,7 @@ from ..bridge import Obstacle, assuming, line_of
 from ..chips.sharding import ModelPlan
 from ..compile.call import Call
 from ..compile.programs import Program
-from ..pipelines.plans import PLANS
+from ..pipelines.plans import model_plan
 from .building import build, configuration_of
 from .recording import RecordingRunner, record
 
@@ -101,7 +101,7 @@ class _TracingRunner(RecordingRunner):
         self, found: dict[str, Traced], planned: bool, only, component: str, module, plan: ModelPlan, recorder
     ):
         listed = only is None or component in only
-        if listed and not planned and type(module).__name__ in PLANS:
+        if listed and not planned and model_plan(type(module)) is not None:
             plan = ModelPlan(entries=plan.entries)
         super().__init__(component, module, plan, recorder)
         self.found = found if listed else {}

@@ -9,7 +9,7 @@ import diffusers
 from ..chips.devices import find_topology
 from ..chips.mesh import make_mesh, plan_degrees
 from ..kernels.attention.ways import BOUND
-from ..pipelines.plans import PipelinePlan, flax_class, plan_of
+from ..pipelines.plans import flax_class, pipeline_plan
 from . import ici, kept, reader, timing
 from .aot import BadRequest, Compiler
 from .building import configuration_of
@@ -35,7 +35,7 @@ def answer(request: dict, progress: Callable) -> dict:
         cls = flax_class(name.rpartition(".")[2])
     except (ValueError, KeyError) as error:
         raise BadRequest(f"expected a model with a VAE in plain JAX: {error}") from error
-    plan = plan_of(getattr(diffusers, configuration.pipeline), PipelinePlan())
+    plan = pipeline_plan(getattr(diffusers, configuration.pipeline))
     compiler = Compiler(topology)
     mesh = make_mesh(compiler.devices, plan_degrees(topology.devices, None, plan.in_pairs()))
     vae = cls.abstract(config, dtype=request["dtype"], mesh=mesh)

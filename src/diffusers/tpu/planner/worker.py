@@ -16,7 +16,7 @@ from ..chips.sharding import ModelPlan
 from ..compile.runner import Runner
 from ..config import TPUConfig
 from ..kernels.attention.ways import BOUND, WAYS
-from ..pipelines.plans import PipelinePlan, module_plan, plan_of
+from ..pipelines.plans import module_plan, pipeline_plan
 from ..weights.residency import room_for_weights, turns
 from . import calibration, ici, kept, meshes, reader, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
@@ -220,9 +220,7 @@ class _Planner:
 
     def _default_mesh(self, topology: Topology) -> tuple[int, int, int]:
         pipe = self.recording.pipe
-        return plan_degrees(
-            topology.devices, None, plan_of(type(pipe), PipelinePlan()).in_pairs(pipe), topology.slices
-        )
+        return plan_degrees(topology.devices, None, pipeline_plan(type(pipe)).in_pairs(pipe), topology.slices)
 
     def parts(self, topology: Topology, mesh: tuple[int, int, int], only: str | None = None) -> list[Part]:
         """The programs of the run on one mesh, compiled or modelled. `only` "denoise" or "rest"."""

@@ -1,8 +1,0 @@
-"""FLUX.1 Control on TPU: `FluxControlPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
-
-from ...tpu.pipelines.pipeline import self_installing
-from .pipeline_flux_control import FluxControlPipeline as Upstream
-from .pipeline_flux_flax import PLAN  # noqa: F401  read by the registry
-
-
-FluxControlPipeline = self_installing(Upstream, __name__)

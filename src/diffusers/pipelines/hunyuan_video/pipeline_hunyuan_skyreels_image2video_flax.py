@@ -1,8 +1,0 @@
-"""SkyReels' HunyuanVideo image-to-video on TPU: `HunyuanSkyreelsImageToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
-
-from ...tpu.pipelines.pipeline import self_installing
-from .pipeline_hunyuan_skyreels_image2video import HunyuanSkyreelsImageToVideoPipeline as Upstream
-from .pipeline_hunyuan_video_flax import PLAN  # noqa: F401  read by the registry
-
-
-HunyuanSkyreelsImageToVideoPipeline = self_installing(Upstream, __name__)

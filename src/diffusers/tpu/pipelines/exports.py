@@ -1,0 +1,16 @@
+"""Names that a module beside upstream's has: `NAME_flax` exports every name of upstream's `NAME`."""
+
+import importlib.util
+from collections.abc import Callable
+
+
+def upstream_names(module: str) -> Callable:
+    """The `__getattr__` of the module of this name: what it does not define is upstream's, `Flax...` that of `NAME_nnx_flax`."""
+    upstream = module.removesuffix("_flax")
+    in_jax = f"{upstream}_nnx_flax"
+
+    def __getattr__(name: str):
+        is_flax = name.startswith("Flax") and importlib.util.find_spec(in_jax) is not None
+        return getattr(importlib.import_module(in_jax if is_flax else upstream), name)
+
+    return __getattr__
