@@ -40,7 +40,7 @@ PLANNING = ROOT / "examples/tpu/PLANNING.md"
 PATCHES = ROOT / "patches/README.md"
 FOLDERS = ("examples", "patches", "src/diffusers/tpu", "tests")
 PAGES = [README, *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-MOST_LINES = 180  # of the README
+MOST_LINES = 120  # of the README
 BESIDE = ("", "src/diffusers/tpu", "src/diffusers", "tests/tpu")  # where file names of a page begin
 
 

@@ -57,47 +57,44 @@ def counts(record: dict) -> list[str]:
 
 
 def pipelines(record: dict) -> list[str]:
-    head = (
-        "pipeline",
-        "is",
-        "error",
-        "denoisers",
-        "in bfloat16, upstream's own",
-        "programs",
-        "s",
-        "what is not compiled, and why",
-    )
-    rows = [
-        line(name, found) for kind in KINDS for name, found in record.items() if ran(found) and kind_of(name) == kind
-    ]
+    """Names of those that are compiled whole and within the limits, with the largest errors; the others one by one."""
+    head = ("", "", "pipelines", "error, at most", "of a denoiser, at most", "what is not compiled, and why")
+    groups: dict[tuple, list[str]] = {}
+    for name, found in record.items():
+        if ran(found):
+            whole = not found["eager"] and max(found["error"], *_errors(found)) <= RESULT_LIMIT
+            groups.setdefault((KINDS.index(kind_of(name)), found["status"], "" if whole else name), []).append(name)
+    rows = []
+    for (kind, status, _), names in sorted(groups.items(), key=lambda group: (group[0][2] != "", group[0][:2])):
+        errors = [max(record[name]["error"] for name in names), max(max(_errors(record[name])) for name in names)]
+        eager = record[names[0]]["eager"].items() if len(names) == 1 else ()
+        why = "; ".join(f"{model}: {', '.join(reasons)}" for model, reasons in eager).replace("|", "\\|")
+        words = ", ".join(name.removesuffix("Pipeline") for name in names)
+        rows.append((KINDS[kind], status, words, *(f"{error:.0e}" for error in errors), why))
     return markdown(head, rows)
 
 
-def line(name: str, found: dict) -> tuple[str, ...]:
-    halves = [half for half in found.get("bfloat16", {}).values() if isinstance(half, dict)]
-    return (
-        f"{name.removesuffix('Pipeline')} ({kind_of(name)})",
-        found["status"],
-        f"{found['error']:.0e}",
-        ", ".join(error_of(one) for one in found["denoisers"].values()),
-        ", ".join(f"{half['error']:.0e}, {half['upstream']:.0e}" for half in halves),
-        ", ".join(str(number) for number in found["executables"]),
-        f"{found['seconds']:.0f}",
-        "; ".join(f"{model}: {', '.join(why)}" for model, why in found["eager"].items()).replace("|", "\\|"),
-    )
+def _errors(found: dict) -> list[float]:
+    return [0.0, *(one["error"] for one in found["denoisers"].values())]
 
 
-def error_of(denoiser: dict) -> str:
-    own = denoiser.get("rounded_inputs", 0.0)
-    return f"{denoiser['error']:.0e}" + (f" (inputs rounded: {own:.0e})" if own > DENOISER_LIMIT else "")
+NOT_TRIED = {  # the reason of a record: in a few words
+    r"ImportError|name '\w+' is not defined": "needs a package that is not installed",
+    r"expected a tiny model|expected an annotation": "a component of which no tiny form is known",
+    r"Required input|missing 1 required|Provide exactly one|are required|cannot be undefined|valid edit JSON": "needs inputs that the sweep does not make",
+}
 
 
 def others(record: dict) -> list[str]:
-    rows = [
-        (name.removesuffix("Pipeline"), "runs upstream, not here" if found["status"] == "not" else "not tried", found["reason"].replace("|", "\\|"))
-        for name, found in record.items() if not ran(found)
-    ]  # fmt: skip
-    return markdown(("pipeline", "", "why"), rows)
+    groups: dict[str, list[str]] = {}
+    for name, found in record.items():
+        if not ran(found):
+            short = next((words for known, words in NOT_TRIED.items() if re.search(known, found["reason"])), None)
+            why = (
+                "runs upstream, not here" if found["status"] == "not" else short or "upstream stops on tiny components"
+            )
+            groups.setdefault(why, []).append(name.removesuffix("Pipeline"))
+    return markdown(("why", "pipelines"), [(why, ", ".join(names)) for why, names in sorted(groups.items())])
 
 
 def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Makes every file of this folder (but wan-step-ladder.md, which is written by hand), and the tables of the pages from them.
+"""Makes every file of this folder, and the tables of the pages from them.
 
     python examples/tpu/results/make_records.py                  what these sources would answer otherwise, then the tables
     python examples/tpu/results/make_records.py --only step vae  those records, then the tables

@@ -1,8 +1,8 @@
 """A linear layer for one TPU chip: x w^T + b, and what follows it on the way out: an activation, or a gate and a residual.
 
 XLA's own, compiled for v6e at Wan 14B's sizes, reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere;
-this kernel 89 to 98 % (examples/tpu/results/wan-step-ladder.md). What it does differently: a
-block of w with all of its depth stays in VMEM while rows of x pass, so that nothing is summed outside of the matrix
+this kernel 89 to 98 %. What it does differently: a block
+of w with all of its depth stays in VMEM while rows of x pass, so that nothing is summed outside of the matrix
 units' own accumulators, and each tile of the result is as wide as that block. The result is rounded once before what
 follows, which is computed in float32 and rounded where torch rounds: the activation once; the gated result to the gate's
 dtype, and the sum once.
