@@ -198,12 +198,12 @@ def idioms():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIFFUSERS_TPU", "cpu")
         patch.setenv("DIFFUSERS_TPU_DEVICES", "2")
-        from diffusers.tpu import awake, idioms, notices
+        from diffusers.tpu import activate, idioms, notices
         from diffusers.tpu.chips.devices import find_target, jax_devices
         from diffusers.tpu.config import Environment
 
         jax_devices(find_target(Environment("cpu", 8, None, None)))  # first: other modules want eight
-        awake()
+        activate()
         yield idioms
         idioms.off()
         notices.forget()

@@ -231,7 +231,7 @@ assert all(getattr(torch.cuda, name) is value for name, value in cuda.items())
 assert {k: v for k, v in vars(torch.Tensor).items() if tensor.get(k) is not v} == {}
 assert modes == (torch.autograd.grad_mode.inference_mode.__enter__, torch.amp.autocast_mode.autocast.__init__)
 began = time.perf_counter()
-diffusers.tpu.awake()
+diffusers.tpu.activate()
 assert time.perf_counter() - began < 0.005
 assert not torch.cuda.is_available() and not diffusers.tpu.is_active()
 assert not [m for m in sys.modules if m.startswith(("jax", "torchax", "diffusers.tpu.idioms"))]

@@ -39,7 +39,7 @@ FP32 = 1e-5  # measured: 3e-7 to 1.2e-6
 @pytest.fixture(autouse=True)
 def on_the_path(chips):
     """The TPU path as a process has it that is imported with it on."""
-    tpu.awake()
+    tpu.activate()
     yield
     idioms.off()
 

@@ -16,25 +16,25 @@ from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
 
 __all__ = [
     "TPUConfig",
-    "arrived",
+    "activate",
     "attention_backend",
-    "awake",
-    "built",
     "explain",
+    "handles_device",
+    "ignore_idiom",
     "install",
     "is_active",
     "is_main_process",
     "loading",
-    "manages",
-    "mapped",
-    "model_mapped",
+    "manage_offload",
+    "on_model_loaded",
+    "on_modular_built",
     "refuses_quantized",
     "report",
-    "takes",
+    "resolve_device_map",
+    "resolve_model_device_map",
     "tensors_of",
     "uninstall",
     "waiting",
-    "waives",
 ]
 
 
@@ -44,7 +44,7 @@ def is_main_process() -> bool:
     return target is None or hosts.is_main(target.platform)
 
 
-def awake():
+def activate():
     """The seam of `import diffusers`: where the path is active, the idioms of scripts for CUDA are answered."""
     if is_active():
         from . import idioms
@@ -53,7 +53,7 @@ def awake():
         idioms.on(moving)  # last: models move, what is left of a move is torch's
 
 
-def mapped(device_map):
+def resolve_device_map(device_map):
     """The seam in `DiffusionPipeline.from_pretrained`: (what upstream is to do about `device_map`, is it for the TPU).
 
     On the TPU path weights are sharded over all chips: "cuda", "auto" and "balanced" ask for just that. "cpu" stays
@@ -77,16 +77,16 @@ def _check_chips():
     resolved(None, target_devices())
 
 
-def takes(*args, **kwargs) -> bool:
+def handles_device(*args, **kwargs) -> bool:
     """The seam of `DiffusionPipeline.to` and offloading: whether these arguments name an accelerator that we stand for."""
     device = kwargs.get("device", args[0] if args else None)
     return names_accelerator(device) and is_active()
 
 
-def waives(idiom: str, device="cuda") -> bool:
+def ignore_idiom(idiom: str, device="cuda") -> bool:
     """The seam of idioms that have no meaning on a TPU: whether this one is to do nothing, as it is about a device that we
     stand for; says so once."""
-    if not takes(device):
+    if not handles_device(device):
         return False
     from . import notices
 
@@ -147,31 +147,31 @@ def attention_backend(name: str) -> str:
     return "native"
 
 
-def model_mapped(device_map):
+def resolve_model_device_map(device_map):
     """The seam in a model's `from_pretrained`: (what upstream is to do about `device_map`, is the model for the TPU)."""
     if device_map is None or not is_active():
         return device_map, False
     from .pipelines import moving
 
-    return moving.mapped(device_map)
+    return moving.resolve_device_map(device_map)
 
 
-def arrived(model):
-    """The seam at the end of a model's `from_pretrained`, of a model that `model_mapped` said is for the TPU."""
+def on_model_loaded(model):
+    """The seam at the end of a model's `from_pretrained`, of a model that `resolve_model_device_map` said is for the TPU."""
     from .pipelines import moving
 
-    return moving.arrived(model)
+    return moving.on_model_loaded(model)
 
 
-def built(pipeline):
+def on_modular_built(pipeline):
     """The seam at the end of a modular pipeline's `__init__`: it runs on the TPU, as one that was loaded does."""
     if is_active():
         install(pipeline)
 
 
-def manages(manager, device, strategy) -> bool:
+def manage_offload(manager, device, strategy) -> bool:
     """The seam of `ComponentsManager.enable_auto_cpu_offload`: whether the TPU path manages where components are."""
-    if not takes("cuda" if device is None else device):
+    if not handles_device("cuda" if device is None else device):
         return False
     from .pipelines import modular
 

@@ -160,15 +160,15 @@ def _from_pretrained(original):
 
     @functools.wraps(load)
     def from_pretrained(cls, *args, device_map=None, **kwargs):
-        asked, on_tpu = mapped(device_map)
+        asked, on_tpu = resolve_device_map(device_map)
         given = {} if asked is None else {"device_map": asked}
         model = load(cls, *args, **given, **kwargs)
-        return arrived(model) if on_tpu else model
+        return on_model_loaded(model) if on_tpu else model
 
     return classmethod(from_pretrained)
 
 
-def mapped(device_map) -> tuple:
+def resolve_device_map(device_map) -> tuple:
     """(what the loader is to do about a model's `device_map`, is the model for the TPU).
 
     Raises NotImplementedError for a map by submodule that names an accelerator.
@@ -186,7 +186,7 @@ def mapped(device_map) -> tuple:
     )
 
 
-def arrived(loaded):
+def on_model_loaded(loaded):
     """What a loader returned, a model or (model, information), the model on the TPU path; its weights go when it is called."""
     from . import models
 
