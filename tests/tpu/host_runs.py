@@ -19,8 +19,8 @@ import diffusers
 from diffusers.tpu import TPUConfig, install, is_main_process
 from diffusers.tpu.chips import hosts
 from diffusers.tpu.compile import executables
-from diffusers.tpu.pipelines import models
-from diffusers.tpu.weights import filling
+from diffusers.tpu.pipelines import attach
+from diffusers.tpu.weights import shard_reader
 
 
 CALL = {
@@ -59,7 +59,7 @@ class Process:
         self.pipe = diffusers.DiffusionPipeline.from_pretrained(self.model, dtype=torch.bfloat16)
         self.pipe.set_progress_bar_config(disable=True)
         self.video(degrees, "again", output_type="latent")
-        runners = [runner for runner in map(models.runs, self.pipe.components.values()) if runner is not None]
+        runners = [runner for runner in map(attach.runs, self.pipe.components.values()) if runner is not None]
         counts = {
             "traces": sum(runner.traces for runner in runners),
             "compilations": sum(runner.compilations for runner in runners),
@@ -76,7 +76,7 @@ class Process:
         """Bytes of the denoiser's weights that are read, and those that its own chips have."""
         model, read = self.pipe.transformer, []
         install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
-        runner, fill, fill_padded = models.runs(model), filling.Filling._fill, filling._fill_padded
+        runner, fill, fill_padded = attach.runs(model), shard_reader.ShardReader._fill, shard_reader._fill_padded
 
         def counted(self, tensor, place, piece, targets):
             read.append(math.prod(s.stop - s.start for s in piece) * targets[0][1].itemsize)
@@ -86,9 +86,9 @@ class Process:
             read.append(0 if tensor is None else tensor.numel() * targets[0][1].itemsize)
             return fill_padded(tensor, targets)
 
-        filling.Filling._fill, filling._fill_padded = counted, counted_padded
+        shard_reader.ShardReader._fill, shard_reader._fill_padded = counted, counted_padded
         runner.place()
-        filling.Filling._fill, filling._fill_padded = fill, fill_padded
+        shard_reader.ShardReader._fill, shard_reader._fill_padded = fill, fill_padded
         arrays = runner.plan_weights().arrays.values()
         own = sum(sum({str(s.index): s.data.nbytes for s in a.addressable_shards}.values()) for a in arrays)
         (self.folder / f"read-{self.number}.json").write_text(

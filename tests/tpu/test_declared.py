@@ -27,8 +27,8 @@ from diffusers.tpu.chips.sharding import ModelPlan, plan_weights
 from diffusers.tpu.compile.runner import Runner
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.pipelines.attach import runs
 from diffusers.tpu.pipelines.declared import declared_plan
-from diffusers.tpu.pipelines.models import runs
 
 
 HEADS, DIM, TEXT = 4, 12, 7

@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError
 
 from diffusers.tpu.planner import load_row
-from diffusers.tpu.weights import disk, filling, placing
+from diffusers.tpu.weights import disk, shard_reader, transfer
 from diffusers.tpu.weights.checkpoint import FileTensor
-from diffusers.tpu.weights.filling import Wanted
-from diffusers.tpu.weights.placing import Placing
+from diffusers.tpu.weights.shard_reader import PlacementRequest
+from diffusers.tpu.weights.transfer import Transfer
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -94,31 +94,31 @@ def safe_copy(path, to):
 
 @pytest.mark.fault("weights-cut-while-read")
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_leaves_no_thread(path, make_mesh, monkeypatch):
-    monkeypatch.setattr(filling, "SMALL", 0)
+    monkeypatch.setattr(shard_reader, "SMALL", 0)
     tensor = disk.load_file(path)["float"]
     aval = jax.ShapeDtypeStruct(tensor.shape, np.float32, sharding=NamedSharding(make_mesh(1, 1, 1), PartitionSpec()))
-    with Placing() as some:
-        assert some._filling._mapped.find(tensor)
+    with Transfer() as some:
+        assert some._reader._mapped.find(tensor)
         os.truncate(path, 4096)
         with pytest.raises(OSError, match="bytes at .* was cut while it was loaded"):
-            list(some.arrays([Wanted("x", aval, [tensor], False)]))
+            list(some.arrays([PlacementRequest("x", aval, [tensor], False)]))
     assert not [t for t in threading.enumerate() if t.name.startswith("diffusers-tpu-weights")]
 
 
 def as_for_real_chips(monkeypatch):
     """Values are copied to chips, and the host's memory is used again."""
-    monkeypatch.setattr(Wanted, "simulated", False)
-    monkeypatch.setattr(placing, "device_put", lambda values, device: jax.device_put(np.array(values), device))
+    monkeypatch.setattr(PlacementRequest, "simulated", False)
+    monkeypatch.setattr(transfer, "device_put", lambda values, device: jax.device_put(np.array(values), device))
 
 
 @pytest.mark.parametrize("simulated", [True, False], ids=["memory that is theirs", "memory used again"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as stored", "converted"])
 @pytest.mark.parametrize("spec", [(), ("sp",), (None, "sp"), ("dp", None, "tp")], ids=str)
 def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch, spec, dtype, simulated):
-    monkeypatch.setattr(filling, "SMALL", 0)
-    monkeypatch.setattr(filling, "PIECE_BYTES", 5 * 40 * 33 * 4)  # five rows: pieces end within parts
+    monkeypatch.setattr(shard_reader, "SMALL", 0)
+    monkeypatch.setattr(shard_reader, "PIECE_BYTES", 5 * 40 * 33 * 4)  # five rows: pieces end within parts
     if not simulated:
-        monkeypatch.setattr(placing, "STAGED_BYTES", 70_000)
+        monkeypatch.setattr(transfer, "STAGED_BYTES", 70_000)
         as_for_real_chips(monkeypatch)
     stored = disk.load_file(path)["float"][:, :, :32].contiguous() if "tp" in spec else disk.load_file(path)["float"]
     expected = stored if dtype is None else stored.half().to(dtype)  # each conversion rounds
@@ -128,8 +128,11 @@ def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch,
     mesh = make_mesh(2, 2, 2)
     one = jax.ShapeDtypeStruct(stored.shape, kind, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
     stack = jax.ShapeDtypeStruct((4, *stored.shape), kind, sharding=NamedSharding(mesh, PartitionSpec(None, *spec)))
-    with Placing() as some:
-        asked = [Wanted("one", one, [tensor], False), Wanted("stack", stack, [tensor, None, short, tensor], True)]
+    with Transfer() as some:
+        asked = [
+            PlacementRequest("one", one, [tensor], False),
+            PlacementRequest("stack", stack, [tensor, None, short, tensor], True),
+        ]
         arrays = dict(some.arrays(asked))
     padded = torch.cat([short, torch.zeros(len(stored) - 2, *stored.shape[1:], dtype=expected.dtype)])
     for name, oracle in (("one", expected), ("stack", torch.stack([expected, 0 * expected, padded, expected]))):

@@ -27,7 +27,7 @@ from diffusers import (
 )
 from diffusers.callbacks import SDXLCFGCutoffCallback
 from diffusers.tpu import idioms, notices
-from diffusers.tpu.pipelines import models
+from diffusers.tpu.pipelines import attach
 from tiny_wan import picture
 
 
@@ -114,7 +114,7 @@ def call(**changes):
 
 
 def on_chips(*modules) -> list[bool]:
-    return [bool(r and tpu.report(m)["on_chips"]) for m in modules for r in [models.runs(m)]]
+    return [bool(r and tpu.report(m)["on_chips"]) for m in modules for r in [attach.runs(m)]]
 
 
 def programs(module) -> int:
@@ -136,13 +136,13 @@ def test_a_model_moved_by_itself_is_compiled(plain):
         ours = vae.decode(latents.to(device)).sample
         assert type(ours) is torch.Tensor and relative(ours, expected) < FP32
     assert vae.device.type == "cuda" and programs(vae) == 1
-    runner = models.runs(vae)
+    runner = attach.runs(vae)
     assert vae.to("cpu") is vae and runner._placed is None and vae.device.type == "cpu"
     assert not {"decode", "_tpu_runner", "_hf_hook", "__getstate__", "__deepcopy__"} & vars(vae).keys()
     assert relative(vae.decode(latents).sample, expected) == 0
     with pytest.raises(ValueError, match=r"devices? among .*'mps'"):
         vae.cuda().to("mps")
-    assert vae.cpu() is vae and models.runs(vae) is None
+    assert vae.cpu() is vae and attach.runs(vae) is None
 
 
 @idiom("model-to-cuda", "swapped-models")
@@ -191,7 +191,7 @@ def test_a_model_is_installed_with_a_configuration_reported_and_given_back(plain
     assert tpu.report(vae)["mesh"]["sp"] == 1
     with pytest.raises(ValueError, match="TPUConfig.host for a pipeline"):
         tpu.install(vae, tpu.TPUConfig(host=("vae",)))
-    assert tpu.uninstall(vae) is vae and tpu.uninstall(vae) is vae and models.runs(vae) is None
+    assert tpu.uninstall(vae) is vae and tpu.uninstall(vae) is vae and attach.runs(vae) is None
     assert torch.isfinite(vae.decode(latents).sample).all()
 
 
@@ -224,7 +224,7 @@ def test_a_text_encoder_of_transformers(plain):
     encoder.to(torch.bfloat16)  # after use: converted, and compiled for it
     ours = encoder(ids).last_hidden_state
     assert ours.dtype == torch.bfloat16 and relative(ours.float(), expected) < 0.02 and programs(encoder) == 2
-    assert encoder.cpu() is encoder and models.runs(encoder) is None
+    assert encoder.cpu() is encoder and attach.runs(encoder) is None
 
 
 @idiom("model-device-map")
@@ -233,12 +233,12 @@ def test_a_models_own_device_map(plain, tmp_path):
         module = getattr(plain, name)
         module.save_pretrained(tmp_path / name)
         loaded = type(module).from_pretrained(tmp_path / name, device_map=asked)
-        assert models.runs(loaded) is not None and loaded.device.type == "cuda"
-        assert models.runs(type(module).from_pretrained(tmp_path / name, device_map="cpu")) is None
+        assert attach.runs(loaded) is not None and loaded.device.type == "cuda"
+        assert attach.runs(type(module).from_pretrained(tmp_path / name, device_map="cpu")) is None
         with pytest.raises(NotImplementedError, match="sharded over all chips"):
             type(module).from_pretrained(tmp_path / name, device_map={"encoder": "cuda", "decoder": "cpu"})
     model, info = AutoencoderKLWan.from_pretrained(tmp_path / "vae", device_map="auto", output_loading_info=True)
-    assert info["missing_keys"] == [] and models.runs(model) is not None
+    assert info["missing_keys"] == [] and attach.runs(model) is not None
 
 
 @idiom("other-modules")
@@ -258,7 +258,7 @@ def test_other_modules_stay_on_the_host_and_it_is_said(plain, said):
     plain.vae.decoder.to("cuda")  # a part moves with its model
     assert len(said) == 1
     upscaler.vae = copy.deepcopy(plain.vae)  # what it is made of does
-    assert models.runs(upscaler.to("cuda").vae) is not None and len(said) == 1
+    assert attach.runs(upscaler.to("cuda").vae) is not None and len(said) == 1
 
 
 # Models and pipelines
@@ -268,15 +268,15 @@ def test_other_modules_stay_on_the_host_and_it_is_said(plain, said):
 def test_a_model_moved_by_itself_is_adopted_by_a_pipeline(plain, theirs, tmp_path):
     parts = {name: copy.deepcopy(part) for name, part in plain.components.items()}
     vae, transformer = parts["vae"].to("cuda"), tpu.install(parts["transformer"], tpu.TPUConfig(mesh=(2, 4, 1)))
-    own = models.runs(transformer)
+    own = attach.runs(transformer)
     pipe = WanPipeline(**parts)
     pipe.set_progress_bar_config(disable=True)
     assert pipe.to("cuda") is pipe and pipe.vae is vae
-    assert models.runs(transformer) is own and models.runs(vae).mesh == own.mesh  # kept; attached anew
+    assert attach.runs(transformer) is own and attach.runs(vae).mesh == own.mesh  # kept; attached anew
     assert relative(pipe(**call()).frames, theirs) < FP32
     pipe.save_pretrained(tmp_path / "wan")
     again = WanPipeline.from_pretrained(tmp_path / "wan", vae=vae)
-    assert again.vae is vae and models.runs(vae) is pipe._tpu.runners["vae"] is again._tpu.runners["vae"]
+    assert again.vae is vae and attach.runs(vae) is pipe._tpu.runners["vae"] is again._tpu.runners["vae"]
 
 
 @idiom("component-moves")
@@ -474,7 +474,7 @@ def test_a_modular_pipeline_runs_on_the_tpu_without_being_moved(monkeypatch, one
     assert relative(pipe(**given, output="videos"), expected) < FP32
     assert {*tpu.report(pipe)["components"]} == {"text_encoder", "transformer", "vae"}
     assert pipe.to("cuda") is pipe and on_chips(pipe.transformer, pipe.vae) == [True, True]
-    assert pipe.to("cpu") is pipe and type(pipe) is type(upstreams) and models.runs(pipe.transformer) is None
+    assert pipe.to("cpu") is pipe and type(pipe) is type(upstreams) and attach.runs(pipe.transformer) is None
     assert "_tpu" in vars(upstreams.to("cuda"))
 
 
@@ -493,7 +493,7 @@ def test_a_modular_pipeline_loaded_and_managed(pictures, said, tmp_path, monkeyp
     (message,) = said
     assert "enable_auto_cpu_offload" in message and "wait on the host" in message
     assert relative(pipe(**tiny_images.arguments(), output="images"), pictures) < FP32
-    unet = models.runs(pipe.unet)
+    unet = attach.runs(pipe.unet)
     assert unet._placed.arrays
     pipe.unload_components("unet")
     assert not unet._placed.arrays and pipe.unet is None
@@ -511,7 +511,7 @@ def test_copies_and_pickles_of_a_used_pipeline(installed, theirs):
     assert twin.transformer is not installed.transformer
     assert relative(twin(**call()).frames, theirs) < FP32
     loaded = pickle.loads(pickle.dumps(installed))
-    assert type(loaded) is WanPipeline and [models.runs(m) for m in (loaded.vae, loaded.text_encoder)] == [None, None]
+    assert type(loaded) is WanPipeline and [attach.runs(m) for m in (loaded.vae, loaded.text_encoder)] == [None, None]
     assert relative(loaded(**call()).frames, theirs) == 0
     assert relative(loaded.to("cuda")(**call()).frames, theirs) < FP32
     assert relative(installed(**call()).frames, theirs) < FP32  # it is as it was
@@ -529,7 +529,7 @@ def test_copies_and_pickles_of_a_used_model(installed):
     assert not {"decode", "forward", "_tpu_runner", "_hf_hook", "__getstate__"} & vars(loaded).keys()
     assert relative(ours, loaded.decode(latents).sample) < FP32
     twin = copy.deepcopy(vae)
-    assert models.runs(twin) not in (None, models.runs(vae))
+    assert attach.runs(twin) not in (None, attach.runs(vae))
     twin.decoder.conv_out.bias.data += 0.25
     assert relative(twin.decode(latents).sample.clamp(-9, 9), loaded.decode(latents).sample + 0.25) < 0.2
     assert torch.equal(vae.decode(latents).sample, ours)

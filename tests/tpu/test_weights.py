@@ -18,9 +18,9 @@ from conftest import relative
 from diffusers import WanPipeline, WanTransformer3DModel, tpu
 from diffusers.tpu.chips.devices import GIB
 from diffusers.tpu.compile import weights
-from diffusers.tpu.weights import checkpoint, placing
+from diffusers.tpu.weights import checkpoint, transfer
 from diffusers.tpu.weights.checkpoint import FileTensor
-from diffusers.tpu.weights.residency import turns
+from diffusers.tpu.weights.hbm import turns
 from test_disk import as_for_real_chips
 
 
@@ -33,11 +33,11 @@ import jax, torch
 from diffusers import WanPipeline
 import diffusers.tpu.pipelines.pipeline
 from diffusers.tpu.chips import devices
-from diffusers.tpu.weights import placing
+from diffusers.tpu.weights import transfer
 from diffusers.tpu.config import read_environment
 from transformers import UMT5EncoderModel
 
-placing.STAGED_BYTES = 8 << 20
+transfer.STAGED_BYTES = 8 << 20
 
 def anonymous():
     lines = dict(line.split(":") for line in open("/proc/self/status"))
@@ -180,7 +180,7 @@ def test_an_alias_sees_what_becomes_of_its_tensor(both):
 @pytest.mark.parametrize("staged", [1, None], ids=["layer by layer", "at once"])
 def test_what_is_on_the_chips_is_upstreams_and_follows_the_host(both, monkeypatch, staged):
     if staged is not None:
-        monkeypatch.setattr(placing, "STAGED_BYTES", staged)
+        monkeypatch.setattr(transfer, "STAGED_BYTES", staged)
         as_for_real_chips(monkeypatch)
     ours, theirs = both
     ours.to("cuda")

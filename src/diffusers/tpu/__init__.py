@@ -72,7 +72,7 @@ def resolve_device_map(device_map):
 
 
 def _check_chips():
-    from .pipelines.models import resolved, target_devices
+    from .pipelines.attach import resolved, target_devices
 
     resolved(None, target_devices())
 
@@ -180,7 +180,7 @@ def manage_offload(manager, device, strategy) -> bool:
 
 
 def install(model_or_pipeline, config: TPUConfig | None = None):
-    """Route one pipeline's models, or one model, through JAX; returns the same instance. See `pipeline`, `models`.
+    """Route one pipeline's models, or one model, through JAX; returns the same instance. See `pipeline`, `attach`.
 
     Raises TypeError for what is neither, and for a `config` that is no TPUConfig.
     """
@@ -195,7 +195,7 @@ def uninstall(model_or_pipeline):
 
 
 def report(model_or_pipeline) -> dict:
-    """What was compiled so far, of a pipeline by component. See `pipeline.report` and `models.report`."""
+    """What was compiled so far, of a pipeline by component. See `pipeline.report` and `attach.report`."""
     return _room(model_or_pipeline).report(model_or_pipeline)
 
 
@@ -207,10 +207,10 @@ def explain(model_or_pipeline) -> str:
 def _room(model_or_pipeline):
     import torch
 
-    from .pipelines import models, pipeline
+    from .pipelines import attach, pipeline
 
     if isinstance(model_or_pipeline, torch.nn.Module):
-        return models
+        return attach
     if not hasattr(type(model_or_pipeline), "components"):
         raise TypeError(f"expected a pipeline or a model, an instance, got {model_or_pipeline!r}"[:300])
     return pipeline

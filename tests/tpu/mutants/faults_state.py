@@ -123,7 +123,7 @@ MUTANTS = [
          "test_weights.py::test_missing_and_surplus_weights_are_named"),
     ),
     *in_file(
-        TPU + "weights/placing.py",
+        TPU + "weights/transfer.py",
         ("placing-start", "whole = _write(aval.sharding)(whole, some, chunk.start)",
          "whole = _write(aval.sharding)(whole, some, 0)", "layers of a stack are written over each other",
          "test_weights.py::test_what_is_on_the_chips_is_upstreams_and_follows_the_host"),

@@ -10,7 +10,7 @@ from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
 from ..chips.hosts import put
-from ..weights.crossing import as_numpy, from_numpy, numpy_dtype
+from ..weights.convert import as_numpy, from_numpy, numpy_dtype
 from .decisions import Decisions, Question
 from .deferred import Deferred
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers

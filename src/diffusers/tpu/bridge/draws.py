@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torchax.tensor import Tensor
 from torchax.view import View
 
-from ..weights.crossing import from_numpy
+from ..weights.convert import from_numpy
 from .outside import DEVICE_TENSORS, HOST, plain
 
 

@@ -18,7 +18,7 @@ from .. import notices
 from ..chips.hosts import process_count, put
 from ..idioms.devices import inside
 from ..weights.checkpoint import is_about_values, settled
-from ..weights.crossing import as_numpy, from_numpy
+from ..weights.convert import as_numpy, from_numpy
 from . import known
 from .decisions import decided
 from .deferred import Deferred

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torchax.tensor import Tensor
 from torchax.view import NarrowInfo, View
 
-from ..weights.crossing import as_numpy, from_numpy
+from ..weights.convert import as_numpy, from_numpy
 
 
 MOST_ENTRIES = 1 << 12

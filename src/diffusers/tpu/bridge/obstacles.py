@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from torchax import view
 from torchax.tensor import OperatorNotFound, Tensor
 
-from ..weights.crossing import numpy_dtype
+from ..weights.convert import numpy_dtype
 from .draws import is_draw
 from .environment import environment
 from .lines import foreign, line_of_frame

@@ -18,7 +18,7 @@ from torchax.view import View
 
 from ..chips.hosts import put, whole
 from ..idioms.devices import inside
-from ..weights.crossing import as_numpy, from_numpy
+from ..weights.convert import as_numpy, from_numpy
 from . import known
 from .decisions import decided
 

@@ -6,7 +6,7 @@ import jax
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..weights.crossing import from_numpy
+from ..weights.convert import from_numpy
 from .draws import is_draw
 from .lines import raised_inside
 from .outside import DEVICE_TENSORS, HOST, plain

@@ -31,7 +31,7 @@ from ..compile.runner import Runner
 from ..compile.tracing import Tag, capture, capturing
 from ..compile.tracing.scan import Group
 from ..config import TPUConfig
-from ..pipelines.models import target_devices
+from ..pipelines.attach import target_devices
 from ..pipelines.plans import FLAX, flax_class, module_plan
 from .harvest import CHIPS, Harvest, Place, harvest
 from .pipelines import Call, cast_module, widened

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from ..config import TPUConfig
-from ..pipelines.models import target_devices
+from ..pipelines.attach import target_devices
 from .forms import Captured, Form, ModuleCall, Value, run_form
 from .matching import Error, error_of
 from .pipelines import LOW_PRECISION_FACTOR, Call, draw_arguments, load, modules, record

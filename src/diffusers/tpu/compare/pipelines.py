@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ... import DiffusionPipeline, ModelMixin
 from .. import install, uninstall
 from ..config import TPUConfig
-from ..pipelines.models import target_devices
+from ..pipelines.attach import target_devices
 from ..pipelines.pipeline import installation
 from .roundings import widening
 

@@ -29,7 +29,7 @@ from ..errors import NotFinite, within_hbm
 from ..idioms.refusing import without_gradients
 from ..kernels.attention.ways import Tally
 from ..kernels.settings import Settings
-from ..weights.residency import Residency, room_for_programs
+from ..weights.hbm import HbmManager, room_for_programs
 from . import nans, tracing
 from .branches import Branches
 from .call import Call, Values, goes_on_from, take_apart, values_of, version_of
@@ -85,7 +85,7 @@ class Runner:
         plan: ModelPlan,
         mesh: Mesh,
         config: TPUConfig,
-        residency: Residency | None = None,
+        residency: HbmManager | None = None,
         part: bool = False,
     ):
         self.part = part
@@ -392,7 +392,7 @@ class Runner:
         if self.residency is None:
             return self.place()
         with within_hbm(lambda: f"for the weights of {self._said}", self._question):
-            self.residency.bring(self)
+            self.residency.load(self)
 
     @property
     def _said(self) -> str:
@@ -405,7 +405,7 @@ class Runner:
         with self._within_hbm(program):
             outputs = program.run(some)
         if self.residency is not None:
-            self.residency.ahead(self, some if program.calls == 1 else None)
+            self.residency.prefetch(self, some if program.calls == 1 else None)
         return outputs
 
     def _within_hbm(self, program: Program):

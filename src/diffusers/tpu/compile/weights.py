@@ -1,4 +1,4 @@
-"""Weights from host tensors to sharded arrays: each chip gets only its part (`placing`), a tensor at a time, blocks as they come.
+"""Weights from host tensors to sharded arrays: each chip gets only its part (`transfer`), a tensor at a time, blocks as they come.
 
 What the user changes on the host is placed again before the next call: a tensor that was replaced, written to, or given other
 data. Writes through `.data` leave no trace in torch; `sampled_changes` finds them by a few values of each tensor.
@@ -22,7 +22,7 @@ from ..chips import hosts
 from ..chips.sharding import Coverage, ModelPlan, named, plan_weights
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
-from ..weights.placing import Placing, Wanted
+from ..weights.transfer import PlacementRequest, Transfer
 from .parts import is_of
 from .state import Number
 from .state.adapters import Adapters
@@ -141,17 +141,19 @@ class PlacedWeights:
         lower = stacked and key in self.terms and len(shape) == len(planned) and all(map(operator.le, shape, planned))
         return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
 
-    def _wanted(self, key: str, tensors: dict[str, torch.Tensor]) -> Wanted:
+    def _wanted(self, key: str, tensors: dict[str, torch.Tensor]) -> PlacementRequest:
         self.arrays.pop(key, None)  # first: the old and the new need not both have room
-        return Wanted(key, self.avals[key], [tensors.get(name) for name in self.sources[key]], _is_stacked(key))
+        return PlacementRequest(
+            key, self.avals[key], [tensors.get(name) for name in self.sources[key]], _is_stacked(key)
+        )
 
     def _place(self, stale: list[tuple[str, list[str], tuple]], tensors: dict[str, torch.Tensor]):
         """What has changed goes to the chips: (key, names of its tensors, their version)."""
         versions = {key: (names, version) for key, names, version in stale}
         nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in versions)
         bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
-        with Placing() as placing, bar:
-            for key, array in placing.arrays(self._wanted(key, tensors) for key in versions):
+        with Transfer() as transfer, bar:
+            for key, array in transfer.arrays(self._wanted(key, tensors) for key in versions):
                 names, version = versions[key]
                 self.arrays[key], self.versions[key] = array, version
                 self.samples.update((name, _sample(tensors[name])) for name in names)

@@ -17,8 +17,8 @@ from ..chips.locks import exclusive
 from ..compile.host import HostModel
 from ..compile.runner import Runner
 from ..config import TPUConfig
-from ..weights.residency import Residency
-from . import models
+from ..weights.hbm import HbmManager
+from . import attach
 from .plans import PipelinePlan
 
 
@@ -41,7 +41,7 @@ class Installation:
     original: type
     mesh: Mesh
     glue: str
-    residency: Residency
+    residency: HbmManager
     runners: dict[str, Runner] = field(default_factory=dict)
     on_host: dict[str, HostModel] = field(default_factory=dict)
     former: weakref.WeakSet = field(default_factory=weakref.WeakSet)
@@ -78,8 +78,8 @@ def modules_of(pipe) -> dict[str, torch.nn.Module]:
 
 def taken_over(pipe, modules: dict) -> TPUConfig | None:
     """The configuration of the models that are attached already: of another pipeline's, else one that was asked for."""
-    shared = {name: models.runs(m) for name, m in modules.items() if models.owners(m, but=pipe)}
-    asked = {name: r for name, m in modules.items() if (r := models.runs(m)) is not None and models.holding(r).asked}
+    shared = {name: attach.runs(m) for name, m in modules.items() if attach.owners(m, but=pipe)}
+    asked = {name: r for name, m in modules.items() if (r := attach.runs(m)) is not None and attach.ownership(r).asked}
     config = next((runner.config for runner in (*shared.values(), *asked.values())), None)
     on_host = tuple(name for name, runner in shared.items() if isinstance(runner, HostModel))
     return config and dataclasses.replace(config, host=on_host)
@@ -91,8 +91,8 @@ def check(pipe, modules: dict, config: TPUConfig):
     if unknown:
         raise ValueError(f"expected TPUConfig.host of components among {[*modules]}, got {unknown}")
     for name, module in modules.items():
-        others, runner = models.owners(module, but=pipe), models.runs(module)
-        differing = models.differences(config, runner.config) if others else ""
+        others, runner = attach.owners(module, but=pipe), attach.runs(module)
+        differing = attach.differences(config, runner.config) if others else ""
         if others and isinstance(runner, HostModel) != (name in config.host):
             differing = ", ".join(filter(None, [differing, "host" if name in config.host else "the chips"]))
         if differing:
@@ -116,23 +116,23 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
     for name in held.keys() - modules.keys():
         release(pipe, state, name)
     for name, module in modules.items():
-        on_host, runner = name in state.config.host, models.runs(module)
+        on_host, runner = name in state.config.host, attach.runs(module)
         if runner is not None and not _fits(runner, state, on_host):
-            models.detach(module)
+            attach.detach(module)
             runner = None
         if runner is None:
-            runner = models.attach(module, models.of_model(state.config), state.mesh, state.residency, on_host)
+            runner = attach.attach(module, attach.of_model(state.config), state.mesh, state.residency, on_host)
         if held.get(name, runner) is not runner:
             release(pipe, state, name)
         (state.on_host if on_host else state.runners)[name] = runner
-        models.holding(runner).pipelines.add(pipe)
+        attach.ownership(runner).pipelines.add(pipe)
     order = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
     by_use = sorted(state.runners.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
     state.residency.use(state, by_use, str(pipe.config.get("_name_or_path") or "MODEL"))
 
 
 def _fits(runner: Runner | HostModel, state: Installation, on_host: bool) -> bool:
-    alike = runner.mesh == state.mesh and not models.differences(runner.config, state.config)
+    alike = runner.mesh == state.mesh and not attach.differences(runner.config, state.config)
     return alike and isinstance(runner, HostModel) == on_host
 
 
@@ -142,7 +142,7 @@ def release(pipe, state: Installation, name: str):
     if runner in state.held().values():  # under another name it still has it
         return
     state.former.add(runner)
-    models.holding(runner).pipelines.discard(pipe)
+    attach.ownership(runner).pipelines.discard(pipe)
     _leave_if_free(runner)
 
 
@@ -152,14 +152,14 @@ def deleted(state: Installation):
 
 
 def _leave_if_free(runner: Runner | HostModel):
-    held = models.holding(runner)
+    held = attach.ownership(runner)
     if not [*held.pipelines] and not held.alone:  # its length counts what is just being deleted
-        models.leave_chips(runner)
+        attach.leave_chips(runner)
 
 
 def replaced(pipe, name: str, value):
     """An attribute has changed: a model that was there leaves the chips now, not at the next call."""
     state = installation(pipe)
-    if state is not None and (runner := state.held().get(name)) is not None and models.runs(value) is not runner:
+    if state is not None and (runner := state.held().get(name)) is not None and attach.runs(value) is not runner:
         with exclusive:
             release(pipe, state, name)

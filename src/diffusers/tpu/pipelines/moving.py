@@ -135,8 +135,8 @@ def _cpu(original):
 def _device(original: property) -> property:
     @functools.wraps(original.fget)
     def device(self) -> torch.device:
-        models = sys.modules.get(f"{__package__}.models")
-        if models is not None and models.is_on_chips(self) and _is_asked_by_a_script(sys._getframe(1)):
+        attach = sys.modules.get(f"{__package__}.attach")
+        if attach is not None and attach.is_on_chips(self) and _is_asked_by_a_script(sys._getframe(1)):
             return ASKED
         return original.fget(self)
 
@@ -188,9 +188,9 @@ def resolve_device_map(device_map) -> tuple:
 
 def on_model_loaded(loaded):
     """What a loader returned, a model or (model, information), the model on the TPU path; its weights go when it is called."""
-    from . import models
+    from . import attach
 
-    models.install(loaded[0] if isinstance(loaded, tuple) else loaded)
+    attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded
 
 
@@ -205,7 +205,7 @@ def device_of(args: tuple, kwargs: dict) -> str | None:
 def _moved(module: torch.nn.Module, kind: str, convert, device) -> torch.nn.Module:
     """The module where the script wants it. `convert(device=None)` does upstream's part of the move."""
     on_tpu = kind in ACCELERATORS
-    if not on_tpu and f"{__package__}.models" not in sys.modules:
+    if not on_tpu and f"{__package__}.attach" not in sys.modules:
         convert(device)  # nothing can be on the path yet
         return module
     from ..compile import tracing
@@ -214,24 +214,24 @@ def _moved(module: torch.nn.Module, kind: str, convert, device) -> torch.nn.Modu
     if glue.in_a_call() or tracing.tracing():
         convert(*(() if on_tpu else (device,)))
         return module
-    from . import models
+    from . import attach
 
     known = models_in(module)
     if on_tpu:
         convert()
         for model in known:
-            models.to_chips(models.runs(models.install(model)))
+            attach.to_chips(attach.runs(attach.install(model)))
         if not known:
             _say_that_it_stays(module)
         return module
-    attached = [model for model in known if models.runs(model) is not None]
+    attached = [model for model in known if attach.runs(model) is not None]
     if attached and kind not in ("cpu", "meta"):
         raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
     for model in attached:
-        if models.owners(model):
-            models.to_host(models.runs(model))
+        if attach.owners(model):
+            attach.to_host(attach.runs(model))
         else:
-            models.detach(model)
+            attach.detach(model)
     convert(device)
     return module
 

@@ -26,8 +26,8 @@ from ..compile import nans
 from ..compile.ladder import in_words
 from ..compile.runner import one_call
 from ..config import ACCELERATORS, TPUConfig, names_accelerator
-from ..weights.residency import residency_of
-from . import glue, models
+from ..weights.hbm import hbm_manager_of
+from . import attach, glue
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .moving import ASKED
 from .plans import pipeline_plan
@@ -50,20 +50,20 @@ def install(pipe, config: TPUConfig | None = None):
     state = installation(pipe)
     if state is not None and config is None:
         return pipe
-    devices = models.target_devices()
+    devices = attach.target_devices()
     original = type(pipe) if state is None else state.original
     plan = pipeline_plan(original)
     modules = modules_of(pipe)
     wanted = config if config is not None else taken_over(pipe, modules)
-    config = models.resolved(wanted, devices, plan.in_pairs(pipe))
+    config = attach.resolved(wanted, devices, plan.in_pairs(pipe))
     if state is not None and config == state.config:
         return pipe
     check(pipe, modules, config)
     if state is not None:
         uninstall(pipe)
-    mesh = models.mesh_of(config, devices)
+    mesh = attach.mesh_of(config, devices)
     glue = plan.glue if config.glue == "auto" else config.glue
-    state = Installation(config, plan, original, mesh, glue, residency_of(mesh, config))
+    state = Installation(config, plan, original, mesh, glue, hbm_manager_of(mesh, config))
     attach_all(pipe, state, modules)
     object.__setattr__(pipe, "_tpu", state)
     pipe.__class__ = tpu_class(original)
@@ -80,8 +80,8 @@ def uninstall(pipe):
         return pipe
     state.leaving.detach()
     for runner in (*state.held().values(), *state.former):
-        if models.runs(runner.module) is runner:  # another pipeline that shares it may have uninstalled it
-            models.detach(runner.module)
+        if attach.runs(runner.module) is runner:  # another pipeline that shares it may have uninstalled it
+            attach.detach(runner.module)
     state.residency.orders.pop(state, None)
     del pipe.__dict__["_tpu"]
     pipe.__class__ = state.original
@@ -96,7 +96,7 @@ def report(pipe) -> dict:
     return {
         "mesh": dict(state.mesh.shape),
         "glue": state.glue,
-        "components": {name: models.component_report(runner) for name, runner in state.runners.items()},
+        "components": {name: attach.component_report(runner) for name, runner in state.runners.items()},
         "on_host": [*state.on_host],
     }
 
@@ -104,7 +104,7 @@ def report(pipe) -> dict:
 def explain(pipe) -> str:
     """Which rung of the `ladder` every module of every component took, and why, in lines of text."""
     found = report(pipe)
-    on_host = {name: models.component_report(model)["rungs"] for name, model in installation(pipe).on_host.items()}
+    on_host = {name: attach.component_report(model)["rungs"] for name, model in installation(pipe).on_host.items()}
     by_name = {name: part["rungs"] for name, part in found["components"].items()} | on_host
     return "\n".join(line for name, rungs in by_name.items() for line in in_words(name, rungs))
 
@@ -144,7 +144,7 @@ class TPUPipelineMixin:
                 state = installation(self)
                 attach_all(self, state)
                 for runner in state.held().values():
-                    models.holding(runner).on_host = False
+                    attach.ownership(runner).on_host = False
                 state.residency.place_all(state)
         return self
 

@@ -13,7 +13,7 @@ from ..chips.mesh import make_mesh, plan_degrees, slices_of
 from ..compile.executables import ALONE
 from ..compile.runner import Runner
 from ..config import TPUConfig
-from ..pipelines.models import of_model, target_devices
+from ..pipelines.attach import of_model, target_devices
 from ..pipelines.plans import module_plan, pipeline_plan
 from . import SIMULATED
 from .aot import BadRequest, Compiler, out_of_memory_told, run_in_child

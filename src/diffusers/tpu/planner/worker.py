@@ -17,7 +17,7 @@ from ..compile.runner import Runner
 from ..config import TPUConfig
 from ..kernels.attention.ways import BOUND, WAYS
 from ..pipelines.plans import module_plan, pipeline_plan
-from ..weights.residency import room_for_weights, turns
+from ..weights.hbm import room_for_weights, turns
 from . import calibration, ici, kept, meshes, reader, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of

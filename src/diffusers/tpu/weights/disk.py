@@ -50,7 +50,7 @@ def load_file(path: str | os.PathLike, device="cpu") -> dict[str, torch.Tensor]:
         if places is None:
             return file.get_tensors()
     storage = torch.UntypedStorage.from_file(os.fspath(path), False, os.path.getsize(path))
-    ahead(os.fspath(path))
+    read_ahead(os.fspath(path))
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         return {name: _view(storage, kinds[name], places[name], shapes[name]) for name in slices}
 
@@ -81,7 +81,7 @@ _wanted: queue.SimpleQueue = queue.SimpleQueue()
 _reader: threading.Thread | None = None
 
 
-def ahead(path: str):
+def read_ahead(path: str):
     """Let the kernel read this file into its cache, after those that were asked for before, while other things are done.
 
     Not where several processes share a model: each has only its part of a file to read.

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...bridge import View
 from ...bridge.outside import DEVICE_TENSORS
-from ...weights.crossing import as_numpy
+from ...weights.convert import as_numpy
 from ..state import read, undone
 from .function import PureFunction
 

@@ -28,7 +28,7 @@ from ...chips.sharding import gathered, named
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, current, using
 from ...video.slabs import NotOnSlabs
-from ...weights.crossing import from_numpy, numpy_dtype
+from ...weights.convert import from_numpy, numpy_dtype
 from ..state import Arguments, Trace, Written, opened, read, undone, without_caches
 from ..state.adapters import Adapters
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ....bridge import Tensor, View
 from ....bridge.environment import DEVICE, environment
-from ....weights.crossing import numpy_dtype
+from ....weights.convert import numpy_dtype
 from ..scan import Group
 from .kept import Kept, Results, Step
 

@@ -29,7 +29,7 @@ from ..compile.state import is_entry
 from ..config import TPUConfig, read_environment
 from ..idioms.processes import refuse_several
 from ..kernels.attention.ways import Tally
-from ..weights.residency import Residency, residency_of
+from ..weights.hbm import HbmManager, hbm_manager_of
 from .plans import module_plan
 
 
@@ -38,7 +38,7 @@ OF_PIPELINES = {"glue": "auto", "host": ()}  # settings that say nothing about a
 
 
 @dataclass(eq=False)
-class Holding:
+class Ownership:
     """Whose an attached model is.
 
     Attributes:
@@ -54,7 +54,7 @@ class Holding:
     on_host: bool = False
 
 
-_holdings: "weakref.WeakKeyDictionary[Runner | HostModel, Holding]" = weakref.WeakKeyDictionary()
+_ownerships: "weakref.WeakKeyDictionary[Runner | HostModel, Ownership]" = weakref.WeakKeyDictionary()
 
 
 def target_devices() -> tuple:
@@ -109,18 +109,18 @@ def runs(module) -> Runner | HostModel | None:
     return attributes.get("_tpu_runner") or attributes.get("_tpu_host")
 
 
-def holding(runner) -> Holding:
-    return _holdings.setdefault(runner, Holding())
+def ownership(runner) -> Ownership:
+    return _ownerships.setdefault(runner, Ownership())
 
 
 def owners(module, but=None) -> list:
     """The installed pipelines that have this model, `but` left out."""
     runner = runs(module)
-    return [] if runner is None else [pipe for pipe in holding(runner).pipelines if pipe is not but]
+    return [] if runner is None else [pipe for pipe in ownership(runner).pipelines if pipe is not but]
 
 
 @held
-def attach(module, config: TPUConfig, mesh: Mesh, residency: Residency, on_host: bool = False) -> Runner | HostModel:
+def attach(module, config: TPUConfig, mesh: Mesh, residency: HbmManager, on_host: bool = False) -> Runner | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
     plan, before = module_plan(module), dict(vars(module))
     runner = HostModel(module, plan.entries, mesh) if on_host else Runner(module, plan, mesh, config, residency)
@@ -139,7 +139,7 @@ def detach(module):
     if runner is None:
         return
     runner.detach()
-    _holdings.pop(runner, None)
+    _ownerships.pop(runner, None)
     for name in _COPYING:
         vars(module).pop(name, None)
 
@@ -147,13 +147,13 @@ def detach(module):
 def is_on_chips(module) -> bool:
     """Whether the script has put this model on the TPU, itself or with a pipeline."""
     runner = runs(module)
-    return isinstance(runner, Runner) and not holding(runner).on_host
+    return isinstance(runner, Runner) and not ownership(runner).on_host
 
 
 @held
 def to_chips(runner: Runner | HostModel):
     """The model was moved to the TPU: its weights go there, if there is room; else they come when it is called."""
-    holding(runner).on_host = False
+    ownership(runner).on_host = False
     if isinstance(runner, Runner):
         runner.residency.place([runner])
 
@@ -161,7 +161,7 @@ def to_chips(runner: Runner | HostModel):
 @held
 def to_host(runner: Runner | HostModel):
     """A pipeline's model was moved to the host: its weights leave the chips until it is called."""
-    holding(runner).on_host = True
+    ownership(runner).on_host = True
     leave_chips(runner)
 
 
@@ -192,15 +192,15 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: boo
         wanted = of_model(resolved(config, devices)) if config is not None else runner.config
         differing = differences(wanted, runner.config)
         if not differing:
-            holding(runner).alone = holding(runner).alone or not owners(module)
+            ownership(runner).alone = ownership(runner).alone or not owners(module)
             return module
         if owners(module):
             raise ValueError(_belongs(module, "the settings of the pipeline that has it", differing))
         detach(module)
     config_resolved = of_model(resolved(config, devices))
     mesh = mesh_of(config_resolved, devices)
-    runner = attach(module, config_resolved, mesh, residency_of(mesh, config_resolved))
-    held = holding(runner)
+    runner = attach(module, config_resolved, mesh, hbm_manager_of(mesh, config_resolved))
+    held = ownership(runner)
     held.alone, held.asked = True, config is not None
     return module
 
@@ -307,5 +307,5 @@ def _copied(module, memo: dict) -> torch.nn.Module:
     new.__setstate__(copy.deepcopy(module.__getstate__(), memo))
     if isinstance(runner, Runner):
         made = attach(new, runner.config, runner.mesh, runner.residency)
-        holding(made).asked = holding(runner).asked
+        ownership(made).asked = ownership(runner).asked
     return new

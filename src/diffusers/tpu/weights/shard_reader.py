@@ -17,7 +17,7 @@ import torch
 
 from ..chips.devices import MIB
 from .checkpoint import FileTensor, values
-from .crossing import as_numpy
+from .convert import as_numpy
 from .disk import Files, Mapped
 
 
@@ -28,7 +28,7 @@ READERS = min(8, max(2, os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlacementRequest:
     """An array to be placed.
 
     Attributes:
@@ -72,7 +72,7 @@ class Place:
 Target = tuple[tuple[slice, ...], np.ndarray]  # an index of a tensor, and the array that its values go to
 
 
-class Filling:
+class ShardReader:
     """The threads that fill parts, until `close`."""
 
     def __init__(self):
@@ -88,7 +88,7 @@ class Filling:
     def _mapped(self) -> Mapped:
         return Mapped()
 
-    def start(self, wanted: Wanted, tensors: list[torch.Tensor | None], parts: list[Part]) -> list[Future]:
+    def start(self, wanted: PlacementRequest, tensors: list[torch.Tensor | None], parts: list[Part]) -> list[Future]:
         """Jobs that fill the parts with the tensors' values, the layers of a stack or the only one."""
         jobs = []
         shape = wanted.aval.shape[1:] if wanted.stacked else wanted.aval.shape

@@ -1,7 +1,7 @@
 """Values on their way from host tensors and files to chips: read in parallel, converted, and sent in order.
 
 An array travels in chunks, some layers of a stack or some chips' parts of a tensor. While one is sent, the next are filled
-(`filling`).
+(`shard_reader`).
 
 Beside the file cache the host holds `STAGED_BYTES` that wait for their transfer and as much that is being read, or one chip's
 part of one tensor where that is more. Simulated chips take the memory that was read to as theirs.
@@ -21,7 +21,7 @@ from jax import device_put, lax
 from jax.sharding import NamedSharding
 
 from ..chips.devices import MIB
-from .filling import Filling, Part, Wanted, aligned
+from .shard_reader import Part, PlacementRequest, ShardReader, aligned
 
 
 STAGED_BYTES = 64 * MIB  # of values on their way to the chips
@@ -31,7 +31,7 @@ STAGED_BYTES = 64 * MIB  # of values on their way to the chips
 class Chunk:
     """Layers of a stack from `start` on, or a tensor: parts of it that are filled together, by `jobs`."""
 
-    wanted: Wanted
+    wanted: PlacementRequest
     start: int
     shape: tuple[int, ...]
     parts: list[Part]
@@ -43,23 +43,23 @@ class Chunk:
         return sum(part.values.nbytes for part in self.parts)
 
 
-class Placing:
+class Transfer:
     """Arrays placed one after the other, what comes next being read meanwhile. Entered as a context.
 
     On the way out every transfer is done, and no thread is left.
     """
 
-    def __enter__(self) -> "Placing":
+    def __enter__(self) -> "Transfer":
         self._waiting: deque[tuple[Part, list[jax.Array]]] = deque()
         self._buffers = Buffers()
-        self._filling = Filling()
+        self._reader = ShardReader()
         return self
 
     def __exit__(self, *error):
-        self._filling.close()
+        self._reader.close()
         jax.block_until_ready([arrays for _, arrays in self._waiting])
 
-    def arrays(self, wanted: Iterable[Wanted]) -> Iterator[tuple[str, jax.Array]]:
+    def arrays(self, wanted: Iterable[PlacementRequest]) -> Iterator[tuple[str, jax.Array]]:
         """(key, array) of each, in order; its values may be on their way."""
         sent, whole = [], None
         for chunk in self._ahead(wanted):
@@ -79,7 +79,7 @@ class Placing:
                 yield chunk.wanted.key, whole
                 whole = None
 
-    def _ahead(self, wanted: Iterable[Wanted]) -> Iterator[Chunk]:
+    def _ahead(self, wanted: Iterable[PlacementRequest]) -> Iterator[Chunk]:
         """The chunks in order, being filled; beside the one that is given as many as `STAGED_BYTES` hold."""
         reading, held = deque(), 0
         for chunk in (chunk for one in wanted for chunk in self._chunks(one)):
@@ -90,7 +90,7 @@ class Placing:
                 yield reading.popleft()
         yield from reading
 
-    def _chunks(self, wanted: Wanted) -> Iterator[Chunk]:
+    def _chunks(self, wanted: PlacementRequest) -> Iterator[Chunk]:
         layers = _layers_at_once(wanted)
         for start in range(0, len(wanted.tensors), layers):
             shape = (layers, *wanted.aval.shape[1:]) if wanted.stacked else wanted.aval.shape
@@ -101,10 +101,10 @@ class Placing:
             groups = list(_groups(devices_of, wanted))
             for number, group in enumerate(groups, 1):
                 parts = [self._part(bounds, devices, wanted) for bounds, devices in group]
-                jobs = self._filling.start(wanted, wanted.tensors[start : start + layers], parts)
+                jobs = self._reader.start(wanted, wanted.tensors[start : start + layers], parts)
                 yield Chunk(wanted, start, shape, parts, jobs, is_last=number == len(groups))
 
-    def _part(self, bounds: tuple[tuple[int, int], ...], devices: list, wanted: Wanted) -> Part:
+    def _part(self, bounds: tuple[tuple[int, int], ...], devices: list, wanted: PlacementRequest) -> Part:
         nbytes, dtype = _nbytes(bounds, wanted), wanted.aval.dtype
         buffer = aligned(nbytes) if wanted.simulated else self._buffers.take(nbytes)
         shape = [stop - start for start, stop in bounds]
@@ -126,7 +126,7 @@ class Placing:
         return sent
 
 
-def _layers_at_once(wanted: Wanted) -> int:
+def _layers_at_once(wanted: PlacementRequest) -> int:
     """How many layers of a stack travel together: a divisor of all, so that one program writes them."""
     layers, aval = len(wanted.tensors), wanted.aval
     if wanted.simulated or not wanted.stacked:
@@ -135,7 +135,7 @@ def _layers_at_once(wanted: Wanted) -> int:
     return max(n for n in range(1, layers + 1) if layers % n == 0 and n <= fit)
 
 
-def _groups(devices_of: dict[tuple, list], wanted: Wanted) -> Iterator[list[tuple[tuple, list]]]:
+def _groups(devices_of: dict[tuple, list], wanted: PlacementRequest) -> Iterator[list[tuple[tuple, list]]]:
     """Bounds with their devices, as many together as `STAGED_BYTES` hold."""
     group, held = [], 0
     for item in devices_of.items():
@@ -148,7 +148,7 @@ def _groups(devices_of: dict[tuple, list], wanted: Wanted) -> Iterator[list[tupl
     yield group
 
 
-def _nbytes(bounds: tuple[tuple[int, int], ...], wanted: Wanted) -> int:
+def _nbytes(bounds: tuple[tuple[int, int], ...], wanted: PlacementRequest) -> int:
     return math.prod(stop - start for start, stop in bounds) * wanted.aval.dtype.itemsize
 
 

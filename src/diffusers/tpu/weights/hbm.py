@@ -66,7 +66,7 @@ def turns(sizes: dict[str, int], limit: int | None) -> dict[str, list[str]]:
     return held
 
 
-class Residency:
+class HbmManager:
     """The room on the chips, one for all that runs there: pipelines, and models by themselves.
 
     Args:
@@ -111,7 +111,7 @@ class Residency:
             runner.executables.expect()
         for runner in runners:
             if runner in self._placed or self._free() >= _bytes(runner):
-                self.bring(runner)
+                self.load(runner)
             else:
                 self.check(runner)
 
@@ -143,7 +143,7 @@ class Residency:
         larger = [name for name in larger if name.startswith(f"{generation}-")] or larger or ["v6e-32"]
         return f"diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
 
-    def bring(self, runner):
+    def load(self, runner):
         """The runner's weights on the chips and up to date; others leave where it needs their room."""
         if self.limit is not None:
             self.check(runner)
@@ -162,7 +162,7 @@ class Residency:
         avals = runner.plan_weights().avals
         return [r for r in same if r is runner or r.plan_weights().avals == avals]
 
-    def ahead(self, runner, calls: tuple | None):
+    def prefetch(self, runner, calls: tuple | None):
         """The runner works, on calls like these: make the next model of its kind ready, as far as there is room."""
         kind = self.kind(runner)
         after = next(iter(kind[kind.index(runner) + 1 :]), None) if runner in kind else None
@@ -228,10 +228,10 @@ class _Order:
     runners: dict[str, object]
 
 
-_residencies: "weakref.WeakValueDictionary[tuple, Residency]" = weakref.WeakValueDictionary()
+_residencies: "weakref.WeakValueDictionary[tuple, HbmManager]" = weakref.WeakValueDictionary()
 
 
-def residency_of(mesh: Mesh, config: TPUConfig) -> Residency:
+def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
     """The room on these chips, the same one for every mesh of them and every configuration with the same limit."""
     devices = tuple(sorted(mesh.devices.flat, key=lambda device: device.id))
     chip = CHIPS.get(GENERATION_OF_DEVICE_KIND.get(devices[0].device_kind))
@@ -239,7 +239,7 @@ def residency_of(mesh: Mesh, config: TPUConfig) -> Residency:
     limit = None if hbm is None else room_for_weights(hbm, config)
     known = _residencies.get((devices, hbm, limit))
     if known is None:
-        known = _residencies[devices, hbm, limit] = Residency(hbm, limit)
+        known = _residencies[devices, hbm, limit] = HbmManager(hbm, limit)
     return known
 
 
