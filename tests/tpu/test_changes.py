@@ -72,12 +72,12 @@ class Model(torch.nn.Module):
         return self.dropped(x) * self.gain
 
 
-@pytest.fixture(params=[(1, 1, 1), (2, 2, 2)], ids=str)
-def both(request, make_mesh):
+@pytest.fixture
+def both(make_mesh):
     """A model on the chips, the same one in torch, and a function that calls both on fresh inputs: their difference."""
     theirs = Model().eval()
     ours = copy.deepcopy(theirs)
-    runner = Runner(ours, ModelPlan(), make_mesh(*request.param), TPUConfig())
+    runner = Runner(ours, ModelPlan(), make_mesh(2, 2, 2), TPUConfig())
     runner.attach()
 
     def differ() -> float:
@@ -363,7 +363,7 @@ def nothing(module, branch):
     yield
 
 
-@pytest.mark.parametrize("dp", [1, 2, 3])
+@pytest.mark.parametrize("dp", [2, 3])
 @pytest.mark.parametrize("guide", [nothing, skipping])
 def test_three_branches(make_mesh, dp, guide):
     theirs = Model().eval()

@@ -65,10 +65,7 @@ def inputs(model, batch):
     "kind, mesh, batch, heads",
     [
         ("2b", (1, 8, 1), 1, 30),  # the published heads, which the chips do not divide
-        ("2b", (2, 4, 1), 2, 6),
-        ("5b", (1, 8, 1), 1, 4),
         ("5b image", (2, 2, 2), 2, 4),
-        ("1.5", (1, 1, 1), 2, 4),
         ("1.5 image", (1, 4, 2), 2, 6),
     ],
 )
@@ -104,13 +101,11 @@ def pipeline(kind):
     "kind, mesh, changes",
     [
         ("2b", (2, 4, 1), {"prompt": ["a red circle", "a circle moving left"], "negative_prompt": ["", "bad"]}),
-        ("5b", (1, 8, 1), {"use_dynamic_cfg": True}),
-        ("5b", (2, 2, 2), {"guidance_scale": 1.0}),
         ("i2v", (1, 1, 1), {}),
-        ("control", (2, 4, 1), {}),
+        pytest.param("control", (2, 4, 1), {}, marks=pytest.mark.slow),
         ("video", (2, 2, 2), {"use_dynamic_cfg": True}),
     ],
-    ids=["pair-of-ddim", "dynamic-dpm", "no-guidance", "image", "control", "video"],
+    ids=["pair-of-ddim", "image", "control", "video"],
 )
 def test_video_equals_upstreams(chips, kind, mesh, changes):
     pipe, further = pipeline(kind)
@@ -122,9 +117,8 @@ def test_video_equals_upstreams(chips, kind, mesh, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("kind, draws", [("2b", 4), ("5b", 4), ("i2v", 8)])
-def test_bfloat16_within_upstreams_error(chips, kind, draws, mesh):
+def test_bfloat16_within_upstreams_error(chips, kind, draws):
     """Without guidance, which makes one draw's error as good as random."""
     half, further = pipeline(kind)
     half.set_progress_bar_config(disable=True)
@@ -138,5 +132,5 @@ def test_bfloat16_within_upstreams_error(chips, kind, draws, mesh):
         return np.stack([np.asarray(pipe(**given, generator=g).frames, np.float64) for g in generators])
 
     oracle, theirs = videos(exact), videos(half)
-    tpu.install(half, TPUConfig(mesh=mesh))
+    tpu.install(half, TPUConfig(mesh=(2, 2, 2)))
     assert relative(videos(half), oracle) < 1.25 * relative(theirs, oracle)

@@ -67,11 +67,10 @@ def both(kind, mesh, guider=None, config=None, **changes):
     [
         ("hunyuan15", (2, 4, 1), None, ODD | PAIR),
         ("hunyuan15", (1, 8, 1), THREE, ODD),
-        ("hunyuan15", (2, 2, 2), NO_GUIDANCE, {"num_frames": 13}),
         ("hunyuan15_i2v", (2, 4, 1), None, {"num_frames": 9}),
         ("hunyuan15_i2v", (1, 1, 1), NO_GUIDANCE, {"config": MEANFLOW}),
     ],
-    ids=["odd-pair", "three-branches", "no-guidance", "image", "image-distilled"],
+    ids=["odd-pair", "three-branches", "image", "image-distilled"],
 )
 def test_video_equals_upstreams(chips, kind, mesh, guider, changes):
     pipe, ours, theirs = both(kind, mesh, guider, **changes)
@@ -81,9 +80,8 @@ def test_video_equals_upstreams(chips, kind, mesh, guider, changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (2, 4, 1), (1, 8, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("kind, draws", [("hunyuan15", 4), ("hunyuan15_i2v", 16)])
-def test_bfloat16_within_upstreams_error(chips, kind, draws, mesh):
+def test_bfloat16_within_upstreams_error(chips, kind, draws):
     """Without guidance, which makes one draw's error as good as random; so does the image of a VAE of random weights."""
     half = built(kind, NO_GUIDANCE)
     exact = copy.deepcopy(half)
@@ -96,7 +94,7 @@ def test_bfloat16_within_upstreams_error(chips, kind, draws, mesh):
         )
 
     oracle, theirs = videos(exact), videos(half)
-    tpu.install(half, tpu.TPUConfig(mesh=mesh))
+    tpu.install(half, tpu.TPUConfig(mesh=(2, 2, 2)))
     assert relative(videos(half), oracle) < 1.25 * relative(theirs, oracle)
 
 

@@ -162,9 +162,8 @@ def files_of(pipe) -> dict[str, dict]:
 
 
 @pytest.mark.idiom("lora")
-@pytest.mark.parametrize("mesh", [pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 4, 1)], ids=str)
-def test_a_session_with_loras(chips, pipes, mesh):
-    session, files = Session(pipes, mesh), files_of(pipes[0])
+def test_a_session_with_loras(chips, pipes):
+    session, files = Session(pipes, (2, 4, 1)), files_of(pipes[0])
     assert session.error() < 1e-4
     for name, step, executables, scale in SCRIPT:
         before = programs_of(session.runner)
@@ -203,7 +202,6 @@ def _in_turn(pipe, files, name, file):
 
 
 PARTS = {
-    "one block": [("a", dict(rank=4, seed=1, blocks=(1,)))],
     "the ends, of different rank": [("a", dict(rank={0: 2, 2: 5}, seed=1, blocks=(0, 2)))],
     "two, each in its own, one in both": [
         ("a", dict(rank=4, seed=1, blocks=(0, 1))), ("b", dict(rank=3, seed=2, blocks=(1, 2), layers=LAYERS[:2])),
