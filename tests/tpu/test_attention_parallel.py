@@ -295,7 +295,7 @@ def by_the_compiler(argument, progress) -> dict:
 
 def laid_out(topology: str) -> int:
     """How many programs of all kernels around the exchange compile, with blocks as large as they may be: 13,924 tokens a chip, more than VMEM holds."""
-    from diffusers.tpu.chips.devices import find_topology
+    from diffusers.tpu.chips.figures import find_topology
 
     compiler = aot.Compiler(find_topology(topology))
     device = SingleDeviceSharding(compiler.devices[0])
@@ -314,7 +314,7 @@ def laid_out(topology: str) -> int:
 
 def sent_beside_products() -> list[bool]:
     """Of each of the six sends around a ring of four: does a product run between its start and its end?"""
-    from diffusers.tpu.chips.devices import find_topology
+    from diffusers.tpu.chips.figures import find_topology
     from diffusers.tpu.chips.mesh import make_mesh
 
     compiler = aot.Compiler(find_topology("v5e-4"))

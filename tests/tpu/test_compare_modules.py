@@ -23,7 +23,7 @@ from diffusers.models.transformers import transformer_wan, transformer_wan_flax
 from diffusers.tpu import bridge
 from diffusers.tpu import compare as fidelity
 from diffusers.tpu.apps.cli import main
-from diffusers.tpu.chips.devices import find_topology
+from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.compare import Form, kernels, roundings
 from diffusers.tpu.compare.forms import Value

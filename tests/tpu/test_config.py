@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from diffusers.tpu import is_active
-from diffusers.tpu.chips import devices
+from diffusers.tpu.chips import devices, figures
 from diffusers.tpu.chips.devices import Target, find_target
 from diffusers.tpu.chips.mesh import plan_degrees
 from diffusers.tpu.chips.sharding import default_spec, fit, gathered, plan_weights
@@ -124,7 +124,7 @@ def test_a_tpu_that_the_bus_does_not_show_is_named_by_jax(monkeypatch):
     monkeypatch.setattr(devices, "_generation_on_this_host", lambda: None)
     for room in (devices, chips):
         monkeypatch.setattr(room, "jax_devices", lambda target: (device,) * 4)
-    assert chips.name() == "TPU v6e" and chips.bytes_in_all() == 4 * devices.CHIPS["v6e"].hbm_bytes
+    assert chips.name() == "TPU v6e" and chips.bytes_in_all() == 4 * figures.CHIPS["v6e"].hbm_bytes
 
 
 def test_more_chips_than_jax_was_started_with(chips):
@@ -148,7 +148,7 @@ def test_a_tpu_of_another_generation_is_refused_where_it_would_run(kind, monkeyp
     with pytest.raises(NotImplementedError, match="got v4"):
         linear.choose(2048, 1024, 1024, "v4")
     device.device_kind = "TPU v5 lite"
-    assert devices.generation_of(device) == "v5e" and devices.generation_of(SimpleNamespace(platform="cpu")) is None
+    assert figures.generation_of(device) == "v5e" and figures.generation_of(SimpleNamespace(platform="cpu")) is None
 
 
 def test_specs_fit_their_weights(make_mesh):

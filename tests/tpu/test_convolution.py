@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from conftest import relative
 from diffusers.tpu import bridge
-from diffusers.tpu.chips.devices import CHIPS
+from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import convolution as convolution_kernel
 from diffusers.tpu.kernels.convolution import MOST_WORK, Blocks, choose, tpu_convolution

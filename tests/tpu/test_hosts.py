@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 import host_runs
 from diffusers import DiffusionPipeline
 from diffusers.tpu import TPUConfig, config, install
-from diffusers.tpu.chips import devices, hosts, mesh
+from diffusers.tpu.chips import figures, hosts, mesh
 from diffusers.tpu.chips.hosts import agreement, run, watch
 from diffusers.tpu.chips.sharding import plan_weights
 from diffusers.tpu.compile.executables import Executables
@@ -466,12 +466,12 @@ def test_part_of_the_chips_is_of_every_process(chips):
 
 
 def test_several_slices_have_a_name():
-    two = devices.find_topology("2xv5litepod-16")
+    two = figures.find_topology("2xv5litepod-16")
     assert (two.name, two.devices, two.slices, two.shape) == ("2xv5e-16", 32, 2, (4, 4))
-    assert devices.find_topology("1xv6e-8") == devices.find_topology("v6e-8")
+    assert figures.find_topology("1xv6e-8") == figures.find_topology("v6e-8")
     for name, words in (("2xv6e-9", "2xv6e-8"), ("0xv6e-8", "expected a topology"), ("2xv5p-8", "slices of v5e v6e")):
         with pytest.raises(ValueError, match=words):
-            devices.find_topology(name)
+            figures.find_topology(name)
 
 
 def test_weights_are_stored_whole_in_each_slice():
@@ -499,7 +499,7 @@ def test_what_comes_from_another_slice_takes_the_network():
         "  %send-done = token[] send-done(%send), channel_id=3, is_host_transfer=true\n"
         "  ROOT %copy = f32[8]{0} copy(%p)\n}\n"
     )
-    chip = devices.CHIPS["v6e"]
+    chip = figures.CHIPS["v6e"]
     compiled = aot.CompiledProgram(text, {}, {}, 0.0)
     timed = timing.time_program(compiled, chip, [(0, 0, 0, 0)] * 2)
     for way in timed.values():

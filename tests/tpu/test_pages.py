@@ -26,7 +26,7 @@ import cards
 from conftest import ROOT
 from diffusers.tpu import TPUConfig, idioms, report
 from diffusers.tpu.apps.cli import environment, main, make_parser
-from diffusers.tpu.chips.devices import TOPOLOGIES, find_topology
+from diffusers.tpu.chips.figures import TOPOLOGIES, find_topology
 from diffusers.tpu.kernels.attention.api import attention, explain
 from diffusers.tpu.planner import benches
 from diffusers.tpu.planner.published import ALIASES, MODELS
@@ -140,8 +140,7 @@ def test_the_architecture_page_says_the_way_of_a_step_and_where_things_are_added
     named = named_in_files(ARCHITECTURE)
     for name in (
         ("PIPELINES", "pipelines/plans.py"),
-        ("CHIPS", "chips/devices.py"),
-        ("TOPOLOGIES", "chips/devices.py"),
+        ("CHIPS", "chips/figures.py"),
         ("MODELS", "planner/published.py"),
     ):
         assert name in named

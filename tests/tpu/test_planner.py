@@ -14,7 +14,7 @@ from diffusers import WanPipeline
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli
-from diffusers.tpu.chips.devices import TOPOLOGIES, find_topology
+from diffusers.tpu.chips.figures import TOPOLOGIES, find_topology
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs

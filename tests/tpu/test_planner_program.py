@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 import third_reading
-from diffusers.tpu.chips.devices import CHIPS, compile_lowered, compiler_options, find_topology
+from diffusers.tpu.chips.devices import compile_lowered, compiler_options
+from diffusers.tpu.chips.figures import CHIPS, find_topology
 from diffusers.tpu.planner import aot, bundles, hlo, ici
 
 
@@ -239,7 +240,7 @@ def too_large(argument, progress):
 
 def meshes(argument, progress):
     """Every slice's devices, and meshes whose degrees are not those of its axes."""
-    from diffusers.tpu.chips.devices import TOPOLOGIES
+    from diffusers.tpu.chips.figures import TOPOLOGIES
 
     made = {}
     for name, topology in TOPOLOGIES.items():
@@ -335,7 +336,7 @@ def test_only_chips_with_sparse_cores_are_told_of_them():
 
 
 def test_every_slice_takes_every_mesh_of_its_devices(answers):
-    from diffusers.tpu.chips.devices import TOPOLOGIES
+    from diffusers.tpu.chips.figures import TOPOLOGIES
 
     made = answers["meshes"]
     assert set(made) == set(TOPOLOGIES)

@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli
-from diffusers.tpu.chips.devices import CHIPS, Chip, find_topology
+from diffusers.tpu.chips.figures import CHIPS, Chip, find_topology
 from diffusers.tpu.planner import benches
 from diffusers.tpu.planner.benches import ATTENTION_SHAPES, Case
 

@@ -16,7 +16,7 @@ import torch
 import tiny
 from conftest import relative
 from diffusers import WanPipeline, WanTransformer3DModel, tpu
-from diffusers.tpu.chips.devices import GIB
+from diffusers.tpu.chips.figures import GIB
 from diffusers.tpu.compile import weights
 from diffusers.tpu.weights import checkpoint, transfer
 from diffusers.tpu.weights.checkpoint import FileTensor

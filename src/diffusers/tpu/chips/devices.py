@@ -1,11 +1,9 @@
-"""Is there a TPU, which generation, or are chips simulated on the CPU? And what is known of every chip and slice.
+"""Is there a TPU, or are chips simulated on the CPU? JAX's devices for it, and what its compiler is told.
 
-Detection reads the PCI bus, so that asking costs nothing and imports nothing. Device ids: JAX 0.10.2,
-`jax/_src/hardware_utils.py`.
+Detection reads the PCI bus, so that asking costs nothing and imports nothing.
 """
 
 import contextlib
-import dataclasses
 import functools
 import glob
 import os
@@ -17,122 +15,10 @@ from ..config import Environment, read_environment
 from ..errors import chips_are_there
 from ..files import make_room
 from . import hosts
+from .figures import GENERATIONS, GIB, chip_of_kind, generation_of
 
 
 GOOGLE_PCI_VENDOR = "0x1ae0"
-GENERATION_OF_PCI_DEVICE = {
-    "0x0027": "v3",
-    "0x005e": "v4",
-    "0x0062": "v5p",
-    "0x0063": "v5e",
-    "0x006f": "v6e",
-    "0x0076": "v7x",
-}
-
-
-@dataclass(frozen=True)
-class Chip:
-    """One JAX device of a generation: a chip; of v7x one of its two halves. Peak figures, per second and in bytes.
-
-    Sources: Google's pages "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)" for `flops` (bfloat16) and
-    `hbm_bandwidth`; for `link_bandwidth` (one way of one ICI link) "How To Scale Your Model", chapter on TPUs, and for
-    v7x the page's 1.2 TB/s over six links both ways; `die_bandwidth`, between the halves of a v7x: its page, six times a link.
-    `clock`: of that chapter (v5e), else peak / (4 * side^2 * passes per cycle) of the matrix units, which measured
-    kernels agree with. `hbm_bytes`: what the compiler (libtpu 0.0.42.1) lets a program use, from its own message.
-    `dcn_bandwidth`, between slices, one way: the pages' bandwidth of a pod's data centre network over its 256 chips; 0: not
-    said there. `matrix_units`: of the same pages. `vmem_bytes` of one core: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
-    """
-
-    generation: str
-    flops: float
-    clock: float
-    hbm_bytes: int
-    hbm_bandwidth: float
-    link_bandwidth: float
-    matrix_side: int
-    matrix_units: int
-    vmem_bytes: int
-    die_bandwidth: float = 0.0
-    dcn_bandwidth: float = 0.0
-
-    def matrix_cycles(self, rows: int) -> float:
-        """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""
-        return rows * 2 * self.matrix_side**2 * self.matrix_units * self.clock / self.flops
-
-
-@dataclass(frozen=True)
-class Topology:
-    """A slice by the name users know, or several alike. `shape`: chips of one along x, y and perhaps z; `host_shape`: of one host.
-
-    No slice here is so large that its axes are closed to rings (16 chips on v5e and v6e; whole cubes of 4 on v5p and v7x).
-    """
-
-    name: str
-    chip: Chip
-    shape: tuple[int, ...]
-    host_shape: tuple[int, int, int]
-    devices: int
-    slices: int = 1
-
-    @property
-    def compiler_name(self) -> str:
-        """The generation as the compiler calls it."""
-        return {"v7x": "tpu7x"}.get(self.chip.generation, self.chip.generation)
-
-
-MIB, GIB = 2**20, 2**30
-CHIPS = {
-    chip.generation: chip
-    for chip in (
-        Chip("v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 4, 128 * MIB, dcn_bandwidth=3.125e9),
-        Chip("v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 8, 64 * MIB),
-        Chip("v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 2, 128 * MIB, dcn_bandwidth=12.5e9),
-        Chip("v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 2, 64 * MIB, die_bandwidth=600e9),
-    )
-}
-
-
-DEFAULT_GENERATION = "v6e"  # whose sizes of blocks simulated chips and interpreted kernels have
-
-
-def chip_of(generation: str | None) -> Chip:
-    """What is known of a generation; None: of `DEFAULT_GENERATION`. Raises NotImplementedError for one not among `CHIPS`."""
-    if generation is not None and generation not in CHIPS:
-        raise NotImplementedError(
-            f"expected a TPU of a generation among {' '.join(CHIPS)}, got {generation}, whose sizes nobody has looked at;"
-            " set DIFFUSERS_TPU=off for plain diffusers"
-        )
-    return CHIPS[generation or DEFAULT_GENERATION]
-
-
-GENERATION_OF_DEVICE_KIND = {
-    "TPU v3": "v3",
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "v7x",
-}  # JAX 0.10.2, the same file
-
-
-def generation_of(device) -> str | None:
-    """The generation of a JAX device; None: simulated. Raises NotImplementedError for a TPU not among `CHIPS`."""
-    if device.platform != "tpu":
-        return None
-    generation = GENERATION_OF_DEVICE_KIND.get(device.device_kind, f"{device.device_kind!r}")
-    return chip_of(generation).generation
-
-
-# Exchanges between chips by the SparseCores, while the core computes; without, the core waits for each. The compiler's default
-# is with them on v7x, without on v5p and v6e (MaxText, pull request 2997). All-to-alls of sp 4 on v7x its emitter refuses
-# (libtpu 0.0.42.1: "num_blocks_per_replica % kGroupSize == 0").
-ALL_GATHER = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
-ALL_TO_ALL = "xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all"
-ON_SPARSE_CORES = {"v5p": (ALL_GATHER, ALL_TO_ALL), "v6e": (ALL_GATHER, ALL_TO_ALL), "v7x": (ALL_GATHER,)}
-
 
 # The library that JAX's CPU backend hands sums to keeps float32 where the program rounds what it summed to bfloat16 and widens that
 # again (jaxlib 0.10.2): 6.8e-4 in an attention whose rotated queries upstream rounds.
@@ -143,8 +29,8 @@ def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
     """What the compiler is told beside the program for a mesh of devices such as this one."""
     if device.platform == "cpu":
         return {**WITHOUT_LIBRARY}
-    generation = GENERATION_OF_DEVICE_KIND.get(device.device_kind)
-    return dict.fromkeys(ON_SPARSE_CORES.get(generation, ()), sparse_cores)
+    chip = chip_of_kind(device.device_kind)
+    return dict.fromkeys(chip.sparse_core_options if chip else (), sparse_cores)
 
 
 def compile_lowered(lowered, options: dict[str, bool | str] | None):
@@ -184,56 +70,6 @@ def flags_of_jax() -> set[str]:
     return {word for text in texts for word in text.split() if word.startswith("--") and "=" in word}
 
 
-def _slice(name: str, shape: tuple[int, ...], host_shape: tuple[int, int, int], devices: int) -> Topology:
-    return Topology(name, CHIPS[name.split("-")[0]], shape, host_shape, devices)
-
-
-TOPOLOGIES = {
-    topology.name: topology
-    for topology in (
-        _slice("v5e-1", (1, 1), (1, 1, 1), 1),
-        _slice("v5e-4", (2, 2), (2, 2, 1), 4),
-        _slice("v5e-8", (2, 4), (2, 4, 1), 8),
-        _slice("v5e-16", (4, 4), (2, 2, 1), 16),
-        _slice("v5e-32", (4, 8), (2, 2, 1), 32),
-        _slice("v5e-64", (8, 8), (2, 2, 1), 64),
-        _slice("v5p-8", (2, 2, 1), (2, 2, 1), 4),  # v5p counts cores, two a chip, which JAX sees as one device
-        _slice("v5p-16", (2, 2, 2), (2, 2, 1), 8),
-        _slice("v5p-32", (2, 2, 4), (2, 2, 1), 16),
-        _slice("v5p-64", (2, 4, 4), (2, 2, 1), 32),
-        _slice("v6e-1", (1, 1), (1, 1, 1), 1),
-        _slice("v6e-4", (2, 2), (2, 2, 1), 4),
-        _slice("v6e-8", (2, 4), (2, 4, 1), 8),
-        _slice("v6e-16", (4, 4), (2, 2, 1), 16),
-        _slice("v6e-32", (4, 8), (2, 2, 1), 32),
-        _slice("v6e-64", (8, 8), (2, 2, 1), 64),
-        _slice("v7x-8", (2, 2, 1), (2, 2, 1), 8),  # v7x counts cores, two a chip, each a device of JAX
-        _slice("v7x-16", (2, 2, 2), (2, 2, 1), 16),
-        _slice("v7x-32", (2, 2, 4), (2, 2, 1), 32),
-    )
-}
-TOPOLOGY_ALIASES = {"v5litepod": "v5e", "tpu7x": "v7x", "v7": "v7x"}
-
-
-def find_topology(name: str) -> Topology:
-    """The slice of this name, or as many as stand before it: "2xv6e-8". Raises ValueError that lists the names."""
-    several = re.fullmatch(r"([1-9]\d*)x(v.*)", name.strip().lower())
-    slices, one = (int(several[1]), several[2]) if several else (1, name.strip().lower())
-    generation, _, count = one.partition("-")
-    topology = TOPOLOGIES.get(f"{TOPOLOGY_ALIASES.get(generation, generation)}-{count}")
-    if topology is None:
-        raise ValueError(f"expected a topology among {' '.join(TOPOLOGIES)}, or several (2xv6e-8), got {name!r}")
-    if slices == 1:
-        return topology
-    if not topology.chip.dcn_bandwidth:
-        known = " ".join(chip.generation for chip in CHIPS.values() if chip.dcn_bandwidth)
-        raise ValueError(
-            f"expected several slices of {known}, got {name!r}: nobody publishes the network between those of others"
-        )
-    devices = slices * topology.devices
-    return dataclasses.replace(topology, name=f"{slices}x{topology.name}", devices=devices, slices=slices)
-
-
 @dataclass(frozen=True)
 class Target:
     """What JAX will run on: `platform` "tpu" or "cpu"; `generation` of a real TPU, None before JAX runs where the bus of this host
@@ -255,7 +91,7 @@ def _generation_on_this_host(bus: str = "/sys/bus/pci/devices") -> str | None:
     for vendor in pathlib.Path(bus).glob("*/vendor"):
         try:
             if vendor.read_text().strip() == GOOGLE_PCI_VENDOR:
-                generation = GENERATION_OF_PCI_DEVICE.get(vendor.with_name("device").read_text().strip())
+                generation = GENERATIONS.get(vendor.with_name("device").read_text().strip())
                 if generation:
                     return generation
         except OSError:

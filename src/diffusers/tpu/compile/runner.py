@@ -21,7 +21,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...utils.peft_utils import unscale_lora_layers
 from .. import bridge
-from ..chips.devices import compiler_options, generation_of
+from ..chips.devices import compiler_options
+from ..chips.figures import generation_of
 from ..chips.locks import exclusive
 from ..chips.sharding import ModelPlan, named
 from ..config import TPUConfig

@@ -6,7 +6,8 @@ JAX is asked where it runs already, or where the answer needs the chips.
 import os
 import sys
 
-from ..chips.devices import CHIPS, GIB, find_target, generation_of, jax_devices
+from ..chips.devices import find_target, jax_devices
+from ..chips.figures import CHIPS, GIB, generation_of
 from ..config import read_environment
 
 

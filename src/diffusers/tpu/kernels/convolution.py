@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from ..chips.devices import chip_of
+from ..chips.figures import chip_of
 from .cost import cost
 from .linear import LANES, LEAST_ROWS, MARGIN
 from .settings import Settings

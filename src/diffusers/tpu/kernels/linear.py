@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from ..chips.devices import MIB, chip_of
+from ..chips.figures import MIB, chip_of
 from .cost import cost
 from .settings import Settings
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
-from ..chips.devices import chip_of
+from ..chips.figures import chip_of
 
 
 @dataclass(frozen=True)

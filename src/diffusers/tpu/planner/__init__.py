@@ -24,7 +24,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from ..chips.devices import find_topology
+from ..chips.figures import find_topology
 from .answers import Answers
 from .aot import run_in_child
 
@@ -41,6 +41,7 @@ READERS = (
     "planner/timing.py",
     "planner/work.py",
     "chips/devices.py",
+    "chips/figures.py",
 )
 
 
@@ -105,7 +106,7 @@ def request_of(
 
     Args:
         model: a directory, a model in the hub's cache, or a published model's id or short name.
-        topology: a name of `devices.TOPOLOGIES`; for executables also SIMULATED.
+        topology: a name of `figures.TOPOLOGIES`; for executables also SIMULATED.
         mesh: degrees dp, sp, tp; None: what the pipeline chooses itself; "auto": the best of several.
         batch: prompts at once.
         arguments: of the pipeline's call; what is left out is the model card's or the pipeline's default.

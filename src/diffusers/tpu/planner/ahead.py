@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ..chips.devices import find_topology
+from ..chips.figures import find_topology
 from ..chips.mesh import make_mesh, plan_degrees, slices_of
 from ..compile.executables import ALONE
 from ..compile.runner import Runner

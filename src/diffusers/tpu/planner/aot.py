@@ -22,7 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..chips.devices import Topology, compile_lowered, flags_of_jax
+from ..chips.devices import compile_lowered, flags_of_jax
+from ..chips.figures import Topology
 from ..errors import exhausted, hbm_asked
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ..chips.devices import find_topology
+from ..chips.figures import find_topology
 from ..chips.mesh import make_mesh
 from ..chips.sharding import PartitionSpec, named
 from ..kernels.attention.blocks import Shape, as_list, candidates, choose, from_list

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..chips.devices import find_topology
+from ..chips.figures import find_topology
 from ..kernels.attention.blocks import TUNED, Shape, tuned_key
 from ..kernels.attention.ways import BOUND, ONLINE, WAYS
 from . import PLANS, Question, ahead, cache_row, check_row, host_row, load_row, ready_row, request_of

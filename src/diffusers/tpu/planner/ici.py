@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..chips.devices import Chip
+from ..chips.figures import Chip
 from .hlo import Instruction
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from ..chips.devices import GIB, MIB
+from ..chips.figures import GIB, MIB
 from . import sources
 
 

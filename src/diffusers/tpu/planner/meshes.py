@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from ..chips.devices import Topology
+from ..chips.figures import Topology
 from ..chips.sharding import ModelPlan
 from ..kernels.attention.parallel import plan_ring
 from .work import Work

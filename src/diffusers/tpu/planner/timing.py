@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 
-from ..chips.devices import Chip
+from ..chips.figures import Chip
 from ..kernels.attention.ways import WAYS
 from . import bundles, hlo, ici
 from .aot import CompiledProgram

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import diffusers
 
-from ..chips.devices import find_topology
+from ..chips.figures import find_topology
 from ..chips.mesh import make_mesh, plan_degrees
 from ..kernels.attention.ways import BOUND
 from ..pipelines.plans import flax_class, pipeline_plan

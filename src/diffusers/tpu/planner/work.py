@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from jax.extend import core
 
-from ..chips.devices import Chip
+from ..chips.figures import Chip
 from .timing import ATTENTION, module_of
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..chips.devices import TOPOLOGIES, Topology, find_topology
+from ..chips.figures import TOPOLOGIES, Topology, find_topology
 from ..chips.mesh import make_mesh, plan_degrees
 from ..chips.sharding import ModelPlan
 from ..compile.runner import Runner

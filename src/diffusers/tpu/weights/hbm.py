@@ -15,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...utils import logging
 from ..chips import hosts
-from ..chips.devices import CHIPS, GENERATION_OF_DEVICE_KIND, GIB, TOPOLOGIES
+from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
 from ..chips.sharding import named
 from ..config import TPUConfig
 
@@ -138,9 +138,9 @@ class HbmManager:
     def question(self, runner) -> str:
         """What to ask the planner where the runner's model does not fit: the command."""
         _, model = self._name(runner)
-        generation = GENERATION_OF_DEVICE_KIND.get(runner.mesh.devices.flat[0].device_kind)
+        chip = chip_of_kind(runner.mesh.devices.flat[0].device_kind)
         larger = [t.name for t in TOPOLOGIES.values() if t.devices > runner.mesh.size]
-        larger = [name for name in larger if name.startswith(f"{generation}-")] or larger or ["v6e-32"]
+        larger = [name for name in larger if chip is TOPOLOGIES[name].chip] or larger or ["v6e-32"]
         return f"diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
 
     def load(self, runner):
@@ -234,7 +234,7 @@ _residencies: "weakref.WeakValueDictionary[tuple, HbmManager]" = weakref.WeakVal
 def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
     """The room on these chips, the same one for every mesh of them and every configuration with the same limit."""
     devices = tuple(sorted(mesh.devices.flat, key=lambda device: device.id))
-    chip = CHIPS.get(GENERATION_OF_DEVICE_KIND.get(devices[0].device_kind))
+    chip = chip_of_kind(devices[0].device_kind)
     hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
     limit = None if hbm is None else room_for_weights(hbm, config)
     known = _residencies.get((devices, hbm, limit))

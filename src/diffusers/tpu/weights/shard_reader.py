@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import torch
 
-from ..chips.devices import MIB
+from ..chips.figures import MIB
 from .checkpoint import FileTensor, values
 from .convert import as_numpy
 from .disk import Files, Mapped

@@ -20,7 +20,7 @@ import numpy as np
 from jax import device_put, lax
 from jax.sharding import NamedSharding
 
-from ..chips.devices import MIB
+from ..chips.figures import MIB
 from .shard_reader import Part, PlacementRequest, ShardReader, aligned
 
 

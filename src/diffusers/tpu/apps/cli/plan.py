@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ... import planner
-from ...chips.devices import find_topology
+from ...chips.figures import find_topology
 from ...config import parse_mesh
 from ...planner.aot import ChildError, NoCompiler
 from ...planner.report import step_ranges

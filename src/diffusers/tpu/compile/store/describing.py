@@ -23,7 +23,7 @@ import torch
 from jax.sharding import PartitionSpec
 from torch.utils._pytree import TreeSpec
 
-from ...chips.devices import MIB
+from ...chips.figures import MIB
 from ...weights.checkpoint import FileTensor, values
 from ..state import Held, Module, Number, class_version
 

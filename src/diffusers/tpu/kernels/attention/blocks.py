@@ -9,7 +9,7 @@ import math
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from ...chips.devices import MIB, chip_of
+from ...chips.figures import MIB, chip_of
 from .ways import BOUND, WAYS
 
 
@@ -22,8 +22,7 @@ PER_PIECE = 250  # the matrix units run dry at the end of straight code
 PER_STEP = 180  # of the grid
 PER_QUERY = 0.25  # before the first key and after the last
 
-MOST_SCORES = {"v7x": 4_500_000}  # of one piece of code: as many as compile in some 10 s on two cores
-MOST_SCORES_ELSEWHERE = 5_600_000
+MOST_SCORES_ASKED = 5_600_000  # of one piece of code of blocks that were asked for, on any chip
 RARER_SCORES = 4_500_000  # of one piece of code of a way that fewer heads go: what compiles in some 10 s on two cores
 AS_GOOD = 1.005  # of the lowest price: then what compiles sooner is better
 MOST_QUERIES = 8192  # of heads up to 128: what is done to a whole block of them before and after is straight code
@@ -74,15 +73,6 @@ class Blocks:
         elif way != BOUND:  # rarer, and the running maximum takes twice the code
             share = max(2, -(-self.piece * keys // RARER_SCORES))
         return _divisor(self.piece, share, tile.queries), keys
-
-
-# By generation: tiles for the two ways. By schedules of head size 128.
-TILES = {
-    "v5e": (Tile(128, 256, 6), Tile(128, 256, 6)),
-    "v5p": (Tile(128, 256, 6), Tile(128, 256, 6)),
-    "v6e": (Tile(256, 256, 6), Tile(256, 256, 6)),
-    "v7x": (Tile(512, 512, 1), Tile(256, 256, 6)),
-}
 
 
 @dataclass(frozen=True)
@@ -156,7 +146,7 @@ def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, 
     """The blocks for a shape: those asked for, else tuned ones, else the rule's first.
 
     Args:
-        generation: None: `devices.DEFAULT_GENERATION`.
+        generation: None: `figures.DEFAULT_GENERATION`.
         wanted: queries, keys, and keys of one product (`TPUConfig.attention_blocks`).
 
     Raises:
@@ -205,11 +195,11 @@ def candidates(shape: Shape, generation: str) -> list[Blocks]:
 
 @functools.lru_cache(1024)
 def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
-    bound, online = (_fitted(tile, shape) for tile in TILES[generation])
+    bound, online = (_fitted(Tile(*sizes), shape) for sizes in chip_of(generation).tiles)
     unit_q, unit_k = (math.lcm(getattr(bound, axis), getattr(online, axis)) for axis in ("queries", "keys"))
     found = []
     # float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size
-    most = MOST_SCORES.get(generation, MOST_SCORES_ELSEWHERE) // (1 if shape.bytes == 2 else 10)
+    most = chip_of(generation).most_scores // (1 if shape.bytes == 2 else 10)
     most = most * 256 // max(256, shape.dim + shape.out_dim)
     of_keys = range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k)
     # masking is slow: where one block, the last, holds all that may be masked, no other has code for it
@@ -255,12 +245,12 @@ def _fitted(tile: Tile, shape: Shape) -> Tile:
 
 def _wanted(shape: Shape, generation: str, wanted: tuple[int, int, int]) -> Blocks:
     queries, keys, depth = wanted
-    bound, online = (_fitted(tile, shape) for tile in TILES[generation])
+    bound, online = (_fitted(Tile(*sizes), shape) for sizes in chip_of(generation).tiles)
     width = math.lcm(bound.queries, online.queries)
     depth = min(round_up(depth, LANES), round_up(shape.kv_len, LANES))
     queries = min(round_up(queries, width), round_up(shape.q_len, width))
     keys = min(round_up(keys, depth), round_up(shape.kv_len, depth))
-    pieces = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= MOST_SCORES_ELSEWHERE)
+    pieces = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= MOST_SCORES_ASKED)
     return Blocks(
         queries,
         keys,

@@ -83,7 +83,7 @@ def tpu_attention(
 
     Args:
         bounds: of the keys and values that some query sees; None: they are computed.
-        generation: of the chip, for the sizes of blocks; None: `devices.DEFAULT_GENERATION`.
+        generation: of the chip, for the sizes of blocks; None: `figures.DEFAULT_GENERATION`.
         wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
         smoothing: with the way "centred"; False: without, for which fewer heads are tame enough and less is compiled.
         ways: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.

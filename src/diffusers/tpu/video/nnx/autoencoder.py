@@ -17,7 +17,8 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from ...chips.devices import find_target, generation_of, jax_devices, keep_compiled_programs
+from ...chips.devices import find_target, jax_devices, keep_compiled_programs
+from ...chips.figures import generation_of
 from ...chips.mesh import AXES, make_mesh, plan_degrees
 from ...chips.sharding import default_spec, fit, named
 from ...config import TPUConfig, parse_mesh, read_environment
