@@ -1,7 +1,5 @@
 """Every kind of Wan, upstream's pipeline as it is. Oracle: the same pipeline without the TPU path, same weights and generator."""
 
-import importlib
-
 import jax
 import numpy as np
 import pytest
@@ -140,16 +138,6 @@ def test_pictures_leave_the_device_as_bytes(chips, dtype, monkeypatch):
         ours = processor.postprocess_video(environment.moved(video), output_type="pil")
     np.testing.assert_array_equal(*(np.stack([np.stack(frames) for frames in v]) for v in (ours, theirs)))
     assert copied == [np.uint8] * 2
-
-
-@pytest.mark.parametrize("kind", ["i2v", "v2v", "vace", "animate"])
-def test_classes_by_their_own_names_install_themselves(chips, kind):
-    pipe = tiny_wan.build(kind)
-    name = type(pipe).__module__.rsplit(".", 1)[1]
-    flax = getattr(importlib.import_module(f"diffusers.pipelines.wan.{name}_flax"), type(pipe).__name__)
-    installed = flax(**pipe.components)
-    assert installed._tpu.glue == "resident" and isinstance(installed, type(pipe))
-    tpu.uninstall(installed)
 
 
 @pytest.mark.parametrize(

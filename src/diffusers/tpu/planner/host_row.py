@@ -65,7 +65,7 @@ def main(scheduler: str):
     import torch
 
     from .. import install
-    from ..pipelines.stepping import _jitted
+    from ..pipelines.step_program import jitted_by_text
 
     torch.set_num_threads(1)
     pipe = install(tiny_pipeline(scheduler))
@@ -103,7 +103,7 @@ def main(scheduler: str):
         "program_milliseconds": 1e3 * alone,
         "host_milliseconds": 1e3 * (step - alone),
         "first_milliseconds": 1e3 * first,
-        "scheduler_programs": len(_jitted),
+        "scheduler_programs": len(jitted_by_text),
     }
     print(json.dumps(row))
 
