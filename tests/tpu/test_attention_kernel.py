@@ -17,7 +17,7 @@ from conftest import QUICKLY, attention_formula, attention_weights, relative
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.kernel import LOG2_E, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
-from diffusers.tpu.kernels.attention.ways import WAYS, Tally
+from diffusers.tpu.kernels.attention.softmax_modes import WAYS, ModeCounter
 
 
 BLOCKS = [
@@ -208,7 +208,7 @@ def test_each_head_and_block_of_queries_goes_its_own_way():
         assert (chosen != other).any(-1)[~huge[..., 0]].mean() > 0.9
     oracle, _ = attention_formula(q, k, v, 1 / 8)
     assert relative(chosen, oracle) < 1e-4  # scores of a thousand have an ulp of 6e-5
-    tally = Tally()
+    tally = ModeCounter()
     run(q, k, v, ways=WAYS, with_lse=True, tally=tally)
     jax.effects_barrier()
     (shares,) = tally.shares().values()

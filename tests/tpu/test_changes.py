@@ -17,7 +17,7 @@ from conftest import relative
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.plans import module_plan
 
@@ -77,7 +77,7 @@ def both(make_mesh):
     """A model on the chips, the same one in torch, and a function that calls both on fresh inputs: their difference."""
     theirs = Model().eval()
     ours = copy.deepcopy(theirs)
-    runner = Runner(ours, ModelPlan(), make_mesh(2, 2, 2), TPUConfig())
+    runner = CompiledModule(ours, ModelPlan(), make_mesh(2, 2, 2), TPUConfig())
     runner.attach()
 
     def differ() -> float:
@@ -368,7 +368,7 @@ def nothing(module, branch):
 def test_three_branches(make_mesh, dp, guide):
     theirs = Model().eval()
     ours = copy.deepcopy(theirs)
-    runner = Runner(ours, ModelPlan(batched=("hidden_states", "context")), make_mesh(dp, 1, 1), TPUConfig())
+    runner = CompiledModule(ours, ModelPlan(batched=("hidden_states", "context")), make_mesh(dp, 1, 1), TPUConfig())
     runner.attach()
     for _ in range(2):
         x, c = torch.randn(1, 3, WIDTH), torch.randn(1, 1, WIDTH)
@@ -383,7 +383,7 @@ def test_three_branches(make_mesh, dp, guide):
 def test_writes_in_place_while_a_call_waits(make_mesh):
     theirs = Model().eval()
     ours = copy.deepcopy(theirs)
-    runner = Runner(ours, ModelPlan(batched=("hidden_states",)), make_mesh(2, 1, 1), TPUConfig())
+    runner = CompiledModule(ours, ModelPlan(batched=("hidden_states",)), make_mesh(2, 1, 1), TPUConfig())
     runner.attach()
     x, c = torch.randn(1, 3, WIDTH), torch.randn(WIDTH)
 
@@ -441,7 +441,7 @@ def test_blocks_see_the_values_of_their_call(make_mesh, loop):
     x, c = torch.randn(2, WIDTH), torch.randn(2, WIDTH)
     with torch.no_grad():
         theirs = model(x, c)
-        Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
+        CompiledModule(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
         assert relative(model(x, c), theirs) < 1e-6
 
 
@@ -465,7 +465,7 @@ class Tables(torch.nn.Module):
 
 def test_a_cache_on_the_class_keeps_nothing_of_a_trace(make_mesh):
     module = Tables().eval()
-    runner = Runner(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+    runner = CompiledModule(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
     runner.attach()
     for length in (3, 5, 3):
         x = torch.randn(2, length, WIDTH)
@@ -613,13 +613,13 @@ def called(model, inputs) -> list[torch.Tensor]:
         return [model(x).clone() for x in inputs]
 
 
-def as_upstream(mesh, build) -> Runner:
+def as_upstream(mesh, build) -> CompiledModule:
     """The runner of a model that was called some times, each time with upstream's answer."""
     inputs, theirs = torch.randn(4, 3, WIDTH), build()
     weights = copy.deepcopy(theirs.state_dict())
     oracles, ours = called(theirs, inputs), build()
     ours.load_state_dict(weights)
-    runner = Runner(ours, ModelPlan(), mesh, TPUConfig())
+    runner = CompiledModule(ours, ModelPlan(), mesh, TPUConfig())
     runner.attach()
     for answer, oracle in zip(called(ours, inputs), oracles, strict=True):
         assert relative(answer, oracle) < 1e-6
@@ -714,7 +714,7 @@ def test_texts_and_arrays_of_values_are_values(make_mesh, name, capsys):
 
 def test_a_check_says_upstreams_values(make_mesh):
     model, x = made(checked), torch.randn(3, WIDTH)
-    Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
+    CompiledModule(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig()).attach()
     with pytest.raises(ValueError) as error, torch.no_grad():
         model(x)
     assert str(error.value) == f"expected two rows, got {x}"
@@ -733,7 +733,7 @@ class Denoising(Attending):
 @pytest.mark.parametrize("cls, windowed", [(Attending, False), (Denoising, True)])
 def test_a_window_of_attention_is_the_denoisers_alone(make_mesh, cls, windowed):
     module, x = cls(), torch.randn(1, 2, 9, WIDTH)
-    Runner(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig(attention_window=(1, 1))).attach()
+    CompiledModule(module, ModelPlan(), make_mesh(1, 1, 1), TPUConfig(attention_window=(1, 1))).attach()
     assert (relative(module(x), cls.forward(module, x)) > 1e-2) == windowed
 
 
@@ -741,7 +741,7 @@ def test_hidden_states_of_a_text_encoder_stay_right(make_mesh):
     """transformers installs hooks in the first forward that asks for them: a second trace would find them twice."""
     theirs = tiny_images.clip()
     ours = copy.deepcopy(theirs)
-    runner = Runner(ours, module_plan(ours), make_mesh(2, 2, 2), TPUConfig())
+    runner = CompiledModule(ours, module_plan(ours), make_mesh(2, 2, 2), TPUConfig())
     runner.attach()
     for dtype, limit in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
         theirs.to(dtype)

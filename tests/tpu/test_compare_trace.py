@@ -14,7 +14,7 @@ from diffusers.tpu.apps.cli import main
 from diffusers.tpu.bridge import assuming
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.planner.obstacles import SMALL, of_pipeline
 
@@ -103,9 +103,9 @@ class Sins(torch.nn.Module):
 
 def test_every_sin_is_named_with_its_line():
     module = Sins()
-    runner = Runner(module, ModelPlan(), make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), TPUConfig())
+    runner = CompiledModule(module, ModelPlan(), make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), TPUConfig())
     runner.attach()
-    call = runner.take_apart("forward", (torch.ones(4, 6), torch.ones(4, 6) > 0), {})
+    call = runner.flatten_call("forward", (torch.ones(4, 6), torch.ones(4, 6) > 0), {})
     found = {}
     for answer in (False, True):
         with assuming(answer) as obstacles:

@@ -24,7 +24,7 @@ from diffusers.models._modeling_parallel import ContextParallelInput, ContextPar
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan, plan_weights
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.attach import runs
@@ -143,14 +143,14 @@ def drawn(made):
     return theirs, copy.deepcopy(theirs), inputs
 
 
-def runner_of(model, plan, chips, degrees) -> Runner:
-    return Runner(model, plan, make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
+def runner_of(model, plan, chips, degrees) -> CompiledModule:
+    return CompiledModule(model, plan, make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
 
 
 def flops_alone(model, inputs, chips) -> float:
     runner = runner_of(model, ModelPlan(), chips, (1, 1, 1))
     runner.attach()
-    call = runner.take_apart("forward", (), {**inputs, "return_dict": False})
+    call = runner.flatten_call("forward", (), {**inputs, "return_dict": False})
     flops = runner.trace(call).traced.lower().cost_analysis()["flops"]
     runner.detach()
     return flops

@@ -20,7 +20,7 @@ from conftest import relative
 from diffusers.tpu import notices
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import executables
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.store import Store, describing
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.plans import module_plan
@@ -44,7 +44,7 @@ def run(make_mesh, store):
         model = tiny_wan.transformer(num_layers=2).to(dtype)
         change(model)
         want = model(**inputs(frames, dtype))[0].float()
-        runner = Runner(model, module_plan(model), make_mesh(*mesh), config or TPUConfig())
+        runner = CompiledModule(model, module_plan(model), make_mesh(*mesh), config or TPUConfig())
         runner.attach()
         attached.append(runner)
         got = model(**inputs(frames, dtype))[0].float()
@@ -286,7 +286,7 @@ def test_two_models_of_one_configuration_share_an_executable(run):
     executables._loaded.clear()
     torch.manual_seed(2)
     models = [tiny_wan.transformer(num_layers=2) for _ in range(2)]
-    runners = [Runner(model, module_plan(model), mesh, TPUConfig()) for model in models]
+    runners = [CompiledModule(model, module_plan(model), mesh, TPUConfig()) for model in models]
     for model, runner in zip(models, runners):
         runner.attach()
         model(**inputs(2))
@@ -301,7 +301,7 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkey
     model, keep, kept = test_ladder.mochi(), Store.keep, []
 
     def noting(store, key, thing, *more):
-        kept.extend([thing] if isinstance(thing, executables.KeptQuestion) else [])
+        kept.extend([thing] if isinstance(thing, executables.CachedGuard) else [])
         return keep(store, key, thing, *more)
 
     monkeypatch.setattr(Store, "keep", noting)
@@ -309,7 +309,7 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkey
     def traces(*lengths):
         executables._loaded.clear()
         ours = copy.deepcopy(model)
-        runner = Runner(ours, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+        runner = CompiledModule(ours, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
         runner.attach()
         for length in lengths:
             given = test_ladder.mochi_inputs(model, test_ladder.first(length))
@@ -404,7 +404,7 @@ def test_a_model_without_weights_has_the_words_of_the_one_that_is_loaded(make_me
         words = []
         for pipe in (loaded, built):
             module = getattr(pipe, component)
-            runner = Runner(module, module_plan(module), make_mesh(1, 2, 1), TPUConfig())
+            runner = CompiledModule(module, module_plan(module), make_mesh(1, 2, 1), TPUConfig())
             runner.attach()
             runner.current()
             words.append(executables.lasting_words(runner))

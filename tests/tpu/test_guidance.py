@@ -1,4 +1,4 @@
-"""Oracle: upstream with the same guider. Branches that skip a layer are other programs, and only theirs."""
+"""Oracle: upstream with the same guider. GuidanceBatcher that skip a layer are other programs, and only theirs."""
 
 import copy
 
@@ -10,7 +10,7 @@ from conftest import programs_of, relative
 from diffusers import LayerSkipConfig, SkipLayerGuidance
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 
 
@@ -38,7 +38,7 @@ def test_three_branches_of_a_guider_side_by_side(make_mesh, dp):
     """The third skips a whole block, by a hook that is gone when its value is computed."""
     theirs = tiny_wan.transformer()
     ours = copy.deepcopy(theirs)
-    runner = Runner(ours, PLAN, make_mesh(dp, 2, 1), TPUConfig())
+    runner = CompiledModule(ours, PLAN, make_mesh(dp, 2, 1), TPUConfig())
     runner.attach()
     env = bridge.environment()
     for what in ({"skip_attention": True, "skip_ff": True}, {"skip_ff": True}):

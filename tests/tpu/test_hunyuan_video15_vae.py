@@ -12,7 +12,7 @@ import tiny
 from conftest import relative
 from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.plans import module_plan
 from diffusers.tpu.video.chunks import scan_chunks
@@ -31,8 +31,8 @@ def both():
     return theirs, copy.deepcopy(theirs)
 
 
-def attached(vae, chips, degrees) -> Runner:
-    runner = Runner(vae, module_plan(vae), make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
+def attached(vae, chips, degrees) -> CompiledModule:
+    runner = CompiledModule(vae, module_plan(vae), make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
     runner.attach()
     return runner
 

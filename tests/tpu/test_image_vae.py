@@ -95,7 +95,7 @@ def test_chips_share_the_work(chips):
 
     def convolved(degrees, entry, x):
         runner = attached(ours, chips, degrees)
-        text = runner.trace(runner.take_apart(entry, (x,), {})).traced.lower().as_text()
+        text = runner.trace(runner.flatten_call(entry, (x,), {})).traced.lower().as_text()
         runner.detach()
         sizes = re.findall(r"stablehlo\.convolution.*?: \(tensor<([0-9x]+)xf32>", text)
         assert ("all_reduce" in text) == ("all_gather" in text) == (degrees != (1, 1, 1))
@@ -189,7 +189,7 @@ def test_what_needs_the_whole_map_equals_upstream(chips, change, degrees):
         vars(conv).pop("_conv_forward", None)
         conv.padding_mode = "zeros"
     assert relative(decoded(ours, latents), before) < 1e-5
-    assert runner.uncompiled.reasons == {} and runner.parts is None
+    assert runner.eager_fallback.reasons == {} and runner.parts is None
 
 
 def convs(vae):

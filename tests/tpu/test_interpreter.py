@@ -20,7 +20,7 @@ from diffusers.tpu.kernels import convolution as convolution_kernel
 from diffusers.tpu.kernels import linear, rotary
 from diffusers.tpu.kernels.attention import exchange_kernels, kernel, kernel_body
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
-from diffusers.tpu.kernels.attention.ways import BOUND, CENTRED, ONLINE, WAYS
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, CENTRED, ONLINE, WAYS
 
 
 pytestmark = pytest.mark.slow

@@ -16,23 +16,23 @@ from diffusers.models.transformers.transformer_mochi_flax import PLAN as MOCHI
 from diffusers.tpu import bridge
 from diffusers.tpu.bridge.decisions import MOST_ENTRIES
 from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.compile import ladder
-from diffusers.tpu.compile.decided import MOST_RUN_ONCE
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile import modes
+from diffusers.tpu.compile.guards import MOST_RUN_ONCE
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 
 
 WORDS, WIDTH = 11, 8
 
 
-def attached(model: torch.nn.Module, mesh, plan=ModelPlan()) -> Runner:
-    runner = Runner(model, plan, mesh, TPUConfig())
+def attached(model: torch.nn.Module, mesh, plan=ModelPlan()) -> CompiledModule:
+    runner = CompiledModule(model, plan, mesh, TPUConfig())
     runner.attach()
     return runner
 
 
-def rungs(runner: Runner) -> dict[str, str]:
-    return {one["module"]: one["rung"] for one in ladder.rungs(runner)}
+def rungs(runner: CompiledModule) -> dict[str, str]:
+    return {one["module"]: one["rung"] for one in modes.rungs(runner)}
 
 
 def first(*lengths: int) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_lengths_are_decided_before_each_call(make_mesh, name, mesh, batch):
         (expected,), (found,) = theirs(**given), ours(**given)
         assert relative(found, expected) < 1e-5, lengths
         assert programs_of(runner) == programs and not runner.eager
-    (one,) = ladder.rungs(runner)
+    (one,) = modes.rungs(runner)
     assert one["module"] == "" and one["rung"] == "decided"
     assert all(reason.startswith(file) and code in reason for reason in one["reasons"])
 
@@ -225,7 +225,7 @@ def test_scanned_blocks_decide_once_and_by_the_values_of_the_call(make_mesh):
         assert relative(ours(x, mask), theirs(x, mask)) < 1e-6
         assert programs_of(runner) == n + 1
     (program, *_) = runner.programs.values()
-    assert len(runner.decided.questions) == 1 and program.compiled.as_text().count("while(") == 1
+    assert len(runner.guards.questions) == 1 and program.compiled.as_text().count("while(") == 1
     env = bridge.environment()
     with env.override_property(mesh=runner.mesh), env:
         on_chips = env.moved(mask)
@@ -242,7 +242,7 @@ def test_what_is_no_small_input_is_not_asked_before_each_call(make_mesh):
     runner = attached(module(lambda self, x: x if x.sum() > 0 else -x), make_mesh(1, 1, 1))
     for sign in (1, -1):
         assert runner.module(torch.full((MOST_ENTRIES + 1,), float(sign))).min() == 1
-    assert rungs(runner) == {"": "parts"} and not runner.decided.questions
+    assert rungs(runner) == {"": "parts"} and not runner.guards.questions
 
 
 @torch.no_grad()
@@ -459,7 +459,7 @@ def test_a_language_model_goes_on_from_its_keys_and_values(make_mesh):
     assert answers[0] == answers[1]
     for _ in range(2):
         assert relative(*(model(words, use_cache=False).logits for model in (ours, theirs))) < 1e-6
-    assert [one["rung"] for one in ladder.rungs(runner)] == ["compiled", "host"] and programs_of(runner) == 1
+    assert [one["rung"] for one in modes.rungs(runner)] == ["compiled", "host"] and programs_of(runner) == 1
 
 
 @torch.no_grad()

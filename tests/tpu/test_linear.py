@@ -20,7 +20,7 @@ from diffusers.tpu import bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.compile import tracing
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.kernels import linear
 from diffusers.tpu.kernels.rotary import Norm, normed_and_rotated
@@ -263,7 +263,7 @@ def test_wans_transformer_by_all_kernels(chips, own_store, monkeypatch, degrees,
         theirs = model(*arguments, return_dict=False)[0]
         exact = copy.deepcopy(model).float()(*(a.float() for a in arguments), return_dict=False)[0]
         config = TPUConfig(attention="kernel", layers="kernel")
-        runner = Runner(model, PLAN, make_mesh(chips, degrees), config)
+        runner = CompiledModule(model, PLAN, make_mesh(chips, degrees), config)
         runner.attach()
         ours = model(*arguments, return_dict=False)[0]
         runner.detach()

@@ -18,7 +18,7 @@ from diffusers.tpu.chips.figures import TOPOLOGIES, find_topology
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.planner import aot, plan, worker
 from diffusers.tpu.planner.building import build, configuration_of
@@ -160,9 +160,9 @@ def test_floating_point_operations_are_torchs(chips):
     }
     with FlopCounterMode(display=False) as counter:
         transformer(**inputs)
-    runner = Runner(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
+    runner = CompiledModule(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
     runner.attach()
-    work = count(runner.trace(runner.take_apart("forward", (), inputs)).traced.jaxpr)
+    work = count(runner.trace(runner.flatten_call("forward", (), inputs)).traced.jaxpr)
     runner.detach()
     assert work.products == counter.get_total_flops()  # it leaves fused attention out
     assert work.attention == 3 * 2 * 2 * (2 * 4 * 105 * 12) * (105 + 20)
@@ -176,9 +176,9 @@ def test_the_cheap_model_prefers_what_compiled_programs_show(chips):
         "timestep": torch.tensor([3.0]),
         "encoder_hidden_states": torch.zeros(()).expand(1, 20, 32),
     }
-    runner = Runner(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
+    runner = CompiledModule(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
     runner.attach()
-    work = count(runner.trace(runner.take_apart("forward", (), inputs)).traced.jaxpr)
+    work = count(runner.trace(runner.flatten_call("forward", (), inputs)).traced.jaxpr)
     runner.detach()
     slice_ = find_topology("v6e-8")
     pairs = Denoiser(WAN, work, 1, True, 10**8)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffusers import HunyuanVideo15Transformer3DModel, WanTransformer3DModel
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.pipelines.plans import module_plan
@@ -51,9 +51,9 @@ def program(make_mesh):
 
     def compile(*degrees, latents=LATENTS, made=wan) -> str:
         model, inputs = made(latents)
-        runner = Runner(model.eval(), module_plan(model), make_mesh(*degrees), TPUConfig())
+        runner = CompiledModule(model.eval(), module_plan(model), make_mesh(*degrees), TPUConfig())
         runner.attach()
-        call = runner.take_apart("forward", (), {**inputs, "timestep": torch.empty(1), "return_dict": False})
+        call = runner.flatten_call("forward", (), {**inputs, "timestep": torch.empty(1), "return_dict": False})
         lowered = runner.trace(call, branches=degrees[0]).traced.lower()
         runner.detach()
         return re.sub(r"/\*.*?\*/", "", lowered.compile().as_text())

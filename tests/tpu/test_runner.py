@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 
 
@@ -36,7 +36,7 @@ def attach(make_mesh):
     """A function that puts a runner on a module."""
 
     def attach(module, *degrees, config=TPUConfig(), **plan):
-        runner = Runner(module.eval(), ModelPlan(**plan), make_mesh(*degrees), config)
+        runner = CompiledModule(module.eval(), ModelPlan(**plan), make_mesh(*degrees), config)
         runner.attach()
         return runner
 
@@ -189,7 +189,7 @@ def test_detach_gives_the_module_back():
     # No fixture: nothing here needs a device.
     module = Denoiser()
     before = dict(vars(module))
-    runner = Runner(module, ModelPlan(), None, TPUConfig())
+    runner = CompiledModule(module, ModelPlan(), None, TPUConfig())
     runner.attach()
     assert module.forward.__wrapped__.__func__ is Denoiser.forward
     runner.detach()

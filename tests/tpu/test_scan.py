@@ -8,7 +8,7 @@ import torch
 import tiny
 from conftest import relative
 from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.tracing.scan import find_groups
 from diffusers.tpu.config import TPUConfig
 
@@ -145,10 +145,10 @@ def run(model, mesh, scan=True):
     x, context = torch.randn(3, WIDTH), torch.randn(3, WIDTH)
     with torch.no_grad():
         theirs = model(x, context)
-        runner = Runner(model, ModelPlan(), mesh, TPUConfig(scan=scan))
+        runner = CompiledModule(model, ModelPlan(), mesh, TPUConfig(scan=scan))
         runner.attach()
         ours = model(x, context)
-        call = runner.take_apart("forward", (x, context), {})
+        call = runner.flatten_call("forward", (x, context), {})
         program = runner.trace(call).traced.lower().as_text()
     runner.detach()
     return relative(ours, theirs), program.count("stablehlo.while"), runner
@@ -244,10 +244,10 @@ def test_hooks_of_blocks_see_the_models_calls_alone(make_mesh):
         for n, block in enumerate(model.blocks):
             y = block(y, context)
             theirs = theirs + n * y
-        runner = Runner(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
+        runner = CompiledModule(model, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
         runner.attach()
         for rows in (x, x[:2]):  # hooks that the first trace left behind would collect twice in the second
             assert relative(model(rows, context[: len(rows)]), theirs[: len(rows)]) < 1e-6
-        call = runner.take_apart("forward", (x, context), {})
+        call = runner.flatten_call("forward", (x, context), {})
         assert runner.trace(call).traced.lower().as_text().count("stablehlo.while") == 1
     assert not model.blocks[0]._forward_hooks and not hasattr(model, "installed")

@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.state import undo as tracing
 from diffusers.tpu.compile.tracing import blocks
 
@@ -127,7 +127,7 @@ class Scaled(torch.nn.Module):
 def attached(make_mesh):
     def attach(*degrees, **plan):
         module = Scaled().eval()
-        runner = Runner(module, ModelPlan(**plan), make_mesh(*degrees), tpu.TPUConfig())
+        runner = CompiledModule(module, ModelPlan(**plan), make_mesh(*degrees), tpu.TPUConfig())
         runner.attach()
         return module, runner
 
@@ -240,7 +240,7 @@ def test_a_failed_trace_leaves_nothing(make_mesh, monkeypatch, own_store, error)
     }  # fmt: skip
     with torch.no_grad():
         theirs = model(**given)[0]
-    runner = Runner(model, transformer_wan_flax.PLAN, make_mesh(1, 2, 1), tpu.TPUConfig())
+    runner = CompiledModule(model, transformer_wan_flax.PLAN, make_mesh(1, 2, 1), tpu.TPUConfig())
     runner.attach()
     runner.place()
     before = held_by(model)

@@ -13,7 +13,7 @@ from conftest import relative
 from diffusers import AutoencoderKLWan
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.compile.runner import Runner
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.tpu.pipelines.plans import module_plan
@@ -36,8 +36,8 @@ def both(generation, dtype=torch.float32):
     return theirs, copy.deepcopy(theirs)
 
 
-def attached(vae, chips, degrees) -> Runner:
-    runner = Runner(vae, module_plan(vae), make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
+def attached(vae, chips, degrees) -> CompiledModule:
+    runner = CompiledModule(vae, module_plan(vae), make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
     runner.attach()
     return runner
 
@@ -135,7 +135,7 @@ def test_one_step_whatever_the_number_of_frames(chips):
     runner = attached(ours, chips, (1, 8, 1))
 
     def program(frames):
-        call = runner.take_apart("decode", (torch.zeros(1, 4, frames, 4, 16),), {})
+        call = runner.flatten_call("decode", (torch.zeros(1, 4, frames, 4, 16),), {})
         return runner.trace(call).traced.lower().as_text()
 
     short, long = program(3), program(9)

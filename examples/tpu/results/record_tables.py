@@ -16,7 +16,7 @@ import coverage_tables
 import upstream_tables
 from coverage_tables import markdown
 
-from diffusers.tpu.kernels.attention.ways import BOUND, WAYS
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, WAYS
 from diffusers.tpu.planner.benches import ATTENTION_PATHS, ATTENTION_SHAPES, CHIP_SLICES
 
 

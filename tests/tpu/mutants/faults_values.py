@@ -39,7 +39,7 @@ MUTANTS = [
          "a window is one token too narrow", "test_attention_reference.py::test_equals_the_formula"),
     ),
     *in_file(
-        TPU + "kernels/attention/lineage/parts.py",
+        TPU + "kernels/attention/provenance/parts.py",
         ("lineage-sign", "sums.get(axis, 0) + times * factor", "sums.get(axis, 0) + factor",
          "a difference of indices is read as their sum",
          "test_attention_masks.py::test_traced_masks_by_their_lineage"),
@@ -143,7 +143,7 @@ MUTANTS = [
          "test_bridge.py::test_what_is_written_where_a_mask_holds"),
     ),
     *in_file(
-        TPU + "bridge/known.py",
+        TPU + "bridge/host_values.py",
         ("known-writes", "    return of_array(t.jax())\n",
          "    return vars(t).setdefault('_first', of_array(t.jax()))\n",
          "a written tensor has the value that it had", "test_bridge.py::test_values_that_the_host_knows"),

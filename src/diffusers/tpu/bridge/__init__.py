@@ -13,12 +13,12 @@ from ..chips.hosts import put
 from ..weights.convert import as_numpy, from_numpy, numpy_dtype
 from .decisions import Decisions, Question
 from .deferred import Deferred
+from .diagnostics import Obstacle, assuming
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
-from .known import apart as known_apart
-from .known import of_tensor as known_values
+from .host_twin import DEVICE_TENSORS, READS, ValueRead
+from .host_values import apart as known_apart
+from .host_values import of_tensor as known_values
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
-from .obstacles import Obstacle, assuming
-from .outside import DEVICE_TENSORS, READS, ValueRead
 from .refusals import is_refused
 
 

@@ -7,7 +7,7 @@ import torch
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
-from .outside import written
+from .host_twin import written
 
 
 class Deferred(Tensor):

@@ -14,7 +14,7 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ..weights.convert import from_numpy
-from .outside import DEVICE_TENSORS, HOST, plain
+from .host_twin import DEVICE_TENSORS, HOST, plain
 
 
 _NOT_A_DRAW = re.compile(

@@ -19,13 +19,13 @@ from ..chips.hosts import process_count, put
 from ..idioms.devices import inside
 from ..weights.checkpoint import is_about_values, settled
 from ..weights.convert import as_numpy, from_numpy
-from . import known
+from . import host_values
 from .decisions import decided
 from .deferred import Deferred
 from .draws import drawn, is_draw
+from .host_twin import DEVICE_TENSORS, READS, usable_outside
 from .layers import cast
 from .lines import asking_line
-from .outside import DEVICE_TENSORS, READS, usable_outside
 from .refusals import refusal
 
 
@@ -122,7 +122,7 @@ class Environment(_Environment):
         for t in tensors:
             if isinstance(t, Deferred):
                 t.jax()  # now: inside of an operator torch no longer decomposes what computing it may call
-        answering = known.asked(func, args)
+        answering = host_values.asked(func, args)
         if answering is not None:
             return self._on_host(func, (answering,), {})
         host = [t for t in tensors if not on_device(t)]
@@ -149,7 +149,7 @@ class Environment(_Environment):
             if refused is None:
                 raise
             raise refused from None
-        known.follow(func, args, kwargs, result)
+        host_values.follow(func, args, kwargs, result)
         if self.waits:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
@@ -241,7 +241,7 @@ class Environment(_Environment):
         def there(t: torch.Tensor) -> jax.Array:
             values = as_numpy(t, own=True)
             array = to(values)
-            known.remember(array, values)
+            host_values.remember(array, values)
             return array
 
         return tree_map_only(torch.Tensor, there, args)
@@ -251,7 +251,7 @@ class Environment(_Environment):
 
     def host(self, t) -> torch.Tensor:
         """A device tensor as a host tensor."""
-        values = known.of_tensor(t)
+        values = host_values.of_tensor(t)
         return from_numpy(t.jax() if values is None else values)
 
 

@@ -8,8 +8,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..weights.convert import from_numpy
 from .draws import is_draw
+from .host_twin import DEVICE_TENSORS, HOST, plain
 from .lines import raised_inside
-from .outside import DEVICE_TENSORS, HOST, plain
 
 
 def refusal(func, args, kwargs, failed: Exception) -> Exception | None:

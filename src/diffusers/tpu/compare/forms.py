@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..bridge import as_numpy
 from ..chips.devices import compile_lowered
 from ..chips.mesh import make_mesh
-from ..compile.runner import Runner
+from ..compile.module import CompiledModule
 from ..compile.tracing import Tag, capture, capturing
 from ..compile.tracing.scan import Group
 from ..config import TPUConfig
@@ -208,11 +208,11 @@ def _wide(array: np.ndarray) -> np.ndarray:
 def _run_traced(module: torch.nn.Module, form: Form, call: Call) -> Captured:
     mesh = make_mesh(target_devices(), form.mesh)
     config = TPUConfig(mesh=form.mesh, attention=form.attention, scan=form.kind == "scanned")
-    runner = Runner(module, module_plan(module), mesh, config)
+    runner = CompiledModule(module, module_plan(module), mesh, config)
     runner.executables.off = True  # a kept program has no values of submodules
     runner.attach()
     try:
-        taken = runner.take_apart(call.entry, call.args, call.kwargs)
+        taken = runner.flatten_call(call.entry, call.args, call.kwargs)
         groups = runner.current().groups
         with capturing(module, groups):
             program = runner.program(taken)

@@ -9,7 +9,7 @@ import torch
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
-from ..compile.runner import Runner
+from ..compile.module import CompiledModule
 from ..config import TPUConfig
 from ..pipelines.plans import module_plan
 
@@ -67,10 +67,10 @@ def kernels_of(
     module: torch.nn.Module, entry: str, call: dict, mesh: Mesh, config: TPUConfig = TPUConfig()
 ) -> set[str]:
     """Those of the program that a run would compile of this call on these chips; nothing is placed."""
-    runner = Runner(module, module_plan(module), mesh, config)
+    runner = CompiledModule(module, module_plan(module), mesh, config)
     runner.attach()
     try:
-        taken = runner.take_apart(entry, (), call)
+        taken = runner.flatten_call(entry, (), call)
         runner.current()
         return kernels_in(runner.trace(taken, 1).traced.jaxpr)
     finally:

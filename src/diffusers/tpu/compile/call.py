@@ -49,7 +49,7 @@ class Call:
         state: the key of the module's state when it was made.
         scale: what the scales of LoRA layers are multiplied by.
         step: what it does of a cache that the module has.
-        decided: what its small inputs answer to the questions of its trace.
+        guards: what its small inputs answer to the questions of its trace.
         given: the caller's own args and kwargs.
         unread: why no key can be made of what it is given.
     """
@@ -64,7 +64,7 @@ class Call:
     state: object = None
     scale: float = 1.0
     step: tracing.Step | None = None
-    decided: tuple = ()
+    guards: tuple = ()
     values: Values | None = None
     given: tuple = ((), {})
     unread: str | None = None
@@ -98,9 +98,7 @@ class Call:
 
     def pairs_with(self, other: "Call") -> bool:
         """Whether both can run as one call of both batches: alike, and the same values where not batched."""
-        if any(
-            getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "decided", "scale")
-        ):
+        if any(getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "guards", "scale")):
             return False
         shared = [n for n, batched in enumerate(self.batched) if not batched]
         if any(self.tensors[n] is not other.tensors[n] for n in shared):
@@ -113,7 +111,7 @@ class Call:
         return all(_is_same(mine.versions[n], theirs.versions[n]) for n in shared)
 
 
-def take_apart(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
+def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
     """A call of a module's `entry(*args, **kwargs)`."""
     if plan.decide is not None:
         decided = plan.decide(signature.bind(*args, **kwargs).arguments)

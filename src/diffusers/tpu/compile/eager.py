@@ -13,7 +13,7 @@ from ..chips.sharding import named
 from ..weights.checkpoint import settled
 from . import tracing
 from .call import Call
-from .decided import MOST_RUN_ONCE
+from .guards import MOST_RUN_ONCE
 from .recent import Recent
 from .state import State, Trace
 
@@ -31,7 +31,7 @@ KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
 
 
-class Uncompiled:
+class EagerFallback:
     """The calls of one module that no program stands for. `most`: kinds of them that are kept; `forget` is called for each that
     is not any more.
 
@@ -87,11 +87,11 @@ class Uncompiled:
         """
         if effects.draws:
             self.add(call, key, DRAWS)
-        elif effects.certain or any(one is other for one in effects.lasting for other in self._once):
-            self.kept += effects.lasting
+        elif effects.certain or any(one is other for one in effects.persistent for other in self._once):
+            self.kept += effects.persistent
             self.add(call, key, LEAVES.format(", ".join(effects.names)) if effects.names else KEEPS)
-        self._met(effects.lasting)
-        return bool(effects.lasting or effects.draws)
+        self._met(effects.persistent)
+        return bool(effects.persistent or effects.draws)
 
     def _met(self, containers: list):
         met = {*map(id, self._once)}
@@ -102,7 +102,7 @@ class Uncompiled:
 
         Where each such call changes the state too, none is traced any more.
         """
-        changed = effects.lasting + effects.scratch
+        changed = effects.persistent + effects.temporary
         if any(one is other for one in changed for other in self._once):
             self.kept += changed
         self._met(changed)

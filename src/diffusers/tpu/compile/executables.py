@@ -36,7 +36,7 @@ from .call import Call, values_of
 from .programs import Program
 from .recent import Recent
 from .state import process_key
-from .store import Key, NotPortable, Store, Words, ours_in_words, sources_in_words, store_here
+from .store import Key, NotPortable, StableKey, Store, ours_in_words, sources_in_words, store_here
 
 
 logger = logging.get_logger(__name__)
@@ -55,7 +55,7 @@ _loaded: "weakref.WeakValueDictionary[str, jax.stages.Compiled]" = weakref.WeakV
 
 
 @dataclass
-class Kept:
+class CachedExecutable:
     """An executable and what a run needs beside it.
 
     Attributes:
@@ -74,7 +74,7 @@ class Kept:
 
 
 @dataclass
-class KeptQuestion:
+class CachedGuard:
     """A question of `decided`, its function exported for the host."""
 
     inputs: tuple[int, ...]
@@ -112,7 +112,7 @@ class Executables:
         if self.store is None or (lasting := self._lasting_now()) is None:
             return None
         entry, spec, static, *step, shapes = call.key
-        words = Words()
+        words = StableKey()
         try:
             passing = {
                 "call": f"{entry} {words.of(spec)} {words.of(static)}",
@@ -188,9 +188,9 @@ class Executables:
         """What is kept, an executable loaded."""
         found = self.store.find(key)
         try:
-            if isinstance(found, KeptQuestion):
+            if isinstance(found, CachedGuard):
                 return found.question()
-            if not isinstance(found, Kept):
+            if not isinstance(found, CachedExecutable):
                 return found
             compiled = _loaded.get(key.name)
             if compiled is None:
@@ -204,7 +204,7 @@ class Executables:
             self.store.damaged(key, error)
             return None
 
-    def _program(self, kept: Kept, compiled, call: Call, branches: int, key: Key) -> Program:
+    def _program(self, kept: CachedExecutable, compiled, call: Call, branches: int, key: Key) -> Program:
         function = self.runner.function(call)
         function.outcome = kept.outcome
         program = Program(
@@ -237,7 +237,9 @@ class Executables:
         with self._run_goes_on():
             executable, in_tree, out_tree = serialize_executable.serialize(program.compiled)
             avals = [(a.shape, a.dtype.name) for a in program.avals]
-            kept = Kept(executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds)
+            kept = CachedExecutable(
+                executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds
+            )
             self.store.keep(program.key, kept, ahead)
             _loaded[program.key.name] = program.compiled
 
@@ -249,7 +251,7 @@ class Executables:
             some = [values_of(call.tensors[number]) for number in question.inputs]
             given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some]
             exported = export.export(question.compute, platforms=ASKED_ON)(*given)
-            kept = KeptQuestion(question.inputs, question.key, question.line, bytes(exported.serialize()))
+            kept = CachedGuard(question.inputs, question.key, question.line, bytes(exported.serialize()))
             self.store.keep(key, kept)
 
     def keep_mark(self, key: Key | None, mark: str):
@@ -269,7 +271,7 @@ class Executables:
 
 def lasting_words(runner) -> dict[str, str]:
     """The words of a module as it is, of its chips, of versions and sources. Raises NotPortable."""
-    words, placed, plan, settings = Words(), runner.plan_weights(), runner.plan, runner.settings
+    words, placed, plan, settings = StableKey(), runner.plan_weights(), runner.plan, runner.settings
     weights = [(name, a.shape, a.dtype.name, repr(a.sharding.spec)) for name, a in placed.avals.items()]
     fixed = {
         f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in ("mesh", "tally")

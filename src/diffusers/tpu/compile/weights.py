@@ -23,7 +23,7 @@ from ..chips.sharding import Coverage, ModelPlan, named, plan_weights
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
 from ..weights.transfer import PlacementRequest, Transfer
-from .parts import is_of
+from .graph_breaks import is_of
 from .state import Number
 from .state.adapters import Adapters
 from .tracing.scan import Group, find_groups

@@ -26,7 +26,7 @@ class Settings:
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
         layers: as `TPUConfig.layers`, for the rooms `linear` and `rotary`.
         convolutions: as `TPUConfig.convolution_precision`, for the rooms `video` and `bridge`.
-        tally: an `attention.ways.Tally` that is told which way heads go; None: nobody asks.
+        tally: an `attention.ways.ModeCounter` that is told which way heads go; None: nobody asks.
 
     Raises NotImplementedError for a TPU of a generation that nothing is known of.
     """

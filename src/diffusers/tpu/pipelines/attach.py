@@ -23,12 +23,12 @@ from ..chips.devices import find_target, jax_devices, keep_compiled_programs, wh
 from ..chips.locks import held
 from ..chips.mesh import make_mesh, plan_degrees, slices_of
 from ..compile.host import HostModel
-from ..compile.ladder import in_words, rungs
-from ..compile.runner import Runner
+from ..compile.modes import in_words, rungs
+from ..compile.module import CompiledModule
 from ..compile.state import is_entry
 from ..config import TPUConfig, read_environment
 from ..idioms.processes import refuse_several
-from ..kernels.attention.ways import Tally
+from ..kernels.attention.softmax_modes import ModeCounter
 from ..weights.hbm import HbmManager, hbm_manager_of
 from .plans import module_plan
 
@@ -54,7 +54,7 @@ class Ownership:
     on_host: bool = False
 
 
-_ownerships: "weakref.WeakKeyDictionary[Runner | HostModel, Ownership]" = weakref.WeakKeyDictionary()
+_ownerships: "weakref.WeakKeyDictionary[CompiledModule | HostModel, Ownership]" = weakref.WeakKeyDictionary()
 
 
 def target_devices() -> tuple:
@@ -103,7 +103,7 @@ def differences(ours: TPUConfig, theirs: TPUConfig) -> str:
 # Attached and detached
 
 
-def runs(module) -> Runner | HostModel | None:
+def runs(module) -> CompiledModule | HostModel | None:
     """What runs this model, None where it is not attached."""
     attributes = getattr(module, "__dict__", {})
     return attributes.get("_tpu_runner") or attributes.get("_tpu_host")
@@ -120,10 +120,14 @@ def owners(module, but=None) -> list:
 
 
 @held
-def attach(module, config: TPUConfig, mesh: Mesh, residency: HbmManager, on_host: bool = False) -> Runner | HostModel:
+def attach(
+    module, config: TPUConfig, mesh: Mesh, residency: HbmManager, on_host: bool = False
+) -> CompiledModule | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
     plan, before = module_plan(module), dict(vars(module))
-    runner = HostModel(module, plan.entries, mesh) if on_host else Runner(module, plan, mesh, config, residency)
+    runner = (
+        HostModel(module, plan.entries, mesh) if on_host else CompiledModule(module, plan, mesh, config, residency)
+    )
     runner.config = config
     runner.attach()
     added = {name: value for name, value in vars(module).items() if before.get(name, module) is not value}
@@ -147,28 +151,28 @@ def detach(module):
 def is_on_chips(module) -> bool:
     """Whether the script has put this model on the TPU, itself or with a pipeline."""
     runner = runs(module)
-    return isinstance(runner, Runner) and not ownership(runner).on_host
+    return isinstance(runner, CompiledModule) and not ownership(runner).on_host
 
 
 @held
-def to_chips(runner: Runner | HostModel):
+def to_chips(runner: CompiledModule | HostModel):
     """The model was moved to the TPU: its weights go there, if there is room; else they come when it is called."""
     ownership(runner).on_host = False
-    if isinstance(runner, Runner):
+    if isinstance(runner, CompiledModule):
         runner.residency.place([runner])
 
 
 @held
-def to_host(runner: Runner | HostModel):
+def to_host(runner: CompiledModule | HostModel):
     """A pipeline's model was moved to the host: its weights leave the chips until it is called."""
     ownership(runner).on_host = True
     leave_chips(runner)
 
 
 @held
-def leave_chips(runner: Runner | HostModel):
+def leave_chips(runner: CompiledModule | HostModel):
     """The model's weights leave the chips; they come back when it is called."""
-    if isinstance(runner, Runner):
+    if isinstance(runner, CompiledModule):
         runner.residency.leave(runner)
 
 
@@ -237,7 +241,7 @@ def explain(module: torch.nn.Module) -> str:
     return "\n".join(in_words(type(module).__name__, report(module)["rungs"]))
 
 
-def component_report(runner: Runner | HostModel) -> dict:
+def component_report(runner: CompiledModule | HostModel) -> dict:
     """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, programs
     let go of, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
     `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
@@ -272,7 +276,7 @@ def component_report(runner: Runner | HostModel) -> dict:
     }
 
 
-def _shares(tally: Tally) -> dict:
+def _shares(tally: ModeCounter) -> dict:
     jax.effects_barrier()  # what programs have run, they have also said
     return tally.shares()
 
@@ -305,7 +309,7 @@ def _copied(module, memo: dict) -> torch.nn.Module:
     runner, new = runs(module), type(module).__new__(type(module))
     memo[id(module)] = new
     new.__setstate__(copy.deepcopy(module.__getstate__(), memo))
-    if isinstance(runner, Runner):
+    if isinstance(runner, CompiledModule):
         made = attach(new, runner.config, runner.mesh, runner.residency)
         ownership(made).asked = ownership(runner).asked
     return new

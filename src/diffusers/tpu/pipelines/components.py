@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from ..chips.locks import exclusive
 from ..compile.host import HostModel
-from ..compile.runner import Runner
+from ..compile.module import CompiledModule
 from ..config import TPUConfig
 from ..weights.hbm import HbmManager
 from . import attach
@@ -42,7 +42,7 @@ class Installation:
     mesh: Mesh
     glue: str
     residency: HbmManager
-    runners: dict[str, Runner] = field(default_factory=dict)
+    runners: dict[str, CompiledModule] = field(default_factory=dict)
     on_host: dict[str, HostModel] = field(default_factory=dict)
     former: weakref.WeakSet = field(default_factory=weakref.WeakSet)
     leaving: weakref.finalize | None = None
@@ -62,7 +62,7 @@ class Installation:
         finally:
             self.lock.release()
 
-    def held(self) -> dict[str, Runner | HostModel]:
+    def held(self) -> dict[str, CompiledModule | HostModel]:
         """What runs each model, by name."""
         return {**self.runners, **self.on_host}
 
@@ -131,7 +131,7 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
     state.residency.use(state, by_use, str(pipe.config.get("_name_or_path") or "MODEL"))
 
 
-def _fits(runner: Runner | HostModel, state: Installation, on_host: bool) -> bool:
+def _fits(runner: CompiledModule | HostModel, state: Installation, on_host: bool) -> bool:
     alike = runner.mesh == state.mesh and not attach.differences(runner.config, state.config)
     return alike and isinstance(runner, HostModel) == on_host
 
@@ -151,7 +151,7 @@ def deleted(state: Installation):
     exclusive.soon(lambda: [_leave_if_free(runner) for runner in state.held().values()])
 
 
-def _leave_if_free(runner: Runner | HostModel):
+def _leave_if_free(runner: CompiledModule | HostModel):
     held = attach.ownership(runner)
     if not [*held.pipelines] and not held.alone:  # its length counts what is just being deleted
         attach.leave_chips(runner)

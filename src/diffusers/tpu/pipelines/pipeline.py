@@ -23,8 +23,8 @@ from ..chips import hosts
 from ..chips.devices import is_active
 from ..chips.locks import exclusive, held
 from ..compile import nans
-from ..compile.ladder import in_words
-from ..compile.runner import one_call
+from ..compile.modes import in_words
+from ..compile.module import one_call
 from ..config import ACCELERATORS, TPUConfig, names_accelerator
 from ..weights.hbm import hbm_manager_of
 from . import attach, glue

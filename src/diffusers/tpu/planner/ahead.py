@@ -11,7 +11,7 @@ from pathlib import Path
 from ..chips.figures import find_topology
 from ..chips.mesh import make_mesh, plan_degrees, slices_of
 from ..compile.executables import ALONE
-from ..compile.runner import Runner
+from ..compile.module import CompiledModule
 from ..config import TPUConfig
 from ..pipelines.attach import of_model, target_devices
 from ..pipelines.plans import module_plan, pipeline_plan
@@ -64,7 +64,7 @@ def make_here(request: dict, progress: Callable) -> dict:
         calls = [r for r in recording.calls if r.component == name]
         if not calls:
             continue
-        runner = Runner(module, module_plan(module), mesh, config)
+        runner = CompiledModule(module, module_plan(module), mesh, config)
         runner.attach()
         try:
             for call in calls:
@@ -81,7 +81,9 @@ def make_here(request: dict, progress: Callable) -> dict:
     }
 
 
-def _make(recorded: RecordedCall, runner: Runner, resident: bool, programs: list, left: list, progress: Callable):
+def _make(
+    recorded: RecordedCall, runner: CompiledModule, resident: bool, programs: list, left: list, progress: Callable
+):
     call, name = recorded.call, f"{recorded.component}.{recorded.call.entry}"
     branches = runner.branches.side_by_side(call) if resident and recorded.pairs else 1
     runner.current()

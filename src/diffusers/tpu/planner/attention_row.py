@@ -13,8 +13,8 @@ from ..chips.sharding import PartitionSpec, named
 from ..kernels.attention.blocks import Shape, as_list, candidates, choose, from_list
 from ..kernels.attention.kernel import shape_of, tpu_attention
 from ..kernels.attention.masks import Mask
+from ..kernels.attention.softmax_modes import BOUND
 from ..kernels.attention.splash import splash_attention
-from ..kernels.attention.ways import BOUND
 from . import kept, reader, timing
 from .aot import BadRequest, Compiler, OutOfMemory
 from .calibration import as_theirs

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ..chips.figures import find_topology
 from ..kernels.attention.blocks import TUNED, Shape, tuned_key
-from ..kernels.attention.ways import BOUND, ONLINE, WAYS
+from ..kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
 from . import PLANS, Question, ahead, cache_row, check_row, host_row, load_row, ready_row, request_of
 from .calibration import PUBLISHED
 

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from ..kernels.attention.ways import BOUND, CODES, FIRST_CODE, WAYS
+from ..kernels.attention.softmax_modes import BOUND, CODES, FIRST_CODE, WAYS
 
 
 LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:")

@@ -15,7 +15,7 @@ import torch
 from ...image_processor import VaeImageProcessor
 from ..chips.mesh import make_mesh
 from ..chips.sharding import ModelPlan
-from ..compile.runner import Call, Runner
+from ..compile.module import Call, CompiledModule
 from ..config import TPUConfig
 from ..pipelines.plans import module_plan
 
@@ -97,7 +97,7 @@ class _Recorder:
         return found
 
 
-class RecordingRunner(Runner):
+class RecordingRunner(CompiledModule):
     """Writes calls down in place of running them."""
 
     def __init__(self, component: str, module: torch.nn.Module, plan: ModelPlan, recorder: _Recorder):
@@ -105,7 +105,7 @@ class RecordingRunner(Runner):
         self.component, self.recorder = component, recorder
 
     def run(self, entry: str, args: tuple, kwargs: dict):
-        avals, function = self.recorder.add(self, self.take_apart(entry, args, kwargs)).outputs
+        avals, function = self.recorder.add(self, self.flatten_call(entry, args, kwargs)).outputs
         return function.output([torch.zeros((), dtype=_torch_dtype(a.dtype)).expand(a.shape) for a in avals])
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 
 from ..chips.figures import Chip
-from ..kernels.attention.ways import WAYS
+from ..kernels.attention.softmax_modes import WAYS
 from . import bundles, hlo, ici
 from .aot import CompiledProgram
 

@@ -8,7 +8,7 @@ import diffusers
 
 from ..chips.figures import find_topology
 from ..chips.mesh import make_mesh, plan_degrees
-from ..kernels.attention.ways import BOUND
+from ..kernels.attention.softmax_modes import BOUND
 from ..pipelines.plans import flax_class, pipeline_plan
 from . import ici, kept, reader, timing
 from .aot import BadRequest, Compiler

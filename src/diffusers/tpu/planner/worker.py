@@ -13,9 +13,9 @@ import torch
 from ..chips.figures import TOPOLOGIES, Topology, find_topology
 from ..chips.mesh import make_mesh, plan_degrees
 from ..chips.sharding import ModelPlan
-from ..compile.runner import Runner
+from ..compile.module import CompiledModule
 from ..config import TPUConfig
-from ..kernels.attention.ways import BOUND, WAYS
+from ..kernels.attention.softmax_modes import BOUND, WAYS
 from ..pipelines.plans import module_plan, pipeline_plan
 from ..weights.hbm import room_for_weights, turns
 from . import calibration, ici, kept, meshes, reader, sources, timing
@@ -235,7 +235,7 @@ class _Planner:
                 continue
             if not calls or (only is not None and (stage_of(name) == "denoise") != (only == "denoise")):
                 continue
-            runner = Runner(module, module_plan(module), jax_mesh, TPUConfig(**self.request.get("config", {})))
+            runner = CompiledModule(module, module_plan(module), jax_mesh, TPUConfig(**self.request.get("config", {})))
             runner.attach()
             try:
                 for recorded in calls:
@@ -244,7 +244,7 @@ class _Planner:
                 runner.detach()
         return made
 
-    def _programs(self, recorded, runner: Runner, compiler, places, topology: Topology) -> list[Part]:
+    def _programs(self, recorded, runner: CompiledModule, compiler, places, topology: Topology) -> list[Part]:
         branches = runner.branches.side_by_side(recorded.call) if recorded.pairs else 1
         runs = recorded.count - (recorded.pairs if branches > 1 else 0)
         inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
@@ -254,7 +254,7 @@ class _Planner:
         self._compile(part, runner, compiler, places, topology)
         return [part]
 
-    def _compile(self, part: Part, runner: Runner, compiler, places, topology: Topology):
+    def _compile(self, part: Part, runner: CompiledModule, compiler, places, topology: Topology):
         if not (part.stage == "denoise" or self.request.get("everything")):
             part.shared = topology.devices if runner.plan.spread else 1
             part.modelled_seconds = part.branches * part.work.seconds(topology.chip, part.shared)

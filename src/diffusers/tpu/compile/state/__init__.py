@@ -14,8 +14,8 @@ A program is keyed by everything that its trace read:
 | objects among the arguments of a call | taken apart (`arguments`): tensors are arguments, the rest is a part of the call's key |
 | the process's attention backend, torch's default dtype | `process_key` |
 | what a forward writes: attributes (a VAE's feature cache), hooks that it installs | put back after the trace (`undone`) |
-| what it writes there and the next call reads | no program can: `tracing.look_after` finds it, the module runs eagerly |
-| what hooks, processors or counters keep from call to call | no program can: the module runs eagerly (`Trace.lasting`) |
+| what it writes there and the next call reads | no program can: `tracing.depends_on_previous_call` finds it, the module runs eagerly |
+| what hooks, processors or counters keep from call to call | no program can: the module runs eagerly (`Trace.persistent`) |
 | iterators, files, clocks, caches of functions, objects whose state Python cannot read | no program can: `State.unread`, the module runs eagerly |
 | parameters and buffers that a forward writes into | no program can: the module runs eagerly (`tracing.WeightWritten`) |
 | `functools.lru_cache` on upstream's classes and functions | bypassed during a trace: they would keep tracers |

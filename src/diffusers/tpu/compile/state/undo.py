@@ -21,15 +21,15 @@ class Trace:
     """What a trace did to the state.
 
     Attributes:
-        lasting: containers that it changed so that the next call would see it: counters, what hooks and processors keep.
-        scratch: the other containers that it changed, attributes of modules and what these hold: the next call may not look.
+        persistent: containers that it changed so that the next call would see it: counters, what hooks and processors keep.
+        temporary: the other containers that it changed, attributes of modules and what these hold: the next call may not look.
         names: of attributes by which a call after it does not do what it does.
         certain: whether that is so of every later call, not of the first one alone.
         draws: how many times it drew random numbers.
     """
 
-    lasting: list = field(default_factory=list)
-    scratch: list = field(default_factory=list)
+    persistent: list = field(default_factory=list)
+    temporary: list = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     certain: bool = False
     draws: int = 0
@@ -40,7 +40,7 @@ def undone(state: State):
     """Around a trace: what it wrote into attributes, dicts and hooks is put back. Gives a `Trace`, filled at the end.
 
     A forward's scratch (a VAE's feature cache, hooks that transformers installs once) is of no consequence where the next
-    forward makes it again: `tracing.look_after` says whether it does. What objects beside the modules keep is, and a number of a
+    forward makes it again: `tracing.depends_on_previous_call` says whether it does. What objects beside the modules keep is, and a number of a
     module's that was counted on.
     """
     trace, before = Trace(), [*_draws(state)]
@@ -50,7 +50,7 @@ def undone(state: State):
         for one in state.changed():
             shadowed = type(one.owner) if isinstance(one.owner, torch.nn.Module) else None
             lasts = one.foreign or isinstance(one.owner, type) or rewritten(one.now, one.before, shadowed)
-            (trace.lasting if lasts else trace.scratch).append(one.thing)
+            (trace.persistent if lasts else trace.temporary).append(one.thing)
         state.restore()
         for (now, _), (was, put_back) in zip(_draws(state), before):
             if pickle.dumps(now) != pickle.dumps(was):

@@ -62,7 +62,7 @@ class NotPortable(Exception):
     """There are no words for a part of the key; the message says for what."""
 
 
-class Words:
+class StableKey:
     """The words of one key. `modules`: names of the modules whose classes and functions it names."""
 
     def __init__(self):

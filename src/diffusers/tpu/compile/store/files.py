@@ -41,26 +41,26 @@ class Key:
     """What a program is kept by.
 
     Attributes:
-        lasting: of the module as it is now, of chips and versions: part of a key -> its words.
-        passing: of the call.
+        of_module: of the module as it is now, of chips and versions: part of a key -> its words.
+        of_call: of the call.
     """
 
     model: str
-    lasting: dict[str, str]
-    passing: dict[str, str]
+    of_module: dict[str, str]
+    of_call: dict[str, str]
 
     @property
     def family(self) -> str:
         """The start of the names of all programs of the module as it is."""
-        return f"{self.model}-{_digest(self.lasting)}"
+        return f"{self.model}-{_digest(self.of_module)}"
 
     @property
     def name(self) -> str:
-        return f"{self.family}-{_digest(self.passing)}{SUFFIX}"
+        return f"{self.family}-{_digest(self.of_call)}{SUFFIX}"
 
     @property
     def parts(self) -> dict[str, str]:
-        return {"model": self.model, **self.lasting, **self.passing}
+        return {"model": self.model, **self.of_module, **self.of_call}
 
 
 @dataclass(frozen=True)
@@ -144,15 +144,15 @@ class Store:
 
     def of_family(self, key: Key) -> list[Key]:
         """Keys of what is kept of the module as it is, the last used first."""
-        return [Key(key.model, key.lasting, kept.passing) for kept, _ in self._heads(f"{key.family}-*{SUFFIX}", key)]
+        return [Key(key.model, key.of_module, kept.of_call) for kept, _ in self._heads(f"{key.family}-*{SUFFIX}", key)]
 
     def nearest(self, key: Key) -> "Apart | None":
         """What parts this key from the nearest one kept of the same model and call; None where there is none."""
         found = []
         for kept, ahead in self._heads(f"{key.model}-*{SUFFIX}", key):
-            words = {name: (kept.lasting.get(name), here) for name, here in key.lasting.items()}
+            words = {name: (kept.of_module.get(name), here) for name, here in key.of_module.items()}
             words = {name: pair for name, pair in words.items() if pair[0] != pair[1]}
-            if words and kept.passing == key.passing:
+            if words and kept.of_call == key.of_call:
                 found.append(Apart(words, ahead))
         return min(found, key=lambda apart: (not apart.ahead, len(apart.words)), default=None)
 
@@ -166,7 +166,7 @@ class Store:
                         head = json.loads(file.readline())
                     lasting, passing = (
                         {name: head["key"][name] for name in part if name in head["key"]}
-                        for part in (key.lasting, key.passing)
+                        for part in (key.of_module, key.of_call)
                     )
                     found.append((path.stat().st_mtime, Key(key.model, lasting, passing), head["ahead"]))
         return [(kept, ahead) for _, kept, ahead in sorted(found, key=lambda one: -one[0])]

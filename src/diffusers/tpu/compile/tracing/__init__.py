@@ -1,10 +1,10 @@
 """A torch module's method as a pure function of (weights, inputs, numbers), all JAX arrays; equal blocks as one scanned block."""
 
 from .blocks import WeightWritten
-from .caches import Kept, NotOnce, Step, kept_by
-from .captures import Marked, Tag, capture, capture_p, capturing
-from .following import look_after
+from .caches import NotOnce, Step, StepCache, kept_by
 from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
+from .intermediates import Marked, Tag, capture, capture_p, capturing
+from .previous_call import depends_on_previous_call
 from .scale import NumberRead
 from .video import (
     attention_by_frame,
@@ -23,7 +23,7 @@ from .video import (
 __all__ = [
     "Entangled",
     "INPUT",
-    "Kept",
+    "StepCache",
     "Marked",
     "NotOnce",
     "NumberRead",
@@ -39,7 +39,7 @@ __all__ = [
     "doubled",
     "in_tiles",
     "kept_by",
-    "look_after",
+    "depends_on_previous_call",
     "looking_back",
     "normed_by_place",
     "on_a_slab",

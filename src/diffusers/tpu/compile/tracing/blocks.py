@@ -267,7 +267,7 @@ class BlockRuns:
         if self.stacks[run.group.label][2]:
             return False  # what a cache keeps of each is beside its trace
         traced, _, answer, effects = self._traced(run.group, index, run.leaves, run.spec, run.arrays)
-        if effects.lasting or effects.scratch or effects.draws:
+        if effects.persistent or effects.temporary or effects.draws:
             return False  # what it does to its own Python no other block does
         return answer.form == run.answer.form and _words(traced) == run.words
 

@@ -32,7 +32,7 @@ from ...weights.convert import from_numpy, numpy_dtype
 from ..state import Arguments, Trace, Written, opened, read, undone, without_caches
 from ..state.adapters import Adapters
 from .blocks import BlockRuns, Method, WeightWritten, numbered, written
-from .caches import Kept, Results
+from .caches import Results, StepCache
 from .hooked import is_watched_inside
 from .scan import Group
 from .scopes import module_scopes
@@ -95,7 +95,7 @@ class PureFunction:
     methods: dict
     whole: tuple[str, ...] = ()
     by_slabs: bool = False
-    kept: Kept | None = None
+    kept: StepCache | None = None
     kind: Hashable = ""
     branches: int = 1
     results: int = 0

@@ -19,7 +19,7 @@ from . import kernel, masks, splash
 from .joint import Text, joint_attention, joint_mask
 from .parallel import attention_by_heads, parallel_attention, plan_ring
 from .reference import reference_attention
-from .ways import ONLINE
+from .softmax_modes import ONLINE
 
 
 logger = logging.get_logger(__name__)

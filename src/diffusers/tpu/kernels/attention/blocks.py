@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from ...chips.figures import MIB, chip_of
-from .ways import BOUND, WAYS
+from .softmax_modes import BOUND, WAYS
 
 
 LANES = 128

@@ -34,7 +34,7 @@ from .kernel_call import LOG2_E, SUBLANES, Call
 from .kernel_operands import key_bias, make_operands, row_of
 from .key_bounds import KeyBounds
 from .masks import Mask
-from .ways import BOUND, WAYS, Tally, largest_radius, open_ways
+from .softmax_modes import BOUND, WAYS, ModeCounter, largest_radius, open_ways
 
 
 VMEM_MARGIN = 8 << 20  # the compiler's own, beside what `blocks.vmem_bytes` counts
@@ -76,7 +76,7 @@ def tpu_attention(
     blocks: Blocks | None = None,
     smoothing: bool = True,
     ways: tuple[str, ...] = WAYS,
-    tally: Tally | None = None,
+    tally: ModeCounter | None = None,
     interpret=False,
 ) -> Float[Array, "B N T E"] | tuple[Float[Array, "B N T E"], Float[Array, "B N T"]]:
     """Attention with the arguments of `reference_attention`.

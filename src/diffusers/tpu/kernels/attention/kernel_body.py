@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from .blocks import LANES
 from .kernel_call import LOG2_E, LOWEST, MIXED, SKIPPED, Call
 from .kernel_tiles import Piece, product
-from .ways import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST
+from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST
 
 
 def run(*refs, call: Call):

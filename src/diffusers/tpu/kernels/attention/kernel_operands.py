@@ -22,7 +22,7 @@ from .blocks import LANES
 from .kernel_call import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
 from .key_bounds import KeyBounds, key_bounds, mean_key
 from .masks import Mask, takes_part
-from .ways import BOUND, CENTRED
+from .softmax_modes import BOUND, CENTRED
 
 
 Operands = dict[str, tuple[Array, pl.BlockSpec]]

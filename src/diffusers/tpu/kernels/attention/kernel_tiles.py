@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from .blocks import LANES, Tile
 from .kernel_call import LOG2_E, MASKED, SUBLANES, Call
 from .masks import takes_part
-from .ways import BOUND, ONLINE
+from .softmax_modes import BOUND, ONLINE
 
 
 def product(call: Call, x, y):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .blocks import LANES
 from .kernel_call import SUBLANES
 from .key_norms import LEAST_ROWS, longest
-from .ways import SMALLEST
+from .softmax_modes import SMALLEST
 
 
 LARGEST = 126.0  # exponent of the largest sum

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from . import lineage
+from . import provenance
 
 
 BELOW = -1e30  # a bias at or below it takes the key away: -inf, and the lowest float32 and bfloat16
@@ -133,8 +133,8 @@ def _is_concrete(mask) -> bool:
 
 def _of_lineage(mask: jax.Array) -> Mask:
     """The parts of a traced mask, axis of keys or queries full or one, by the way it was computed."""
-    value = lineage.read(mask)
-    if isinstance(value, lineage.Choice):
+    value = provenance.read(mask)
+    if isinstance(value, provenance.Choice):
         on, off = (None if is_bias(x) else bool(takes_part(x)) for x in (value.on, value.off))
         if on is not None and on == off:
             return Mask() if on else Mask(keys=jnp.zeros((1, 1, 1, 1), bool))
@@ -148,7 +148,7 @@ def _of_lineage(mask: jax.Array) -> Mask:
     return Mask(dense=mask)
 
 
-def _of_parts(parts: tuple[lineage.Part, ...]) -> Mask:
+def _of_parts(parts: tuple[provenance.Part, ...]) -> Mask:
     keys, queries, dense, band = [], [], [], (None, None)
     for part in parts:
         stripe = part.stripe

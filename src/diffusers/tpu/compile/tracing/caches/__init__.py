@@ -13,15 +13,15 @@ import operator
 import torch
 
 from ..scan import Group
-from .kept import Kept, Results, Step
-from .modules import Broadcast, NotOnce, Series
-from .whole import FirstBlock, Magnitudes
+from .modules import NotOnce, PyramidAttentionBroadcast, TaylorSeer
+from .step_cache import Results, Step, StepCache
+from .whole import FirstBlockCache, MagCache
 
 
-__all__ = ["Kept", "NotOnce", "Results", "Step", "kept_by"]
+__all__ = ["StepCache", "NotOnce", "Results", "Step", "kept_by"]
 
 
-def kept_by(model: torch.nn.Module, groups: list[Group], known: Kept | None = None) -> Kept | None:
+def kept_by(model: torch.nn.Module, groups: list[Group], known: StepCache | None = None) -> StepCache | None:
     """The cache on the model, where programs can stand for its steps; None without one, or with other hooks beside it.
 
     `known`: what was found before, given again if it is the same.
@@ -29,7 +29,9 @@ def kept_by(model: torch.nn.Module, groups: list[Group], known: Kept | None = No
     registries = ((module, vars(module).get("_diffusers_hook")) for module in model.modules())
     hooked = [(module, hook) for module, registry in registries for hook in getattr(registry, "hooks", {}).values()]
     names = frozenset(type(hook).__name__ for _, hook in hooked)
-    made = next((cls for cls in (FirstBlock, Magnitudes, Broadcast, Series) if names == cls.HOOKS), None)
+    made = next(
+        (cls for cls in (FirstBlockCache, MagCache, PyramidAttentionBroadcast, TaylorSeer) if names == cls.HOOKS), None
+    )
     found = made and made.found(model, hooked, groups)
     same = (
         known and found and len(found.hooks) == len(known.hooks) and all(map(operator.is_, found.hooks, known.hooks))

@@ -21,7 +21,7 @@ from ....bridge import Tensor, View
 from ....bridge.environment import DEVICE, environment
 from ....weights.convert import numpy_dtype
 from ..scan import Group
-from .kept import Kept, Results, Step
+from .step_cache import Results, Step, StepCache
 
 
 class NotOnce(Exception):
@@ -92,7 +92,7 @@ class Here:
         return self.filled[1] if self.filled is not None and x.ndim == 3 and x.shape[1] == self.filled[0] else 0
 
 
-class Modules(Kept):
+class Modules(StepCache):
     """A cache whose hooks count. How one decides and what it keeps are its class's."""
 
     def __init__(self, places: list[Place]):
@@ -263,8 +263,8 @@ class Modules(Kept):
                         self._give_back(state, held.form, held.of_block(number) if place.label else held.tensors)
 
 
-class Broadcast(Modules):
-    """Kept: each attention's answer. Its state is of all calls, whatever their branch, as upstream's."""
+class PyramidAttentionBroadcast(Modules):
+    """StepCache: each attention's answer. Its state is of all calls, whatever their branch, as upstream's."""
 
     HOOKS = frozenset({"PyramidAttentionBroadcastHook"})
 
@@ -310,8 +310,8 @@ class Broadcast(Modules):
         return _built(part.form, given)
 
 
-class Series(Modules):
-    """Kept: of each tensor that a module gives its Taylor factors, lowest order first; upstream's state makes and sums them.
+class TaylorSeer(Modules):
+    """StepCache: of each tensor that a module gives its Taylor factors, lowest order first; upstream's state makes and sums them.
 
     A module that is called inactive gives zeros where it does not run; of it shapes are kept.
     """

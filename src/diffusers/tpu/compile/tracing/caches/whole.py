@@ -18,10 +18,10 @@ from ....bridge import Tensor
 from ....bridge.environment import environment
 from ...state import own_forward
 from ..scan import Group
-from .kept import Kept, Results, Step
+from .step_cache import Results, Step, StepCache
 
 
-class Blocks(Kept):
+class Blocks(StepCache):
     """A cache on a model whose blocks have its hooks: the first one's, `head`, decides, and the last one's, `tail`, keeps."""
 
     def __init__(self, head, tail):
@@ -84,8 +84,8 @@ class Blocks(Kept):
             self.manager._state_cache, self.manager._context = before
 
 
-class FirstBlock(Blocks):
-    """Kept: residuals of the first block, and of all others together. A third result says whether the blocks ran, [B]."""
+class FirstBlockCache(Blocks):
+    """StepCache: residuals of the first block, and of all others together. A third result says whether the blocks ran, [B]."""
 
     HOOKS = frozenset({"FBCHeadBlockHook", "FBCBlockHook"})
 
@@ -153,8 +153,8 @@ class FirstBlock(Blocks):
         return [torch.where(ran, one, other) for one, other in zip(computed, kept)]
 
 
-class Magnitudes(Blocks):
-    """Kept: the residual of all blocks together."""
+class MagCache(Blocks):
+    """StepCache: the residual of all blocks together."""
 
     HOOKS = frozenset({"MagCacheHeadHook", "MagCacheBlockHook"})
 

@@ -28,16 +28,16 @@ from ..chips.sharding import ModelPlan, named
 from ..config import TPUConfig
 from ..errors import NotFinite, within_hbm
 from ..idioms.refusing import without_gradients
-from ..kernels.attention.ways import Tally
+from ..kernels.attention.softmax_modes import ModeCounter
 from ..kernels.settings import Settings
 from ..weights.hbm import HbmManager, room_for_programs
 from . import nans, tracing
-from .branches import Branches
-from .call import Call, Values, goes_on_from, take_apart, values_of, version_of
-from .decided import Decided
-from .eager import NO_PROGRAM, Uncompiled, from_libraries, random_state_kept, run_on_host
+from .call import Call, Values, flatten_call, goes_on_from, values_of, version_of
+from .eager import NO_PROGRAM, EagerFallback, from_libraries, random_state_kept, run_on_host
 from .executables import ALONE, NUMBERS_ARE_READ, Executables
-from .parts import Parts
+from .graph_breaks import GraphBreaks
+from .guards import Guards
+from .guidance import GuidanceBatcher
 from .programs import Program, announce, forget_operations, kept_at, trace_program
 from .recent import Recent
 from .state import Entry, State, Trace, is_entry, process_key, read, write_back
@@ -70,7 +70,7 @@ def one_call(runners):
             runner.executables.forget_expected()
 
 
-class Runner:
+class CompiledModule:
     """The compiled form of one module, shared by its entry methods and by the pipelines that share the module.
 
     Where no program can be, because the module's lines ask for values or for what torchax lacks, it is in `parts` for as long as
@@ -90,8 +90,8 @@ class Runner:
         part: bool = False,
     ):
         self.part = part
-        self.parts: Parts | None = None
-        self._in_parts: dict[object, Parts] = Recent(config.programs)
+        self.parts: GraphBreaks | None = None
+        self._in_parts: dict[object, GraphBreaks] = Recent(config.programs)
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
         self.residency = residency
         room = room_for_programs(residency and residency.hbm, config)
@@ -99,7 +99,7 @@ class Runner:
         self.traced: dict[tuple, Program] = Recent(
             config.programs, room, lambda one: one.compiled and one.code_bytes or 0, forget
         )
-        self.branches = Branches(1 if mesh is None else mesh.shape["dp"], self._execute)
+        self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self._execute)
         self._placed: PlacedWeights | None = None
         self._signatures: dict[str, inspect.Signature] = {}
         self._entries: dict[str, Entry] = {}
@@ -107,14 +107,14 @@ class Runner:
         self._states: dict[object, int] = Recent(config.programs)
         self._numbers_of_states = itertools.count()
         self._key: tuple | None = None
-        self._cache: tracing.Kept | None = None
+        self._cache: tracing.StepCache | None = None
         self._numbers: tuple[float, dict[str, jax.Array]] | None = None
         self._numbers_are_read = False
-        self.uncompiled = Uncompiled(type(module).__name__, config.programs, forget)
-        self.decided = Decided(type(module).__name__, config.programs)
+        self.eager_fallback = EagerFallback(type(module).__name__, config.programs, forget)
+        self.guards = Guards(type(module).__name__, config.programs)
         self.executables = Executables(self)
         self.traces = self.compiled = 0  # how often
-        self.tally = Tally() if config.attention_tally else None
+        self.tally = ModeCounter() if config.attention_tally else None
 
     def attach(self):
         """Take the module's entry methods over; the module says where it runs by an attribute."""
@@ -181,7 +181,7 @@ class Runner:
     def plan_weights(self) -> PlacedWeights:
         """Where the weights lie or will lie; moves nothing."""
         if self._placed is None:
-            scan = self.config.scan and not self.uncompiled.lasting
+            scan = self.config.scan and not self.eager_fallback.lasting
             parts = () if self.parts is None else self.parts.names
             self._placed = plan_placement(self.module, self.plan, self.mesh, scan, parts)
         return self._placed
@@ -225,7 +225,7 @@ class Runner:
         placed = (runner._placed for _, runner in self.with_parts())
         return sum(one.coverage.bytes_per_chip for one in placed if one is not None)
 
-    def with_parts(self, name: str = "") -> Iterator[tuple[str, "Runner"]]:
+    def with_parts(self, name: str = "") -> Iterator[tuple[str, "CompiledModule"]]:
         """This runner and those of its parts, of their parts too, with their names in the model."""
         yield name, self
         for path, runner in self.parts.runners.items() if self.parts is not None else ():
@@ -239,20 +239,20 @@ class Runner:
             self._cache = tracing.kept_by(self.module, self.plan_weights().groups, self._cache)
         self._state = read(self.module, () if self.kept is None else self.kept.apart)
         self._key = self._numbers = None
-        kept = self.uncompiled.lasting
-        self.uncompiled.look_at(self._state)
-        parts = self._in_parts.get(LASTING if self.uncompiled.lasting else self._state.key)
+        kept = self.eager_fallback.lasting
+        self.eager_fallback.look_at(self._state)
+        parts = self._in_parts.get(LASTING if self.eager_fallback.lasting else self._state.key)
         if parts is not None and not parts.are_of(self.module):
             self._take_apart(parts.reason)
         elif parts is None and self._state.unread:
-            self._take_apart(self.uncompiled.cannot_read())
+            self._take_apart(self.eager_fallback.cannot_read())
         else:
             self._come_apart(parts)
-        if kept and not self.uncompiled.lasting:
+        if kept and not self.eager_fallback.lasting:
             self._plan_anew()  # what kept something is gone: blocks are stacked again
 
     @property
-    def kept(self) -> tracing.Kept | None:
+    def kept(self) -> tracing.StepCache | None:
         """The cache of the module whose steps programs stand for."""
         return None if self._cache is None or self._cache.left else self._cache
 
@@ -262,7 +262,7 @@ class Runner:
             self._cache.leave()
             self._state = None if self._cache.left else self._state
 
-    def _come_apart(self, parts: Parts | None):
+    def _come_apart(self, parts: GraphBreaks | None):
         """In these parts from here on, or whole."""
         if parts is not self.parts:
             self.parts = parts
@@ -298,12 +298,12 @@ class Runner:
             held = None if self.part else next(filter(goes_on_from, call.others), None)
             if held is not None:
                 return self._go_on_from(held, call, args, kwargs)
-            if self.uncompiled.steadies((call.key, self._state.key)):
+            if self.eager_fallback.steadies((call.key, self._state.key)):
                 self._in_parts.pop(LASTING, None)
                 self._come_apart(self._in_parts.get(self._state.key))
-            whole = not (self.parts or self.uncompiled.lasting or self._opaque(call))
+            whole = not (self.parts or self.eager_fallback.lasting or self._opaque(call))
             if call.unread is not None:
-                self.uncompiled.add(
+                self.eager_fallback.add(
                     call, ("given", call.unread), f"what it is given can be no part of a key ({call.unread})"
                 )
                 whole = False
@@ -320,7 +320,7 @@ class Runner:
         if nans.is_debugging() and not self.part:
             if not nans.are_finite(answer):
                 self.branches.finish()
-                call = self.take_apart(entry, args, kwargs)
+                call = self.flatten_call(entry, args, kwargs)
                 self.current()
                 self.take_values(call)
                 name = nans.first_not_finite(self.module, lambda: self._line_by_line(call, args, kwargs))
@@ -337,7 +337,7 @@ class Runner:
             if program is not None:
                 return self.run(call.entry, args, kwargs)
             self._leave_cache()
-            return self._run_eagerly(self.take_apart(call.entry, args, kwargs), args, kwargs)
+            return self._run_eagerly(self.flatten_call(call.entry, args, kwargs), args, kwargs)
         self.take_values(call)
         if self._compile(program):
             self._look_at_state()  # of what other threads have called meanwhile
@@ -363,13 +363,13 @@ class Runner:
         """A call whose scale of LoRA layers, upstream's `attention_kwargs={"scale": ...}`, is no argument but multiplies numbers."""
         name = None if self._numbers_are_read else scaled_by(self.original(entry))
         kwargs, scale = take_scale(kwargs, name)
-        call = self.take_apart(entry, args, kwargs)
+        call = self.flatten_call(entry, args, kwargs)
         call.scale = scale
         return call
 
-    def take_apart(self, entry: str, args: tuple, kwargs: dict) -> Call:
+    def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
-        return take_apart(entry, self._signatures[entry], self.plan, args, kwargs)
+        return flatten_call(entry, self._signatures[entry], self.plan, args, kwargs)
 
     def take_values(self, call: Call):
         """Give the call what its program computes with: weights where they lie, numbers, its tensors' values."""
@@ -433,18 +433,18 @@ class Runner:
     def _go_on_from(self, held, call: Call, args: tuple, kwargs: dict):
         """On the host: each call finds more in what it is given, a language model's keys and values, so that no shape comes twice."""
         self.branches.finish()
-        self.uncompiled.put_on_host(call, f"each call finds more in the {type(held).__name__} that it is given")
+        self.eager_fallback.put_on_host(call, f"each call finds more in the {type(held).__name__} that it is given")
         return self._run_on_host(call, args, kwargs)
 
     def _take_apart(self, reason: str):
         """The module is in parts while it is in this state, or changes with each call."""
-        parts = Parts(self.module, self._part, reason)
-        self._in_parts[LASTING if self.uncompiled.lasting else self._state.key] = parts
+        parts = GraphBreaks(self.module, self._part, reason)
+        self._in_parts[LASTING if self.eager_fallback.lasting else self._state.key] = parts
         self._come_apart(parts)
 
-    def _part(self, module: torch.nn.Module) -> "Runner":
+    def _part(self, module: torch.nn.Module) -> "CompiledModule":
         plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods, spread=self.plan.by_slabs)
-        runner = Runner(module, plan, self.mesh, self.config, part=True)
+        runner = CompiledModule(module, plan, self.mesh, self.config, part=True)
         runner.tally, runner.traced.most_bytes = self.tally, self.traced.most_bytes
         return runner
 
@@ -517,8 +517,8 @@ class Runner:
         return [*dict.fromkeys(reasons)]
 
     def _reasons(self) -> Iterator[str]:
-        yield from self.uncompiled.reasons.values()
-        yield from self.uncompiled.on_host
+        yield from self.eager_fallback.reasons.values()
+        yield from self.eager_fallback.on_host
         if self.parts is not None:
             yield from filter(None, (self.parts.reason, *self.parts.missing, self.parts.host))
 
@@ -527,25 +527,25 @@ class Runner:
         call.state = self.state_key
         branches = self.branches.side_by_side(call) if bridge.environment().active else 1
         key = (call.key, branches, call.state)
-        if branches > 1 and self.decided.alone.get(key):
+        if branches > 1 and self.guards.alone.get(key):
             key = (call.key, branches := 1, call.state)
-        call.decided = self.decided.answers(key, call)
-        key = (*key, call.decided)
-        if key in self.uncompiled.reasons:
+        call.guards = self.guards.answers(key, call)
+        key = (*key, call.guards)
+        if key in self.eager_fallback.reasons:
             return None
         if key in self.traced:
             return self.traced[key]
-        fickle = self.decided.fickle(key, self.traced)
+        fickle = self.guards.fickle(key, self.traced)
         if fickle is not None:
             return self._take_apart(f"its answers are others in each call ({fickle})")
         found = self._recalled(call, branches, key)
-        if found is None and self.uncompiled.is_fickle(call, self.traced.values()):
-            return self._take_apart(self.uncompiled.fickle)
+        if found is None and self.eager_fallback.is_fickle(call, self.traced.values()):
+            return self._take_apart(self.eager_fallback.fickle)
         return found or self._new_program(call, branches, key)
 
     def _recalled(self, call: Call, branches: int, key: tuple) -> Program | None:
         """The program that another process has left for calls like this one; None where there is none."""
-        found = self.executables.recall(self.executables.key(call, branches, call.decided), call, branches)
+        found = self.executables.recall(self.executables.key(call, branches, call.guards), call, branches)
         if found is None or isinstance(found, Program):
             if found is not None:
                 self.traced[key] = found
@@ -553,9 +553,9 @@ class Runner:
         if found == NUMBERS_ARE_READ:
             self._numbers_are_read, self._key = True, None
         elif found == ALONE:
-            self.decided.alone[key[:-1]] = True
+            self.guards.alone[key[:-1]] = True
         else:
-            self.decided.know(key[:-1], call.decided, found)
+            self.guards.know(key[:-1], call.guards, found)
         return self.program(call)
 
     def _new_program(self, call: Call, branches: int, key: tuple) -> Program | None:
@@ -566,8 +566,8 @@ class Runner:
             with random_state_kept(call), bridge.whole_tracebacks():
                 program = self.trace(call, branches, function)
                 effects = function.effects
-                if effects.scratch and not (effects.lasting or effects.draws):
-                    tracing.look_after(function)
+                if effects.temporary and not (effects.persistent or effects.draws):
+                    tracing.depends_on_previous_call(function)
         except tracing.NumberRead:
             self._found_out(NUMBERS_ARE_READ, call, branches)
             self._numbers_are_read, self._key = True, None
@@ -577,33 +577,33 @@ class Runner:
                 raise
             if branches > 1:
                 self._found_out(ALONE, call, branches)
-                self.decided.alone[key[:-1]] = True
+                self.guards.alone[key[:-1]] = True
                 return self.program(call)
-            program, reason = None, self.uncompiled.fails(error, function.effects or Trace(), call, key)
+            program, reason = None, self.eager_fallback.fails(error, function.effects or Trace(), call, key)
             if reason is not None:
                 return self._take_apart(reason)
         else:
-            program = None if self.uncompiled.because_of(effects, call, key) else program
+            program = None if self.eager_fallback.because_of(effects, call, key) else program
         if program is not None:
-            for answers, question in self.decided.asked(function.decisions):
+            for answers, question in self.guards.asked(function.decisions):
                 self.executables.keep_question(self.executables.key(call, branches, answers), question, call)
-            call.decided = self.decided.learn(key[:-1], function.decisions)
-            self.traced[*key[:-1], call.decided] = program
-            program.key = self.executables.key(call, branches, call.decided)
+            call.guards = self.guards.learn(key[:-1], function.decisions)
+            self.traced[*key[:-1], call.guards] = program
+            program.key = self.executables.key(call, branches, call.guards)
             function.values = function.decisions = None  # of this call, and of its trace
-        elif self.uncompiled.lasting:
+        elif self.eager_fallback.lasting:
             self._plan_anew()
         return program
 
     def _found_out(self, what: str, call: Call, branches: int):
-        self.executables.keep_mark(self.executables.key(call, branches, call.decided), what)
+        self.executables.keep_mark(self.executables.key(call, branches, call.guards), what)
 
     def prepare(self, some: list[Call]):
         """Compile what calls like these will need; nothing is placed."""
         self.current()
         if some[0].step is not None or self.kept is not None:
             return  # which step of its cache the first one is shows when it comes
-        whole = not (self.parts or self.uncompiled.lasting)
+        whole = not (self.parts or self.eager_fallback.lasting)
         program = self.program(dataclasses.replace(some[0], values=None)) if whole else None
         if program is not None:
             self._compile(program)

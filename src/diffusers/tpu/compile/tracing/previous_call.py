@@ -18,7 +18,7 @@ from jax.extend.core import Literal
 from torch.utils._pytree import tree_leaves
 
 from ...bridge import View
-from ...bridge.outside import DEVICE_TENSORS
+from ...bridge.host_twin import DEVICE_TENSORS
 from ...weights.convert import as_numpy
 from ..state import read, undone
 from .function import PureFunction
@@ -27,7 +27,7 @@ from .function import PureFunction
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def look_after(function: PureFunction):
+def depends_on_previous_call(function: PureFunction):
     """What a call after the traced one would see of it, into `function.effects`: names and containers that last."""
     effects, left = function.effects, []
     again = dataclasses.replace(function)
@@ -55,7 +55,7 @@ def look_after(function: PureFunction):
         if not effects.names and graph.differs():
             effects.names = sorted(left[0])
     if effects.names:
-        effects.lasting += effects.scratch
+        effects.persistent += effects.temporary
 
 
 def _on_chips(x) -> bool:

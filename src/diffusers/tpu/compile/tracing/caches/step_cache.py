@@ -27,7 +27,7 @@ class Step:
     Attributes:
         kind: static, part of the program's key.
         tensors: kept from calls before, the batch first, that the program is given.
-        keeping: takes what the program gives, in the order of `Kept.traced`'s results, and their form.
+        keeping: takes what the program gives, in the order of `StepCache.traced`'s results, and their form.
         undoing: puts back what was decided.
         over: whether one of them has been called.
     """
@@ -59,7 +59,7 @@ class Step:
             raise
 
 
-class Kept:
+class StepCache:
     """A cache on a model, by hooks of upstream's.
 
     Attributes:
@@ -75,7 +75,7 @@ class Kept:
         self.hooks, self.decided, self.left = hooks, deque(maxlen=REMEMBERED), False
 
     @classmethod
-    def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "Kept | None":
+    def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "StepCache | None":
         """The cache of these (module, hook) of the model's; None where programs cannot stand for its steps."""
         raise NotImplementedError
 

@@ -11,17 +11,17 @@ import re
 from collections.abc import Iterator
 
 from .host import HostModel
-from .runner import Runner
+from .module import CompiledModule
 
 
-def rungs(runner: Runner | HostModel, name: str = "") -> list[dict]:
+def rungs(runner: CompiledModule | HostModel, name: str = "") -> list[dict]:
     """{"module", "rung", "reasons"} of every module that was called; "" is the model itself."""
     if isinstance(runner, HostModel):
         return [_rung(name, "host", ["TPUConfig.host"])]
     return [*_rungs(runner, name)]
 
 
-def _rungs(runner: Runner, name: str) -> Iterator[dict]:
+def _rungs(runner: CompiledModule, name: str) -> Iterator[dict]:
     parts = runner.parts
     if parts is not None and parts.host is not None:
         yield _rung(name, "host", [parts.reason, parts.host])
@@ -31,13 +31,13 @@ def _rungs(runner: Runner, name: str) -> Iterator[dict]:
         for path, part in parts.runners.items():
             yield from _rungs(part, f"{name}.{path}".lstrip("."))
         return
-    lines = [*dict.fromkeys(str(question.line) for question in runner.decided.questions.values())]
+    lines = [*dict.fromkeys(str(question.line) for question in runner.guards.questions.values())]
     if runner.programs:
         yield _rung(name, "decided" if lines else "compiled", lines)
-    if runner.uncompiled.reasons:
-        yield _rung(name, "eager", [*dict.fromkeys(runner.uncompiled.reasons.values())])
-    if runner.uncompiled.on_host:
-        yield _rung(name, "host", [*runner.uncompiled.on_host])
+    if runner.eager_fallback.reasons:
+        yield _rung(name, "eager", [*dict.fromkeys(runner.eager_fallback.reasons.values())])
+    if runner.eager_fallback.on_host:
+        yield _rung(name, "host", [*runner.eager_fallback.on_host])
 
 
 def _rung(module: str, rung: str, reasons: list[str]) -> dict:

@@ -15,7 +15,7 @@ MOST_RUN_ONCE = 8
 MOST_ASKED = 8  # questions of a program, where all have as many
 
 
-class Decided:
+class Guards:
     """The questions of one module's traces. `most`: programs that are kept of it.
 
     Attributes:

@@ -13,10 +13,12 @@ import torch
 from .. import bridge, notices
 
 
-_answering: contextvars.ContextVar[tuple["Parts", ...]] = contextvars.ContextVar("diffusers_tpu_answering", default=())
+_answering: contextvars.ContextVar[tuple["GraphBreaks", ...]] = contextvars.ContextVar(
+    "diffusers_tpu_answering", default=()
+)
 
 
-class Parts:
+class GraphBreaks:
     """The submodules of one module that answer calls of their `forward` by themselves.
 
     Args:

@@ -32,7 +32,7 @@ class _OfThread(threading.local):
         self.calls: list[Waiting] = []
 
 
-class Branches:
+class GuidanceBatcher:
     """The waiting calls of one module, of each thread its own. `execute(program, calls)` gives the flat outputs of each call."""
 
     def __init__(self, dp: int, execute):

@@ -23,8 +23,8 @@ from torchax.tensor import OperatorNotFound, Tensor
 from ..weights.convert import numpy_dtype
 from .draws import is_draw
 from .environment import environment
+from .host_twin import DEVICE_TENSORS, READS
 from .lines import foreign, line_of_frame
-from .outside import DEVICE_TENSORS, READS
 
 
 aten = torch.ops.aten

@@ -19,7 +19,7 @@ from torchax.view import View
 from ..chips.hosts import put, whole
 from ..idioms.devices import inside
 from ..weights.convert import as_numpy, from_numpy
-from . import known
+from . import host_values
 from .decisions import decided
 
 
@@ -58,7 +58,7 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
 def _valued(t: torch.Tensor) -> jax.Array:
     """The tensor's array, which has values, in a trace those that are decided; raises ValueRead where it has none yet."""
     array = t.jax()
-    for values in (decided(array), known.of_array(array)):
+    for values in (decided(array), host_values.of_array(array)):
         if values is not None:
             return values
     if isinstance(array, jax.core.Tracer):

@@ -50,7 +50,7 @@ def largest_radius(alike: bool) -> float:
     return (FREE + SMALLEST) / (1 if alike else 2)
 
 
-class Tally:
+class ModeCounter:
     """Which ways heads went: of the blocks of queries of all heads, by what was called. A debugging aid."""
 
     def __init__(self):
