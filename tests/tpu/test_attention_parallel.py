@@ -162,13 +162,6 @@ def test_every_mask_over_every_split(make_mesh, rings, kind):
     assert error(make_mesh(2, 4, 1), operands, mask, ring) < TOLERANCE, (ring, length)
 
 
-@pytest.mark.parametrize("ring", [2, 8])
-def test_eight_chips_with_every_part_of_a_mask(make_mesh, ring):
-    rng = np.random.default_rng()
-    operands, mask = draw(rng, 3, 16, 8, 41, 41), draw_mask(rng, "all", 3, 16, 41, 41)
-    assert error(make_mesh(1, 8, 1), operands, mask, ring) < TOLERANCE
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_of_another_length_are_whole_everywhere(make_mesh, kind):
     rng = np.random.default_rng()

@@ -239,18 +239,6 @@ def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(flux, write, tmp_path
     assert shown == {"00000.png", "00001.png", "00002.png"}
 
 
-def test_an_error_of_the_machine_is_no_prompts(flux, write, tmp_path, monkeypatch):
-    prompts = prompt_files.read(write({"prompt": "a"}), 0, SIZE)
-
-    def fails(self, *args, **kwargs):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(FluxPipeline, "encode_prompt", fails)
-    with pytest.raises(OSError, match="Input/output"):
-        work(flux, tmp_path / "out", prompts)
-    assert not list((tmp_path / "out/.records").iterdir())
-
-
 def test_a_pipeline_that_cannot_be_loaded_is_no_prompts_error(write, tmp_path):
     prompts = prompt_files.read(write({"prompt": "a"}, {"prompt": "b", "sharpness": 1}), 0, SIZE)
     directory = Directory(tmp_path / "out")

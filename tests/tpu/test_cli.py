@@ -111,14 +111,6 @@ def test_an_error_of_our_own_keeps_its_traceback(bare, model, monkeypatch):
         main(["generate", model, *CALL, "--device", "upstream"])
 
 
-def test_frames_that_are_not_4k_plus_1_are_rounded_as_upstream_does(bare, model, capsys):
-    words = [*CALL, "--device", "upstream", "--seed", "1", "--output", "six.mp4"]
-    words[words.index("--num-frames") + 1] = "6"
-    assert main(["generate", model, *words]) == 0
-    assert sorted(os.listdir()) == ["six.mp4", "six.png"]
-    assert "plain diffusers on" in capsys.readouterr().out
-
-
 def test_generate_on_simulated_chips(chips, bare, model, capsys, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
     assert main(["generate", model, *CALL, "--mesh", "2,4,1", "--seed", "1"]) == 0

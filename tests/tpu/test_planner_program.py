@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-import third_reading
 from diffusers.tpu.chips.devices import compile_lowered, compiler_options
 from diffusers.tpu.chips.figures import CHIPS, find_topology
 from diffusers.tpu.planner import aot, bundles, hlo, ici
@@ -175,7 +174,7 @@ def kept_programs(argument, progress):
 
 
 def attention(argument, progress):
-    """Seconds of the attention kernel by way, all of them in one program; and its schedule: two heads, 2048 x 2000."""
+    """Seconds of the attention kernel by way, all of them in one program: two heads, 2048 x 2000."""
     import jax
     import jax.numpy as jnp
 
@@ -192,7 +191,7 @@ def attention(argument, progress):
     (name,) = [name for name in compiled.schedules if name.startswith("attention_kernel")]
     timed = timing.time_program(compiled, compiler.topology.chip, [(0, 0, 0, 0)])
     seconds = {way: next(o.seconds for o in of.operations if o.name == name) for way, of in timed.items()}
-    return {"seconds": seconds, "schedule": compiled.schedules[name]}
+    return {"seconds": seconds}
 
 
 def split_product(argument, progress):
@@ -285,17 +284,12 @@ def test_kernels_count_as_by_hand_and_the_same_twice(answers):
 
 
 def test_the_attention_kernel_counts_as_by_hand_for_every_way(answers):
-    """Four blocks of queries of two heads, each with four of keys, of which the last has 464."""
-    rounds = {
-        "start": {"bound": [], "centred": [4], "online": [4]},  # 512 queries times the factor, 128 at a time
-        # values of 512 keys without what lies beyond the end, 128 at a time; then 512 queries, 128 at a time
-        "cut": {"bound": [4, 4], "centred": [4, 4], "online": [4, 4]},
-        "whole": {"bound": [2], "centred": [4], "online": [4]},  # 512 queries: 256 at a time, of rarer ways 128
-    }
-    counted = third_reading.bundles(answers["attention"]["schedule"], 2 * 4, 4, rounds)
+    """Two heads, 2048 queries and 2000 keys in four blocks of 512:
+    more than its two products at the peak rate, or an exponential of 1024 scores a cycle (4.7 us); measured: 42 us online."""
     seconds = answers["attention"]["seconds"]
-    assert {way: n / CHIPS["v6e"].clock for way, n in counted.items()} == pytest.approx(seconds, rel=0.01)
-    assert counted["bound"] < counted["centred"] < counted["online"]
+    least = 2 * (2 * 2 * 2048 * 2048 * 128) / CHIPS["v6e"].flops
+    assert least == pytest.approx(2 * 2048 * 2048 / 1024 / CHIPS["v6e"].clock, rel=0.05)
+    assert least < seconds["bound"] < seconds["centred"] < seconds["online"] < 10 * least
 
 
 def test_a_split_product_counts_as_by_hand(answers):

@@ -112,14 +112,3 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
     finally:
         serve_ray.serve.shutdown()
         ray.shutdown()
-
-
-@pytest.mark.parametrize("name", ("processes", "ray"))
-def test_the_recorded_kills_left_every_output_once(name):
-    assert bulk_kills.holds(read("bulk.json")[name], 200, 3)
-
-
-@pytest.mark.parametrize("kind", serve_load.PATHS)
-def test_the_recorded_load_was_answered(kind):
-    facts = read("serve.json")[kind]
-    assert serve_load.holds(facts) and (facts["clients"], facts["requests"]) == (50, 1000)

@@ -4,10 +4,6 @@ import functools
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -255,39 +251,6 @@ def test_a_stage_cut_short_leaves_nothing_and_runs_again(bare, finished, wan, mo
     assert Path(written).read_bytes() == (finished / written).read_bytes()
 
 
-KILLED = """
-import sys, time
-from diffusers import UniPCMultistepScheduler
-from diffusers.tpu.apps.cli import main
-step = UniPCMultistepScheduler.step
-def slow(self, *args, **kwargs):
-    if self.step_index:
-        print("SECOND STEP", file=sys.stderr, flush=True)
-        time.sleep(60)
-    return step(self, *args, **kwargs)
-UniPCMultistepScheduler.step = slow
-sys.exit(main())
-"""
-
-
-def test_a_stage_that_is_killed_leaves_nothing_and_runs_again(root, bare, finished, wan):
-    shutil.copy(finished / "t.safetensors", bare)
-    words = ["generate", wan, "--stage", "denoise", "--input", "t.safetensors", "--output", "l.safetensors"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, *words, "--device", "upstream"],
-        env={**os.environ, "PYTHONPATH": str(root / "src"), "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-    )
-    seen, deadline = b"", time.monotonic() + 120
-    while b"SECOND STEP" not in seen and time.monotonic() < deadline:
-        seen += os.read(process.stderr.fileno(), 4096) or pytest.fail(seen.decode())
-    process.kill()
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL and os.listdir() == ["t.safetensors"]
-    assert command(wan, "denoise") == 0
-    assert Path("l.safetensors").read_bytes() == (finished / "l.safetensors").read_bytes()
-
-
 def _rewritten(path: Path, tensors=None, **changes):
     """The file with other metadata."""
     with safetensors.safe_open(path, "pt") as file:
@@ -370,12 +333,6 @@ def test_a_stage_without_its_input_and_pipelines_without_stages(bare, wan, capsy
     tiny.cogvideox().save_pretrained("cog")
     assert main(["generate", "cog", "--stage", "text", "--prompt", "x", "--device", "upstream"]) == 2
     assert "expected a pipeline that can run in stages" in capsys.readouterr().err
-
-
-def test_a_model_with_another_configuration(bare, finished, saved, capsys):
-    shutil.copy(finished / "t.safetensors", bare)
-    assert command(saved("two_experts")[0], "denoise") == 2
-    assert "whose configuration is another" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -102,13 +102,6 @@ def test_threads_that_share_models(chips, threads, mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, 4])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_warm_rounds(chips, threads, mesh):
-    assert_rounds(threads, 50, itertools.repeat(mesh))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, 4])
 def test_cold_rounds(chips, threads):
     """Each round compiles anew, on one chip or two."""
     assert_rounds(threads, 50, itertools.cycle(MESHES), warm=False)
