@@ -1,6 +1,6 @@
 """Inside of a pipeline's call: what upstream's code handles there, and what the user's code in it gets to see.
 
-Glue that is resident handles device tensors. Callbacks are the user's code: they run as outside of the call, with host
+A loop on the device ("resident") handles device tensors. Callbacks are the user's code: they run as outside of the call, with host
 tensors, plain torch and torch's random state; what they return or write goes back to the chips. Each tensor that a
 pipeline shows a callback comes to the host for it, about 20 MB for a 720p video's latents.
 """

@@ -2,7 +2,7 @@
 
 An installed pipeline, modular ones too, is an instance of a subclass of its own class, of the same name, whose `to`,
 `__call__` and device properties are ours; its models' methods are runners. Upstream's `__call__` runs as written: on device
-tensors where the pipeline has a plan ("resident" glue), on host tensors otherwise ("host" glue).
+tensors where the pipeline has a plan (glue "resident", the loop on the device), on host tensors otherwise (glue "host").
 
 A deep copy is installed like the original. A pickle is of upstream's class: what is loaded is on the host until `.to("cuda")`.
 """

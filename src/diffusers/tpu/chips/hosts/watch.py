@@ -1,10 +1,10 @@
-"""One process that ends takes the others with it, and they say which it was and what it said.
+"""When one process of a run ends, the others end at once and print which one it was and its error.
 
-Chips wait for each other inside of programs, where no exception reaches them: a process whose neighbour is gone waits there for
-good. JAX's runtime ends it when the neighbour's heartbeats stay away, and knows no more than a number. So every process has a
-connection to the first one, of its own: the operating system closes it in the moment a process dies, whatever Python does then;
-a host that is lost is found by its probes. What is said there is a line: `bye`, before the end of a script; `failed` with
-the error that a process ends with. Whoever is to end writes why to its standard error and ends with exit status 1.
+Inside a program chips wait for each other, and no exception reaches the process. JAX's runtime ends it when another process's
+heartbeats stop, 90 s later, and names a number only. So each process has a TCP connection to the first one, which the operating
+system closes when the process ends; keep-alive probes find a lost host and keep firewalls from dropping an idle connection. A line
+is sent over it: `bye` before a script ends, `failed` with the error of a process that fails. Who has to end prints the reason and
+exits with status 1.
 """
 
 import atexit
