@@ -86,15 +86,15 @@ class CompiledModule:
         plan: ModelPlan,
         mesh: Mesh,
         config: TPUConfig,
-        residency: HbmManager | None = None,
+        hbm_manager: HbmManager | None = None,
         part: bool = False,
     ):
         self.part = part
         self.parts: GraphBreaks | None = None
         self._in_parts: dict[object, GraphBreaks] = Recent(config.programs)
         self.module, self.plan, self.mesh, self.config = module, plan, mesh, config
-        self.residency = residency
-        room = room_for_programs(residency and residency.hbm, config)
+        self.hbm_manager = hbm_manager
+        room = room_for_programs(hbm_manager and hbm_manager.hbm, config)
         forget = functools.partial(forget_operations, config.programs)
         self.traced: dict[tuple, Program] = Recent(
             config.programs, room, lambda one: one.compiled and one.code_bytes or 0, forget
@@ -131,8 +131,8 @@ class CompiledModule:
         self.branches.forget()
         if self._cache is not None:
             self._cache.reset()  # what it keeps is on the chips
-        if self.residency is not None:
-            self.residency.forget(self)
+        if self.hbm_manager is not None:
+            self.hbm_manager.forget(self)
         self._signatures.clear()
         self._entries.clear()
         self.traced.clear()
@@ -390,23 +390,23 @@ class CompiledModule:
         return [bridge.to_jax(t, kept_at(self.mesh, self.plan.carry is not None, t.shape)) for t in tensors]
 
     def _bring(self):
-        if self.residency is None:
+        if self.hbm_manager is None:
             return self.place()
         with within_hbm(lambda: f"for the weights of {self._said}", self._question):
-            self.residency.load(self)
+            self.hbm_manager.load(self)
 
     @property
     def _said(self) -> str:
         return type(self.module).__name__
 
     def _question(self) -> str:
-        return "diffusers-tpu plan" if self.residency is None else self.residency.question(self)
+        return "diffusers-tpu plan" if self.hbm_manager is None else self.hbm_manager.question(self)
 
     def _execute(self, program: Program, some: list[Call]) -> list[list[jax.Array]]:
         with self._within_hbm(program):
             outputs = program.run(some)
-        if self.residency is not None:
-            self.residency.prefetch(self, some if program.calls == 1 else None)
+        if self.hbm_manager is not None:
+            self.hbm_manager.prefetch(self, some if program.calls == 1 else None)
         return outputs
 
     def _within_hbm(self, program: Program):
@@ -625,7 +625,7 @@ class CompiledModule:
         former = [one for one in self.programs.values() if one.entry == program.entry]
         if former and not self.part:
             announce(program, former[-1])
-        share = self.part or (self.residency is not None and len(self.residency.kind(self)) > 1)
+        share = self.part or (self.hbm_manager is not None and len(self.hbm_manager.kind(self)) > 1)
         with self._within_hbm(program), exclusive.released(pins=1) as released:
             first = program.compile(share)
         if first:

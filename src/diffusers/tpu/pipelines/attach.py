@@ -121,12 +121,12 @@ def owners(module, but=None) -> list:
 
 @held
 def attach(
-    module, config: TPUConfig, mesh: Mesh, residency: HbmManager, on_host: bool = False
+    module, config: TPUConfig, mesh: Mesh, hbm_manager: HbmManager, on_host: bool = False
 ) -> CompiledModule | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
     plan, before = module_plan(module), dict(vars(module))
     runner = (
-        HostModel(module, plan.entries, mesh) if on_host else CompiledModule(module, plan, mesh, config, residency)
+        HostModel(module, plan.entries, mesh) if on_host else CompiledModule(module, plan, mesh, config, hbm_manager)
     )
     runner.config = config
     runner.attach()
@@ -159,7 +159,7 @@ def to_chips(runner: CompiledModule | HostModel):
     """The model was moved to the TPU: its weights go there, if there is room; else they come when it is called."""
     ownership(runner).on_host = False
     if isinstance(runner, CompiledModule):
-        runner.residency.place([runner])
+        runner.hbm_manager.place([runner])
 
 
 @held
@@ -173,7 +173,7 @@ def to_host(runner: CompiledModule | HostModel):
 def leave_chips(runner: CompiledModule | HostModel):
     """The model's weights leave the chips; they come back when it is called."""
     if isinstance(runner, CompiledModule):
-        runner.residency.leave(runner)
+        runner.hbm_manager.leave(runner)
 
 
 # A model by itself
@@ -310,6 +310,6 @@ def _copied(module, memo: dict) -> torch.nn.Module:
     memo[id(module)] = new
     new.__setstate__(copy.deepcopy(module.__getstate__(), memo))
     if isinstance(runner, CompiledModule):
-        made = attach(new, runner.config, runner.mesh, runner.residency)
+        made = attach(new, runner.config, runner.mesh, runner.hbm_manager)
         ownership(made).asked = ownership(runner).asked
     return new

@@ -30,7 +30,7 @@ class Installation:
         config: as in use, its mesh in numbers.
         runners, on_host: of each model, by what runs it.
         former: of models that the pipeline no longer has.
-        residency: whose weights are on the chips; one for all pipelines there.
+        hbm_manager: whose weights are on the chips; one for all pipelines there.
         leaving: what happens when the pipeline is deleted.
         not_finite: components whose pictures of the last call had NaN in them.
         lock: of one call at a time: what a pipeline and its scheduler keep in a call is that call's.
@@ -41,7 +41,7 @@ class Installation:
     original: type
     mesh: Mesh
     glue: str
-    residency: HbmManager
+    hbm_manager: HbmManager
     runners: dict[str, CompiledModule] = field(default_factory=dict)
     on_host: dict[str, HostModel] = field(default_factory=dict)
     former: weakref.WeakSet = field(default_factory=weakref.WeakSet)
@@ -121,14 +121,14 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
             attach.detach(module)
             runner = None
         if runner is None:
-            runner = attach.attach(module, attach.of_model(state.config), state.mesh, state.residency, on_host)
+            runner = attach.attach(module, attach.of_model(state.config), state.mesh, state.hbm_manager, on_host)
         if held.get(name, runner) is not runner:
             release(pipe, state, name)
         (state.on_host if on_host else state.runners)[name] = runner
         attach.ownership(runner).pipelines.add(pipe)
     order = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
     by_use = sorted(state.runners.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
-    state.residency.use(state, by_use, str(pipe.config.get("_name_or_path") or "MODEL"))
+    state.hbm_manager.use(state, by_use, str(pipe.config.get("_name_or_path") or "MODEL"))
 
 
 def _fits(runner: CompiledModule | HostModel, state: Installation, on_host: bool) -> bool:

@@ -82,7 +82,7 @@ def uninstall(pipe):
     for runner in (*state.held().values(), *state.former):
         if attach.runs(runner.module) is runner:  # another pipeline that shares it may have uninstalled it
             attach.detach(runner.module)
-    state.residency.orders.pop(state, None)
+    state.hbm_manager.orders.pop(state, None)
     del pipe.__dict__["_tpu"]
     pipe.__class__ = state.original
     return pipe
@@ -145,7 +145,7 @@ class TPUPipelineMixin:
                 attach_all(self, state)
                 for runner in state.held().values():
                     attach.ownership(runner).on_host = False
-                state.residency.place_all(state)
+                state.hbm_manager.place_all(state)
         return self
 
     @property
@@ -282,7 +282,7 @@ def _running(pipe, state: Installation):
     """
     attach_all(pipe, state)
     if state.depth == 0:
-        state.residency.check_all(state)
+        state.hbm_manager.check_all(state)
     env = bridge.environment()
     with contextlib.ExitStack() as stack:
         stack.enter_context(glue.inside())

@@ -228,7 +228,7 @@ class _Order:
     runners: dict[str, object]
 
 
-_residencies: "weakref.WeakValueDictionary[tuple, HbmManager]" = weakref.WeakValueDictionary()
+_managers: "weakref.WeakValueDictionary[tuple, HbmManager]" = weakref.WeakValueDictionary()
 
 
 def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
@@ -237,9 +237,9 @@ def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
     chip = chip_of_kind(devices[0].device_kind)
     hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
     limit = None if hbm is None else room_for_weights(hbm, config)
-    known = _residencies.get((devices, hbm, limit))
+    known = _managers.get((devices, hbm, limit))
     if known is None:
-        known = _residencies[devices, hbm, limit] = HbmManager(hbm, limit)
+        known = _managers[devices, hbm, limit] = HbmManager(hbm, limit)
     return known
 
 

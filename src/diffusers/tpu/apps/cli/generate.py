@@ -148,7 +148,7 @@ def placed(pipe, options, target, mesh):
         if mesh is not None or options.attention != "auto":
             tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
         pipe.to("tpu")
-    installation(pipe).residency.ready()
+    installation(pipe).hbm_manager.ready()
     return pipe
 
 
