@@ -63,7 +63,6 @@ SHAPES = {
     "flux-1024": "FLUX.1 1024 px",
 }
 PROGRAMS = {
-    "ours": "a run's",
     "stock splash": "JAX's splash attention",
     "the compiler's layers": "layers by the compiler",
     "no SparseCores": "exchanges on the core",
@@ -118,15 +117,16 @@ def _speed(rows: list[dict]) -> list[str]:
 
 
 def _steps(rows: list[dict]) -> list[str]:
-    head = ("model and size", "slice", "program", "seconds a step", "attention, layers, other, exchanges")
+    head = ("model and size", "slice", "seconds a step", "attention, layers, other, exchanges")
     lines = []
     for row in rows:
         if row["variant"] == "ours" and row.get("way", BOUND) != BOUND:
             continue
         kinds = (f"{row['seconds'][kind]:.2f}" for kind in ("attention", "matmul", "other", "collectives"))
         figures = (_span(row["seconds_per_step"], row.get("slower")), ", ".join(kinds), f"{100 * row['mfu']:.0f}")
-        program = (_work(row), row["topology"], PROGRAMS[row["variant"]])
-        lines.append((*program, *figures, _gib(row), f"{row['compile_seconds']:.0f}"))
+        program = PROGRAMS.get(row["variant"])
+        work = (_work(row) + (f": {program}" if program else ""), row["topology"])
+        lines.append((*work, *figures, _gib(row), f"{row['compile_seconds']:.0f}"))
     return markdown((*head, "MFU, %", "GiB a chip", "compilation, s"), lines)
 
 
@@ -183,16 +183,15 @@ def _calibration(rows: list[dict]) -> list[str]:
 
 
 def _vae(rows: list[dict]) -> list[str]:
-    head = ("VAE of", "call", "slice", "dtype", "module", "seconds", "GiB of activations a chip", "program, MB")
+    head = ("VAE of", "call", "slice", "dtype", "module", "seconds", "GiB of activations a chip")
     lines = []
     for row in rows:
         compiled, held = row["how"] == "compiled", row["hbm_gib"]
         module = {"ours": "upstream's", "ours, in tiles": "upstream's, in tiles", "nnx": "plain JAX"}[row["variant"]]
         seconds = _span(row["seconds"], row.get("slower")) + ("" if compiled else ", modelled")
-        program = f"{held['program'] * 2**30 / 1e6:.0f}" if compiled else ""
         took = f"{row['compile_seconds']:.0f}" if compiled else ""
         work = (_work(row), row["entry"], row["topology"], row["dtype"], module)
-        lines.append((*work, seconds, f"{held['activations']:.1f}", program, took))
+        lines.append((*work, seconds, f"{held['activations']:.1f}", took))
     return markdown((*head, "compilation, s"), lines)
 
 

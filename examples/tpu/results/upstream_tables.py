@@ -18,13 +18,13 @@ def reason(name: str, end: str) -> str | None:
 
 
 def room(file: str) -> str:
-    """A row's name: of models by kind, of pipelines by model."""
-    folder, _, _ = file.rpartition("/")
-    return folder
+    """A row's name: `pipelines`, `schedulers`, or a kind of models."""
+    first, second, *_ = file.split("/")
+    return f"{first}/{second}" if first == "models" else first
 
 
 def counts(record: dict) -> list[str]:
-    """A row for each folder of upstream's tests."""
+    """A row for each kind of upstream's tests."""
     rows = {}
     for file, found in record.items():
         reasons = [reason(name, end) for name, end in found["lost"].items()]
