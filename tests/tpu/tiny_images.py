@@ -21,7 +21,6 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     FluxPipeline,
     FluxTransformer2DModel,
-    StableDiffusionXLControlNetPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
@@ -96,12 +95,6 @@ def sdxl(cls=StableDiffusionXLPipeline, seed: int = 0, **components):
         "add_watermarker": False,
     }
     return _quiet(cls(**{**parts, **components}))
-
-
-def sdxl_control(nets: int = 2, **components):
-    """SDXL with a list of ControlNets."""
-    torch.manual_seed(7)
-    return sdxl(StableDiffusionXLControlNetPipeline, controlnet=[controlnet() for _ in range(nets)], **components)
 
 
 def image_encoder():

@@ -107,12 +107,6 @@ def sdxl_controlnet():
     return controlnet(**_xl())
 
 
-def adapter_xl():
-    return T2IAdapter(
-        in_channels=1, channels=[8, 16], num_res_blocks=1, downscale_factor=16, adapter_type="full_adapter_xl"
-    ).eval()
-
-
 def adapter():
     return T2IAdapter(
         in_channels=3, channels=[8, 16], num_res_blocks=1, downscale_factor=8, adapter_type="full_adapter"

@@ -60,7 +60,6 @@ BLOCKS_3D = {
 WAN = {"num_attention_heads": 4, "attention_head_dim": 12}
 WAN_VAE = {"base_dim": 6, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1, "temperal_downsample": [False, True, True]}
 FOUR = (8, 8, 8, 8)
-JOINT = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": HEAD, "num_attention_heads": HEADS}
 DOWN_4, UP_4 = ("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4
 
 BY_CLASS = {
