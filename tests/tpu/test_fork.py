@@ -96,8 +96,8 @@ def test_a_loaded_pipeline_passes_the_seams(monkeypatch, tmp_path):
     )
     DDPMPipeline(model, DDPMScheduler()).save_pretrained(tmp_path)
     seen = []
-    monkeypatch.setattr(diffusers.tpu, "mapped", lambda device_map: (None, device_map == "cuda"))
-    monkeypatch.setattr(diffusers.tpu, "takes", lambda *args, **kwargs: args == ("cuda",))
+    monkeypatch.setattr(diffusers.tpu, "resolve_device_map", lambda device_map: (None, device_map == "cuda"))
+    monkeypatch.setattr(diffusers.tpu, "handles_device", lambda *args, **kwargs: args == ("cuda",))
     monkeypatch.setattr(diffusers.tpu, "install", lambda pipe: seen.append(pipe) or types.SimpleNamespace(to=_record))
     assert DDPMPipeline.from_pretrained(tmp_path) and seen == []
     pipe = DDPMPipeline.from_pretrained(tmp_path, device_map="cuda")
