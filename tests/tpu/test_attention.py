@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import calibration, exp2
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.kernels.attention.masks import Mask, classify
 from diffusers.tpu.kernels.attention.splash import splash_attention
 from diffusers.tpu.kernels.settings import Settings, using
-from diffusers.tpu.planner import calibration, exp2
 from diffusers.utils import logging
 
 
@@ -125,7 +125,7 @@ def test_the_kernel_around_a_ring(make_mesh, heads, kind):
 
 @pytest.mark.parametrize("degrees", [None, (2, 4, 1), (2, 1, 4)])
 def test_the_kernel_that_others_measured_runs_where_ours_would(degrees, make_mesh):
-    """Self- and cross-attention as `planner.calibration` compiles them: by name "online", on any mesh of the measured scripts."""
+    """Self- and cross-attention as `bench.calibration` compiles them: by name "online", on any mesh of the measured scripts."""
     settings = Settings(mesh=degrees and make_mesh(*degrees), kernel="online", blocks=(128, 256, 128), interpret=True)
     for keys in (260, 77):
         operands = draw(260, keys, heads=8, kv_heads=8)

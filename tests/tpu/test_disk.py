@@ -12,7 +12,7 @@ import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import SafetensorError
 
-from diffusers.tpu.planner import load_row
+from bench import load_row
 from diffusers.tpu.weights import disk, shard_reader, transfer
 from diffusers.tpu.weights.checkpoint import FileTensor
 from diffusers.tpu.weights.shard_reader import PlacementRequest

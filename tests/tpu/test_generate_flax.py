@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import flags
 import test_cogvideox
 import tiny
 import tiny_stages
@@ -16,7 +17,6 @@ import tiny_videos
 from conftest import ROOT, relative
 from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.tpu import TPUConfig
-from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.planner.published import MODELS
 
 

@@ -23,12 +23,12 @@ from pip._internal.commands import create_command
 
 import apply
 import cards
+from bench import benches
 from conftest import ROOT
 from diffusers.tpu import TPUConfig, idioms, report
 from diffusers.tpu.apps.cli import environment, main, make_parser
 from diffusers.tpu.chips.figures import TOPOLOGIES, find_topology
 from diffusers.tpu.kernels.attention.api import attention, explain
-from diffusers.tpu.planner import benches
 from diffusers.tpu.planner.published import ALIASES, MODELS
 from hub import MAKERS, Hub
 from test_generate_flax import EXAMPLES, SCRIPTS, load

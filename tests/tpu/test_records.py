@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench import benches
+from bench.benches import ATTENTION_SHAPES, Case
 from conftest import ROOT
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli
 from diffusers.tpu.chips.figures import CHIPS, Chip, find_topology
-from diffusers.tpu.planner import benches
-from diffusers.tpu.planner.benches import ATTENTION_SHAPES, Case
 
 
 RESULTS = ROOT / "examples" / "tpu" / "results"

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 import diffusers
 import tiny
+from bench import vae_row
+from bench.benches import nnx_vae, torch_vae
 from conftest import relative
 from diffusers.models.autoencoders.autoencoder_kl_wan_flax import FlaxAutoencoderKLWan
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.tpu.pipelines.plans import flax_class
-from diffusers.tpu.planner import vae_row
-from diffusers.tpu.planner.benches import nnx_vae, torch_vae
 from diffusers.tpu.video.nnx.autoencoder import DiagonalGaussian
 from diffusers.tpu.video.nnx.weights import torch_name
 from test_cogvideox_vae import SIZES as COGVIDEOX_SIZES

@@ -5,14 +5,20 @@ on the host to its answer there.
 """
 
 import argparse
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 import diffusers.tpu
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
-from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.apps.cli.generate import where
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import flags  # noqa: E402
 
 
 MODELS = {"480p": "THUDM/CogVideoX-5b", "720p": "THUDM/CogVideoX1.5-5B"}

@@ -1,15 +1,21 @@
 """CogVideoX text-to-video with the flags of the earlier TPU scripts, on this library. What each became: README.md, beside it."""
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 
 import diffusers.tpu
 from diffusers import CogVideoXPipeline
-from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.apps.cli.errors import BadInput
 from diffusers.tpu.apps.cli.generate import where
 from diffusers.tpu.apps.cli.session import pipeline_class
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import flags  # noqa: E402
 
 
 MODEL = "THUDM/CogVideoX1.5-5B"

@@ -5,16 +5,22 @@ its input on the host to its answer there.
 """
 
 import argparse
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
 import diffusers.tpu
 from diffusers import AutoencoderKLCogVideoX
-from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.apps.cli.generate import where
 from diffusers.tpu.pipelines.plans import flax_class
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import flags  # noqa: E402
 
 
 MODEL = "THUDM/CogVideoX1.5-5B"

@@ -5,13 +5,19 @@ of glyphs or of an image. A run is one call, from inputs on the host to its answ
 """
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 
 import diffusers.tpu
 from diffusers import HunyuanVideo15Transformer3DModel
-from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.apps.cli.generate import where
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import flags  # noqa: E402
 
 
 MODEL = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{}_t2v"

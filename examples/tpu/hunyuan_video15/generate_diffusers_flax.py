@@ -1,17 +1,23 @@
 """HunyuanVideo-1.5, text- and image-to-video, with the flags of the earlier TPU script. What each became: README.md, beside it."""
 
 import argparse
+import sys
+from pathlib import Path
 
 import torch
 
 import diffusers.tpu
 from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
-from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.apps.cli.arguments import parameters_of
 from diffusers.tpu.apps.cli.errors import BadInput
 from diffusers.tpu.apps.cli.generate import where
 from diffusers.tpu.apps.cli.session import pipeline_class
 from diffusers.utils import load_image
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import flags  # noqa: E402
 
 
 MODEL = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_"

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image, ImageChops, PngImagePlugin
-from record_tables import FOLDER, ROOT, TABLES, pages, rewritten
+from record_tables import FOLDER, ROOT, TABLES, benches, pages, rewritten
 
 from diffusers.tpu import planner
 from diffusers.tpu.files import whole_files
-from diffusers.tpu.planner import benches, report
+from diffusers.tpu.planner import report
 from diffusers.tpu.planner.worker import versions
 
 

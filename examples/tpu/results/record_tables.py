@@ -8,6 +8,7 @@ Seconds are a range where its ends are known: from our sum to that of a chip tha
 import json
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,15 @@ import upstream_tables
 from coverage_tables import markdown
 
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, WAYS
-from diffusers.tpu.planner.benches import ATTENTION_PATHS, ATTENTION_SHAPES, CHIP_SLICES
 
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
+sys.path.append(str(FOLDER.parent))
+
+from bench import benches  # noqa: E402
+
+
 TABLE = re.compile(r"(?<=<!-- table: )(\S+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
 MARK = re.compile(r"<!-- (?:table: .*|end of table) -->")
 
@@ -159,14 +164,14 @@ def _run(rows: list[dict]) -> list[str]:
 
 def _attention(rows: list[dict]) -> list[str]:
     bundles = {(row["shape"], row["chip"], row["path"]): f"{row['bundles_per_mtile']:.0f}" for row in rows}
-    paths = [*WAYS, *(path for path in ATTENTION_PATHS if path not in WAYS)]
+    paths = [*WAYS, *(path for path in benches.ATTENTION_PATHS if path not in WAYS)]
     lines = []
-    for shape, (_, heads, queries, keys, dim) in ATTENTION_SHAPES.items():
+    for shape, (_, heads, queries, keys, dim) in benches.ATTENTION_SHAPES.items():
         words = f"{heads} heads x {queries:,}" + (f", {keys:,} keys" if keys != queries else "")
         words += f", head size {dim}" if dim != 128 else ""
-        cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in CHIP_SLICES)
+        cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in benches.CHIP_SLICES)
         lines.append((f"{SHAPES[shape]} ({words})", *cells))
-    return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in CHIP_SLICES)), lines)
+    return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in benches.CHIP_SLICES)), lines)
 
 
 def _calibration(rows: list[dict]) -> list[str]:

@@ -1,13 +1,19 @@
 """Wan text-to-video with the flags of the earlier TPU scripts, on this library. What each became: README.md, beside it."""
 
 import argparse
+import sys
 import time
+from pathlib import Path
 
 import torch
 
 import diffusers.tpu
-from diffusers.tpu.apps.cli import flags
 from diffusers.tpu.apps.cli.generate import where
+
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import flags  # noqa: E402
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -14,9 +14,11 @@ alone), `report` (the page). Beside them `ahead`: executables made before a run;
 import ast
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ from .aot import run_in_child
 
 TIME_LIMIT = 900.0
 PACKAGE = Path(__file__).resolve().parents[2]
+BENCH = PACKAGE.parents[1] / "examples" / "tpu" / "bench"  # of a checkout; a wheel has none
 PLANS = "diffusers.tpu.planner.worker:answer"
 SIMULATED = "simulated"  # a topology: this machine's simulated chips
 # What makes figures of a compiled program, in this room and the one above; its rows' own module comes to it.
@@ -100,7 +103,7 @@ def request_of(
     tiling: bool | None = None,
     config: dict | None = None,
     only: list[str] | None = None,
-    as_theirs: bool = False,
+    within: str | None = None,
 ) -> dict:
     """What is asked for a plan.
 
@@ -114,7 +117,7 @@ def request_of(
         tiling: the VAE works in tiles; None: as the model card's script says.
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
-        as_theirs: with the padding of the scripts that others measured (`calibration`), not for use.
+        within: "module:name" of a context manager that programs are traced in, for benchmarks; None: of none.
 
     Raises ValueError: what was asked for cannot be; the message says what can.
     """
@@ -135,7 +138,7 @@ def request_of(
         "tiling": tiling,
         "config": config or {},
         "only": only,
-        "as_theirs": as_theirs,
+        "within": within,
     }
 
 
@@ -185,9 +188,9 @@ def sources() -> str:
             digest.update(f"{name} {importlib.metadata.version(name)}".encode())
         except importlib.metadata.PackageNotFoundError:
             continue
-    for pattern in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py"):
-        for source in sorted(PACKAGE.glob(pattern)):
-            digest.update(source.read_bytes())
+    found = [sorted(PACKAGE.glob(pattern)) for pattern in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py")]
+    for source in (*itertools.chain(*found), *sorted(BENCH.glob("*.py"))):
+        digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 
 
@@ -210,8 +213,8 @@ def programs_of(
 def reader(module: str) -> str:
     """A digest of what makes figures of programs for the answers of this module: its code, without comments and docstrings."""
     digest = hashlib.sha256()
-    for name in (f"planner/{module.rpartition('.')[2]}.py", *READERS):
-        tree = ast.parse((PACKAGE / "tpu" / name).read_text())
+    for path in (Path(sys.modules[module].__file__), *(PACKAGE / "tpu" / name for name in READERS)):
+        tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
                 node.body = node.body[1:]

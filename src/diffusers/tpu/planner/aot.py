@@ -151,6 +151,7 @@ def _environment(work: Path | None) -> dict[str, str]:
     arguments = [*os.environ.get("LIBTPU_INIT_ARGS", "").split(), *(f"--{name}={flags[name]}" for name in flags)]
     return {
         **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what this process can import, the child can
         "DIFFUSERS_TPU": "off",  # the program is for chips elsewhere, whatever this host has
         "JAX_PLATFORMS": "cpu",
         "JAX_FORCE_TPU_INIT": "1",  # JAX sets the variables and flags that it sets where a TPU is
@@ -162,6 +163,12 @@ def _environment(work: Path | None) -> dict[str, str]:
         "LIBTPU_INIT_ARGS": " ".join(arguments),
         DUMP_VARIABLE: str(flags.get("xla_jf_dump_to", "")),
     }
+
+
+def function_of(name: str) -> Callable:
+    """Of "module:name"."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def _kill(child: subprocess.Popen):
@@ -290,9 +297,8 @@ def main():
 
     argument = json.loads(sys.stdin.readline())
     _leave_with_the_parent()
-    module, _, name = sys.argv[1].partition(":")
     try:
-        result = getattr(importlib.import_module(module), name)(argument, lambda value: say("progress", value))
+        result = function_of(sys.argv[1])(argument, lambda value: say("progress", value))
     except OutOfMemory as error:
         say("out of memory", [str(error), error.asked, error.limit])
     except BadRequest as error:

@@ -5,12 +5,11 @@ compiled.
 """
 
 import gc
-import importlib
 from collections.abc import Callable
 
 import jax
 
-from .aot import BadRequest
+from .aot import BadRequest, function_of
 
 
 def answer(request: dict, progress: Callable) -> dict:
@@ -18,9 +17,8 @@ def answer(request: dict, progress: Callable) -> dict:
     named = []
     for number, (function, asked) in enumerate(request["questions"], 1):
         progress(f"{number} of {len(request['questions'])}: {function} {asked}")
-        module, _, name = function.partition(":")
         try:
-            named.append(getattr(importlib.import_module(module), name)({**asked, "named": True}, lambda text: None))
+            named.append(function_of(function)({**asked, "named": True}, lambda text: None))
         except BadRequest:
             named.append(None)
         jax.clear_caches()

@@ -18,7 +18,7 @@ from ..config import TPUConfig
 from ..kernels.attention.softmax_modes import BOUND, WAYS
 from ..pipelines.plans import module_plan, pipeline_plan
 from ..weights.hbm import room_for_weights, turns
-from . import calibration, ici, kept, meshes, reader, sources, timing
+from . import aot, ici, kept, meshes, reader, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
@@ -89,14 +89,14 @@ def answer(request: dict, progress: Callable) -> dict:
     Args:
         request: `model`, `topology`, `mesh` (None: as the pipeline would choose; "auto"; or degrees), `dtype`, `batch`,
             `arguments` of the pipeline's call, `everything` (compile more than the denoiser), `tiling` (None: as the card), `config` (further fields
-            of TPUConfig), `only` (components), `as_theirs` (see calibration.as_theirs), `named` (see `naming`).
+            of TPUConfig), `only` (components), `within` (see `request_of`), `named` (see `naming`).
 
     Raises BadRequest for what cannot be planned.
     """
     topology = find_topology(request["topology"])
     progress(f"building {request['model']} without weights")
     recording = recording_of(request, progress)
-    with calibration.as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
+    with aot.function_of(request["within"])() if request.get("within") else contextlib.nullcontext():
         return _answer(request, topology, recording, progress)
 
 

@@ -5,14 +5,11 @@ The same script twice with one cache that is empty before: the second finds the 
 
 import functools
 import json
-import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 
-from . import sources
+from . import run_module, versions
 from .cache_row import MODEL
 
 
@@ -27,28 +24,15 @@ def answer(run: str) -> dict:
     """
     return {
         **_measured()[run],
-        "versions": {"python": platform.python_version(), "machine": platform.machine(), "sources": sources()},
+        "versions": versions(),
     }
 
 
 @functools.cache
 def _measured() -> dict[str, dict]:
-    if not MODEL.is_dir():
-        raise ValueError(f"expected the shipped model at {MODEL}, found none: bench ready runs in a checkout")
     with tempfile.TemporaryDirectory() as cache:
-        environment = {
-            **os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "8", "DIFFUSERS_TPU_CACHE": cache,
-        }  # fmt: skip
-        return {run: _one(environment) for run in RUNS}
-
-
-def _one(environment: dict) -> dict:
-    start = time.monotonic()
-    command = [sys.executable, "-m", f"{__package__}.ready_row", repr(start)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"expected a first step, got: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+        environment = {"DIFFUSERS_TPU_DEVICES": "8", "DIFFUSERS_TPU_CACHE": cache}
+        return {run: run_module("ready_row", repr(time.monotonic()), **environment) for run in RUNS}
 
 
 def main(start: float):

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..chips.figures import find_topology
-from ..kernels.attention.blocks import TUNED, Shape, tuned_key
-from ..kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
-from . import PLANS, Question, ahead, cache_row, check_row, host_row, load_row, ready_row, request_of
+from diffusers.tpu.chips.figures import find_topology
+from diffusers.tpu.kernels.attention.blocks import TUNED, Shape, tuned_key
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
+from diffusers.tpu.planner import PLANS, Question, ahead, request_of
+
+from . import cache_row, check_row, host_row, load_row, ready_row
 from .calibration import PUBLISHED
 
 
@@ -46,8 +48,9 @@ AS_COMPILED_BY_OTHERS = {"layers": "xla", "sparse_cores": False}
 DENOISERS = ["transformer", "transformer_2", "unet"]
 
 
-KERNELS = "diffusers.tpu.planner.attention_row:answer"
-VAES = "diffusers.tpu.planner.vae_row:answer"
+KERNELS = "bench.attention_row:answer"
+VAES = "bench.vae_row:answer"
+AS_THEIRS = "bench.calibration:as_theirs"
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ def tune(case: Case, on_progress: Callable) -> dict:
     if path != BOUND:
         raise ValueError(f"expected a case of path bound to tune, got {path}")
     request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape]}
-    sizes = Question("diffusers.tpu.planner.attention_row:sizes_to_try", {**request, "count": 4}, 60)
+    sizes = Question("bench.attention_row:sizes_to_try", {**request, "count": 4}, 60)
     tried = sizes.answer(on_progress)
     present = _tuned_rows().get(_tuned_key(case.row))
     tried += [present["blocks"]] if present and present["blocks"] not in tried else []
@@ -216,8 +219,8 @@ def step_cases() -> list[Case]:
 
 def _step(topology: str, model: str, size: dict, variant: str, way: str, config: dict) -> Case:
     # JAX's kernel with padded keys not masked, as it is fastest.
-    theirs = config.get("attention") == "splash"
-    request = request_of(model, topology, arguments=size, config=config, only=DENOISERS, as_theirs=theirs)
+    within = AS_THEIRS if config.get("attention") == "splash" else None
+    request = request_of(model, topology, arguments=size, config=config, only=DENOISERS, within=within)
 
     def read(answer, as_run):
         of_way = answer["by_way"][way or BOUND]
@@ -387,7 +390,7 @@ def _calibration(published) -> Case:
         question = Question(KERNELS, request, 600)
     else:
         asked = {"arguments": published.arguments, "config": {**AS_COMPILED_BY_OTHERS, **published.config}}
-        asked |= {"mesh": published.mesh, "only": DENOISERS, "as_theirs": True}
+        asked |= {"mesh": published.mesh, "only": DENOISERS, "within": AS_THEIRS}
         question = Question(PLANS, request_of(published.model, published.topology, **asked), 1800)
 
     def read(answer):

@@ -6,18 +6,12 @@ PSNR and SSIM (Wang et al. 2004: a Gaussian window of 1.5 pixels) are of a video
 
 import functools
 import json
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 
-from . import sources
+from . import ROOT, run_module, versions
 
 
-ROOT = Path(__file__).resolve().parents[4]
 MODEL = ROOT / "examples/tpu/models/wan-shapes"
 RECORDS = ROOT / "examples/tpu/results"
 LARGE = {"model": "wan2.1-t2v-14b", "topology": "v6e-8", "way": "bound"}
@@ -49,9 +43,7 @@ CACHES = {  # name: class and settings
 def answer(name: str) -> dict:
     """Quality, block runs and planned seconds with the cache of this name.
 
-    Raises:
-        ValueError: this is no checkout, whose model and records are needed.
-        RuntimeError: the process that made the videos failed.
+    Raises RuntimeError where the process that makes the videos fails.
     """
     found = dict(_measured()[name])
     ran = found.pop("steps_with_blocks")
@@ -62,7 +54,7 @@ def answer(name: str) -> dict:
         "planned_seconds": seconds,
         "planned_slower": slower,
         "planned_without": _record("run.json")["seconds"]["total"],
-        "versions": {"python": platform.python_version(), "machine": platform.machine(), "sources": sources()},
+        "versions": versions(),
     }
 
 
@@ -87,14 +79,7 @@ def _record(name: str) -> dict:
 
 @functools.cache
 def _measured() -> dict[str, dict]:
-    if not MODEL.is_dir():
-        raise ValueError(f"expected the shipped model at {MODEL}, found none: bench cache runs in a checkout")
-    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "1"}
-    command = [sys.executable, "-m", f"{__package__}.cache_row"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"expected videos of {MODEL.name}, got: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_module("cache_row", DIFFUSERS_TPU_DEVICES="1")
 
 
 def psnr(video: np.ndarray, oracle: np.ndarray) -> float:

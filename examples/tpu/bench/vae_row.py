@@ -5,15 +5,14 @@ import math
 from collections.abc import Callable
 
 import diffusers
-
-from ..chips.figures import find_topology
-from ..chips.mesh import make_mesh, plan_degrees
-from ..kernels.attention.softmax_modes import BOUND
-from ..pipelines.plans import flax_class, pipeline_plan
-from . import ici, kept, reader, timing
-from .aot import BadRequest, Compiler
-from .building import configuration_of
-from .worker import GIB, versions
+from diffusers.tpu.chips.figures import find_topology
+from diffusers.tpu.chips.mesh import make_mesh, plan_degrees
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND
+from diffusers.tpu.pipelines.plans import flax_class, pipeline_plan
+from diffusers.tpu.planner import ici, kept, reader, timing
+from diffusers.tpu.planner.aot import BadRequest, Compiler
+from diffusers.tpu.planner.building import configuration_of
+from diffusers.tpu.planner.worker import GIB, versions
 
 
 SIZES = ("height", "width", "num_frames")

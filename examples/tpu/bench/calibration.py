@@ -38,8 +38,9 @@ def as_theirs():
 
     For compiling only.
     """
-    from ..kernels.attention import api, splash  # imports JAX, which listing the rows does not need
-    from ..pipelines import plans
+    from diffusers.tpu.kernels.attention import api, splash  # imports JAX, which listing the rows does not need
+    from diffusers.tpu.pipelines import plans
+
     from . import exp2
 
     planned = plans.model_plan

@@ -23,8 +23,9 @@ from pathlib import Path
 
 import torch
 
-from ..chips.figures import GIB, MIB
-from . import sources
+from diffusers.tpu.chips.figures import GIB, MIB
+
+from . import run_module, versions
 
 
 MODEL = {
@@ -63,12 +64,7 @@ def answer(chips: int, model: tuple = tuple(MODEL.items()), rounds: int = ROUNDS
         "all_dd_seconds": fast["dd_seconds"],
         "first_seconds": first["first_seconds"],
         "host_peak_mib": first["host_peak_mib"],
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "sources": sources(),
-        },
+        "versions": versions(torch=torch.__version__, machine=f"{platform.machine()}, {os.cpu_count()} cores"),
     }
 
 
@@ -82,7 +78,7 @@ def made_checkpoint(model: tuple) -> Path:
     """A folder with config, shards and index of a Wan transformer of these settings, its values random."""
     from safetensors.torch import save_file
 
-    from ... import WanTransformer3DModel
+    from diffusers import WanTransformer3DModel
 
     folder = Path(_kept_folder().name) / f"model-{abs(hash(model))}"
     with torch.device("meta"):
@@ -115,22 +111,16 @@ def _size(shard: dict[str, tuple[int, ...]]) -> int:
 
 
 def _in_a_process(folder: Path, chips: int, rounds: int, settings: dict[str, str]) -> dict:
-    env = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(chips), **settings}
-    command = [sys.executable, "-m", __name__, str(folder), str(rounds)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    if done.returncode:
-        raise RuntimeError(
-            f"expected a load of {folder}, its process ended with {done.returncode}: {done.stderr[-2000:]}"
-        )
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    environment = {"DIFFUSERS_TPU_DEVICES": str(chips), **settings}
+    return run_module("load_row", str(folder), str(rounds), seconds=LIMIT_SECONDS, **environment)
 
 
 # In the process that loads
 
 
 def _measured(folder: Path, rounds: int) -> dict:
-    from ..chips.devices import find_target, jax_devices
-    from ..config import read_environment
+    from diffusers.tpu.chips.devices import find_target, jax_devices
+    from diffusers.tpu.config import read_environment
 
     jax_devices(find_target(read_environment()))
     files = sorted(folder.glob("*.safetensors"))
@@ -152,7 +142,7 @@ def _measured(folder: Path, rounds: int) -> dict:
 def _loaded(folder: Path):
     import jax
 
-    from ... import WanTransformer3DModel
+    from diffusers import WanTransformer3DModel
 
     model = WanTransformer3DModel.from_pretrained(folder, dtype=torch.bfloat16).to("cuda")
     jax.block_until_ready(model._tpu_runner.plan_weights().arrays)

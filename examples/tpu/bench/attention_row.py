@@ -7,19 +7,20 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from ..chips.figures import find_topology
-from ..chips.mesh import make_mesh
-from ..chips.sharding import PartitionSpec, named
-from ..kernels.attention.blocks import Shape, as_list, candidates, choose, from_list
-from ..kernels.attention.kernel import shape_of, tpu_attention
-from ..kernels.attention.masks import Mask
-from ..kernels.attention.softmax_modes import BOUND
-from ..kernels.attention.splash import splash_attention
-from . import kept, reader, timing
-from .aot import BadRequest, Compiler, OutOfMemory
+from diffusers.tpu.chips.figures import find_topology
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.chips.sharding import PartitionSpec, named
+from diffusers.tpu.kernels.attention.blocks import Shape, as_list, candidates, choose, from_list
+from diffusers.tpu.kernels.attention.kernel import shape_of, tpu_attention
+from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND
+from diffusers.tpu.kernels.attention.splash import splash_attention
+from diffusers.tpu.planner import kept, reader, timing
+from diffusers.tpu.planner.aot import BadRequest, Compiler, OutOfMemory
+from diffusers.tpu.planner.worker import versions
+
 from .calibration import as_theirs
 from .exp2 import exp2_attention
-from .worker import versions
 
 
 BANDS = {"causal": (None, 0), "window": (1000, 1000)}

@@ -7,14 +7,11 @@ scheduler's steps are traced.
 
 import functools
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 
-from . import sources
+from . import run_module, versions
 
 
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
@@ -31,18 +28,13 @@ def answer(scheduler: str, chips: int) -> dict:
     """
     return {
         **_measured(scheduler, chips),
-        "versions": {"python": platform.python_version(), "machine": platform.machine(), "sources": sources()},
+        "versions": versions(),
     }
 
 
 @functools.cache
 def _measured(scheduler: str, chips: int) -> dict:
-    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(chips)}
-    command = [sys.executable, "-m", f"{__package__}.host_row", scheduler]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise RuntimeError(f"expected the times of a step, got: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return run_module("host_row", scheduler, DIFFUSERS_TPU_DEVICES=str(chips))
 
 
 def tiny_pipeline(scheduler: str):
@@ -64,8 +56,8 @@ def main(scheduler: str):
     import jax
     import torch
 
-    from .. import install
-    from ..pipelines.step_program import jitted_by_text
+    from diffusers.tpu import install
+    from diffusers.tpu.pipelines.step_program import jitted_by_text
 
     torch.set_num_threads(1)
     pipe = install(tiny_pipeline(scheduler))

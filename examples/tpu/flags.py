@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from ....utils import export_to_video
-from ...chips.devices import Target, find_target, jax_devices
-from ...chips.mesh import plan_degrees
-from ...config import TPUConfig, read_environment
-from ...files import whole_files
-from ..stages.running import in_place_of
-from .timing import wait
+from diffusers.tpu.apps.cli.timing import wait
+from diffusers.tpu.apps.stages.running import in_place_of
+from diffusers.tpu.chips.devices import Target, find_target, jax_devices
+from diffusers.tpu.chips.mesh import plan_degrees
+from diffusers.tpu.config import TPUConfig, read_environment
+from diffusers.tpu.files import whole_files
+from diffusers.utils import export_to_video
 
 
 BLOCKS = ("bqsize", "bkvsize", "bkvcomputesize")

@@ -1,15 +1,15 @@
 """What looking at a module before each of its calls costs: measured on this machine's processor, of modules without weights."""
 
-import platform
 import time
 from collections.abc import Callable
 
 import torch
 
-from ..compile.state import read
-from ..compile.weights import Watched
-from . import sources
-from .building import build, configuration_of
+from diffusers.tpu.compile.state import read
+from diffusers.tpu.compile.weights import Watched
+from diffusers.tpu.planner.building import build, configuration_of
+
+from . import versions
 
 
 MODULES = 1000
@@ -32,12 +32,7 @@ def answer(model: str) -> dict:
         "tensors": len(state.tensors),
         "check_microseconds": 1e6 * _least(lambda: state.same() and watched.same(state.tensors)),
         "read_milliseconds": 1e3 * reading,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "sources": sources(),
-        },
+        "versions": versions(torch=torch.__version__),
     }
 
 
