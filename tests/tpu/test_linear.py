@@ -38,10 +38,6 @@ def wide(x):
     return np.asarray(x.astype(jnp.float32), np.float64)
 
 
-def torch_of(x):
-    return torch.tensor(wide(x))
-
-
 @pytest.mark.parametrize("activation", ["", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("bias", [True, False])
 def test_any_number_of_rows(activation, bias):

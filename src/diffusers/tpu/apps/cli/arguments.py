@@ -3,13 +3,15 @@
 import inspect
 
 from ..generation.signature import OURS, parameters_of, types_of
+from .choices import COMMON_ARGUMENTS
 from .errors import BadInput
 
 
+OF_PIPELINES = tuple(name.replace("-", "_") for name in COMMON_ARGUMENTS)
 TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def given_arguments(options, names, rest: list[str]) -> dict[str, list[str]]:
+def given_arguments(options, rest: list[str], names=OF_PIPELINES) -> dict[str, list[str]]:
     """Words by argument name: the options called `names` that were given, and what `rest` holds as `--name value`."""
     given = {name: words for name in names if (words := getattr(options, name)) is not None}
     name = None

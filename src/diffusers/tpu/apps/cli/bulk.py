@@ -12,7 +12,6 @@ from ..bulk import prompts as prompt_files
 from ..bulk.directory import Directory
 from ..bulk.work import Work
 from . import arguments, session
-from .choices import COMMON_ARGUMENTS
 from .errors import BadInput, loading
 
 
@@ -40,8 +39,8 @@ def run(options, rest: list[str]) -> int:
     if options.ray is None:
         session.choose_target(options.device)  # refused before anything is written
     cls = session.pipeline_class(options.model)
-    names = [name.replace("-", "_") for name in COMMON_ARGUMENTS if name != "prompt"]
-    call = arguments.call_arguments(cls, arguments.given_arguments(options, names, rest))
+    names = [name for name in arguments.OF_PIPELINES if name != "prompt"]
+    call = arguments.call_arguments(cls, arguments.given_arguments(options, rest, names))
     with loading():
         prompts = prompt_files.read(Path(options.prompts), options.seed or 0, call)
         directory = Directory(Path(options.output or Path("out") / Path(options.prompts).stem))

@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from . import arguments, session
 from .arguments import flag
-from .choices import COMMON_ARGUMENTS
 from .errors import BadInput, calling
 
 
@@ -32,7 +31,7 @@ def run(options, rest: list[str]) -> int:
     if target is None:
         raise BadInput("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
     cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, [name.replace("-", "_") for name in COMMON_ARGUMENTS], rest)
+    given = arguments.given_arguments(options, rest)
     call = arguments.call_arguments(cls, given)
     from ... import compare as fidelity
 

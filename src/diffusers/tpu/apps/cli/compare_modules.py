@@ -11,7 +11,6 @@ from rich.table import Table
 
 from . import arguments, session
 from .arguments import flag
-from .choices import COMMON_ARGUMENTS
 from .errors import BadInput, calling
 from .output import check_writable, whole_file
 
@@ -30,7 +29,7 @@ def run(options, rest: list[str]) -> int:
         if len(getattr(options, name) or []) > 1:
             raise BadInput(f"expected {flag(name)} once with --component, got {getattr(options, name)}")
     cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, [name.replace("-", "_") for name in COMMON_ARGUMENTS], rest)
+    given = arguments.given_arguments(options, rest)
     call = arguments.call_arguments(cls, given)
     if options.report:
         check_writable(options.report, ".html")

@@ -8,7 +8,6 @@ import torch
 from rich.console import Console
 
 from .arguments import flag, given_arguments
-from .choices import COMMON_ARGUMENTS
 from .compare import OF_A_COMPONENT
 from .errors import BadInput, one_line
 from .plan import number
@@ -21,8 +20,7 @@ def run(options, rest: list[str]) -> int:
             raise BadInput(f"expected --trace without {flag(name)}, got both: a trace computes nothing")
     if len(options.dtype or []) > 1:
         raise BadInput(f"expected --dtype once with --trace, got {options.dtype}")
-    names = [name.replace("-", "_") for name in COMMON_ARGUMENTS]
-    arguments = {name: number(name, words) for name, words in given_arguments(options, names, rest).items()}
+    arguments = {name: number(name, words) for name, words in given_arguments(options, rest).items()}
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here stays free
     from ...planner import obstacles
 

@@ -26,7 +26,7 @@ def run(options, rest: list[str]) -> int:
         raise BadInput(f"expected --batch of at least 1, got {options.batch}")
     if options.json and options.json != "-":
         check_writable(options.json, ".json")
-    arguments = {name: number(name, words) for name, words in given_arguments(options, PLAN_ARGUMENTS, rest).items()}
+    arguments = {name: number(name, words) for name, words in given_arguments(options, rest, PLAN_ARGUMENTS).items()}
     made = _make(options, Path(folder).absolute(), arguments)
     write_json(options.json, made)
     if options.json != "-":

@@ -13,7 +13,6 @@ from ...config import TPUConfig
 from ...errors import NotFinite
 from ..generation import media
 from . import arguments, output, session
-from .choices import COMMON_ARGUMENTS
 from .errors import BadInput, calling
 from .timing import Stopwatch, Timing
 
@@ -33,7 +32,7 @@ def run(options, rest: list[str]) -> int:
     target = session.choose_target(options.device)
     first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
     cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, [name.replace("-", "_") for name in COMMON_ARGUMENTS], rest)
+    given = arguments.given_arguments(options, rest)
     call = arguments.call_arguments(cls, given)
     seed = session.seed_of(options.seed)
     extra = call_extras(cls, options, seed)

@@ -32,7 +32,7 @@ def run(options, rest: list[str]) -> int:
         check_writable(options.report, ".html")
     if options.json and options.json != "-":
         check_writable(options.json, ".json")
-    arguments = {name: number(name, words) for name, words in given_arguments(options, PLAN_ARGUMENTS, rest).items()}
+    arguments = {name: number(name, words) for name, words in given_arguments(options, rest, PLAN_ARGUMENTS).items()}
     console = Console(stderr=options.json == "-")
     plans = []
     for topology in topologies:

@@ -7,7 +7,6 @@ from pathlib import Path
 from rich.console import Console
 
 from . import arguments, generate, session
-from .choices import COMMON_ARGUMENTS
 from .errors import BadInput, calling, loading
 
 
@@ -24,8 +23,7 @@ def run(options, rest: list[str]) -> int:
     target = session.choose_target(options.device)
     mesh = session.mesh_of(options.mesh, target)
     cls = session.pipeline_class(options.model)
-    names = [name.replace("-", "_") for name in COMMON_ARGUMENTS]
-    given = arguments.given_arguments(options, names, rest)
+    given = arguments.given_arguments(options, rest)
     for name in OF_REQUESTS:
         if name in given:
             raise BadInput(f"expected no {arguments.flag(name)}: requests say it; sizes are given with --sizes")

@@ -9,7 +9,6 @@ import torch
 from .. import stages
 from ..generation import media
 from . import arguments, generate, output, session
-from .choices import COMMON_ARGUMENTS
 from .errors import BadInput, calling, loading
 from .timing import Stopwatch
 
@@ -24,7 +23,7 @@ def run(options, rest: list[str]) -> int:
     target = session.choose_target(options.device)
     first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
     cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, [name.replace("-", "_") for name in COMMON_ARGUMENTS], rest)
+    given = arguments.given_arguments(options, rest)
     call = arguments.call_arguments(cls, given)
     _check_flags(options)
     with loading(), calling():
