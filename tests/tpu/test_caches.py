@@ -109,7 +109,7 @@ def test_a_cache_enabled_after_a_first_call_and_disabled_again(chips, pipes, nam
         result, oracle = session.results()
         assert relative(result, oracle) < 1e-5
         assert relative(oracle, plain) > 1e-4  # the cache does something
-        assert programs_of(session.runner) == compiled + COMPILED.get(name, 0)
+        assert programs_of(session.runner) == compiled + COMPILED.get(name, 0), [*session.runner.programs]
         if name in COMPILED:
             assert session.ours_decided() == session.decided and True in session.decided and False in session.decided
     assert bool(session.runner.eager) == (name not in COMPILED)
