@@ -74,26 +74,12 @@ def test_a_built_pipeline_has_the_weights_of_a_loaded_one(saved):
         assert all(p.untyped_storage().nbytes() <= 8 for p in getattr(built, name).parameters())
 
 
-# Billions of parameters, as their authors state them.
-@pytest.mark.parametrize(
-    ("name", "component", "billions"),
-    [
-        ("wan2.1-t2v-14b", "transformer", 14.3),
-        ("wan2.1-t2v-1.3b", "transformer", 1.4),
-        ("wan2.2-ti2v-5b", "transformer", 5.0),
-        ("hunyuanvideo-1.5-720p-t2v", "transformer", 8.3),
-        ("cogvideox-2b", "transformer", 1.7),
-        ("cogvideox1.5-5b", "transformer", 5.6),
-        ("flux.1-dev", "transformer", 11.9),
-        ("qwen-image", "transformer", 20.4),
-        ("ltx-video", "transformer", 1.9),
-        ("sdxl", "unet", 2.6),
-        ("stable-diffusion-3.5-large", "transformer", 8.1),
-        ("stable-diffusion-3.5-medium", "transformer", 2.24),  # 2.5 with its places, which are no parameters
-        ("wan2.1-t2v-14b", "text_encoder", 5.7),
-    ],
-)
+STATED = [(name, *of) for name, configuration in MODELS.items() for of in configuration.billions.items()]
+
+
+@pytest.mark.parametrize(("name", "component", "billions"), STATED)
 def test_published_models_have_their_published_size(name, component, billions):
+    """As their authors state it."""
     module = getattr(build(configuration_of(name), torch.bfloat16), component)
     assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, abs=0.06)
 

@@ -6,7 +6,7 @@ Where the configuration comes from: a directory, the hub's cache, or the table o
 import contextlib
 import importlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,35 +17,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import diffusers
 
 from . import directory_of
-from .published import ALIASES, MODELS
+from .published import ALIASES, MODELS, Configuration
 
 
 # Markup that chat models' processing wraps a prompt in; the words do not matter here, only how many there are.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 UNKNOWN, PAD = "<unk>", "<pad>"
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """What a pipeline is made of.
-
-    Attributes:
-        pipeline: its class in diffusers.
-        components: name -> (class, configuration).
-        settings: further arguments of its `__init__`.
-        call: arguments of its model card's call.
-        tokens: text tokens that a tokenizer pads to where its pipeline asks it.
-        tiled: the card's script decodes in tiles.
-        directory: where it was read from; None: the table of published models.
-    """
-
-    pipeline: str
-    components: dict[str, tuple[str, dict]]
-    settings: dict
-    call: dict
-    tokens: dict[str, int] = field(default_factory=dict)
-    tiled: bool = False
-    directory: str | None = None
 
 
 def configuration_of(model: str) -> Configuration:
@@ -70,8 +47,7 @@ def configuration_of(model: str) -> Configuration:
             f"expected a directory in diffusers layout, a model in the hub's cache or one of the published models, got"
             f" {model!r}. Published: {', '.join(sorted(name for name in ALIASES if '/' not in name))}"
         )
-    p = published
-    return Configuration(p.pipeline, p.components, p.settings, p.call, p.tokens, p.tiled)
+    return published
 
 
 def _read(directory: Path) -> Configuration:
@@ -89,7 +65,7 @@ def _read(directory: Path) -> Configuration:
             settings[key] = value
         elif value[0] is not None:
             components[key] = (".".join(value), _component_config(directory / key))
-    return Configuration(name, components, settings, {}, directory=str(directory))
+    return Configuration(name, components, settings, directory=str(directory))
 
 
 def _component_config(folder: Path) -> dict:

@@ -355,8 +355,8 @@ _ASKERS = ("apps", "planner", "compare", "idioms")
 def ours_in_words() -> str:
     """A digest of our own sources that programs are made by, the files beside upstream's too."""
     root = Path(_root()) / "diffusers"
-    files = [path for path in (root / "tpu").rglob("*.py") if path.relative_to(root / "tpu").parts[0] not in _ASKERS]
+    ours = [path for kind in ("*.py", "*.json") for path in (root / "tpu").rglob(kind)]
+    files = [path for path in ours if path.relative_to(root / "tpu").parts[0] not in _ASKERS]
     files += root.glob("**/*_flax.py")
-    files += (root / "tpu").rglob("*.json")
     said = [(path.relative_to(root).as_posix(), _digest(path.read_bytes())) for path in sorted(files)]
     return _digest(repr(said).encode())
