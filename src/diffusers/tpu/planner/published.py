@@ -6,6 +6,7 @@ upstream's conversion scripts, its classes' defaults (diffusers 0.42.1, transfor
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,18 +52,18 @@ def _resolve(value, parts: dict):
     return value
 
 
-def _read_models() -> tuple[dict[str, Configuration], dict[str, str]]:
-    models, aliases = {}, {}
+def _read_models() -> Iterator[tuple[str, list[str], Configuration]]:
+    """Id, other names and configuration of each."""
     shared = json.loads((FOLDER / "shared.json").read_text())["parts"]
     for path in sorted(FOLDER.glob("*.json")):
         family = json.loads(path.read_text())
         for name, row in family.get("models", {}).items():
             facts = _resolve(row, shared | family.get("parts", {}))
-            aliases |= dict.fromkeys(facts.pop("aliases"), name)
-            del facts["source"]
+            aliases, _ = facts.pop("aliases"), facts.pop("source")
             facts["components"] = {key: tuple(value) for key, value in facts["components"].items()}
-            models[name] = Configuration(**facts)
-    return models, aliases
+            yield name, aliases, Configuration(**facts)
 
 
-MODELS, ALIASES = _read_models()  # by id; ids by short names and other ids
+_READ = [*_read_models()]
+MODELS = {name: configuration for name, _, configuration in _READ}
+ALIASES = {alias: name for name, aliases, _ in _READ for alias in aliases}
