@@ -15,7 +15,7 @@ from diffusers.tpu.kernels.attention.kernel import shape_of, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND
 from diffusers.tpu.kernels.attention.splash import splash_attention
-from diffusers.tpu.planner import kept, reader, timing
+from diffusers.tpu.planner import READER, kept, timing
 from diffusers.tpu.planner.aot import BadRequest, Compiler, OutOfMemory
 from diffusers.tpu.planner.worker import versions
 
@@ -77,7 +77,7 @@ def answer(request: dict, progress: Callable) -> dict:
     try:
         with as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
             lowered = jax.jit(scaled_dot_product_attention).lower(q, k, k, mask)
-        of_program = {"programs": [kept.name_of(compiler, lowered, mesh)], "reader": reader(__name__)}
+        of_program = {"programs": [kept.name_of(compiler, lowered, mesh)], "reader": READER}
         if request.get("named"):
             return of_program
         compiled = kept.compiled(compiler, lowered, mesh)

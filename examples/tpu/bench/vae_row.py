@@ -9,7 +9,7 @@ from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.chips.mesh import make_mesh, plan_degrees
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND
 from diffusers.tpu.pipelines.plans import flax_class, pipeline_plan
-from diffusers.tpu.planner import ici, kept, reader, timing
+from diffusers.tpu.planner import READER, ici, kept, timing
 from diffusers.tpu.planner.aot import BadRequest, Compiler
 from diffusers.tpu.planner.building import configuration_of
 from diffusers.tpu.planner.worker import GIB, versions
@@ -48,7 +48,7 @@ def answer(request: dict, progress: Callable) -> dict:
     shape = latents if entry == "decode" else video
     progress(f"compiling {cls.__name__}.{entry} for {topology.name}")
     lowered = vae.lower(entry, shape)
-    of_program = {"programs": [kept.name_of(compiler, lowered, mesh)], "reader": reader(__name__)}
+    of_program = {"programs": [kept.name_of(compiler, lowered, mesh)], "reader": READER}
     if request.get("named"):
         return of_program
     compiled = kept.compiled(compiler, lowered, mesh)

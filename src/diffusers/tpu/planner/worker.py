@@ -18,7 +18,7 @@ from ..config import TPUConfig
 from ..kernels.attention.softmax_modes import BOUND, WAYS
 from ..pipelines.plans import module_plan, pipeline_plan
 from ..weights.hbm import room_for_weights, turns
-from . import aot, ici, kept, meshes, reader, sources, timing
+from . import READER, aot, ici, kept, meshes, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
@@ -104,7 +104,7 @@ def _answer(request: dict, topology: Topology, recording: Recording, progress: C
     works = {id(r): count(r.traced.jaxpr) for r in recording.calls}
     planner = _Planner(request, topology, recording, works, progress)
     if request.get("named"):
-        return {"programs": planner.named(), "reader": reader(__name__)}
+        return {"programs": planner.named(), "reader": READER}
     chosen, ranking = planner.choose()
     result = planner.as_json(*chosen)
     result["ranking"] = ranking
@@ -358,7 +358,7 @@ class _Planner:
             "trace_seconds": sum({id(p.compiled): p.trace_seconds for p in parts if p.compiled is not None}.values()),
             "peak_flops": peak_flops,
             "programs": [p.is_of for p in parts],
-            "reader": reader(__name__),
+            "reader": READER,
             "versions": versions(),
             "pipeline": type(self.recording.pipe).__name__,
             "dtype": self.request["dtype"],
