@@ -40,6 +40,7 @@ REQUIRES = [
     "ftfy>=6",  # Wan's prompt cleaning
     "imageio>=2.30",
     "imageio-ffmpeg>=0.5",
+    "jinja2>=3.1",  # the pages of plan and compare
     "rich>=13",
     "tqdm>=4.60",
 ]

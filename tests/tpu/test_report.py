@@ -172,7 +172,7 @@ def test_all_text_is_escaped():
         "(between modules) 300.000 ms 300.00 15.0%",
         "splash.2 blocks.*.attn1 40 54,760 × 3,152 172.60 25.000 1.000",
         "fusion.239 blocks.*.ffn dot_general 40 12.500 0.500 memory", "fusion.7 – copy 40 7.500 0.300 estimate",
-        "transformer.forward both branches at once denoise compiled 4 2.000 8.000", "3.00 2.50 6.00 73.9 s",
+        "transformer.forward 2 branches at once denoise compiled 4 2.000 8.000", "3.00 2.50 6.00 73.9 s",
         "vae.decode decode modelled 1 1.250 1.250", "dp 2, sp 4, tp 1 chosen compiled: 2.000 s 1.875 2.000 fits",
         "dp 1, sp 8, tp 1 guessed: 4.000 s 4.000 – –", "num_frames 9", "libtpu 0.0.42.1", "dtype bfloat16",
     ],
@@ -246,7 +246,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*paths):
         raise OSError("no space")
 
-    monkeypatch.setattr(report.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="no space"):
         report.write([refused_plan()], path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
