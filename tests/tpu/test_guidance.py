@@ -1,4 +1,4 @@
-"""Oracle: upstream with the same guider. GuidanceBatcher that skip a layer are other programs, and only theirs."""
+"""Oracle: upstream with the same guider. Branches that skip a layer are other programs, and only theirs."""
 
 import copy
 
