@@ -21,16 +21,17 @@ from diffusers.tpu import notices
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import executables
 from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.compile.store import Store, describing
+from diffusers.tpu.compile.store import describing
+from diffusers.tpu.compile.store.disk_cache import DiskCache
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.plans import module_plan
 from diffusers.tpu.planner import aot
 
 
 @pytest.fixture
-def store(own_store) -> Store:
+def store(own_store) -> DiskCache:
     notices.forget()
-    return Store(own_store)
+    return DiskCache("executables", own_store)
 
 
 @pytest.fixture
@@ -116,8 +117,8 @@ def test_what_is_of_another_run_is_not_used_and_its_parts_are_named(run, monkeyp
     with monkeypatch.context() as patch:
         patch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=4096")
         refused("flags of the compiler")
-    keep, versions = Store.keep, executables._versions()
-    monkeypatch.setattr(Store, "keep", lambda store, key, thing, _: keep(store, key, thing, ahead=True))
+    keep, versions = DiskCache.keep, executables._versions()
+    monkeypatch.setattr(DiskCache, "keep", lambda *args, **_: keep(*args, ahead=True))
     run(mesh=(1, 1, 1))
     monkeypatch.setattr(executables, "_versions", lambda: f"{versions}, jax 0.0.1")
     refused(f"versions (jax {jax.__version__} there, 0.0.1 here)", "WARNING", mesh=(1, 1, 1))
@@ -266,11 +267,11 @@ def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, caplog):
 
 
 def test_the_longest_unused_go(run, store, monkeypatch):
-    from diffusers.tpu.compile.store import files
+    from diffusers.tpu.compile.store import disk_cache
 
     run()
     (first,) = store.folder.iterdir()
-    monkeypatch.setattr(files, "MOST_BYTES", int(first.stat().st_size * 2.5))
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", int(first.stat().st_size * 2.5))
     os.utime(first, (1, 1))
     run(frames=3)
     run()  # found: used now
@@ -298,13 +299,13 @@ def test_two_models_of_one_configuration_share_an_executable(run):
 
 def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkeypatch):
     """Mochi asks for its prompts' lengths: each answer's program is found without a trace."""
-    model, keep, kept = test_ladder.mochi(), Store.keep, []
+    model, keep, kept = test_ladder.mochi(), DiskCache.keep, []
 
-    def noting(store, key, thing, *more):
-        kept.extend([thing] if isinstance(thing, executables.CachedGuard) else [])
-        return keep(store, key, thing, *more)
+    def noting(store, name, value, *more, **facts):
+        kept.extend([value] if isinstance(value, executables.CachedGuard) else [])
+        return keep(store, name, value, *more, **facts)
 
-    monkeypatch.setattr(Store, "keep", noting)
+    monkeypatch.setattr(DiskCache, "keep", noting)
 
     def traces(*lengths):
         executables._loaded.clear()

@@ -287,10 +287,6 @@ def test_a_corrupt_answer_is_removed_and_asked_again(asked, tmp_path, warned, co
     assert asked() == ("text", 2) and len(warned) == 1
 
 
-def test_an_answer_with_other_fields_is_no_compiled_program():
-    assert not any(map(kept._is_whole, [{}, {"made": None}, {"made": {"x": 1}, "refused": None}]))
-
-
 @fault("planner-configuration-changed")
 @pytest.mark.parametrize("pipeline", ["", "@WanImageToVideoPipeline"])
 @pytest.mark.parametrize("model", ["of/the-hub", "folder"])

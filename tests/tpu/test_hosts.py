@@ -24,7 +24,7 @@ from diffusers.tpu.chips import figures, hosts, mesh
 from diffusers.tpu.chips.hosts import agreement, run, watch
 from diffusers.tpu.chips.sharding import plan_weights
 from diffusers.tpu.compile.executables import Executables
-from diffusers.tpu.compile.store import Key
+from diffusers.tpu.compile.store.keys import Key
 from diffusers.tpu.planner import aot, timing
 from diffusers.utils import logging
 

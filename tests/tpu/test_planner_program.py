@@ -134,7 +134,8 @@ def kept_programs(argument, progress):
     import jax.numpy as jnp
 
     from diffusers.tpu.chips.sharding import PartitionSpec, named
-    from diffusers.tpu.planner import answers, kept
+    from diffusers.tpu.compile.store import disk_cache
+    from diffusers.tpu.planner import kept
 
     compiler, mesh = _mesh("v6e-4", (1, 4, 1))
     asked, compile_it = [], aot.Compiler.compile
@@ -168,7 +169,7 @@ def kept_programs(argument, progress):
         counts["another flag"] = times(*traced(mesh))
         counts["no room"], counts["again no room"] = (times(*traced(mesh, size=1 << 32)) for _ in range(2))
         alike, refused = made[0] == made[1] and bool(made[0].schedules), made[-1] == made[-2] and made[-1][1] > 2**33
-        patch.setattr(answers, "MOST_BYTES", 1)
+        patch.setattr(disk_cache, "MOST_BYTES", 1)
         counts["another size"], counts["none is left"] = times(*traced(mesh, size=16)), times(*traced(mesh))
     return {"counts": counts, "alike": alike, "refused": refused}
 

@@ -36,7 +36,9 @@ from .call import Call, values_of
 from .programs import Program
 from .recent import Recent
 from .state import process_key
-from .store import Key, NotPortable, StableKey, Store, ours_in_words, sources_in_words, store_here
+from .store.describing import NotPortable, StableKey, ours_in_words, sources_in_words
+from .store.disk_cache import DiskCache
+from .store.keys import Key
 
 
 logger = logging.get_logger(__name__)
@@ -103,13 +105,14 @@ class Executables:
         self._compared = False
 
     @property
-    def store(self) -> Store | None:
-        """None where nothing is kept."""
-        return None if self.off or self.runner.config.attention_tally else store_here()
+    def cache(self) -> DiskCache | None:
+        """None where nothing is found or kept."""
+        cache = None if self.off or self.runner.config.attention_tally else DiskCache.of("executables")
+        return cache if cache is not None and cache.folder is not None else None
 
     def key(self, call: Call, branches: int, answers: tuple) -> Key | None:
         """What the program of this call is kept by; None where it is not kept."""
-        if self.store is None or (lasting := self._lasting_now()) is None:
+        if self.cache is None or (lasting := self._lasting_now()) is None:
             return None
         entry, spec, static, *step, shapes = call.key
         words = StableKey()
@@ -145,12 +148,12 @@ class Executables:
 
     def expect(self):
         """Load what was last used of the module as it is, while its weights are on their way."""
-        if self.store is None:
+        if self.cache is None:
             return
         self.runner.current()
         if (lasting := self._lasting_now()) is None:
             return
-        keys = self.store.of_family(Key(self._name, lasting, dict.fromkeys(PASSING, "")))[:MOST_AHEAD]
+        keys = Key(self._name, lasting, dict.fromkeys(PASSING, "")).beside(self.cache)[:MOST_AHEAD]
         keys = [key for key in keys if key.name not in self.ahead and key.name not in _loaded]
         if keys:
             pool = concurrent.futures.ThreadPoolExecutor(2, "diffusers-tpu-executables")
@@ -186,7 +189,7 @@ class Executables:
 
     def _find(self, key: Key):
         """What is kept, an executable loaded."""
-        found = self.store.find(key)
+        found = self.cache.find(key.name, key.parts)
         try:
             if isinstance(found, CachedGuard):
                 return found.question()
@@ -201,8 +204,7 @@ class Executables:
                 _loaded[key.name] = compiled
             return found, compiled
         except Exception as error:  # of a runtime that refuses it: whatever it is, the program can be compiled
-            self.store.damaged(key, error)
-            return None
+            return self.cache.remove(key.name, error)
 
     def _program(self, kept: CachedExecutable, compiled, call: Call, branches: int, key: Key) -> Program:
         function = self.runner.function(call)
@@ -218,8 +220,8 @@ class Executables:
         """Once of a component; aloud only where somebody has made its executable ahead, and nothing of that is used."""
         if self.runner.part or self._compared:
             return
-        apart = self.store.nearest(key)
-        if apart is not None and apart.ahead:
+        apart, ahead = key.differs(self.cache) or (None, False)
+        if ahead:
             notices.warn_once(
                 f"ahead {key.model}",
                 f"the executable of {key.model} that was made ahead is not used, it is compiled here: what it was made for differs"
@@ -240,7 +242,7 @@ class Executables:
             kept = CachedExecutable(
                 executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds
             )
-            self.store.keep(program.key, kept, ahead)
+            self.cache.keep(program.key.name, kept, program.key.parts, ahead=ahead)
             _loaded[program.key.name] = program.compiled
 
     def keep_question(self, key: Key | None, question: "bridge.Question", call: Call):
@@ -252,12 +254,12 @@ class Executables:
             given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in some]
             exported = export.export(question.compute, platforms=ASKED_ON)(*given)
             kept = CachedGuard(question.inputs, question.key, question.line, bytes(exported.serialize()))
-            self.store.keep(key, kept)
+            self.cache.keep(key.name, kept, key.parts, ahead=False)
 
     def keep_mark(self, key: Key | None, mark: str):
         """What a trace found out, for other processes."""
         if key is not None:
-            self.store.keep(key, mark)
+            self.cache.keep(key.name, mark, key.parts, ahead=False)
 
     @contextlib.contextmanager
     def _run_goes_on(self) -> Iterator[None]:

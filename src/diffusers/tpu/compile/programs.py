@@ -21,7 +21,7 @@ from ..chips.sharding import fit, named
 from ..errors import told_if_slow
 from . import tracing
 from .call import Call
-from .store import Key
+from .store.keys import Key
 from .weights import PlacedWeights
 
 

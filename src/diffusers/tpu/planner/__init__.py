@@ -7,7 +7,7 @@
 
 The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
 run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
-program read), `answers` and `kept` (what was asked and compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
+program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
 alone), `report` (the page). Beside them `ahead`: executables made before a run; `obstacles`: what keeps a model from being compiled.
 """
 
@@ -25,7 +25,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ..chips.figures import find_topology
-from .answers import Answers
+from ..compile.store.disk_cache import DiskCache
 from .aot import run_in_child
 
 
@@ -139,12 +139,12 @@ def remembered(
     schedules: bool = True,
 ) -> dict:
     """`aot.run_in_child(function, request)`, once: the same question to the same code and versions is read from disk."""
-    answers, name = Answers("plans", bool), _key(function, request, schedules)
-    if (known := answers.find(name)) is not None:
+    cache, name = DiskCache.of("plans"), _key(function, request, schedules)
+    if (known := cache.find(name)) is not None:
         return known
-    answers.check_writable()
+    cache.check_writable()
     result = run_in_child(function, request, seconds=seconds, schedules=schedules, on_progress=on_progress)
-    answers.keep(name, result)
+    cache.keep(name, result)
     return result
 
 

@@ -91,9 +91,10 @@ def _make(
     if key is None:
         left.append(f"{name}: {runner.executables.reason or 'its call has no words'}")
         return
-    path = runner.executables.store.folder / key.name
+    cache = runner.executables.cache
+    path = cache.folder / key.name
     made = {"name": name, "branches": branches, "file": key.name, "shapes": [[*shape] for shape, _ in call.shapes]}
-    if path.exists() and runner.executables.store.find(key) not in (None, ALONE):
+    if path.exists() and cache.find(key.name, key.parts) not in (None, ALONE):
         programs.append({**made, "seconds": 0.0, "bytes": path.stat().st_size, "was_there": True})
         return
     progress(f"compiling {name}")

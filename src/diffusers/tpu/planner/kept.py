@@ -11,29 +11,25 @@ from dataclasses import asdict, fields
 
 from jax.sharding import Mesh
 
-from .answers import Answers
+from ..compile.store.disk_cache import DiskCache
 from .aot import CompiledProgram, Compiler, OutOfMemory
-
-
-FIELDS = {field.name for field in fields(CompiledProgram)}
 
 
 def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None) -> CompiledProgram:
     """`compiler.compile(lowered, options)`, once. Raises OutOfMemory where it did. `mesh`: of the compiler's chips, of the program."""
-    answers = Answers("programs", _is_whole)
-    if answers.folder is None:
+    cache = DiskCache.of("programs")
+    if cache.folder is None:
         return compiler.compile(lowered, options)
-    name = _key(compiler, lowered, mesh, options)
-    if (known := answers.find(name)) is not None:
-        return _unpacked(known)
-    refused, made = None, None
-    try:
-        made = compiler.compile(lowered, options)
-    except OutOfMemory as error:
-        refused = [str(error), error.asked, error.limit]
-    answer = {"refused": refused, "made": made and asdict(made)}
-    answers.keep(name, answer)
-    return _unpacked(answer)
+    name = _digest(compiler.flags, compiler, lowered, mesh, options)
+    if (found := cache.find(name)) is None:
+        try:
+            found = asdict(compiler.compile(lowered, options))
+        except OutOfMemory as error:
+            found = (str(error), error.asked, error.limit)
+        cache.keep(name, found)
+    if isinstance(found, tuple):
+        raise OutOfMemory(*found)
+    return CompiledProgram(**found)
 
 
 def name_of(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None) -> str:
@@ -41,14 +37,10 @@ def name_of(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None
     return _digest(compiler.asked_flags, compiler, lowered, mesh, options)
 
 
-def _key(compiler: Compiler, lowered, mesh: Mesh, options: dict | None) -> str:
-    """Changes with all that decides what the compiler makes and how long it takes."""
-    return _digest(compiler.flags, compiler, lowered, mesh, options)
-
-
 def _digest(flags: str, compiler: Compiler, lowered, mesh: Mesh, options: dict | None) -> str:
     said = [
         *(importlib.metadata.version(name) for name in ("jaxlib", "libtpu")),
+        [field.name for field in fields(CompiledProgram)],
         flags,
         compiler.topology.name,
         [device.id for device in mesh.devices.flat],
@@ -56,13 +48,3 @@ def _digest(flags: str, compiler: Compiler, lowered, mesh: Mesh, options: dict |
         lowered.as_text(debug_info=True),
     ]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:32]
-
-
-def _is_whole(answer: dict) -> bool:
-    return set(answer) == {"refused", "made"} and (not answer["made"] or set(answer["made"]) == FIELDS)
-
-
-def _unpacked(kept: dict) -> CompiledProgram:
-    if kept["refused"] is not None:
-        raise OutOfMemory(*kept["refused"])
-    return CompiledProgram(**kept["made"])
