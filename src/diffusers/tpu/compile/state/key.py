@@ -13,9 +13,10 @@ import torch
 from . import watch
 from .adapters import BOOKKEEPING, SIZES, Adapters
 from .libraries import Libraries
+from .named import once
 from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Number, State
 from .values import PLAIN, Reader, is_ours
-from .watch import alike
+from .watch import Watch, alike
 
 
 # What loaders note on a model, which they add adapters to: of adapters, what a forward reads of them is in the layers; of a checkpoint, how to save it again.
@@ -33,7 +34,7 @@ def read(module: torch.nn.Module, apart: tuple = ()) -> State:
     tree = reader.tree()
     state.libraries = Libraries({cls.__module__ for cls in reader.types})
     for function in state.libraries.put_into():
-        reader.extra(function)
+        reader.later(once, function)
     state.key, state.adapters = (tree, reader.rest(), state.libraries.key), reader.adapters
     seen = {*reader.adapters.tensors(module).values()}
     named = (*module.named_parameters(), *module.named_buffers())
@@ -121,7 +122,7 @@ class _Modules(Reader):
         self.attributes(path, layer)
         for name in ("merged_adapters", "_active_adapter"):
             if isinstance(vars(layer)[name], list):
-                self.watch(vars(layer)[name], watch.of_list(vars(layer)[name]), foreign=False)
+                self.watch(vars(layer)[name], watch.SEQUENCE, foreign=False)
         own, terms = [], self.adapters.layers[path]
         for name, value in vars(layer).items():
             self.at = f"{path}.{name}"
@@ -133,13 +134,10 @@ class _Modules(Reader):
 
     def attributes(self, path: str, module: torch.nn.Module):
         """Changes of what the module has directly are seen."""
-        attributes, state = vars(module), self.state
-        for held, owner in ((attributes, module), *((attributes[name], None) for name in (*HOOKS, "_modules"))):
-            state.attributes.append(held)
-            state.copies.append(dict(held))
-            state.owners.append(owner)
-            state.paths.append(path)
-        state.of_tensors += [(attributes[name], dict(attributes[name])) for name in TENSORS]
+        own, state = vars(module), self.state
+        state.modules.append(Watch(own, *watch.OF_MODULE, module, False, path))
+        state.modules += [Watch(own[name], *watch.OF_MODULE, None, False, path) for name in (*HOOKS, "_modules")]
+        state.of_tensors += [Watch(own[name], *watch.OF_MODULE) for name in TENSORS]
 
     def whole(self, path: str, seen: str, module: torch.nn.Module, own: list) -> Hashable:
         own.sort(key=lambda item: item[0])
@@ -156,7 +154,7 @@ class _Modules(Reader):
 
     def scales(self, path: str, scaling: dict, terms: tuple[str, ...]) -> Hashable:
         """Of the adapters that the layer adds, by their place; a tensor (peft's, for hot swaps) may be written to."""
-        self.watch(scaling, watch.of_dict(scaling), foreign=False)
+        self.watch(scaling, watch.DICT, foreign=False)
         of_terms = {self.adapters.order.index(name): scaling[name] for name in terms if name in scaling}
         self.state.numbers.update((Number(path, place), float(scale)) for place, scale in of_terms.items())
         for scale in of_terms.values():

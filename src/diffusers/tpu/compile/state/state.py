@@ -1,17 +1,15 @@
-"""What one walk has found: a key, and everything that it read and that can change, compared before each call, put back after a trace."""
+"""What one walk has found: a key, and everything that it read and that can change, compared before each call, restored after a trace."""
 
 import itertools
 import operator
-from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from . import watch
 from .adapters import Adapters
 from .libraries import Libraries
-from .watch import Watch, all_alike, dicts_differ
+from .watch import Watch, all_alike
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -72,10 +70,9 @@ class State:
         numbers: scales of LoRA layers.
         adapters: which of LoRA layers' a forward adds.
         tensors: parameters and buffers that a forward reads, by name, tied ones once.
-        attributes, copies, paths: dicts of the submodules' attributes, hooks and children, what each held, and whose it is. `owners`:
-            the module whose attributes the dict holds; None of hooks and children.
+        modules: dicts of the submodules' attributes; without an owner those of hooks and children.
         watches: everything else that was read and can change.
-        of_tensors: dicts of parameters and buffers, and what they held.
+        of_tensors: dicts of parameters and buffers.
         generators: random generators of Python and numpy that were met: a trace that draws from one is of no use.
         unread: name -> why what stands there can be no part of a key.
     """
@@ -85,12 +82,9 @@ class State:
     adapters: Adapters | None = None
     numbers: dict[Number, float] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    attributes: list[dict] = field(default_factory=list)
-    copies: list[dict] = field(default_factory=list)
-    owners: list = field(default_factory=list)
-    paths: list[str] = field(default_factory=list)
+    modules: list[Watch] = field(default_factory=list)
     watches: list[Watch] = field(default_factory=list)
-    of_tensors: list[tuple[dict, dict]] = field(default_factory=list)
+    of_tensors: list[Watch] = field(default_factory=list)
     generators: list = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
     libraries: Libraries | None = None
@@ -104,20 +98,12 @@ class State:
             return False
         return self.libraries is None or self.libraries.same()
 
-    def changed(self) -> list["Changed"]:
-        """What no longer holds what it held."""
-        found = [
-            Changed(now, now, before, owner, False, name)
-            for now, before, owner, name in zip(self.attributes, self.copies, self.owners, self.paths)
-            if dicts_differ(now, before)
-        ]
-        return found + [
-            Changed(w.thing, _as_is(w), _as_was(w), w.owner, w.foreign, w.name) for w in self.watches if w.changed()
-        ]
+    def changed(self) -> list[Watch]:
+        return [one for one in (*self.modules, *self.watches) if one.changed()]
 
     def holds(self) -> set[int]:
         """Ids of all that is watched."""
-        return {*map(id, self.attributes), *(id(w.thing) for w in self.watches)}
+        return {id(one.thing) for one in (*self.modules, *self.watches)}
 
     def left(self) -> dict[str, object]:
         """What the modules' attributes hold that they did not, by name: `blocks.0.before`."""
@@ -133,60 +119,26 @@ class State:
 
     def restore(self):
         """Everything holds again what it held."""
-        for now, before in zip(self.attributes, self.copies):
-            if dicts_differ(now, before):
-                watch.put_back(now, before)
-        for one in self.watches:
-            if one.changed():
-                one.restore()
-        for tensors, before in self.of_tensors:
-            watch.put_back(tensors, before)
-
-
-@dataclass(frozen=True)
-class Changed:
-    """One thing that no longer holds what it held: the thing, what it holds and what it held, whose it is."""
-
-    thing: object
-    now: object
-    before: object
-    owner: object
-    foreign: bool
-    name: str
-
-
-def _as_is(w: Watch):
-    return w.thing if isinstance(w.thing, (dict, list, set, deque)) else [*w.read()]
-
-
-def _as_was(w: Watch):
-    """What a container held, as a container of its kind where that is told by what was read."""
-    if isinstance(w.thing, dict):
-        half = len(w.before) // 2
-        return dict(zip(w.before[:half], w.before[half:]))
-    return w.before
+        for one in (*self.changed(), *self.of_tensors):
+            one.restore()
 
 
 class Quick:
-    """A look at the modules' own attributes and tensors without a line of Python for each."""
+    """Compares the modules' own attributes and tensors without a line of Python for each."""
 
     def __init__(self, state: State):
-        pairs = [*zip(state.attributes, state.owners)]
-        self.modules = [owner for _, owner in pairs if owner is not None]
-        self.own = [held for held, owner in pairs if owner is not None]
+        self.modules = [one.owner for one in state.modules if one.owner is not None]
+        self.own = [one.thing for one in state.modules if one.owner is not None]
         self.getters = [
             operator.itemgetter(*DICTS, *(n for n in held if n == "training" or n not in TORCHS)) for held in self.own
         ]
-        self.empty = [held for held, owner in pairs if owner is None and not held]
-        self.children = [held for held, owner in pairs if owner is None and held]
-        self.tensors = [tensors.values() for tensors, _ in state.of_tensors]
-        self.sizes, self.keys, self.held = self._sizes(), self._keys(), [*self._values()]
+        others = [one.thing for one in state.modules if one.owner is None]
+        self.empty, self.children = [x for x in others if not x], [x for x in others if x]
+        self.tensors = [one.thing.values() for one in state.of_tensors]
+        self.shape, self.held = self._shape(), [*self._values()]
 
-    def _sizes(self) -> list[int]:
-        return [*map(len, self.own)]
-
-    def _keys(self) -> list[tuple]:
-        return [*map(tuple, self.children)]
+    def _shape(self) -> tuple:
+        return [*map(len, self.own)], [*map(tuple, self.children)]
 
     def _values(self) -> Iterator:
         chain = itertools.chain.from_iterable
@@ -195,7 +147,7 @@ class Quick:
 
     def same(self) -> bool:
         try:
-            if any(self.empty) or self._sizes() != self.sizes or self._keys() != self.keys:
+            if any(self.empty) or self._shape() != self.shape:
                 return False
             if all(map(operator.is_, self._values(), self.held)):
                 return True

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from .state import State
-from .watch import rewritten
 
 
 @dataclass
@@ -48,8 +47,7 @@ def undone(state: State):
         yield trace
     finally:
         for one in state.changed():
-            shadowed = type(one.owner) if isinstance(one.owner, torch.nn.Module) else None
-            lasts = one.foreign or isinstance(one.owner, type) or rewritten(one.now, one.before, shadowed)
+            lasts = one.foreign or isinstance(one.owner, type) or one.rewritten()
             (trace.persistent if lasts else trace.temporary).append(one.thing)
         state.restore()
         for (now, _), (was, put_back) in zip(_draws(state), before):

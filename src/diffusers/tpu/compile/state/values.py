@@ -1,8 +1,7 @@
 """Values, objects and code as keys: the part of the walk that knows nothing of models.
 
-Objects are read whole. Code of installed libraries (`trust`) is taken as it is; of functions and methods of the user's that a forward may
-reach the names are followed (`code`). What is read and can change is watched (`watch`); what cannot be read or watched is named in
-`State.unread`.
+Objects are read whole. Code of installed libraries (`trust`) is taken as it is; of the user's functions the names are followed (`code`,
+`named`). What is read and can change is watched (`watch`); what cannot be read or watched is named in `State.unread`.
 """
 
 import array
@@ -29,7 +28,7 @@ from . import watch
 from .code import IMPURE_BUILTINS, impure, names_of, reads_its_first
 from .instances import IMMUTABLE, IRRELEVANT, is_asked_by_name, slots_of
 from .libraries import class_version, put_into
-from .named import MAKING, METHODS, ByName, Methods, Namespace, Once
+from .named import MAKING, by_name, of_class, of_namespace, once
 from .state import Held, State
 from .trust import is_library, is_library_module
 from .watch import Watch, content
@@ -39,7 +38,13 @@ LARGEST = 16 << 20  # bytes of an array that is a constant of a program, and loo
 MOST_OBJECTS = 200_000
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
 _NUMBERS = (bool, int, float, complex, str, bytes)
-_FUNCTIONS = (*METHODS, types.MethodType, functools.partial)
+_PARTS = {
+    functools.partial: ("func", "args", "keywords"),
+    property: ("fget", "fset"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    functools.cached_property: ("func",),
+}
 
 
 class Reader:
@@ -60,7 +65,10 @@ class Reader:
         self.bases: set[type] = set()
         self.names: set[str] = {"forward", "__call__"}  # that code of the user's asks for
         self.made: set[type] = set()  # classes that it may make objects of
-        self.pending: list = []
+        self.pending: list[tuple] = []  # (what reads it, the thing, where it was met, what was read of it)
+
+    def later(self, how: Callable, x):
+        self.pending.append((how, x, self.at, set()))
 
     def watch(self, thing, how: tuple[Callable, Callable], owner=None, foreign: bool = True):
         self.state.watches.append(Watch(thing, *how, owner, foreign, self.at))
@@ -102,21 +110,36 @@ class Reader:
         if isinstance(x, type):
             self.made.add(x)
             return self.type(x)
-        if isinstance(x, (*_FUNCTIONS, types.BuiltinFunctionType, functools._lru_cache_wrapper, types.CellType)):
-            return self.callable(x)
+        if isinstance(x, types.FunctionType):
+            return self.function(x)
+        if isinstance(x, types.MethodType):
+            self.names.add(getattr(x.__func__, "__name__", "__call__"))
+            return "method", self.value(x.__func__, True), self.value(x.__self__, True)
+        for kind, names in _PARTS.items():
+            if isinstance(x, kind):
+                return kind, *(self.value(getattr(x, name), True) for name in names)
+        if isinstance(x, types.CellType):
+            self.watch(x, watch.CELL)
+            return self.value(content(x), True)
+        if isinstance(x, functools._lru_cache_wrapper):
+            return self.cached(x)
+        if isinstance(x, types.BuiltinFunctionType):
+            return self.builtin(x)
         if isinstance(x, types.ModuleType):
-            return self.namespace(x)
+            top = x.__name__.partition(".")[0]
+            if top in ("diffusers", "transformers") or not is_library_module(x.__name__):
+                self.later(of_namespace, x)
+            return "module", x.__name__
         return self.object(x, foreign)
 
     def tensor(self, x: torch.Tensor) -> Hashable:
         """A constant of the program, by its values. An array on the chips never changes: by itself."""
         if hasattr(x, "jax"):
-            how = (lambda: (vars(x).get("_array", x), vars(x).get("_value", x))), lambda before: None
-            self.watch(x, how)
-            return Held(x), tuple(map(Held, how[0]()))
+            self.watch(x, watch.ON_CHIPS)
+            return Held(x), tuple(map(Held, watch.ON_CHIPS[0](x)))
         plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
         if not plain or x.device.type != "cpu" or x.is_quantized or isinstance(x, FileTensor):
-            self.watch(x, ((lambda: (x._version,)), lambda before: None))
+            self.watch(x, watch.VERSION)
             return Held(x), x._version
         with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
             flat = x.detach()
@@ -128,7 +151,12 @@ class Reader:
                     f"a tensor of {x.nbytes >> 20} MiB that is no parameter and no buffer: register_buffer it"
                 )
             memory = values.numpy()
-        self.watch(x, watch.of_tensor(x, memory))
+
+        def place() -> int:
+            with torch._C.DisableTorchFunction():
+                return x.data_ptr()
+
+        self.watch(x, watch.of_memory(memory, place))
         return "tensor", x.dtype, tuple(x.shape), _digest(memory)
 
     def array(self, x: np.ndarray | np.generic) -> Hashable:
@@ -136,9 +164,9 @@ class Reader:
             if x.nbytes > LARGEST:
                 return self.unread(f"an array of {x.nbytes >> 20} MiB: make it a buffer of the module")
             if isinstance(x, np.ndarray):
-                self.watch(x, watch.of_array(x))
+                self.watch(x, watch.of_memory(x, lambda: (x.__array_interface__["data"][0], x.shape, x.dtype.str)))
             return type(x), x.dtype.str, x.shape, _digest(np.asarray(x))
-        self.watch(x, ((lambda: [*x.flat]), lambda before: x.flat.__setitem__(slice(None), before)))
+        self.watch(x, watch.OBJECTS)
         return type(x), x.shape, tuple(self.value(item, True) for item in x.flat)
 
     def collection(self, x, foreign: bool) -> Hashable:
@@ -146,12 +174,10 @@ class Reader:
         if isinstance(x, _NUMBERS):  # of a class of one's own
             base = next(base for base in _NUMBERS if isinstance(x, base))
             return kind, base.__repr__(x), self.attributes_of(x, foreign)
-        if isinstance(x, types.MappingProxyType):
-            self.watch(x, ((lambda: [*x, *x.values()]), lambda before: None), foreign=foreign)
-        elif isinstance(x, (dict, list, set, deque)):
-            how = watch.of_dict if isinstance(x, dict) else watch.of_set if isinstance(x, set) else watch.of_list
-            self.watch(x, how(x), foreign=foreign)
+        if isinstance(x, (list, set, deque)):
+            self.watch(x, watch.SEQUENCE, foreign=foreign)
         if isinstance(x, (dict, types.MappingProxyType)):
+            self.watch(x, watch.DICT if isinstance(x, dict) else watch.MAPPING, foreign=foreign)
             items = tuple((self.value(k, foreign), self.value(v, foreign)) for k, v in x.items())
         elif isinstance(x, (set, frozenset)):
             items = frozenset(self.value(item, foreign) for item in x)
@@ -167,7 +193,7 @@ class Reader:
         slots = slots_of(type(x))
         if not slots and not hasattr(x, "__dict__"):
             return ()
-        self.watch(x, watch.of_object(x, slots))
+        self.watch(x, watch.of_object(slots))
         found = {name: getattr(x, name) for name in slots if hasattr(x, name)} | getattr(x, "__dict__", {})
         at, read = self.at, []
         for name in sorted(found, key=str):
@@ -189,17 +215,17 @@ class Reader:
         if isinstance(x, weakref.ReferenceType):
             return "reference", self.value(x(), foreign)
         if isinstance(x, ContextVar):
-            self.watch(x, watch.of_variable(x), foreign=False)  # what is set anew in each call is its scratch
+            self.watch(x, watch.VARIABLE, foreign=False)  # what is set anew in each call is its scratch
             return Held(x), self.value((x.get(None),), True)
         if isinstance(x, os._Environ):
             return self.environment()
         if isinstance(x, (Iterator, AsyncIterator, Awaitable, io.IOBase)):
             return self.unread(f"a {cls.__name__}, which no one can look at without changing it")
         if foreign and is_asked_by_name(cls):
-            self.pending.append(ByName(x, self.at))
+            self.later(by_name, x)
             return Held(x)
         if isinstance(x, (bytearray, array.array)):
-            self.watch(x, watch.of_bytes(x))
+            self.watch(x, watch.BYTES)
             return cls, bytes(x)
         if not hasattr(x, "__dict__") and not slots_of(cls):
             of_python = cls.__module__.partition(".")[0] in sys.stdlib_module_names | {"builtins"}
@@ -216,31 +242,10 @@ class Reader:
         held = os.environ._data
         if id(held) not in self.met:
             self.met[id(held)] = len(self.met)
-            self.watch(held, watch.of_dict(held))
+            self.watch(held, watch.DICT)
         return "environment", tuple(sorted(held.items()))
 
     # Code
-
-    def callable(self, x) -> Hashable:
-        if isinstance(x, types.FunctionType):
-            return self.function(x)
-        if isinstance(x, types.MethodType):
-            self.names.add(getattr(x.__func__, "__name__", "__call__"))
-            return "method", self.value(x.__func__, True), self.value(x.__self__, True)
-        if isinstance(x, functools.partial):
-            return functools.partial, *(self.value(part, True) for part in (x.func, x.args, x.keywords))
-        if isinstance(x, types.CellType):
-            self.watch(x, watch.of_cell(x))
-            return self.value(content(x), True)
-        if isinstance(x, property):
-            return property, *(self.value(part, True) for part in (x.fget, x.fset))
-        if isinstance(x, (staticmethod, classmethod)):
-            return type(x), self.value(x.__func__, True)
-        if isinstance(x, functools.cached_property):
-            return type(x), self.value(x.func, True)
-        if isinstance(x, functools._lru_cache_wrapper):
-            return self.cached(x)
-        return self.builtin(x)
 
     def cached(self, x: functools._lru_cache_wrapper, of_a_module: bool = False) -> Hashable:
         """A function that keeps its results. A trace goes past the caches of modules' methods (`tracing.without_caches`), which
@@ -278,7 +283,7 @@ class Reader:
         self.at = at
         if not library:
             read += self.named(function)
-            self.watch(function, ((lambda: _called_by(function)), lambda before: None))
+            self.watch(function, watch.CODE)
             if vars(function):
                 read.append(self.attributes_of(function, True))
         if function.__defaults__ or function.__kwdefaults__:
@@ -291,7 +296,7 @@ class Reader:
         self.names |= names.attributes | names.globals
         at, some = self.at, tuple(sorted(names.globals))
         self.at = f"{at} (of {function.__module__})"
-        self.watch(namespace, watch.of_names(namespace, some))
+        self.watch(namespace, watch.of_names(some))
         read = []
         for name in some:
             self.at = f"{at} ({name} of {function.__module__}, in {function.__qualname__})"
@@ -311,7 +316,7 @@ class Reader:
             if whole in sys.modules:
                 top = sys.modules.get(whole.partition(".")[0])
                 return tuple(self.named_value(x, attributes) for x in (sys.modules[whole], top))
-        self.watch(sys.modules, watch.of_names(sys.modules, (name,)))
+        self.watch(sys.modules, watch.of_names((name,)))
         return self.unread(f"it imports {name}")
 
     def named_value(self, x, attributes: frozenset[str]) -> Hashable:
@@ -320,17 +325,8 @@ class Reader:
         if called is not None:
             self.unread(f"it calls {called}")
         if x is os and attributes & {"environ", "getenv", "environb"}:
-            self.extra(os.environ)
+            self.later(once, os.environ)
         return self.value(x, True)
-
-    def namespace(self, module: types.ModuleType) -> Hashable:
-        """A module by its name; of what stands in it, what code of the user's asks for."""
-        if not is_library_module(module.__name__) or module.__name__.partition(".")[0] in (
-            "diffusers",
-            "transformers",
-        ):
-            self.pending.append(Namespace(module, self.at))
-        return "module", module.__name__
 
     # Classes
 
@@ -351,36 +347,27 @@ class Reader:
         self.bases.add(base)
         if not base.__flags__ & (1 << 9):  # not made by a `class` statement: no one can change it
             return
-        self.watch(base, watch.of_class(base), base)
+        self.watch(base, watch.CLASS, base)
         if not is_library(base):
             of_libraries = [other for other in cls.__mro__ if other is not object and is_library(other)]
             overriding = (n for n in vars(base) if n not in MAKING and any(n in vars(o) for o in of_libraries))
             self.names.update(overriding)
-            self.pending.append(Methods(base, self.at))
+            self.later(of_class, base)
         else:
             for name in put_into(base, class_version(base)):
-                self.extra(vars(base)[name])
-
-    # What is asked for by name
-
-    def extra(self, x):
-        self.pending.append(Once(x, self.at))
+                self.later(once, vars(base)[name])
 
     def rest(self) -> Hashable:
         """The keys of what code of the user's asks for by name, for as long as it asks for more."""
         found, before = [], None
         while before != (before := (len(self.names), len(self.pending), len(self.met), len(found))):
-            for one in [*self.pending]:
-                self.at = one.at
-                found += one.asked(self)
+            for how, x, at, done in [*self.pending]:
+                self.at = at
+                found += how(self, x, done)
         return tuple(found)
 
 
 _cached: "weakref.WeakKeyDictionary[Callable, Hashable]" = weakref.WeakKeyDictionary()  # and what each read at first
-
-
-def _called_by(function: types.FunctionType) -> tuple:
-    return function.__code__, function.__defaults__, function.__kwdefaults__
 
 
 def _digest(array: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""What a trace reads and anything may change: what it held, whether it still does, and how it is put back.
+"""What a trace reads and anything may change: what it held, whether it still does, and how it is restored.
 
 Values are compared by identity, plain ones also by type and value: 1, 1.0 and True are three, as are 0.0 and -0.0.
 """
@@ -31,179 +31,70 @@ def all_alike(now: tuple | list, before: tuple | list) -> bool:
     return len(now) == len(before) and (all(map(operator.is_, now, before)) or all(map(alike, now, before)))
 
 
+def dicts_differ(now: dict, before: dict) -> bool:
+    return now.keys() != before.keys() or not all(alike(now[name], value) for name, value in before.items())
+
+
 @dataclass(eq=False)
 class Watch:
     """One thing that was read.
 
     Attributes:
         thing: what is watched: a container, an object, a variable.
-        read: what it holds now, as objects in a fixed order.
-        write: puts back what `read` gave.
+        read: thing -> what it holds, as objects in a fixed order; a dict where the order does not matter.
+        write: (thing, what `read` gave) puts that back.
         owner: the module or class whose attributes it holds; None: neither.
         foreign: it belongs to something else than a module of the model: to a hook, a processor, a script.
         name: where it was met.
     """
 
     thing: object
-    read: Callable[[], tuple | list]
-    write: Callable[[tuple | list], None]
+    read: Callable[[object], tuple | list | dict]
+    write: Callable[[object, tuple | list | dict], object]
     owner: object = None
     foreign: bool = False
     name: str = ""
-    before: tuple | list = field(init=False)
+    before: tuple | list | dict = field(init=False)
 
     def __post_init__(self):
-        self.before = self.read()
+        self.before = self.read(self.thing)
 
     def changed(self) -> bool:
-        return not all_alike(self.read(), self.before)
+        now = self.read(self.thing)
+        return dicts_differ(now, self.before) if isinstance(now, dict) else not all_alike(now, self.before)
 
     def restore(self):
-        self.write(self.before)
+        self.write(self.thing, self.before)
 
+    @property
+    def now(self):
+        return self.thing if isinstance(self.thing, (dict, list, set, deque)) else [*self.read(self.thing)]
 
-# What can be watched, and how
+    @property
+    def was(self) -> list | dict:
+        is_list = isinstance(self.thing, dict) and not isinstance(self.before, dict)
+        return _as_dict(self.before) if is_list else self.before
 
+    def rewritten(self) -> bool:
+        """Whether a number, flag or name has another value: a counter, say. What is merely new does not count.
 
-def of_dict(x: dict) -> tuple[Callable, Callable]:
-    def write(before: list):
-        names, values = before[: len(before) // 2], before[len(before) // 2 :]
-        put_back(x, dict(zip(names, values)))
-
-    return lambda: [*x, *x.values()], write
-
-
-def of_class(cls: type) -> tuple[Callable, Callable]:
-    def write(before: list):
-        names, values = before[: len(before) // 2], before[len(before) // 2 :]
-        held, now = dict(zip(names, values)), vars(cls)
-        for name in [name for name in now if name not in held]:
-            delattr(cls, name)
-        for name, value in held.items():
-            if now.get(name, _ABSENT) is not value:
-                setattr(cls, name, value)
-
-    return lambda: [*vars(cls), *vars(cls).values()], write
-
-
-def of_list(x: list | deque) -> tuple[Callable, Callable]:
-    def write(before: list):
-        x.clear()
-        x.extend(before)
-
-    return lambda: [*x], write
-
-
-def of_set(x: set) -> tuple[Callable, Callable]:
-    def write(before: list):
-        x.clear()
-        x.update(before)
-
-    return lambda: [*x], write
-
-
-def of_cell(x: types.CellType) -> tuple[Callable, Callable]:
-    def write(before: tuple):
-        if before:
-            (x.cell_contents,) = before
-        else:
-            del x.cell_contents
-
-    return lambda: content(x), write
-
-
-def of_names(namespace: dict, names: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Some names of a module, or of the attributes of an object; they may be missing."""
-
-    def write(before: list):
-        for name, value in zip(names, before):
-            if value is not _ABSENT:
-                namespace[name] = value
-            else:
-                namespace.pop(name, None)
-
-    return lambda: [namespace.get(name, _ABSENT) for name in names], write
-
-
-def of_object(x, slots: tuple[str, ...]) -> tuple[Callable, Callable]:
-    """Its class, its slots, and its dict if it has one."""
-    held = getattr(x, "__dict__", {})
-
-    def read() -> list:
-        return [type(x), *(getattr(x, name, _ABSENT) for name in slots), *held, *held.values()]
-
-    def write(before: list):
-        cls, own, rest = before[0], before[1 : 1 + len(slots)], before[1 + len(slots) :]
-        if type(x) is not cls:
-            object.__setattr__(x, "__class__", cls)
-        for name, value in zip(slots, own):
-            if value is not _ABSENT:
-                object.__setattr__(x, name, value)
-            elif hasattr(x, name):
-                object.__delattr__(x, name)
-        put_back(held, dict(zip(rest[: len(rest) // 2], rest[len(rest) // 2 :])))
-
-    return read, write
-
-
-def of_bytes(x) -> tuple[Callable, Callable]:
-    """A bytearray, or an array of Python's."""
-
-    def write(before: tuple):
-        x[:] = type(x)(before[0]) if isinstance(x, bytearray) else type(x)(x.typecode, before[0])
-
-    return lambda: (bytes(x),), write
-
-
-def of_variable(x: ContextVar) -> tuple[Callable, Callable]:
-    return lambda: (x.get(_ABSENT),), lambda before: x.set(before[0]) if before[0] is not _ABSENT else None
-
-
-class Bytes:
-    """The memory of an array or a host tensor: equal while nothing has written to it. Compared without a copy."""
-
-    def __init__(self, array: np.ndarray, place: Callable[[], int]):
-        self.array, self.place = array, place
-        self.at, self.copy = place(), array.copy()
-        flat = np.ascontiguousarray(array)
-        self.contiguous = flat is array or flat.base is array
-
-    def now(self) -> bool:
-        """Whether it holds what it held; True is the one answer that counts as no change."""
-        if self.place() != self.at:
+        An attribute of a module that hides one of its class counts too.
+        """
+        now, before = self.now, self.was
+        if isinstance(now, list):
+            return any(map(_other, now, before))
+        if not isinstance(now, dict):
             return False
-        now, before = self.array, self.copy
-        if now.dtype.hasobject or not self.contiguous:
-            return bool(now.tobytes() == before.tobytes())
-        return bool(np.array_equal(now.reshape(-1).view(np.uint8), before.reshape(-1).view(np.uint8)))
-
-    def write(self, before):
-        if self.place() == self.at:
-            self.array[...] = self.copy
+        shadowed = type(self.owner) if isinstance(self.owner, torch.nn.Module) else None
+        return any(_other(x, before.get(name, getattr(shadowed, str(name), None))) for name, x in now.items())
 
 
-def of_array(x: np.ndarray) -> tuple[Callable, Callable]:
-    memory = Bytes(x, lambda: x.__array_interface__["data"][0])
-    return lambda: (memory.now(), f"{x.shape} {x.dtype.str}"), memory.write
+def _other(now, before) -> bool:
+    plain = (bool, int, float, str)
+    return isinstance(now, plain) and isinstance(before, plain) and not alike(now, before)
 
 
-def of_tensor(x: torch.Tensor, array: np.ndarray) -> tuple[Callable, Callable]:
-    """A host tensor whose values are those of `array`, in the same memory."""
-
-    def place() -> tuple[int, int]:
-        with torch._C.DisableTorchFunction():
-            return x.data_ptr()
-
-    memory = Bytes(array, place)
-    return lambda: (memory.now(),), memory.write
-
-
-def content(cell: types.CellType) -> tuple:
-    """What the variable holds, in a tuple of one; none while it is not bound."""
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        return ()
+# How things are read and written
 
 
 def put_back(container: dict, before: dict):
@@ -216,26 +107,117 @@ def put_back(container: dict, before: dict):
             base.__setitem__(container, name, value)
 
 
-def dicts_differ(now: dict, before: dict) -> bool:
-    return now.keys() != before.keys() or not all(alike(now[name], value) for name, value in before.items())
+def _pairs(x) -> list:
+    return [*x, *x.values()]
 
 
-def rewritten(now, before: dict | list, shadowed: type | None = None) -> bool:
-    """Whether a number, flag or name that was there has another value: a counter, say. What is merely new does not count.
-
-    `shadowed`: the class whose attributes an instance's may hide: a number that takes the place of the class's counts too.
-    """
-    if isinstance(now, list):
-        return any(_other(x, y) for x, y in zip(now, before))
-    if not isinstance(now, dict):
-        return False
-    return any(
-        _other(value, before[name] if name in before else getattr(shadowed, name, None))
-        for name, value in now.items()
-        if name in before or (shadowed is not None and hasattr(shadowed, name))
-    )
+def _as_dict(pairs: list) -> dict:
+    half = len(pairs) // 2
+    return dict(zip(pairs[:half], pairs[half:]))
 
 
-def _other(now, before) -> bool:
-    plain = (bool, int, float, str)
-    return isinstance(now, plain) and isinstance(before, plain) and not alike(now, before)
+def _refill(x: list | deque | set, before: list):
+    x.clear()
+    (x.update if isinstance(x, set) else x.extend)(before)
+
+
+def _write_class(cls: type, before: list):
+    held, now = _as_dict(before), vars(cls)
+    for name in now.keys() - held.keys():
+        delattr(cls, name)
+    for name, value in held.items():
+        if now.get(name, _ABSENT) is not value:
+            setattr(cls, name, value)
+
+
+def content(cell: types.CellType) -> tuple:
+    """What the variable holds, in a tuple of one; none while it is not bound."""
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
+
+def _write_cell(x: types.CellType, before: tuple):
+    if before:
+        (x.cell_contents,) = before
+    else:
+        del x.cell_contents
+
+
+def _write_variable(x: ContextVar, before: tuple):
+    if before[0] is not _ABSENT:
+        x.set(before[0])
+
+
+def _write_bytes(x, before: tuple):
+    x[:] = type(x)(before[0]) if isinstance(x, bytearray) else type(x)(x.typecode, before[0])
+
+
+def fixed(*_):
+    """In the place of `write`: nothing can be put back."""
+
+
+OF_MODULE = dict, put_back
+DICT = _pairs, lambda x, before: put_back(x, _as_dict(before))
+SEQUENCE = list, _refill
+CLASS = lambda cls: _pairs(vars(cls)), _write_class
+CELL = content, _write_cell
+VARIABLE = lambda x: (x.get(_ABSENT),), _write_variable
+BYTES = lambda x: (bytes(x),), _write_bytes
+VERSION = lambda x: (x._version,), fixed
+ON_CHIPS = lambda x: (vars(x).get("_array", x), vars(x).get("_value", x)), fixed
+OBJECTS = lambda x: [*x.flat], lambda x, before: x.flat.__setitem__(slice(None), before)
+MAPPING = _pairs, fixed
+CODE = lambda f: (f.__code__, f.__defaults__, f.__kwdefaults__), fixed
+
+
+def of_names(names: tuple[str, ...]) -> tuple[Callable, Callable]:
+    """Some names of a module, or of the attributes of an object; they may be missing."""
+
+    def write(namespace: dict, before: list):
+        for name, value in zip(names, before):
+            if value is not _ABSENT:
+                namespace[name] = value
+            else:
+                namespace.pop(name, None)
+
+    return lambda namespace: [namespace.get(name, _ABSENT) for name in names], write
+
+
+def of_object(slots: tuple[str, ...]) -> tuple[Callable, Callable]:
+    """Its class, its slots, and its dict if it has one."""
+
+    def read(x) -> list:
+        return [type(x), *(getattr(x, name, _ABSENT) for name in slots), *_pairs(getattr(x, "__dict__", {}))]
+
+    def write(x, before: list):
+        if type(x) is not before[0]:
+            object.__setattr__(x, "__class__", before[0])
+        for name, value in zip(slots, before[1:]):
+            if value is not _ABSENT:
+                object.__setattr__(x, name, value)
+            elif hasattr(x, name):
+                object.__delattr__(x, name)
+        put_back(getattr(x, "__dict__", {}), _as_dict(before[1 + len(slots) :]))
+
+    return read, write
+
+
+def of_memory(array: np.ndarray, place: Callable[[], object]) -> tuple[Callable, Callable]:
+    """Of an array, or a host tensor whose values `array` are, `place` its address and shape: compared without a copy."""
+    at, copy, flat = place(), array.copy(), np.ascontiguousarray(array)
+    by_bytes = array.dtype.hasobject or not (flat is array or flat.base is array)
+
+    def same() -> bool:
+        if place() != at:
+            return False
+        if by_bytes:
+            return array.tobytes() == copy.tobytes()
+        return bool(np.array_equal(array.reshape(-1).view(np.uint8), copy.reshape(-1).view(np.uint8)))
+
+    def write(_, before):
+        if place() == at:
+            array[...] = copy
+
+    return lambda _: (same(),), write
