@@ -217,8 +217,7 @@ def test_blocks_with_and_without_an_adapter_are_one_scan(chips, pipes, part):
         for pipe in pipes:
             load(name, name)(pipe, files)
     assert session.does(adapters([*files], [0.8] * len(files)), files, 0.5) < 1e-4
-    (program,) = session.runner.programs.values()
-    assert [(g.start, g.stop) for g in program.function.groups] == [(0, 3)]
+    assert [(g.start, g.stop) for g in session.runner.plan_weights().groups] == [(0, 3)]
     assert session.does(adapters([*files], [-0.4] * len(files)), files) < 1e-4
     assert programs_of(session.runner) == 1 and not session.runner.eager
 
@@ -232,7 +231,7 @@ def test_what_zeros_cannot_stand_for_is_scanned_apart(chips, pipes):
         torch.manual_seed(3)
         pipe.transformer.add_adapter(config, "dora")
     assert session.error() < 1e-4
-    groups = [(g.start, g.stop) for g in [*session.runner.programs.values()][-1].function.groups]
+    groups = [(g.start, g.stop) for g in session.runner.plan_weights().groups]
     assert groups == [(0, 2)]
     for pipe in pipes:
         pipe.transformer.delete_adapters("dora")

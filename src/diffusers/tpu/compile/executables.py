@@ -32,6 +32,7 @@ from ...utils import logging
 from .. import bridge, notices
 from ..chips import hosts
 from ..chips.devices import flags_of_jax
+from . import tracing
 from .call import Call, values_of
 from .programs import Program
 from .recent import Recent
@@ -62,7 +63,6 @@ class CachedExecutable:
 
     Attributes:
         executable, in_tree, out_tree: as `jax.experimental.serialize_executable` gives them.
-        outcome: of `PureFunction.outcome`.
         avals: shapes and dtypes of one call's flat outputs.
         seconds: that its trace and compilation took.
     """
@@ -70,7 +70,7 @@ class CachedExecutable:
     executable: bytes
     in_tree: object
     out_tree: object
-    outcome: tuple
+    result: tracing.TraceResult
     avals: list[tuple[tuple[int, ...], str]]
     seconds: float
 
@@ -207,10 +207,17 @@ class Executables:
             return self.cache.remove(key.name, error)
 
     def _program(self, kept: CachedExecutable, compiled, call: Call, branches: int, key: Key) -> Program:
-        function = self.runner.function(call)
-        function.outcome = kept.outcome
         program = Program(
-            self._name, call.entry, call.shapes, branches, self.runner.mesh, {}, None, function, kept.seconds, compiled
+            self._name,
+            call.entry,
+            call.shapes,
+            branches,
+            self.runner.mesh,
+            {},
+            None,
+            kept.result,
+            kept.seconds,
+            compiled,
         )
         program.avals = [jax.ShapeDtypeStruct(shape, np.dtype(dtype)) for shape, dtype in kept.avals]
         program.recalled = True
@@ -239,9 +246,7 @@ class Executables:
         with self._run_goes_on():
             executable, in_tree, out_tree = serialize_executable.serialize(program.compiled)
             avals = [(a.shape, a.dtype.name) for a in program.avals]
-            kept = CachedExecutable(
-                executable, in_tree, out_tree, program.function.outcome, avals, program.compile_seconds
-            )
+            kept = CachedExecutable(executable, in_tree, out_tree, program.result, avals, program.compile_seconds)
             self.cache.keep(program.key.name, kept, program.key.parts, ahead=ahead)
             _loaded[program.key.name] = program.compiled
 

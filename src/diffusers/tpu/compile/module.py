@@ -350,11 +350,11 @@ class CompiledModule:
         if bridge.environment().waits:
             jax.block_until_ready(outputs)
         if call.step is not None:
-            own = len(outputs) - program.function.results
+            own = len(outputs) - program.result.results
             kept = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]]
-            call.step.keep(kept, program.function.form)
+            call.step.keep(kept, program.result.form)
             outputs = outputs[:own]
-        answer = self._answer(program.function, outputs, call)
+        answer = self._answer(program.result, outputs, call)
         if call.scale == 0:
             unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
         return answer
@@ -412,16 +412,16 @@ class CompiledModule:
     def _within_hbm(self, program: Program):
         return within_hbm(lambda: f"to run {self._said}.{program.entry} for {program.shapes}", self._question)
 
-    def _answer(self, function: tracing.PureFunction, outputs: list, call: Call):
+    def _answer(self, result: tracing.TraceResult, outputs: list, call: Call):
         """Upstream's return value; what the call leaves in its arguments is in the caller's own."""
         if bridge.environment().active:
             outputs = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs]
         else:
             outputs = [bridge.from_numpy(x) for x in outputs]
-        own, written = len(outputs) - function.written.arrays, function.written
+        own, written = len(outputs) - result.written.arrays, result.written
         if written.holders or written.tensors:
             write_back(written, call.given, call.tensors, outputs[own:], bridge.write)
-        return function.output(outputs[:own])
+        return result.output(outputs[:own])
 
     def _opaque(self, call: Call) -> bool:
         """Whether a part is given what may hide tensors, which its program would neither see nor write to."""
@@ -488,7 +488,8 @@ class CompiledModule:
         function, in_parts = dataclasses.replace(self.function(call), groups=[], specs=specs), self.parts is not None
         if self.part:  # the caller may look at what it gave, and at what of that it is given back
             return function.line_by_line(weights, args, kwargs, in_parts)
-        return self._answer(function, function.eagerly(weights, call.values.inputs, in_parts), call)
+        outputs, result = function.eagerly(weights, call.values.inputs, in_parts)
+        return self._answer(result, outputs, call)
 
     def _run_on_host(self, call: Call, args: tuple, kwargs: dict):
         return run_on_host(self.module, self.original(call.entry), args, kwargs, self.mesh)
@@ -559,15 +560,15 @@ class CompiledModule:
         return self.program(call)
 
     def _new_program(self, call: Call, branches: int, key: tuple) -> Program | None:
-        function = self.function(call)
+        function, effects = self.function(call), Trace()
         if branches == 1:
             function.values = lambda number: values_of(call.tensors[number])
         try:
             with random_state_kept(call), bridge.whole_tracebacks():
-                program = self.trace(call, branches, function)
-                effects = function.effects
+                with tracing.undone_trace(self.module) as effects:
+                    program = self._trace(call, branches, function)
                 if effects.temporary and not (effects.persistent or effects.draws):
-                    tracing.depends_on_previous_call(function)
+                    tracing.depends_on_previous_call(function, program.result.avals, effects)
         except tracing.NumberRead:
             self._found_out(NUMBERS_ARE_READ, call, branches)
             self._numbers_are_read, self._key = True, None
@@ -579,18 +580,18 @@ class CompiledModule:
                 self._found_out(ALONE, call, branches)
                 self.guards.alone[key[:-1]] = True
                 return self.program(call)
-            program, reason = None, self.eager_fallback.fails(error, function.effects or Trace(), call, key)
+            program, reason = None, self.eager_fallback.fails(error, effects, call, key)
             if reason is not None:
                 return self._take_apart(reason)
         else:
             program = None if self.eager_fallback.because_of(effects, call, key) else program
         if program is not None:
-            for answers, question in self.guards.asked(function.decisions):
+            decisions, program.result.decisions = program.result.decisions, None  # of this trace
+            for answers, question in self.guards.asked(decisions):
                 self.executables.keep_question(self.executables.key(call, branches, answers), question, call)
-            call.guards = self.guards.learn(key[:-1], function.decisions)
+            call.guards = self.guards.learn(key[:-1], decisions)
             self.traced[*key[:-1], call.guards] = program
             program.key = self.executables.key(call, branches, call.guards)
-            function.values = function.decisions = None  # of this call, and of its trace
         elif self.eager_fallback.lasting:
             self._plan_anew()
         return program
@@ -608,11 +609,15 @@ class CompiledModule:
         if program is not None:
             self._compile(program)
 
-    def trace(self, call: Call, branches: int = 1, function: tracing.PureFunction | None = None) -> Program:
+    def trace(self, call: Call, branches: int = 1) -> Program:
         """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
         self._look_at_state()
+        with tracing.undone_trace(self.module):
+            return self._trace(call, branches, self.function(call))
+
+    def _trace(self, call: Call, branches: int, function: tracing.PureFunction) -> Program:
         self.traces += 1
-        function, name = function or self.function(call), type(self.module).__name__
+        name = type(self.module).__name__
         function.branches, spread = branches, self.plan.carry is not None
         return trace_program(
             function, self._placed, self.number_arguments(), call, branches, name, self.compiler_options, spread

@@ -37,7 +37,7 @@ class Program:
 
     Attributes:
         traced: JAX's trace, until it is compiled.
-        function: what was traced; makes upstream's return value of flat output arrays.
+        result: what the trace found out; makes upstream's return value of flat output arrays.
         compile_seconds: of the trace and the compilation.
         calls: how often it ran.
         avals: shapes and dtypes of one call's flat outputs.
@@ -52,7 +52,7 @@ class Program:
     mesh: Mesh
     options: dict
     traced: jax.stages.Traced | None
-    function: tracing.PureFunction
+    result: tracing.TraceResult
     compile_seconds: float
     compiled: jax.stages.Compiled | None = None
     calls: int = 0
@@ -184,11 +184,14 @@ def trace_program(
         joined = jnp.concatenate(parts) if batched and len(parts) > 1 else parts[0]
         return jax.lax.with_sharding_constraint(joined, where) if batched and split else joined
 
+    found = []
+
     def program(weights, numbers, inputs):
         at = [by_batch] * len(call.tensors) + [kept(t.shape, "dp") for t in call.inputs[len(call.tensors) :]]
         joined = [join(*parts) for parts in zip(zip(*inputs), call.batched, at)]
-        outputs = function(weights, joined, numbers)
-        own = len(outputs) - function.results
+        outputs, result = function(weights, joined, numbers)
+        found.append(result)
+        own = len(outputs) - result.results
         at = [everywhere] * own + [kept(x.shape) for x in outputs[own:]]
         outputs = [jax.lax.with_sharding_constraint(*output) for output in zip(outputs, at)]
         if branches > 1 and any(x.shape[:1] != (branches * call.batch,) for x in outputs[:own]):
@@ -197,7 +200,7 @@ def trace_program(
                 f" {[x.shape for x in outputs]}: this model cannot pair guidance calls, use a mesh with dp 1"
             )
         parts = [jnp.split(x, branches) if branches > 1 else [x] for x in outputs]
-        if branches > 1 and function.results:
+        if branches > 1 and result.results:
             parts[own:] = [[jax.lax.with_sharding_constraint(x, kept(x.shape)) for x in some] for some in parts[own:]]
         return [[part[branch] for part in parts] for branch in range(branches)]
 
@@ -209,7 +212,7 @@ def trace_program(
     jitted = jax.jit(program, **({"out_shardings": everywhere} if call.step is None else {}))
     traced = jitted.trace(placed.avals, numbers, [inputs] * branches)
     made = Program(
-        name, call.entry, call.shapes, branches, mesh, options, traced, function, time.perf_counter() - start
+        name, call.entry, call.shapes, branches, mesh, options, traced, found[-1], time.perf_counter() - start
     )
     made.avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.out_info[0]]
     return made

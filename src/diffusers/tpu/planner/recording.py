@@ -87,7 +87,7 @@ class _Recorder:
             found = RecordedCall(runner.component, call)
             self.calls.append(found)
             program = runner.trace(call)
-            found.traced, found.outputs = program.traced, [program.avals, program.function]
+            found.traced, found.outputs = program.traced, [program.avals, program.result]
         found.count += 1
         if self.last is not None and self.last[0] is found and call.batch and self.last[1].pairs_with(call):
             found.pairs += 1
@@ -105,8 +105,8 @@ class RecordingRunner(CompiledModule):
         self.component, self.recorder = component, recorder
 
     def run(self, entry: str, args: tuple, kwargs: dict):
-        avals, function = self.recorder.add(self, self.flatten_call(entry, args, kwargs)).outputs
-        return function.output([torch.zeros((), dtype=_torch_dtype(a.dtype)).expand(a.shape) for a in avals])
+        avals, result = self.recorder.add(self, self.flatten_call(entry, args, kwargs)).outputs
+        return result.output([torch.zeros((), dtype=_torch_dtype(a.dtype)).expand(a.shape) for a in avals])
 
 
 def _torch_dtype(dtype) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from .blocks import WeightWritten
 from .caches import NotOnce, Step, StepCache, kept_by
-from .function import INPUT, Entangled, Opaque, PureFunction, on_every_chip, tracing
+from .function import INPUT, Entangled, Opaque, PureFunction, TraceResult, on_every_chip, tracing, undone_trace
 from .intermediates import Marked, Tag, capture, capture_p, capturing
 from .previous_call import depends_on_previous_call
 from .scale import NumberRead
@@ -31,6 +31,7 @@ __all__ = [
     "PureFunction",
     "Step",
     "Tag",
+    "TraceResult",
     "WeightWritten",
     "attention_by_frame",
     "capture",
@@ -49,4 +50,5 @@ __all__ = [
     "scan_batches",
     "scan_chunks",
     "tracing",
+    "undone_trace",
 ]

@@ -2,9 +2,10 @@
 
 import contextlib
 import contextvars
+import enum
 import functools
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -42,7 +43,6 @@ from .scripted import scripted
 MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
 
 INPUT = object()
-_OUTPUT = object()
 _tracing = contextvars.ContextVar("diffusers_tpu_tracing", default=False)
 
 
@@ -60,6 +60,53 @@ def _marked():
         _tracing.reset(token)
 
 
+class _Output(enum.Enum):
+    TENSOR = enum.auto()
+
+
+@dataclass(eq=False)
+class TraceResult:
+    """What a trace found out beside its arrays: these are of the return value, of what is written to arguments, of the step cache.
+
+    Attributes:
+        spec, leaves: the flattened return value; `_Output.TENSOR` stands for an array.
+        written: what the call leaves in its arguments.
+        results, form: how many of the last arrays the step cache keeps, and what is static of them.
+        decisions: branches by values, with the values of this call. avals: shapes and dtypes of what was given.
+    """
+
+    spec: TreeSpec
+    leaves: list
+    written: Written = field(default_factory=Written)
+    results: int = 0
+    form: Hashable = None
+    decisions: Decisions | None = None
+    avals: tuple = ()
+
+    def output(self, tensors: list):
+        """Upstream's return value with these tensors in the places of the traced ones."""
+        tensors = iter(tensors)
+        return tree_unflatten([next(tensors) if x is _Output.TENSOR else x for x in self.leaves], self.spec)
+
+    def __reduce__(self):
+        """For a process that has the program and no trace."""
+        return _result_of, (_in_parts(self.spec), self.leaves, self.written, self.results, self.form)
+
+
+def _result_of(spec: tuple | None, *rest) -> TraceResult:
+    return TraceResult(_of_parts(spec), *rest)
+
+
+@contextlib.contextmanager
+def undone_trace(module: torch.nn.Module) -> Iterator[Trace]:
+    """Around a trace: what it does to the module is undone. Gives what could not be, filled at the end: then no program stands for
+    the call."""
+    drawn = environment().draws
+    with undone(read(module)) as effects:
+        yield effects
+    effects.draws += environment().draws - drawn
+
+
 @dataclass(eq=False)
 class PureFunction:
     """`call` of `module` with everything but tensors fixed.
@@ -71,14 +118,12 @@ class PureFunction:
         carry: spec of what repeated blocks hand on.
         processors, whole, methods, by_slabs: as in `ModelPlan`.
         kept, kind: a cache that the module has, and the kind of step that the call is: its tensors are the last inputs, what it
-            gives the last outputs, `results` in number, of this `form`.
+            gives the last outputs.
         branches: how many calls are side by side in the batch.
         part: of a model whose own lines run one by one: it must not share memory with them.
-        values: number of a tensor of the call -> its values, by which a trace decides (`decisions`); None: it cannot.
+        values: number of a tensor of the call -> its values, by which a trace decides (`TraceResult.decisions`); None: it cannot.
+        settings: of each block, read once.
 
-    After a trace, `decisions` are what it decided; `output_spec` and `output_leaves` say how the flat output arrays make up upstream's
-    return value, `written` what the last of them are of what the call leaves in its arguments, and `effects` what could not be undone: then no program stands for this call, and `eagerly` is the way; `avals` shapes and
-    dtypes of what was given, `settings` what the blocks' state was.
     """
 
     module: torch.nn.Module
@@ -98,57 +143,42 @@ class PureFunction:
     kept: StepCache | None = None
     kind: Hashable = ""
     branches: int = 1
-    results: int = 0
-    form: Hashable = None
     part: bool = False
     values: Callable | None = None
-    decisions: Decisions | None = None
-    output_spec: object = None
-    output_leaves: list = field(default_factory=list)
-    written: Written = field(default_factory=Written)
-    effects: Trace | None = None
-    avals: tuple = ()
     settings: dict = field(default_factory=dict)
 
     def __call__(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array] | None = None
-    ) -> list[jax.Array]:
-        """Flat output arrays. Traced: what it does to the module is undone.
+    ) -> tuple[list[jax.Array], TraceResult]:
+        """Flat output arrays, and what they are. What the module's own Python does to its state stays: see `undone_trace`.
 
         Args:
             numbers: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
         """
-        drawn = environment().draws
-        self.avals = jax.tree.map(jax.typeof, (weights, inputs, numbers or {}))
-        if self.methods and self.by_slabs and (reason := scripted(self.module)) is not None:
-            self._leave_plan(reason)
-        try:
-            with undone(read(self.module)) as self.effects:
-                arrays = self.traced(weights, inputs, numbers or {})
-        except NotOnSlabs as error:
-            self._leave_plan(str(error))
-            return self(weights, inputs, numbers)
-        self.effects.draws += environment().draws - drawn
-        return arrays
-
-    def _leave_plan(self, reason: str):
-        """Upstream's own lines are traced instead of the plan's, of whole maps."""
+        if not (self.methods and self.by_slabs):
+            return self._traced(weights, inputs, numbers or {})
+        state, reason = read(self.module), scripted(self.module)
+        if reason is None:
+            try:
+                return self._traced(weights, inputs, numbers or {})
+            except NotOnSlabs as error:
+                state.restore()
+                reason = str(error)
         name = type(self.module).__name__
         if self.mesh.size > 1:
             notices.warn_once(
                 f"whole {name} {reason}",
                 f"every chip computes all of {name}, whose maps are split over the chips else: {reason}",
             )
-        self.methods = {}
+        return replace(self, methods={})._traced(weights, inputs, numbers or {})
 
-    def traced(
+    def _traced(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array]
-    ) -> list[jax.Array]:
-        """Flat output arrays; what the module's own Python does to its state stays."""
+    ) -> tuple[list[jax.Array], TraceResult]:
         env = environment()
         stacked, single = self._split(weights)
         stacked_numbers, single_numbers = self._split(numbers)
-        self.decisions = Decisions(self.values, inputs)
+        decisions = Decisions(self.values, inputs)
         apart = () if self.kept is None else self.kept.apart
         with contextlib.ExitStack() as stack:
             runs = BlockRuns(
@@ -167,7 +197,7 @@ class PureFunction:
                 without_caches(self.module),
                 _marked(),
                 self._one_at_a_time(False),
-                deciding(self.decisions),
+                deciding(decisions),
                 _processors_of(self.module, self.processors, apart),
                 _methods_of(self.module, self.methods, apart),
                 _whole_of(self.module, self.whole),
@@ -183,16 +213,17 @@ class PureFunction:
                 if self.kept is not None:
                     tensors = [Tensor(x, env) for x in inputs[given:]]
                     results = keeping.enter_context(self.kept.traced(self.kind, tensors, runs, self.branches))
-                arrays, changed = self._run(single, inputs[:given])
+                arrays, found, changed = self._run(single, inputs[:given])
             if changed:
                 raise WeightWritten(", ".join(changed))
-            self.results, self.form = len(results), results.form
-            return arrays + [x.jax() for x in results]
+            found.results, found.form, found.decisions = len(results), results.form, decisions
+            found.avals = jax.tree.map(jax.typeof, (weights, inputs, numbers))
+            return arrays + [x.jax() for x in results], found
 
     def eagerly(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], in_parts: bool = False
-    ) -> list[jax.Array]:
-        """Flat output arrays, operation by operation: upstream's Python runs, hooks see values, what it keeps stays.
+    ) -> tuple[list[jax.Array], TraceResult]:
+        """As a trace, operation by operation: upstream's Python runs, hooks see values, what it keeps stays.
 
         `in_parts`: submodules that have a runner answer through it, on weights of their own.
         """
@@ -200,8 +231,9 @@ class PureFunction:
         args, kwargs = self._arguments(given)
         held = Arguments((args, kwargs), given)
         with self._computing(), self._one_at_a_time():
-            flat = self._flat(self.line_by_line(weights, args, kwargs, in_parts), plain=lambda leaf: leaf)
-            return flat + self._left(held, inputs, lambda leaf: leaf)
+            flat, found = _flat(self.line_by_line(weights, args, kwargs, in_parts), plain=lambda leaf: leaf)
+            found.written, left = _left(held, inputs, lambda leaf: leaf)
+            return flat + left, found
 
     def line_by_line(self, weights: dict[str, jax.Array], args, kwargs, in_parts: bool = False):
         """Upstream's return value for the caller's own tensors, as `eagerly`, where device tensors work already."""
@@ -226,26 +258,23 @@ class PureFunction:
             with decomposing(), environment().override_property(mesh=self.mesh), environment():
                 yield
 
-    def _run(self, weights: dict[str, jax.Array], inputs: list[jax.Array]) -> tuple[list[jax.Array], dict]:
-        """Flat output arrays, and the weights that were written to."""
+    def _run(
+        self, weights: dict[str, jax.Array], inputs: list[jax.Array]
+    ) -> tuple[list[jax.Array], TraceResult, dict]:
+        """Flat output arrays, what they are, and the weights that were written to."""
         given = [Tensor(array, environment()) for array in inputs]
         args, kwargs = self._arguments(given)
         held = Arguments((args, kwargs), given)
         output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
         if self.part:
             _apart(given, inputs, output)
-        left = self._left(held, inputs, _plain)
-        if self.part and self.written.holders:
+        flat, found = _flat(output, _plain)
+        found.written, left = _left(held, inputs, _plain)
+        if self.part and found.written.holders:
             raise Entangled("it writes into an argument")
         if left and self.branches > 1:
             raise Entangled("it writes into an argument, and its guidance branches are one call")
-        return self._flat(output, _plain) + left, changed
-
-    def _left(self, held: Arguments, inputs: list[jax.Array], refused: Callable) -> list[jax.Array]:
-        """The arrays of what the call leaves in its arguments, and what that is, into `written`."""
-        changed = [n for n, (t, array) in enumerate(zip(held.tensors, inputs)) if t.jax() is not array]
-        self.written, tensors = held.written(changed, refused)
-        return [x.jax() if on_device(x) else environment().moved(x).jax() for x in tensors]
+        return flat + left, found, changed
 
     def _arguments(self, tensors: list[Tensor]) -> tuple[tuple, dict]:
         tensors = iter(tensors)
@@ -254,29 +283,6 @@ class PureFunction:
     def _swapped(self, weights: dict[str, jax.Array]) -> dict[str, Tensor]:
         names, env = Adapters(self.module).tensors(self.module), environment()
         return {f"module.{names.get(key, key)}": Tensor(self._gather(key, w), env) for key, w in weights.items()}
-
-    def _flat(self, output, plain: Callable) -> list[jax.Array]:
-        """The return value's arrays. `plain`: what becomes of a part of it that is no tensor; of a trace it must be static."""
-        flat, self.output_spec = tree_flatten(opened(output))
-        self.output_leaves = [_OUTPUT if isinstance(x, (Tensor, View)) else plain(x) for x in flat]
-        return [x.jax() for x in flat if isinstance(x, (Tensor, View))]
-
-    @property
-    def outcome(self) -> tuple:
-        """What a trace found out of what it gives, for a process that has its program and no trace."""
-        leaves = [None if leaf is _OUTPUT else (leaf,) for leaf in self.output_leaves]
-        return _in_parts(self.output_spec), leaves, self.results, self.form, self.written
-
-    @outcome.setter
-    def outcome(self, found: tuple):
-        spec, leaves, self.results, self.form, self.written = found
-        self.output_spec = _of_parts(spec)
-        self.output_leaves = [_OUTPUT if leaf is None else leaf[0] for leaf in leaves]
-
-    def output(self, tensors: list):
-        """Upstream's return value with these tensors in the places of the traced ones."""
-        tensors = iter(tensors)
-        return tree_unflatten([next(tensors) if x is _OUTPUT else x for x in self.output_leaves], self.output_spec)
 
     def _split(self, weights: dict):
         stacked = {group.label: {} for group in self.groups}
@@ -320,6 +326,21 @@ class PureFunction:
         rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)
         several = shape[0] > (dp if spec[0] == "dp" else 1)
         return tiles if (rest or several) and tiles <= MOST_FILL * shape[1] else rest
+
+
+def _flat(output, plain: Callable) -> tuple[list[jax.Array], TraceResult]:
+    """The return value's arrays. `plain`: what becomes of a part of it that is no tensor; of a trace it must be static."""
+    flat, spec = tree_flatten(opened(output))
+    tensors = [isinstance(x, (Tensor, View)) for x in flat]
+    leaves = [_Output.TENSOR if tensor else plain(x) for x, tensor in zip(flat, tensors)]
+    return [x.jax() for x, tensor in zip(flat, tensors) if tensor], TraceResult(spec, leaves)
+
+
+def _left(held: Arguments, inputs: list[jax.Array], refused: Callable) -> tuple[Written, list[jax.Array]]:
+    """What the call leaves in its arguments, and its arrays."""
+    changed = [n for n, (t, array) in enumerate(zip(held.tensors, inputs)) if t.jax() is not array]
+    written, tensors = held.written(changed, refused)
+    return written, [x.jax() if on_device(x) else environment().moved(x).jax() for x in tensors]
 
 
 def _in_parts(spec: TreeSpec) -> tuple | None:

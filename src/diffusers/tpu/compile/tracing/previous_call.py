@@ -8,7 +8,6 @@ Where the second answer is merely computed in another way, the first call may be
 What is only written is none of it, nor what each call empties, nor a table that the first call makes of no input.
 """
 
-import dataclasses
 from collections import Counter
 
 import jax
@@ -20,28 +19,27 @@ from torch.utils._pytree import tree_leaves
 from ...bridge import View
 from ...bridge.host_twin import DEVICE_TENSORS
 from ...weights.convert import as_numpy
-from ..state import read, undone
+from ..state import Trace, read, undone
 from .function import PureFunction
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
-def depends_on_previous_call(function: PureFunction):
-    """What a call after the traced one would see of it, into `function.effects`: names and containers that last."""
-    effects, left = function.effects, []
-    again = dataclasses.replace(function)
+def depends_on_previous_call(function: PureFunction, avals: tuple, effects: Trace):
+    """What a call after the traced one would see of it, into `effects`: names and containers that last. `avals`: of `TraceResult`."""
+    left = []
 
     def calls(weights, first, second, numbers):
         state, answers, arrays = read(function.module), [], []
         with undone(state):
             for inputs in (first, second):
-                answers.append(again.traced(weights, inputs, numbers))
+                answers.append(function(weights, inputs, numbers)[0])
                 left.append({name: tree_leaves(value) for name, value in state.left().items()})
                 arrays.append({name: [_array(x) for x in leaves if _on_chips(x)] for name, leaves in left[-1].items()})
         return *answers, *arrays
 
-    weights, inputs, numbers = function.avals
+    weights, inputs, numbers = avals
     try:
         traced, shapes = jax.make_jaxpr(calls, return_shape=True)(weights, inputs, inputs, numbers)
     except Exception:
