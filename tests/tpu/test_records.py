@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from bench import benches
-from bench.benches import ATTENTION_SHAPES, Case
+from bench.attention_cases import ATTENTION_SHAPES
+from bench.cases import Case
 from conftest import ROOT
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
 sys.path.append(str(FOLDER.parent))
 
-from bench import benches  # noqa: E402
+from bench import attention_cases  # noqa: E402
 
 
 TABLE = re.compile(r"(?<=<!-- table: )(\S+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
@@ -164,14 +164,14 @@ def _run(rows: list[dict]) -> list[str]:
 
 def _attention(rows: list[dict]) -> list[str]:
     bundles = {(row["shape"], row["chip"], row["path"]): f"{row['bundles_per_mtile']:.0f}" for row in rows}
-    paths = [*WAYS, *(path for path in benches.ATTENTION_PATHS if path not in WAYS)]
+    paths = [*WAYS, *(path for path in attention_cases.ATTENTION_PATHS if path not in WAYS)]
     lines = []
-    for shape, (_, heads, queries, keys, dim) in benches.ATTENTION_SHAPES.items():
+    for shape, (_, heads, queries, keys, dim) in attention_cases.ATTENTION_SHAPES.items():
         words = f"{heads} heads x {queries:,}" + (f", {keys:,} keys" if keys != queries else "")
         words += f", head size {dim}" if dim != 128 else ""
-        cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in benches.CHIP_SLICES)
+        cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in attention_cases.CHIP_SLICES)
         lines.append((f"{SHAPES[shape]} ({words})", *cells))
-    return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in benches.CHIP_SLICES)), lines)
+    return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in attention_cases.CHIP_SLICES)), lines)
 
 
 def _calibration(rows: list[dict]) -> list[str]:

@@ -1,0 +1,126 @@
+"""The attention kernels asked: by shape, by block sizes, and by everything that they should compile for."""
+
+import functools
+import json
+from collections.abc import Callable
+
+from diffusers.tpu.kernels.attention.blocks import TUNED, Shape, tuned_key
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
+from diffusers.tpu.planner import Question
+
+from .cases import KERNELS, Case
+
+
+# name: batch, heads, queries, keys, head size: what one chip computes in one call
+ATTENTION_SHAPES = {
+    "wan-720p-self": (1, 10, 75600, 75600, 128),
+    "wan-480p-self": (1, 10, 32760, 32760, 128),
+    "wan-720p-cross": (1, 40, 18900, 512, 128),
+    "hunyuanvideo-1.5-720p": (1, 2, 112856, 112856, 128),
+    "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
+    "flux-1024": (1, 24, 4608, 4608, 128),
+}
+ATTENTION_PATHS = ("stock", *reversed(WAYS))
+# Of JAX's kernel, which is asked as it is fastest: the largest usual blocks that compile, padded keys not masked.
+STOCK_BLOCKS = {"v5e": [1024, 1024, 512], "v6e": [2048, 2048, 1024], "v7x": [2048, 2048, 1024]}
+CHIP_SLICES = {"v5e": "v5e-1", "v6e": "v6e-1", "v7x": "v7x-8"}
+
+
+def attention_cases() -> list[Case]:
+    """Attention kernels by chip, shape and path: bundles per 1024 x 1024 scores."""
+    return [
+        _attention(chip, shape, path) for chip in CHIP_SLICES for shape in ATTENTION_SHAPES for path in ATTENTION_PATHS
+    ]
+
+
+def _attention(chip: str, shape: str, path: str) -> Case:
+    request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
+    if path == "stock":
+        request |= {"kernel": "splash", "blocks": STOCK_BLOCKS[chip], "as_theirs": True}
+    read = dict if path == "stock" else functools.partial(_of_way, way=path)
+    return Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read)
+
+
+def _of_way(answer: dict, way: str) -> dict:
+    """The row of one way; all are of one program."""
+    rest = dict(answer)
+    return {**rest.pop("by_way")[way], **rest}
+
+
+def tune(case: Case, on_progress: Callable) -> dict:
+    """The best blocks for an attention case, the present ones among them, the compiler as judge of both ways: a row for `tuned.json`.
+
+    A head's values decide its way, so blocks that are best for heads with a bound may not ruin the others.
+
+    Raises ValueError for a case that has no blocks of ours.
+    """
+    chip, shape, path = (case.row[name] for name in ("chip", "shape", "path"))
+    if path != BOUND:
+        raise ValueError(f"expected a case of path bound to tune, got {path}")
+    request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape]}
+    sizes = Question("bench.attention_row:sizes_to_try", {**request, "count": 4}, 60)
+    tried = sizes.answer(on_progress)
+    present = _tuned_rows().get(_tuned_key(case.row))
+    tried += [present["blocks"]] if present and present["blocks"] not in tried else []
+    rows = []
+    for blocks in tried:
+        answer = Question(KERNELS, {**request, "kernel": "kernel", "blocks": blocks}, 600).answer(on_progress)
+        online = answer["by_way"][ONLINE]["bundles_per_mtile"]
+        rows.append({**_of_way(answer, path), "online_bundles_per_mtile": online})
+    best = min(rows, key=lambda row: row["bundles_per_mtile"] + row["online_bundles_per_mtile"])
+    kept = ("blocks", "bundles_per_mtile", "online_bundles_per_mtile", "compile_seconds", "versions")
+    return {**case.row, **{name: best[name] for name in kept}}
+
+
+def tuned_table(rows: list[dict]) -> str:
+    """`attention/tuned.json` with rows of `tune` in place of those it has of the same chip and shape."""
+    table = _tuned_rows()
+    for row in rows:
+        table[_tuned_key(row)] = row
+    lines = (f" {json.dumps(key)}: {json.dumps(row)}" for key, row in sorted(table.items()))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _tuned_rows() -> dict[str, dict]:
+    return json.loads(TUNED.read_text()) if TUNED.exists() else {}
+
+
+def _tuned_key(row: dict) -> str:
+    _, _, q_len, kv_len, dim = ATTENTION_SHAPES[row["shape"]]
+    return tuned_key(Shape(q_len, kv_len, dim, dim), row["chip"])
+
+
+# What a sweep compiles: sizes of today's pipelines and odd ones, every head size, VAEs' single wide heads, short and long.
+SWEEP_SHAPES = (
+    (1, 10, 75600, 75600, 128),
+    (1, 40, 18900, 512, 128),
+    (1, 2, 112856, 112856, 128),
+    (1, 12, 45106, 45106, 64),
+    (1, 24, 4608, 4608, 128),
+    (2, 10, 4096, 77, 64),
+    (2, 8, 4096, 4096, 40),
+    (2, 8, 1025, 1025, 80),
+    (1, 16, 1000, 300, 72),
+    (1, 20, 1500, 1501, 96),
+    (1, 8, 8191, 8191, 256),
+    (1, 1, 16384, 16384, 512),
+    (1, 1, 3600, 3600, 384),
+    (1, 2, 1, 7, 128),
+    (1, 8, 129, 1, 64),
+)
+SWEEP_MASKS = ("keys", "keys-bias", "causal", "window", "dense", "bias")
+SWEEP_MASKED = (2, 8, 4321, 4321, 128)
+
+
+def sweep_cases() -> list[Case]:
+    """Does the attention kernel, all its ways at once, compile: by chip, shape, dtype and mask; not timed."""
+    rows = [(shape, dtype, "none") for shape in SWEEP_SHAPES for dtype in ("bfloat16", "float32")]
+    rows += [(SWEEP_MASKED, dtype, mask) for mask in SWEEP_MASKS for dtype in ("bfloat16", "float32")]
+    return [_sweep(chip, shape, dtype, mask) for chip in CHIP_SLICES for shape, dtype, mask in rows]
+
+
+def _sweep(chip: str, shape: tuple[int, ...], dtype: str, mask: str) -> Case:
+    request = {"topology": CHIP_SLICES[chip], "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
+    row = {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask}
+    question = Question(KERNELS, request, 600, schedules=False)
+    return Case(row, question, lambda answer: {name: answer[name] for name in ("compile_seconds", "blocks")})

@@ -1,0 +1,46 @@
+"""A case of a bench: a row's identity, the question to the compiler, and how the rest of the row is read from its answer."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from diffusers.tpu.planner import Question
+
+
+KERNELS = "bench.attention_row:answer"
+VAES = "bench.vae_row:answer"
+AS_THEIRS = "bench.calibration:as_theirs"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row.
+
+    Attributes:
+        row: what it is.
+        question: the compiler's; None for what is measured here.
+        read: the rest of the row, of the answer; of nothing if there is no question.
+        as_run: the question is asked a second time without schedules; `read` takes that answer too.
+    """
+
+    row: dict
+    question: Question | None
+    read: Callable[..., dict]
+    as_run: bool = False
+
+    def ask(self, on_progress: Callable = lambda text: None) -> dict:
+        """The rest of the row. Raises ValueError for what has no figures, and as `Question.answer`."""
+        if self.question is None:
+            return self.read()
+        answers = [_compiled(self.question.answer(on_progress))]
+        if self.as_run:
+            answers.append(replace(self.question, schedules=False).answer(on_progress))
+        return {**self.read(*answers), **{name: answers[0][name] for name in ("programs", "reader", "versions")}}
+
+
+def _compiled(answer: dict) -> dict:
+    """The answer, if the compiler found room for all of it. Raises ValueError if not."""
+    for part in answer.get("parts", ()):
+        if part["refused"]:
+            what = f"{part['component']}.{part['entry']} of {answer['model']} on {answer['topology']}"
+            raise ValueError(f"expected a chip with room for {what}, the compiler says: {part['refused']['message']}")
+    return answer
