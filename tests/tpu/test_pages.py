@@ -26,7 +26,7 @@ import cards
 from bench import benches
 from conftest import ROOT
 from diffusers.tpu import TPUConfig, idioms, report
-from diffusers.tpu.apps.cli import environment, main, make_parser
+from diffusers.tpu.apps.cli import env, main, make_parser
 from diffusers.tpu.chips.figures import TOPOLOGIES, find_topology
 from diffusers.tpu.kernels.attention.api import attention, explain
 from diffusers.tpu.planner.published import ALIASES, MODELS
@@ -150,7 +150,7 @@ def test_the_architecture_page_says_the_way_of_a_step_and_where_things_are_added
 
 def test_tables_of_settings_slices_and_patches_are_complete():
     variables, fields = re.findall(r"^\|.*?(?:\n\n|\Z)", section(README, "Settings"), re.M | re.S)
-    assert first_cells(variables) == list(environment.VARIABLES)
+    assert first_cells(variables) == list(env.VARIABLES)
     assert sorted(first_cells(fields)) == sorted(field.name for field in dataclasses.fields(TPUConfig))
     slices = re.search(r"^Slices: (.*?)\. ", PLANNING.read_text(), re.M | re.S)[1]
     assert re.findall(r"v\w+-\d+", slices) == list(TOPOLOGIES)
@@ -167,7 +167,7 @@ def commands(page) -> list[list[str]]:
     words = [shlex.split(line, comments=True) for line in lines]
     for line in words:
         while line and re.match(r"[A-Z_]+=", line[0]):
-            assert line.pop(0).partition("=")[0] in (*environment.VARIABLES, *environment.OF_SEVERAL)
+            assert line.pop(0).partition("=")[0] in (*env.VARIABLES, *env.OF_SEVERAL)
     return [line for line in words if line]
 
 

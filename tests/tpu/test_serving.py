@@ -26,9 +26,8 @@ pytest.importorskip("uvicorn")
 from starlette.testclient import TestClient  # noqa: E402
 
 from diffusers import FluxPipeline  # noqa: E402
-from diffusers.tpu.apps.serving.limits import Limits  # noqa: E402
 from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
-from diffusers.tpu.apps.serving.sizes import Size  # noqa: E402
+from diffusers.tpu.apps.serving.sizes import Limits, Size  # noqa: E402
 
 
 SIZE, SMALL = Size(16, 16), Size(32, 32, 5)

@@ -19,9 +19,8 @@ from diffusers.tpu.apps.cli import main, serve  # noqa: E402
 from diffusers.tpu.apps.generation.call import Request  # noqa: E402
 from diffusers.tpu.apps.serving.errors import Refused  # noqa: E402
 from diffusers.tpu.apps.serving.jobs import CANCELLED, COMPLETED, IN_PROGRESS, Job, Jobs  # noqa: E402
-from diffusers.tpu.apps.serving.limits import Limits  # noqa: E402
 from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
-from diffusers.tpu.apps.serving.sizes import Size, Sizes, default_size, parse  # noqa: E402
+from diffusers.tpu.apps.serving.sizes import Limits, Size, Sizes, default_size, parse  # noqa: E402
 
 
 SIZE = Size(16, 16)

@@ -24,18 +24,18 @@ from pathlib import Path
 
 from ..chips.devices import compile_lowered, flags_of_jax
 from ..chips.figures import Topology
-from ..errors import exhausted, hbm_asked
+from ..errors import Failure, exhausted, hbm_asked
 
 
 LAST_LINES = 15
 DUMP_VARIABLE = "DIFFUSERS_TPU_SCHEDULES"  # from run_in_child to its child
 
 
-class ChildError(RuntimeError):
+class ChildError(Failure):
     """The child crashed or ran out of time; the message ends with its last lines."""
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(Failure):
     """The compiler found no room on the chip. `asked` and `limit` in bytes, None where its message names none."""
 
     def __init__(self, message: str, asked: int | None, limit: int | None):

@@ -32,7 +32,8 @@ class Directory:
         """
         wanted = [{"settings": settings}, *(prompt.as_json() for prompt in prompts)]
         with self._alone():
-            there = self._lines("prompts.jsonl")
+            file = self.path / "prompts.jsonl"
+            there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
             for number, (old, new) in enumerate(zip(there, wanted)):
                 if old != new:
                     raise ValueError(self._differs(number, old, json.loads(json.dumps(new))))
@@ -82,12 +83,6 @@ class Directory:
         with open(self.path / ".prompts.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
-
-    def _lines(self, name: str) -> list[dict]:
-        try:
-            return [json.loads(line) for line in (self.path / name).read_text().splitlines()]
-        except FileNotFoundError:
-            return []
 
     def _write(self, name: str, lines: Iterable[dict]):
         for left in self.path.glob(f".{Path(name).stem}.*.jsonl"):  # by a process that died here

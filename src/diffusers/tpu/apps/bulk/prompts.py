@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -46,20 +45,25 @@ def read(path: Path, seed: int, arguments: dict) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a file of prompts in UTF-8, got {str(path)!r}: {error}") from error
     found, ids = [], {}
-    for number, line in _filled(lines):
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line:
+            continue
         one = _object(line, number) if path.suffix == ".jsonl" else {"prompt": line}
-        prompt = _prompt(one, number, len(found), seed, arguments)
-        if prompt.id in ids:
-            raise ValueError(f"expected every id once, got {prompt.id!r} in lines {ids[prompt.id]} and {number}")
-        ids[prompt.id] = number
-        found.append(prompt)
+        place, own_id, own_seed = len(found), one.pop("id", f"{len(found):05d}"), one.pop("seed", seed + len(found))
+        own_id = str(own_id) if type(own_id) is int else own_id
+        if not isinstance(own_id, str) or not ID.fullmatch(own_id):
+            raise ValueError(
+                f"expected an id of letters, digits, - and _ (up to 100) in line {number}, got {own_id!r}"
+            )
+        if type(own_seed) is not int or own_seed not in SEEDS:
+            raise ValueError(f"expected a seed from 0 to 2**63 - 1 in line {number}, got {own_seed!r}")
+        if own_id in ids:
+            raise ValueError(f"expected every id once, got {own_id!r} in lines {ids[own_id]} and {number}")
+        ids[own_id] = number
+        found.append(Prompt(place, own_id, one.pop("prompt"), own_seed, {**arguments, **one}))
     if not found:
         raise ValueError(f"expected at least one prompt in {path}, got none")
     return found
-
-
-def _filled(lines: list[str]) -> Iterator[tuple[int, str]]:
-    return ((number, line.strip()) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def _object(line: str, number: int) -> dict:
@@ -70,14 +74,3 @@ def _object(line: str, number: int) -> dict:
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), str):
         raise ValueError(f'expected an object with "prompt" as text in line {number}, got {line[:60]!r}')
     return value
-
-
-def _prompt(one: dict, number: int, place: int, seed: int, arguments: dict) -> Prompt:
-    rest = dict(one)
-    text, own_seed, own_id = rest.pop("prompt"), rest.pop("seed", seed + place), rest.pop("id", f"{place:05d}")
-    own_id = str(own_id) if isinstance(own_id, int) and not isinstance(own_id, bool) else own_id
-    if not isinstance(own_id, str) or not ID.fullmatch(own_id):
-        raise ValueError(f"expected an id of letters, digits, - and _ (up to 100) in line {number}, got {own_id!r}")
-    if type(own_seed) is not int or own_seed not in SEEDS:
-        raise ValueError(f"expected a seed from 0 to 2**63 - 1 in line {number}, got {own_seed!r}")
-    return Prompt(place, own_id, text, own_seed, {**arguments, **rest})

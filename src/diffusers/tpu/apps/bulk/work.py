@@ -42,8 +42,17 @@ class Work:
     def run(self, prompts: list[Prompt]):
         """Return when every prompt has a record, made by this process or another."""
         for waits in (False, True):
-            for group in self._groups(self._taken(prompts, waits)):
-                self._answer(group, self.batch)
+            group: list[Prompt] = []
+            for prompt in self._taken(prompts, waits):
+                if group and prompt.request().alike() != group[0].request().alike():
+                    self._make(group, self.batch)
+                    group = []
+                group.append(prompt)
+                if len(group) == self.batch:
+                    self._make(group, self.batch)
+                    group = []
+            if group:
+                self._make(group, self.batch)
 
     def _taken(self, prompts: list[Prompt], waits: bool) -> Iterator[Prompt]:
         """The prompts without a record that this process now has, one by one."""
@@ -56,28 +65,14 @@ class Work:
                 continue
             if self._done(prompt):  # by another, between the look and the lock
                 self.claims.give_back(prompt.place)
-                continue
-            yield prompt
+            else:
+                yield prompt
 
     def _done(self, prompt: Prompt) -> bool:
         record = self.directory.record(prompt)
         return record is not None and not (prompt.id in self._again and "error" in record)
 
-    def _groups(self, prompts: Iterator[Prompt]) -> Iterator[list[Prompt]]:
-        """Neighbours that one call can make, up to `batch` of them."""
-        group: list[Prompt] = []
-        for prompt in prompts:
-            if group and (len(group) == self.batch or prompt.request().alike() != group[0].request().alike()):
-                yield group
-                group = []
-            group.append(prompt)
-            if len(group) == self.batch:
-                yield group
-                group = []
-        if group:
-            yield group
-
-    def _answer(self, group: list[Prompt], size: int):
+    def _make(self, group: list[Prompt], size: int):
         """Make a group in calls of `size`, one by one if that fails; each prompt has its record then, and is given back."""
         for prompt in group:
             self.directory.clear(prompt)
@@ -85,28 +80,24 @@ class Work:
         self._pipe = self._load() if self._pipe is None else self._pipe  # what this raises is no prompt's error
         start = time.perf_counter()
         try:
-            made = self._made(group, size)
+            made = generate(self._pipe, [self._request(prompt) for prompt in group], size)
         except (OSError, MemoryError):  # of the machine, not of the prompt: a run that goes on would fail at each
             raise
         except Exception as error:
             if size > 1:
                 for prompt in group:
-                    self._answer([prompt], 1)
+                    self._make([prompt], 1)
                 return
             self.directory.write_record(group[0], error=f"{type(error).__name__}: {error}")
         else:
             seconds = round((time.perf_counter() - start) / len(group), 3)
             for prompt, values in zip(group, made):
-                path, are_videos = self.directory.path / f"{prompt.id}.mp4", isinstance(values[0], list)
-                files = media.write(values, are_videos, path, self.fps)
+                path = self.directory.path / f"{prompt.id}.mp4"
+                files = media.write(values, isinstance(values[0], list), path, self.fps)
                 self.directory.write_record(prompt, files=[file.name for file in files], seconds=seconds)
         for prompt in group:
             self.claims.give_back(prompt.place)
             self.told(self.directory.record(prompt))
-
-    def _made(self, group: list[Prompt], size: int) -> list[list]:
-        requests = [self._request(prompt) for prompt in group]
-        return generate(self._pipe, requests, size)
 
     def _request(self, prompt: Prompt) -> Request:
         """Raises ValueError for arguments that the pipeline does not take, or an `image` that is no file of a picture."""

@@ -3,17 +3,17 @@
 import inspect
 
 from ..generation.signature import OURS, parameters_of, types_of
-from .choices import COMMON_ARGUMENTS
+from . import TABLE
 from .errors import BadInput
 
 
-OF_PIPELINES = tuple(name.replace("-", "_") for name in COMMON_ARGUMENTS)
+OF_PIPELINES = tuple(name[2:].replace("-", "_") for name in TABLE["groups"]["pipeline"]["options"])
 TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
-def given_arguments(options, rest: list[str], names=OF_PIPELINES) -> dict[str, list[str]]:
-    """Words by argument name: the options called `names` that were given, and what `rest` holds as `--name value`."""
-    given = {name: words for name in names if (words := getattr(options, name)) is not None}
+def given_arguments(options, rest: list[str]) -> dict[str, list[str]]:
+    """Words by argument name: the command's options that are a pipeline's, and what `rest` holds as `--name value`."""
+    given = {name: words for name in OF_PIPELINES if (words := getattr(options, name, None)) is not None}
     name = None
     for word in rest:
         if word.startswith("--") and len(word) > 2:
@@ -27,6 +27,16 @@ def given_arguments(options, rest: list[str], names=OF_PIPELINES) -> dict[str, l
             given[name].append(word)
             name = None
     return given
+
+
+def numbers(options, rest: list[str]) -> dict:
+    """Arguments where no pipeline is at hand: a number where the word reads as one, else the word itself."""
+    found = {}
+    for name, words in given_arguments(options, rest).items():
+        if len(words) != 1:
+            raise BadInput(f"expected {flag(name)} once with a value, got {words}")
+        found[name] = next((x for kind in (int, float) if (x := _number(kind, words[0])) is not None), words[0])
+    return found
 
 
 def call_arguments(pipeline_class: type, given: dict[str, list[str]]) -> dict:
@@ -61,17 +71,16 @@ def flag(name: str) -> str:
 def _value(pipeline_class: type, name: str, words: list[str], parameters: dict):
     if name not in parameters:
         raise BadInput(unknown(pipeline_class, name))
-    types = types_of(parameters[name])
+    types, annotation = types_of(parameters[name]), parameters[name].annotation
     if not types:
         reason = "is set by the command itself" if name in OURS else "is nothing that a command line can give"
-        raise BadInput(f"{flag(name)} of {pipeline_class.__name__} ({parameters[name].annotation}) {reason}")
+        raise BadInput(f"{flag(name)} of {pipeline_class.__name__} ({annotation}) {reason}")
     if not words:
         if "bool" not in types:
             raise BadInput(f"expected a value after {flag(name)}")
         return True
-    if "list" in str(parameters[name].annotation) and "str" not in types:
-        words = [part for word in words for part in word.split(",")]
-        return [_converted(name, word, types) for word in words]
+    if "list" in str(annotation) and "str" not in types:
+        return [_converted(name, part, types) for word in words for part in word.split(",")]
     values = [_converted(name, word, types) for word in words]
     if len(values) > 1 and name not in ("prompt", "negative_prompt"):
         raise BadInput(f"expected {flag(name)} once, got it {len(values)} times")
@@ -84,9 +93,13 @@ def _converted(name: str, word: str, types: list[str]):
     if "bool" in types and word.lower() in TRUTH:
         return TRUTH[word.lower()]
     for kind in (int, float):
-        if kind.__name__ in types:
-            try:
-                return kind(word)
-            except ValueError:
-                continue
+        if kind.__name__ in types and (value := _number(kind, word)) is not None:
+            return value
     raise BadInput(f"expected {flag(name)} of type {' or '.join(dict.fromkeys(types))}, got {word!r}")
+
+
+def _number(kind: type, word: str):
+    try:
+        return kind(word)
+    except ValueError:
+        return None

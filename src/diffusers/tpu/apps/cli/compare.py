@@ -1,54 +1,65 @@
-"""`diffusers-tpu compare`: upstream's modules and ours side by side, as a table; fails if any row does."""
+"""`diffusers-tpu compare`: upstream's modules and ours side by side; with --component one of them, submodule by submodule."""
 
 import dataclasses
 import json
+import math
 import random
 
 import torch
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
-from . import arguments, session
+from . import session
 from .arguments import flag
 from .errors import BadInput, calling
+from .output import check_writable, table, whole_file
 
 
 OF_A_COMPONENT = ("entry", "form", "attention", "against", "against_dtype", "against_mesh", "against_attention")
 OF_A_COMPONENT += ("depth", "report", "debug_nans", "debug_sharding")
+DEPTH = 2
 
 
 def run(options, rest: list[str]) -> int:
-    """The command; returns its exit status."""
+    """The command; exit status 1 if a row fails: a module is too far off, a submodule parts or gives what is not finite."""
     for name in OF_A_COMPONENT:
-        if getattr(options, name):
+        if getattr(options, name) and not options.component:
             raise BadInput(
                 f"expected --component NAME with {flag(name)}, got none; without it whole components are compared"
             )
+    for name in ("mesh", "dtype"):
+        if options.component and len(getattr(options, name) or []) > 1:
+            raise BadInput(f"expected {flag(name)} once with --component, got {getattr(options, name)}")
     if options.planned:
         raise BadInput("expected --trace with --planned, got none: only a trace is with our plans or without")
     target = session.choose_target("auto")
     if target is None:
         raise BadInput("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
-    cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, rest)
-    call = arguments.call_arguments(cls, given)
-    from ... import compare as fidelity
-
-    meshes = [session.mesh_of(mesh, target) for mesh in options.mesh or []] or default_meshes(fidelity.MESHES, target)
-    dtypes = [getattr(torch, name) for name in options.dtype or []] or fidelity.DTYPES
+    cls, call = session.asked(options, rest)
+    check_writable(options.report, ".html")
     seed = random.randrange(2**31) if options.seed is None else options.seed
-    drawn = {**fidelity.draw_arguments(cls, seed), **call}
+    return (_submodules if options.component else _modules)(options, target, cls, call, seed)
+
+
+def _modules(options, target, cls: type, call: dict, seed: int) -> int:
+    from ... import compare
+    from ...chips.devices import jax_devices
+
+    chips = len(jax_devices(target))
+    meshes = [session.mesh_of(mesh, target) for mesh in options.mesh or []]
+    meshes = meshes or [mesh for mesh in compare.MESHES if math.prod(mesh) <= chips]
+    dtypes = [getattr(torch, name) for name in options.dtype or []] or compare.DTYPES
+    drawn = {**compare.draw_arguments(cls, seed), **call}
+    said = {n: v for n, v in drawn.items() if isinstance(v, (int, float, str)) and n != "output_type"}
     rows = []
     with tqdm(total=len(meshes) * len(dtypes), desc="compare", unit="mesh") as bar, calling():
-        for group in fidelity.compare_each(options.model, meshes, dtypes, call, seed):
+        for group in compare.compare_each(options.model, meshes, dtypes, call, seed):
             rows += group
             bar.update()
-    said = {
-        name: value for name, value in drawn.items() if isinstance(value, (int, float, str)) and name != "output_type"
-    }
     if options.json:
-        print(json.dumps({"seed": seed, "arguments": said, "rows": [as_dict(row) for row in rows]}, indent=2))
+        found = [{**dataclasses.asdict(row), "ok": row.ok} for row in rows]
+        print(json.dumps({"seed": seed, "arguments": said, "rows": found}, indent=2))
     else:
         console = Console()
         console.print(as_table(rows))
@@ -57,40 +68,111 @@ def run(options, rest: list[str]) -> int:
     return 0 if all(row.ok for row in rows) else 1
 
 
-def default_meshes(meshes, target) -> list[tuple[int, int, int]]:
-    """Those of `meshes` that fit the chips."""
-    from ...chips.devices import jax_devices
-
-    chips = len(jax_devices(target))
-    return [mesh for mesh in meshes if mesh[0] * mesh[1] * mesh[2] <= chips]
-
-
-def as_dict(row) -> dict:
-    return {**dataclasses.asdict(row), "ok": row.ok}
-
-
-def as_table(rows) -> Table:
+def as_table(rows):
     """One line a module, entry, dtype and mesh."""
-    table = Table(title="relative error against upstream in float32", title_justify="left")
-    for name in ("module", "dtype", "dp,sp,tp"):
-        table.add_column(name, no_wrap=True)
-    for name in ("ours", "upstream", "limit"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    before = None
+    lines, before = [], None
     for row in rows:
         if before not in (None, (row.dtype, row.mesh)):
-            table.add_section()
+            lines.append(None)
         before = row.dtype, row.mesh
         name = row.module if row.entry == "forward" else f"{row.module}.{row.entry}"
         upstream = "" if row.upstream_error is None else f"{row.upstream_error:.1e}"
-        table.add_row(
-            name,
-            row.dtype,
-            ",".join(map(str, row.mesh)),
-            f"{row.error:.1e}",
-            upstream,
-            f"{row.limit:.1e}",
-            "[green]ok[/]" if row.ok else "[bold red]too far[/]",
+        verdict = "[green]ok[/]" if row.ok else "[bold red]too far[/]"
+        mesh = ",".join(map(str, row.mesh))
+        lines.append((name, row.dtype, mesh, f"{row.error:.1e}", upstream, f"{row.limit:.1e}", verdict))
+    names = ("module", "dtype", "dp,sp,tp", "ours", "upstream", "limit", "")
+    made = table(names, lines, 3, title="relative error against upstream in float32")
+    for column in made.columns:
+        column.no_wrap = True
+    return made
+
+
+def _submodules(options, target, cls: type, call: dict, seed: int) -> int:
+    from ... import compare
+
+    def form(kind: str, dtype: str | None, mesh: str | None, attention: str | None):
+        mesh = session.mesh_of(mesh, target) or (1, 1, 1)
+        return compare.Form(kind, getattr(torch, dtype or "float32"), mesh, attention or "auto")
+
+    dtype, mesh = ((given or [None])[0] for given in (options.dtype, options.mesh))
+    with calling():
+        ours = form(options.form or "scanned", dtype, mesh, options.attention)
+        against = options.against_dtype, options.against_mesh, options.against_attention
+        theirs = form(options.against or "upstream", *against)
+        found = [*compare.compare_component(options.model, options.component, ours, theirs, options.entry, call, seed)]
+    if options.json:
+        print(json.dumps({"seed": seed, "comparisons": [comparison.as_dict() for comparison in found]}, indent=2))
+    else:
+        console = Console()
+        for comparison in found:
+            show(comparison, options, console)
+        console.print(f"inputs: seed {seed}", soft_wrap=True)
+    if options.report:
+        from ...compare.page import page
+
+        with whole_file(options.report, ".html") as draft:
+            draft.write_text(page(options.model, found), encoding="utf-8")
+        Console(stderr=options.json).print(f"wrote {options.report}", soft_wrap=True)
+    return 0 if all(comparison.ok for comparison in found) else 1
+
+
+def show(comparison, options, console: Console):
+    """The tables of one comparison, and what they come to."""
+    depth = DEPTH if options.depth is None else options.depth
+    shown = [row for row in comparison.rows if not row.ok or (row.name.count(".") < depth)]
+    console.print(_errors(comparison, shown))
+    if options.debug_sharding:
+        console.print(_shardings(comparison))
+    hidden = len(comparison.rows) - len(shown)
+    if hidden:
+        console.print(
+            f"{hidden} more submodules, deeper and within their limits: --depth, --report or --json show them",
+            soft_wrap=True,
         )
-    return table
+    reasons: dict[str, list[str]] = {}
+    for name, reason in comparison.left_out.items():
+        reasons.setdefault(reason, []).append(name)
+    for reason, names in reasons.items():
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        console.print(f"not compared: {', '.join(names[:4])}{more}: {reason}", soft_wrap=True, markup=False)
+
+    def called(name: str) -> str:
+        return f"{comparison.component}.{name}" if name else comparison.component
+
+    if comparison.first is not None:
+        console.print(f"[bold red]parts first[/]: {called(comparison.first)}", soft_wrap=True)
+    else:
+        console.print(f"{len(comparison.rows)} submodules, none parts by itself", soft_wrap=True)
+    if options.debug_nans or comparison.not_finite is not None:
+        where = "none" if comparison.not_finite is None else called(comparison.not_finite)
+        console.print(f"first NaN or infinity: {where}", soft_wrap=True)
+
+
+def _errors(comparison, rows):
+    lines = []
+    for row in rows:
+        e = row.error
+        verdict = row.grade if row.ok else f"[bold red]{row.grade}[/]"
+        growth = "" if row.growth is None or not math.isfinite(row.growth) else f"x{row.growth:.2g}"
+        numbers = [f"{x:.1e}" for x in (e.mean, e.maximum, e.relative)]
+        numbers += [f"{e.cosine:.5f}", growth, f"{row.limit:.1e}"]
+        lines.append((row.name or f"({comparison.component})", *numbers, verdict))
+    title = f"{comparison.component}.{comparison.entry}: {comparison.form} against {comparison.against}"
+    return _narrow(("submodule", "mean", "max", "relative", "cosine", "growth", "limit", ""), lines, 1, title)
+
+
+def _shardings(comparison):
+    lines = (
+        (row.name or f"({comparison.component})", ", ".join(map(str, row.shape)), row.spec or "host", row.chips)
+        for row in comparison.rows
+    )
+    return _narrow(("submodule", "shape", "spec", "chips"), lines, 4, "how values lie")
+
+
+def _narrow(names, lines, text_columns: int, title: str):
+    """A table whose first column is folded where it is too wide."""
+    made = table(names, lines, text_columns, title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
+    made.columns[0].overflow, made.columns[0].min_width = "fold", 20
+    for column in made.columns[1:]:
+        column.no_wrap = True
+    return made

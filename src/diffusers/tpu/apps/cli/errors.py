@@ -3,9 +3,10 @@
 import contextlib
 import os
 import traceback
+from pathlib import Path
 
 
-PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+PACKAGE = Path(__file__).parents[3]
 
 
 class BadInput(Exception):
@@ -13,12 +14,17 @@ class BadInput(Exception):
 
 
 @contextlib.contextmanager
-def loading():
-    """Upstream's errors about a model directory or hub id, wherever they are raised, as BadInput."""
+def refusing(*kinds: type[Exception]):
+    """Errors of these classes as BadInput."""
     try:
         yield
-    except (OSError, ValueError, NotImplementedError) as error:
+    except kinds as error:
         raise BadInput(one_line(error)) from error
+
+
+def loading():
+    """Upstream's errors about a model directory or hub id, wherever they are raised, as BadInput."""
+    return refusing(OSError, ValueError, NotImplementedError)
 
 
 @contextlib.contextmanager
@@ -27,15 +33,10 @@ def calling():
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        if not raised_here(error):
+        frames = traceback.extract_tb(error.__traceback__)
+        if not frames or not frames[-1].filename.startswith(f"{PACKAGE}{os.sep}"):
             raise
         raise BadInput(one_line(error)) from error
-
-
-def raised_here(error: Exception) -> bool:
-    """Whether the statement that raised it stands in this package, upstream's files included."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and frames[-1].filename.startswith(PACKAGE + os.sep)
 
 
 def one_line(error: Exception) -> str:

@@ -5,16 +5,15 @@ import time
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from .... import tpu
+from ....utils import load_image
 from ...chips import hosts
-from ...config import TPUConfig
 from ...errors import NotFinite
 from ..generation import media
 from . import arguments, output, session
 from .errors import BadInput, calling
-from .timing import Stopwatch, Timing
+from .timing import Stopwatch
 
 
 def refuse_flags_of_prompts(options):
@@ -31,22 +30,26 @@ def run(options, rest: list[str]) -> int:
     start = time.perf_counter()
     target = session.choose_target(options.device)
     first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
-    cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, rest)
-    call = arguments.call_arguments(cls, given)
+    cls, call = session.asked(options, rest)
     seed = session.seed_of(options.seed)
     extra = call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
-    steps = _profiled(options, cls, call, target)
+    steps = _profiled_steps(options, cls, call, target)
     path = output.output_path(options.output, call.get("prompt"))
-    pipe = placed(session.load(options.model, dtype_of(options)), options, target, mesh)
+    pipe = session.load(options.model, session.dtype_of(options.dtype))
+    pipe = session.placed(pipe, options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
-    if options.debug_nans and target is None:
-        raise BadInput(
-            "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
-        )
-    with calling(), _looking(options.debug_nans), _traced(pipe, options, steps):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(calling())
+        if options.debug_nans:
+            from ...compile import nans
+
+            stack.enter_context(nans.debugging())
+        if steps is not None:
+            from .tracing import traced
+
+            stack.enter_context(traced(pipe, options.profile, steps))
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
     if not first:
         return 0
@@ -54,12 +57,16 @@ def run(options, rest: list[str]) -> int:
         made = media.pictures(result)
     check_finite(pipe, target)
     files = media.write(*made, path, options.fps)
-    tell(stopwatch.timing, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
+    tell(stopwatch, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
     return 0
 
 
-def _profiled(options, cls: type, call: dict, target) -> range | None:
-    """The steps of `--profile`, None without. Raises BadInput."""
+def _profiled_steps(options, cls: type, call: dict, target) -> range | None:
+    """The steps of `--profile`, None without. Raises BadInput for these flags where they say nothing."""
+    if options.debug_nans and target is None:
+        raise BadInput(
+            "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
+        )
     if options.profile is None:
         if options.profile_steps is not None:
             raise BadInput("expected --profile DIR with --profile-steps")
@@ -71,22 +78,6 @@ def _profiled(options, cls: type, call: dict, target) -> range | None:
     asked = arguments.parameters_of(cls).get("num_inference_steps")
     count = call.get("num_inference_steps", asked and asked.default)
     return tracing.steps_of(options.profile_steps or tracing.STEPS, count if isinstance(count, int) else None)
-
-
-def _traced(pipe, options, steps: range | None):
-    if steps is None:
-        return contextlib.nullcontext()
-    from . import tracing
-
-    return tracing.StepTrace(pipe, options.profile, steps)
-
-
-def _looking(wanted: bool):
-    if not wanted:
-        return contextlib.nullcontext()
-    from ...compile import nans
-
-    return nans.debugging()
 
 
 def check_finite(pipe, target):
@@ -102,10 +93,11 @@ def check_finite(pipe, target):
         )
 
 
-def tell(timing: Timing, load_seconds: float, ran: str, files: list):
+def tell(stopwatch: Stopwatch, load_seconds: float, ran: str, files: list):
     """Print the times of a run, where it ran and what it wrote."""
     console = Console()
-    console.print(times_table(timing, load_seconds))
+    rows = ((part, f"{seconds:.3f}") if part else None for part, seconds in stopwatch.rows(load_seconds))
+    console.print(output.table(("part", "seconds"), rows, title="times"))
     console.print(ran, soft_wrap=True)
     console.print("wrote " + ", ".join(map(str, files)), soft_wrap=True)
 
@@ -121,8 +113,6 @@ def call_extras(cls: type, options, seed: int) -> dict:
     if "output_type" in takes:
         extra["output_type"] = "pil"
     if options.image is not None:
-        from ....utils import load_image
-
         try:
             extra["image"] = load_image(options.image)
         except (OSError, ValueError) as error:
@@ -130,53 +120,11 @@ def call_extras(cls: type, options, seed: int) -> dict:
     return extra
 
 
-def dtype_of(options) -> torch.dtype | None:
-    """`--dtype`, None where none is given."""
-    return options.dtype and getattr(torch, options.dtype)
-
-
-def placed(pipe, options, target, mesh):
-    """The pipeline, its weights where they will be used."""
-    if target is None:
-        return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
-    if not tpu.is_main_process():
-        pipe.set_progress_bar_config(disable=True)
-    from ...pipelines.pipeline import installation
-
-    with calling():
-        if mesh is not None or options.attention != "auto":
-            tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
-        pipe.to("tpu")
-    installation(pipe).hbm_manager.ready()
-    return pipe
-
-
-def times_table(timing: Timing, load_seconds: float) -> Table:
-    """The times of a run as a table."""
-    table = Table("part", "seconds", title="times", title_justify="left")
-    table.columns[1].justify = "right"
-    rows = [("load", load_seconds)]
-    rows += [(f"compile {name}", seconds) for name, seconds in timing.compile.items()]
-    rows += [(part, seconds) for part, seconds in timing.parts.items() if part != "VAE decode"]
-    if timing.steps:
-        rows.append(("first step", timing.steps[0]))
-        rows.append((f"median of {max(len(timing.steps) - 1, 1)} further steps", timing.median_step))
-    rows += [(part, seconds) for part, seconds in timing.parts.items() if part == "VAE decode"]
-    for part, seconds in rows:
-        table.add_row(part, f"{seconds:.3f}")
-    table.add_section()
-    table.add_row("total", f"{load_seconds + timing.total:.3f}")
-    return table
-
-
 def where(pipe, target) -> str:
     """In one line what the pipeline ran on."""
     if target is None:
         return f"plain diffusers on {'cuda' if torch.cuda.is_available() else 'the CPU'}"
     mesh = ", ".join(f"{axis} {degree}" for axis, degree in tpu.report(pipe)["mesh"].items())
-    if target.simulated:
-        chips = f"{target.simulated} chips simulated on the CPU: these are not TPU times"
-    else:
-        chips = str(target)
+    chips = f"{target.simulated} chips simulated on the CPU: these are not TPU times" if target.simulated else target
     processes = hosts.process_count()
     return f"mesh {mesh}; {f'{processes} processes, each ' if processes > 1 else ''}{chips}"

@@ -1,9 +1,12 @@
-"""Where what a command makes is written; said before it is made if that cannot be."""
+"""What a command gives: tables, JSON, and files, of which it is said before the work if they cannot be written."""
 
 import contextlib
 import json
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from rich.table import Table
 
 from ...files import whole_files
 from .errors import BadInput
@@ -12,13 +15,27 @@ from .errors import BadInput
 SUFFIXES = (".mp4", ".png")
 
 
+def table(names: Sequence[str], rows: Iterable[Sequence | None], text_columns: int = 1, **settings) -> Table:
+    """A table of these rows, None between two sections; columns after the first `text_columns` are numbers."""
+    made = Table(*names, title_justify="left", **settings)
+    for column in made.columns[text_columns:]:
+        column.justify = "right"
+    for row in rows:
+        if row is None:
+            made.add_section()
+        else:
+            made.add_row(*map(str, row))
+    return made
+
+
 def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES, kind: str = "") -> Path:
     """Where to write, of these suffixes; its folder is made. Without `wanted`: out/, named after the prompt and `kind`.
 
     Raises BadInput for another suffix or a folder that cannot be written to.
     """
-    words = prompt[0] if isinstance(prompt, list) else prompt
-    path = Path(wanted) if wanted else Path("out") / (_file_name(words or "") + kind + suffixes[0])
+    words = prompt[0] if isinstance(prompt, list) else prompt or ""
+    words = "-".join("".join(c if c.isalnum() else " " for c in words.lower()).split())[:60].strip("-")
+    path = Path(wanted) if wanted else Path("out") / ((words or "generated") + kind + suffixes[0])
     if not path.name or path.is_dir():
         raise BadInput(f"expected --output to be a file, got the folder {str(path)!r}")
     path = path if path.suffix else path.with_suffix(suffixes[0])
@@ -35,32 +52,21 @@ def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES
     return path
 
 
-def _file_name(words: str) -> str:
-    kept = "".join(c if c.isalnum() else " " for c in words.lower()).split()
-    return "-".join(kept)[:60].strip("-") or "generated"
+def check_writable(wanted: str | None, suffix: str):
+    """Raises BadInput, before minutes of work, for another suffix or a folder that is not there or cannot be written to."""
+    if wanted in (None, "-"):
+        return
+    path = Path(wanted)
+    if path.suffix != suffix or path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise BadInput(f"expected a file that ends in {suffix}, in a writable folder that is there, got {wanted!r}")
 
 
 @contextlib.contextmanager
 def whole_file(wanted: str, suffix: str):
-    """A hidden file beside `wanted` to write to, which gets its name at the end.
-
-    Raises BadInput for another suffix or a folder that is not there or cannot be written to.
-    """
-    path = Path(wanted)
-    if path.suffix != suffix or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise BadInput(f"expected a file that ends in {suffix}, in a writable folder that is there, got {wanted!r}")
-    with whole_files([path]) as (draft,):
+    """A hidden file beside `wanted` to write to, which gets its name at the end. Raises as `check_writable`."""
+    check_writable(wanted, suffix)
+    with whole_files([Path(wanted)]) as (draft,):
         yield draft
-
-
-def check_writable(wanted: str, suffix: str):
-    """Says now, not after minutes, that a file cannot be written: as `whole_file`, nothing is left there."""
-    with contextlib.suppress(_NotYet), whole_file(wanted, suffix):
-        raise _NotYet
-
-
-class _NotYet(Exception):
-    pass
 
 
 def write_json(wanted: str | None, value):

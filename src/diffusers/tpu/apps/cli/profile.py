@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from ...planner.profile import beside, measured
-from .errors import BadInput, one_line
-from .output import write_json
+from .errors import refusing
+from .output import table, write_json
 
 
 SHOWN = 20
@@ -16,20 +15,23 @@ SHOWN = 20
 
 def run(options, rest: list[str]) -> int:
     """The command; returns its exit status."""
-    if rest:
-        raise BadInput(f"expected a folder and options, got {' '.join(rest)}")
-    try:
+    with refusing(ValueError, OSError):
         found = measured(Path(options.folder))
         if options.plan:
             found = beside(found, _plan(options.plan))
-    except (ValueError, OSError) as error:
-        raise BadInput(one_line(error)) from error
     write_json(options.json, found)
     if options.json == "-":
         return 0
     console = Console()
+    seconds = ("measured", "planned", "ratio") if options.plan else ("measured",)
     for kind, names in (("modules", ("component", "module")), ("operations", ("operation",))):
-        console.print(_table(found[kind], kind, names, options.plan))
+        longest = sorted(found[kind], key=lambda row: -(row["measured"] or 0.0))[:SHOWN]
+        rows = (
+            [row[name] for name in names] + ["" if row[s] is None else f"{row[s]:.4g}" for s in seconds]
+            for row in longest
+        )
+        columns = (*names, *seconds)
+        console.print(table(columns, rows, len(columns), title=f"{kind}, seconds a step"))
     said = f"{found['seconds_per_step']:.4g} s a step of a chip; {found['steps']} steps, {found['chips']} chips: {found['device']}"
     if options.plan:
         said += f"; planned {found['planned_seconds_per_step']:.4g} s, measured is {found['ratio']:.3g} of that"
@@ -46,13 +48,3 @@ def _plan(path: str) -> dict:
             f"expected --plan of one plan, as diffusers-tpu plan --json FILE writes for one slice, got {path}"
         )
     return found
-
-
-def _table(rows: list[dict], title: str, names: tuple[str, ...], with_plan) -> Table:
-    kinds = ("measured", "planned", "ratio") if with_plan else ("measured",)
-    table = Table(*names, *kinds, title=f"{title}, seconds a step", title_justify="left")
-    for row in sorted(rows, key=lambda row: -(row["measured"] or 0.0))[:SHOWN]:
-        table.add_row(
-            *(row[name] for name in names), *("" if row[kind] is None else f"{row[kind]:.4g}" for kind in kinds)
-        )
-    return table

@@ -6,13 +6,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from . import arguments, generate, session
+from . import session
+from .arguments import flag
 from .errors import BadInput, calling, loading
 
 
 TOKEN = "DIFFUSERS_TPU_TOKEN"
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "python_multipart")
 OF_REQUESTS = ("prompt", "height", "width", "num_frames")
+SETTINGS = ("any_size", "max_batch", "fps", "grace", "host", "port", "page")
 
 
 def run(options, rest: list[str]) -> int:
@@ -22,53 +24,35 @@ def run(options, rest: list[str]) -> int:
         raise BadInput(f"expected what serving needs, {', '.join(missing)} is not installed: pip install '.[serve]'")
     target = session.choose_target(options.device)
     mesh = session.mesh_of(options.mesh, target)
-    cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, rest)
+    cls, call = session.asked(options, rest)
     for name in OF_REQUESTS:
-        if name in given:
-            raise BadInput(f"expected no {arguments.flag(name)}: requests say it; sizes are given with --sizes")
-    call = arguments.call_arguments(cls, given)
-    from ..serving import server
+        if name in call:
+            raise BadInput(f"expected no {flag(name)}: requests say it; sizes are given with --sizes")
+    if options.page and importlib.util.find_spec("gradio") is None:
+        raise BadInput("expected Gradio for the page, it is not installed: pip install '.[serve]', or --no-page")
+    from ..serving import server, sizes
 
     with loading():
-        settings = _settings(options, cls, call)
+        limits = {n: value for n in sizes.Limits.__annotations__ if (value := getattr(options, n)) is not None}
+        texts = [text for texts in options.sizes or [] for text in texts.split(",")]
+        settings = server.Settings(
+            model=options.name or Path(options.model).name,
+            defaults=call,
+            sizes=tuple(sizes.parse(text, sizes.default_frames(cls)) for text in texts),
+            token=options.token or os.environ.get(TOKEN) or None,
+            limits=sizes.Limits(**limits),
+            **{name: getattr(options, name) for name in SETTINGS},
+        )
         bound = server.bind(settings.host, settings.port)  # before minutes of compiling
     console = Console()
+
+    def told(address: str):
+        console.print(f"serving {settings.model} at {address}", markup=False, highlight=False, soft_wrap=True)
+
     with bound:
-        pipe = generate.placed(session.load(options.model, generate.dtype_of(options)), options, target, mesh)
+        pipe = session.load(options.model, session.dtype_of(options.dtype))
+        pipe = session.placed(pipe, options, target, mesh)
         pipe.set_progress_bar_config(disable=True)
         with calling():
-            server.run(pipe, settings, bound, lambda address: _tell(console, settings.model, address))
+            server.run(pipe, settings, bound, told)
     return 0
-
-
-def _tell(console: Console, model: str, address: str):
-    console.print(f"serving {model} at {address}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _settings(options, cls: type, call: dict):
-    """Raises ValueError for what no server can be started with."""
-    from ..serving import sizes
-    from ..serving.limits import Limits
-    from ..serving.server import Settings
-
-    limits = {name: value for name in Limits.__annotations__ if (value := getattr(options, name)) is not None}
-    frames = sizes.default_frames(cls)
-    texts = [text for texts in options.sizes or [] for text in texts.split(",")]
-    has_page = importlib.util.find_spec("gradio") is not None
-    if options.page and not has_page:
-        raise BadInput("expected Gradio for the page, it is not installed: pip install '.[serve]', or --no-page")
-    return Settings(
-        model=options.name or Path(options.model).name,
-        defaults=call,
-        sizes=tuple(sizes.parse(text, frames) for text in texts),
-        any_size=options.any_size,
-        max_batch=options.max_batch,
-        fps=options.fps,
-        grace=options.grace,
-        host=options.host,
-        port=options.port,
-        token=options.token or os.environ.get(TOKEN) or None,
-        page=options.page,
-        limits=Limits(**limits),
-    )

@@ -1,18 +1,21 @@
-"""What commands share: the device asked for, and a pipeline loaded."""
+"""What commands share: the device asked for, the call asked for, and a pipeline loaded."""
 
 import os
 import random
 import re
 from pathlib import Path
 
+import torch
 import transformers
 
 import diffusers
 
+from .... import tpu
 from ...chips import hosts
 from ...chips.devices import Target, find_target, jax_devices, why_off
-from ...config import parse_mesh, read_environment
-from .errors import BadInput, loading
+from ...config import TPUConfig, parse_mesh, read_environment
+from . import arguments
+from .errors import BadInput, calling, loading
 
 
 MODES = {"auto": None, "tpu": "auto", "simulated": "cpu", "upstream": "off"}
@@ -60,6 +63,12 @@ def seed_of(given: int | None) -> int:
     return int(hosts.of_first(str(random.randrange(2**31)))) if given is None else given
 
 
+def asked(options, rest: list[str]) -> tuple[type, dict]:
+    """The class of the model's pipeline, and the arguments of its call that the command line gives."""
+    cls = pipeline_class(options.model)
+    return cls, arguments.call_arguments(cls, arguments.given_arguments(options, rest))
+
+
 def pipeline_class(model: str) -> type:
     """The class that the model's `model_index.json` names; only that file is read."""
     if not Path(model).is_dir() and not HUB_ID.fullmatch(model):
@@ -74,12 +83,6 @@ def pipeline_class(model: str) -> type:
     return found
 
 
-def load(model: str, dtype=None):
-    """The pipeline as `from_pretrained` gives it, on the TPU path where that is active."""
-    with loading():
-        return diffusers.DiffusionPipeline.from_pretrained(model, **({} if dtype is None else {"dtype": dtype}))
-
-
 def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | None:
     """`--mesh` as degrees, or None where none is given. Raises BadInput where it or the environment's does not fit the chips."""
     if target is None and text is None:
@@ -92,3 +95,29 @@ def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | N
         wanted = read_environment().mesh if text is None else parse_mesh(text)
         degrees = plan_degrees(len(jax_devices(target)), wanted, paired=False)
     return None if text is None else degrees
+
+
+def load(model: str, dtype=None):
+    """The pipeline as `from_pretrained` gives it, on the TPU path where that is active."""
+    with loading():
+        return diffusers.DiffusionPipeline.from_pretrained(model, **({} if dtype is None else {"dtype": dtype}))
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    return name and getattr(torch, name)
+
+
+def placed(pipe, options, target: Target | None, mesh):
+    """The pipeline, its weights where they will be used."""
+    if target is None:
+        return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
+    if not tpu.is_main_process():
+        pipe.set_progress_bar_config(disable=True)
+    from ...pipelines.pipeline import installation
+
+    with calling():
+        if mesh is not None or options.attention != "auto":
+            tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
+        pipe.to("tpu")
+    installation(pipe).hbm_manager.ready()
+    return pipe

@@ -14,6 +14,7 @@ from .timing import Stopwatch
 
 
 BEFORE = {"denoise": "text", "decode": "denoise"}
+OUTPUTS = {"text": ((".safetensors",), "-text"), "denoise": ((".safetensors",), "-latents"), "decode": ()}
 
 
 def run(options, rest: list[str]) -> int:
@@ -22,23 +23,23 @@ def run(options, rest: list[str]) -> int:
     start = time.perf_counter()
     target = session.choose_target(options.device)
     first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
-    cls = session.pipeline_class(options.model)
-    given = arguments.given_arguments(options, rest)
-    call = arguments.call_arguments(cls, given)
+    cls, call = session.asked(options, rest)
     _check_flags(options)
     with loading(), calling():
         settings, tensors = (_first if options.stage == "text" else _next)(options, cls, call)
-    path = _output_path(options, settings)
+    path = output.output_path(options.output, settings.call.get("prompt"), *OUTPUTS[options.stage])
+    if options.input is not None and path.exists() and path.samefile(options.input):
+        raise BadInput(f"expected --output to be another file than --input, got {path} twice")
     with loading():
-        pipe = stages.load(options.model, options.stage, _dtype(settings.dtype), _dtype(settings.vae_dtype))
-    pipe = generate.placed(pipe, options, target, mesh)
+        dtypes = map(session.dtype_of, (settings.dtype, settings.vae_dtype))
+        pipe = stages.load(options.model, options.stage, *dtypes)
+    pipe = session.placed(pipe, options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
     with calling():
         result = _run(options.stage, stopwatch, settings, tensors)
     ran = f"{generate.where(pipe, target)}; attention {options.attention}"
     elsewhere = [f"stage {stage} ran on {place}" for stage, place in settings.ran.items() if place != ran]
-    settings = settings.after(options.stage, ran={**settings.ran, options.stage: ran})
     if not first:
         return 0
     if options.stage == "decode":
@@ -46,11 +47,13 @@ def run(options, rest: list[str]) -> int:
             frames = media.pictures(SimpleNamespace(frames=result))
         files = media.write(*frames, path, options.fps)
     else:
+        changes = {"ran": {**settings.ran, options.stage: ran}}
         if options.stage == "text" and isinstance(pipe.vae, torch.nn.Module):
-            settings = settings.after("text", vae_dtype=str(pipe.vae.dtype).removeprefix("torch."))
-        stages.save(path, settings, {**tensors, **result} if options.stage == "text" else result)
+            changes["vae_dtype"] = str(pipe.vae.dtype).removeprefix("torch.")
+        kept = {**tensors, **result} if options.stage == "text" else result
+        stages.save(path, settings.after(options.stage, **changes), kept)
         files = [path]
-    generate.tell(stopwatch.timing, load_seconds, f"stage {options.stage}; {ran}; seed {settings.seed}", files)
+    generate.tell(stopwatch, load_seconds, f"stage {options.stage}; {ran}; seed {settings.seed}", files)
     for place in elsewhere:
         print(f"{place}: the last bits may differ from those of one run")
     return 0
@@ -68,10 +71,9 @@ def _check_flags(options):
 
 def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
     """Settings of a run that begins, from the command line, and its pictures."""
-    seed = session.seed_of(options.seed)
+    seed, tensors = session.seed_of(options.seed), {}
     extra = generate.call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
-    tensors: dict[str, torch.Tensor] = {}
     settings = stages.Settings(
         stage="text",
         model=options.model,
@@ -79,7 +81,7 @@ def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
         pipeline=cls.__name__,
         dtype=options.dtype,
         seed=seed,
-        call=_packed({**call, **_image(extra)}, tensors),
+        call=_packed(call, extra, tensors),
     )
     return settings, tensors
 
@@ -92,44 +94,25 @@ def _next(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
             f"expected the model that {options.input} was made with, {settings.model}, got {options.model}, whose"
             " configuration is another"
         )
-    asked = {"seed": options.seed, "dtype": options.dtype}
-    kept = {"seed": settings.seed, "dtype": settings.dtype}
     extra = generate.call_extras(cls, options, settings.seed)
-    asked = {name: value for name, value in asked.items() if value is not None} | _packed(
-        {**call, **_image(extra)}, {}
-    )
-    kept = {n: p.default for n, p in arguments.parameters_of(cls).items()} | settings.call | kept
-    for name, value in asked.items():
-        if value != kept[name]:
+    kept = {n: p.default for n, p in arguments.parameters_of(cls).items()} | settings.call
+    for name, value in [*_packed(call, extra, {}).items(), ("seed", options.seed), ("dtype", options.dtype)]:
+        there = getattr(settings, name) if name in ("seed", "dtype") else kept[name]
+        if value is not None and value != there:
             raise BadInput(
-                f"expected {arguments.flag(name)} as in {options.input}, {_shown(kept[name])}, got {_shown(value)}: leave it"
+                f"expected {arguments.flag(name)} as in {options.input}, {_shown(there)}, got {_shown(value)}: leave it"
                 " out, or begin with the stage text"
             )
     return settings, tensors
 
 
-def _packed(call: dict, tensors: dict) -> dict:
-    return {name: stages.pack(f"call.{name}", value, tensors) for name, value in call.items()}
-
-
-def _image(extra: dict) -> dict:
-    return {name: value for name, value in extra.items() if name == "image"}
+def _packed(call: dict, extra: dict, tensors: dict) -> dict:
+    given = {**call, **{name: value for name, value in extra.items() if name == "image"}}
+    return {name: stages.pack(f"call.{name}", value, tensors) for name, value in given.items()}
 
 
 def _shown(packed) -> str:
     return f"the picture {packed['sha256'][:12]}" if isinstance(packed, dict) else repr(packed)
-
-
-def _output_path(options, settings: stages.Settings):
-    kinds = {"text": ((".safetensors",), "-text"), "denoise": ((".safetensors",), "-latents"), "decode": ()}
-    path = output.output_path(options.output, settings.call.get("prompt"), *kinds[options.stage])
-    if options.input is not None and path.exists() and path.samefile(options.input):
-        raise BadInput(f"expected --output to be another file than --input, got {path} twice")
-    return path
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return name and getattr(torch, name)
 
 
 def _run(stage: str, stopwatch: Stopwatch, settings: stages.Settings, tensors: dict):

@@ -4,7 +4,8 @@ import contextlib
 import functools
 import statistics
 import time
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -13,19 +14,7 @@ from .... import tpu
 from ..stages.running import in_place_of
 
 
-@dataclass
-class Timing:
-    """Seconds by part, without compilation; `compile` by component and entry; `steps` one by one."""
-
-    parts: dict[str, float] = field(default_factory=dict)
-    steps: list[float] = field(default_factory=list)
-    compile: dict[str, float] = field(default_factory=dict)
-    total: float = 0.0
-
-    @property
-    def median_step(self) -> float:
-        """Of the steps after the first, which may differ from the others."""
-        return statistics.median(self.steps[1:] or self.steps)
+PARTS = {"encode_prompt": "text encode", "encode": "VAE encode", "decode": "VAE decode"}
 
 
 def wait(values):
@@ -39,23 +28,26 @@ def wait(values):
         torch.cuda.synchronize()
 
 
-def compile_seconds(pipe) -> dict[str, float]:
+def compile_seconds(pipe) -> Counter[str]:
     """Seconds spent tracing and compiling so far, by component and entry."""
-    seconds: dict[str, float] = {}
+    seconds: Counter[str] = Counter()
     components = tpu.report(pipe)["components"] if tpu.is_active() else {}
     for name, component in components.items():
         for program in component["programs"]:
             label = name if program["entry"] == "forward" else f"{name}.{program['entry']}"
-            seconds[label] = seconds.get(label, 0.0) + program["compile_seconds"]
+            seconds[label] += program["compile_seconds"]
     return seconds
 
 
 class Stopwatch:
-    """Times one call of `pipe`: `encode_prompt`, the VAE's `encode` and `decode`, and the steps between them."""
+    """Times one call of `pipe`: `encode_prompt`, the VAE's `encode` and `decode`, and the steps between them.
+
+    Attributes:
+        parts: seconds by part, without compilation; `steps` one by one; `total` with everything.
+    """
 
     def __init__(self, pipe):
-        self.pipe, self.timing = pipe, Timing()
-        self._whole = True
+        self.pipe, self.parts, self.steps, self.total = pipe, Counter(), [], 0.0
         self._last, self._last_compile = 0.0, 0.0
 
     def call(self, arguments: dict, takes_callback: bool, run=None):
@@ -63,57 +55,55 @@ class Stopwatch:
 
         `run`: what to call in place of the pipeline, a part of its call.
         """
-        self._whole = run is None
         if takes_callback:
             arguments = {**arguments, "callback_on_step_end": self._step_ends}
-        start = time.perf_counter()
+        start, vae = time.perf_counter(), getattr(self.pipe, "vae", None)
         with contextlib.ExitStack() as stack:
-            for owner, name, part in self._parts():
-                stack.enter_context(self._timed(owner, name, part))
+            for owner, name in ((self.pipe, "encode_prompt"), (vae, "encode"), (vae, "decode")):
+                if hasattr(owner, name):
+                    timed = self._timed(getattr(owner, name), PARTS[name], run is None)
+                    stack.enter_context(in_place_of(owner, name, timed))
             self._mark()
             output = (run or self.pipe)(**arguments)
             wait(list(vars(output).values()) if hasattr(output, "__dict__") else output)
-        self.timing.total = time.perf_counter() - start
-        self.timing.compile = compile_seconds(self.pipe)
+        self.total = time.perf_counter() - start
         return output
 
-    def _parts(self):
-        if hasattr(self.pipe, "encode_prompt"):
-            yield self.pipe, "encode_prompt", "text encode"
-        vae = getattr(self.pipe, "vae", None)
-        for name in ("encode", "decode"):
-            if hasattr(vae, name):
-                yield vae, name, f"VAE {name}"
+    def rows(self, load_seconds: float) -> Iterator[tuple[str, float]]:
+        """Names and seconds in the order of a run; an empty name before the total."""
+        yield "load", load_seconds
+        yield from ((f"compile {name}", seconds) for name, seconds in compile_seconds(self.pipe).items())
+        yield from ((part, seconds) for part, seconds in self.parts.items() if part != "VAE decode")
+        if self.steps:
+            yield "first step", self.steps[0]
+            further = self.steps[1:] or self.steps
+            yield f"median of {len(further)} further steps", statistics.median(further)
+        yield from ((part, seconds) for part, seconds in self.parts.items() if part == "VAE decode")
+        yield "", 0.0
+        yield "total", load_seconds + self.total
 
-    @contextlib.contextmanager
-    def _timed(self, owner, name: str, part: str):
-        method = getattr(owner, name)
-
+    def _timed(self, method, part: str, is_whole_run: bool):
         @functools.wraps(method)
         def run(*args, **kwargs):
             wait((args, kwargs))
-            if self._whole and part == "VAE decode" and not self.timing.steps:
-                self._add("denoising", self._mark())
-            self._mark()
+            passed = self._mark()
+            if is_whole_run and part == "VAE decode" and not self.steps:
+                self.parts["denoising"] += passed
             output = method(*args, **kwargs)
             wait(output if isinstance(output, (tuple, list, torch.Tensor)) else list(vars(output).values()))
-            self._add(part, self._mark())
+            self.parts[part] += self._mark()
             return output
 
-        with in_place_of(owner, name, run):
-            yield
+        return run
 
     def _step_ends(self, pipe, step, timestep, arguments: dict) -> dict:
         wait(arguments)
-        self.timing.steps.append(self._mark())
+        self.steps.append(self._mark())
         return {}
 
     def _mark(self) -> float:
         """Seconds since the last mark, compilation left out."""
-        now, compiled = time.perf_counter(), sum(compile_seconds(self.pipe).values())
+        now, compiled = time.perf_counter(), compile_seconds(self.pipe).total()
         passed = now - self._last - (compiled - self._last_compile)
         self._last, self._last_compile = now, compiled
         return passed
-
-    def _add(self, part: str, seconds: float):
-        self.timing.parts[part] = self.timing.parts.get(part, 0.0) + seconds

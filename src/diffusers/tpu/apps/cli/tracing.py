@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...files import whole_files
@@ -29,71 +30,56 @@ def steps_of(text: str, count: int | None) -> range:
     return steps
 
 
-class StepTrace:
-    """While it is entered, these steps of the pipeline's scheduler are traced into a folder.
+@contextlib.contextmanager
+def traced(pipe, folder: str, steps: range) -> Iterator[None]:
+    """Traces these steps of the pipeline's scheduler into a folder.
 
     A step ends when the device has finished what `scheduler.step` answers. Python's own calls are not traced: they would cost more
     than what they call.
     """
+    scheduler = getattr(pipe, "scheduler", None)
+    if scheduler is None:
+        raise BadInput(f"expected --profile with a pipeline that has a scheduler, got {type(pipe).__name__}")
+    step, done = scheduler.step, 0
+    import jax
 
-    def __init__(self, pipe, folder: str, steps: range):
-        self.pipe, self.folder, self.steps = pipe, Path(folder), steps
-        self.done, self.traced = 0, 0
-        self._open = contextlib.ExitStack()
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level, options.host_tracer_level = 0, 2
+    with contextlib.ExitStack() as trace:
 
-    def __enter__(self) -> "StepTrace":
-        scheduler = getattr(self.pipe, "scheduler", None)
-        if scheduler is None:
-            raise BadInput(f"expected --profile with a pipeline that has a scheduler, got {type(self.pipe).__name__}")
-        self._step = scheduler.step
-        timed = functools.wraps(self._step)(functools.partial(self._one))
-        self._open.enter_context(in_place_of(scheduler, "step", timed))
-        self._trace = self._open.enter_context(contextlib.ExitStack())
-        self._begin()
-        return self
+        def begin():
+            if done == steps.start:
+                trace.enter_context(jax.profiler.trace(folder, profiler_options=options))
 
-    def __exit__(self, *error):
-        self._open.close()
-        if not any(error) and self.traced:
-            self._write_programs()
+        @functools.wraps(step)
+        def timed(*args, **kwargs):
+            nonlocal done
+            answer = step(*args, **kwargs)
+            done += 1
+            if done in (steps.start, steps.stop):
+                wait(answer)
+            if done == steps.stop:
+                trace.close()
+            begin()
+            return answer
 
-    def _one(self, *args, **kwargs):
-        answer = self._step(*args, **kwargs)
-        self.done += 1
-        if self.done in (self.steps.start, self.steps.stop):
-            wait(answer)
-        if self.done > self.steps.start:
-            self.traced = min(self.done, self.steps.stop) - self.steps.start
-        if self.done == self.steps.stop:
-            self._trace.close()
-        self._begin()
-        return answer
+        with in_place_of(scheduler, "step", timed):
+            begin()
+            yield
+    if done > steps.start:
+        _write_programs(pipe, Path(folder) / PROGRAMS, min(done, steps.stop) - steps.start)
 
-    def _begin(self):
-        if self.done != self.steps.start:
-            return
-        import jax
 
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level, options.host_tracer_level = 0, 2
-        self._trace.enter_context(jax.profiler.trace(str(self.folder), profiler_options=options))
+def _write_programs(pipe, file: Path, steps: int):
+    from ...pipelines.pipeline import installation
 
-    def _write_programs(self):
-        from ...pipelines.pipeline import installation
-
-        state = installation(self.pipe)
-        programs = [
-            {"component": f"{name}.{path}".rstrip("."), "entry": program.entry, "text": program.compiled.as_text()}
-            for name, runner in state.runners.items()
-            for path, one in runner.with_parts()
-            for program in one.programs.values()
-        ]
-        device = state.mesh.devices.flat[0]
-        facts = {
-            "steps": self.traced,
-            "device": device.device_kind,
-            "mesh": dict(state.mesh.shape),
-            "programs": programs,
-        }
-        with whole_files([self.folder / PROGRAMS]) as (draft,):
-            draft.write_text(json.dumps(facts))
+    state = installation(pipe)
+    programs = [
+        {"component": f"{name}.{path}".rstrip("."), "entry": program.entry, "text": program.compiled.as_text()}
+        for name, runner in state.runners.items()
+        for path, one in runner.with_parts()
+        for program in one.programs.values()
+    ]
+    device, mesh = state.mesh.devices.flat[0].device_kind, dict(state.mesh.shape)
+    with whole_files([file]) as (draft,):
+        draft.write_text(json.dumps({"steps": steps, "device": device, "mesh": mesh, "programs": programs}))

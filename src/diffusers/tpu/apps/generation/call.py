@@ -60,13 +60,10 @@ def _arguments(pipe, requests: list[Request], on_step, output_type: str) -> dict
     if "output_type" in takes:
         arguments["output_type"] = output_type
     if on_step is not None and "callback_on_step_end" in takes:
-        arguments["callback_on_step_end"] = _stepper(on_step)
+
+        def step_ends(pipe, step: int, timestep, tensors: dict) -> dict:
+            on_step(step + 1, max(getattr(pipe, "num_timesteps", 0) or 0, step + 1))
+            return {}
+
+        arguments["callback_on_step_end"] = step_ends
     return arguments
-
-
-def _stepper(on_step: Callable[[int, int], None]):
-    def step_ends(pipe, step: int, timestep, tensors: dict) -> dict:
-        on_step(step + 1, max(getattr(pipe, "num_timesteps", 0) or 0, step + 1))
-        return {}
-
-    return step_ends

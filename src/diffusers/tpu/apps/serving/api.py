@@ -4,8 +4,7 @@ import asyncio
 import base64
 import contextlib
 import time
-from collections.abc import AsyncIterable
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import Depends, FastAPI, Request
@@ -23,17 +22,18 @@ from .worker import Worker
 
 
 LOOKS_FOR_CLIENT = 1.0  # seconds between looks whether one that waits for images is still there
+VARIANTS = {"video": ".mp4", "spritesheet": ".png"}
 
 
 def make_app(jobs: Jobs, worker: Worker, reader: Reader, metrics: Metrics) -> FastAPI:
     """The application; it starts no thread and loads no model."""
     app = FastAPI(title="diffusers on TPU", docs_url=None, redoc_url=None, openapi_url=None)
-    is_video = reader.sizes.served[0].frames is not None
     started = int(time.time())
-    _add_errors(app)
-    _add_videos(app, jobs, reader, is_video)
+    for kind in (Refused, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _refused)
+    _add_videos(app, jobs, reader)
     _add_one_video(app, jobs, reader)
-    _add_images(app, jobs, reader, is_video)
+    _add_images(app, jobs, reader)
 
     @app.get("/v1/models")
     async def models():
@@ -61,31 +61,21 @@ def make_app(jobs: Jobs, worker: Worker, reader: Reader, metrics: Metrics) -> Fa
     return app
 
 
-def as_video(job: Job, model: str, fps: int, kept_seconds: int) -> dict:
-    """A job as OpenAI's video object, with its seed."""
-    expires = None if job.completed_at is None else job.completed_at + kept_seconds
-    return {
-        "id": job.id,
-        "object": "video",
-        "model": model,
-        "status": job.state,
-        "progress": job.progress,
-        "created_at": job.created_at,
-        "completed_at": job.completed_at if job.state == COMPLETED else None,
-        "expires_at": expires,
-        "size": job.size.pixels,
-        "seconds": f"{job.size.frames / fps:g}",
-        "num_frames": job.size.frames,
-        "prompt": job.request.prompt,
-        "seed": job.request.seed,
-        "error": job.error,
-        "remixed_from_video_id": None,
-    }
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, HTTPException):
+        headers = {name.replace("-", "_"): value for name, value in (error.headers or {}).items()}
+        error = Refused(error.status_code, f"{error.detail}: {request.method} {request.url.path}", **headers)
+    elif isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        error = Refused(400, f"expected {param}: {first['msg']}, got {first['input']!r}", param=param)
+    elif not isinstance(error, Refused):
+        error = Refused(500, f"an error of the server: {type(error).__name__}")
+    return error.response()
 
 
-@contextlib.contextmanager
-def watching(job: Job):
-    """An event of this thread's loop, set whenever the job has changed."""
+async def changes(job: Job, every: float | None = None) -> AsyncIterator[None]:
+    """Comes at once, whenever the job has changed and every so many seconds, until it has finished."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def watcher():
@@ -94,25 +84,37 @@ def watching(job: Job):
 
     job.watchers.add(watcher)
     try:
-        yield changed
-    finally:
-        job.watchers.discard(watcher)
-
-
-async def changes(job: Job) -> AsyncIterable[None]:
-    """Comes at once, and whenever the job has changed, until it has finished."""
-    with watching(job) as changed:
         last = False
         while not last:
             changed.clear()
             last = job.finished
             yield
             if not last:
-                await changed.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(changed.wait(), every)
+    finally:
+        job.watchers.discard(watcher)
 
 
 def _shown(job: Job, jobs: Jobs, reader: Reader) -> dict:
-    return as_video(job, reader.model, reader.sizes.fps, jobs.limits.kept_seconds)
+    """A job as OpenAI's video object, with its seed."""
+    return {
+        "id": job.id,
+        "object": "video",
+        "model": reader.model,
+        "status": job.state,
+        "progress": job.progress,
+        "created_at": job.created_at,
+        "completed_at": job.completed_at if job.state == COMPLETED else None,
+        "expires_at": None if job.completed_at is None else job.completed_at + jobs.limits.kept_seconds,
+        "size": job.size.pixels,
+        "seconds": f"{job.size.frames / reader.sizes.fps:g}",
+        "num_frames": job.size.frames,
+        "prompt": job.request.prompt,
+        "seed": job.request.seed,
+        "error": job.error,
+        "remixed_from_video_id": None,
+    }
 
 
 def _video(video_id: str, jobs: Jobs) -> Job:
@@ -124,10 +126,15 @@ def _video(video_id: str, jobs: Jobs) -> Job:
     return job
 
 
-def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
+def _needs(kind: str, reader: Reader, other: str):
+    if kind != ("videos" if reader.sizes.are_videos else "images"):
+        raise Refused(400, f"expected a model of {kind}, {reader.model!r} is none: POST {other}", code="model")
+
+
+def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader):
     @app.post("/v1/videos")
     async def create(http: Request):
-        _needs(is_video, reader, "videos", "/v1/images/generations")
+        _needs("videos", reader, "/v1/images/generations")
         (job,) = reader.jobs(await reader.read(http, WantedVideo))
         jobs.submit(job)
         return _shown(job, jobs, reader)
@@ -138,11 +145,10 @@ def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
             raise Refused(400, f"expected limit of 1 to 100 and order asc or desc, got {limit} and {order!r}")
         videos = [job for job in jobs.all() if job.kind == "video"][:: 1 if order == "desc" else -1]
         if after is not None:
-            place = videos.index(_video(after, jobs)) + 1
-            videos = videos[place:]
+            videos = videos[videos.index(_video(after, jobs)) + 1 :]
         data = [_shown(job, jobs, reader) for job in videos[:limit]]
-        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
-        return {"object": "list", "data": data, **ends, "has_more": len(videos) > limit}
+        first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return {"object": "list", "data": data, "first_id": first, "last_id": last, "has_more": len(videos) > limit}
 
 
 def _add_one_video(app: FastAPI, jobs: Jobs, reader: Reader):
@@ -157,34 +163,34 @@ def _add_one_video(app: FastAPI, jobs: Jobs, reader: Reader):
 
     @app.get("/v1/videos/{video_id}/content")
     async def content(job: Found, variant: str = "video"):
-        names = {"video": ".mp4", "spritesheet": ".png"}
-        if variant not in names:
-            raise Refused(400, f"expected variant {' or '.join(names)}, got {variant!r}", param="variant")
+        if variant not in VARIANTS:
+            raise Refused(400, f"expected variant {' or '.join(VARIANTS)}, got {variant!r}", param="variant")
         if job.state != COMPLETED:
             raise Refused(409, f"expected a completed video, got one that is {job.state}", code="not_completed")
-        (file,) = (file for file in job.files if file.suffix == names[variant])
-        return FileResponse(file, stat_result=_stat(file, job), filename=file.name, content_disposition_type="inline")
+        (file,) = (file for file in job.files if file.suffix == VARIANTS[variant])
+        try:
+            stat = file.stat()
+        except FileNotFoundError:
+            raise Refused(404, f"expected the id of a video that is kept, got {job.id!r}", code="not_found") from None
+        return FileResponse(file, stat_result=stat, filename=file.name, content_disposition_type="inline")
 
     @app.delete("/v1/videos/{video_id}")
     async def delete(job: Found):
-        if job.finished:
-            jobs.drop(job)
-        else:
-            jobs.cancel(job)
         status = job.state if job.finished else CANCELLED
+        jobs.end(job)
         return {"id": job.id, "object": "video.deleted", "deleted": True, "status": status}
 
     @app.get("/v1/videos/{video_id}/events", response_class=EventSourceResponse)
-    async def events(job: Found) -> AsyncIterable[ServerSentEvent]:
+    async def events(job: Found) -> AsyncIterator[ServerSentEvent]:
         async with contextlib.aclosing(changes(job)) as changed:
             async for _ in changed:
                 yield ServerSentEvent(data=_shown(job, jobs, reader), event="done" if job.finished else "progress")
 
 
-def _add_images(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
+def _add_images(app: FastAPI, jobs: Jobs, reader: Reader):
     @app.post("/v1/images/generations")
     async def images(http: Request):
-        _needs(not is_video, reader, "images", "/v1/videos")
+        _needs("images", reader, "/v1/videos")
         made = reader.jobs(await reader.read(http, WantedImages))
         for job in made:
             job.held = True
@@ -196,22 +202,15 @@ def _add_images(app: FastAPI, jobs: Jobs, reader: Reader, is_video: bool):
         finally:
             for job in made:
                 job.held = False
-                if job.finished:
-                    jobs.drop(job)
-                else:
-                    jobs.cancel(job)
+                jobs.end(job)
 
 
 async def _end_of(job: Job, http: Request):
     """Return when the job has finished. Raises Refused where it gave nothing, or where the client has gone."""
-    with watching(job) as changed:
-        while not job.finished:
-            try:
-                await asyncio.wait_for(changed.wait(), LOOKS_FOR_CLIENT)
-            except TimeoutError:
-                if await http.is_disconnected():
-                    raise Refused(499, "expected a client that waits, it has gone", code="gone") from None
-            changed.clear()
+    async with contextlib.aclosing(changes(job, LOOKS_FOR_CLIENT)) as changed:
+        async for _ in changed:
+            if not job.finished and await http.is_disconnected():
+                raise Refused(499, "expected a client that waits, it has gone", code="gone")
     if job.state == FAILED:
         status = 400 if job.error["code"] == "invalid_request" else 500
         raise Refused(status, job.error["message"], code=job.error["code"])
@@ -221,38 +220,3 @@ async def _end_of(job: Job, http: Request):
 
 def _image(job: Job) -> dict:
     return {"b64_json": base64.b64encode(job.files[0].read_bytes()).decode(), "seed": job.request.seed}
-
-
-def _stat(file: Path, job: Job):
-    try:
-        return file.stat()
-    except FileNotFoundError:
-        raise Refused(404, f"expected the id of a video that is kept, got {job.id!r}", code="not_found") from None
-
-
-def _needs(holds: bool, reader: Reader, kind: str, other: str):
-    if not holds:
-        raise Refused(400, f"expected a model of {kind}, {reader.model!r} is none: POST {other}", code="model")
-
-
-def _add_errors(app: FastAPI):
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused):
-        return JSONResponse(error.body(), error.status, error.headers)
-
-    @app.exception_handler(HTTPException)
-    async def of_the_framework(request: Request, error: HTTPException):
-        words = f"{error.detail}: {request.method} {request.url.path}"
-        return JSONResponse(Refused(error.status_code, words).body(), error.status_code, error.headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def of_a_query(request: Request, error: RequestValidationError):
-        first = error.errors()[0]
-        param = str(first["loc"][-1])
-        return JSONResponse(
-            Refused(400, f"expected {param}: {first['msg']}, got {first['input']!r}", param=param).body(), 400
-        )
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception):
-        return JSONResponse(Refused(500, f"an error of the server: {type(error).__name__}").body(), 500)

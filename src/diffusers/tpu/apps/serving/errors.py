@@ -1,5 +1,8 @@
 """What a client is told in place of an answer, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
+from starlette.responses import JSONResponse
+
+
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -18,12 +21,9 @@ class Refused(Exception):
         self.status, self.param, self.code = status, param, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
 
-    def body(self) -> dict:
+    def response(self) -> JSONResponse:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": {name: value and _as_utf8(value) for name, value in error.items()}}
-
-
-def _as_utf8(text: str) -> str:
-    """Without halves of surrogate pairs, which a client's JSON may hold and no answer can."""
-    return text.encode("utf-8", "backslashreplace").decode()
+        # Halves of surrogate pairs, which a client's JSON may hold and no answer can, are escaped.
+        error = {name: value and value.encode("utf-8", "backslashreplace").decode() for name, value in error.items()}
+        return JSONResponse({"error": error}, self.status, self.headers)

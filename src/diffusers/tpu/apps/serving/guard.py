@@ -4,7 +4,7 @@ import hmac
 import ipaddress
 from urllib.parse import urlsplit
 
-from starlette.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Refused
@@ -42,24 +42,32 @@ class Guard:
         self.body_bytes, self.metrics = body_bytes, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send):
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
         if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                return await send({"type": "websocket.close", "code": 1008})
             return await self.app(scope, receive, send)
+        seen = 0
 
         async def counted(message: Message):
             if message["type"] == "http.response.start":
                 self.metrics.responses.labels(str(message["status"])).inc()
             await send(message)
 
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        try:
-            self._check(scope["path"], headers)
-        except Refused as refused:
-            return await JSONResponse(refused.body(), refused.status, refused.headers)(scope, receive, counted)
-        await self.app(scope, self._limited(receive), counted)
+        async def limited() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.body_bytes:
+                raise self._too_large(f"{seen} and more")
+            return message
 
-    def _check(self, path: str, headers: dict[str, str]):
+        try:
+            self._check(scope["path"], Headers(scope=scope))
+        except Refused as refused:
+            return await refused.response()(scope, receive, counted)
+        await self.app(scope, limited, counted)
+
+    def _check(self, path: str, headers: Headers):
         host = urlsplit(f"//{headers.get('host', '')}").hostname
         if self.loopback and not is_loopback(host):
             raise Refused(
@@ -85,22 +93,5 @@ class Guard:
             raise self._too_large(length)
 
     def _too_large(self, length) -> Refused:
-        return Refused(
-            413,
-            f"expected a body of at most {self.body_bytes} bytes, got {length}",
-            code="too_large",
-            Connection="close",
-        )
-
-    def _limited(self, receive: Receive) -> Receive:
-        seen = 0
-
-        async def limited() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.body_bytes:
-                raise self._too_large(f"{seen} and more")
-            return message
-
-        return limited
+        message = f"expected a body of at most {self.body_bytes} bytes, got {length}"
+        return Refused(413, message, code="too_large", Connection="close")

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ..generation.call import Request
 from .errors import Refused
-from .limits import Limits
-from .sizes import Size
+from .sizes import Limits, Size
 
 
 QUEUED, IN_PROGRESS, COMPLETED, FAILED, CANCELLED = "queued", "in_progress", "completed", "failed", "cancelled"
@@ -37,7 +36,7 @@ class Job:
     kind: str
     request: Request
     size: Size
-    id: str = ""
+    id: str = field(init=False)
     state: str = QUEUED
     step: int = 0
     steps: int = 0
@@ -54,7 +53,7 @@ class Job:
     watchers: set[Callable[[], None]] = field(default_factory=set)
 
     def __post_init__(self):
-        self.id = self.id or f"{self.kind}_{secrets.token_hex(12)}"
+        self.id = f"{self.kind}_{secrets.token_hex(12)}"
 
     @property
     def finished(self) -> bool:
@@ -150,8 +149,10 @@ class Jobs:
         if waited:
             self.finish(job, CANCELLED)
 
-    def drop(self, job: Job):
-        """A finished job and its files are gone."""
+    def end(self, job: Job):
+        """Nobody wants the job any more: one that has finished goes with its files, another one is cancelled."""
+        if not job.finished:
+            return self.cancel(job)
         with self._changed:
             self._all.pop(job.id, None)
         for file in job.files:
@@ -168,7 +169,7 @@ class Jobs:
             if not old and held <= self.limits.kept_bytes and len(finished) - place <= self.limits.kept_jobs:
                 break
             held -= job.file_bytes
-            self.drop(job)
+            self.end(job)
 
     def get(self, name: str) -> Job | None:
         return self._all.get(name)

@@ -11,21 +11,17 @@ SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 class Metrics:
-    """Counters and clocks of one server."""
+    """Counters and clocks of one server and its jobs."""
 
-    def __init__(self):
+    def __init__(self, jobs: Jobs):
         self.registry = CollectorRegistry()
         made = {"registry": self.registry, "namespace": "diffusers_tpu"}
         self.finished = Counter("jobs", "Jobs that finished, by outcome.", ["outcome"], **made)
         self.seconds = Histogram("job_seconds", "From a job's start to its end.", buckets=SECONDS, **made)
         self.waited = Histogram("queue_seconds", "A job's time in the queue.", buckets=SECONDS, **made)
         self.responses = Counter("http_responses", "Answers, by status.", ["status"], **made)
-        self.queue = Gauge("queue_length", "Jobs that wait.", **made)
-        self.running = Gauge("jobs_running", "Jobs of the call that runs.", **made)
-
-    def watch(self, jobs: Jobs):
-        self.queue.set_function(lambda: len(jobs))
-        self.running.set_function(lambda: len(jobs.running()))
+        Gauge("queue_length", "Jobs that wait.", **made).set_function(lambda: len(jobs))
+        Gauge("jobs_running", "Jobs of the call that runs.", **made).set_function(lambda: len(jobs.running()))
         jobs.told = self._finished
 
     def _finished(self, job: Job):

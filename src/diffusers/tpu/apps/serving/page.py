@@ -41,7 +41,6 @@ def mounted(app: FastAPI, jobs: Jobs, reader: Reader, folder: Path, token: str |
 
 def _blocks(jobs: Jobs, reader: Reader, **settings) -> gradio.Blocks:
     sizes = [str(size) for size in reader.sizes.served]
-    is_video = reader.sizes.served[0].frames is not None
     with gradio.Blocks(title=reader.model, **settings) as blocks:
         gradio.Markdown(f"# {reader.model}")
         prompt = gradio.Textbox(label="Prompt", lines=2, max_length=jobs.limits.prompt_characters, elem_id="prompt")
@@ -52,7 +51,7 @@ def _blocks(jobs: Jobs, reader: Reader, **settings) -> gradio.Blocks:
             make = gradio.Button("Generate", variant="primary", elem_id="generate")
             stop = gradio.Button("Cancel", elem_id="cancel")
         status = gradio.Markdown(elem_id="status")
-        shown = gradio.Video if is_video else gradio.Image
+        shown = gradio.Video if reader.sizes.are_videos else gradio.Image
         result = shown(label="Result", interactive=False, elem_id="result")
         current = gradio.State()
 
@@ -61,7 +60,7 @@ def _blocks(jobs: Jobs, reader: Reader, **settings) -> gradio.Blocks:
 
         def cancel(name):
             job = jobs.get(name or "")
-            if job is not None and not job.finished:
+            if job is not None:
                 jobs.cancel(job)
 
         make.click(generate, [prompt, size, seed], [status, result, current], concurrency_limit=jobs.limits.queue)
@@ -71,7 +70,7 @@ def _blocks(jobs: Jobs, reader: Reader, **settings) -> gradio.Blocks:
 
 def _generate(jobs: Jobs, reader: Reader, prompt: str, size: str, seed: float | None):
     """Words of the status, the file and the job's id, again and again until the job has finished."""
-    kind = WantedImages if reader.sizes.served[0].frames is None else WantedVideo
+    kind = WantedVideo if reader.sizes.are_videos else WantedImages
     try:
         wanted = reader.checked({"prompt": prompt, "size": size, "seed": None if seed is None else int(seed)}, kind)
         (job,) = reader.jobs(wanted)
@@ -93,8 +92,7 @@ def _generate(jobs: Jobs, reader: Reader, prompt: str, size: str, seed: float | 
             raise gradio.Error(job.error["message"], duration=None, print_exception=False)
         yield _words(job), str(job.files[0]) if job.state == COMPLETED else None, job.id
     finally:
-        if not job.finished:  # the page was closed
-            jobs.cancel(job)
+        jobs.cancel(job)  # the page was closed
 
 
 def _words(job) -> str:

@@ -1,5 +1,6 @@
 """Bodies of requests, JSON or forms, as jobs; every refusal says what was expected and what came."""
 
+import functools
 import io
 import json
 import random
@@ -14,7 +15,6 @@ from ..generation.call import Request
 from ..generation.signature import parameters_of
 from .errors import Refused
 from .jobs import Job
-from .limits import Limits
 from .sizes import Sizes
 
 
@@ -57,9 +57,9 @@ class Reader:
         defaults: arguments of the pipeline where a request says nothing else.
     """
 
-    def __init__(self, pipeline_class: type, model: str, defaults: dict, sizes: Sizes, limits: Limits):
+    def __init__(self, pipeline_class: type, model: str, defaults: dict, sizes: Sizes):
         self.takes, self.model, self.defaults = parameters_of(pipeline_class), model, defaults
-        self.sizes, self.limits = sizes, limits
+        self.sizes, self.limits = sizes, sizes.limits
 
     async def read(self, http: HTTPRequest, kind: type[Wanted]) -> Wanted:
         """The body, checked. Raises Refused."""
@@ -70,10 +70,20 @@ class Reader:
         try:
             wanted = kind.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            param = ".".join(map(str, first["loc"])) or "body"
-            raise Refused(400, _in_words(first, param, kind), param=param) from error
-        self._check(wanted)
+            raise _refused(error.errors()[0], kind) from error
+        if wanted.model not in (None, self.model):
+            raise Refused(
+                404, f"expected the model {self.model!r}, got {wanted.model!r}", param="model", code="model_not_found"
+            )
+        for name, most, value in (
+            ("prompt", self.limits.prompt_characters, len(wanted.prompt)),
+            ("negative_prompt", self.limits.prompt_characters, len(wanted.negative_prompt or "")),
+            ("num_inference_steps", self.limits.steps, wanted.num_inference_steps or 1),
+            ("n", self.limits.images, getattr(wanted, "n", 1)),
+        ):
+            if value > most:
+                unit = " characters" if "prompt" in name else ""
+                raise Refused(400, f"expected {name} of at most {most}{unit}, got {value}", param=name)
         return wanted
 
     def jobs(self, wanted: WantedVideo | WantedImages) -> list[Job]:
@@ -93,37 +103,19 @@ class Reader:
         kind, count = ("video", 1) if is_video else ("image", wanted.n)
         return [Job(kind, Request(wanted.prompt, seed + place, arguments), size) for place in range(count)]
 
-    def _check(self, wanted: Wanted):
-        if wanted.model not in (None, self.model):
-            raise Refused(
-                404, f"expected the model {self.model!r}, got {wanted.model!r}", param="model", code="model_not_found"
-            )
-        for name, most, value in (
-            ("prompt", self.limits.prompt_characters, len(wanted.prompt)),
-            ("negative_prompt", self.limits.prompt_characters, len(wanted.negative_prompt or "")),
-            ("num_inference_steps", self.limits.steps, wanted.num_inference_steps or 1),
-            ("n", self.limits.images, getattr(wanted, "n", 1)),
-        ):
-            if value > most:
-                unit = " characters" if "prompt" in name else ""
-                raise Refused(400, f"expected {name} of at most {most}{unit}, got {value}", param=name)
-
     def _image(self, upload: UploadFile | None) -> Image.Image:
+        refused = functools.partial(Refused, 400, param="input_reference")
         if upload is None:
-            raise Refused(
-                400, f"expected input_reference: {self.model} starts from a picture", param="input_reference"
-            )
+            raise refused(f"expected input_reference: {self.model} starts from a picture")
         if "image" not in self.takes:
-            raise Refused(400, f"expected no input_reference: {self.model} takes none", param="input_reference")
+            raise refused(f"expected no input_reference: {self.model} takes none")
         try:
             picture = Image.open(io.BytesIO(upload.file.read()))
             if max(picture.size) > 2 * self.limits.side:
                 raise ValueError(f"sides of at most {2 * self.limits.side} pixels, got {picture.size}")
             return picture.convert("RGB")
         except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise Refused(
-                400, f"expected input_reference to be a picture: {error}", param="input_reference"
-            ) from error
+            raise refused(f"expected input_reference to be a picture: {error}") from error
 
 
 async def _fields(http: HTTPRequest) -> dict:
@@ -138,28 +130,24 @@ async def _fields(http: HTTPRequest) -> dict:
         return value
     if kind in FORMS:
         async with http.form(max_files=1, max_fields=MOST_FIELDS) as form:
-            names = [name for name, _ in form.multi_items()]
-            twice = sorted({name for name in names if names.count(name) > 1})
+            twice = sorted({name for name in form if len(form.getlist(name)) > 1})
             if twice:
                 raise Refused(400, f"expected each field once, got {', '.join(twice)} again", param=twice[0])
-            return {name: await _kept(value) for name, value in form.items()}
+            return {  # files that outlive the form
+                name: UploadFile(io.BytesIO(await value.read())) if isinstance(value, UploadFile) else value
+                for name, value in form.items()
+            }
     raise Refused(
         415, f"expected Content-Type application/json or {FORMS[0]}, got {kind or 'none'}", code="content_type"
     )
 
 
-async def _kept(value: str | UploadFile) -> str | UploadFile:
-    """A form's value that outlives the form."""
-    if not isinstance(value, UploadFile):
-        return value
-    return UploadFile(io.BytesIO(await value.read()), filename=value.filename)
-
-
-def _in_words(error: dict, param: str, kind: type[Wanted]) -> str:
-    got = repr(error["input"])
+def _refused(error: dict, kind: type[Wanted]) -> Refused:
+    param, got = ".".join(map(str, error["loc"])) or "body", repr(error["input"])
     got = got if len(got) <= 100 else got[:97] + "..."
+    words = f"expected a valid {param} ({error['msg'][:1].lower()}{error['msg'][1:]}), got {got}"
     if error["type"] == "missing":
-        return f"expected {param}, got none"
-    if error["type"] == "extra_forbidden":
-        return f"expected only {', '.join(kind.model_fields)}, got {param}"
-    return f"expected a valid {param} ({error['msg'][:1].lower()}{error['msg'][1:]}), got {got}"
+        words = f"expected {param}, got none"
+    elif error["type"] == "extra_forbidden":
+        words = f"expected only {', '.join(kind.model_fields)}, got {param}"
+    return Refused(400, words, param=param)

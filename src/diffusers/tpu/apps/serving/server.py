@@ -12,14 +12,12 @@ from pathlib import Path
 import uvicorn
 
 from ..generation import media
-from . import sizes as size_rules
 from .api import make_app
 from .guard import Guard, is_loopback
 from .jobs import Jobs
-from .limits import Limits
 from .metrics import Metrics
 from .requests import Reader
-from .sizes import Size, Sizes
+from .sizes import Limits, Size, Sizes, default_size
 from .worker import Worker
 
 
@@ -62,29 +60,22 @@ class Service:
 
     def __init__(self, pipe, settings: Settings):
         self.settings = settings
-        served = settings.sizes or (size_rules.default_size(pipe),)
-        self.sizes = Sizes(served, settings.any_size, settings.fps, settings.limits)
-        self.jobs, self.metrics = Jobs(settings.limits), Metrics()
-        self.metrics.watch(self.jobs)
-        self._folder = tempfile.TemporaryDirectory(
-            prefix=f"diffusers-tpu-serve-{os.getpid()}-", ignore_cleanup_errors=True
-        )
+        name, defaults, limits, fps = settings.model, settings.defaults, settings.limits, settings.fps
+        self.sizes = Sizes(settings.sizes or (default_size(pipe),), settings.any_size, fps, limits)
+        self.jobs = Jobs(limits)
+        self.metrics = Metrics(self.jobs)
+        prefix = f"diffusers-tpu-serve-{os.getpid()}-"
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         self.folder = Path(self._folder.name)
-        defaults, batch = settings.defaults, settings.max_batch
-        self.worker = Worker(pipe, self.jobs, self.folder, defaults=defaults, max_batch=batch, fps=settings.fps)
-        self.reader = Reader(type(pipe), settings.model, defaults, self.sizes, settings.limits)
+        self.worker = Worker(pipe, self.jobs, self.folder, defaults=defaults, max_batch=settings.max_batch, fps=fps)
+        self.reader = Reader(type(pipe), name, defaults, self.sizes)
         app = self.api = make_app(self.jobs, self.worker, self.reader, self.metrics)
         if settings.page:
             from . import page
 
             app = page.mounted(app, self.jobs, self.reader, self.folder, settings.token)
-        self.app = Guard(
-            app,
-            token=settings.token,
-            loopback=is_loopback(settings.host),
-            body_bytes=settings.limits.body_bytes,
-            metrics=self.metrics,
-        )
+        local, most = is_loopback(settings.host), limits.body_bytes
+        self.app = Guard(app, token=settings.token, loopback=local, body_bytes=most, metrics=self.metrics)
 
     def start(self):
         """Compile every size, then start the worker."""

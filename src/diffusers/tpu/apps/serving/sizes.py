@@ -1,14 +1,46 @@
-"""Sizes of outputs, WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, and which of them a server takes."""
+"""Sizes of outputs, WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, which of them a server takes, and its other limits."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..generation.signature import parameters_of
 from .errors import Refused
-from .limits import Limits
 
 
 FORM = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Counts, bytes and seconds; each is at least 1.
+
+    Attributes:
+        queue: jobs that wait; one more is refused with 429.
+        prompt_characters: of prompt and negative prompt each.
+        body_bytes: of one request.
+        images: of one request (`n`).
+        steps: denoising steps of one job.
+        side, frames: of one output, where any size is taken.
+        kept_seconds, kept_bytes, kept_jobs: finished jobs and their files beyond these go, the oldest first.
+        connections: open at once; one more gets 503.
+    """
+
+    queue: int = 64
+    prompt_characters: int = 4000
+    body_bytes: int = 16 * 2**20
+    images: int = 4
+    steps: int = 200
+    side: int = 4096
+    frames: int = 1000
+    kept_seconds: int = 3600
+    kept_bytes: int = 4 * 2**30
+    kept_jobs: int = 1000
+    connections: int = 512
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ValueError(f"expected the limit {name} to be at least 1, got {value}")
 
 
 @dataclass(frozen=True)
@@ -52,8 +84,7 @@ def default_size(pipe) -> Size:
     takes = parameters_of(type(pipe))
     sides = [takes[name].default if name in takes else None for name in ("width", "height")]
     if not all(isinstance(side, int) for side in sides):
-        side = getattr(pipe, "default_sample_size", None)
-        scale = getattr(pipe, "vae_scale_factor", None)
+        side, scale = (getattr(pipe, name, None) for name in ("default_sample_size", "vae_scale_factor"))
         if not isinstance(side, int) or not isinstance(scale, int):
             raise ValueError(
                 f"expected sizes to serve: {type(pipe).__name__} tells no default; name them with --sizes"
@@ -71,6 +102,10 @@ class Sizes:
     fps: int
     limits: Limits
 
+    @property
+    def are_videos(self) -> bool:
+        return self.served[0].frames is not None
+
     def choose(self, size: str | None, seconds: float | None = None, frames: int | None = None) -> Size:
         """The size of a request. Raises Refused with the list of those that are served."""
         first = self.served[0]
@@ -82,31 +117,22 @@ class Sizes:
             raise Refused(400, f"{error}; served: {self}", param="size") from error
         if seconds is not None:
             frames = self._frames(wanted, seconds)
-        wanted = Size(wanted.width, wanted.height, frames) if frames is not None else wanted
+        wanted = wanted if frames is None else replace(wanted, frames=frames)
         if wanted in self.served:
             return wanted
         if not self.any_size:
             raise Refused(400, f"expected a size that is compiled ({self}), got {wanted}", param="size", code="size")
-        self._check(wanted)
+        most = {"width": self.limits.side, "height": self.limits.side, "frames": self.limits.frames}
+        for name, value in vars(wanted).items():
+            if (value or 1) > most[name]:
+                raise Refused(400, f"expected {name} up to {most[name]}, got {value}", param="size", code="size")
         return wanted
 
     def _frames(self, size: Size, seconds: float) -> int:
         """Of the served video of these pixels that is nearest, within half a second; else of the seconds alone."""
-        near = [s.frames for s in self.served if s.pixels == size.pixels and abs(s.frames / self.fps - seconds) <= 0.5]
-        return min(
-            near, key=lambda frames: abs(frames / self.fps - seconds), default=max(1, round(seconds * self.fps))
-        )
-
-    def _check(self, size: Size):
-        for name, value, most in (
-            ("width", size.width, self.limits.side),
-            ("height", size.height, self.limits.side),
-            ("frames", size.frames or 1, self.limits.frames),
-        ):
-            if value > most:
-                raise Refused(400, f"expected {name} up to {most}, got {value}", param="size", code="size")
+        away = {s.frames: abs(s.frames / self.fps - seconds) for s in self.served if s.pixels == size.pixels}
+        nearest = min(away, key=away.get, default=None)
+        return nearest if nearest and away[nearest] <= 0.5 else max(1, round(seconds * self.fps))
 
     def __str__(self) -> str:
-        if self.served[0].frames is None:
-            return ", ".join(map(str, self.served))
-        return ", ".join(f"{size} ({size.frames / self.fps:g} s)" for size in self.served)
+        return ", ".join(f"{s} ({s.frames / self.fps:g} s)" if s.frames else str(s) for s in self.served)

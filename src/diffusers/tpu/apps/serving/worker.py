@@ -53,45 +53,36 @@ class Worker(threading.Thread):
             self._answer(jobs)
 
     def _answer(self, jobs: list[Job]):
-        """Every one of them is finished afterwards, whatever happens."""
-        try:
-            failure = self._failure(jobs)
-            if failure is not None and len(jobs) > 1:  # one of them may be to blame
-                for job in jobs:
-                    if not job.finished:
-                        self._answer([job])
-            elif failure is not None:
-                logger.error("%s failed", jobs[0].id, exc_info=failure)
-                code = "invalid_request" if isinstance(failure, BAD_INPUT) else "server_error"
-                message = " ".join(str(failure).split()) or type(failure).__name__
-                self.jobs.finish(jobs[0], FAILED, error={"code": code, "message": message})
-        finally:
-            for job in jobs:
-                if not job.finished:
-                    job.cancelling = True
-                    self.jobs.finish(job, CANCELLED)
+        """Every one of them is finished afterwards, whatever happens. Jobs of a call that fails are run one by one."""
 
-    def _failure(self, jobs: list[Job]) -> Exception | None:
-        """What kept a call from answering all of its jobs; those that nobody wants any more are left as they are."""
-        try:
-            for job, values in zip(jobs, self._made(jobs)):
-                self.jobs.finish(job, COMPLETED, [] if job.cancelling else self._written(job, values))
-        except Stopped:
-            return None
-        except Exception as error:
-            return error
-        return None
-
-    def _made(self, jobs: list[Job]) -> list[list]:
         def on_step(step: int, steps: int):
             for job in jobs:
                 self.jobs.step(job, step, steps)
             if all(job.cancelling for job in jobs):
                 raise Stopped
 
-        if all(job.cancelling for job in jobs):
-            raise Stopped
-        return generate(self.pipe, [job.request for job in jobs], self.max_batch if len(jobs) > 1 else 1, on_step)
+        try:
+            if all(job.cancelling for job in jobs):
+                return
+            requests, size = [job.request for job in jobs], self.max_batch if len(jobs) > 1 else 1
+            for job, values in zip(jobs, generate(self.pipe, requests, size, on_step)):
+                self.jobs.finish(job, COMPLETED, [] if job.cancelling else self._written(job, values))
+        except Stopped:
+            pass
+        except Exception as error:
+            if len(jobs) > 1:  # one of them may be to blame
+                for job in (job for job in jobs if not job.finished):
+                    self._answer([job])
+            else:
+                logger.error("%s failed", jobs[0].id, exc_info=error)
+                code = "invalid_request" if isinstance(error, BAD_INPUT) else "server_error"
+                message = " ".join(str(error).split()) or type(error).__name__
+                self.jobs.finish(jobs[0], FAILED, error={"code": code, "message": message})
+        finally:
+            for job in jobs:
+                if not job.finished:
+                    job.cancelling = True
+                    self.jobs.finish(job, CANCELLED)
 
     def _written(self, job: Job, values: list) -> list[Path]:
         are_videos = job.kind == "video"
