@@ -30,7 +30,6 @@ from pathlib import Path
 from PIL import Image, ImageChops, PngImagePlugin
 from record_tables import FOLDER, ROOT, TABLES, pages, rewritten
 
-
 from bench import benches  # which record_tables has made importable
 from diffusers.tpu import planner
 from diffusers.tpu.files import whole_files
