@@ -95,7 +95,7 @@ def test_links_and_anchors_exist(page):
         assert not anchor or anchor in anchors(file), target
 
 
-@of(*(page for page in PAGES if page.name != "mutants.md"))
+@of(*PAGES)
 def test_named_files_exist(page):
     for name in re.findall(r"`((?:[\w.*-]+/)+[\w.*-]*\.(?:py|md|json|html))`", prose(page)):
         if "NAME" not in name:

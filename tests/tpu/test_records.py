@@ -367,7 +367,6 @@ def test_every_file_is_made_by_something(maker):
     made = {name for record in maker.records().values() for name in record.files}
     others = {
         "mutants.json",
-        "mutants.md",
         "coverage.json",
         "upstream.json",
         "bulk.json",

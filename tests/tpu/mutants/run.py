@@ -4,7 +4,7 @@
     python tests/tpu/mutants/run.py ring- vae-       those whose names begin so, whatever is recorded
 
 The expected tests run first, in a fork of this process, which has imported torch, transformers and JAX; where they see nothing, the
-whole fast set. The record is examples/tpu/results/mutants.json, for people mutants.md beside it.
+whole fast set. The record is examples/tpu/results/mutants.json: by fault, the test that sees it.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from table import ROOT, Mutant, every
 
 
 RECORD = ROOT / "examples/tpu/results/mutants.json"
-PAGE = RECORD.with_suffix(".md")
 LONGEST = 900  # seconds of one run of the expected tests
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", ".pytest_cache", ".ruff_cache", "*.egg-info")
 FAST_SET = ["-m", "not slow", "-x", "-q", "-p", "no:cacheprovider", "--tb=short"]
@@ -49,7 +48,7 @@ def main():
         importlib.import_module(name)
     for mutant in wanted:
         found = record[mutant.name] = tried(mutant)
-        write({m.name: record[m.name] for m in mutants if m.name in record}, mutants)
+        write({m.name: record[m.name] for m in mutants if m.name in record})
         print(f"{found['seconds']:7.1f} s  {mutant.name}: {found['caught_by'] or 'SURVIVED'}", flush=True)
     unexplained = [m.name for m in mutants if not record[m.name]["caught_by"] and not m.survives]
     if unexplained:
@@ -138,27 +137,10 @@ def seen_by_any(tree: Path) -> str | None:
     return failed[0].removeprefix("tests/tpu/") if failed else None
 
 
-def write(record: dict, mutants: list[Mutant]):
-    done = [m for m in mutants if m.name in record]
-    seen = {m.name: record[m.name]["caught_by"] for m in done}
-    lines = [
-        "# Planted faults, and the tests that see them",
-        "",
-        f"{len(done)} faults in {len({m.room for m in done})} rooms, {sum(map(bool, seen.values()))} seen by the fast set"
-        " (`make mutants`; the faults: `tests/tpu/mutants/`).",
-        "",
-        *(f"- not seen: `{m.name}`, {m.fault}. {m.survives or 'No reason is known: a hole.'}" for m in done if not seen[m.name]),
-        "",
-        "| room | fault | what it stands for | seen by | seconds |",
-        "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for m in done:
-        by = f"`{seen[m.name]}`" if seen[m.name] else "nothing"
-        lines.append(f"| {m.room} | {m.name} | {m.fault} | {by} | {record[m.name]['seconds']:.0f} |")
-    for path, text in ((RECORD, json.dumps(record, indent=1) + "\n"), (PAGE, "\n".join(lines) + "\n")):
-        draft = path.with_name(f".{path.name}")
-        draft.write_text(text)
-        os.replace(draft, path)
+def write(record: dict):
+    draft = RECORD.with_name(f".{RECORD.name}")
+    draft.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(draft, RECORD)
 
 
 if __name__ == "__main__":
