@@ -44,17 +44,17 @@ def add(parser: argparse.ArgumentParser):
     add("--profile", metavar="DIR", help=f"write a JAX profiler trace of {PROFILED_STEPS} steps after the first")
 
 
-def config_of(args: argparse.Namespace, chips: int, paired: bool | None = None) -> TPUConfig:
+def config_of(args: argparse.Namespace, chips: int, branches: int | None = None) -> TPUConfig:
     """What the flags say about mesh and attention.
 
     Args:
         chips: how many there are.
-        paired: of a model by itself, whether its batch is two guidance branches; None: of a pipeline, which knows.
+        branches: guidance branches in the batch of a model by itself; None: of a pipeline, which knows.
 
     Raises:
         ValueError: flags that contradict each other, or a layout that the chips cannot have.
     """
-    mesh, ring = None if paired is None else plan_degrees(chips, None, paired), None
+    mesh, ring = None if branches is None else plan_degrees(chips, None, branches), None
     given = {name: value for name in LAYOUT if (value := getattr(args, name)) is not None}
     if given:
         mesh, ring = _layout(chips, **{**LAYOUT, **given})
@@ -88,7 +88,7 @@ def _layout(chips: int, use_dp: bool, use_fsdp: bool, sp_num: int) -> tuple[tupl
 
 
 def checked(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, steps: int | None = None, paired: bool | None = None
+    parser: argparse.ArgumentParser, args: argparse.Namespace, steps: int | None = None, branches: int | None = None
 ) -> tuple[TPUConfig, Target]:
     """What the flags ask for, and what the script runs on; says what they cannot mean here.
 
@@ -100,7 +100,7 @@ def checked(
             f"expected --num_inference_steps of more than {FIRST_PROFILED} with --profile: the first one compiles"
         )
     try:
-        config = config_of(args, len(jax_devices(target)), paired)
+        config = config_of(args, len(jax_devices(target)), branches)
     except ValueError as error:
         parser.error(str(error))
     if target.simulated and config.attention == "auto" and config.attention_blocks:

@@ -63,13 +63,14 @@ def test_config_is_checked_when_made(keywords, words):
 
 
 def test_a_mesh_is_planned_or_refused():
-    assert plan_degrees(8, None, paired=True) == (2, 4, 1)
-    assert plan_degrees(8, None, paired=False) == (1, 8, 1)
-    assert plan_degrees(1, None, paired=True) == (1, 1, 1)
-    assert plan_degrees(8, (1, 3, 1), paired=True) == (1, 3, 1)
-    assert plan_degrees(8, (2, 2, 2), paired=True) == (2, 2, 2)
+    assert plan_degrees(8, None, branches=2) == (2, 4, 1)
+    assert plan_degrees(8, None) == (1, 8, 1)
+    assert plan_degrees(8, None, branches=3) == (1, 8, 1)
+    assert plan_degrees(1, None, branches=2) == (1, 1, 1)
+    assert plan_degrees(8, (1, 3, 1), branches=2) == (1, 3, 1)
+    assert plan_degrees(8, (2, 2, 2), branches=2) == (2, 2, 2)
     with pytest.raises(ValueError, match="8 chips here, got 2,4,2 = 16"):
-        plan_degrees(8, (2, 4, 2), paired=True)
+        plan_degrees(8, (2, 4, 2), branches=2)
 
 
 def test_a_tpu_is_found_on_the_pci_bus(tmp_path, monkeypatch):

@@ -261,7 +261,7 @@ def asked(request, tmp_path, monkeypatch):
     monkeypatch.setattr(planner, "run_in_child", lambda *asked, **how: children.append(asked) or {"steps": "text"})
     if request.param == "programs":
         return lambda: (kept.compiled(compiler, LOWERED, MESH).text, compiler.asked)
-    return lambda: (planner.remembered(planner.PLANS, {"model": "wan-1.3b"})["steps"], len(children))
+    return lambda: (planner.Question(planner.PLANS, {"model": "wan-1.3b"}).answer()["steps"], len(children))
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_a_plan_is_of_what_the_configuration_holds(model, pipeline, tmp_path, mo
     )
     for content in ("2 layers", "40 layers", "2 layers"):
         config.write_text(content)
-        assert planner.remembered(planner.PLANS, {"model": model + pipeline}) == {"of": content}
+        assert planner.Question(planner.PLANS, {"model": model + pipeline}).answer() == {"of": content}
 
 
 @fault("cache-of-another-version")
@@ -346,7 +346,7 @@ def test_a_plan_that_cannot_be_kept_is_said_before_it_is_asked(tmp_path, monkeyp
     monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(planner, "run_in_child", lambda *asked, **how: {"said": [*warned]})
     (tmp_path / "cache").write_text("a file")
-    (sentence,) = planner.remembered(planner.PLANS, {"model": "wan-1.3b"})["said"]
+    (sentence,) = planner.Question(planner.PLANS, {"model": "wan-1.3b"}).answer()["said"]
     assert "DIFFUSERS_TPU_CACHE" in sentence and warned == [sentence]
 
 

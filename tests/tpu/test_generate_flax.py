@@ -87,7 +87,7 @@ def test_flags_as_configuration(name, words):
 @pytest.mark.parametrize("name", (DIT, COG_DIT))
 def test_a_model_by_itself_splits_a_batch_of_branches_only(name):
     args = load(name).make_parser().parse_args([])
-    assert [flags.config_of(args, 8, paired).mesh for paired in (False, True)] == [(1, 8, 1), (2, 4, 1)]
+    assert [flags.config_of(args, 8, branches).mesh for branches in (1, 2)] == [(1, 8, 1), (2, 4, 1)]
 
 
 BAD = {

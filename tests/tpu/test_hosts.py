@@ -452,8 +452,8 @@ def test_meshes_that_cannot_be_are_refused():
         mesh.make_mesh.__wrapped__(slice_chips, (1, 1, 8))
     with pytest.raises(ValueError, match="as many chips of each of the 2 processes, got 1,1,1"):
         mesh.make_mesh.__wrapped__(slice_chips, (1, 1, 1))
-    assert mesh.plan_degrees(16, None, True, 2) == (2, 8, 1) and mesh.plan_degrees(16, None, False, 2) == (2, 8, 1)
-    assert mesh.plan_degrees(32, None, True, 4) == (4, 8, 1) and mesh.plan_degrees(24, None, True, 3) == (6, 4, 1)
+    assert mesh.plan_degrees(16, None, 2, 2) == (2, 8, 1) and mesh.plan_degrees(16, None, 1, 2) == (2, 8, 1)
+    assert mesh.plan_degrees(32, None, 2, 4) == (4, 8, 1) and mesh.plan_degrees(24, None, 2, 3) == (6, 4, 1)
 
 
 def test_part_of_the_chips_is_of_every_process(chips):

@@ -128,9 +128,9 @@ def test_another_pipeline_of_the_same_weights(saved):
     assert video.shape == (1, 3, SMALL["num_frames"], SMALL["height"], SMALL["width"])
 
 
-def test_guidance_branches_are_seen_as_pairs():
+def test_guidance_branches_of_a_step_are_seen():
     (wan,) = [r for r in record(tiny.wan(), {**SMALL, "guidance_scale": 4.0}).calls if r.component == "transformer"]
-    assert (wan.count, wan.pairs) == (6, 3)
+    assert (wan.count, wan.groups) == (6, [2, 2, 2])
 
 
 # Counts
@@ -167,11 +167,11 @@ def test_the_cheap_model_prefers_what_compiled_programs_show(chips):
     work = count(runner.trace(runner.flatten_call("forward", (), inputs)).traced.jaxpr)
     runner.detach()
     slice_ = find_topology("v6e-8")
-    pairs = Denoiser(WAN, work, 1, True, 10**8)
-    assert (2, 4, 1) in allowed(slice_, [pairs]) and (8, 1, 1) not in allowed(slice_, [pairs])
-    assert all(40 % tp == 0 and math.prod((dp, sp, tp)) == 8 for dp, sp, tp in allowed(slice_, [pairs]))
-    assert guess((2, 4, 1), pairs, slice_) < guess((2, 1, 4), pairs, slice_)
-    without = Denoiser(WAN, work, 1, False, 10**8)
+    guided = Denoiser(WAN, work, 1, 2, 10**8)
+    assert (2, 4, 1) in allowed(slice_, [guided]) and (8, 1, 1) not in allowed(slice_, [guided])
+    assert all(40 % tp == 0 and math.prod((dp, sp, tp)) == 8 for dp, sp, tp in allowed(slice_, [guided]))
+    assert guess((2, 4, 1), guided, slice_) < guess((2, 1, 4), guided, slice_)
+    without = Denoiser(WAN, work, 1, 1, 10**8)
     assert (2, 4, 1) not in allowed(slice_, [without])
 
 
@@ -235,7 +235,7 @@ def test_programs_are_named_without_compiling(root, cached):
         for config in ({}, {"scan": False})
     ]
     ours, others = planner.programs_of([planner.Question(planner.PLANS, request) for request in requests])
-    answer = planner.remembered(planner.PLANS, requests[0])
+    answer = planner.Question(planner.PLANS, requests[0]).answer()
     assert (ours["programs"], ours["reader"]) == (answer["programs"], answer["reader"])
     same = [one == other for one, other in zip(ours["programs"], others["programs"], strict=True)]
     parts = [part["component"] for part in answer["parts"]]
@@ -260,7 +260,7 @@ def test_what_is_planned_is_what_runs(saved, chips, monkeypatch, own_store):
 
     monkeypatch.setattr(worker, "Compiler", Listening)
     monkeypatch.setattr(worker.ici, "places_of", lambda mesh: [])
-    monkeypatch.setattr(worker._Planner, "advice", lambda *others: [])
+    monkeypatch.setattr(worker.advice, "what_would_fit", lambda *others: [])
     monkeypatch.setattr(programs, "compile_lowered", compiled)
     request = {
         "model": saved,

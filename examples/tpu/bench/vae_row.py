@@ -5,14 +5,14 @@ import math
 from collections.abc import Callable
 
 import diffusers
-from diffusers.tpu.chips.figures import find_topology
+from diffusers.tpu.chips.figures import GIB, find_topology
 from diffusers.tpu.chips.mesh import make_mesh, plan_degrees
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND
 from diffusers.tpu.pipelines.plans import flax_class, pipeline_plan
 from diffusers.tpu.planner import READER, ici, kept, timing
 from diffusers.tpu.planner.aot import BadRequest, Compiler
 from diffusers.tpu.planner.building import configuration_of
-from diffusers.tpu.planner.worker import GIB, versions
+from diffusers.tpu.planner.worker import versions
 
 
 SIZES = ("height", "width", "num_frames")
@@ -23,7 +23,7 @@ def answer(request: dict, progress: Callable) -> dict:
 
     Args:
         request: `topology`, `model`, `dtype`, `entry` ("decode" or "encode"); `height`, `width` and `num_frames` of the
-            video; `named` (see `naming`).
+            video; `named` (see `worker.names`).
 
     Raises BadRequest for what cannot be planned.
     """
@@ -36,7 +36,7 @@ def answer(request: dict, progress: Callable) -> dict:
         raise BadRequest(f"expected a model with a VAE in plain JAX: {error}") from error
     plan = pipeline_plan(getattr(diffusers, configuration.pipeline))
     compiler = Compiler(topology)
-    mesh = make_mesh(compiler.devices, plan_degrees(topology.devices, None, plan.in_pairs()))
+    mesh = make_mesh(compiler.devices, plan_degrees(topology.devices, None, plan.branches()))
     vae = cls.abstract(config, dtype=request["dtype"], mesh=mesh)
     ratio, ratio_in_time = vae.spatial_compression_ratio, vae.temporal_compression_ratio
     if height % ratio or width % ratio or (frames - 1) % ratio_in_time:

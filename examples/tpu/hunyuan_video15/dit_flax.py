@@ -73,7 +73,7 @@ def run(transformer, inputs: dict) -> torch.Tensor:
 def main():
     parser = make_parser()
     args = parser.parse_args()
-    config, target = flags.checked(parser, args, paired=args.enable_cfg)
+    config, target = flags.checked(parser, args, branches=2 if args.enable_cfg else 1)
     flags.at_least_one(parser, args, "frames", "num_runs")
 
     dtype = getattr(torch, args.dtype)

@@ -7,7 +7,7 @@
 
 A row stands if the same sources made it (`planner.sources`, in its `versions`) or, where its figures are of compiled programs,
 if these sources trace the same programs for it and read them by the same code (`planner.programs_of`: a few minutes for all).
-Others are made, hours for all; answers of the compiler are kept (`planner.remembered`), so that a run that was stopped goes on
+Others are made, hours for all; answers of the compiler are kept (`planner.Question`), so that a run that was stopped goes on
 from there. A record is replaced as a whole when all of it is there; if a part of it fails, the old one stays and the exit status
 is 1.
 """

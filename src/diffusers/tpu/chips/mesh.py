@@ -16,17 +16,17 @@ AXES = ("dp", "sp", "tp")
 
 
 def plan_degrees(
-    chips: int, wanted: tuple[int, int, int] | None, paired: bool, slices: int = 1
+    chips: int, wanted: tuple[int, int, int] | None, branches: int = 1, slices: int = 1
 ) -> tuple[int, int, int]:
-    """Degrees `(dp, sp, tp)` for `chips`: those wanted, else dp 2 for paired guidance branches on even chips, rest sp.
+    """Degrees `(dp, sp, tp)` for `chips`: those wanted, else guidance branches on dp, as many as divide the chips, rest sp.
 
     Of several slices dp is a multiple of their number, so that only it crosses from one to the next.
 
     Raises ValueError where the wanted degrees need more chips than there are. Fewer is allowed: the rest stays idle.
     """
     if wanted is None:
-        dp = 2 if paired and chips % 2 == 0 else 1
-        dp = math.lcm(dp, slices) if chips % math.lcm(dp, slices) == 0 else slices
+        dp = math.lcm(math.gcd(branches, chips), slices)
+        dp = dp if chips % dp == 0 else slices
         return dp, chips // dp, 1
     used = wanted[0] * wanted[1] * wanted[2]
     if used > chips:

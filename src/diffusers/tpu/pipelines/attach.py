@@ -70,14 +70,14 @@ def target_devices() -> tuple:
     return jax_devices(target)
 
 
-def resolved(config: TPUConfig | None, devices: tuple, in_pairs: bool = False) -> TPUConfig:
+def resolved(config: TPUConfig | None, devices: tuple, branches: int = 1) -> TPUConfig:
     """The configuration with its degrees in numbers; None: what the environment says.
 
     Raises ValueError for degrees that these devices do not have, and for a ring that does not divide `sp`.
     """
     config = config or TPUConfig()
     wanted = config.mesh or read_environment().mesh
-    degrees = plan_degrees(len(devices), wanted, in_pairs, slices_of(devices))
+    degrees = plan_degrees(len(devices), wanted, branches, slices_of(devices))
     if config.attention_ring and degrees[1] % config.attention_ring:
         raise ValueError(f"expected TPUConfig.attention_ring to divide sp {degrees[1]}, got {config.attention_ring}")
     return dataclasses.replace(config, mesh=degrees)

@@ -31,20 +31,20 @@ class PipelinePlan:
     Args:
         glue: "resident" if upstream's loop is known to run on device tensors.
         once_per_branch: the denoiser is called once per guidance branch, not with all of them in one batch.
-        guided_in_batch: it is called with both branches in one batch, which `dp` splits as the plan of the model says.
+        guided_in_batch: it is called with all branches in one batch, which `dp` splits as the plan of the model says.
     """
 
     glue: str = "host"
     once_per_branch: bool = False
     guided_in_batch: bool = False
 
-    def in_pairs(self, pipe=None) -> bool:
-        """Are there two of what a call computes, so that dp 2 is of use? A guider says how many branches there are; without one two."""
+    def branches(self, pipe=None) -> int:
+        """Guidance branches of a step, which `dp` can hold side by side. A guider says how many; without one two."""
         if self.guided_in_batch:
-            return True
+            return 2
         guider = getattr(pipe, "guider", None)
         branches = 2 if guider is None else guider.num_conditions if guider._enabled else 1
-        return self.once_per_branch and branches % 2 == 0
+        return branches if self.once_per_branch else 1
 
 
 ON_DEVICE = PipelinePlan("resident")

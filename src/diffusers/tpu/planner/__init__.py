@@ -1,19 +1,18 @@
 """The TPU compiler asked before renting a TPU: does a model fit a slice, how fast is a step, and why.
 
-    plan(...)     the answer for one model on one slice, from the cache if it was asked before
+    plan(...)     the plan of one model on one slice, from the cache if it was asked for before
     Question      what plan and the benchmarks ask
-    programs_of   of which programs the answers to questions would be, and by which reader: the same ones, the same figures
-    sources()     a digest of our code: an answer is kept for as long as it stays
+    programs_of   names of the programs that answers would be of: equal names, equal figures
+    sources()     a digest of our code, by which answers are cached
 
-The room, in the order an answer is made: `published` and `building` (a pipeline without weights), `recording` (what one
-run asks of its models), `work` and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled
-program read), `kept` (what was compiled before), `worker` (all of it, in the compiler's process), `naming` (the programs
-alone), `report` (the page). Beside them `ahead`: executables made before a run; `obstacles`: what keeps a model from being compiled.
+In the order that a plan is made: `published` and `building` (a pipeline without weights), `recording` (its models' calls), `work`
+and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled program read), `kept` (programs compiled
+before), `runs` and `advice` (what all of it comes to), `worker` (the whole, in the compiler's process), `report` (the page).
+Beside them `ahead`: executables made before a run; `obstacles`: what keeps a model from being compiled; `profile`: a traced run.
 """
 
 import hashlib
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -53,8 +52,28 @@ class Question:
     schedules: bool = True
 
     def answer(self, on_progress: Callable[[str], None] = lambda text: None) -> dict:
-        """What it says. Raises ValueError, aot.NoCompiler, aot.ChildError: see `aot.run_in_child`."""
-        return remembered(self.function, self.request, self.seconds, on_progress, self.schedules)
+        """From disk if the same code and versions were asked before.
+
+        Raises ValueError, aot.NoCompiler, aot.ChildError: see `aot.run_in_child`.
+        """
+        cache, name = DiskCache.of("plans"), self._key()
+        if (known := cache.find(name)) is not None:
+            return known
+        cache.check_writable()
+        result = run_in_child(
+            self.function, self.request, seconds=self.seconds, schedules=self.schedules, on_progress=on_progress
+        )
+        cache.keep(name, result)
+        return result
+
+    def _key(self) -> str:
+        """Changes with the question, our code, the packages and what the model's configuration holds now."""
+        said = json.dumps([self.function, self.request, self.schedules, sources()], sort_keys=True)
+        digest = hashlib.sha256(said.encode())
+        directory = directory_of(self.request["model"]) if "model" in self.request else None
+        for source in [] if directory is None else sorted(directory.rglob("*.json")):
+            digest.update(f"{source.relative_to(directory)}\n".encode() + source.read_bytes())
+        return digest.hexdigest()[:32]
 
 
 def plan(
@@ -131,32 +150,6 @@ def request_of(
     }
 
 
-def remembered(
-    function: str,
-    request: dict,
-    seconds: float = TIME_LIMIT,
-    on_progress: Callable[[str], None] = lambda text: None,
-    schedules: bool = True,
-) -> dict:
-    """`aot.run_in_child(function, request)`, once: the same question to the same code and versions is read from disk."""
-    cache, name = DiskCache.of("plans"), _key(function, request, schedules)
-    if (known := cache.find(name)) is not None:
-        return known
-    cache.check_writable()
-    result = run_in_child(function, request, seconds=seconds, schedules=schedules, on_progress=on_progress)
-    cache.keep(name, result)
-    return result
-
-
-def _key(function: str, request: dict, schedules: bool) -> str:
-    """Changes with the question, with our code, with the packages and with what the model's configuration holds now."""
-    digest = hashlib.sha256(json.dumps([function, request, schedules, sources()], sort_keys=True).encode())
-    directory = directory_of(request["model"]) if "model" in request else None
-    for source in [] if directory is None else sorted(directory.rglob("*.json")):
-        digest.update(f"{source.relative_to(directory)}\n".encode() + source.read_bytes())
-    return digest.hexdigest()[:32]
-
-
 def directory_of(model: str) -> Path | None:
     """Where the configuration of a directory or of a model in the hub's cache lies, "MODEL@PIPELINE" too; None: it has none."""
     if Path(model).is_dir():
@@ -177,8 +170,8 @@ def sources() -> str:
             digest.update(f"{name} {importlib.metadata.version(name)}".encode())
         except importlib.metadata.PackageNotFoundError:
             continue
-    found = [sorted(PACKAGE.glob(pattern)) for pattern in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py")]
-    for source in (*itertools.chain(*found), *sorted(BENCH.glob("*.py"))):
+    ours = [path for kind in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py") for path in sorted(PACKAGE.glob(kind))]
+    for source in (*ours, *sorted(BENCH.glob("*.py"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -190,10 +183,9 @@ def programs_of(
 
     An answer that has the same is the same answer, whatever else of the sources has changed.
     """
-    asked = list(
-        {json.dumps([q.function, q.request], sort_keys=True): [q.function, q.request] for q in questions}.values()
-    )
-    request = {"questions": asked}
-    found = run_in_child("diffusers.tpu.planner.naming:answer", request, seconds=seconds, on_progress=on_progress)
-    named = {json.dumps(question, sort_keys=True): programs for question, programs in zip(asked, found["programs"])}
-    return [named[json.dumps([q.function, q.request], sort_keys=True)] for q in questions]
+    asked = [json.dumps([question.function, question.request], sort_keys=True) for question in questions]
+    distinct = [*dict.fromkeys(asked)]
+    request = {"questions": [json.loads(text) for text in distinct]}
+    found = run_in_child("diffusers.tpu.planner.worker:names", request, seconds=seconds, on_progress=on_progress)
+    named = dict(zip(distinct, found["programs"]))
+    return [named[text] for text in asked]

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +27,11 @@ from ..errors import Failure, exhausted, hbm_asked
 
 
 LAST_LINES = 15
+SCHEDULE_FLAGS = (
+    "--xla_jf_dump_llo_text=true",
+    "--xla_jf_dump_category_filter=codegen",
+    "--xla_jf_dump_llo_pass_label_regex=^final_bundles",
+)
 DUMP_VARIABLE = "DIFFUSERS_TPU_SCHEDULES"  # from run_in_child to its child
 
 
@@ -41,6 +45,10 @@ class OutOfMemory(Failure):
     def __init__(self, message: str, asked: int | None, limit: int | None):
         super().__init__(message)
         self.asked, self.limit = asked, limit
+
+
+class BadRequest(ValueError):
+    """What was asked for cannot be done; the caller of `run_in_child` gets it as ValueError."""
 
 
 class NoCompiler(RuntimeError):
@@ -99,56 +107,65 @@ def run_in_child(
             "expected the package libtpu, which holds the TPU compiler, and found none; install it with"
             " pip install 'jax[tpu]' (it needs no TPU, on Linux with an x86-64 processor)"
         )
-    work = Path(tempfile.mkdtemp(prefix="diffusers-tpu-"))
-    errors = open(work / "errors", "w+", errors="replace")
+    with tempfile.TemporaryDirectory(prefix="diffusers-tpu-", ignore_cleanup_errors=True) as work:
+        variables = {**_environment(Path(work) if schedules else None), **(environment or {})}
+        with open(Path(work, "errors"), "w+", errors="replace") as errors:
+            kind, value, status, late = _ask(function, argument, variables, errors, seconds, on_progress)
+            errors.seek(0)
+            lines = [f"  {line.rstrip()}" for line in errors if line.strip()][-LAST_LINES:]
+    said = "\n".join(["Its last lines:", *lines]) if lines else "It said nothing."
+    if late:
+        raise ChildError(f"expected an answer within {seconds:.0f} s, stopped it then. {said}")
+    if kind == "result":
+        return value
+    if kind is not None:
+        raise {"bad input": ValueError, "out of memory": OutOfMemory}[kind](*value)
+    died = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    raise ChildError(f"the compiler's process {died}. {said}")
+
+
+def _ask(function: str, argument: dict, environment: dict, errors, seconds: float, on_progress: Callable) -> tuple:
+    """Kind and value of the child's last message (None without one), its exit status, whether it was stopped for its time."""
+    command, pipe = [sys.executable, "-m", __name__, function], subprocess.PIPE
     child = subprocess.Popen(
-        [sys.executable, "-m", __name__, function],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        env={**_environment(work if schedules else None), **(environment or {})},
-        start_new_session=True,
-        text=True,
+        command, stdin=pipe, stdout=pipe, stderr=errors, env=environment, start_new_session=True, text=True
     )
     late = threading.Event()
     timer = threading.Timer(seconds, lambda: (late.set(), _kill(child)))
     timer.start()
+    kind = value = None
     try:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(argument) + "\n")
             child.stdin.flush()  # and stays open: its end tells the child that we are gone
-        answer = None
         for line in child.stdout:
-            kind, value = json.loads(line)
-            if kind == "progress":
-                on_progress(value)
+            said, of = json.loads(line)
+            if said == "progress":
+                on_progress(of)
             else:
-                answer = kind, value
-        status = child.wait()
-        if late.is_set():
-            raise ChildError(f"expected an answer within {seconds:.0f} s, stopped it then. {_last_lines(errors)}")
-        return _answer(answer, status, errors)
+                kind, value = said, of
+        return kind, value, child.wait(), late.is_set()
     finally:
         timer.cancel()
         _kill(child)
-        for pipe in (child.stdin, child.stdout, errors):
+        for end in (child.stdin, child.stdout):
             with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-        shutil.rmtree(work, ignore_errors=True)
+                end.close()
+
+
+def _kill(child: subprocess.Popen):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
 
 
 def _environment(work: Path | None) -> dict[str, str]:
     """`work`: where schedules are written, None for none."""
-    flags = {}
+    arguments, dump = os.environ.get("LIBTPU_INIT_ARGS", "").split(), ""
     if work is not None:
-        (work / "schedules").mkdir()
-        flags = {
-            "xla_jf_dump_to": work / "schedules",
-            "xla_jf_dump_llo_text": "true",
-            "xla_jf_dump_category_filter": "codegen",
-            "xla_jf_dump_llo_pass_label_regex": "^final_bundles",
-        }
-    arguments = [*os.environ.get("LIBTPU_INIT_ARGS", "").split(), *(f"--{name}={flags[name]}" for name in flags)]
+        dump = work / "schedules"
+        dump.mkdir()
+        arguments += [f"--xla_jf_dump_to={dump}", *SCHEDULE_FLAGS]
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what this process can import, the child can
@@ -161,7 +178,7 @@ def _environment(work: Path | None) -> dict[str, str]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # the lines that a program was traced at are no part of it
         "LIBTPU_INIT_ARGS": " ".join(arguments),
-        DUMP_VARIABLE: str(flags.get("xla_jf_dump_to", "")),
+        DUMP_VARIABLE: str(dump),
     }
 
 
@@ -169,33 +186,6 @@ def function_of(name: str) -> Callable:
     """Of "module:name"."""
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _kill(child: subprocess.Popen):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def _answer(answer: tuple | None, status: int, errors) -> dict:
-    kind, value = answer or (None, None)
-    if kind == "result":
-        return value
-    if kind == "bad input":
-        raise ValueError(value)
-    if kind == "out of memory":
-        raise OutOfMemory(*value)
-    died = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    raise ChildError(f"the compiler's process {died}. {_last_lines(errors)}")
-
-
-def _last_lines(errors) -> str:
-    errors.flush()
-    errors.seek(0)
-    lines = [line.rstrip() for line in errors if line.strip()]
-    return (
-        "Its last lines:\n" + "\n".join(f"  {line}" for line in lines[-LAST_LINES:]) if lines else "It said nothing."
-    )
 
 
 # In the child
@@ -278,13 +268,9 @@ def out_of_memory_told():
 
 
 def _leave_with_the_parent():
-    """The parent keeps our standard input open for as long as it lives."""
-
-    def wait():
-        sys.stdin.read()
-        os._exit(1)  # a compilation takes minutes and hears no exception of Python's
-
-    threading.Thread(target=wait, daemon=True).start()
+    """The parent keeps our standard input open while it lives; a compilation takes minutes and hears no exception of Python's."""
+    sys.stdin.read()
+    os._exit(1)
 
 
 def main():
@@ -296,21 +282,17 @@ def main():
         channel.write(json.dumps([kind, value]) + "\n")
 
     argument = json.loads(sys.stdin.readline())
-    _leave_with_the_parent()
+    threading.Thread(target=_leave_with_the_parent, daemon=True).start()
     try:
         result = function_of(sys.argv[1])(argument, lambda value: say("progress", value))
     except OutOfMemory as error:
         say("out of memory", [str(error), error.asked, error.limit])
     except BadRequest as error:
-        say("bad input", str(error))
+        say("bad input", [str(error)])
     else:
         say("result", result)
     channel.flush()
     os._exit(0)  # libtpu's threads are not waited for
-
-
-class BadRequest(ValueError):
-    """What was asked for cannot be done; the caller of `run_in_child` gets it as ValueError."""
 
 
 if __name__ == "__main__":

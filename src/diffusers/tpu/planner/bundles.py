@@ -10,6 +10,7 @@ bundles later (`SLOTS`): those behind it take their cycles whether or not it is 
 import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..kernels.attention.softmax_modes import BOUND, CODES, FIRST_CODE, WAYS
 
@@ -70,115 +71,100 @@ def read(text: str, slots: int, way: str = BOUND) -> Schedule:
         slots: of each branch (`SLOTS`).
         way: of the attention kernel, that all heads go, or where it is not compiled the next slower one that is.
     """
+    lines, marks = _bundles(text)
+    loops, pieces = _branches(lines, slots)
+    codes = {piece.value for piece in pieces if piece.of_a_way}
+    code = next((CODES[w] for w in WAYS[WAYS.index(way) :] if CODES[w] in codes), max(codes, default=None))
+    weight = [1.0] * len(lines)
+    for start, stop, value, only in (piece for piece in pieces if piece.of_a_way):
+        if (value == code) != only:
+            weight[start + 1 : stop] = [0.0] * (stop - start - 1)
+    for loop in loops:
+        for n in range(loop.start, loop.stop + 1) if weight[loop.stop] else ():
+            weight[n] *= loop.trips
+    edges = sorted({0, len(lines), *marks, *(n for piece in pieces for n in piece[:2])})
+    straight = ((a, b) for a, b in zip(edges, [*edges[1:], len(lines)]) if all(weight[a:b]))
+    body_start, body_stop = max(straight, key=lambda piece: piece[1] - piece[0], default=(0, 0))
+    rounds = [piece for piece in pieces if piece.value is not None and not piece.of_a_way]
+    last = max((piece.value for piece in rounds), default=0)
+    # What holds the body runs always, unless another body runs in the other rounds: its condition asks whether there is
+    # anything to do.
+    always = all(piece.only or piece.value != last for piece in rounds)
+    for start, stop, value, only in rounds if last else ():
+        holds_body = start < body_start and body_stop <= stop and always
+        if only and value in (0, last) and not holds_body:
+            share = 1 / (last + 1)
+        elif not only and value == last:
+            share = last / (last + 1)
+        else:
+            continue
+        for n in range(start + 1, stop):
+            weight[n] *= share
+    products = Counter()
+    for line, runs in zip(lines, weight):
+        products.update(dict.fromkeys(PRODUCT.findall(line), runs))
+    rows = PRODUCT_ROWS * max(products.values(), default=0)
+    steps = loops[0].trips if loops else 1
+    return Schedule(sum(weight), len(lines), tuple(loops), steps, body_stop - body_start, rows)
+
+
+class _Piece(NamedTuple):
+    """What a branch jumps over: from the branch's last slot to its target.
+
+    `value`: of a counter or of a way's code, at which it runs (`only` then) or does not; None: neither is asked.
+    """
+
+    start: int
+    stop: int
+    value: int | None
+    only: bool
+
+    @property
+    def of_a_way(self) -> bool:
+        return self.value is not None and self.value >= FIRST_CODE
+
+
+def _bundles(text: str) -> tuple[list[str], set[int]]:
+    """The bundles, one a line, and the numbers of those that have a mark, where straight pieces begin."""
     lines, marks = [], set()
     for line in text.splitlines():
         found = LINE.match(line)
         if found:
             lines.append(line)
-            if found[2]:
-                marks.add(len(lines) - 1)
+            marks |= {len(lines) - 1} if found[2] else set()
         elif lines:
             lines[-1] += " " + line.strip()
-    loops, guards = _branches(lines, slots)
-    weight = [1.0] * len(lines)
-    for start, stop, guard in guards:
-        if guard.code is not None and not guard.runs(_code(way, guards)):
-            weight[start + 1 : stop] = [0.0] * (stop - start - 1)
-    for loop in loops:
-        for n in range(loop.start, loop.stop + 1) if weight[loop.stop] else ():
-            weight[n] *= loop.trips
-    edges = sorted({0, len(lines), *marks, *(g[0] for g in guards), *(g[1] for g in guards)})
-    pieces = ((a, b) for a, b in zip(edges, [*edges[1:], len(lines)]) if all(weight[a:b]))
-    body_start, body_stop = max(pieces, key=lambda piece: piece[1] - piece[0], default=(0, 0))
-    rounds = [(start, stop, guard.round) for start, stop, guard in guards]
-    last = max((abs(value) for *_, value in rounds if value), default=0)
-    for start, stop, value in rounds:
-        # `!=` a constant jumps over the piece: it runs in the first (0) or the last round of the counter; `==` over
-        # what runs in all the others. What holds the body is no such piece, unless another body runs in the other
-        # rounds: that condition asks whether there is anything to do.
-        holds_body = start < body_start and body_stop <= stop and -last not in (value for *_, value in rounds)
-        if value is None or last == 0:
-            continue
-        if value == -last:
-            share = last / (last + 1)
-        elif value in (0, last) and not holds_body:
-            share = 1 / (last + 1)
-        else:
-            continue
-        for n in range(start + 1, stop):
-            weight[n] *= share
-    steps = loops[0].trips if loops else 1
-    products = Counter()
-    for line, runs in zip(lines, weight):
-        products.update(dict.fromkeys(PRODUCT.findall(line), runs))
-    rows = PRODUCT_ROWS * max(products.values(), default=0)
-    return Schedule(sum(weight), len(lines), tuple(loops), steps, body_stop - body_start, rows)
+    return lines, marks
 
 
-@dataclass(frozen=True)
-class _Guard:
-    """What a piece that a branch jumps over asks.
-
-    Attributes:
-        round: the one round of a counter in which it runs, as it is; in which alone it does not, negative; None: neither.
-        code: of the way of the attention kernel that it is of (`ours`), or is not of.
-    """
-
-    round: int | None = None
-    code: int | None = None
-    ours: bool = True
-
-    def runs(self, code: int) -> bool:
-        return (self.code == code) == self.ours
-
-
-def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[tuple[int, int, _Guard]]]:
-    """Loops, outermost first, and the pieces that are jumped over: (last slot of the branch, its target, what it asks)."""
-    where = {region: n for n, line in enumerate(lines) for region in _regions(line)}
+def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[_Piece]]:
+    """Loops, outermost first, and the pieces that are jumped over."""
+    where = {a or b: n for n, line in enumerate(lines) for a, b in REGION.findall(line)}
     compares, adds = {}, {}
     for line in lines:
         compares.update({name: (op, a, b) for name, op, a, b in COMPARE.findall(line)})
         adds.update({name: int(step) for name, step in ADD.findall(line)})
-    loops, guards, end = [], [], len(lines) - 1
+    loops, pieces, end = [], [], len(lines) - 1
     for n, line in enumerate(lines):
         for negated, predicate, region in BRANCH.findall(line):
             target = where.get(region)
-            if target is None:
-                continue
             op, a, b = compares.get(predicate, (None, "", ""))
-            if target <= n:
-                loops.append(Loop(target, min(n + slots, end), _trips(op, a, b, adds, lines[target : n + 1])))
-            else:
-                guards.append((min(n + slots, target - 1), target, _guard(op, b, negated)))
-    return sorted(loops, key=lambda loop: (loop.start, -loop.stop)), guards
+            if target is not None and target <= n:
+                trips = _trips(op, b, adds.get(a.lstrip("%"), 1), lines[target : n + 1])
+                loops.append(Loop(target, min(n + slots, end), trips))
+            elif target is not None:
+                value = int(b) if op in ("eq", "ne") and b.isdigit() else None
+                only = (op == "ne") != bool(negated)  # the piece is jumped over in all other cases
+                if value == 0 and not only:
+                    value = None  # all rounds but the first; or it asks whether there is anything to do, and there is
+                pieces.append(_Piece(min(n + slots, target - 1), target, value, only))
+    return sorted(loops, key=lambda loop: (loop.start, -loop.stop)), pieces
 
 
-def _code(way: str, guards: list[tuple[int, int, _Guard]]) -> int:
-    """That of the way, or of the next slower one that the schedule has code of."""
-    there = {guard.code for *_, guard in guards}
-    slower = [CODES[w] for w in WAYS[WAYS.index(way) :] if CODES[w] in there]
-    return slower[0] if slower else max(code for code in there if code is not None)
-
-
-def _regions(line: str):
-    return [a or b for a, b in REGION.findall(line)]
-
-
-def _trips(op, a: str, b: str, adds: dict[str, int], body: list[str]) -> int:
+def _trips(op, limit: str, step: int, body: list[str]) -> int:
     """Rounds of a loop that goes on until its counter, from 0 in steps of what is added to it, reaches a constant."""
-    if op not in ("ge", "eq") or not b.isdigit():
+    if op not in ("ge", "eq") or not limit.isdigit():
         return 1
-    rounds = -(-int(b) // adds.get(a.lstrip("%"), 1))
+    rounds = -(-int(limit) // step)
     # A pipelined grid takes two rounds more: the first only fetches, the last only stores.
     return rounds - 2 if rounds > 2 and any(PIPELINE in line for line in body[:40]) else rounds
-
-
-def _guard(op, b: str, negated: str) -> _Guard:
-    if op not in ("eq", "ne") or not b.isdigit():
-        return _Guard()
-    only = (op == "ne") != bool(negated)  # the branch is taken, and the piece jumped over, in all other cases
-    if int(b) >= FIRST_CODE:
-        return _Guard(code=int(b), ours=only)
-    if int(b) == 0 and not only:
-        return _Guard()  # all rounds but the first; or it asks whether there is anything to do, and there is
-    return _Guard(round=int(b) if only else -int(b))

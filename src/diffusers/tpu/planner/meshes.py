@@ -11,19 +11,20 @@ from .work import Work
 
 @dataclass(frozen=True)
 class Denoiser:
-    """What the ranking knows of a denoiser: its plan, its work for one call, whether calls come in pairs, its weights."""
+    """What the ranking knows of a denoiser: its plan, the work of one call, guidance branches of a step, bytes of its weights."""
 
     plan: ModelPlan
     work: Work
     batch: int | None
-    pairs: bool
+    branches: int
     weight_bytes: int
 
 
 def allowed(topology: Topology, denoisers: list[Denoiser]) -> list[tuple[int, int, int]]:
     """Every (dp, sp, tp) of all the slice's devices that splits batch and heads evenly."""
     n = topology.devices
-    meshes = [(dp, sp, n // dp // sp) for dp in _divisors(n) for sp in _divisors(n // dp)]
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
+    meshes = [(dp, sp, n // dp // sp) for dp in divisors for sp in divisors if n // dp % sp == 0]
     return [mesh for mesh in meshes if all(refusal(mesh, d, topology.slices) is None for d in denoisers)]
 
 
@@ -32,12 +33,11 @@ def refusal(mesh: tuple[int, int, int], denoiser: Denoiser, slices: int = 1) -> 
     dp, sp, tp = mesh
     if slices > 1 and sp % (slices // math.gcd(dp, slices)):
         return f"expected dp, or dp and sp, to be multiples of the {slices} slices, got dp {dp} and sp {sp}"
-    rows = (denoiser.batch or 1) * (2 if denoiser.pairs else 1)
+    rows = (denoiser.batch or 1) * denoiser.branches
     if rows % dp:
         return f"expected dp to divide the {rows} rows of a step (prompts times guidance branches), got dp {dp}"
     heads = sorted({heads for _, heads, _, _, _ in denoiser.work.calls})
-    odd = [h for h in heads if h % tp]
-    if odd:
+    if any(h % tp for h in heads):
         return f"expected tp to divide the attention heads ({', '.join(map(str, heads))}), got tp {tp}; use sp in its place"
     return None
 
@@ -45,27 +45,21 @@ def refusal(mesh: tuple[int, int, int], denoiser: Denoiser, slices: int = 1) -> 
 def guess(mesh: tuple[int, int, int], denoiser: Denoiser, topology: Topology) -> float:
     """Seconds of a step by a cheap model: work over the chips that share it, and bytes over one link of each chip."""
     dp, sp, tp = mesh
-    chip, calls = topology.chip, 2 if denoiser.pairs else 1
+    chip, branches = topology.chip, denoiser.branches
     if denoiser.plan.carry is None:
-        return calls * denoiser.work.seconds(chip, 1)  # nobody says how its activations lie: every chip does all
-    together = dp if denoiser.pairs and (denoiser.batch or 1) % dp else 1  # branches that run side by side
-    compute = calls / together * denoiser.work.seconds(chip, sp * tp * (dp // together))
+        return branches * denoiser.work.seconds(chip, 1)  # nobody says how its activations lie: every chip does all
     sent = denoiser.weight_bytes * (1 - 1 / (dp * sp)) / tp
     for (batch, heads, queries, keys, size), runs in denoiser.work.calls.items():
-        row = runs * (calls / together) * batch * heads * size * 2 / (dp // together)  # bytes of one token, all heads
+        row = runs * branches * batch * heads * size * 2 / dp  # bytes of one token, all heads
         if queries == keys and sp > 1:
             ring, ulysses = plan_ring(sp, heads // tp, heads // tp)
             # Four exchanges, each across the middle of a line of chips; keys and values once around the ring.
             sent += row / tp * (queries * (ulysses > 1) / ring + 2 * keys * (ring - 1) / sp)
         sent += 4 * row * queries / sp * (1 - 1 / tp)
-    return compute + sent / chip.link_bandwidth
+    return branches * denoiser.work.seconds(chip, dp * sp * tp) + sent / chip.link_bandwidth
 
 
 def rank(topology: Topology, denoisers: list[Denoiser]) -> list[tuple[float, tuple[int, int, int]]]:
     """(guessed seconds of a step, mesh), fastest first."""
     meshes = allowed(topology, denoisers)
     return sorted((sum(guess(mesh, d, topology) for d in denoisers) / len(denoisers), mesh) for mesh in meshes)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

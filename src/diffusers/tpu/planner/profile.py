@@ -11,7 +11,7 @@ out. Of simulated chips they say which operation is of which module, and nothing
 
 import json
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,12 @@ from pathlib import Path
 from jax.profiler import ProfileData
 
 from . import hlo
-from .timing import module_of
+from .timing import module_of, short
 
 
 PROGRAMS = "diffusers-tpu-programs.json"  # beside the trace: what ran, and the text of each program
 DEVICE = re.compile(r"/device:TPU:\d+$")
 OPERATIONS, MODULES, HOST = "XLA Ops", "XLA Modules", "/host:CPU"
-DEPTH = 3  # of modules' names, as a plan's
 GLUE = "(between models)"
 
 
@@ -57,11 +56,12 @@ def measured(folder: Path) -> dict:
     events = [event for events in lines(ProfileData.from_file(str(traces[-1]))) for event in own(events)]
     if not events:
         raise ValueError(f"expected operations in {traces[-1]}, got none: no program ran while it was traced")
-    names = Names(facts["programs"], [event for event, _ in events])
+    programs = programs_by_event(facts["programs"], [event for event, _ in events])
     chips = len({event.chip for event, _ in events})
     modules, operations = defaultdict(float), defaultdict(float)
     for event, seconds in events:
-        component, name = names.of(event)
+        component, names = programs[event.program] or (GLUE, {})
+        name = event.name or names.get(event.operation, "")
         each = seconds / chips / facts["steps"]
         modules[component, short(module_of(name))] += each
         operations[name.split(";")[0].rpartition("/")[2] or event.operation] += each
@@ -71,41 +71,18 @@ def measured(folder: Path) -> dict:
         "steps": facts["steps"],
         "chips": chips,
         "seconds_per_step": sum(modules.values()),
-        "modules": [{"component": c, "module": m, "measured": s} for (c, m), s in largest(modules)],
-        "operations": [{"operation": o, "measured": s} for o, s in largest(operations)],
+        "modules": [{"component": c, "module": m, "measured": s} for (c, m), s in _largest(modules)],
+        "operations": [{"operation": o, "measured": s} for o, s in _largest(operations)],
     }
 
 
 def beside(found: dict, plan: dict) -> dict:
-    """The same with `planned` seconds, and `ratio` of measured to planned, in each row, and what only the plan has."""
-    modules, operations = planned(plan)
-    rows = {(row["component"], row["module"]): row["measured"] for row in found["modules"]}
-    ops = {row["operation"]: row["measured"] for row in found["operations"]}
-    total = plan["seconds_per_step"]["total"]
-    return {
-        **found,
-        "plan": {name: plan[name] for name in ("model", "topology", "mesh", "call", "versions")},
-        "planned_seconds_per_step": total,
-        "ratio": found["seconds_per_step"] / total,
-        "modules": [
-            {"component": c, "module": m, **compared(rows.get((c, m)), modules.get((c, m)))}
-            for c, m in dict.fromkeys([*rows, *modules])
-        ],
-        "operations": [
-            {"operation": o, **compared(ops.get(o), operations.get(o))} for o in dict.fromkeys([*ops, *operations])
-        ],
-    }
-
-
-def planned(plan: dict) -> tuple[dict[tuple, float], dict[str, float]]:
-    """A plan's seconds of a step by (component, module), and by operation.
+    """The same with `planned` seconds, and `ratio` of measured to planned, in each row, and rows that only the plan has.
 
     Raises ValueError for a plan whose denoiser was not compiled: it has no seconds.
     """
     modules, operations = defaultdict(float), defaultdict(float)
-    for part in plan["parts"]:
-        if part["stage"] != "denoise":
-            continue
+    for part in (part for part in plan["parts"] if part["stage"] == "denoise"):
         if not part.get("timing"):
             raise ValueError(
                 f"expected a plan with the seconds of {part['component']}, got one that does not fit its chips"
@@ -114,19 +91,29 @@ def planned(plan: dict) -> tuple[dict[tuple, float], dict[str, float]]:
         for name, seconds in part["timing"]["by_module"].items():
             modules[part["component"], name] += share * seconds
         for name, seconds in part["timing"]["by_operation"].items():
-            operations[name.partition(": ")[2]] += share * seconds
-    return dict(modules), dict(operations)
+            operations[(name.partition(": ")[2],)] += share * seconds
+    total = plan["seconds_per_step"]["total"]
+    return {
+        **found,
+        "plan": {name: plan[name] for name in ("model", "topology", "mesh", "call", "versions")},
+        "planned_seconds_per_step": total,
+        "ratio": found["seconds_per_step"] / total,
+        "modules": _with_planned(found["modules"], ("component", "module"), modules),
+        "operations": _with_planned(found["operations"], ("operation",), operations),
+    }
 
 
-def compared(measured: float | None, planned: float | None) -> dict:
-    return {"measured": measured, "planned": planned, "ratio": measured / planned if measured and planned else None}
+def _with_planned(rows: list[dict], names: tuple[str, ...], planned: dict[tuple, float]) -> list[dict]:
+    measured = {tuple(row[name] for name in names): row["measured"] for row in rows}
+    found = []
+    for key in dict.fromkeys([*measured, *planned]):
+        ours, theirs = measured.get(key), planned.get(key)
+        ratio = ours / theirs if ours and theirs else None
+        found.append({**dict(zip(names, key)), "measured": ours, "planned": theirs, "ratio": ratio})
+    return found
 
 
-def short(module: str) -> str:
-    return ".".join(module.split(".")[:DEPTH]) or "(between modules)"
-
-
-def largest(sums: dict) -> list[tuple]:
+def _largest(sums: dict) -> list[tuple]:
     return sorted(sums.items(), key=lambda item: -item[1])
 
 
@@ -151,64 +138,48 @@ def _of_chip(chip: str, event, around: list[tuple]) -> Event:
     stats = dict(event.stats)
     program = next((name for name, start, stop in around if start <= event.start_ns < stop), "")
     operation = str(stats.get("hlo_op") or event.name.split(" = ")[0].lstrip("%"))
-    return _event(
-        event, chip, (program.partition("(")[0], program), operation, str(stats.get("tf_op", "")).rstrip(":")
-    )
+    name = str(stats.get("tf_op", "")).rstrip(":")
+    return Event(chip, (program.partition("(")[0], program), operation, name, *_seconds(event))
 
 
 def _of_thread(event, stats: dict) -> Event:
     chip = f"simulated {stats.get('device_ordinal', 0)}"
-    return _event(event, chip, (stats.get("hlo_module", ""), stats.get("program_id")), str(stats["hlo_op"]), "")
+    program = (stats.get("hlo_module", ""), stats.get("program_id"))
+    return Event(chip, program, str(stats["hlo_op"]), "", *_seconds(event))
 
 
-def _event(event, chip: str, program: tuple, operation: str, name: str) -> Event:
-    return Event(chip, program, operation, name, event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9)
+def _seconds(event) -> tuple[float, float]:
+    return event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
 
 
 def own(events: list[Event]) -> Iterator[tuple[Event, float]]:
     """Each event of a line with its own seconds: without those that lie within it."""
-    inside: list[list] = []  # event, seconds of what lies within it
+    inside: list[list] = []  # event, its own seconds so far
     for event in sorted(events, key=lambda e: (e.start, -e.stop)):
         while inside and inside[-1][0].stop <= event.start:
-            yield _closed(inside.pop())
+            yield tuple(inside.pop())
         if inside:
-            inside[-1][1] += min(event.stop, inside[-1][0].stop) - event.start
-        inside.append([event, 0.0])
-    while inside:
-        yield _closed(inside.pop())
+            outer = inside[-1]
+            outer[1] = max(0.0, outer[1] - (min(event.stop, outer[0].stop) - event.start))
+        inside.append([event, event.stop - event.start])
+    yield from map(tuple, reversed(inside))
 
 
-def _closed(one: list) -> tuple[Event, float]:
-    return one[0], max(0.0, one[0].stop - one[0].start - one[1])
-
-
-# Whose operation it is
-
-
-class Names:
-    """Component and JAX's name of events' operations, by the texts of the programs.
+def programs_by_event(programs: list[dict], events: list[Event]) -> dict[tuple, tuple[str, dict[str, str]] | None]:
+    """Component, and JAX's names by operation, of the program that each event is part of; None: none of these.
 
     All programs have one name in a trace. Which of them is meant by a program's number shows in the operations that ran: it has all
     of them, and of several that do it is the smallest.
     """
-
-    def __init__(self, programs: list[dict], events: list[Event]):
-        read = []
-        for program in programs:
-            text = hlo.parse(program["text"])
-            names = {i.name: i.op_name for some in text.computations.values() for i in some}
-            module = re.match(r"HloModule ([^,\s]+)", program["text"])
-            read.append((program["component"], module[1] if module else "", names))
-        ran = defaultdict(Counter)
-        for event in events:
-            ran[event.program][event.operation] += 1
-        self._found = {}
-        for program, operations in ran.items():
-            fits = [one for one in read if one[1] == program[0] and operations.keys() <= one[2].keys()]
-            self._found[program] = min(fits, key=lambda one: len(one[2]), default=None)
-
-    def of(self, event: Event) -> tuple[str, str]:
-        found = self._found[event.program]
-        if found is None:
-            return GLUE, event.name
-        return found[0], event.name or found[2][event.operation]
+    known, ran = [], defaultdict(set)
+    for program in programs:
+        names = {i.name: i.op_name for some in hlo.parse(program["text"]).computations.values() for i in some}
+        module = re.match(r"HloModule ([^,\s]+)", program["text"])
+        known.append((module[1] if module else "", program["component"], names))
+    for event in events:
+        ran[event.program].add(event.operation)
+    found = {}
+    for program, operations in ran.items():
+        fits = [one[1:] for one in known if one[0] == program[0] and operations <= one[2].keys()]
+        found[program] = min(fits, key=lambda one: len(one[1]), default=None)
+    return found

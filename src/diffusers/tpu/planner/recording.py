@@ -1,12 +1,13 @@
-"""What one run of a pipeline asks of its models: upstream's own `__call__`, on models that answer with zeros.
+"""What one run of a pipeline asks of its models: upstream's own `__call__`, on models that return zeros.
 
-Shapes, dtypes, counts and order come from upstream's code as it is; only what costs and decides no shape is left out:
-the models' work (a trace gives the shapes of their outputs), the scheduler's arithmetic, the way from tensors to pictures.
+Shapes, dtypes, counts and order come from upstream's code as it is; left out is what costs and decides no shape: the
+models' work (a trace gives the shapes of their outputs), the scheduler's arithmetic, the way from tensors to pictures.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import jax
 import PIL.Image
@@ -15,9 +16,12 @@ import torch
 from ...image_processor import VaeImageProcessor
 from ..chips.mesh import make_mesh
 from ..chips.sharding import ModelPlan
-from ..compile.module import Call, CompiledModule
+from ..compile.call import Call
+from ..compile.module import CompiledModule
+from ..compile.programs import Program
 from ..config import TPUConfig
 from ..pipelines.plans import module_plan
+from .work import Work, count
 
 
 PROMPT = " ".join(["word"] * 64)
@@ -25,14 +29,36 @@ PROMPT = " ".join(["word"] * 64)
 
 @dataclass
 class RecordedCall:
-    """A call that a run makes, `count` times; `pairs` of them follow on another of their kind and can run with it."""
+    """A call that a run makes. `groups`: how many of its kind follow each other within a step and can run side by side."""
 
     component: str
     call: Call
-    count: int = 0
-    pairs: int = 0
-    traced: object = None
-    outputs: list = field(default_factory=list)
+    program: Program
+    groups: list[int] = field(default_factory=list)
+
+    def output(self):
+        """Zeros of the shapes that the call gives."""
+        zeros = [
+            (a.shape, torch.bool if a.dtype.name == "bool" else getattr(torch, a.dtype.name))
+            for a in self.program.avals
+        ]
+        return self.program.result.output([torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in zeros])
+
+    @cached_property
+    def work(self) -> Work:
+        return count(self.program.traced.jaxpr)
+
+    @property
+    def count(self) -> int:
+        return sum(self.groups)
+
+    @property
+    def branches(self) -> int:
+        return max(self.groups)
+
+    def runs(self, together: int) -> int:
+        """Runs of a program that has so many calls side by side."""
+        return sum(-(-group // together) for group in self.groups)
 
 
 @dataclass
@@ -44,6 +70,22 @@ class Recording:
     steps: int
     arguments: dict = field(default_factory=dict)
 
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        return {name: part for name, part in self.pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+    def runners(self, mesh, config: TPUConfig) -> Iterator[tuple[str, CompiledModule, list[RecordedCall]]]:
+        """Name, compiled module and calls of each model that is called; it is attached to its module meanwhile."""
+        for name, module in self.modules.items():
+            calls = [recorded for recorded in self.calls if recorded.component == name]
+            if calls:
+                runner = CompiledModule(module, module_plan(module), mesh, config)
+                runner.attach()
+                try:
+                    yield name, runner, calls
+                finally:
+                    runner.detach()
+
 
 def record(
     pipe, arguments: dict, on_progress: Callable[[str], None] = lambda text: None, runner: type | None = None
@@ -54,47 +96,53 @@ def record(
 
     Raises whatever upstream's check of the arguments raises.
     """
-    recorder = _Recorder(on_progress)
-    modules = {name: m for name, m in pipe.components.items() if isinstance(m, torch.nn.Module)}
-    make = RecordingRunner if runner is None else runner
-    runners = [make(name, module, module_plan(module), recorder) for name, module in modules.items()]
-    for runner in runners:
-        runner.attach()
-    pipe.__class__ = _planning_class(type(pipe))
+    recorder = _Recorder(Recording(pipe, [], 0), on_progress)
+    make = runner or RecordingRunner
+    runners = [
+        make(name, module, module_plan(module), recorder) for name, module in recorder.recording.modules.items()
+    ]
+    for one in runners:
+        one.attach()
+    host = property(lambda self: torch.device("cpu"))  # as with installed host glue
+    names = {"__module__": type(pipe).__module__, "_execution_device": host, "device": host}
+    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), names)
     _quiet(pipe, recorder)
     try:
         pipe(**_complete(pipe, arguments))
     finally:
-        for runner in runners:
-            runner.detach()
-    return Recording(pipe, recorder.calls, recorder.steps)
+        for one in runners:
+            one.detach()
+    return recorder.recording
 
 
 class _Recorder:
-    """The calls so far."""
+    """The calls so far. `last`: the one before, of the same step."""
 
-    def __init__(self, on_progress: Callable[[str], None]):
-        self.calls: list[RecordedCall] = []
-        self.steps = 0
-        self.on_progress = on_progress
+    def __init__(self, recording: Recording, on_progress: Callable[[str], None]):
+        self.recording, self.on_progress = recording, on_progress
         self.last: tuple[RecordedCall, Call] | None = None
 
     def add(self, runner: "RecordingRunner", call: Call) -> RecordedCall:
-        key = (runner.component, call.key)
-        found = next((r for r in self.calls if (r.component, r.call.key) == key), None)
+        calls = self.recording.calls
+        found = next((r for r in calls if r.component == runner.component and r.call.key == call.key), None)
         if found is None:
             self.on_progress(f"tracing {runner.component}")
-            found = RecordedCall(runner.component, call)
-            self.calls.append(found)
-            program = runner.trace(call)
-            found.traced, found.outputs = program.traced, [program.avals, program.result]
-        found.count += 1
+            found = RecordedCall(runner.component, call, runner.trace(call))
+            calls.append(found)
         if self.last is not None and self.last[0] is found and call.batch and self.last[1].pairs_with(call):
-            found.pairs += 1
-            self.last = None
+            found.groups[-1] += 1
         else:
-            self.last = (found, call)
+            found.groups.append(1)
+        self.last = (found, call)
         return found
+
+    def step(self, model_output, timestep, sample, *args, return_dict=True, **kwargs):
+        """A scheduler's step that hands the latents on."""
+        self.recording.steps += 1
+        self.last = None
+        if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM gives its old prediction third
+            sample = args[0]
+        return (sample, sample)
 
 
 class RecordingRunner(CompiledModule):
@@ -105,43 +153,18 @@ class RecordingRunner(CompiledModule):
         self.component, self.recorder = component, recorder
 
     def run(self, entry: str, args: tuple, kwargs: dict):
-        avals, result = self.recorder.add(self, self.flatten_call(entry, args, kwargs)).outputs
-        return result.output([torch.zeros((), dtype=_torch_dtype(a.dtype)).expand(a.shape) for a in avals])
-
-
-def _torch_dtype(dtype) -> torch.dtype:
-    return torch.bool if dtype.name == "bool" else getattr(torch, dtype.name)
-
-
-def _planning_class(cls: type) -> type:
-    """`cls`, its glue on the host as with installed host glue."""
-    host = property(lambda self: torch.device("cpu"))
-    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "_execution_device": host, "device": host})
+        return self.recorder.add(self, self.flatten_call(entry, args, kwargs)).output()
 
 
 def _quiet(pipe, recorder: _Recorder):
-    """Steps that hand the latents on, and pictures that stay the decoder's zeros."""
+    """No arithmetic of schedulers, and pictures that stay the decoder's zeros."""
     pipe.set_progress_bar_config(disable=True)
     for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
-        scheduler.step = _step(recorder)
+        scheduler.step = recorder.step
     for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
         for name in ("postprocess", "postprocess_video"):
             if hasattr(processor, name):
-                setattr(processor, name, _first)
-
-
-def _first(*args, **kwargs):
-    return next(iter((*args, *kwargs.values())))
-
-
-def _step(recorder: _Recorder) -> Callable:
-    def step(model_output, timestep, sample, *args, return_dict=True, **kwargs):
-        recorder.steps += 1
-        if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM gives its old prediction third
-            sample = args[0]
-        return (sample, sample)
-
-    return step
+                setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))
 
 
 def _complete(pipe, arguments: dict) -> dict:

@@ -20,14 +20,16 @@ FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
     "copy-start", "copy-done", "slice-start", "slice-done", "opt-barrier", "add-dependency",
 }  # fmt: skip
-ASYNCHRONOUS = ("async", "call")
+ASYNCHRONOUS = ("async-start", "call-start")
 READS_A_PART = {"dynamic-slice", "slice", "gather"}
 KERNEL = "tpu_custom_call"
 NOTHING_WRITTEN = 'custom_call_target="AllocateBuffer"'
 ATTENTION = "scaled_dot_product_attention"
 AROUND = ("exchange_", "key_norms_")  # kernels of ours around the attention kernel
 LINEAR = "linear_kernel"
+BETWEEN_SLICES = "xla_megascale_runtime"  # who hands over what a program receives from another slice
 KINDS = ("attention", "matmul", "other", "collectives")
+LARGEST, DEPTH = 40, 3  # operations that reports have; parts of a module's name
 
 
 @dataclass
@@ -84,29 +86,21 @@ class Timing:
         """Seconds of transfers that other work hides."""
         return sum(o.hidden for o in self.operations)
 
-    def by_module(self, depth: int = 3) -> dict[str, float]:
-        """Seconds by upstream module, names cut after `depth` parts; largest first."""
-        return self._sums(lambda o: ".".join(o.module.split(".")[:depth]) or "(between modules)")
-
-    def by_operation(self) -> dict[str, float]:
-        """Seconds by kind and JAX's name of the operation; largest first."""
-        return self._sums(lambda o: f"{o.kind}: {o.what}")
-
     def _sums(self, key) -> dict[str, float]:
         sums = defaultdict(float)
         for operation in self.operations:
             sums[key(operation)] += operation.seconds
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
-    def as_json(self, largest: int = 40) -> dict:
-        """What reports show of it."""
-        top = sorted(self.operations, key=lambda o: -o.seconds)[:largest]
+    def as_json(self) -> dict:
+        """What reports show of it: sums by kind, by upstream module, by kind and JAX's name of the operation; largest first."""
+        top = sorted(self.operations, key=lambda o: -o.seconds)[:LARGEST]
         return {
             "seconds": self.seconds,
             "slower": self.slower,
             "hidden_collectives": self.hidden_collectives,
-            "by_module": self.by_module(),
-            "by_operation": self.by_operation(),
+            "by_module": self._sums(lambda o: short(o.module)),
+            "by_operation": self._sums(lambda o: f"{o.kind}: {o.what}"),
             "kernels": [asdict(o) for o in self.operations if o.steps],
             "largest": [asdict(o) for o in top],
         }
@@ -146,7 +140,9 @@ def module_of(op_name: str) -> str:
     return name.rpartition("..")[2].lstrip(".")
 
 
-BETWEEN_SLICES = "xla_megascale_runtime"  # who hands over what a program receives from another slice
+def short(module: str) -> str:
+    """A module's name as sums have it."""
+    return ".".join(module.split(".")[:DEPTH]) or "(between modules)"
 
 
 class _Clock:
@@ -168,64 +164,45 @@ class _Clock:
 
     def _run(self, computation: str, runs: int) -> float:
         """Seconds of one run of a computation; its operations are added, `runs` times each."""
-        now, links_free, network_free, pending = 0.0, 0.0, 0.0, {}
+        now, free, pending = 0.0, {"links": 0.0, "network": 0.0}, {}
         instructions = self.program.by_name(computation)
         for i in instructions.values():
-            kind = i.opcode.removesuffix("-start").removesuffix("-done")
-            if kind in ASYNCHRONOUS and i.opcode != kind:
-                kind = self._wrapped(i, instructions)
+            collective, received = self._collective(i), i.opcode == "recv" and BETWEEN_SLICES in i.rest
             if i.opcode in FREE or NOTHING_WRITTEN in i.rest:
                 continue
             if i.opcode == "while":
                 trips = self.program.trip_count(i)
                 self._run(i.called("condition"), runs * trips)
                 now += trips * self._run(i.called("body"), runs * trips)
-            elif i.opcode in ("call", "call-start", "async-start") and kind not in ici.COLLECTIVES:
-                now += self._run(i.called("to_apply") or i.called("calls"), runs)
             elif i.opcode == "conditional":
                 now += max((self._run(branch, runs) for branch in i.branches), default=0.0)
             elif i.opcode.endswith("-done"):
                 if i.operands and i.operands[0] in pending:
-                    ends, operation, moved = pending.pop(i.operands[0])
+                    ends, operation, seconds = pending.pop(i.operands[0])
                     waited = max(0.0, ends - now)
-                    operation.seconds, operation.hidden = (
-                        runs * waited,
-                        runs * (moved.seconds - min(waited, moved.seconds)),
-                    )
+                    operation.seconds, operation.hidden = runs * waited, runs * (seconds - min(waited, seconds))
                     now += waited
-            elif i.opcode == "recv" and BETWEEN_SLICES in i.rest:
-                moved = ici.received(i, self.chip)
-                network_free = max(now, network_free) + moved.seconds
-                operation = self._operation(i, "collectives", runs, moved.seconds, "network", moved.bytes_sent)
-                pending[i.name] = network_free, operation, moved
-            elif i.opcode in ("send", "recv"):
-                continue
-            elif kind in ici.COLLECTIVES:
-                moved = ici.transfer(self._collective(i), self.places, self.chip)
-                operation = self._operation(i, "collectives", runs, moved.seconds, "links", moved.bytes_sent)
-                if i.opcode.endswith("-start"):
-                    links_free = max(now, links_free) + moved.seconds
-                    pending[i.name] = links_free, operation, moved
+            elif collective is not None or received:
+                moved = ici.received(i, self.chip) if received else ici.transfer(collective, self.places, self.chip)
+                way = "network" if received else "links"
+                operation = self._operation(i, "collectives", runs, moved.seconds, way, moved.bytes_sent)
+                free[way] = max(now, free[way]) + moved.seconds
+                if received or i.opcode.endswith("-start"):
+                    pending[i.name] = free[way], operation, moved.seconds
                 else:
-                    ends = max(now, links_free) + moved.seconds
-                    operation.seconds = runs * (ends - now)
-                    now = links_free = ends
-            else:
+                    operation.seconds = runs * (free[way] - now)
+                    now = free[way]
+            elif i.opcode in ("call", *ASYNCHRONOUS):
+                now += self._run(i.called("to_apply") or i.called("calls"), runs)
+            elif i.opcode not in ("send", "recv"):
                 now += self._compute(i, instructions, runs)
         return now
 
-    def _wrapped(self, i: hlo.Instruction, instructions: dict) -> str:
-        start = i if i.opcode.endswith("-start") else instructions.get(i.operands[0], i)
-        return next((x.opcode for x in self._inside(start) if x.opcode in ici.COLLECTIVES), "call")
-
-    def _collective(self, i: hlo.Instruction) -> hlo.Instruction:
-        return next((x for x in self._inside(i) if x.opcode in ici.COLLECTIVES), i)
-
-    def _inside(self, i: hlo.Instruction) -> list[hlo.Instruction]:
-        """What a start runs beside what follows; a SparseCore's are calls."""
-        if i.opcode not in (f"{kind}-start" for kind in ASYNCHRONOUS):
-            return []
-        return self.program.computations.get(i.called("calls") or i.called("to_apply") or "", [])
+    def _collective(self, i: hlo.Instruction) -> hlo.Instruction | None:
+        """The collective that this is, or that it starts beside what follows; a SparseCore's are calls."""
+        called = i.called("calls") or i.called("to_apply") or ""
+        inside = self.program.computations.get(called, []) if i.opcode in ASYNCHRONOUS else [i]
+        return next((x for x in inside if x.opcode.removesuffix("-start") in ici.COLLECTIVES), None)
 
     def _compute(self, i: hlo.Instruction, instructions: dict, runs: int) -> float:
         moved = self._bytes(i, instructions)
@@ -246,11 +223,8 @@ class _Clock:
     def _operation(
         self, i: hlo.Instruction, kind: str, runs: int, seconds: float, limit: str, moved: int
     ) -> Operation:
-        module = module_of(i.op_name)
-        what = i.op_name.split(";")[0].rpartition("/")[2] or i.opcode
-        operation = Operation(
-            i.name, kind, module, i.opcode if i.opcode == "copy" else what, runs, runs * seconds, limit, moved
-        )
+        what = i.opcode if i.opcode == "copy" else i.op_name.split(";")[0].rpartition("/")[2] or i.opcode
+        operation = Operation(i.name, kind, module_of(i.op_name), what, runs, runs * seconds, limit, moved)
         self.found.append(operation)
         return operation
 

@@ -68,9 +68,9 @@ def chips(environment: Environment) -> dict[str, str]:
 
     with loading():
         count, kind = len(jax_devices(target)), "simulated on the CPU" if target.simulated else str(target)
-        pair, single = (",".join(map(str, plan_degrees(count, environment.mesh, paired))) for paired in (True, False))
-    other = "" if pair == single else f" where a pipeline calls its model once per guidance branch, else {single}"
-    return {"TPU path": "on", "chips": f"{count}, {kind}", "default mesh dp,sp,tp": pair + other}
+        guided, single = (",".join(map(str, plan_degrees(count, environment.mesh, n))) for n in (2, 1))
+    other = "" if guided == single else f" where a pipeline calls its model once per guidance branch, else {single}"
+    return {"TPU path": "on", "chips": f"{count}, {kind}", "default mesh dp,sp,tp": guided + other}
 
 
 def patches() -> dict[str, str]:

@@ -59,7 +59,7 @@ def _show(plan: dict, console: Console):
         console.print(line, soft_wrap=True)
     rows = (
         (
-            f"{part['component']}.{part['entry']}{' x2' if part['branches'] == 2 else ''}",
+            f"{part['component']}.{part['entry']}{f' x{n}' if (n := part['branches']) > 1 else ''}",
             part["how"],
             part["runs"],
             "-" if part["seconds"] is None else f"{part['seconds']:.3f}",

@@ -93,7 +93,7 @@ def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | N
 
     with loading():
         wanted = read_environment().mesh if text is None else parse_mesh(text)
-        degrees = plan_degrees(len(jax_devices(target)), wanted, paired=False)
+        degrees = plan_degrees(len(jax_devices(target)), wanted)
     return None if text is None else degrees
 
 

@@ -281,4 +281,4 @@ def _mesh_of(mesh: Mesh | tuple[int, int, int] | None) -> Mesh:
     else:
         devices = tuple(jax.devices() if mesh is not None else jax.devices()[:1])
     wanted = environment.mesh if mesh is None else parse_mesh(mesh)
-    return make_mesh(devices, plan_degrees(len(devices), wanted, paired=False))
+    return make_mesh(devices, plan_degrees(len(devices), wanted))

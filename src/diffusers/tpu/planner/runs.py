@@ -1,0 +1,217 @@
+"""What a run of a pipeline comes to on one slice and mesh: its programs, their seconds and their bytes on a chip."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..chips.figures import GIB, Topology
+from ..chips.mesh import AXES
+from ..config import TPUConfig
+from ..kernels.attention.softmax_modes import BOUND, WAYS
+from ..weights.hbm import room_for_weights, turns
+from . import timing
+from .aot import CompiledProgram, OutOfMemory
+from .recording import RecordedCall, Recording
+
+
+STAGES = {"text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "vae": "vae"}
+LARGEST_MODULES = 12
+
+
+def stage_of(component: str) -> str:
+    """What part of a run a component does; its own name where that is not known."""
+    return next((stage for prefix, stage in STAGES.items() if component.startswith(prefix)), component)
+
+
+@dataclass
+class Part:
+    """One program of the run: a component's call, alone or as several guidance branches side by side.
+
+    Attributes:
+        planned_weights, inputs: bytes on a chip.
+        program_name: of what the compiler gets (`kept.name_of`); None: it is modelled.
+        timed: by way of the attention kernel.
+        modelled_seconds, shared: of what is not compiled, and how many chips share it.
+    """
+
+    recorded: RecordedCall
+    branches: int
+    planned_weights: int
+    inputs: int
+    program_name: str | None = None
+    compiled: CompiledProgram | None = None
+    timed: dict[str, timing.Timing] | None = None
+    refused: OutOfMemory | None = None
+    modelled_seconds: float = 0.0
+    trace_seconds: float = 0.0
+    shared: int = 1
+
+    @property
+    def component(self) -> str:
+        return self.recorded.component
+
+    @property
+    def name(self) -> str:
+        return f"{self.component}.{self.recorded.call.entry}"
+
+    @property
+    def stage(self) -> str:
+        stage = stage_of(self.component)
+        return self.recorded.call.entry if stage == "vae" else stage
+
+    @property
+    def runs(self) -> int:
+        return self.recorded.runs(self.branches)
+
+    @property
+    def seconds(self) -> float:
+        """Of one run, all heads of attention bound."""
+        return self.timed[BOUND].seconds["total"] if self.timed is not None else self.modelled_seconds
+
+    @property
+    def weights(self) -> int:
+        """Bytes on a chip."""
+        return self.planned_weights if self.compiled is None else self.compiled.memory["arguments"] - self.inputs
+
+    @property
+    def activations(self) -> int:
+        """Bytes on a chip beyond weights and program while it runs."""
+        if self.compiled is not None:
+            m = self.compiled.memory
+            return m["arguments"] - self.weights + m["temporaries"] + m["outputs"] - m["aliased"]
+        if self.refused is not None and self.refused.asked:
+            return max(self.refused.asked - self.weights, 0)
+        return self.recorded.work.live // self.shared + self.inputs
+
+    @property
+    def program(self) -> int:
+        return self.compiled.memory["program"] if self.compiled is not None else 0
+
+    @property
+    def digest(self) -> str:
+        """Of the program, or of what was counted of it, and of what the run does with it."""
+        work = self.recorded.work
+        said = [self.name, self.program_name, self.runs, self.branches, self.planned_weights, self.inputs, self.shared]
+        said += [work.flops, work.bytes, work.live]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+    def as_json(self) -> dict:
+        work, compiled = self.recorded.work, self.compiled
+        hbm = {"weights": self.weights, "activations": self.activations, "program": self.program}
+        hbm["peak"] = sum(hbm.values())
+        by_module = sorted(work.by_module.items(), key=lambda item: -item[1])
+        return {
+            "component": self.component,
+            "entry": self.recorded.call.entry,
+            "stage": self.stage,
+            "how": "compiled" if compiled else "refused" if self.refused else "modelled",
+            "branches": self.branches,
+            "runs": self.runs,
+            "shapes": [list(t.shape) for t in self.recorded.call.tensors],
+            "seconds": None if self.refused else self.seconds,
+            "flops": self.branches * work.flops,
+            "flops_by_module": dict(by_module[:LARGEST_MODULES]),
+            "hbm_gib": {name: amount / GIB for name, amount in hbm.items()},
+            "memory_analysis": compiled.memory if compiled else None,
+            "compile_seconds": compiled.seconds if compiled else None,
+            "trace_seconds": self.trace_seconds if compiled else None,
+            "timing": self.timed[BOUND].as_json() if self.timed else None,
+            "refused": self.refused and {"message": str(self.refused), "asked": self.refused.asked},
+        }
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """All programs of a run on a mesh of a slice."""
+
+    topology: Topology
+    mesh: tuple[int, int, int]
+    parts: list[Part]
+    recording: Recording
+    config: TPUConfig
+
+    @cached_property
+    def denoise(self) -> list[Part]:
+        return [part for part in self.parts if part.stage == "denoise"]
+
+    @property
+    def seconds_per_step(self) -> float:
+        return sum(part.runs * part.seconds for part in self.denoise) / self.recording.steps
+
+    @cached_property
+    def weights(self) -> dict[str, int]:
+        """Bytes on a chip by component, in the order of use."""
+        weights = {part.component: part.weights for part in self.parts}
+        return {call.component: weights[call.component] for call in self.recording.calls if call.component in weights}
+
+    @property
+    def room(self) -> int:
+        """Bytes of a chip that weights may take."""
+        return room_for_weights(self.topology.chip.hbm_bytes, self.config)
+
+    @cached_property
+    def at_peak(self) -> tuple[Part, dict[str, int]]:
+        """The part of the run that needs most of a chip, and the weights there by component: others wait on the host."""
+        held = turns(self.weights, self.room)
+        fullest = max(self.parts, key=lambda p: sum(self.weights[n] for n in held[p.component]) + p.activations)
+        return fullest, {name: self.weights[name] for name in held[fullest.component]}
+
+    @cached_property
+    def hbm(self) -> dict[str, float]:
+        """GiB of a chip at its peak."""
+        fullest, held = self.at_peak
+        sizes = {
+            "weights": sum(held.values()),
+            "activations": fullest.activations,
+            "program": sum(part.program for part in self.parts),
+        }
+        sizes |= {"peak": sum(sizes.values()), "limit": self.topology.chip.hbm_bytes}
+        return {name: size / GIB for name, size in sizes.items()}
+
+    @property
+    def fits(self) -> bool:
+        alone = max(self.weights.values()) <= self.room
+        return alone and self.hbm["peak"] <= self.hbm["limit"] and not any(part.refused for part in self.parts)
+
+    def _of_a_step(self, seconds: list[dict[str, float]]) -> dict[str, float]:
+        """By kind; `seconds`: of a run of each denoising part."""
+        shares = [part.runs / self.recording.steps for part in self.denoise]
+        return {kind: sum(share * of[kind] for share, of in zip(shares, seconds)) for kind in (*timing.KINDS, "total")}
+
+    def as_json(self) -> dict:
+        """The figures of a plan."""
+        known = bool(self.denoise) and all(part.timed is not None for part in self.denoise)
+        by_way = {
+            way: {
+                "seconds": self._of_a_step([part.timed[way].seconds for part in self.denoise]),
+                "slower": self._of_a_step([part.timed[way].slower for part in self.denoise])["total"],
+            }
+            for way in (WAYS if known else ())
+        }
+        per_step = by_way[BOUND]["seconds"] if known else dict.fromkeys((*timing.KINDS, "total"))
+        flops = sum(part.recorded.count * part.recorded.work.flops for part in self.denoise) / self.recording.steps
+        chip, (fullest, held) = self.topology.chip, self.at_peak
+        peak_flops = chip.flops * self.topology.devices
+        compiled = {id(part.compiled): part for part in self.parts if part.compiled is not None}.values()
+        return {
+            "topology": self.topology.name,
+            "mesh": dict(zip(AXES, self.mesh)),
+            "fits": self.fits,
+            "hbm_gib_per_chip": self.hbm,
+            "fullest": fullest.name,
+            "waiting": [name for name in self.weights if name not in held],
+            "seconds_per_step": per_step,
+            "way": BOUND,
+            "by_way": by_way,
+            "seconds_total": sum(part.runs * part.seconds for part in self.parts) if known else None,
+            "flops_per_step": flops,
+            "mfu": flops / peak_flops / per_step["total"] if known else None,
+            "compile_seconds": sum(part.compiled.seconds for part in compiled),
+            "trace_seconds": sum(part.trace_seconds for part in compiled),
+            "peak_flops": peak_flops,
+            "programs": [part.digest for part in self.parts],
+            "steps": self.recording.steps,
+            "chip": {"devices": self.topology.devices, "flops": chip.flops, "hbm": chip.hbm_bytes},
+            "parts": [part.as_json() for part in self.parts],
+        }
