@@ -71,6 +71,7 @@ class DiskCache:
         body = zlib.compress(pickle.dumps(value), 1)
         head = json.dumps({"key": key, "sha256": hashlib.sha256(body).hexdigest(), **facts})
         with self._writing():
+            self.folder.mkdir(parents=True, exist_ok=True)
             with whole_files([self.folder / name]) as (draft,):
                 draft.write_bytes(head.encode() + b"\n" + body)
             make_room(self.folder, MOST_BYTES)
@@ -79,6 +80,7 @@ class DiskCache:
         """Warn now if what is made next cannot be kept."""
         if self.folder is not None:
             with self._writing():
+                self.folder.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=self.folder).close()
 
     def heads(self, start: str) -> list[dict]:
@@ -93,7 +95,6 @@ class DiskCache:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             yield
         except OSError as error:
             self._warn("written to", error)
