@@ -4,62 +4,28 @@ import jax
 import torch
 from accelerate.hooks import ModelHook
 
+from ..chips.hosts import put
+from ..idioms import overloads
+from ..weights.convert import as_numpy, from_numpy, numpy_dtype
 
-from . import compat  # noqa: F401  isort: skip  before everything that imports torchax
+
+overloads.serve()  # for torchax's tables, which name overloads that torch has removed: before all that imports it
+
+import torchax.decompositions
+import torchax.ops.jaten
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
-from ..chips.hosts import put
-from ..weights.convert import as_numpy, from_numpy, numpy_dtype
 from .decisions import Decisions, Question
 from .deferred import Deferred
 from .diagnostics import Obstacle, assuming
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
-from .host_twin import DEVICE_TENSORS, READS, ValueRead
+from .host_twin import READS, ValueRead
+from .host_values import DEVICE_TENSORS, plain
 from .host_values import apart as known_apart
 from .host_values import of_tensor as known_values
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
 from .refusals import is_refused
-
-
-__all__ = [
-    "DEVICE",
-    "DEVICE_TENSORS",
-    "Line",
-    "Decisions",
-    "Deferred",
-    "ExecutionDevice",
-    "Obstacle",
-    "OperatorNotFound",
-    "Question",
-    "READS",
-    "Tensor",
-    "ValueRead",
-    "View",
-    "as_numpy",
-    "asked_by_ours",
-    "assuming",
-    "decomposing",
-    "deferred",
-    "dispatched_attention",
-    "environment",
-    "filled",
-    "from_numpy",
-    "is_refused",
-    "joint_attention",
-    "known_apart",
-    "known_values",
-    "latent_attention",
-    "line_of",
-    "normed_and_rotated",
-    "numpy_dtype",
-    "on_device",
-    "quiet_integers",
-    "raised_inside",
-    "to_jax",
-    "to_torch",
-    "whole_tracebacks",
-]
 
 
 def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
@@ -113,9 +79,8 @@ def joint_attention(
     from ..kernels.settings import choosing
 
     (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in stream] for stream in (latents, text))
-    with choosing(
-        None if backend is None else str(getattr(backend, "value", backend)).removeprefix("tpu").lstrip("_") or None
-    ):
+    kernel = str(getattr(backend, "value", backend or "")).removeprefix("tpu").lstrip("_") or None
+    with choosing(kernel):
         answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
     return tuple(Tensor(x.swapaxes(1, 2), environment()) for x in answers)
 
@@ -142,7 +107,7 @@ def write(tensor: torch.Tensor, value: torch.Tensor):
         with environment(), torch.no_grad():
             tensor.copy_(value)
     else:
-        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction(), torch.no_grad():
+        with plain(), torch.no_grad():
             tensor.copy_(value if not on_device(value) else from_numpy(value.jax()))
 
 

@@ -1,12 +1,12 @@
-"""Values that upstream's code asks a traced tensor for, decided outside of the trace where they come from a call's small inputs.
+"""Branches on small inputs: values that upstream's code asks a traced tensor for, computed outside of the trace.
 
-A trace knows the equations that its arrays came from. Read back to the inputs of the call they are a `Question`: a small
-function of masks, lengths and the like, and of no weight. It is answered with the call's own values before the trace goes on,
-and before each later call: the answers, in the order in which the trace asks, are a part of the program's key.
+A trace knows the equations that its arrays came from. Read back to the inputs of the call they are a `Question`: a small function
+of masks, lengths and the like, and of no weight. Its answers with each call's own values are a part of the program's key.
 """
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -45,17 +45,13 @@ class Question:
 
     def answer(self, values: Callable[[int], np.ndarray]) -> np.ndarray:
         """Of a call whose input of a number has the values `values(number)`; computed on the host, if JAX has it."""
-        with jax.ensure_compile_time_eval(), jax.default_device(_host()):
+        try:
+            host = jax.local_devices(backend="cpu")[0]
+        except RuntimeError:  # JAX_PLATFORMS leaves it out
+            host = None
+        with jax.ensure_compile_time_eval(), jax.default_device(host):
             (answer,) = self.compute(*map(values, self.inputs))
         return np.asarray(answer)
-
-
-def _host() -> jax.Device | None:
-    """JAX's device that is this host; None, which is the first chip, where JAX_PLATFORMS leaves it out."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        return None
 
 
 @dataclass
@@ -76,7 +72,8 @@ class Decisions:
 
     def decide(self, array: jax.Array) -> np.ndarray | None:
         """What the array's values are in this call and all that share its program; None: not a thing to decide."""
-        if self.values is None or not _discrete(array) or array.size > MOST_ENTRIES:
+        discrete = array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)
+        if self.values is None or not discrete or array.size > MOST_ENTRIES:
             return None
         try:
             question = _question(array, {id(x): n for n, x in enumerate(self.inputs)})
@@ -106,10 +103,6 @@ def decided(array: jax.Array) -> np.ndarray | None:
     return None if decisions is None or not isinstance(array, jax.core.Tracer) else decisions.decide(array)
 
 
-def _discrete(array) -> bool:
-    return array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)
-
-
 def _question(array: jax.Array, inputs: dict[int, int]) -> Question:
     """What the array is of these inputs (id of an array -> its number). Raises _Unknown where it is of anything else."""
     used, equations = {}, {}
@@ -132,30 +125,30 @@ def _question(array: jax.Array, inputs: dict[int, int]) -> Question:
         elif id(eqn) not in equations:
             steps += [(x, True), *((operand, False) for operand in eqn.in_tracers)]
     used = dict(sorted(used.items(), key=lambda item: inputs[item[0]]))
-
-    def compute(*values):
-        made = dict(zip(used, values))
-
-        def read(x):
-            x = _constant_or_itself(x)
-            if not isinstance(x, jax.core.Tracer):
-                return np.asarray(x)
-            return made[id(x)] if id(x) in made else made[x.val]
-
-        for eqn in equations.values():
-            operands = [read(x) for x in eqn.in_tracers]
-            if eqn.primitive.name not in LAYOUT:
-                operands = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-            many = eqn.primitive.multiple_results or eqn.primitive.name in LAYOUT
-            made.update(zip(eqn.outvars, operands if many else [operands]))
-        return read(array)
-
+    compute = functools.partial(_evaluated, array, equations.values(), tuple(used))
     graph = jax.make_jaxpr(compute)(*used.values())
-    numbers = tuple(inputs[x] for x in used)
     constants = tuple((x.shape, str(x.dtype), np.asarray(x).tobytes()) for x in graph.consts)
-    return Question(
-        numbers, (str(graph.jaxpr), constants), asking_line(), jax.jit(jax.extend.core.jaxpr_as_fun(graph))
-    )
+    numbers, key = tuple(inputs[x] for x in used), (str(graph.jaxpr), constants)
+    return Question(numbers, key, asking_line(), jax.jit(jax.extend.core.jaxpr_as_fun(graph)))
+
+
+def _evaluated(array: jax.Array, equations, used: tuple[int, ...], *values):
+    """The array by these equations from the values of the arrays with the ids `used`."""
+    made = dict(zip(used, values))
+
+    def read(x):
+        x = _constant_or_itself(x)
+        if not isinstance(x, jax.core.Tracer):
+            return np.asarray(x)
+        return made[id(x)] if id(x) in made else made[x.val]
+
+    for eqn in equations:
+        operands = [read(x) for x in eqn.in_tracers]
+        if eqn.primitive.name not in LAYOUT:
+            operands = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+        many = eqn.primitive.multiple_results or eqn.primitive.name in LAYOUT
+        made.update(zip(eqn.outvars, operands if many else [operands]))
+    return read(array)
 
 
 def _constant_or_itself(x):

@@ -43,9 +43,7 @@ class Deferred(Tensor):
     def shape(self):
         return torch.Size(self._aval.shape if self._value is None else self._value.shape)
 
-    @property
-    def ndim(self):
-        return len(self.shape)
+    ndim = property(lambda self: len(self.shape))
 
     @property
     def dtype(self):

@@ -11,7 +11,7 @@ import traceback
 import types
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -23,30 +23,28 @@ from torchax.tensor import OperatorNotFound, Tensor
 from ..weights.convert import numpy_dtype
 from .draws import is_draw
 from .environment import environment
-from .host_twin import DEVICE_TENSORS, READS
+from .host_twin import READS
+from .host_values import DEVICE_TENSORS, plain
 from .lines import foreign, line_of_frame
 
 
 aten = torch.ops.aten
-USES_OF_A_VIEW = ("transform_tensor", "update_tensor")
 VALUES = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
+VALUE_METHODS = ("item", "__bool__", "__int__", "__float__", "__index__")
 IN_WORDS = {
     aten.nonzero.default: "the places of entries that are not zero (nonzero)",
     aten.masked_select.default: "the entries where a mask is true (masked_select)",
-    aten.index.Tensor: "a boolean index",
-    aten.index_put.default: "a boolean index that is written to",
-    aten.index_put_.default: "a boolean index that is written to",
     aten._to_copy.default: "a copy to the host",
-    torch.Tensor.__getitem__: "a boolean index",
-    torch.Tensor.__setitem__: "a boolean index that is written to",
+    **dict.fromkeys((aten.index.Tensor, torch.Tensor.__getitem__), "a boolean index"),
+    **dict.fromkeys(
+        (aten.index_put.default, aten.index_put_.default, torch.Tensor.__setitem__),
+        "a boolean index that is written to",
+    ),
 }
 UNIQUE = {aten._unique2.default, aten.unique_consecutive.default}
 WHOLE = {
-    "tolist": ".tolist()",
-    "numpy": ".numpy()",
-    "__format__": "in a text",
-    "__repr__": "a text",
-    "__str__": "a text",
+    **{"tolist": ".tolist()", "numpy": ".numpy()"},
+    **{"__format__": "in a text", "__repr__": "a text", "__str__": "a text"},
 }
 PATIENCE = 100  # answers at one line, after which they alternate: a loop waits for another one
 
@@ -62,59 +60,15 @@ class Obstacle:
     function: str
 
 
-@dataclass
-class Obstacles:
-    """Of one trace.
-
-    Attributes:
-        found: each once, in the order in which the trace came to them.
-        answer: what a question for a truth value is answered with.
-    """
-
-    answer: bool
-    found: dict[Obstacle, None] = field(default_factory=dict)
-    asked: Counter = field(default_factory=Counter)
-
-    def add(self, what: str) -> Obstacle:
-        """The obstacle at the line that the trace has come to."""
-        frame, again = _line_of_the_module(sys._getframe(1))
-        line = line_of_frame(frame)
-        obstacle = Obstacle(what, line.file, line.line, line.code, line.function)
-        self.asked[line.file, line.line] += 1
-        if not again:
-            self.found[obstacle] = None
-        return obstacle
-
-    def truth(self, obstacle: Obstacle) -> bool:
-        asked = self.asked[obstacle.file, obstacle.line]
-        return self.answer if asked <= PATIENCE else bool(asked % 2)
-
-
-def _line_of_the_module(frame) -> tuple[types.FrameType, bool]:
-    """The innermost frame that is no library's and not ours (without one the outermost), and whether it asks once more.
-
-    A part of a tensor (`x[:, :n]`) is taken again each time that it is used, with the bounds that its own line gave.
-    """
-    again = False
-    while frame.f_back is not None and foreign(frame.f_code.co_filename):
-        again |= _uses_a_view(frame)
-        frame = frame.f_back
-    return frame, again
-
-
-def _uses_a_view(frame) -> bool:
-    return frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in USES_OF_A_VIEW
-
-
 @contextlib.contextmanager
-def assuming(answer: bool) -> Iterator[Obstacles]:
+def assuming(answer: bool) -> Iterator["Obstacles"]:
     """While this is open, traces go on past what would stop them."""
-    env, obstacles = environment(), Obstacles(answer)
-    assumed = _Assumed(env, obstacles)
+    env = environment()
+    obstacles = Obstacles(env, answer)
     before = [(cls, name, getattr(cls, name)) for cls in DEVICE_TENSORS for name in WHOLE]
-    env.dispatch = assumed.dispatch
+    env.dispatch = obstacles.dispatch
     for cls, name, method in before:
-        setattr(cls, name, assumed.read_whole(name, method))
+        setattr(cls, name, obstacles.read_whole(name, method))
     try:
         yield obstacles
     finally:
@@ -123,15 +77,35 @@ def assuming(answer: bool) -> Iterator[Obstacles]:
             setattr(cls, name, method)
 
 
-class _Assumed:
-    """The environment's `dispatch`, and what takes the place of what it cannot do."""
+class Obstacles:
+    """Those of one trace: the environment's `dispatch`, and what takes the place of what it cannot do.
 
-    def __init__(self, env, obstacles: Obstacles):
-        self.env, self.obstacles = env, obstacles
+    Attributes:
+        found: each once, in the order in which the trace came to them.
+        answer: what a question for a truth value is answered with.
+    """
+
+    def __init__(self, env, answer: bool):
+        self.env, self.answer = env, answer
+        self.found: dict[Obstacle, None] = {}
+        self.asked: Counter = Counter()
+
+    def add(self, what: str) -> int:
+        """Record the obstacle at the line that the trace has come to; how often it came there."""
+        frame, again = sys._getframe(1), False
+        # The innermost frame that is no library's and not ours; without one the outermost.
+        while frame.f_back is not None and foreign(frame.f_code.co_filename):
+            again |= _uses_a_view(frame)
+            frame = frame.f_back
+        line = line_of_frame(frame)
+        if not again:
+            self.found[Obstacle(what, line.file, line.line, line.code, line.function)] = None
+        self.asked[line.file, line.line] += 1
+        return self.asked[line.file, line.line]
 
     def dispatch(self, func, types, args, kwargs):
         if is_draw(func):
-            self.obstacles.add(f"random numbers ({_name(func)}), which a program would repeat in every call")
+            self.add(f"random numbers ({_name(func)}), which a program would repeat in every call")
         try:
             return type(self.env).dispatch(self.env, func, types, args, kwargs)
         except READS as error:
@@ -141,76 +115,68 @@ class _Assumed:
         except OperatorNotFound:
             if not isinstance(func, torch._ops.OpOverload):
                 raise  # torch takes it apart
-            self.obstacles.add(f"an operator that torchax lacks ({func})")
+            self.add(f"an operator that torchax lacks ({func})")
             return self._zeros(func, args, kwargs or {})
 
     def read_whole(self, name: str, method):
         def read(t, *args, **kwargs):
             if not isinstance(t.jax(), jax.core.Tracer):
                 return method(t, *args, **kwargs)
-            self.obstacles.add(f"all values of a tensor ({WHOLE[name]})")
+            self.add(f"all values of a tensor ({WHOLE[name]})")
             ones = torch.ones(tuple(t.shape), dtype=t.dtype)
-            with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            with plain():
                 return getattr(ones, name)(*args, **kwargs)
 
         return read
 
     def _unread(self, func, args, kwargs):
-        if func in VALUES or getattr(func, "__name__", "") in (
-            "item",
-            "__bool__",
-            "__int__",
-            "__float__",
-            "__index__",
-        ):
-            return self._value(args[0])
-        what = IN_WORDS.get(func)
-        self.obstacles.add(what or f"a value that a trace does not have ({_name(func)})")
+        if func in VALUES or getattr(func, "__name__", "") in VALUE_METHODS:
+            dtype = args[0].dtype
+            if dtype == torch.bool:
+                asked = self.add("a truth value of a tensor (a branch, .item())")
+                return self.answer if asked <= PATIENCE else bool(asked % 2)
+            self.add("a number of a tensor (.item(), int(), a bound of a slice or a range)")
+            return 1.0 if dtype.is_floating_point else 1
+        self.add(IN_WORDS.get(func) or f"a value that a trace does not have ({_name(func)})")
         if func is aten.nonzero.default:
-            return self._ones((args[0].shape.numel(), args[0].ndim), torch.int64)
+            return self._filled(jnp.ones, (args[0].shape.numel(), args[0].ndim), torch.int64)
         if func is aten.masked_select.default:
-            return self._ones((torch.broadcast_shapes(args[0].shape, args[1].shape).numel(),), args[0].dtype)
+            number = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+            return self._filled(jnp.ones, (number,), args[0].dtype)
         if func in UNIQUE:
             shape, number = args[0].shape, args[0].shape.numel()
             flat = self._filled(jnp.zeros, (number,), args[0].dtype)
-            return flat, self._ones(shape, torch.int64), self._ones((number,), torch.int64)
-        if func is torch.Tensor.__setitem__:
-            return None
-        return self._zeros(func, args, kwargs)
-
-    def _value(self, tensor):
-        if tensor.dtype == torch.bool:
-            return self.obstacles.truth(self.obstacles.add("a truth value of a tensor (a branch, .item())"))
-        self.obstacles.add("a number of a tensor (.item(), int(), a bound of a slice or a range)")
-        return 1.0 if tensor.dtype.is_floating_point else 1
+            return flat, *(self._filled(jnp.ones, size, torch.int64) for size in (shape, (number,)))
+        return None if func is torch.Tensor.__setitem__ else self._zeros(func, args, kwargs)
 
     def _zeros(self, func, args, kwargs):
         """Zeros of the shapes that torch's meta device gives; a boolean index takes every entry. Where it cannot: the first tensor."""
         first = next((x for x in args if isinstance(x, torch.Tensor)), None)
-        args, kwargs = tree_map_only(torch.Tensor, _meta, (args, kwargs))
-        if func is torch.Tensor.__getitem__:
-            args = args[0], _whole(args[1])
-        elif func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
-            args = args[0], list(_whole(tuple(args[1]))), *args[2:]
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
-        try:
-            with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        with plain():
+            args, kwargs = tree_map_only(torch.Tensor, _meta, (args, kwargs))
+            if func is torch.Tensor.__getitem__:
+                args = args[0], _whole(args[1])
+            elif func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+                args = args[0], list(_whole(tuple(args[1]))), *args[2:]
+            if "device" in kwargs:
+                kwargs["device"] = "meta"
+            try:
                 result = func(*args, **kwargs)
-        except (NotImplementedError, RuntimeError):
-            return first  # its shape depends on values
+            except (NotImplementedError, RuntimeError):
+                return first  # its shape depends on values
         return tree_map_only(torch.Tensor, lambda t: self._filled(jnp.zeros, t.shape, t.dtype), result)
-
-    def _ones(self, shape, dtype):
-        return self._filled(jnp.ones, shape, dtype)
 
     def _filled(self, make, shape, dtype):
         return Tensor(make(tuple(shape), numpy_dtype(dtype)), self.env)
 
 
+def _uses_a_view(frame: types.FrameType) -> bool:
+    """A part of a tensor (`x[:, :n]`) is taken again each time that it is used, with the bounds that its own line gave."""
+    return frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in ("transform_tensor", "update_tensor")
+
+
 def _meta(t: torch.Tensor) -> torch.Tensor:
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
+    return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
 
 
 def _whole(key):
@@ -218,8 +184,7 @@ def _whole(key):
     keys = []
     for part in key if isinstance(key, tuple) else (key,):
         if isinstance(part, torch.Tensor) and part.dtype == torch.bool:
-            with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-                keys += [torch.empty(part.shape.numel(), dtype=torch.int64, device="meta")] * part.ndim
+            keys += [torch.empty(part.shape.numel(), dtype=torch.int64, device="meta")] * part.ndim
         else:
             keys.append(part)
     return tuple(keys)

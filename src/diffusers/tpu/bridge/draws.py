@@ -14,7 +14,8 @@ from torchax.tensor import Tensor
 from torchax.view import View
 
 from ..weights.convert import from_numpy
-from .host_twin import DEVICE_TENSORS, HOST, plain
+from .host_twin import HOST
+from .host_values import DEVICE_TENSORS, plain
 
 
 _NOT_A_DRAW = re.compile(
@@ -27,17 +28,15 @@ def _draws(func: torch._ops.OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags and not _NOT_A_DRAW.search(name)
 
 
-def _overloads(packet: torch._ops.OpOverloadPacket):
-    return (getattr(packet, name) for name in packet.overloads())
-
-
 @functools.cache
 def is_draw(func) -> bool:
     """Whether a function or operator of torch's draws random numbers."""
     if isinstance(func, torch._ops.OpOverload):
         return _draws(func)
     packet = getattr(torch.ops.aten, getattr(func, "__name__", "?"), None)
-    return isinstance(packet, torch._ops.OpOverloadPacket) and any(map(_draws, _overloads(packet)))
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return any(_draws(getattr(packet, name)) for name in packet.overloads())
 
 
 def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
@@ -56,27 +55,21 @@ def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
         owners[id(host)] = t
         return host
 
-    stays = (
-        "device" in kwargs and kwargs["device"] is not None and not env._should_use_torchax_tensor(kwargs["device"])
-    )
-    inside = any(isinstance(t, DEVICE_TENSORS) for t in torch.utils._pytree.tree_leaves((args, kwargs)))
+    device = kwargs.get("device")
     args, kwargs = tree_map_only(DEVICE_TENSORS, lowered, (args, kwargs))
-    if kwargs.get("device") is not None:
+    if device is not None:
         kwargs["device"] = HOST
     result = on_host(func, args, kwargs)
+    stays = not owners or (device is not None and not env._should_use_torchax_tensor(device))
 
     def raised(t):
         owner = owners.get(id(t))
         if owner is None:
-            return t if stays or not inside else Tensor(env.t2j_copy(t), env)
-        _write(owner, env.t2j_copy(t))
+            return t if stays else Tensor(env.t2j_copy(t), env)
+        if isinstance(owner, View):
+            owner.update(env.t2j_copy(t))
+        else:
+            owner._elem = env.t2j_copy(t)
         return owner
 
     return tree_map_only(torch.Tensor, raised, result)
-
-
-def _write(t: torch.Tensor, array: jax.Array):
-    if isinstance(t, View):
-        t.update(array)
-    else:
-        t._elem = array

@@ -23,7 +23,8 @@ from . import host_values
 from .decisions import decided
 from .deferred import Deferred
 from .draws import drawn, is_draw
-from .host_twin import DEVICE_TENSORS, READS, usable_outside
+from .host_twin import READS, usable_outside
+from .host_values import DEVICE_TENSORS, plain
 from .layers import cast
 from .lines import asking_line
 from .refusals import refusal
@@ -31,13 +32,8 @@ from .refusals import refusal
 
 DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
-OF_LISTS = {torch.tensor}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
-
-
-def _array(t: torch.Tensor):
-    return t.jax() if on_device(t) else None
 
 
 def on_device(x) -> bool:
@@ -55,9 +51,8 @@ class Environment(_Environment):
     Attributes:
         draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
         missing: operators that ran on the host because torchax lacks them, with the line that asked; how often.
-        one_at_a_time: each operation is waited for; None: on simulated chips of several processes. Of two programs at once
-            with exchanges between simulated chips, each may have some of the processor's threads that the other waits for;
-            and processes may come to their exchanges in different orders.
+        one_at_a_time: each operation is waited for; None: on simulated chips of several processes, where two programs with
+            exchanges would wait for each other's threads, or come to them in different orders.
     """
 
     def __init__(self):
@@ -74,14 +69,8 @@ class Environment(_Environment):
         super().disable_torch_modes(*exc)
         inside.depth -= 1
 
-    @property
-    def enabled(self) -> bool:
-        """torchax's name for `active`."""
-        return self.active
-
-    @enabled.setter
-    def enabled(self, value: bool):
-        pass  # torchax sets it, for all threads at once; its modes are a thread's own
+    # torchax's name for `active`, which it sets for all threads at once; its modes are a thread's own.
+    enabled = property(lambda self: self.active, lambda self, value: None)
 
     def _to_copy(self, the_tensor, new_dtype, new_device):
         # On the way to the device torch's 64-bit numbers become 32-bit: a host tensor is converted before, not after
@@ -109,37 +98,42 @@ class Environment(_Environment):
         self.draws += is_draw(func)
         if func in RANDOM_CONSTRUCTORS:
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
-            there = self._should_use_torchax_tensor(kwargs.get("device"))
-            return Tensor(self.t2j_copy(numbers), self) if there else numbers
-        if func in OF_LISTS and args and isinstance(args[0], (list, tuple)):
+            return self.moved(numbers) if self._should_use_torchax_tensor(kwargs.get("device")) else numbers
+        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
             if not self._should_use_torchax_tensor(kwargs.get("device")):
                 args = tree_map_only(DEVICE_TENSORS, self.host, args)
-        if isinstance(kwargs.get("out"), torch.Tensor):
-            return self._written_out(func, args, **kwargs)
+        if isinstance(kwargs.get("out"), torch.Tensor):  # an operator of torchax's may have no such argument
+            rest = {name: value for name, value in kwargs.items() if name != "out"}
+            return kwargs["out"].copy_(getattr(func, "overloadpacket", func)(*args, **rest))
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if not tensors and isinstance(func, torch._ops.OpOverload) and "device" not in kwargs:
-            return self._without_tensors(func, types, args, kwargs)
+        is_overload = isinstance(func, torch._ops.OpOverload)
+        if not tensors and is_overload and "device" not in kwargs:
+            try:
+                return super().dispatch(func, types, args, kwargs)
+            except OperatorNotFound:  # a question about dtypes, say: torch answers it
+                return self._on_host(func, args, kwargs)
         for t in tensors:
             if isinstance(t, Deferred):
                 t.jax()  # now: inside of an operator torch no longer decomposes what computing it may call
         answering = host_values.asked(func, args)
         if answering is not None:
             return self._on_host(func, (answering,), {})
-        host = [t for t in tensors if not on_device(t)]
-        if host and len(host) == len(tensors) and not self._moves(func):
+        device = [on_device(t) for t in tensors]
+        if tensors and not any(device) and not _moves(func):
             return self._on_host(func, args, kwargs)
-        if isinstance(func, torch._ops.OpOverload) and is_draw(func):
+        if is_overload and is_draw(func):
             return drawn(self, func, args, kwargs, self._on_host)
-        if host and len(host) < len(tensors) and not self._moves(func):
+        if not all(device) and any(device) and not _moves(func):
             if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
-                return self._on_host(func, *tree_map_only(DEVICE_TENSORS, lambda t: self.host(t), (args, kwargs)))
-            args, kwargs = tree_map_only(torch.Tensor, self._promoted, (args, kwargs))
+                return self._on_host(func, *tree_map_only(DEVICE_TENSORS, self.host, (args, kwargs)))
+            # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
+            promoted = tree_map_only(torch.Tensor, lambda t: t if t.ndim == 0 else self.moved(t), (args, kwargs))
+            args, kwargs = promoted
         try:
             result = self.with_decided(functools.partial(super().dispatch, func, types), args, kwargs)
         except OperatorNotFound:
-            if not isinstance(func, torch._ops.OpOverload) or any(
-                isinstance(_array(t), jax.core.Tracer) for t in tensors
-            ):
+            traced = any(on_device(t) and isinstance(t.jax(), jax.core.Tracer) for t in tensors)
+            if not is_overload or traced:
                 raise
             result = drawn(self, func, args, kwargs, self._in_place_of_missing)
         except READS:
@@ -153,12 +147,6 @@ class Environment(_Environment):
         if self.waits:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
-
-    @staticmethod
-    def _written_out(func, args, *, out: torch.Tensor, **kwargs):
-        """`out=` of any operator, also of one that torchax gives its answer only."""
-        func = getattr(func, "overloadpacket", func)
-        return out.copy_(func(*args, **kwargs))
 
     def with_decided(self, operator: Callable, args: tuple, kwargs: dict):
         """What the operator gives, of decided values where it asks for values: of truth values alone if that is enough."""
@@ -194,17 +182,6 @@ class Environment(_Environment):
         notices.warn_once(f"missing {func} {line}", f"{func} runs on the host, torchax has no such operator: {line}")
         return result
 
-    def _without_tensors(self, func, types, args, kwargs):
-        try:
-            return super().dispatch(func, types, args, kwargs)
-        except OperatorNotFound:  # a question about dtypes, say: torch answers it
-            return self._on_host(func, args, kwargs)
-
-    @staticmethod
-    def _moves(func) -> bool:
-        name = getattr(func, "__name__", str(func))
-        return func is torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name
-
     @contextlib.contextmanager
     def left(self):
         """Plain torch for a while: its operators, on host tensors."""
@@ -221,12 +198,8 @@ class Environment(_Environment):
     def _on_host(func, args, kwargs):
         if is_about_values(func):
             settled(args, kwargs)
-        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        with plain():
             return func(*args, **kwargs)
-
-    def _promoted(self, t: torch.Tensor):
-        # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
-        return t if t.ndim == 0 else self.moved(t)
 
     def moved(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor of either side as a device tensor."""
@@ -235,12 +208,10 @@ class Environment(_Environment):
     def t2j_copy(self, args):
         """Host tensors as JAX arrays, on every chip of the mesh in use (`override_property(mesh=...)`)."""
         mesh = self.param.mesh
-        where = None if mesh is None else NamedSharding(mesh, PartitionSpec())
-        to = jax.numpy.asarray if where is None else functools.partial(put, sharding=where)
 
         def there(t: torch.Tensor) -> jax.Array:
             values = as_numpy(t, own=True)
-            array = to(values)
+            array = jax.numpy.asarray(values) if mesh is None else put(values, NamedSharding(mesh, PartitionSpec()))
             host_values.remember(array, values)
             return array
 
@@ -253,6 +224,11 @@ class Environment(_Environment):
         """A device tensor as a host tensor."""
         values = host_values.of_tensor(t)
         return from_numpy(t.jax() if values is None else values)
+
+
+def _moves(func) -> bool:
+    name = getattr(func, "__name__", str(func))
+    return func is torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name
 
 
 _INTEGERS_FIT = ("ignore", re.compile("Explicitly requested dtype.*is not available"), Warning, None, 0)

@@ -5,7 +5,6 @@ is written into a twin, through views of it too, the device tensor holds when it
 written: to it, views of the twin that its operators give here are views of the device tensor.
 """
 
-import contextlib
 import copy
 import sys
 
@@ -21,9 +20,9 @@ from ..idioms.devices import inside
 from ..weights.convert import as_numpy, from_numpy
 from . import host_values
 from .decisions import decided
+from .host_values import DEVICE_TENSORS, plain
 
 
-DEVICE_TENSORS = (Tensor, View)
 HOST = torch.device("cpu")
 OURS = tuple(f"{__package__.rpartition('.')[0]}.{name}." for name in ("bridge", "compile.tracing"))
 
@@ -46,7 +45,10 @@ def as_host(t: torch.Tensor) -> torch.Tensor:
     if isinstance(t, View):
         with plain():
             host = as_host(t.parent)[tree_map_only(jax.Array, from_numpy, t.view_info.slices)]
-        _root(t)._twin[1].setdefault(t, t._version)
+        root = t.parent
+        while isinstance(root, View):
+            root = root.parent
+        root._twin[1].setdefault(t, t._version)
         return host
     array = _valued(t)
     if vars(t).get("_twin") is None:
@@ -69,10 +71,6 @@ def _valued(t: torch.Tensor) -> jax.Array:
     return array
 
 
-def _root(t: torch.Tensor) -> Tensor:
-    return _root(t.parent) if isinstance(t, View) else t
-
-
 def written(t: Tensor, array: jax.Array) -> jax.Array:
     """The tensor's array: `array`, or a new one where its twin was written to since; see `_Array`."""
     twin, versions = vars(t)["_twin"]
@@ -84,13 +82,6 @@ def written(t: Tensor, array: jax.Array) -> jax.Array:
     t._elem = array = put(as_numpy(twin, own=True), array.sharding)
     t._twin = twin, versions  # views of it that are held are views of the tensor still
     return array
-
-
-@contextlib.contextmanager
-def plain():
-    """torch's own operators on host tensors, inside of the environment too."""
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 class _Array:
@@ -134,7 +125,7 @@ def _bounded(key):
     return slice(*(int(x) if isinstance(x, torch.Tensor) else x for x in (key.start, key.stop, key.step)))
 
 
-def _indexed(upstream):
+def _get(upstream):
     """`t[key]`; torch would make tensors of the lists in it on the device that it takes t's for."""
 
     def __getitem__(t, key):
@@ -148,9 +139,9 @@ def _indexed(upstream):
 def _set(upstream):
     def __setitem__(t, key, value):
         if inside.depth:
-            upstream(t, _bounded(key), value)
-        else:
-            as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)] = tree_map_only(DEVICE_TENSORS, as_host, value)
+            return upstream(t, _bounded(key), value)
+        key, value = tree_map_only(DEVICE_TENSORS, as_host, (key, value))
+        as_host(t)[key] = value
 
     return __setitem__
 
@@ -182,11 +173,6 @@ def _shown(t):
         return f"{repr(from_numpy(array)).removesuffix(')')}, device='jax:0')"
 
 
-def _copied(t, memo):
-    """A device tensor of its own; arrays are never written to, so the copy shares it."""
-    return memo.setdefault(id(t), Tensor(t.jax(), t._env))
-
-
 def _pickled(t, protocol):
     """A host tensor."""
     with plain():
@@ -196,16 +182,6 @@ def _pickled(t, protocol):
 def _listed(t):
     with plain():
         return as_host(t).tolist()
-
-
-def _array_of(t):
-    """Of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name."""
-    return copy.copy(jax.device_get(whole(_valued(t))))
-
-
-def _as_array(t, dtype=None, copy=None):
-    """What numpy asks for, which is a copy in any case."""
-    return t.numpy() if dtype is None else t.numpy().astype(dtype, copy=False)
 
 
 def _given(t: Tensor, other: Tensor):
@@ -223,12 +199,16 @@ def usable_outside():
     View.data = property(lambda t: t)
     for cls in DEVICE_TENSORS:
         cls.__torch_dispatch__ = classmethod(_dispatched)
-        cls.__getitem__ = _indexed(cls.__getitem__)
+        cls.__getitem__ = _get(cls.__getitem__)
         cls.__setitem__ = _set(cls.__setitem__)
         cls.__format__ = _formatted
         cls.__repr__ = cls.__str__ = _shown
-        cls.__deepcopy__ = _copied
+        # Arrays are never written to: a copy shares its tensor's.
+        cls.__deepcopy__ = lambda t, memo: memo.setdefault(id(t), Tensor(t.jax(), t._env))
         cls.__reduce_ex__ = _pickled
         cls.tolist = _listed
-        cls.numpy = _array_of
-        cls.__array__ = _as_array
+        # An array of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name.
+        cls.numpy = lambda t: copy.copy(jax.device_get(whole(_valued(t))))
+        cls.__array__ = lambda t, dtype=None, copy=None: (
+            t.numpy() if dtype is None else t.numpy().astype(dtype, copy=False)
+        )

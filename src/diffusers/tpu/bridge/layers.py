@@ -28,7 +28,8 @@ def register(env):
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
     for overload, follow in ((aten.mul.Tensor, _gated), (aten.add.Tensor, _added)):
-        env.override_op_definition(overload, _followed(env, env._get_op_or_decomp(overload), follow))
+        operator = functools.partial(_followed, env, env._get_op_or_decomp(overload), follow)
+        env.override_op_definition(overload, operator)
 
 
 def made_of(result: Tensor, operator, *operands) -> Tensor:
@@ -66,18 +67,12 @@ def _gelu(*, approximate="none") -> str:
 ACTIVATIONS = {aten.silu.default: lambda: "silu", aten.gelu.default: _gelu}  # to names of `linear.ACTIVATIONS`
 
 
-def with_activation(overload, plain):
+def activated(overload, plain, x, *args, **kwargs):
     """The operator, by `linear` itself where its input comes from there and the kernel has such an activation."""
-    if overload not in ACTIVATIONS:
-        return plain
-
-    def run(x, *args, **kwargs):
-        layer, activation = operands(x, linear), ACTIVATIONS[overload](*args, **kwargs)
-        if layer is None or not activation:
-            return plain(x, *args, **kwargs)
-        return Tensor(_again(layer, activation), x._env)
-
-    return run
+    layer, activation = operands(x, linear), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
+    if layer is None or not activation:
+        return plain(x, *args, **kwargs)
+    return Tensor(_again(layer, activation), x._env)
 
 
 def cast(x, result):
@@ -107,23 +102,19 @@ def _holds(wide, narrow) -> bool:
     return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
 
 
-def _followed(env, operator, follow):
+def _followed(env, operator, follow, x, y, **kwargs):
     """torchax's operator of two tensors, and what `follow` makes of its result and the two. Of two truths it is one, as torch's."""
-
-    def run(x, y, **kwargs):
-        if operator.is_jax_function:
-            arrays, named = env.t2j_iso(((x, y), kwargs))
-            result = env.j2t_iso(operator.func(*arrays, **named))
-        else:
-            result = operator.func(x, y, **kwargs)
-        if result.dtype != torch.bool and _is_truth(x) and _is_truth(y):
-            return Tensor(result.jax() != 0, env)
-        if kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
-            return result
-        followed = (follow(result, *pair) for pair in ((x, y), (y, x)))
-        return next((tensor for tensor in followed if tensor is not None), result)
-
-    return run
+    if operator.is_jax_function:
+        arrays, named = env.t2j_iso(((x, y), kwargs))
+        result = env.j2t_iso(operator.func(*arrays, **named))
+    else:
+        result = operator.func(x, y, **kwargs)
+    if result.dtype != torch.bool and _is_truth(x) and _is_truth(y):
+        return Tensor(result.jax() != 0, env)
+    if kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
+        return result
+    followed = (follow(result, *pair) for pair in ((x, y), (y, x)))
+    return next((tensor for tensor in followed if tensor is not None), result)
 
 
 def _is_truth(x) -> bool:

@@ -1,28 +1,17 @@
 """The line of the model's own code that a trace has come to, or that an error came from."""
 
-import contextlib
 import linecache
 import os
 import sys
 import traceback
 import types
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax._src.config import traceback_filtering  # of one thread, for a while; JAX's public name is the process's
 
 
-LIBRARIES = (
-    "/torch/",
-    "/torchax/",
-    "/jax/",
-    "/jaxlib/",
-    "/opt_einsum/",
-    "/diffusers/tpu/",
-    "/contextlib.py",
-    "/functools.py",
-    "<frozen",
-)
+INSIDE = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/opt_einsum/")
+LIBRARIES = (*INSIDE, "/diffusers/tpu/", "/contextlib.py", "/functools.py", "<frozen")
 OURS = "_flax.py"
 
 
@@ -41,7 +30,6 @@ class Line:
 
 def foreign(file: str) -> bool:
     """Whether a file is a library's or ours, not the model's."""
-    file = file.replace("\\", "/")
     return file.endswith(OURS) or any(name in file for name in LIBRARIES)
 
 
@@ -66,18 +54,15 @@ def line_of(error: BaseException) -> Line:
     return line_of_frame(*(own or frames)[-1])
 
 
-@contextlib.contextmanager
-def whole_tracebacks() -> Iterator[None]:
-    """Errors that go through JAX keep the frames that they came from."""
-    with traceback_filtering("off"):
-        yield
+def whole_tracebacks():
+    """A context in which errors that go through JAX keep the frames that they came from."""
+    return traceback_filtering("off")
 
 
 def raised_inside(error: BaseException) -> bool:
     """Whether torch, torchax, JAX or what they build on raised it: not the model's code, which checks what it is given, nor ours."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    file = frame.f_code.co_filename.replace("\\", "/")
-    return any(name in file for name in ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/opt_einsum/"))
+    return any(name in frame.f_code.co_filename for name in INSIDE)
 
 
 def asked_by_ours(error: BaseException) -> bool:

@@ -1,5 +1,7 @@
 """Operators that torchax 0.0.13 lacks or gets wrong for diffusers; each one has a test that fails without it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -18,34 +20,44 @@ from . import layers, resizing
 from .layers import made_of, operands
 
 
+aten = torch.ops.aten
+
+
 def register(env):
     """Put every operator of this file into the environment."""
-    env.override_op_definition(F.scaled_dot_product_attention, scaled_dot_product_attention)
-    env.override_op_definition(torch.ops.aten.scaled_dot_product_attention, scaled_dot_product_attention)
-    env.override_op_definition(F.interpolate, resizing.of_torchs_forms(env))
-    env.override_op_definition(F.pad, _pad(env))
-    for function, norm in ((F.layer_norm, layer_norm), (F.rms_norm, rms_norm), (F.group_norm, group_norm)):
-        env.override_op_definition(function, norm)
-    aten = torch.ops.aten
+
+    def over(ours, function):
+        return functools.partial(ours, env._get_op_or_decomp(function).func)
+
+    getitem = torch.Tensor.__getitem__
+    ours = {
+        F.scaled_dot_product_attention: scaled_dot_product_attention,
+        aten.scaled_dot_product_attention: scaled_dot_product_attention,
+        F.interpolate: over(resizing.interpolate, F.interpolate),
+        F.pad: over(_pad, F.pad),
+        F.layer_norm: layer_norm,
+        F.rms_norm: rms_norm,
+        F.group_norm: group_norm,
+        aten.convolution.default: over(_at_its_precision, aten.convolution.default),
+        aten._is_all_true.default: is_all_true,
+        aten.expand.default: over(_expand, aten.expand.default),
+        aten.gather.default: over(_gather, aten.gather.default),
+        aten._softmax.default: lambda x, dim, half_to_float: softmax(x, dim, torch.float32 if half_to_float else None),
+        aten.softmax.int: softmax,
+        torch.Tensor.repeat_interleave: repeat_interleave,
+        aten.index_put.default: over(_index_put, aten.index_put.default),
+    }
     for overload in (aten.silu.default, aten.gelu.default, aten.sigmoid.default):
-        plain = _in_float32(env._get_op_or_decomp(overload).func)
-        env.override_op_definition(overload, layers.with_activation(overload, plain))
-    layers.register(env)
-    env.override_op_definition(aten.convolution.default, _convolution(env))
-    env.override_op_definition(aten._is_all_true.default, is_all_true)
-    env.override_op_definition(aten.expand.default, _expand(env._get_op_or_decomp(aten.expand.default).func))
-    env.override_op_definition(aten.gather.default, _gather(env._get_op_or_decomp(aten.gather.default).func))
-    env.override_op_definition(aten._softmax.default, _softmax)
-    env.override_op_definition(aten.softmax.int, softmax)
+        ours[overload] = functools.partial(layers.activated, overload, over(_in_float32, overload))
     for overload in (
         *(aten.sum.default, aten.sum.dim_IntList, aten.nansum.default, aten.mean.default, aten.mean.dim),
         *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype),
     ):
-        env.override_op_definition(overload, _cast_before(env._get_op_or_decomp(overload)))
-    env.override_op_definition(torch.Tensor.repeat_interleave, repeat_interleave)
-    getitem = torch.Tensor.__getitem__
-    env.override_op_definition(getitem, _get_item(env._get_op_or_decomp(getitem).func), is_view_op=True)
-    env.override_op_definition(aten.index_put.default, _index_put(env._get_op_or_decomp(aten.index_put.default).func))
+        ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
+    for function, operator in ours.items():
+        env.override_op_definition(function, operator)
+    env.override_op_definition(getitem, over(_get_item, getitem), is_view_op=True)
+    layers.register(env)
     Tensor.type_as = type_as
     Tensor.__setitem__ = set_item
 
@@ -57,7 +69,7 @@ def scaled_dot_product_attention(
     if dropout_p:
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # which this operator of torch's would add
             attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(query.dtype)
-        by_torch = torch.ops.aten._scaled_dot_product_attention_math
+        by_torch = aten._scaled_dot_product_attention_math
         return by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
     env = query._env
     q, k, v = (x.jax() for x in (query, key, value))
@@ -83,11 +95,8 @@ def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 def repeat_interleave(input, repeats, dim=None, *, output_size=None):
     """Each element `repeats` times; torchax gathers where a size is given, and what a mask was made of is lost there."""
-    if isinstance(repeats, int):
-        output_size = None
-    else:
-        repeats = repeats.jax()
-    return Tensor(jnp.repeat(input.jax(), repeats, axis=dim, total_repeat_length=output_size), input._env)
+    repeats, size = (repeats, None) if isinstance(repeats, int) else (repeats.jax(), output_size)
+    return Tensor(jnp.repeat(input.jax(), repeats, axis=dim, total_repeat_length=size), input._env)
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -141,90 +150,67 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
 WITH_NEIGHBOURS = "columns of the neighbours stand beside a slab already"
 
 
-def _pad(env):
+def _pad(torchax_pad, input, pad, mode="constant", value=None):
     """Zero padding that a convolution can do by itself; along a split width, neighbours' columns in place of zeros or repeated ones."""
-    torchax_pad = env._get_op_or_decomp(F.pad).func
-
-    def pad(input, pad, mode="constant", value=None):
-        x, split = input.jax(), slabs()
-        if split is not None and mode == "replicate" and len(pad) == 2 * (x.ndim - 2) and max(pad[:2]) <= 1:
-            widths = [(0, 0)] * 2 + list(zip(pad[-2::-2], pad[-1::-2]))
-            padded = split.with_neighbours(x, *widths[-1], repeated=True)
-            padded = jnp.pad(padded, [*widths[:-1], (0, 0)], mode="edge")
-            return made_of(Tensor(padded, input._env), WITH_NEIGHBOURS)
-        if mode != "constant" or value not in (None, 0) or min(pad, default=0) < 0:
-            if split is not None and any(pad[:2]):
-                raise NotOnSlabs(f"expected zeros around a split map, got {pad} of mode {mode!r}, value {value}")
-            return Tensor(torchax_pad(x, pad, mode, value), input._env)
-        widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[-2::-2], pad[-1::-2]))
-        padded = x if split is None else split.with_neighbours(x, *widths[-1])
-        padded = jnp.pad(padded, widths if split is None else [*widths[:-1], (0, 0)])
-        return made_of(Tensor(padded, input._env), F.pad, x, widths)
-
-    return pad
+    x, split = input.jax(), slabs()
+    if split is not None and mode == "replicate" and len(pad) == 2 * (x.ndim - 2) and max(pad[:2]) <= 1:
+        widths = [(0, 0)] * 2 + list(zip(pad[-2::-2], pad[-1::-2]))
+        padded = split.with_neighbours(x, *widths[-1], repeated=True)
+        padded = jnp.pad(padded, [*widths[:-1], (0, 0)], mode="edge")
+        return made_of(Tensor(padded, input._env), WITH_NEIGHBOURS)
+    if mode != "constant" or value not in (None, 0) or min(pad, default=0) < 0:
+        if split is not None and any(pad[:2]):
+            raise NotOnSlabs(f"expected zeros around a split map, got {pad} of mode {mode!r}, value {value}")
+        return Tensor(torchax_pad(x, pad, mode, value), input._env)
+    widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[-2::-2], pad[-1::-2]))
+    padded = x if split is None else split.with_neighbours(x, *widths[-1])
+    padded = jnp.pad(padded, widths if split is None else [*widths[:-1], (0, 0)])
+    return made_of(Tensor(padded, input._env), F.pad, x, widths)
 
 
-def _convolution(env):
+def _at_its_precision(*args):
+    with jax.default_matmul_precision(current().convolutions):
+        return _convolution(*args)
+
+
+def _convolution(
+    torchax_convolution, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups
+):
     """Convolution summed in float32 with its bias and rounded once; transposed ones are torchax's, in float32."""
-    torchax_convolution = env._get_op_or_decomp(torch.ops.aten.convolution.default).func
-
-    def convolution(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups):
-        x, w = input.jax(), weight.jax()
-        b = None if bias is None else bias.jax()
-        split = slabs()
-        if transposed or x.ndim != w.ndim:
-            if split is not None:
-                raise NotOnSlabs("expected a convolution of a split map, got a transposed one")
-            wide = [None if a is None else a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w, b)]
-            result = torchax_convolution(*wide, stride, padding, dilation, transposed, output_padding, groups)
-            return Tensor(result.astype(x.dtype), input._env)
-        axes = w.ndim - 2
-        stride, padding, dilation = (tuple(s) * (axes if len(s) == 1 else 1) for s in (stride, padding, dilation))
-        x, widths = operands(input, F.pad) or (x, [(0, 0)] * x.ndim)
-        widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
-        if split is not None and w.shape[-1] > 1 and operands(input, WITH_NEIGHBOURS) is None:
-            if widths[-1] == (0, 0):
-                raise NotOnSlabs("expected a convolution of a split map to be padded along the width, got one without")
-            x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
-        if split is not None and stride == dilation == (1,) * axes and groups == 1:
-            return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)
-        if (
-            stride == w.shape[2:] != (1,) * axes
-            and dilation == (1,) * axes
-            and groups == 1
-            and not any(map(any, widths))
-        ):
-            return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
-        if dilation == (1, 1) and groups == 1 and _as_large(widths, w.shape[2:]):
-            large = convolution_kernel.convolution(x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), b, current())
-            if large is not None:
-                # Of every position: with strides, of which a UNet has two or three, some are for nothing.
-                return Tensor(large[:, :: stride[0], :: stride[1]].transpose(0, 3, 1, 2), input._env)
-        numbers = tuple(range(w.ndim))
-        result = jax.lax.conv_general_dilated(
-            x,
-            w,
-            window_strides=stride,
-            padding=widths,
-            rhs_dilation=dilation,
-            dimension_numbers=jax.lax.ConvDimensionNumbers(numbers, numbers, numbers),
-            feature_group_count=groups,
-            preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
-        )
-        if b is not None:
-            result = result + b.reshape(-1, *(1,) * axes)
+    x, w = input.jax(), weight.jax()
+    b = None if bias is None else bias.jax()
+    split = slabs()
+    if transposed or x.ndim != w.ndim:
+        if split is not None:
+            raise NotOnSlabs("expected a convolution of a split map, got a transposed one")
+        wide = [None if a is None else a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w, b)]
+        result = torchax_convolution(*wide, stride, padding, dilation, transposed, output_padding, groups)
         return Tensor(result.astype(x.dtype), input._env)
-
-    def at_its_precision(*args):
-        with jax.default_matmul_precision(current().convolutions):
-            return convolution(*args)
-
-    return at_its_precision
-
-
-def _as_large(widths, taps) -> bool:
-    """Zeros of these widths around a map give a result of its own size, each position in the middle of its window."""
-    return all(width == (tap // 2, tap // 2) for width, tap in zip(widths, taps))
+    axes = w.ndim - 2
+    stride, padding, dilation = (tuple(s) * (axes if len(s) == 1 else 1) for s in (stride, padding, dilation))
+    x, widths = operands(input, F.pad) or (x, [(0, 0)] * x.ndim)
+    widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
+    if split is not None and w.shape[-1] > 1 and operands(input, WITH_NEIGHBOURS) is None:
+        if widths[-1] == (0, 0):
+            raise NotOnSlabs("expected a convolution of a split map to be padded along the width, got one without")
+        x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
+    if split is not None and stride == dilation == (1,) * axes and groups == 1:
+        return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)
+    simple, taps = dilation == (1,) * axes and groups == 1, w.shape[2:]
+    if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
+        return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
+    # Zeros around a map that give a result of its own size, each position in the middle of its window.
+    if simple and axes == 2 and all(width == (tap // 2, tap // 2) for width, tap in zip(widths, taps)):
+        large = convolution_kernel.convolution(x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), b, current())
+        if large is not None:
+            # Of every position: with strides, of which a UNet has two or three, some are for nothing.
+            return Tensor(large[:, :: stride[0], :: stride[1]].transpose(0, 3, 1, 2), input._env)
+    wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)
+    grouped = {"dimension_numbers": numbers, "feature_group_count": groups, "preferred_element_type": wide}
+    result = jax.lax.conv_general_dilated(x, w, stride, widths, rhs_dilation=dilation, **grouped)
+    if b is not None:
+        result = result + b.reshape(-1, *(1,) * axes)
+    return Tensor(result.astype(x.dtype), input._env)
 
 
 def _by_patches(x, w, b):
@@ -235,10 +221,8 @@ def _by_patches(x, w, b):
     sizes = w.shape[2:]
     x = x[(..., *(slice(length // size * size) for length, size in zip(x.shape[2:], sizes)))]
     x = x.reshape(*x.shape[:2], *(n for length, size in zip(x.shape[2:], sizes) for n in (length // size, size)))
-    contracted = [(1, *range(3, x.ndim, 2)), (1, *range(2, w.ndim))]
-    y = jax.lax.dot_general(
-        x, w, (contracted, ((), ())), preferred_element_type=jnp.promote_types(x.dtype, jnp.float32)
-    )
+    contracted, wide = [(1, *range(3, x.ndim, 2)), (1, *range(2, w.ndim))], jnp.promote_types(x.dtype, jnp.float32)
+    y = jax.lax.dot_general(x, w, (contracted, ((), ())), preferred_element_type=wide)
     return jnp.moveaxis(y if b is None else y + b, -1, 1)
 
 
@@ -250,52 +234,36 @@ def _by_columns(x, w, b, widths):
     return by_columns(x.transpose(0, 4, 2, 3, 1), w.transpose(2, 3, 4, 1, 0), b, widths).transpose(0, 4, 2, 3, 1)
 
 
-def _in_float32(jax_function):
+def _in_float32(jax_function, x, *args, **kwargs):
     """The operator computed in float32 and rounded once, as torch does it; JAX rounds every step inside."""
-
-    def run(x, *args, **kwargs):
-        array = x.jax()
-        wide = array.astype(jnp.float32) if array.dtype in (jnp.bfloat16, jnp.float16) else array
-        result = jax_function(wide, *args, **kwargs)
-        return Tensor(result.astype(array.dtype) if wide is not array else result, x._env)
-
-    return run
+    array = x.jax()
+    wide = array.astype(jnp.float32) if array.dtype in (jnp.bfloat16, jnp.float16) else array
+    result = jax_function(wide, *args, **kwargs)
+    return Tensor(result.astype(array.dtype) if wide is not array else result, x._env)
 
 
-def _cast_before(operator):
+def _cast_before(operator, x, *args, dtype=None, **kwargs):
     """A reduction in the dtype asked for, as torch does it: its argument is cast. torchax forgets that argument, or refuses it."""
-
-    def run(x, *args, dtype=None, **kwargs):
-        array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))
-        if operator.is_jax_function:
-            return Tensor(operator.func(array, *args, **kwargs), x._env)
-        return operator.func(Tensor(array, x._env), *args, **kwargs)
-
-    return run
+    array = x.jax() if dtype is None else x.jax().astype(mappings.t2j_dtype(dtype))
+    if operator.is_jax_function:
+        return Tensor(operator.func(array, *args, **kwargs), x._env)
+    return operator.func(Tensor(array, x._env), *args, **kwargs)
 
 
-def _expand(plain):
+def _expand(plain, x, sizes, *, implicit=False):
     """torchax's; the result remembers what it repeats."""
-
-    def expand(x, sizes, *, implicit=False):
-        return made_of(Tensor(plain(x.jax(), sizes), x._env), _expand, x.jax())
-
-    return expand
+    return made_of(Tensor(plain(x.jax(), sizes), x._env), _expand, x.jax())
 
 
-def _gather(plain):
+def _gather(plain, x, dim, index, *, sparse_grad=False):
     """torchax's takes entry by entry. An index that `expand` has made the same for all of a row takes rows."""
-
-    def gather(x, dim, index, *, sparse_grad=False):
-        array, indices = x.jax(), index.jax()
-        others = [n for n in range(array.ndim) if n != dim % max(array.ndim, 1)]
-        if array.ndim == 0 or any(array.shape[n] != indices.shape[n] for n in others):
-            return Tensor(plain(array, dim, indices), x._env)
-        (narrow,) = operands(index, _expand) or (indices,)
-        narrow = narrow if narrow.ndim == array.ndim and narrow.shape[dim] == indices.shape[dim] else indices
-        return Tensor(jnp.take_along_axis(array, narrow, dim, mode="clip"), x._env)
-
-    return gather
+    array, indices = x.jax(), index.jax()
+    others = [n for n in range(array.ndim) if n != dim % max(array.ndim, 1)]
+    if array.ndim == 0 or any(array.shape[n] != indices.shape[n] for n in others):
+        return Tensor(plain(array, dim, indices), x._env)
+    (narrow,) = operands(index, _expand) or (indices,)
+    narrow = narrow if narrow.ndim == array.ndim and narrow.shape[dim] == indices.shape[dim] else indices
+    return Tensor(jnp.take_along_axis(array, narrow, dim, mode="clip"), x._env)
 
 
 def is_all_true(x):
@@ -313,21 +281,12 @@ def softmax(x, dim, dtype=None):
     return Tensor(result.astype(array.dtype if dtype is None else mappings.t2j_dtype(dtype)), x._env)
 
 
-def _softmax(x, dim, half_to_float=False):
-    return softmax(x, dim, torch.float32 if half_to_float else None)
-
-
-def _get_item(plain):
+def _get_item(plain, self, key):
     """torchax's. Of a part of a tensor (`x[:n]`) it takes parts only; an index by numbers is of the part's values."""
-
-    def get_item(self, key):
-        if any(
-            isinstance(part, (list, torch.Tensor, jax.Array)) for part in (key if isinstance(key, tuple) else (key,))
-        ):
-            self = Tensor(self.jax(), self._env)
-        return plain(self, key)
-
-    return get_item
+    parts = key if isinstance(key, tuple) else (key,)
+    if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in parts):
+        self = Tensor(self.jax(), self._env)
+    return plain(self, key)
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):
@@ -358,15 +317,11 @@ def _of_each(x: torch.Tensor, mask, value):
     return value.expand(entry) if value.ndim <= len(entry) else value
 
 
-def _index_put(plain):
+def _index_put(plain, self, indices, values, accumulate=False):
     """torchax's, of a value that is each entry's."""
-
-    def index_put(self, indices, values, accumulate=False):
-        values = _of_each(self, indices[0] if len(indices) == 1 else None, values)
-        given = (self.jax(), [None if i is None else i.jax() for i in indices], values.jax(), accumulate)
-        return Tensor(plain(*given), self._env)
-
-    return index_put
+    values = _of_each(self, indices[0] if len(indices) == 1 else None, values)
+    given = (self.jax(), [None if i is None else i.jax() for i in indices], values.jax(), accumulate)
+    return Tensor(plain(*given), self._env)
 
 
 def type_as(self, other):

@@ -3,44 +3,39 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch.nn.functional as F
 from torchax.tensor import Tensor
 
 
-def of_torchs_forms(env):
-    """`nearest` and `nearest-exact` in the input's dtype: torchax's way returns dtypes that disagree in bfloat16.
+def interpolate(
+    torchax_interpolate,
+    input,
+    size=None,
+    scale_factor=None,
+    mode="nearest",
+    align_corners=None,
+    recompute_scale_factor=None,
+    antialias=False,
+):
+    """torch's `F.interpolate`. `nearest` and `nearest-exact` in the input's dtype: torchax's way returns dtypes that disagree in bfloat16.
 
     With `antialias` as torch filters; torchax has no such form.
     """
-    torchax_interpolate = env._get_op_or_decomp(F.interpolate).func
-
-    def interpolate(
-        input,
-        size=None,
-        scale_factor=None,
-        mode="nearest",
-        align_corners=None,
-        recompute_scale_factor=None,
-        antialias=False,
-    ):
-        x = input.jax()
-        if antialias and mode in REACH:
-            whole = isinstance(size, (tuple, list)) or size is None
-            sizes = size if whole else (size,) * 2
-            return Tensor(_filtered(x, sizes, scale_factor, mode, align_corners, recompute_scale_factor), input._env)
-        if mode not in ("nearest", "nearest-exact"):
-            rest = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-            return Tensor(torchax_interpolate(x, *rest), input._env)
-        spatial = x.shape[2:]
-        factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(spatial)
-        sizes = size if isinstance(size, (tuple, list)) else (size,) * len(spatial)
-        for axis, (length, wanted, factor) in enumerate(zip(spatial, sizes, factors), start=2):
-            target = int(length * factor) if wanted is None else int(wanted)
-            ratio = length / target if factor is None or recompute_scale_factor else 1.0 / factor
-            x = _nearest(x, axis, target, ratio, 0.5 if mode == "nearest-exact" else 0.0)
-        return Tensor(x, input._env)
-
-    return interpolate
+    x = input.jax()
+    if antialias and mode in REACH:
+        whole = isinstance(size, (tuple, list)) or size is None
+        sizes = size if whole else (size,) * 2
+        return Tensor(_filtered(x, sizes, scale_factor, mode, align_corners, recompute_scale_factor), input._env)
+    if mode not in ("nearest", "nearest-exact"):
+        rest = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        return Tensor(torchax_interpolate(x, *rest), input._env)
+    spatial = x.shape[2:]
+    factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(spatial)
+    sizes = size if isinstance(size, (tuple, list)) else (size,) * len(spatial)
+    for axis, (length, wanted, factor) in enumerate(zip(spatial, sizes, factors), start=2):
+        target = int(length * factor) if wanted is None else int(wanted)
+        ratio = length / target if factor is None or recompute_scale_factor else 1.0 / factor
+        x = _nearest(x, axis, target, ratio, 0.5 if mode == "nearest-exact" else 0.0)
+    return Tensor(x, input._env)
 
 
 REACH = {"bilinear": 1.0, "bicubic": 2.0}  # of a filter, to each side

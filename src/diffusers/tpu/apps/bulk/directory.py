@@ -34,9 +34,15 @@ class Directory:
         with self._alone():
             file = self.path / "prompts.jsonl"
             there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-            for number, (old, new) in enumerate(zip(there, wanted)):
+            for old, new in zip(there, map(json.loads, map(json.dumps, wanted))):
                 if old != new:
-                    raise ValueError(self._differs(number, old, json.loads(json.dumps(new))))
+                    whose = "the run" if "settings" in old else f"prompt {old['id']!r}"
+                    old, new = old.get("settings", old), new.get("settings", new)
+                    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+                    what = "; ".join(f"{name} {old.get(name)!r}, now {new.get(name)!r}" for name in names)
+                    raise ValueError(
+                        f"expected what {self.path} is for, got another {whose}: {what}. Choose another --output"
+                    )
             if len(there) > len(wanted):
                 raise ValueError(
                     f"expected the {len(there) - 1} prompts that {self.path} is for, got {len(wanted) - 1}:"
@@ -89,12 +95,3 @@ class Directory:
             left.unlink()
         with whole_files([self.path / name]) as (draft,):
             draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    def _differs(self, number: int, old: dict, new: dict) -> str:
-        if number == 0:
-            old, new, whose = old["settings"], new["settings"], "the run"
-        else:
-            whose = f"prompt {old['id']!r}"
-        names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-        what = "; ".join(f"{name} {old.get(name)!r}, now {new.get(name)!r}" for name in names)
-        return f"expected what {self.path} is for, got another {whose}: {what}. Choose another --output"

@@ -29,37 +29,27 @@ class Actor:
 
 
 def run(
-    directory: Directory,
-    load: Callable,
-    pipeline_class: type,
-    prompts: list[Prompt],
-    actors: int,
-    resources: dict[str, float],
-    **settings,
+    directory: Directory, load: Callable, cls: type, prompts: list[Prompt], actors: int, resources: dict, **settings
 ):
     """Return when every prompt has a record.
 
     Args:
-        load: gives the pipeline in an actor's process.
+        load: gives the pipeline, of class `cls`, in an actor's process.
         resources: of one actor, such as {"TPU": 8}; none are of simulated chips.
         settings: as `Work`'s.
     """
     variables = {n: v for n, v in os.environ.items() if n.startswith(PASSED_ON) and not n.endswith("_TOKEN")}
-    started_here = not ray.is_initialized()
+    waiting = [prompt for prompt in prompts if directory.record(prompt) is None or prompt.id in settings["retry"]]
+    started_here, batch = not ray.is_initialized(), settings["batch"]
     if started_here:
         ray.init(runtime_env={"env_vars": variables}, log_to_driver=False, include_dashboard=False)
     try:
-        context = DataContext.get_current()
-        context.enable_progress_bars = False
-        waiting = [prompt for prompt in prompts if directory.record(prompt) is None or prompt.id in settings["retry"]]
+        DataContext.get_current().enable_progress_bars = False
         if waiting:
-            batch = settings["batch"]
-            rows = ray.data.from_items(
-                [{"prompt": prompt.as_json()} for prompt in waiting], override_num_blocks=-(-len(waiting) // batch)
-            )
-            done = rows.map_batches(
+            items = [{"prompt": prompt.as_json()} for prompt in waiting]
+            done = ray.data.from_items(items, override_num_blocks=-(-len(waiting) // batch)).map_batches(
                 Actor,
-                fn_constructor_args=(directory.path.resolve(), load, pipeline_class, settings),
+                fn_constructor_args=(directory.path.resolve(), load, cls, settings),
                 compute=ActorPoolStrategy(size=actors, max_tasks_in_flight_per_actor=1),
                 batch_size=batch,
                 resources=resources,

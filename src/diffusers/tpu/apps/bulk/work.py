@@ -1,7 +1,7 @@
 """One process at its directory: take a prompt that nobody has, make it, say so; at the end wait for the others."""
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 from ....utils import load_image
 from ..generation import media
@@ -22,22 +22,11 @@ class Work:
         told: called with the record of each prompt that this process made, or could not make.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        load: Callable[[], object],
-        pipeline_class: type,
-        *,
-        batch: int = 1,
-        fps: int | None = None,
-        retry: Collection[str] = (),
-        told: Callable[[dict], None] = lambda record: None,
-    ):
-        self.directory, self.fps, self.told = directory, fps, told
-        self.pipeline_class, self._load, self._pipe = pipeline_class, load, None
-        self.batch = batch if takes_batches(pipeline_class) else 1
+    def __init__(self, directory: Directory, load: Callable, cls: type, *, batch=1, fps=None, retry=(), told=None):
+        self.directory, self.cls, self.fps, self.told = directory, cls, fps, told or (lambda record: None)
+        self.batch = batch if takes_batches(cls) else 1
         self.claims = Claims(directory.path)
-        self._again = set(retry)
+        self._load, self._pipe, self._again = load, None, set(retry)
 
     def run(self, prompts: list[Prompt]):
         """Return when every prompt has a record, made by this process or another."""
@@ -102,9 +91,9 @@ class Work:
     def _request(self, prompt: Prompt) -> Request:
         """Raises ValueError for arguments that the pipeline does not take, or an `image` that is no file of a picture."""
         request, image = prompt.request(), prompt.arguments.get("image")
-        takes_image = isinstance(image, str) and "image" in parameters_of(self.pipeline_class)
+        takes_image = isinstance(image, str) and "image" in parameters_of(self.cls)
         rest = {name: value for name, value in request.arguments.items() if name != "image" or not takes_image}
-        check_arguments(self.pipeline_class, rest)
+        check_arguments(self.cls, rest)
         if not takes_image:
             return request
         try:

@@ -56,13 +56,13 @@ def _add_options(parser, table: dict):
         parser.add_argument(name, **given)
 
 
-def _module(options: argparse.Namespace) -> str:
-    """The name of the module that runs the command."""
+def _function(options: argparse.Namespace) -> tuple[str, str]:
+    """The module and the name of the function that runs the command."""
     if options.command == "compare":
-        return "compare_trace" if options.trace else "compare"
+        return "compare", "trace" if options.trace else "run"
     if options.command == "generate":
-        return "bulk" if options.prompts is not None else "generate" if options.stage is None else "staged"
-    return options.command
+        return "bulk" if options.prompts is not None else "generate" if options.stage is None else "staged", "run"
+    return ("plan", "make_executables") if options.command == "compile" else (options.command, "run")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,7 +72,8 @@ def main(argv: list[str] | None = None) -> int:
         groups = TABLE["commands"][options.command].get("groups", ())
         if rest and not {"pipeline", "plan"} & {*groups}:
             raise BadInput(f"expected no further arguments of {options.command}, got {' '.join(rest)}")
-        return importlib.import_module(f".{_module(options)}", __package__).run(options, rest)
+        module, name = _function(options)
+        return getattr(importlib.import_module(f".{module}", __package__), name)(options, rest)
     except BadInput as error:
         print(f"diffusers-tpu: {error}", file=sys.stderr)
         hosts.failed(str(error), 2)

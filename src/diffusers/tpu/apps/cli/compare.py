@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import math
+import os
 import random
+from pathlib import Path
 
 import torch
 from rich.box import SIMPLE
@@ -11,14 +13,15 @@ from rich.console import Console
 from tqdm import tqdm
 
 from . import session
-from .arguments import flag
-from .errors import BadInput, calling
+from .arguments import flag, numbers
+from .errors import PACKAGE, BadInput, calling, refusing
 from .output import check_writable, table, whole_file
 
 
 OF_A_COMPONENT = ("entry", "form", "attention", "against", "against_dtype", "against_mesh", "against_attention")
 OF_A_COMPONENT += ("depth", "report", "debug_nans", "debug_sharding")
 DEPTH = 2
+NARROW = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
 
 
 def run(options, rest: list[str]) -> int:
@@ -81,10 +84,7 @@ def as_table(rows):
         mesh = ",".join(map(str, row.mesh))
         lines.append((name, row.dtype, mesh, f"{row.error:.1e}", upstream, f"{row.limit:.1e}", verdict))
     names = ("module", "dtype", "dp,sp,tp", "ours", "upstream", "limit", "")
-    made = table(names, lines, 3, title="relative error against upstream in float32")
-    for column in made.columns:
-        column.no_wrap = True
-    return made
+    return table(names, lines, 3, wrap=False, title="relative error against upstream in float32")
 
 
 def _submodules(options, target, cls: type, call: dict, seed: int) -> int:
@@ -136,16 +136,14 @@ def show(comparison, options, console: Console):
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         console.print(f"not compared: {', '.join(names[:4])}{more}: {reason}", soft_wrap=True, markup=False)
 
-    def called(name: str) -> str:
-        return f"{comparison.component}.{name}" if name else comparison.component
-
-    if comparison.first is not None:
-        console.print(f"[bold red]parts first[/]: {called(comparison.first)}", soft_wrap=True)
-    else:
-        console.print(f"{len(comparison.rows)} submodules, none parts by itself", soft_wrap=True)
+    first, not_finite = (
+        "none" if name is None else f"{comparison.component}.{name}".rstrip(".")
+        for name in (comparison.first, comparison.not_finite)
+    )
+    parts = f"{len(comparison.rows)} submodules, none parts by itself"
+    console.print(parts if comparison.first is None else f"[bold red]parts first[/]: {first}", soft_wrap=True)
     if options.debug_nans or comparison.not_finite is not None:
-        where = "none" if comparison.not_finite is None else called(comparison.not_finite)
-        console.print(f"first NaN or infinity: {where}", soft_wrap=True)
+        console.print(f"first NaN or infinity: {not_finite}", soft_wrap=True)
 
 
 def _errors(comparison, rows):
@@ -158,7 +156,8 @@ def _errors(comparison, rows):
         numbers += [f"{e.cosine:.5f}", growth, f"{row.limit:.1e}"]
         lines.append((row.name or f"({comparison.component})", *numbers, verdict))
     title = f"{comparison.component}.{comparison.entry}: {comparison.form} against {comparison.against}"
-    return _narrow(("submodule", "mean", "max", "relative", "cosine", "growth", "limit", ""), lines, 1, title)
+    names = ("submodule", "mean", "max", "relative", "cosine", "growth", "limit", "")
+    return table(names, lines, wrap=False, title=title, **NARROW)
 
 
 def _shardings(comparison):
@@ -166,13 +165,51 @@ def _shardings(comparison):
         (row.name or f"({comparison.component})", ", ".join(map(str, row.shape)), row.spec or "host", row.chips)
         for row in comparison.rows
     )
-    return _narrow(("submodule", "shape", "spec", "chips"), lines, 4, "how values lie")
+    return table(("submodule", "shape", "spec", "chips"), lines, 4, wrap=False, title="how values lie", **NARROW)
 
 
-def _narrow(names, lines, text_columns: int, title: str):
-    """A table whose first column is folded where it is too wide."""
-    made = table(names, lines, text_columns, title=title, box=SIMPLE, pad_edge=False, collapse_padding=True)
-    made.columns[0].overflow, made.columns[0].min_width = "fold", 20
-    for column in made.columns[1:]:
-        column.no_wrap = True
-    return made
+def trace(options, rest: list[str]) -> int:
+    """`--trace`; exit status 1 if there is an obstacle to compiling, or a trace did not come to its end."""
+    for name in (*OF_A_COMPONENT, "mesh", "seed"):
+        if getattr(options, name):
+            raise BadInput(f"expected --trace without {flag(name)}, got both: a trace computes nothing")
+    if len(options.dtype or []) > 1:
+        raise BadInput(f"expected --dtype once with --trace, got {options.dtype}")
+    arguments = numbers(options, rest)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here stays free
+    from ...planner import obstacles
+
+    quiet = Console(stderr=True)
+    dtype = getattr(torch, (options.dtype or ["bfloat16"])[0])
+    only = [options.component] if options.component else None
+    with quiet.status(f"tracing {options.model}") as status, refusing(ValueError, TypeError):
+        found = obstacles.list_obstacles(options.model, dtype, arguments, options.planned, only, status.update)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(traced) for traced in found], indent=2))
+    else:
+        for line in _obstacles(found):
+            Console().print(line, soft_wrap=True, markup=False, highlight=False)
+    return 0 if not any(traced.obstacles or traced.stopped for traced in found) else 1
+
+
+def _obstacles(found):
+    for traced in found:
+        name = f"{traced.component} ({traced.kind}: {', '.join(traced.entries)})"
+        yield f"{name}:" if traced.obstacles or traced.stopped else f"{name}: nothing stops it"
+        for one in traced.obstacles:
+            yield f"  {short(one.file)}:{one.line}: {one.what}"
+            yield f"      {one.code}"
+        yield from (f"  a trace ends at {words}" for words in traced.stopped)
+    lines = sum(len(traced.obstacles) for traced in found)
+    yield (
+        f"{lines} {'obstacle' if lines == 1 else 'obstacles'}; components traced: {len(found)}; nothing was compiled, no weight"
+        " was read"
+    )
+
+
+def short(file: str) -> str:
+    """A file of an installed package from the package's name on."""
+    for root in (PACKAGE.parent, Path(torch.__file__).parents[1]):
+        if Path(file).is_relative_to(root):
+            return os.path.relpath(file, root)
+    return file

@@ -47,7 +47,7 @@ def run(options, rest: list[str]) -> int:
 
             stack.enter_context(nans.debugging())
         if steps is not None:
-            from .tracing import traced
+            from .profile import traced
 
             stack.enter_context(traced(pipe, options.profile, steps))
         result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
@@ -73,11 +73,11 @@ def _profiled_steps(options, cls: type, call: dict, target) -> range | None:
         return None
     if target is None:
         raise BadInput("expected no --profile without the TPU path")
-    from . import tracing
+    from . import profile
 
     asked = arguments.parameters_of(cls).get("num_inference_steps")
     count = call.get("num_inference_steps", asked and asked.default)
-    return tracing.steps_of(options.profile_steps or tracing.STEPS, count if isinstance(count, int) else None)
+    return profile.steps_of(options.profile_steps or profile.STEPS, count if isinstance(count, int) else None)
 
 
 def check_finite(pipe, target):

@@ -15,11 +15,19 @@ from .errors import BadInput
 SUFFIXES = (".mp4", ".png")
 
 
-def table(names: Sequence[str], rows: Iterable[Sequence | None], text_columns: int = 1, **settings) -> Table:
-    """A table of these rows, None between two sections; columns after the first `text_columns` are numbers."""
+def table(
+    names: Sequence[str], rows: Iterable[Sequence | None], texts: int = 1, wrap: bool = True, **settings
+) -> Table:
+    """A table of these rows, None between two sections; columns after the first `texts` are numbers.
+
+    Without `wrap` only cells of the first column may have several lines.
+    """
     made = Table(*names, title_justify="left", **settings)
-    for column in made.columns[text_columns:]:
-        column.justify = "right"
+    for number, column in enumerate(made.columns):
+        column.justify = "left" if number < texts else "right"
+        column.no_wrap = number > 0 and not wrap
+    if not wrap:
+        made.columns[0].overflow, made.columns[0].min_width = "fold", 20
     for row in rows:
         if row is None:
             made.add_section()
@@ -44,9 +52,8 @@ def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise BadInput(
-            f"expected to write into {path.parent}, got {error.strerror}; choose another --output"
-        ) from error
+        words = f"expected to write into {path.parent}, got {error.strerror}; choose another --output"
+        raise BadInput(words) from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
         raise BadInput(f"expected --output to be a file in a writable folder, got {str(path)!r}")
     return path

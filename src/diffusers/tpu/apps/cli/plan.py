@@ -1,6 +1,7 @@
-"""`diffusers-tpu plan`: does a model fit a slice, how fast is a step, and why."""
+"""`diffusers-tpu plan`: does a model fit a slice, how fast is a step, and why; `diffusers-tpu compile`: its executables."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,8 @@ from rich.console import Console
 
 from ... import planner
 from ...chips.figures import find_topology
-from ...config import parse_mesh
+from ...config import parse_mesh, read_environment
+from ...planner import ahead
 from ...planner.aot import NoCompiler
 from ...planner.report import step_ranges, write
 from .arguments import numbers
@@ -17,7 +19,7 @@ from .errors import BadInput, refusing
 from .output import check_writable, table, write_json
 
 
-def asked(options, rest: list[str]) -> dict:
+def _asked(options, rest: list[str]) -> dict:
     """What the planner is asked with, beside model, slice and mesh."""
     if options.batch < 1:
         raise BadInput(f"expected --batch of at least 1, got {options.batch}")
@@ -35,7 +37,7 @@ def run(options, rest: list[str]) -> int:
     with refusing(ValueError):
         topologies = [find_topology(name).name for word in options.topology for name in word.split(",") if name]
         mesh = options.mesh if options.mesh in (None, "auto") else parse_mesh(options.mesh)
-    settings = {**asked(options, rest), "mesh": mesh, "everything": options.everything, "seconds": options.time_limit}
+    settings = {**_asked(options, rest), "mesh": mesh, "everything": options.everything, "seconds": options.time_limit}
     check_writable(options.report, ".html")
     check_writable(options.json, ".json")
     console, quiet = Console(stderr=options.json == "-"), Console(stderr=True)
@@ -52,6 +54,38 @@ def run(options, rest: list[str]) -> int:
         if file not in (None, "-"):
             console.print(f"wrote {file}", soft_wrap=True)
     return 0 if any(plan["fits"] for plan in plans) else 1
+
+
+def make_executables(options, rest: list[str]) -> int:
+    """`diffusers-tpu compile`, on any machine: a run's executables made before it; exit status 1 if one is not kept."""
+    folder = options.output or read_environment().cache_dir
+    if folder is None:
+        raise BadInput("expected --output DIR where DIFFUSERS_TPU_CACHE=off keeps nothing")
+    settings = _asked(options, rest)
+    check_writable(options.json, ".json")
+    with refusing(ValueError, NoCompiler):
+        mesh = options.mesh and parse_mesh(options.mesh)
+        request = planner.request_of(options.model, options.topology, mesh=mesh, **settings)
+        with Console(stderr=True).status(f"compiling for {options.topology}") as status:
+            made = ahead.make(request, Path(folder).absolute(), status.update)
+    write_json(options.json, made)
+    if options.json != "-":
+        console = Console()
+        rows = (
+            (
+                p["name"],
+                p["branches"],
+                "was there" if p["was_there"] else f"{p['seconds']:.1f}",
+                f"{p['bytes'] / 1e6:.1f}",
+            )
+            for p in made["programs"]
+        )
+        title = f"{options.model} for {options.topology}"
+        console.print(table(("program", "branches", "seconds", "MB"), rows, title=title))
+        console.print(f"{made['bytes'] / 1e6:.1f} MB in {folder}", soft_wrap=True)
+    for reason in made["left"]:
+        print(f"diffusers-tpu: not kept: {reason}", file=sys.stderr)
+    return 1 if made["left"] else 0
 
 
 def _show(plan: dict, console: Console):

@@ -35,7 +35,7 @@ def run(options, rest: list[str]) -> int:
     with loading():
         limits = {n: value for n in sizes.Limits.__annotations__ if (value := getattr(options, n)) is not None}
         texts = [text for texts in options.sizes or [] for text in texts.split(",")]
-        settings = server.Settings(
+        settings = sizes.Settings(
             model=options.name or Path(options.model).name,
             defaults=call,
             sizes=tuple(sizes.parse(text, sizes.default_frames(cls)) for text in texts),

@@ -42,10 +42,7 @@ def choose_target(device: str) -> Target | None:
 
 
 def is_first(target: Target | None) -> bool:
-    """Whether this process is the one of its run that writes and tells; the processes of a run on several hosts join here.
-
-    The others say errors only.
-    """
+    """Whether this process is the one of its run that writes and tells, the others say errors only; processes join here."""
     if target is None:
         return True
     with loading():

@@ -40,21 +40,14 @@ def compile_seconds(pipe) -> Counter[str]:
 
 
 class Stopwatch:
-    """Times one call of `pipe`: `encode_prompt`, the VAE's `encode` and `decode`, and the steps between them.
-
-    Attributes:
-        parts: seconds by part, without compilation; `steps` one by one; `total` with everything.
-    """
+    """Times one call of `pipe`: seconds of `parts` and of each of its `steps` without compilation, `total` with it."""
 
     def __init__(self, pipe):
         self.pipe, self.parts, self.steps, self.total = pipe, Counter(), [], 0.0
         self._last, self._last_compile = 0.0, 0.0
 
     def call(self, arguments: dict, takes_callback: bool, run=None):
-        """The pipeline's output, on the host. `takes_callback`: it takes `callback_on_step_end`.
-
-        `run`: what to call in place of the pipeline, a part of its call.
-        """
+        """The pipeline's output, or that of `run`, a part of its call. `takes_callback`: it takes `callback_on_step_end`."""
         if takes_callback:
             arguments = {**arguments, "callback_on_step_end": self._step_ends}
         start, vae = time.perf_counter(), getattr(self.pipe, "vae", None)

@@ -25,45 +25,33 @@ class Request:
 
 
 def generate(
-    pipe,
-    requests: Sequence[Request],
-    size: int | None = None,
-    on_step: Callable[[int, int], None] | None = None,
-    output_type: str = "pil",
+    pipe, requests: Sequence[Request], size: int = 1, on_step: Callable[[int, int], None] | None = None
 ) -> list[list]:
     """What one call makes of each request: lists of images, or of videos.
 
     Args:
         requests: alike; more than one only where `takes_batches` says that the pipeline allows it.
-        size: prompts of the call, at least as many as there are requests; the first ones again fill it up, so that one
-            compiled program does for every number of requests.
+        size: prompts of the call; the first ones again fill it up, so that one program does for every number of requests.
         on_step: called after each denoising step with how many are done and how many there are. What it raises ends the call.
     """
-    filled = list(islice(cycle(requests), max(size or 0, len(requests))))
-    output = pipe(**_arguments(pipe, filled, on_step, output_type))
-    values = output.frames if hasattr(output, "frames") else output.images
-    if output_type == "pil":
-        values, _ = media.pictures(output)
-    each = len(values) // len(filled)
-    return [list(values[each * i : each * (i + 1)]) for i in range(len(requests))]
-
-
-def _arguments(pipe, requests: list[Request], on_step, output_type: str) -> dict:
+    filled = list(islice(cycle(requests), max(size, len(requests))))
     takes = parameters_of(type(pipe))
-    arguments = {**requests[0].arguments, "prompt": [request.prompt for request in requests]}
+    given = {"prompt": [request.prompt for request in filled]}
     if "generator" in takes:
-        arguments["generator"] = [torch.Generator().manual_seed(request.seed) for request in requests]
-    if len(requests) == 1:
-        arguments |= {name: arguments[name][0] for name in ("prompt", "generator") if name in arguments}
+        given["generator"] = [torch.Generator().manual_seed(request.seed) for request in filled]
+    if len(filled) == 1:
+        given = {name: values[0] for name, values in given.items()}
     elif not takes_batches(type(pipe)):
-        raise ValueError(f"expected one prompt a call of {type(pipe).__name__}, got {len(requests)}")
+        raise ValueError(f"expected one prompt a call of {type(pipe).__name__}, got {len(filled)}")
     if "output_type" in takes:
-        arguments["output_type"] = output_type
+        given["output_type"] = "pil"
     if on_step is not None and "callback_on_step_end" in takes:
 
         def step_ends(pipe, step: int, timestep, tensors: dict) -> dict:
             on_step(step + 1, max(getattr(pipe, "num_timesteps", 0) or 0, step + 1))
             return {}
 
-        arguments["callback_on_step_end"] = step_ends
-    return arguments
+        given["callback_on_step_end"] = step_ends
+    values, _ = media.pictures(pipe(**{**requests[0].arguments, **given}))
+    each = len(values) // len(filled)
+    return [values[each * i : each * (i + 1)] for i in range(len(requests))]

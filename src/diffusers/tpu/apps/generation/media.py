@@ -13,9 +13,7 @@ from ...files import whole_files
 
 
 FPS = 16
-TILES_IN_A_ROW = 9
-MAX_TILES = 18
-TILE_WIDTHS = (128, 256)
+TILES_IN_A_ROW, MAX_TILES, TILE_WIDTHS = 9, 18, (128, 256)  # of contact sheets
 
 
 def pictures(output) -> tuple[list, bool]:
@@ -39,15 +37,14 @@ def write(values: list, are_videos: bool, path: Path, fps: int | None) -> list[P
     """
     fps = FPS if fps is None else fps
     stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
-    videos = [path.with_name(f"{stem}.mp4") for stem in stems] if are_videos else []
     sheets = [path.with_name(f"{stem}.png") for stem in stems]
+    videos = [sheet.with_suffix(".mp4") for sheet in sheets] if are_videos else []
     # Without it imageio forks to shield ffmpeg from ctrl-C, which JAX warns of; an unfinished file is removed anyway.
     os.environ.setdefault("IMAGEIO_FFMPEG_NO_PREVENT_SIGINT", "1")
     try:
         with whole_files([*videos, *sheets]) as drafts:
-            for value, draft in zip(values, drafts):
-                if are_videos:
-                    export_to_video(value, str(draft), fps=fps)
+            for value, draft in zip(values, drafts[: len(videos)]):
+                export_to_video(value, str(draft), fps=fps)
             for value, draft in zip(values, drafts[len(videos) :]):
                 (contact_sheet(value) if are_videos else value).save(draft)
     except OSError as error:  # the disk is full, or ffmpeg could not write and has gone

@@ -15,8 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 
 from .errors import Refused
-from .jobs import CANCELLED, COMPLETED, FAILED, Job, Jobs
-from .metrics import Metrics
+from .jobs import CANCELLED, COMPLETED, FAILED, Job, Jobs, Metrics
 from .requests import Reader, WantedImages, WantedVideo
 from .worker import Worker
 

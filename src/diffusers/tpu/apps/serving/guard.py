@@ -1,25 +1,18 @@
 """Before any endpoint: who may ask, and how large a request may be."""
 
 import hmac
-import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import Refused
-from .metrics import Metrics
+from .jobs import Metrics
+from .sizes import Settings, is_loopback
 
 
 TOKEN_PATHS = ("/v1/", "/metrics")  # the page has a login of its own; /health is open
 UPLOAD = "/gradio_api/upload"
-
-
-def is_loopback(host: str | None) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def same(token: str, given: str) -> bool:
@@ -34,12 +27,12 @@ class Guard:
     - Bound to loopback, the request must name loopback as its host: no name that someone points there.
     - A browser's request from another site's page is refused.
     - The page's uploads are closed.
-    - A body beyond `body_bytes` is refused, by its length if it says one, else when it comes.
+    - A body beyond the limit is refused, by its length if it says one, else when it comes.
     """
 
-    def __init__(self, app: ASGIApp, *, token: str | None, loopback: bool, body_bytes: int, metrics: Metrics):
-        self.app, self.token, self.loopback = app, token, loopback
-        self.body_bytes, self.metrics = body_bytes, metrics
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
+        self.app, self.token, self.metrics = app, settings.token, metrics
+        self.loopback, self.body_bytes = is_loopback(settings.host), settings.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send):
         if scope["type"] == "websocket":
@@ -81,13 +74,9 @@ class Guard:
         if self.token is not None and path.startswith(TOKEN_PATHS):
             kind, _, given = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not same(self.token, given.strip()):
-                raise Refused(
-                    401,
-                    "expected the header Authorization: Bearer TOKEN with this server's token, got "
-                    + ("another one" if given else "none"),
-                    code="invalid_api_key",
-                    WWW_Authenticate="Bearer",
-                )
+                header = "expected the header Authorization: Bearer TOKEN with this server's token"
+                got = "another one" if given else "none"
+                raise Refused(401, f"{header}, got {got}", code="invalid_api_key", WWW_Authenticate="Bearer")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > self.body_bytes:
             raise self._too_large(length)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
 from ..generation.call import Request
 from .errors import Refused
 from .sizes import Limits, Size
@@ -18,39 +20,31 @@ from .sizes import Limits, Size
 
 QUEUED, IN_PROGRESS, COMPLETED, FAILED, CANCELLED = "queued", "in_progress", "completed", "failed", "cancelled"
 FINISHED = (COMPLETED, FAILED, CANCELLED)
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  # buckets of the histograms
 
 
 @dataclass(eq=False)
 class Job:
-    """One output to make.
+    """One output to make. Clients see `created_at` and `completed_at`, Unix time; the other times are of the monotonic clock."""
 
-    Attributes:
-        kind: "video" or "image"; the id begins with it.
-        cancelling: someone asked to end it; while it runs, it ends after the step.
-        created_at, completed_at: Unix time, for clients; nothing is decided by them.
-        queued_at, started_at, finished_at: seconds of the monotonic clock.
-        held: the request that made it will read its files: they are kept whatever the limits say.
-        error: `code` and `message` where it failed.
-    """
-
-    kind: str
+    kind: str  # "video" or "image"; the id begins with it
     request: Request
     size: Size
     id: str = field(init=False)
     state: str = QUEUED
-    step: int = 0
+    step: int = 0  # denoising steps that are done, of `steps`
     steps: int = 0
-    cancelling: bool = False
-    held: bool = False
+    cancelling: bool = False  # someone asked to end it; while it runs, it ends after the step
+    held: bool = False  # the request that made it will read its files: they are kept whatever the limits say
     files: list[Path] = field(default_factory=list)
     file_bytes: int = 0
-    error: dict | None = None
+    error: dict | None = None  # `code` and `message` where it failed
     created_at: int = field(default_factory=lambda: int(time.time()))
     completed_at: int | None = None
     queued_at: float = field(default_factory=time.monotonic)
     started_at: float | None = None
     finished_at: float | None = None
-    watchers: set[Callable[[], None]] = field(default_factory=set)
+    watchers: set[Callable[[], None]] = field(default_factory=set)  # called whenever it has changed
 
     def __post_init__(self):
         self.id = f"{self.kind}_{secrets.token_hex(12)}"
@@ -64,17 +58,16 @@ class Job:
         """Percent of the denoising steps; 100 when the file is there."""
         return 100 if self.state == COMPLETED else min(99, 100 * self.step // self.steps) if self.steps else 0
 
+    def tell(self):
+        for watcher in tuple(self.watchers):
+            watcher()
+
 
 class Jobs:
-    """All jobs of a server; every method may be called from any thread.
+    """All jobs of a server; every method may be called from any thread. `told` is called with each job that has finished."""
 
-    Args:
-        told: called with each job that has finished.
-    """
-
-    def __init__(self, limits: Limits, told: Callable[[Job], None] = lambda job: None):
-        self.limits, self.told = limits, told
-        self.closed = False
+    def __init__(self, limits: Limits):
+        self.limits, self.told, self.closed = limits, lambda job: None, False
         self._changed = threading.Condition()
         self._all: dict[str, Job] = {}
         self._queue: deque[Job] = deque()
@@ -88,15 +81,10 @@ class Jobs:
         with self._changed:
             if self.closed:
                 raise Refused(503, "expected a server that takes jobs, got one that ends; try another", code="ending")
-            if len(self._queue) + len(jobs) > self.limits.queue:
-                wait = str(max(1, round(self._seconds * len(self._queue))))
-                raise Refused(
-                    429,
-                    f"expected room for {len(jobs)} in the queue of {self.limits.queue}, got {len(self._queue)} that wait;"
-                    f" try again in some {wait} s",
-                    code="queue_full",
-                    Retry_After=wait,
-                )
+            if len(self) + len(jobs) > self.limits.queue:
+                wait = str(max(1, round(self._seconds * len(self))))
+                room = f"expected room for {len(jobs)} in the queue of {self.limits.queue}, got {len(self)} that wait"
+                raise Refused(429, f"{room}; try again in some {wait} s", code="queue_full", Retry_After=wait)
             for job in jobs:
                 self._all[job.id] = job
                 self._queue.append(job)
@@ -113,13 +101,9 @@ class Jobs:
             for job in jobs:
                 self._queue.remove(job)
                 job.state, job.started_at = IN_PROGRESS, time.monotonic()
-        _tell(jobs)
+        for job in jobs:
+            job.tell()
         return jobs
-
-    def step(self, job: Job, step: int, steps: int):
-        """So many denoising steps are done."""
-        job.step, job.steps = step, steps
-        _tell([job])
 
     def finish(self, job: Job, state: str, files: list[Path] = (), error: dict | None = None):
         """The end of a job; of one that someone cancelled meanwhile no files are kept."""
@@ -135,7 +119,7 @@ class Jobs:
             self._changed.notify_all()
         for file in set(files) - set(job.files):
             file.unlink(missing_ok=True)
-        _tell([job])
+        job.tell()
         self.told(job)
         self.sweep()
 
@@ -197,7 +181,25 @@ class Jobs:
             return self._changed.wait_for(lambda: not self.running(), seconds)
 
 
-def _tell(jobs: list[Job]):
-    for job in jobs:
-        for watcher in tuple(job.watchers):
-            watcher()
+class Metrics:
+    """What Prometheus is told of one server and its jobs, by its own library, in a registry of the server's own."""
+
+    def __init__(self, jobs: Jobs):
+        self.registry = CollectorRegistry()
+        made = {"registry": self.registry, "namespace": "diffusers_tpu"}
+        self.finished = Counter("jobs", "Jobs that finished, by outcome.", ["outcome"], **made)
+        self.seconds = Histogram("job_seconds", "From a job's start to its end.", buckets=SECONDS, **made)
+        self.waited = Histogram("queue_seconds", "A job's time in the queue.", buckets=SECONDS, **made)
+        self.responses = Counter("http_responses", "Answers, by status.", ["status"], **made)
+        Gauge("queue_length", "Jobs that wait.", **made).set_function(lambda: len(jobs))
+        Gauge("jobs_running", "Jobs of the call that runs.", **made).set_function(lambda: len(jobs.running()))
+        jobs.told = self._finished
+
+    def _finished(self, job: Job):
+        self.finished.labels(job.state).inc()
+        self.waited.observe((job.started_at or time.monotonic()) - job.queued_at)
+        if job.started_at is not None:
+            self.seconds.observe(job.finished_at - job.started_at)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)

@@ -24,12 +24,12 @@ def mounted(app: FastAPI, jobs: Jobs, reader: Reader, folder: Path, token: str |
     """The application with the page at `/`; with a token its login wants the token as password, whoever's the name."""
     os.environ["GRADIO_TEMP_DIR"] = str(folder / "page")
     kept = jobs.limits.kept_seconds
-    blocks = _blocks(jobs, reader, delete_cache=(min(kept, 600), kept))
+    login = None if token is None else (lambda user, password: same(token, password))
     return gradio.mount_gradio_app(
         app,
-        blocks,
+        _blocks(jobs, reader, delete_cache=(min(kept, 600), kept)),
         path="/",
-        auth=None if token is None else (lambda user, password: same(token, password)),
+        auth=login,
         auth_message="Any name; the server's token as password.",
         allowed_paths=[str(folder)],
         show_error=True,
@@ -59,8 +59,7 @@ def _blocks(jobs: Jobs, reader: Reader, **settings) -> gradio.Blocks:
             yield from _generate(jobs, reader, prompt, size, seed)
 
         def cancel(name):
-            job = jobs.get(name or "")
-            if job is not None:
+            if (job := jobs.get(name or "")) is not None:
                 jobs.cancel(job)
 
         make.click(generate, [prompt, size, seed], [status, result, current], concurrency_limit=jobs.limits.queue)

@@ -51,11 +51,7 @@ class WantedImages(Wanted):
 
 
 class Reader:
-    """Makes jobs of requests for one pipeline.
-
-    Args:
-        defaults: arguments of the pipeline where a request says nothing else.
-    """
+    """Makes jobs of requests for one pipeline; `defaults` are its arguments where a request says nothing else."""
 
     def __init__(self, pipeline_class: type, model: str, defaults: dict, sizes: Sizes):
         self.takes, self.model, self.defaults = parameters_of(pipeline_class), model, defaults

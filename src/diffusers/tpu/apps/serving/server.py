@@ -5,54 +5,18 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import uvicorn
 
-from ..generation import media
 from .api import make_app
-from .guard import Guard, is_loopback
-from .jobs import Jobs
-from .metrics import Metrics
+from .guard import Guard
+from .jobs import Jobs, Metrics
 from .requests import Reader
-from .sizes import Limits, Size, Sizes, default_size
+from .sizes import Settings, Sizes, default_size
 from .worker import Worker
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a server is started with.
-
-    Attributes:
-        model: the name that clients use.
-        defaults: arguments of the pipeline where a request says nothing else.
-        sizes: compiled before the first request; none: the pipeline's default.
-        grace: seconds that a running job has to finish when the server ends, before it is cancelled.
-        token: what clients show; needed where `host` is not loopback.
-    """
-
-    model: str
-    defaults: dict
-    sizes: tuple[Size, ...] = ()
-    any_size: bool = False
-    max_batch: int = 1
-    fps: int = media.FPS
-    grace: float = 30.0
-    host: str = "127.0.0.1"
-    port: int = 8000
-    token: str | None = None
-    page: bool = True
-    limits: Limits = Limits()
-
-    def __post_init__(self):
-        if not is_loopback(self.host) and not self.token:
-            raise ValueError(
-                f"expected a token to be reached from elsewhere: --token or DIFFUSERS_TPU_TOKEN, got none with --host {self.host}"
-            )
-        if self.max_batch < 1 or self.fps < 1 or self.grace < 0:
-            raise ValueError("expected max_batch and fps of at least 1, and grace of at least 0")
 
 
 class Service:
@@ -60,22 +24,21 @@ class Service:
 
     def __init__(self, pipe, settings: Settings):
         self.settings = settings
-        name, defaults, limits, fps = settings.model, settings.defaults, settings.limits, settings.fps
-        self.sizes = Sizes(settings.sizes or (default_size(pipe),), settings.any_size, fps, limits)
-        self.jobs = Jobs(limits)
+        served = settings.sizes or (default_size(pipe),)
+        self.sizes = Sizes(served, settings.any_size, settings.fps, settings.limits)
+        self.jobs = Jobs(settings.limits)
         self.metrics = Metrics(self.jobs)
         prefix = f"diffusers-tpu-serve-{os.getpid()}-"
         self._folder = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
         self.folder = Path(self._folder.name)
-        self.worker = Worker(pipe, self.jobs, self.folder, defaults=defaults, max_batch=settings.max_batch, fps=fps)
-        self.reader = Reader(type(pipe), name, defaults, self.sizes)
+        self.worker = Worker(pipe, self.jobs, self.folder, settings)
+        self.reader = Reader(type(pipe), settings.model, settings.defaults, self.sizes)
         app = self.api = make_app(self.jobs, self.worker, self.reader, self.metrics)
         if settings.page:
             from . import page
 
             app = page.mounted(app, self.jobs, self.reader, self.folder, settings.token)
-        local, most = is_loopback(settings.host), limits.body_bytes
-        self.app = Guard(app, token=settings.token, loopback=local, body_bytes=most, metrics=self.metrics)
+        self.app = Guard(app, settings, self.metrics)
 
     def start(self):
         """Compile every size, then start the worker."""
@@ -95,11 +58,7 @@ class Service:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which ends jobs before connections, as these may wait for jobs.
-
-    Args:
-        told: called with the address when requests are taken.
-    """
+    """uvicorn's server, which ends jobs before connections, as these may wait for jobs; `told` hears the address."""
 
     def __init__(self, config: uvicorn.Config, service: Service, told):
         super().__init__(config)
@@ -152,10 +111,6 @@ def run(pipe, settings: Settings, bound: socket.socket, told) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(service.end)
         for number in (signal.SIGTERM, signal.SIGINT):  # until uvicorn takes them, they end the start
-            stack.callback(signal.signal, number, signal.signal(number, _stop))
+            stack.callback(signal.signal, number, signal.signal(number, lambda *_: sys.exit(0)))
         service.start()
         Server(config, service, told).run(sockets=[bound])
-
-
-def _stop(number, frame):
-    raise SystemExit(0)

@@ -1,8 +1,10 @@
-"""Sizes of outputs, WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, which of them a server takes, and its other limits."""
+"""Sizes of outputs, WIDTHxHEIGHT or WIDTHxHEIGHTxFRAMES, which of them a server takes, its limits and settings."""
 
+import ipaddress
 import re
 from dataclasses import dataclass, replace
 
+from ..generation.media import FPS
 from ..generation.signature import parameters_of
 from .errors import Refused
 
@@ -12,30 +14,19 @@ FORM = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", re.ASCII
 
 @dataclass(frozen=True)
 class Limits:
-    """Counts, bytes and seconds; each is at least 1.
+    """Counts, bytes and seconds; each is at least 1."""
 
-    Attributes:
-        queue: jobs that wait; one more is refused with 429.
-        prompt_characters: of prompt and negative prompt each.
-        body_bytes: of one request.
-        images: of one request (`n`).
-        steps: denoising steps of one job.
-        side, frames: of one output, where any size is taken.
-        kept_seconds, kept_bytes, kept_jobs: finished jobs and their files beyond these go, the oldest first.
-        connections: open at once; one more gets 503.
-    """
-
-    queue: int = 64
-    prompt_characters: int = 4000
-    body_bytes: int = 16 * 2**20
-    images: int = 4
-    steps: int = 200
-    side: int = 4096
+    queue: int = 64  # jobs that wait; one more is refused with 429
+    prompt_characters: int = 4000  # of prompt and negative prompt each
+    body_bytes: int = 16 * 2**20  # of one request
+    images: int = 4  # of one request (`n`)
+    steps: int = 200  # denoising steps of one job
+    side: int = 4096  # of one output in pixels, and its frames, where any size is taken
     frames: int = 1000
-    kept_seconds: int = 3600
+    kept_seconds: int = 3600  # finished jobs and their files beyond these go, the oldest first
     kept_bytes: int = 4 * 2**30
     kept_jobs: int = 1000
-    connections: int = 512
+    connections: int = 512  # open at once; one more gets 503
 
     def __post_init__(self):
         for name, value in vars(self).items():
@@ -136,3 +127,36 @@ class Sizes:
 
     def __str__(self) -> str:
         return ", ".join(f"{s} ({s.frames / self.fps:g} s)" if s.frames else str(s) for s in self.served)
+
+
+def is_loopback(host: str | None) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a server is started with."""
+
+    model: str  # the name that clients use
+    defaults: dict  # arguments of the pipeline where a request says nothing else
+    sizes: tuple[Size, ...] = ()  # compiled before the first request; none: the pipeline's default
+    any_size: bool = False
+    max_batch: int = 1
+    fps: int = FPS
+    grace: float = 30.0  # seconds that a running job has to finish when the server ends, before it is cancelled
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None  # what clients show; needed where `host` is not loopback
+    page: bool = True
+    limits: Limits = Limits()
+
+    def __post_init__(self):
+        if not is_loopback(self.host) and not self.token:
+            raise ValueError(
+                f"expected a token to be reached from elsewhere: --token or DIFFUSERS_TPU_TOKEN, got none with --host {self.host}"
+            )
+        if self.max_batch < 1 or self.fps < 1 or self.grace < 0:
+            raise ValueError("expected max_batch and fps of at least 1, and grace of at least 0")

@@ -10,7 +10,7 @@ from ..generation import media
 from ..generation.call import Request, generate
 from ..generation.signature import parameters_of, takes_batches
 from .jobs import CANCELLED, COMPLETED, FAILED, Job, Jobs
-from .sizes import Size
+from .sizes import Settings, Size
 
 
 logger = logging.getLogger(__name__)
@@ -23,22 +23,19 @@ class Stopped(Exception):
 
 
 class Worker(threading.Thread):
-    """Runs jobs until the queue is closed.
+    """Runs jobs until the queue is closed; their files are written to `folder`.
 
-    Args:
-        defaults: arguments of the pipeline where a job says nothing else.
-        max_batch: jobs of one call; calls are of one job or of this many, filled up, so that two programs a size do.
-        folder: where files are written.
+    Calls are of one job or of `max_batch`, filled up, so that two programs a size do.
     """
 
-    def __init__(self, pipe, jobs: Jobs, folder: Path, *, defaults: dict, max_batch: int = 1, fps: int = media.FPS):
+    def __init__(self, pipe, jobs: Jobs, folder: Path, settings: Settings):
         super().__init__(name="diffusers-tpu-worker")
-        self.pipe, self.jobs, self.folder, self.defaults, self.fps = pipe, jobs, folder, defaults, fps
-        self.max_batch = max_batch if takes_batches(type(pipe)) else 1
+        self.pipe, self.jobs, self.folder, self.settings = pipe, jobs, folder, settings
+        self.max_batch = settings.max_batch if takes_batches(type(pipe)) else 1
 
     def warm_up(self, size: Size):
         """Compile what jobs of this size need, in the calling thread, before the first one comes."""
-        arguments = {**self.defaults, **size.arguments()}
+        arguments = {**self.settings.defaults, **size.arguments()}
         takes = parameters_of(type(self.pipe))
         if "num_inference_steps" in takes:
             steps = arguments.get("num_inference_steps") or takes["num_inference_steps"].default or WARM_STEPS
@@ -57,7 +54,8 @@ class Worker(threading.Thread):
 
         def on_step(step: int, steps: int):
             for job in jobs:
-                self.jobs.step(job, step, steps)
+                job.step, job.steps = step, steps
+                job.tell()
             if all(job.cancelling for job in jobs):
                 raise Stopped
 
@@ -86,4 +84,5 @@ class Worker(threading.Thread):
 
     def _written(self, job: Job, values: list) -> list[Path]:
         are_videos = job.kind == "video"
-        return media.write(values, are_videos, self.folder / f"{job.id}{'.mp4' if are_videos else '.png'}", self.fps)
+        path = self.folder / f"{job.id}{'.mp4' if are_videos else '.png'}"
+        return media.write(values, are_videos, path, self.settings.fps)

@@ -5,29 +5,8 @@ Each stage is upstream's own `__call__` with the same arguments, cut where it wo
     text      up to the first call of the denoiser   text encoder, image encoder, VAE where pixels are encoded
     denoise   up to `vae.decode`                     transformers, scheduler; what text encoded comes from its file
     decode    `vae.decode` and what follows          VAE
-
-    pipe = load(model, "text", dtype)                # then install, .to(...), as any pipeline
-    save(path, settings, run_text(pipe, call, seed))
 """
 
 from .file import Settings, StageFileError, pack, read, save, unpack
 from .loading import STAGED, STAGES, fingerprint, load
 from .running import LATENTS, run_decode, run_denoise, run_text
-
-
-__all__ = [
-    "LATENTS",
-    "STAGED",
-    "STAGES",
-    "Settings",
-    "StageFileError",
-    "fingerprint",
-    "load",
-    "pack",
-    "read",
-    "run_decode",
-    "run_denoise",
-    "run_text",
-    "save",
-    "unpack",
-]

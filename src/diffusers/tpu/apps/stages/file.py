@@ -19,7 +19,6 @@ from ...files import whole_files
 FORMAT = 1
 METADATA = "diffusers-tpu stage"
 MODES = ("L", "RGB", "RGBA")  # of pictures: those whose values are bytes
-AGAIN = {"text": "run the stage text again", "denoise": "run the stage denoise again"}
 
 
 class StageFileError(ValueError):
@@ -28,29 +27,17 @@ class StageFileError(ValueError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of, and how far it got.
+    """What a run is made of, and how far it got; each as JSON in the file."""
 
-    Args:
-        stage: the stage that wrote the file.
-        model, fingerprint: what the user called the model, and the digest of its configurations.
-        pipeline: the name of its class.
-        dtype: of the weights, as torch names it; None: as from_pretrained chooses.
-        seed: of the noise.
-        call: the arguments of `__call__` that were given, packed.
-        vae_dtype: of the VAE that encoded pixels.
-        ran: by stage, in words, where it ran.
-        package, format: versions of diffusers and of this format.
-    """
-
-    stage: str
-    model: str
-    fingerprint: str
-    pipeline: str
-    dtype: str | None
+    stage: str  # that wrote the file
+    model: str  # as the user called it
+    fingerprint: str  # of the model's configurations
+    pipeline: str  # the name of its class
+    dtype: str | None  # of the weights; None: as from_pretrained chooses
     seed: int
-    call: dict
-    vae_dtype: str | None = None
-    ran: dict = field(default_factory=dict)
+    call: dict  # arguments of `__call__` that were given, packed
+    vae_dtype: str | None = None  # of the VAE that encoded pixels
+    ran: dict = field(default_factory=dict)  # by stage, in words, where it ran
     package: str = __version__
     format: int = FORMAT
 
@@ -64,49 +51,42 @@ def save(path, settings: Settings, tensors: dict[str, torch.Tensor]):
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     described = {name: _description(tensor) for name, tensor in tensors.items()}
     metadata = {METADATA: json.dumps({**dataclasses.asdict(settings), "tensors": described})}
-    with whole_files([Path(path)]) as (draft,):
-        draft.write_bytes(
-            safetensors.torch.save(tensors, metadata)
-        )  # save_file would make it readable to its owner only
+    with whole_files([Path(path)]) as (draft,):  # save_file would make it readable to its owner only
+        draft.write_bytes(safetensors.torch.save(tensors, metadata))
 
 
 def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
     """Settings and tensors of the file that `stage` wrote.
 
-    Raises:
-        StageFileError: no such file, cut off, not a stage's, of another stage, format or package, or changed since.
+    Raises StageFileError: no such file, cut off, not a stage's, of another stage, format or package, or changed since.
     """
+    again = f"run the stage {stage} again"
     try:
         with safe_open(path, "pt") as file:
             found = json.loads((file.metadata() or {}).get(METADATA, "null"))
-            _check(path, found, stage)
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise StageFileError(
-            f"expected {path} to be a whole file of the stage {stage}, got {error}; {AGAIN[stage]}"
+            f"expected {path} to be a whole file of the stage {stage}, got {error}; {again}"
         ) from error
+    if not isinstance(found, dict):
+        raise StageFileError(
+            f"expected {path} to be a file of the stage {stage}, got safetensors that no stage wrote; {again}"
+        )
+    for name, wanted in (("format", FORMAT), ("package", __version__), ("stage", stage)):
+        if found.get(name) != wanted:
+            way_out = "give that stage's file" if name == "stage" else f"{again} with this version"
+            raise StageFileError(f"expected {path} of {name} {wanted}, got {found.get(name)}; {way_out}")
+    names = {f.name for f in dataclasses.fields(Settings)} | {"tensors"}
+    if set(found) != names:
+        raise StageFileError(f"expected {path} to hold {sorted(names)}, got {sorted(found)}; {again}")
     described = found.pop("tensors")
     there = {name: _description(tensor) for name, tensor in tensors.items()}
     if described != there:
         raise StageFileError(
-            f"expected the tensors that {path} names, {described}, got {there}: it was changed; {AGAIN[stage]}"
+            f"expected the tensors that {path} names, {described}, got {there}: it was changed; {again}"
         )
     return Settings(**found), tensors
-
-
-def _check(path, found: dict | None, stage: str):
-    """Raises StageFileError unless the metadata are those of this stage, this format and this package."""
-    if not isinstance(found, dict):
-        raise StageFileError(
-            f"expected {path} to be a file of the stage {stage}, got safetensors that no stage wrote; {AGAIN[stage]}"
-        )
-    for name, wanted in (("format", FORMAT), ("package", __version__), ("stage", stage)):
-        if found.get(name) != wanted:
-            way_out = "give that stage's file" if name == "stage" else f"{AGAIN[stage]} with this version"
-            raise StageFileError(f"expected {path} of {name} {wanted}, got {found.get(name)}; {way_out}")
-    names = {f.name for f in dataclasses.fields(Settings)} | {"tensors"}
-    if set(found) != names:
-        raise StageFileError(f"expected {path} to hold {sorted(names)}, got {sorted(found)}; {AGAIN[stage]}")
 
 
 def _description(tensor: torch.Tensor) -> list:

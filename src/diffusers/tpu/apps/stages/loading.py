@@ -48,15 +48,16 @@ def components_of(cls: type, stage: str) -> set[str]:
 def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: torch.dtype | None = None):
     """The pipeline of `model` with what `stage` needs; in place of what its `__call__` merely asks about, an `Absent`.
 
-    Args:
-        dtype: of the weights, as in from_pretrained.
-        vae_dtype: of the VAE that encoded pixels, where it is not loaded.
-
-    Raises:
-        NotImplementedError: a pipeline whose run cannot be cut in three.
+    `vae_dtype`: of the VAE that encoded pixels, where it is not loaded. Raises NotImplementedError for a pipeline whose run
+    cannot be cut in three.
     """
     index = DiffusionPipeline.load_config(model)
-    cls, there = pipeline_class(index), _components(index)
+    name, there = index["_class_name"], _components(index)
+    if name not in STAGED:
+        raise NotImplementedError(
+            f"expected a pipeline that can run in stages, {', '.join(STAGED)}, got {name}: leave --stage out"
+        )
+    cls = getattr(diffusers, name)
     needed = components_of(cls, stage)
     given = {} if dtype is None else {"dtype": dtype}
     asked = {"vae", *DENOISERS} & there.keys() - needed if stage != "decode" else ()
@@ -75,16 +76,6 @@ def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: to
     if stage == "text":
         made.set_progress_bar_config(disable=True)  # no step is taken
     return tpu.install(made) if tpu.is_active() else made
-
-
-def pipeline_class(index: dict) -> type:
-    """The class that `model_index.json` names. Raises NotImplementedError for one that no stages are known for."""
-    name = index["_class_name"]
-    if name not in STAGED:
-        raise NotImplementedError(
-            f"expected a pipeline that can run in stages, {', '.join(STAGED)}, got {name}: leave --stage out"
-        )
-    return getattr(diffusers, name)
 
 
 def fingerprint(model: str) -> str:

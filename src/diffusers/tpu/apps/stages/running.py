@@ -20,18 +20,25 @@ LATENTS = "latents"  # what `vae.decode` takes
 def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
     """What the encoders of this call answer, on the host: embeddings [B, T, C], masks [B, T], encoded pixels [B, 2C, F, H, W]."""
     kept: dict[str, torch.Tensor] = {}
-    calls = itertools.count()
+    prompts, pixels = itertools.count(), itertools.count()
 
     def keep_prompt(answer):
-        names = _prompts(pipe, next(calls))
+        names = _prompts(pipe, next(prompts))
         kept.update((name, _on_host(x)) for name, x in zip(names, answer, strict=True) if x is not None)
 
     def keep_image(answer):
         kept[IMAGE] = _on_host(answer)
 
     def keep_pixels(answer):
-        number = sum(name.startswith(ENCODED) for name in kept)
-        kept[f"{ENCODED}.{number}"] = _on_host(answer.latent_dist.parameters)
+        kept[f"{ENCODED}.{next(pixels)}"] = _on_host(answer.latent_dist.parameters)
+
+    def watched(method, keep):
+        def run(*args, **kwargs):
+            answer = method(*args, **kwargs)
+            keep(answer)
+            return answer
+
+        return run
 
     with contextlib.ExitStack() as stack:
         for owner, name, keep in (
@@ -40,7 +47,7 @@ def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
             (pipe.vae, "encode", keep_pixels),
         ):
             if hasattr(owner, name):
-                stack.enter_context(in_place_of(owner, name, _watched(getattr(owner, name), keep)))
+                stack.enter_context(in_place_of(owner, name, watched(getattr(owner, name), keep)))
         _until_cut(pipe, call, seed)
     return kept
 
@@ -52,35 +59,32 @@ def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> t
 
     Raises ValueError where guidance asks for a prompt that `run_text` did not encode.
     """
-    calls = itertools.count()
-    encoded = iter([kept[name] for name in sorted(kept, key=_number) if name.startswith(ENCODED)])
+    prompts, pixels = itertools.count(), itertools.count()
 
-    def there(tensor):
-        return tensor if tensor is None else tensor.to(pipe._execution_device)
+    def there(name: str):
+        return kept[name].to(pipe._execution_device) if name in kept else None
 
-    def answer_prompt(*args, **kwargs):
-        names = _prompts(pipe, next(calls))
+    def prompt(*args, **kwargs):
+        names = _prompts(pipe, next(prompts))
         if not kept.keys() & set(names):
             raise ValueError(
                 f"expected {', '.join(names)} from the stage text, got {', '.join(kept)}: its guidance was another; run it"
                 " again with the guider that this pipeline has"
             )
-        return tuple(there(kept.get(name)) for name in names)
+        return tuple(map(there, names))
 
-    def answer_image(*args, **kwargs):
-        return there(kept[IMAGE])
-
-    def answer_pixels(*args, **kwargs):
-        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(there(next(encoded))))
+    def encoded(*args, **kwargs):
+        parameters = there(f"{ENCODED}.{next(pixels)}")
+        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(parameters))
 
     def cut(latents, *args, **kwargs):
         raise Reached(latents)
 
     with contextlib.ExitStack() as stack:
         for owner, name, instead in (
-            (pipe, "encode_prompt", answer_prompt),
-            (pipe, "encode_image", answer_image),
-            (pipe.vae, "encode", answer_pixels),
+            (pipe, "encode_prompt", prompt),
+            (pipe, "encode_image", lambda *args, **kwargs: there(IMAGE)),
+            (pipe.vae, "encode", encoded),
             (pipe.vae, "decode", cut),
         ):
             stack.enter_context(in_place_of(owner, name, instead))
@@ -125,15 +129,6 @@ def _until_cut(pipe, call: dict, seed: int):
     raise ValueError("expected at least one denoising step, got none: give --num-inference-steps of 1 or more")
 
 
-def _watched(method, keep):
-    def run(*args, **kwargs):
-        answer = method(*args, **kwargs)
-        keep(answer)
-        return answer
-
-    return run
-
-
 @contextlib.contextmanager
 def in_place_of(owner, name: str, function):
     """`owner.name` is `function`, on this one object."""
@@ -158,7 +153,3 @@ def _on_host(values):
         return bridge.from_numpy(tensor.jax())
 
     return tree_map_only(torch.Tensor, moved, values)
-
-
-def _number(name: str) -> int:
-    return int(name.rpartition(".")[2]) if name.startswith(ENCODED) else -1
