@@ -219,7 +219,7 @@ FAULTS = {
     "while processors are replaced": (transformer_wan_flax.PLAN.processors, WanAttnProcessor, 2),
     "in the model, weights lent": (torch.nn.functional, "silu", 1),
     "in a block, its weights lent": (torch.nn.functional, "gelu", 1),
-    "in the scan of blocks": (blocks, "scan_blocks", 1),
+    "in the scan of blocks": (blocks.BlockRuns, "_scan", 1),
     "when the trace is over": (programs, "Program", 1),
 }
 

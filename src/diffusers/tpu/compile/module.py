@@ -40,7 +40,7 @@ from .guards import Guards
 from .guidance import GuidanceBatcher
 from .programs import Program, announce, forget_operations, kept_at, trace_program
 from .recent import Recent
-from .state import Entry, State, Trace, is_entry, process_key, read, write_back
+from .state import State, Trace, is_entry, process_key, read, write_back
 from .state.adapters import scaled_by, take_scale
 from .weights import PlacedWeights, place_numbers, plan_placement, stack_numbers
 
@@ -102,7 +102,7 @@ class CompiledModule:
         self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self._execute)
         self._placed: PlacedWeights | None = None
         self._signatures: dict[str, inspect.Signature] = {}
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, object] = {}  # what stood there on the instance; None: the class's
         self._state: State | None = None
         self._states: dict[object, int] = Recent(config.programs)
         self._numbers_of_states = itertools.count()
@@ -143,16 +143,16 @@ class CompiledModule:
         """Calls of the module's entry methods are this runner's."""
         for name in self.plan.entries:
             self._signatures[name] = inspect.signature(getattr(self.module, name))
-            self._entries[name] = Entry(self, vars(self.module).get(name))
+            self._entries[name] = vars(self.module).get(name)
             setattr(self.module, name, self._way_in(name))
 
     def give_back(self):
         """They are the module's again."""
-        for name, entry in self._entries.items():
+        for name, own in self._entries.items():
             if is_entry(vars(self.module).get(name)):
                 delattr(self.module, name)
-                if entry.own is not None:
-                    setattr(self.module, name, entry.own)
+                if own is not None:
+                    setattr(self.module, name, own)
 
     def _way_in(self, name: str):
         original = functools.partial(self._method, name, self._entries[name])
@@ -165,12 +165,12 @@ class CompiledModule:
                 return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
 
         run.__signature__ = self._signatures[name]
-        run.tpu_entry = self._entries[name]
+        run.tpu_own = self._entries[name]
         return run
 
-    def _method(self, name: str, entry: Entry):
+    def _method(self, name: str, own):
         """Upstream's method, also where the class's was replaced since; or what was on the instance before."""
-        return getattr(type(self.module), name).__get__(self.module) if entry.own is None else entry.own
+        return getattr(type(self.module), name).__get__(self.module) if own is None else own
 
     def original(self, name: str):
         """What runs when the entry of this name is called."""

@@ -294,8 +294,8 @@ def _upstream_state(module, added: dict, before: dict) -> dict:
     for name, value in [*state.items()]:
         if is_entry(value):
             state.pop(name)
-            if value.tpu_entry.own is not None:
-                state[name] = value.tpu_entry.own
+            if value.tpu_own is not None:
+                state[name] = value.tpu_own
     for name, value in added.items():
         if state.get(name, _ABSENT) is value:
             del state[name]

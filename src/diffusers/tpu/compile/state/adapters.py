@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from .watch import replaced
+
 
 # Of a layer and of what its terms are made of: which term there is says the program's name for it, how large it is its shape.
 BOOKKEEPING = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "r", "lora_alpha", "_caches"})
@@ -42,49 +44,39 @@ class Adapters:
     def __init__(self, module: torch.nn.Module, order: Sequence[str] | None = None):
         found = ((path, _terms(m)) for path, m in module.named_modules() if is_tuner(m))
         self.layers = {path: terms for path, terms in found if terms is not None}
-        self.order = (
-            [*dict.fromkeys(name for terms in self.layers.values() for name in terms)] if order is None else order
-        )
+        added = (name for terms in self.layers.values() for name in terms)
+        self.order = [*dict.fromkeys(added)] if order is None else order
 
     def seen(self, name: str) -> str | None:
         """What programs call the module or tensor of this name; None: they have none, a layer without terms is its base."""
-        return self._named(name) if self.layers else name
+        path, part, more = self._split(name)
+        if path is None:
+            return name
+        if part == _BASE:
+            return _joined(path, more)
+        adapter, _, rest = more.partition(".")
+        terms = self.layers[path]
+        if not terms or (adapter and adapter not in terms):
+            return None
+        return _joined(path, part, str(self.order.index(adapter)) if adapter else "", rest)
 
     def bare(self, name: str) -> str | None:
         """As `seen`, of the model without its adapters: None for a LoRA layer itself and its terms."""
-        path, rest = self._split(name)
-        if path is None:
-            return name
-        return None if rest.partition(".")[0] != _BASE else self._named(name)
+        path, part, _ = self._split(name)
+        return self.seen(name) if path is None or part == _BASE else None
 
     def in_a_term(self, name: str) -> bool:
-        path, rest = self._split(name)
-        return path is not None and rest.partition(".")[0] not in ("", _BASE)
+        path, part, _ = self._split(name)
+        return path is not None and part not in ("", _BASE)
 
-    def _split(self, name: str) -> tuple[str | None, str]:
-        """The outermost LoRA layer that has this name, and the name in there."""
-        if self.layers:
-            parts = name.split(".")
-            for n in range(1, len(parts) + 1):
-                path = ".".join(parts[:n])
-                if path in self.layers:
-                    return path, ".".join(parts[n:])
-        return None, name
-
-    def _named(self, name: str) -> str | None:
-        path, rest = self._split(name)
-        if path is None:
-            return name
-        terms = self.layers[path]
-        part, _, more = rest.partition(".")
-        if part == _BASE:
-            return f"{path}.{more}" if more else path
-        if not terms:
-            return None
-        adapter, _, rest = more.partition(".")
-        if not adapter:
-            return f"{path}.{part}".rstrip(".")
-        return ".".join(filter(None, (path, part, str(self.order.index(adapter)), rest))) if adapter in terms else None
+    def _split(self, name: str) -> tuple[str | None, str, str]:
+        """The outermost LoRA layer that has this name, what in there is called so, and the rest of the name."""
+        parts = name.split(".") if self.layers else ()
+        for n in range(1, len(parts) + 1):
+            path = ".".join(parts[:n])
+            if path in self.layers:
+                return path, "".join(parts[n : n + 1]), ".".join(parts[n + 1 :])
+        return None, "", name
 
     def tensors(self, module: torch.nn.Module) -> dict[str, str]:
         """Programs' names of the module's parameters and buffers that a forward reads, to the module's."""
@@ -105,6 +97,10 @@ class Adapters:
         if isinstance(value, dict) and value.keys() <= _available(layer):
             return {self.order.index(name): value[name] for name in self.layers[path] if name in value}
         return value
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
 
 
 def _terms(layer: torch.nn.Module) -> tuple[str, ...] | None:
@@ -153,8 +149,7 @@ def lenders(blocks: Sequence[torch.nn.Module], order: Sequence[str]) -> dict[str
     None where one trace cannot stand for all of these blocks: no block has all terms of a layer, zeros would not leave the sum
     as it is (DoRA divides by norms), or dtypes differ.
     """
-    of_blocks = [Adapters(block, order).layers for block in blocks]
-    found = {}
+    of_blocks, found = [Adapters(block, order).layers for block in blocks], {}
     for path in dict.fromkeys(path for layers in of_blocks for path, terms in layers.items() if terms):
         layers = [block.get_submodule(path) for block in blocks]
         full = max(range(len(blocks)), key=lambda number: len(of_blocks[number].get(path, ())))
@@ -197,17 +192,7 @@ def _flags(layer: torch.nn.Module) -> dict:
     return {k: v for k, v in vars(layer).items() if isinstance(v, plain) and k not in BOOKKEEPING}
 
 
-@contextlib.contextmanager
-def lent(block: torch.nn.Module, layers: Iterable[tuple[str, torch.nn.Module]]):
+def lent(block: torch.nn.Module, layers: Iterable[tuple[str, torch.nn.Module]]) -> contextlib.AbstractContextManager:
     """While this is open, the block has these layers at these paths."""
-    before = []
-    for path, layer in layers:
-        parent, _, name = path.rpartition(".")
-        children = block.get_submodule(parent)._modules
-        before.append((children, name, children[name]))
-        children[name] = layer
-    try:
-        yield
-    finally:
-        for children, name, layer in before:
-            children[name] = layer
+    paths = ((path.rpartition("."), layer) for path, layer in layers)
+    return replaced((block.get_submodule(parent)._modules, name, layer) for (parent, _, name), layer in paths)

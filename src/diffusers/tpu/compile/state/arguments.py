@@ -1,7 +1,7 @@
-"""Objects among a call's arguments and results, taken apart: tensors in them are arguments, numbers a part of the call's key.
+"""Objects among a call's arguments and results, as pytrees: tensors in them are arguments, numbers a part of the call's key.
 
-A key-value cache, a context of a user's: what is in it is given to the program like any tensor. A trace gets a copy of every list,
-dict and object among the arguments; what it leaves in them is written down (`Written`), and put into the caller's own after each run.
+A trace gets a copy of every list, dict and object among the arguments, a key-value cache say. What it leaves in them is described
+(`Written`), and put into the caller's own after each run.
 """
 
 import types
@@ -10,34 +10,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch.utils._pytree import register_pytree_node, tree_map
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_map, tree_unflatten, treespec_leaf
 
-from .instances import slots_of
 from .key import Unread
-from .trust import is_library
+from .libraries import is_library
+from .values import slots_of
 from .watch import alike, put_back
 
 
 DEEPEST = 50  # objects within objects
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.ndarray)
 _UPSTREAMS = ("diffusers.models.", "diffusers.pipelines.", "diffusers.modular_pipelines.", "diffusers.hooks.")
-_CODE = (
-    torch.Tensor,
-    torch.nn.Module,
-    type,
-    types.FunctionType,
-    types.MethodType,
-    types.ModuleType,
-    dict,
-    list,
-    tuple,
-)
+_CODE = (torch.Tensor, torch.nn.Module, type, types.FunctionType, types.MethodType, types.ModuleType)
 
 
 def is_data(x) -> bool:
     """Whether x is an object of upstream's or the user's that holds what it has in attributes."""
     cls = type(x)
-    if isinstance(x, _CODE) or callable(x) or cls.__module__.startswith("diffusers.tpu."):
+    if isinstance(x, (*_CODE, dict, list, tuple)) or callable(x) or cls.__module__.startswith("diffusers.tpu."):
         return False
     if is_library(cls) and not cls.__module__.startswith(_UPSTREAMS):
         return False
@@ -62,62 +52,65 @@ def _closed(values, structure: tuple):
 register_pytree_node(Opened, lambda held: ([*held.parts.values()], (held.type, tuple(held.parts))), _closed)
 
 
-def opened(tree, classes: set[type] | None = None):
+def opened(tree, classes: set[type] | None = None, closed: Callable = lambda x: False):
     """The tree with every object in it open. Raises Unread for one that it has twice.
 
     Args:
         classes: filled with theirs.
+        closed: whether a part of the tree stays as it is.
     """
     met: set[int] = set()
 
     def open_(leaf, depth=0):
-        if not is_data(leaf):
+        if closed(leaf) or not is_data(leaf):
             return leaf
         if id(leaf) in met or depth > DEEPEST:
-            raise Unread(f"it is given a {type(leaf).__name__} twice, or one within itself")
+            raise Unread(f"a {type(leaf).__qualname__} that it has more than once, or that holds itself")
         met.add(id(leaf))
         if classes is not None:
             classes.add(type(leaf))
-        return Opened(leaf, {n: tree_map(lambda x: open_(x, depth + 1), value) for n, value in _held(leaf).items()})
+        parts = {
+            n: tree_map(lambda x: open_(x, depth + 1), value, is_leaf=closed) for n, value in _content(leaf).items()
+        }
+        return Opened(leaf, parts)
 
-    return tree_map(open_, tree)
+    return tree_map(open_, tree, is_leaf=closed)
 
 
-def _held(x) -> dict:
-    """What an object has in attributes, by name."""
+def _content(x) -> dict:
+    """What a list, a dict or an object has, by its place, key or name."""
+    if isinstance(x, (list, dict)):
+        return dict(enumerate(x)) if isinstance(x, list) else dict(x)
     return {n: getattr(x, n) for n in slots_of(type(x)) if hasattr(x, n)} | dict(getattr(x, "__dict__", {}))
+
+
+def pickled(spec: TreeSpec) -> tuple | None:
+    """A spec as what pickles without a warning of torch's; None: of a leaf."""
+    return None if spec.is_leaf() else (spec.type, spec.context, [*map(pickled, spec.children())])
+
+
+def unpickled(parts: tuple | None) -> TreeSpec:
+    return treespec_leaf() if parts is None else TreeSpec(parts[0], parts[1], [*map(unpickled, parts[2])])
 
 
 # What a call leaves in what it was given
 
 
 @dataclass(frozen=True)
-class InputRef:
-    """The tensor number `index` of a call's."""
-
+class _Ref:
     index: int
 
 
-@dataclass(frozen=True)
-class OutputRef:
-    """The array number `index` of those that a program gives beside its answer."""
-
-    index: int
+class InputRef(_Ref):
+    """The tensor of this number among a call's."""
 
 
-@dataclass(frozen=True)
-class HolderRef:
-    """The list, dict or object number `index` among a call's arguments."""
-
-    index: int
+class OutputRef(_Ref):
+    """The array of this number among those that a program gives beside its answer."""
 
 
-@dataclass(frozen=True)
-class New:
-    """A list, tuple, dict or object that the call has made: its class, and its parts."""
-
-    cls: type
-    parts: tuple
+class HolderRef(_Ref):
+    """The list, dict or object of this number among a call's arguments."""
 
 
 @dataclass
@@ -125,12 +118,12 @@ class Written:
     """What a call leaves in its arguments.
 
     Attributes:
-        holders: (number, content) of lists, dicts and objects that hold something else than before.
+        holders: (number, spec, leaves) of what lists, dicts and objects hold that hold something else than before.
         tensors: numbers of tensors that have other values, which are the first of `arrays`.
         arrays: how many arrays it takes.
     """
 
-    holders: list[tuple[int, object]] = field(default_factory=list)
+    holders: list[tuple[int, tuple, list]] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
     arrays: int = 0
 
@@ -146,10 +139,6 @@ def holders(tree) -> Iterator:
             yield from holders(item)
 
 
-def _content(x) -> dict:
-    return dict(enumerate(x)) if isinstance(x, list) else dict(x) if isinstance(x, dict) else _held(x)
-
-
 class Arguments:
     """The arguments that a call is run with: a copy of the caller's, with `tensors` in the places of its tensors."""
 
@@ -161,27 +150,28 @@ class Arguments:
     def written(self, changed: list[int], refused: Callable) -> tuple[Written, list[torch.Tensor]]:
         """What the call left in them, and the tensors whose values that takes. `changed`: tensors that it wrote to."""
         found, outputs = Written(tensors=changed), [self.tensors[n] for n in changed]
-        inputs = {id(t): InputRef(n) for n, t in enumerate(self.tensors)}
-        own = {id(x): HolderRef(n) for n, x in enumerate(self.holders)}
+        known = {id(t): InputRef(n) for n, t in enumerate(self.tensors)}
+        known |= {id(x): HolderRef(n) for n, x in enumerate(self.holders)}
 
         def described(x):
+            if id(x) in known:
+                return known[id(x)]
             if isinstance(x, torch.Tensor):
-                if id(x) in inputs:
-                    return inputs[id(x)]
                 outputs.append(x)
                 return OutputRef(len(outputs) - 1)
-            if id(x) in own:
-                return own[id(x)]
-            if isinstance(x, tuple):
-                return New(type(x), tuple(map(described, x)))
-            if isinstance(x, (list, dict)) or is_data(x):
-                return New(type(x), tuple((name, described(item)) for name, item in _content(x).items()))
             return x if isinstance(x, PLAIN) else refused(x)
+
+        def is_known(x) -> bool:
+            return id(x) in known
 
         for number, (x, before) in enumerate(zip(self.holders, self.before)):
             now = _content(x)
             if [*now] != [*before] or not all(map(alike, now.values(), before.values())):
-                found.holders.append((number, tuple((name, described(item)) for name, item in now.items())))
+                try:
+                    leaves, spec = tree_flatten(opened(now, closed=is_known), is_known)
+                except Unread:
+                    leaves, spec = tree_flatten(now, is_known)
+                found.holders.append((number, pickled(spec), [*map(described, leaves)]))
         found.arrays = len(outputs)
         return found, outputs
 
@@ -189,34 +179,18 @@ class Arguments:
 def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: list[torch.Tensor], write: Callable):
     """What a call left in its arguments is in the caller's own. `write(tensor, value)` gives a tensor other values."""
     own = [*holders(tree)]
+    sources = {InputRef: tensors, OutputRef: outputs, HolderRef: own}
     for number, value in zip(written.tensors, outputs):
         write(tensors[number], value)
-
-    def made(x):
-        if isinstance(x, InputRef):
-            return tensors[x.index]
-        if isinstance(x, OutputRef):
-            return outputs[x.index]
-        if isinstance(x, HolderRef):
-            return own[x.index]
-        if not isinstance(x, New):
-            return x
-        if issubclass(x.cls, tuple):
-            parts = map(made, x.parts)
-            return x.cls(*parts) if hasattr(x.cls, "_fields") else x.cls(parts)
-        parts = {name: made(item) for name, item in x.parts}
-        if issubclass(x.cls, list):
-            return x.cls(parts.values())
-        return x.cls(parts) if issubclass(x.cls, dict) else _closed(parts.values(), (x.cls, tuple(parts)))
-
-    for number, content in written.holders:
-        x, now = own[number], {name: made(item) for name, item in content}
+    for number, spec, leaves in written.holders:
+        leaves = [sources[type(x)][x.index] if type(x) in sources else x for x in leaves]
+        x, now = own[number], tree_unflatten(leaves, unpickled(spec))
         if isinstance(x, list):
             x[:] = now.values()
         elif isinstance(x, dict):
             put_back(x, now)
         else:
-            for name in _held(x).keys() - now.keys():
+            for name in _content(x).keys() - now.keys():
                 object.__delattr__(x, name)
             for name, value in now.items():
                 object.__setattr__(x, name, value)

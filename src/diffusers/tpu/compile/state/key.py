@@ -4,16 +4,16 @@ The walk starts at the attributes, hooks and classes of the module and its submo
 key in words that mean the same in every process is `store.describing`'s.
 """
 
+import operator
 import sys
 import types
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 import torch
 
 from . import watch
 from .adapters import BOOKKEEPING, SIZES, Adapters
 from .libraries import Libraries
-from .named import once
 from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Number, State
 from .values import PLAIN, Reader, is_ours
 from .watch import Watch, alike
@@ -34,7 +34,7 @@ def read(module: torch.nn.Module, apart: tuple = ()) -> State:
     tree = reader.tree()
     state.libraries = Libraries({cls.__module__ for cls in reader.types})
     for function in state.libraries.put_into():
-        reader.later(once, function)
+        reader.later(reader.once, function)
     state.key, state.adapters = (tree, reader.rest(), state.libraries.key), reader.adapters
     seen = {*reader.adapters.tensors(module).values()}
     named = (*module.named_parameters(), *module.named_buffers())
@@ -76,81 +76,59 @@ def process_key() -> Hashable:
 class _Modules(Reader):
     """The walk from a module. `adapters`: of the model that it is a part of. `of_a_block`: hooks of the root may differ."""
 
-    def __init__(
-        self,
-        root: torch.nn.Module,
-        state: State,
-        of_a_block: bool = False,
-        adapters: Adapters | None = None,
-        apart: tuple = (),
-    ):
+    def __init__(self, root, state: State, of_a_block: bool = False, adapters: Adapters | None = None, apart=()):
         super().__init__(state, {id(module): name for name, module in root.named_modules()}, apart)
         self.root, self.of_a_block = root, of_a_block
         self.adapters = Adapters(root) if adapters is None else adapters
 
     def tree(self) -> Hashable:
-        found = ((path, self.adapters.seen(path), module) for path, module in self.root.named_modules())
-        read = (
-            self.lora(path, m) if path in self.adapters.layers else self.module(path, seen, m)
-            for path, seen, m in found
-        )
-        return tuple(key for key in read if key is not None)
+        read, state = [], self.state
+        for path, m in self.root.named_modules():
+            terms, seen, own = self.adapters.layers.get(path), self.adapters.seen(path), vars(m)
+            if terms is None and seen is None:
+                continue  # of an adapter that is not added
+            state.modules.append(Watch(own, *watch.OF_MODULE, m, False, path))
+            state.modules += [Watch(own[name], *watch.OF_MODULE, None, False, path) for name in (*HOOKS, "_modules")]
+            state.of_tensors += [Watch(own[name], *watch.OF_MODULE) for name in TENSORS]
+            attributes = self.module(path, m) if terms is None else self.lora(path, m, terms)
+            attributes = sorted(attributes, key=operator.itemgetter(0))
+            if seen is not None:
+                read.append(self.whole(path, seen, m, attributes))
+        return tuple(read)
 
-    def module(self, path: str, seen: str | None, module: torch.nn.Module) -> Hashable:
-        """A module's key; None of one of an adapter that is not added."""
-        if seen is None:
-            return None
-        self.attributes(path, module)
+    def module(self, path: str, module: torch.nn.Module) -> Iterator[tuple[str, Hashable]]:
         is_model = not path and hasattr(type(module), "add_adapter")
         ignored = SIZES if self.adapters.in_a_term(path) else OF_LOADERS if is_model else ()
         if not path and self.of_a_block and own_forward(module) is not None:
             ignored = (*ignored, "forward", HOOK_REGISTRY)
-        own = []
         for name, value in vars(module).items():
             if is_entry(value):
-                value = value.tpu_entry.own
+                value = value.tpu_own
             elif name in TORCHS or name in ignored or name.startswith("_tpu_") or is_ours(value):
                 continue
-            if _says_nothing(module, name, value):
-                continue
-            self.at = f"{path}.{name}".lstrip(".")
-            own.append((name, self.value(value, False)))
-        return self.whole(path, seen, module, own)
+            if not _says_nothing(module, name, value):
+                self.at = f"{path}.{name}".lstrip(".")
+                yield name, self.value(value, False)
 
-    def lora(self, path: str, layer: torch.nn.Module) -> Hashable:
-        """A LoRA layer's key; None where it adds nothing, but what may change that is watched."""
-        self.attributes(path, layer)
+    def lora(self, path: str, layer: torch.nn.Module, terms: tuple[str, ...]) -> Iterator[tuple[str, Hashable]]:
+        """Of a LoRA layer that adds nothing, only what may change that is watched."""
         for name in ("merged_adapters", "_active_adapter"):
             if isinstance(vars(layer)[name], list):
                 self.watch(vars(layer)[name], watch.SEQUENCE, foreign=False)
-        own, terms = [], self.adapters.layers[path]
         for name, value in vars(layer).items():
             self.at = f"{path}.{name}"
             if name == "scaling":
-                own.append((name, self.scales(path, value, terms)))
+                yield name, self.scales(path, value, terms)
             elif terms and name not in TORCHS and name not in BOOKKEEPING:
-                own.append((name, self.value(self.adapters.by_place(path, layer, value), False)))
-        return self.whole(path, path, layer, own) if terms else None
-
-    def attributes(self, path: str, module: torch.nn.Module):
-        """Changes of what the module has directly are seen."""
-        own, state = vars(module), self.state
-        state.modules.append(Watch(own, *watch.OF_MODULE, module, False, path))
-        state.modules += [Watch(own[name], *watch.OF_MODULE, None, False, path) for name in (*HOOKS, "_modules")]
-        state.of_tensors += [Watch(own[name], *watch.OF_MODULE) for name in TENSORS]
+                yield name, self.value(self.adapters.by_place(path, layer, value), False)
 
     def whole(self, path: str, seen: str, module: torch.nn.Module, own: list) -> Hashable:
-        own.sort(key=lambda item: item[0])
-        attributes = vars(module)
-        # torch runs hooks of the root around what is traced
-        self.at = f"a hook of {path}"
-        hooks = tuple(self.hook(module, k, n, f) for k in HOOKS for n, f in attributes[k].items() if path)
-        children = ((name, cls) for name, cls in self.adapters.children(path, module))
-        return seen, self.type(type(module)), tuple(own), hooks, tuple(children)
-
-    def hook(self, module: torch.nn.Module, kind: str, number: int, function) -> Hashable:
-        flags = tuple(number in getattr(module, f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called"))
-        return kind, flags, self.value(function, True)
+        self.at, hooks = f"a hook of {path}", []
+        for kind in HOOKS if path else ():  # torch runs hooks of the root around what is traced
+            ways = [getattr(module, f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called")]
+            for number, function in vars(module)[kind].items():
+                hooks.append((kind, tuple(number in way for way in ways), self.value(function, True)))
+        return seen, self.type(type(module)), tuple(own), tuple(hooks), tuple(self.adapters.children(path, module))
 
     def scales(self, path: str, scaling: dict, terms: tuple[str, ...]) -> Hashable:
         """Of the adapters that the layer adds, by their place; a tensor (peft's, for hot swaps) may be written to."""
@@ -182,5 +160,5 @@ def own_forward(block: torch.nn.Module):
 
 
 def is_entry(value) -> bool:
-    """Whether this attribute of a module is a runner's way in: `value.tpu_entry` is an `Entry`."""
-    return isinstance(value, types.FunctionType) and hasattr(value, "tpu_entry")
+    """Whether this attribute of a module is how a runner is called: `value.tpu_own` is what stood there before (None: the class's)."""
+    return isinstance(value, types.FunctionType) and hasattr(value, "tpu_own")

@@ -1,19 +1,69 @@
-"""Classes and modules of libraries as a forward finds them: in which of the states that they have been seen in, and what is not theirs.
+"""Libraries, what is installed: Python's own, what lies in its folders for packages, and this package. The rest is the user's.
 
-Whoever replaces a function of upstream's (`diffusers.models.embeddings.get_timestep_embedding = mine`), or of torch's
-(`torch.nn.functional.gelu = mine`), replaces it in a module that is watched here.
+What the user's code reads is followed name by name. Classes and modules of libraries are watched as a whole, in which of the states that
+they have been seen in: whoever replaces `torch.nn.functional.gelu`, or a function of upstream's, replaces it in one of them.
 """
 
 import functools
+import importlib.util
+import itertools
 import operator
+import os
 import sys
+import sysconfig
 import types
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
-from .trust import is_library
 from .watch import dicts_differ
+
+
+# Where a development checkout of one of these is installed, it is a library too.
+KNOWN = ("torch", "transformers", "peft", "accelerate", "torchax", "jax", "numpy", "huggingface_hub", "safetensors")
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    paths = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
+    paths |= {*map(str, Path(__file__).resolve().parents[4:5])}
+    for name in KNOWN:
+        spec = importlib.util.find_spec(name)
+        paths |= {*(spec.submodule_search_locations or ())} if spec else set()
+    paths |= {path for path in sys.path if path.rstrip(os.sep).endswith(("site-packages", "dist-packages"))}
+    return tuple(os.path.realpath(path) + os.sep for path in paths if path)
+
+
+@functools.lru_cache(maxsize=65536)
+def is_library_file(path: str) -> bool:
+    if path.startswith("<frozen"):
+        return True
+    return not path.startswith("<") and os.path.realpath(path).startswith(_folders())
+
+
+@functools.lru_cache(maxsize=65536)
+def is_library_module(name: str) -> bool:
+    """Of a module's name; of one without a file, whether it is a part of Python."""
+    if name == "__main__":
+        return False
+    module, top = sys.modules.get(name), name.partition(".")[0]
+    if not isinstance(module, types.ModuleType):
+        return top in sys.stdlib_module_names
+    files = [module.__file__] if getattr(module, "__file__", None) else [*getattr(module, "__path__", ())]
+    if not files:
+        return top in sys.stdlib_module_names or top == "torch" or name in sys.builtin_module_names
+    return all(map(is_library_file, map(str, files)))
+
+
+def is_library(x: types.FunctionType | type) -> bool:
+    """Of a function by its own code: a wrapper that says it is what it wraps is still the user's."""
+    if isinstance(x, type):
+        return is_library_module(x.__module__)
+    file = x.__code__.co_filename
+    if file.startswith("<") and not file.startswith("<frozen"):  # made as a program runs, as dataclasses' methods are
+        return is_library_module(x.__globals__.get("__name__") or "__main__")
+    return is_library_file(file)
 
 
 READ = ("diffusers.models.", "diffusers.hooks.", "transformers.models.", "transformers.modeling_", "peft.tuners.")
@@ -21,29 +71,23 @@ ALSO = ("torch.nn.functional", "transformers.activations", "transformers.masking
 MOST_SEEN = 64  # states of a class or a module that are known again
 
 
-class _Seen:
-    """The states that something has been in, numbered."""
-
-    def __init__(self):
-        self.states: deque[tuple[int, dict]] = deque(maxlen=MOST_SEEN)
-        self.count = 0
-
-    def number(self, now: dict) -> int:
-        for number, before in self.states:
-            if not dicts_differ(now, before):
-                return number
-        self.states.append((self.count, dict(now)))
-        self.count += 1
-        return self.count - 1
+_seen: "weakref.WeakKeyDictionary[type | types.ModuleType, deque[tuple[int, dict]]]" = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 
 
-_classes: "weakref.WeakKeyDictionary[type, _Seen]" = weakref.WeakKeyDictionary()
-_modules: dict[str, _Seen] = {}
+def _version(thing: type | types.ModuleType, now: dict) -> int:
+    """Which of the states that it was seen in this is; no two things have the same."""
+    states = _seen.setdefault(thing, deque(maxlen=MOST_SEEN))
+    for number, before in states:
+        if not dicts_differ(now, before):
+            return number
+    states.append((next(_numbers), dict(now)))
+    return states[-1][0]
 
 
 def class_version(cls: type) -> int:
     """Which of the states that this class's attributes were seen in this is."""
-    return _classes.setdefault(cls, _Seen()).number(vars(cls))
+    return _version(cls, vars(cls))
 
 
 def foreign(x) -> bool:
@@ -79,11 +123,8 @@ class Libraries:
         self.getters = [operator.itemgetter(*some) for some in self.names]
         self.namespaces = [*map(vars, self.modules)]
         self.held = self._values()
-        self.key = tuple(map(self._version, self.modules, self.names, self.held))
-
-    @staticmethod
-    def _version(module: types.ModuleType, names: tuple, held: tuple) -> Hashable:
-        return Module(module.__name__), _modules.setdefault(module.__name__, _Seen()).number(dict(zip(names, held)))
+        found = zip(self.modules, self.names, self.held)
+        self.key = tuple((Module(m.__name__), _version(m, dict(zip(names, held)))) for m, names, held in found)
 
     def _values(self) -> list[tuple]:
         return [*map(operator.call, self.getters, self.namespaces)]
@@ -97,16 +138,11 @@ class Libraries:
 
     def put_into(self) -> Iterator[types.FunctionType]:
         """What is not the library's."""
-        for held in self.held:
-            yield from filter(_foreign_function, held)
+        return (x for held in self.held for x in held if isinstance(x, types.FunctionType) and not is_library(x))
 
 
 class Module(str):
     """The name of a module. What stands in it is in words elsewhere (`store.describing.sources_in_words`)."""
-
-
-def _foreign_function(x) -> bool:
-    return isinstance(x, types.FunctionType) and not is_library(x)
 
 
 @functools.lru_cache(maxsize=256)

@@ -53,14 +53,6 @@ class Number:
         return module.get_submodule(self.path).scaling
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a runner put in a method's place: whose it is, and what stood there on the instance (None: the class's)."""
-
-    runner: object
-    own: object
-
-
 @dataclass
 class State:
     """Everything in Python that a trace of one module reads, as it was when this was read.

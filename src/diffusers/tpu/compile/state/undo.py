@@ -6,7 +6,7 @@ import pickle
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,8 +22,7 @@ class Trace:
     Attributes:
         persistent: containers that it changed so that the next call would see it: counters, what hooks and processors keep.
         temporary: the other containers that it changed, attributes of modules and what these hold: the next call may not look.
-        names: of attributes by which a call after it does not do what it does.
-        certain: whether that is so of every later call, not of the first one alone.
+        names: of attributes by which the next call does not do what it does. `certain`: no later call does.
         draws: how many times it drew random numbers.
     """
 
@@ -38,11 +37,11 @@ class Trace:
 def undone(state: State):
     """Around a trace: what it wrote into attributes, dicts and hooks is put back. Gives a `Trace`, filled at the end.
 
-    A forward's scratch (a VAE's feature cache, hooks that transformers installs once) is of no consequence where the next
-    forward makes it again: `tracing.depends_on_previous_call` says whether it does. What objects beside the modules keep is, and a number of a
-    module's that was counted on.
+    What objects beside the modules keep persists, and a number of a module's that was counted on. Of the rest, a VAE's feature cache
+    say, `tracing.depends_on_previous_call` finds whether the next call reads it.
     """
-    trace, before = Trace(), [*_draws(state)]
+    generators = [random.getstate.__self__, np.random.get_state.__self__, *state.generators]
+    trace, before = Trace(), [(x, x.__getstate__()) for x in generators]
     try:
         yield trace
     finally:
@@ -50,23 +49,10 @@ def undone(state: State):
             lasts = one.foreign or isinstance(one.owner, type) or one.rewritten()
             (trace.persistent if lasts else trace.temporary).append(one.thing)
         state.restore()
-        for (now, _), (was, put_back) in zip(_draws(state), before):
-            if pickle.dumps(now) != pickle.dumps(was):
-                put_back(was)
+        for generator, was in before:
+            if pickle.dumps(generator.__getstate__()) != pickle.dumps(was):
+                generator.__setstate__(was)
                 trace.draws += 1
-
-
-def _draws(state: State) -> Iterator[tuple[object, Callable]]:
-    """Of each random generator of Python's and numpy's: where it is, and what puts it there."""
-    yield random.getstate(), random.setstate
-    yield np.random.get_state(), np.random.set_state
-    for x in state.generators:
-        if isinstance(x, random.Random):
-            yield x.getstate(), x.setstate
-        elif isinstance(x, np.random.RandomState):
-            yield x.get_state(), x.set_state
-        else:
-            yield x.bit_generator.state, functools.partial(setattr, x.bit_generator, "state")
 
 
 @contextlib.contextmanager

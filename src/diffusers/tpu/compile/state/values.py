@@ -1,20 +1,28 @@
 """Values, objects and code as keys: the part of the walk that knows nothing of models.
 
-Objects are read whole. Code of installed libraries (`trust`) is taken as it is; of the user's functions the names are followed (`code`,
-`named`). What is read and can change is watched (`watch`); what cannot be read or watched is named in `State.unread`.
+Objects are read whole. Code of libraries is taken as it is; of the user's functions the names are followed (`code`).
+What is read and can change is watched (`watch`); what cannot be read or watched is named in `State.unread`.
 """
 
 import array
-import builtins
+import datetime
+import decimal
 import enum
+import fractions
 import functools
 import hashlib
+import inspect
 import io
 import logging
 import os
+import pathlib
 import random
+import re
 import sys
+import threading
 import types
+import typing
+import uuid
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
@@ -25,12 +33,9 @@ import torch
 
 from ...weights.checkpoint import FileTensor
 from . import watch
-from .code import IMPURE_BUILTINS, impure, names_of, reads_its_first
-from .instances import IMMUTABLE, IRRELEVANT, is_asked_by_name, slots_of
-from .libraries import class_version, put_into
-from .named import MAKING, by_name, of_class, of_namespace, once
+from .code import MAKING, CodeReader
+from .libraries import class_version, is_library, is_library_module, put_into
 from .state import Held, State
-from .trust import is_library, is_library_module
 from .watch import Watch, content
 
 
@@ -46,8 +51,29 @@ _PARTS = {
     functools.cached_property: ("func",),
 }
 
+# Nothing can change them: they are what they are printed as.
+IMMUTABLE = (
+    range, slice, re.Pattern, pathlib.PurePath, decimal.Decimal, fractions.Fraction, uuid.UUID,
+    datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo, inspect.Signature, types.GenericAlias,
+    types.UnionType, types.EllipsisType, types.NotImplementedType, types.MemberDescriptorType,
+    types.GetSetDescriptorType, types.CodeType, typing.TypeVar, np.dtype, torch.finfo, torch.iinfo,
+    torch.memory_format,
+)  # fmt: skip
+# No number comes of them: they order threads, write a log, or take a hook away. torch's generators are noted when they draw.
+IRRELEVANT = (
+    type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Event, threading.Condition,
+    threading.Semaphore, logging.Handler, logging.Filter, torch.utils.hooks.RemovableHandle, torch.Generator,
+)  # fmt: skip
+# Large objects of libraries beside the models, of which code of the user's reads a few attributes: these are read, by name, and all
+# where it calls a method.
+ASKED_BY_NAME = (
+    "diffusers.pipelines", "diffusers.modular_pipelines", "diffusers.schedulers", "diffusers.image_processor",
+    "diffusers.video_processor", "transformers.tokenization", "transformers.processing", "transformers.image_processing",
+    "transformers.feature_extraction", "accelerate", "tqdm", "PIL", "tokenizers",
+)  # fmt: skip
 
-class Reader:
+
+class Reader(CodeReader):
     """One walk. An object met again is named by when it was met first, so that equal structures have equal keys.
 
     Args:
@@ -57,18 +83,13 @@ class Reader:
     """
 
     def __init__(self, state: State, paths: dict[int, str], apart: tuple = ()):
+        super().__init__()
         self.state, self.paths, self.apart = state, paths, {*map(id, apart)}
         self.met: dict[int, int] = {}
         self.kept: list = []  # what was met, so that nothing else gets its id
         self.at = ""  # of what is read now
         self.types: dict[type, Hashable] = {}
         self.bases: set[type] = set()
-        self.names: set[str] = {"forward", "__call__"}  # that code of the user's asks for
-        self.made: set[type] = set()  # classes that it may make objects of
-        self.pending: list[tuple] = []  # (what reads it, the thing, where it was met, what was read of it)
-
-    def later(self, how: Callable, x):
-        self.pending.append((how, x, self.at, set()))
 
     def watch(self, thing, how: tuple[Callable, Callable], owner=None, foreign: bool = True):
         self.state.watches.append(Watch(thing, *how, owner, foreign, self.at))
@@ -128,7 +149,7 @@ class Reader:
         if isinstance(x, types.ModuleType):
             top = x.__name__.partition(".")[0]
             if top in ("diffusers", "transformers") or not is_library_module(x.__name__):
-                self.later(of_namespace, x)
+                self.later(self.of_namespace, x)
             return "module", x.__name__
         return self.object(x, foreign)
 
@@ -208,7 +229,7 @@ class Reader:
         if isinstance(x, IMMUTABLE):
             return cls, repr(x)
         if isinstance(x, (random.Random, np.random.Generator, np.random.RandomState)):
-            self.state.generators.append(x)
+            self.state.generators.append(getattr(x, "bit_generator", x))
             return Held(x)
         if isinstance(x, IRRELEVANT) or isinstance(x, logging.Logger) or is_ours(x):
             return Held(x)
@@ -218,14 +239,14 @@ class Reader:
             self.watch(x, watch.VARIABLE, foreign=False)  # what is set anew in each call is its scratch
             return Held(x), self.value((x.get(None),), True)
         if isinstance(x, os._Environ):
-            return self.environment()
+            return "environment", self.value(x._data, True)  # all of it: who asks for one may ask for any
         if isinstance(x, (Iterator, AsyncIterator, Awaitable, io.IOBase)):
             return self.unread(f"a {cls.__name__}, which no one can look at without changing it")
         if foreign and is_asked_by_name(cls):
-            self.later(by_name, x)
+            self.later(self.by_name, x)
             return Held(x)
         if isinstance(x, (bytearray, array.array)):
-            self.watch(x, watch.BYTES)
+            self.watch(x, watch.BYTEARRAY if isinstance(x, bytearray) else watch.ARRAY)
             return cls, bytes(x)
         if not hasattr(x, "__dict__") and not slots_of(cls):
             of_python = cls.__module__.partition(".")[0] in sys.stdlib_module_names | {"builtins"}
@@ -236,97 +257,6 @@ class Reader:
         if not foreign and not is_library(cls):  # upstream's code calls its methods, whatever they are called
             self.names.update(name for base in cls.__mro__ if not is_library(base) for name in vars(base))
         return key, self.attributes_of(x, foreign)
-
-    def environment(self) -> Hashable:
-        """Environment variables, all of them: a code that asks for one may ask for any."""
-        held = os.environ._data
-        if id(held) not in self.met:
-            self.met[id(held)] = len(self.met)
-            self.watch(held, watch.DICT)
-        return "environment", tuple(sorted(held.items()))
-
-    # Code
-
-    def cached(self, x: functools._lru_cache_wrapper, of_a_module: bool = False) -> Hashable:
-        """A function that keeps its results. A trace goes past the caches of modules' methods (`tracing.without_caches`), which
-        gives what they keep for as long as what the method itself reads stays."""
-        inner = x.__wrapped__
-        if not isinstance(inner, types.FunctionType) or is_library(inner):
-            return Held(x)
-        if of_a_module and not reads_its_first(inner.__code__):
-            alone = State(self.state.module)
-            key = Reader(alone, {}).value(inner, True)
-            if not alone.unread and _cached.setdefault(x, key) == key:
-                return self.value(inner, True)
-        return self.unread(f"{inner.__qualname__} keeps its results from call to call (functools.lru_cache)")
-
-    def builtin(self, x: types.BuiltinFunctionType) -> Hashable:
-        owner = x.__self__
-        called = impure(x.__module__ or "", frozenset({x.__name__}))
-        if called is not None or (owner is builtins and x.__name__ in IMPURE_BUILTINS):
-            return self.unread(f"it calls {called or x.__name__}")
-        if owner is None or isinstance(owner, (types.ModuleType, type)):
-            return Held(x)
-        return x.__name__, self.value(owner, True)
-
-    def function(self, function: types.FunctionType) -> Hashable:
-        """Its code and what it has closed over; of a user's also what it names."""
-        if (function.__module__ or "").startswith("diffusers.tpu.") and is_library(function):
-            return Held(function)
-        library, cells = is_library(function), function.__closure__ or ()
-        if library and not cells and not function.__defaults__ and not function.__kwdefaults__:
-            return Held(function)
-        at, read = self.at, []
-        for name, cell in zip(function.__code__.co_freevars, cells):
-            self.at = f"{at} ({name} of {function.__qualname__})"
-            read.append(self.value(cell, True))
-        self.at = at
-        if not library:
-            read += self.named(function)
-            self.watch(function, watch.CODE)
-            if vars(function):
-                read.append(self.attributes_of(function, True))
-        if function.__defaults__ or function.__kwdefaults__:
-            read.append((self.value(function.__defaults__, True), self.value(function.__kwdefaults__, True)))
-        return Held(function.__code__), tuple(read)
-
-    def named(self, function: types.FunctionType) -> list[Hashable]:
-        """What a function of the user's names: of its module, of others, of Python."""
-        names, namespace = names_of(function.__code__), function.__globals__
-        self.names |= names.attributes | names.globals
-        at, some = self.at, tuple(sorted(names.globals))
-        self.at = f"{at} (of {function.__module__})"
-        self.watch(namespace, watch.of_names(some))
-        read = []
-        for name in some:
-            self.at = f"{at} ({name} of {function.__module__}, in {function.__qualname__})"
-            if name in namespace:
-                read.append((name, self.named_value(namespace[name], names.attributes)))
-            elif name in IMPURE_BUILTINS:
-                self.unread(f"it calls {name}")
-        for name in sorted(names.modules):
-            self.at = f"{at} (imported in {function.__qualname__})"
-            read.append((name, self.imported(name, namespace.get("__package__"), names.attributes)))
-        self.at = at
-        return read
-
-    def imported(self, name: str, package: str | None, attributes: frozenset[str]) -> Hashable:
-        """What is imported inside of a function: a module, or of a package one beside the function's."""
-        for whole in (name, f"{package}.{name}".rstrip(".")):
-            if whole in sys.modules:
-                top = sys.modules.get(whole.partition(".")[0])
-                return tuple(self.named_value(x, attributes) for x in (sys.modules[whole], top))
-        self.watch(sys.modules, watch.of_names((name,)))
-        return self.unread(f"it imports {name}")
-
-    def named_value(self, x, attributes: frozenset[str]) -> Hashable:
-        module = x.__name__ if isinstance(x, types.ModuleType) else (x if isinstance(x, type) else type(x)).__module__
-        called = impure(module, attributes)
-        if called is not None:
-            self.unread(f"it calls {called}")
-        if x is os and attributes & {"environ", "getenv", "environb"}:
-            self.later(once, os.environ)
-        return self.value(x, True)
 
     # Classes
 
@@ -352,22 +282,10 @@ class Reader:
             of_libraries = [other for other in cls.__mro__ if other is not object and is_library(other)]
             overriding = (n for n in vars(base) if n not in MAKING and any(n in vars(o) for o in of_libraries))
             self.names.update(overriding)
-            self.later(of_class, base)
+            self.later(self.of_class, base)
         else:
             for name in put_into(base, class_version(base)):
-                self.later(once, vars(base)[name])
-
-    def rest(self) -> Hashable:
-        """The keys of what code of the user's asks for by name, for as long as it asks for more."""
-        found, before = [], None
-        while before != (before := (len(self.names), len(self.pending), len(self.met), len(found))):
-            for how, x, at, done in [*self.pending]:
-                self.at = at
-                found += how(self, x, done)
-        return tuple(found)
-
-
-_cached: "weakref.WeakKeyDictionary[Callable, Hashable]" = weakref.WeakKeyDictionary()  # and what each read at first
+                self.later(self.once, vars(base)[name])
 
 
 def _digest(array: np.ndarray) -> str:
@@ -377,5 +295,23 @@ def _digest(array: np.ndarray) -> str:
 def is_ours(value) -> bool:
     """Whether the package has put it there."""
     value = value.func if isinstance(value, functools.partial) else value
+    value = value.__func__ if isinstance(value, types.MethodType) else value
     where = value.__module__ if isinstance(value, types.FunctionType) else type(value).__module__
     return (where or "").startswith("diffusers.tpu.")
+
+
+@functools.lru_cache(maxsize=16384)
+def is_asked_by_name(cls: type) -> bool:
+    return any(base.__module__.startswith(ASKED_BY_NAME) for base in cls.__mro__)
+
+
+@functools.lru_cache(maxsize=16384)
+def slots_of(cls: type) -> tuple[str, ...]:
+    """Names of attributes that instances have without a dict."""
+    found = [name for base in cls.__mro__ for name, value in vars(base).items() if _is_slot(value)]
+    return tuple(sorted(dict.fromkeys(found)))
+
+
+def _is_slot(value) -> bool:
+    """A `__slots__` entry; members of types that are written in C are read by what they are."""
+    return isinstance(value, types.MemberDescriptorType) and bool(value.__objclass__.__flags__ & (1 << 9))

@@ -3,11 +3,12 @@
 Values are compared by identity, plain ones also by type and value: 1, 1.0 and True are three, as are 0.0 and -0.0.
 """
 
+import array
+import contextlib
 import operator
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 
 PLAIN = (bool, int, str, bytes, type(None))
-_ABSENT = object()
+ABSENT = object()  # in the place of a value: there is none
 
 
 def alike(now, before) -> bool:
@@ -37,15 +38,12 @@ def dicts_differ(now: dict, before: dict) -> bool:
 
 @dataclass(eq=False)
 class Watch:
-    """One thing that was read.
+    """One thing that was read: a container, an object, a variable. `read(thing)` is what it holds, as objects in a fixed order, or as a
+    dict where the order does not matter; `write(thing, before)` restores that.
 
     Attributes:
-        thing: what is watched: a container, an object, a variable.
-        read: thing -> what it holds, as objects in a fixed order; a dict where the order does not matter.
-        write: (thing, what `read` gave) puts that back.
         owner: the module or class whose attributes it holds; None: neither.
         foreign: it belongs to something else than a module of the model: to a hook, a processor, a script.
-        name: where it was met.
     """
 
     thing: object
@@ -70,21 +68,17 @@ class Watch:
     def now(self):
         return self.thing if isinstance(self.thing, (dict, list, set, deque)) else [*self.read(self.thing)]
 
-    @property
-    def was(self) -> list | dict:
-        is_list = isinstance(self.thing, dict) and not isinstance(self.before, dict)
-        return _as_dict(self.before) if is_list else self.before
-
     def rewritten(self) -> bool:
         """Whether a number, flag or name has another value: a counter, say. What is merely new does not count.
 
         An attribute of a module that hides one of its class counts too.
         """
-        now, before = self.now, self.was
+        now, before = self.now, self.before
         if isinstance(now, list):
             return any(map(_other, now, before))
         if not isinstance(now, dict):
             return False
+        before = before if isinstance(before, dict) else _as_dict(before)
         shadowed = type(self.owner) if isinstance(self.owner, torch.nn.Module) else None
         return any(_other(x, before.get(name, getattr(shadowed, str(name), None))) for name, x in now.items())
 
@@ -107,6 +101,27 @@ def put_back(container: dict, before: dict):
             base.__setitem__(container, name, value)
 
 
+@contextlib.contextmanager
+def replaced(places: Iterable[tuple[dict, Hashable, object]]):
+    """While this is open, each of the dicts holds a value under a key, or nothing (ABSENT)."""
+    before = []
+    try:
+        for held, key, value in places:
+            before.append((held, key, held.get(key, ABSENT)))
+            _put(held, key, value)
+        yield
+    finally:
+        for place in reversed(before):
+            _put(*place)
+
+
+def _put(held: dict, key: Hashable, value):
+    if value is ABSENT:
+        held.pop(key, None)
+    else:
+        held[key] = value
+
+
 def _pairs(x) -> list:
     return [*x, *x.values()]
 
@@ -126,7 +141,7 @@ def _write_class(cls: type, before: list):
     for name in now.keys() - held.keys():
         delattr(cls, name)
     for name, value in held.items():
-        if now.get(name, _ABSENT) is not value:
+        if now.get(name, ABSENT) is not value:
             setattr(cls, name, value)
 
 
@@ -145,16 +160,7 @@ def _write_cell(x: types.CellType, before: tuple):
         del x.cell_contents
 
 
-def _write_variable(x: ContextVar, before: tuple):
-    if before[0] is not _ABSENT:
-        x.set(before[0])
-
-
-def _write_bytes(x, before: tuple):
-    x[:] = type(x)(before[0]) if isinstance(x, bytearray) else type(x)(x.typecode, before[0])
-
-
-def fixed(*_):
+def _fixed(*_):
     """In the place of `write`: nothing can be put back."""
 
 
@@ -163,13 +169,14 @@ DICT = _pairs, lambda x, before: put_back(x, _as_dict(before))
 SEQUENCE = list, _refill
 CLASS = lambda cls: _pairs(vars(cls)), _write_class
 CELL = content, _write_cell
-VARIABLE = lambda x: (x.get(_ABSENT),), _write_variable
-BYTES = lambda x: (bytes(x),), _write_bytes
-VERSION = lambda x: (x._version,), fixed
-ON_CHIPS = lambda x: (vars(x).get("_array", x), vars(x).get("_value", x)), fixed
+VARIABLE = lambda x: (x.get(ABSENT),), lambda x, before: before[0] is ABSENT or x.set(before[0])
+BYTEARRAY = lambda x: (bytes(x),), lambda x, before: x.__setitem__(slice(None), before[0])
+ARRAY = lambda x: (bytes(x),), lambda x, before: x.__setitem__(slice(None), array.array(x.typecode, before[0]))
+VERSION = lambda x: (x._version,), _fixed
+ON_CHIPS = lambda x: (vars(x).get("_array", x), vars(x).get("_value", x)), _fixed
 OBJECTS = lambda x: [*x.flat], lambda x, before: x.flat.__setitem__(slice(None), before)
-MAPPING = _pairs, fixed
-CODE = lambda f: (f.__code__, f.__defaults__, f.__kwdefaults__), fixed
+MAPPING = _pairs, _fixed
+CODE = lambda f: (f.__code__, f.__defaults__, f.__kwdefaults__), _fixed
 
 
 def of_names(names: tuple[str, ...]) -> tuple[Callable, Callable]:
@@ -177,25 +184,22 @@ def of_names(names: tuple[str, ...]) -> tuple[Callable, Callable]:
 
     def write(namespace: dict, before: list):
         for name, value in zip(names, before):
-            if value is not _ABSENT:
-                namespace[name] = value
-            else:
-                namespace.pop(name, None)
+            _put(namespace, name, value)
 
-    return lambda namespace: [namespace.get(name, _ABSENT) for name in names], write
+    return lambda namespace: [namespace.get(name, ABSENT) for name in names], write
 
 
 def of_object(slots: tuple[str, ...]) -> tuple[Callable, Callable]:
     """Its class, its slots, and its dict if it has one."""
 
     def read(x) -> list:
-        return [type(x), *(getattr(x, name, _ABSENT) for name in slots), *_pairs(getattr(x, "__dict__", {}))]
+        return [type(x), *(getattr(x, name, ABSENT) for name in slots), *_pairs(getattr(x, "__dict__", {}))]
 
     def write(x, before: list):
         if type(x) is not before[0]:
             object.__setattr__(x, "__class__", before[0])
         for name, value in zip(slots, before[1:]):
-            if value is not _ABSENT:
+            if value is not ABSENT:
                 object.__setattr__(x, name, value)
             elif hasattr(x, name):
                 object.__delattr__(x, name)
@@ -204,20 +208,18 @@ def of_object(slots: tuple[str, ...]) -> tuple[Callable, Callable]:
     return read, write
 
 
-def of_memory(array: np.ndarray, place: Callable[[], object]) -> tuple[Callable, Callable]:
-    """Of an array, or a host tensor whose values `array` are, `place` its address and shape: compared without a copy."""
-    at, copy, flat = place(), array.copy(), np.ascontiguousarray(array)
-    by_bytes = array.dtype.hasobject or not (flat is array or flat.base is array)
+def of_memory(values: np.ndarray, place: Callable[[], object]) -> tuple[Callable, Callable]:
+    """Of an array, or a host tensor with these values, `place` its address and shape: compared without a copy."""
+    at, copy, flat = place(), values.copy(), np.ascontiguousarray(values)
+    by_bytes = values.dtype.hasobject or not (flat is values or flat.base is values)
 
     def same() -> bool:
-        if place() != at:
-            return False
-        if by_bytes:
-            return array.tobytes() == copy.tobytes()
-        return bool(np.array_equal(array.reshape(-1).view(np.uint8), copy.reshape(-1).view(np.uint8)))
+        if by_bytes or place() != at:
+            return place() == at and values.tobytes() == copy.tobytes()
+        return bool(np.array_equal(values.reshape(-1).view(np.uint8), copy.reshape(-1).view(np.uint8)))
 
     def write(_, before):
         if place() == at:
-            array[...] = copy
+            values[...] = copy
 
     return lambda _: (same(),), write

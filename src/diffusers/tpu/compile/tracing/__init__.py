@@ -1,10 +1,11 @@
 """A torch module's method as a pure function of (weights, inputs, numbers), all JAX arrays; equal blocks as one scanned block."""
 
-from .blocks import WeightWritten
 from .caches import NotOnce, Step, StepCache, kept_by
-from .function import INPUT, Entangled, Opaque, PureFunction, TraceResult, on_every_chip, tracing, undone_trace
+from .function import INPUT, PureFunction, on_every_chip, tracing
+from .functional import WeightWritten, undone_trace
 from .intermediates import Marked, Tag, capture, capture_p, capturing
 from .previous_call import depends_on_previous_call
+from .results import Entangled, Opaque, TraceResult
 from .scale import NumberRead
 from .video import (
     attention_by_frame,
@@ -18,37 +19,3 @@ from .video import (
     scan_batches,
     scan_chunks,
 )
-
-
-__all__ = [
-    "Entangled",
-    "INPUT",
-    "StepCache",
-    "Marked",
-    "NotOnce",
-    "NumberRead",
-    "Opaque",
-    "PureFunction",
-    "Step",
-    "Tag",
-    "TraceResult",
-    "WeightWritten",
-    "attention_by_frame",
-    "capture",
-    "capture_p",
-    "capturing",
-    "doubled",
-    "in_tiles",
-    "kept_by",
-    "depends_on_previous_call",
-    "looking_back",
-    "normed_by_place",
-    "on_a_slab",
-    "on_every_chip",
-    "over_width",
-    "scan_alike",
-    "scan_batches",
-    "scan_chunks",
-    "tracing",
-    "undone_trace",
-]

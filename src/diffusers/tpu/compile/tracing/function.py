@@ -2,7 +2,6 @@
 
 import contextlib
 import contextvars
-import enum
 import functools
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -11,38 +10,30 @@ from dataclasses import dataclass, field, replace
 import jax
 import torch
 from jax.sharding import Mesh, PartitionSpec
-from torch.utils._pytree import (
-    TreeSpec,
-    register_pytree_node,
-    tree_flatten,
-    tree_leaves,
-    tree_unflatten,
-    treespec_leaf,
-)
 
-from ....models.autoencoders.vae import DiagonalGaussianDistribution
 from ... import notices
-from ...bridge import Tensor, View
+from ...bridge import Tensor
 from ...bridge.decisions import Decisions, deciding
 from ...bridge.environment import decomposing, environment, on_device, quiet_integers
 from ...chips.sharding import gathered, named
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, current, using
 from ...video.slabs import NotOnSlabs
-from ...weights.convert import from_numpy, numpy_dtype
-from ..state import Arguments, Trace, Written, opened, read, undone, without_caches
+from ..state import Arguments, opened, read, without_caches
 from ..state.adapters import Adapters
-from .blocks import BlockRuns, Method, WeightWritten, numbered, written
+from ..state.watch import replaced
+from .blocks import BlockRuns
 from .caches import Results, StepCache
-from .hooked import is_watched_inside
+from .functional import Method, WeightWritten, numbered, put, set_to, written
+from .results import TENSOR, Entangled, TraceResult, flattened, plain, refuse_shared, unflattened
 from .scan import Group
 from .scopes import module_scopes
-from .scripted import scripted
+from .user_code import is_watched_inside, scripted
 
 
 MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
 
-INPUT = object()
+INPUT = TENSOR
 _tracing = contextvars.ContextVar("diffusers_tpu_tracing", default=False)
 
 
@@ -51,68 +42,11 @@ def tracing() -> bool:
     return _tracing.get()
 
 
-@contextlib.contextmanager
-def _marked():
-    token = _tracing.set(True)
-    try:
-        yield
-    finally:
-        _tracing.reset(token)
-
-
-class _Output(enum.Enum):
-    TENSOR = enum.auto()
-
-
-@dataclass(eq=False)
-class TraceResult:
-    """What a trace found out beside its arrays: these are of the return value, of what is written to arguments, of the step cache.
-
-    Attributes:
-        spec, leaves: the flattened return value; `_Output.TENSOR` stands for an array.
-        written: what the call leaves in its arguments.
-        results, form: how many of the last arrays the step cache keeps, and what is static of them.
-        decisions: branches by values, with the values of this call. avals: shapes and dtypes of what was given.
-    """
-
-    spec: TreeSpec
-    leaves: list
-    written: Written = field(default_factory=Written)
-    results: int = 0
-    form: Hashable = None
-    decisions: Decisions | None = None
-    avals: tuple = ()
-
-    def output(self, tensors: list):
-        """Upstream's return value with these tensors in the places of the traced ones."""
-        tensors = iter(tensors)
-        return tree_unflatten([next(tensors) if x is _Output.TENSOR else x for x in self.leaves], self.spec)
-
-    def __reduce__(self):
-        """For a process that has the program and no trace."""
-        return _result_of, (_in_parts(self.spec), self.leaves, self.written, self.results, self.form)
-
-
-def _result_of(spec: tuple | None, *rest) -> TraceResult:
-    return TraceResult(_of_parts(spec), *rest)
-
-
-@contextlib.contextmanager
-def undone_trace(module: torch.nn.Module) -> Iterator[Trace]:
-    """Around a trace: what it does to the module is undone. Gives what could not be, filled at the end: then no program stands for
-    the call."""
-    drawn = environment().draws
-    with undone(read(module)) as effects:
-        yield effects
-    effects.draws += environment().draws - drawn
-
-
 @dataclass(eq=False)
 class PureFunction:
-    """`call` of `module` with everything but tensors fixed.
+    """`call`, a bound method of `module`, with everything but tensors fixed.
 
     Args:
-        call: the bound method, upstream's own.
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
         carry: spec of what repeated blocks hand on.
@@ -123,7 +57,6 @@ class PureFunction:
         part: of a model whose own lines run one by one: it must not share memory with them.
         values: number of a tensor of the call -> its values, by which a trace decides (`TraceResult.decisions`); None: it cannot.
         settings: of each block, read once.
-
     """
 
     module: torch.nn.Module
@@ -179,46 +112,44 @@ class PureFunction:
         stacked, single = self._split(weights)
         stacked_numbers, single_numbers = self._split(numbers)
         decisions = Decisions(self.values, inputs)
-        apart = () if self.kept is None else self.kept.apart
-        with contextlib.ExitStack() as stack:
-            runs = BlockRuns(
-                self.module,
-                self.groups,
-                stacked,
-                stacked_numbers,
-                env,
-                self._pin_block_weight,
-                self._pin_carry,
-                self._fill,
-                self.settings,
-                apart,
-            )
-            for context in (
-                without_caches(self.module),
-                _marked(),
-                self._one_at_a_time(False),
-                deciding(decisions),
-                _processors_of(self.module, self.processors, apart),
-                _methods_of(self.module, self.methods, apart),
-                _whole_of(self.module, self.whole),
-                numbered(self.module, single_numbers, Adapters(self.module)),
-                self._computing(),
-                module_scopes(self.module, self.groups),
-                runs.installed(),
-            ):
-                stack.enter_context(context)
-            given = sum(leaf is INPUT for leaf in self.leaves)
-            with contextlib.ExitStack() as keeping:
-                results = Results()
-                if self.kept is not None:
-                    tensors = [Tensor(x, env) for x in inputs[given:]]
-                    results = keeping.enter_context(self.kept.traced(self.kind, tensors, runs, self.branches))
-                arrays, found, changed = self._run(single, inputs[:given])
-            if changed:
-                raise WeightWritten(", ".join(changed))
+        runs, given = BlockRuns(self, stacked, stacked_numbers), sum(leaf is INPUT for leaf in self.leaves)
+        kept = [Tensor(x, env) for x in inputs[given:]]
+        with (
+            without_caches(self.module),
+            set_to(_tracing, True),
+            replaced([(vars(env), "one_at_a_time", False)]),
+            deciding(decisions),
+            replaced(self._by_plan()),
+            numbered(self.module, single_numbers, Adapters(self.module)),
+            self._computing(),
+            module_scopes(self.module, self.groups),
+            runs.installed(),
+        ):
+            cache = self.kept and self.kept.traced(self.kind, kept, runs, self.branches)
+            with cache or contextlib.nullcontext(Results()) as results:
+                arrays, found = self._run(inputs[:given], functools.partial(self._forward, single), plain)
             found.results, found.form, found.decisions = len(results), results.form, decisions
             found.avals = jax.tree.map(jax.typeof, (weights, inputs, numbers))
             return arrays + [x.jax() for x in results], found
+
+    @property
+    def apart(self) -> tuple:
+        """Objects that the trace does not depend on."""
+        return () if self.kept is None else self.kept.apart
+
+    def _by_plan(self) -> Iterator[tuple]:
+        """Processors, methods and replicated parts of the plan, but not in the place of what the user or a hook has put there."""
+        for m in self.module.modules():
+            kind, methods = type(getattr(m, "processor", None)), [k for k in self.methods if k[0] is type(m)]
+            if (kind in self.processors or methods) and not is_watched_inside(m, self.apart):
+                if kind in self.processors:
+                    yield vars(m), "processor", self.processors[kind](m.processor)
+                for cls, name in methods:
+                    if name not in vars(m):
+                        yield vars(m), name, functools.partial(self.methods[cls, name], m)
+        for name, m in self.module.named_modules():
+            if any(re.search(pattern, name) for pattern in self.whole):
+                yield vars(m), "forward", functools.partial(_run_whole, m, vars(m).get("forward"))
 
     def eagerly(
         self, weights: dict[str, jax.Array], inputs: list[jax.Array], in_parts: bool = False
@@ -227,30 +158,19 @@ class PureFunction:
 
         `in_parts`: submodules that have a runner answer through it, on weights of their own.
         """
-        given = [Tensor(array, environment()) for array in inputs]
-        args, kwargs = self._arguments(given)
-        held = Arguments((args, kwargs), given)
-        with self._computing(), self._one_at_a_time():
-            flat, found = _flat(self.line_by_line(weights, args, kwargs, in_parts), plain=lambda leaf: leaf)
-            found.written, left = _left(held, inputs, lambda leaf: leaf)
-            return flat + left, found
+        waits = vars(environment()), "one_at_a_time", self.attention.platform == "cpu"
+        with self._computing(), replaced([waits]):
+            return self._run(
+                inputs, functools.partial(self.line_by_line, weights, in_parts=in_parts), lambda leaf: leaf
+            )
 
     def line_by_line(self, weights: dict[str, jax.Array], args, kwargs, in_parts: bool = False):
         """Upstream's return value for the caller's own tensors, as `eagerly`, where device tensors work already."""
-        with contextlib.nullcontext() if in_parts else _marked():
+        with contextlib.nullcontext() if in_parts else set_to(_tracing, True):
             output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
         for name, weight in changed.items():
-            _put(self.module, name, weight)
+            put(self.module, name, weight)
         return output
-
-    @contextlib.contextmanager
-    def _one_at_a_time(self, wanted: bool = True):
-        env = environment()
-        before, env.one_at_a_time = env.one_at_a_time, wanted and self.attention.platform == "cpu"
-        try:
-            yield
-        finally:
-            env.one_at_a_time = before
 
     @contextlib.contextmanager
     def _computing(self):
@@ -258,31 +178,32 @@ class PureFunction:
             with decomposing(), environment().override_property(mesh=self.mesh), environment():
                 yield
 
-    def _run(
-        self, weights: dict[str, jax.Array], inputs: list[jax.Array]
-    ) -> tuple[list[jax.Array], TraceResult, dict]:
-        """Flat output arrays, what they are, and the weights that were written to."""
-        given = [Tensor(array, environment()) for array in inputs]
-        args, kwargs = self._arguments(given)
-        held = Arguments((args, kwargs), given)
+    def _forward(self, weights: dict[str, jax.Array], args, kwargs):
         output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
-        if self.part:
-            _apart(given, inputs, output)
-        flat, found = _flat(output, _plain)
-        found.written, left = _left(held, inputs, _plain)
-        if self.part and found.written.holders:
-            raise Entangled("it writes into an argument")
-        if left and self.branches > 1:
-            raise Entangled("it writes into an argument, and its guidance branches are one call")
-        return flat + left, found, changed
+        if changed:
+            raise WeightWritten(", ".join(changed))
+        return output
 
-    def _arguments(self, tensors: list[Tensor]) -> tuple[tuple, dict]:
-        tensors = iter(tensors)
-        return tree_unflatten([next(tensors) if x is INPUT else x for x in self.leaves], self.spec)
+    def _run(self, inputs: list[jax.Array], forward: Callable, plain: Callable) -> tuple[list[jax.Array], TraceResult]:
+        """Flat output arrays of `forward(args, kwargs)`, and what they are. `plain`: what becomes of a part that is no tensor."""
+        given = [Tensor(array, environment()) for array in inputs]
+        args, kwargs = unflattened(self.spec, self.leaves, given)
+        held = Arguments((args, kwargs), given)
+        output = forward(args, kwargs)
+        if self.part:
+            refuse_shared(given, inputs, output)
+        tensors, *form = flattened(opened(output), plain)
+        left, written_to = held.written([n for n, x in enumerate(given) if x.jax() is not inputs[n]], plain)
+        if self.part and left.holders:
+            raise Entangled("it writes into an argument")
+        if written_to and self.branches > 1:
+            raise Entangled("it writes into an argument, and its guidance branches are one call")
+        arrays = [x.jax() if on_device(x) else environment().moved(x).jax() for x in written_to]
+        return [x.jax() for x in tensors] + arrays, TraceResult(*form, left)
 
     def _swapped(self, weights: dict[str, jax.Array]) -> dict[str, Tensor]:
         names, env = Adapters(self.module).tensors(self.module), environment()
-        return {f"module.{names.get(key, key)}": Tensor(self._gather(key, w), env) for key, w in weights.items()}
+        return {f"module.{names.get(key, key)}": Tensor(self.gather(key, w), env) for key, w in weights.items()}
 
     def _split(self, weights: dict):
         stacked = {group.label: {} for group in self.groups}
@@ -295,12 +216,10 @@ class PureFunction:
                 stacked[label][key[len(label) + 1 :]] = array
         return stacked, single
 
-    def _gather(self, key: str, array):
+    def gather(self, key: str, array):
+        """A weight whole on every chip, but for the axes that it is computed on."""
         whole = jax.lax.with_sharding_constraint(array, named(self.mesh, gathered(self.specs[key])))
         return jax.block_until_ready(whole) if environment().waits else whole
-
-    def _pin_block_weight(self, group: Group, name: str, array):
-        return self._gather(f"{group.label}.{name}", array)
 
     def _carry_spec(self, axes: int, number: int, name: str) -> PartitionSpec | None:
         """Of output `number` of a block, of so many axes, which is the argument `name` of the next one."""
@@ -311,11 +230,12 @@ class PureFunction:
             spec = spec[number] if number < len(spec) else None
         return None if spec is None or axes != len(spec) else spec
 
-    def _pin_carry(self, array, number: int, name: str):
+    def pin_carry(self, array, number: int, name: str):
+        """Output `number` of a block, the argument `name` of the next one, where it lies between blocks."""
         spec = self._carry_spec(array.ndim, number, name)
         return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
 
-    def _fill(self, shape: tuple[int, ...], number: int, name: str) -> int:
+    def fill(self, shape: tuple[int, ...], number: int, name: str) -> int:
         """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
 
         Whole tiles also where a chip has several sequences: it would move every one to where the one before ends.
@@ -328,93 +248,6 @@ class PureFunction:
         return tiles if (rest or several) and tiles <= MOST_FILL * shape[1] else rest
 
 
-def _flat(output, plain: Callable) -> tuple[list[jax.Array], TraceResult]:
-    """The return value's arrays. `plain`: what becomes of a part of it that is no tensor; of a trace it must be static."""
-    flat, spec = tree_flatten(opened(output))
-    tensors = [isinstance(x, (Tensor, View)) for x in flat]
-    leaves = [_Output.TENSOR if tensor else plain(x) for x, tensor in zip(flat, tensors)]
-    return [x.jax() for x, tensor in zip(flat, tensors) if tensor], TraceResult(spec, leaves)
-
-
-def _left(held: Arguments, inputs: list[jax.Array], refused: Callable) -> tuple[Written, list[jax.Array]]:
-    """What the call leaves in its arguments, and its arrays."""
-    changed = [n for n, (t, array) in enumerate(zip(held.tensors, inputs)) if t.jax() is not array]
-    written, tensors = held.written(changed, refused)
-    return written, [x.jax() if on_device(x) else environment().moved(x).jax() for x in tensors]
-
-
-def _in_parts(spec: TreeSpec) -> tuple | None:
-    """A spec as what pickles without a warning of torch's; None: of a leaf."""
-    return None if spec.is_leaf() else (spec.type, spec.context, [*map(_in_parts, spec.children())])
-
-
-def _of_parts(parts: tuple | None) -> TreeSpec:
-    return treespec_leaf() if parts is None else TreeSpec(parts[0], parts[1], [*map(_of_parts, parts[2])])
-
-
-def _put(module: torch.nn.Module, name: str, weight: torch.Tensor):
-    """The module's own weight of this name is what a call on the chips made of it."""
-    path, _, name = name.rpartition(".")
-    owner, value = module.get_submodule(path), from_numpy(weight.jax()) if on_device(weight) else weight
-    before = getattr(owner, name)
-    if numpy_dtype(before.dtype) == numpy_dtype(value.dtype):
-        value = value.to(before.dtype)  # 64 bits again
-    setattr(owner, name, torch.nn.Parameter(value, before.requires_grad) if name in owner._parameters else value)
-
-
-class Entangled(Exception):
-    """A part of a model shares memory with who calls it: its message says how."""
-
-
-def _apart(given: list[Tensor], arrays: list[jax.Array], output):
-    """Raises Entangled where a call wrote into its arguments or answered with them: who made the call may look there."""
-    if any(tensor.jax() is not array for tensor, array in zip(given, arrays)):
-        raise Entangled("it writes into an argument")
-    own = {id(array) for array in arrays}
-    if any(
-        id(x.source_jax() if isinstance(x, View) else x.jax()) in own
-        for x in tree_leaves(opened(output))
-        if on_device(x)
-    ):
-        raise Entangled("it answers with an argument")
-
-
-class Opaque(NotImplementedError):
-    """A model's answer has parts whose tensors nobody finds."""
-
-
-def _plain(leaf):
-    """A static part of a return value; an object that may hide tensors is refused, its values would be lost."""
-    if leaf is None or isinstance(leaf, (bool, int, float, str)):
-        return leaf
-    raise Opaque(
-        f"expected tensors, plain values or pytrees of them in a model's output, got {type(leaf).__name__}; register it with"
-        " torch.utils._pytree"
-    )
-
-
-# A VAE's posterior is its parameters; mean, variance and samples follow from them where the value is used.
-register_pytree_node(
-    DiagonalGaussianDistribution,
-    lambda posterior: ([posterior.parameters], posterior.deterministic),
-    lambda leaves, deterministic: DiagonalGaussianDistribution(*leaves, deterministic=deterministic),
-)
-
-
-@contextlib.contextmanager
-def _processors_of(module: torch.nn.Module, makers: dict, apart: tuple):
-    """The model's attention processors are those of its plan; what the user set has another class and stays."""
-    found = ((m, m.processor) for m in module.modules() if type(getattr(m, "processor", None)) in makers)
-    replaced = [(m, processor) for m, processor in found if not is_watched_inside(m, apart)]
-    for m, processor in replaced:
-        m.processor = makers[type(processor)](processor)
-    try:
-        yield
-    finally:
-        for m, processor in replaced:
-            m.processor = processor
-
-
 @contextlib.contextmanager
 def on_every_chip():
     """What is computed inside is whole on every chip: no sequence in it is split."""
@@ -422,41 +255,7 @@ def on_every_chip():
         yield
 
 
-@contextlib.contextmanager
-def _whole_of(module: torch.nn.Module, names: tuple[str, ...]):
-    """Parts of these names run `on_every_chip`."""
-    before = []
-    for name, m in module.named_modules():
-        if any(re.search(pattern, name) for pattern in names):
-            before.append((m, vars(m).get("forward")))
-            m.forward = functools.partial(_run_whole, *before[-1])
-    try:
-        yield
-    finally:
-        for m, forward in before:
-            if forward is None:
-                del m.forward
-            else:
-                m.forward = forward
-
-
 def _run_whole(module: torch.nn.Module, forward: Callable | None, *args, **kwargs):
     """`forward` of the instance, or its class's."""
     with on_every_chip():
         return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _methods_of(module: torch.nn.Module, methods: dict, apart: tuple):
-    """Methods of the model and its parts are those of its plan, but for what the user or a hook has put on an instance."""
-    replaced = []
-    for m in module.modules():
-        for (cls, name), method in methods.items():
-            if type(m) is cls and name not in vars(m) and not is_watched_inside(m, apart):
-                vars(m)[name] = functools.partial(method, m)
-                replaced.append((m, name))
-    try:
-        yield
-    finally:
-        for m, name in replaced:
-            del vars(m)[name]

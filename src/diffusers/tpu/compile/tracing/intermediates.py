@@ -6,7 +6,6 @@ as it is: `fidelity.harvest` makes of each mark an output of the program. Withou
 
 import contextlib
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
@@ -15,25 +14,25 @@ import torch
 from jax._src import effects  # marks must outlive dead code, and JAX has no public name for what does
 from jax.extend.core import Primitive
 from jax.interpreters import batching
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from ...bridge import Tensor, View
 from ...bridge.deferred import Deferred
-from .blocks import Method, scanned
+from .blocks import scanned
+from .functional import Method
 from .scan import Group
+from .scopes import around_forwards
 
 
 @dataclass(frozen=True)
 class Tag:
-    """Of which value a mark is.
+    """Of which value a mark is: of the module `name` in upstream's model, empty for the model itself.
 
     Attributes:
-        name: of the module, in upstream's model; empty: the model itself.
         given: whether the module gave it, else it was an argument.
-        leaf: its number among the floating tensors of the call, or of its answer.
+        leaf: its number among the floating tensors of the call, or of its output.
         call: the calls of one trace in order.
-        blocks: numbers of the blocks, first and behind the last, for all of which one was traced; None: not in a scanned block.
+        blocks: first of the blocks for all of which one was traced, and behind the last; None: not in a scanned block.
     """
 
     name: str
@@ -69,8 +68,7 @@ def capture(value: jax.Array, tag: Tag):
         capture_p.bind(value, tag=tag)
 
 
-@contextlib.contextmanager
-def capturing(model: torch.nn.Module, groups: list[Group]) -> Iterator[None]:
+def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.AbstractContextManager:
     """While this is open, what the model's submodules take and give in a trace is marked."""
     names = {id(module): name for name, module in model.named_modules()}
     deferring = {f"{g.path}.{index}" for g in groups for index in range(g.start, g.stop)}
@@ -97,10 +95,7 @@ def capturing(model: torch.nn.Module, groups: list[Group]) -> Iterator[None]:
                 if array is not None:
                     capture(array, Tag(name, given, number, call, scanned()))
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(register_module_forward_hook(leave, with_kwargs=True).remove)
-        stack.callback(register_module_forward_pre_hook(enter).remove)
-        yield
+    return around_forwards(enter, leave, with_kwargs=True)
 
 
 def _arrays(values) -> list[jax.Array | None]:

@@ -7,12 +7,10 @@ for is another question, asked for every trace: their settings must agree too (`
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jax
 import torch
-from jax import lax
 
 from ..state.adapters import Adapters, lacks, lenders, lent
 
@@ -37,6 +35,17 @@ class Group:
     def blocks(self, model: torch.nn.Module) -> list[torch.nn.Module]:
         return [*model.get_submodule(self.path)][self.start : self.stop]
 
+    def block(self, model: torch.nn.Module, index: int) -> torch.nn.Module:
+        """The one of this number in its ModuleList."""
+        return model.get_submodule(f"{self.path}.{index}")
+
+    def place_of(self, name: str) -> tuple[str, str] | None:
+        """The group's label, and a module's path in its block; None: it is in none of them."""
+        if not name.startswith(f"{self.path}."):
+            return None
+        number, _, path = name.removeprefix(f"{self.path}.").partition(".")
+        return (self.label, path) if self.start <= int(number) < self.stop else None
+
     def sources(self, model: torch.nn.Module, adapters: Adapters) -> dict[str, list[str | None]]:
         """Of each weight of a block its names in the model, first block first; None: the block lacks it, it adds nothing there."""
         of_blocks = [Adapters(block, adapters.order).tensors(block) for block in self.blocks(model)]
@@ -57,23 +66,23 @@ class Group:
 def find_groups(model: torch.nn.Module) -> list[Group]:
     """Runs of at least two equal neighbours in the model's ModuleLists of the blocks that its class says are repeated.
 
-    diffusers names them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter. Other lists may
-    hold blocks that share state from call to call, as a VAE's with its feature cache. Adapters of some of the blocks part no
-    run where zeros can stand for them in the others.
+    diffusers names them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter. Other lists may hold blocks that
+    share state from call to call, as a VAE's with its feature cache. Adapters of some of the blocks part no run where zeros can stand
+    for them in the others. Blocks with a parameter that the model has under more than one name are in no group.
     """
     repeated = {*(getattr(model, "_repeated_blocks", None) or ())}
     if not hasattr(model, "decode"):
         repeated |= {*(getattr(model, "_no_split_modules", None) or ())}
-    groups, shared, order = [], _shared(model), Adapters(model).order
+    times = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    groups, order = [], Adapters(model).order
     for path, blocks in model.named_modules():
         if not isinstance(blocks, torch.nn.ModuleList) or not any(type(b).__name__ in repeated for b in blocks):
             continue
-        alone = [n if any(id(p) in shared for p in block.parameters()) else None for n, block in enumerate(blocks)]
+        alone = [n if any(times[id(p)] > 1 for p in block.parameters()) else None for n, block in enumerate(blocks)]
         bare = [(lone, structure(block, order)) for lone, block in zip(alone, blocks)]
         for start, stop, layers in _lending(bare, blocks, order):
             if stop - start >= MIN_BLOCKS and next(blocks[start].parameters(), None) is not None:
-                whole = start == 0 and stop == len(blocks)
-                label = f"{path}.*" if whole else f"{path}.[{start}:{stop}]"
+                label = f"{path}.*" if stop - start == len(blocks) else f"{path}.[{start}:{stop}]"
                 groups.append(Group(path, start, stop, label, tuple(layers.items())))
     return groups
 
@@ -91,27 +100,17 @@ def _lending(bare: list, blocks: torch.nn.ModuleList, order: list[str]) -> Itera
 
 def _runs(items: list) -> Iterator[tuple[int, int]]:
     """First and behind the last of equal neighbours."""
-    for _, run in itertools.groupby(range(len(items)), lambda n: items[n]):
-        run = [*run]
-        yield run[0], run[-1] + 1
+    start = 0
+    for _, run in itertools.groupby(items):
+        yield start, (start := start + len([*run]))
 
 
 def structure(block: torch.nn.Module, order: list[str], terms: bool = False) -> tuple:
     """What must agree between two blocks for their weights to be stacked. `terms`: what their adapters add too."""
     adapters = Adapters(block, order)
     name_of = adapters.seen if terms else adapters.bare
-    tensors = ((name_of(name), t) for name, t in (*block.named_parameters(), *block.named_buffers()))
-    weights = [(name, tuple(t.shape), t.dtype) for name, t in tensors if name is not None]
-    modules = ((name_of(name), type(module)) for name, module in block.named_modules())
-    return tuple(weights), tuple((name, cls) for name, cls in modules if name is not None)
-
-
-def _shared(model: torch.nn.Module) -> set[int]:
-    """Ids of parameters that the model has under more than one name: they are in no stack."""
-    times = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    return {number for number, count in times.items() if count > 1}
-
-
-def scan_blocks(step: Callable, carry, stacked: dict[str, jax.Array]):
-    """`step(carry, weights of one block) -> (carry, kept)` over the leading axis of the weights: the last carry, all kept stacked."""
-    return lax.scan(step, carry, stacked)
+    tensors = [
+        (name_of(name), tuple(t.shape), t.dtype) for name, t in (*block.named_parameters(), *block.named_buffers())
+    ]
+    modules = [(name_of(name), type(module)) for name, module in block.named_modules()]
+    return tuple(tuple(one for one in some if one[0] is not None) for some in (tensors, modules))

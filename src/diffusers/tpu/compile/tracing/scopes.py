@@ -1,10 +1,11 @@
 """Module names in compiled programs: every operation traced in a module's forward says whose it is.
 
-A profile, and the planner, then read `[blocks.*]/[attn1]/[to_q]` in an operation's name: the parts in brackets are upstream's
-module names, each relative to the one before (a name with a dot in front is whole); `*` is a scanned block.
+A profile, and the planner, then read `[blocks.*]/[attn1]/[to_q]` in an operation's name: upstream's module names in brackets, each
+relative to the one before (a name with a dot in front is whole); `*` is a scanned block.
 """
 
 import contextlib
+from collections.abc import Callable
 
 import jax
 import torch
@@ -14,7 +15,15 @@ from .scan import Group
 
 
 @contextlib.contextmanager
-def module_scopes(model: torch.nn.Module, groups: list[Group]):
+def around_forwards(enter: Callable, leave: Callable, **how):
+    """While this is open, every module's forward runs between `enter(module, args)` and `leave(module, args, output)`."""
+    with contextlib.ExitStack() as stack:
+        stack.callback(register_module_forward_hook(leave, **how).remove)
+        stack.callback(register_module_forward_pre_hook(enter).remove)
+        yield
+
+
+def module_scopes(model: torch.nn.Module, groups: list[Group]) -> contextlib.AbstractContextManager:
     """While this is open, forwards of the model's submodules trace under their names."""
     names = {id(module): _shared_name(name, groups) for name, module in model.named_modules() if name}
     open_scopes: list[tuple[str, object]] = []
@@ -32,18 +41,10 @@ def module_scopes(model: torch.nn.Module, groups: list[Group]):
         if id(module) in names:
             open_scopes.pop()[1].__exit__(None, None, None)
 
-    with contextlib.ExitStack() as stack:
-        stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-        stack.callback(register_module_forward_pre_hook(enter).remove)
-        yield
+    return around_forwards(enter, leave, always_call=True)
 
 
 def _shared_name(name: str, groups: list[Group]) -> str:
     """`blocks.0.attn1` as `blocks.*.attn1`: one scanned block stands for all of its group."""
-    for group in groups:
-        head, rest = name[: len(group.path) + 1], name[len(group.path) + 1 :]
-        if head == group.path + ".":
-            index, dot, inner = rest.partition(".")
-            if group.start <= int(index) < group.stop:
-                return group.label + dot + inner
-    return name
+    place = next(filter(None, (group.place_of(name) for group in groups)), (name,))
+    return ".".join(filter(None, place))

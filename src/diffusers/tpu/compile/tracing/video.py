@@ -1,5 +1,6 @@
-"""The room `video` for traced tensors: B C T H W, or with the width last."""
+"""The package `video` for traced tensors: B C T H W, or with the width last."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -8,9 +9,40 @@ import torch
 from jax import lax
 
 from ...bridge import Tensor
+from ...bridge.environment import environment
 from ...video import attention, chunks, norm, slabs, tiles
 from ...video.convolution import doubled_by_columns
-from .blocks import Method
+from .functional import Method
+
+
+def _lifted(function: Callable, **fixed) -> Callable:
+    """`function` of arrays as one of traced tensors, in pytrees too. Functions among its arguments take and give tensors."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return _tensors(function(*_arrays(args), **_arrays(kwargs), **fixed))
+
+    return call
+
+
+def _tensors(tree):
+    return jax.tree.map(lambda x: Tensor(x, environment()) if isinstance(x, jax.Array) else x, tree)
+
+
+def _arrays(tree):
+    def of(x):
+        if isinstance(x, torch.Tensor):
+            return x.jax()
+        return (lambda *args: _arrays(x(*_tensors(args)))) if callable(x) else x
+
+    return jax.tree.map(of, tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+
+
+attention_by_frame = _lifted(attention.attention_by_frame)
+in_tiles = _lifted(tiles.in_tiles)
+looking_back = _lifted(chunks.looking_back, axis=2)
+over_width = _lifted(slabs.over_width)
+scan_batches = _lifted(chunks.scan_batches, axis=2)
 
 
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:
@@ -20,32 +52,13 @@ def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch
         step: (chunk, cache, number) -> output. The cache is a list of `slots` entries that the step changes: in each None
             for good, or frames that a layer keeps for the next chunk.
     """
-    env = x._env
 
-    def one(chunk, kept, number):
-        cache = [entry if entry is None else Tensor(entry, env) for entry in kept]
-        if number is None:
-            return step(Tensor(chunk, env), cache, None).jax(), None  # upstream's cache may hold anything
-        out = step(Tensor(chunk, env), cache, Tensor(number, env)).jax()
-        return out, [entry if entry is None else entry.jax() for entry in cache]
+    def one(chunk, cache, number):
+        cache = [*cache]
+        out = step(chunk, cache, number)
+        return out, None if number is None else cache  # of one chunk alone upstream's cache may hold anything
 
-    return Tensor(chunks.scan_chunks(one, x.jax(), size, [None] * slots, axis=2), env)
-
-
-def scan_batches(step: Callable, x: torch.Tensor, size: int) -> torch.Tensor:
-    """`chunks.scan_batches` of x [B, C, T, H, W]. `step` hands on any structure of tensors."""
-    env = x._env
-
-    def one(batch, kept):
-        out, kept = step(Tensor(batch, env), _tensors(kept, env))
-        return out.jax(), _arrays(kept)
-
-    return Tensor(chunks.scan_batches(one, x.jax(), size, axis=2), env)
-
-
-def looking_back(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:
-    """`chunks.looking_back` of x [B, C, T, H, W]."""
-    return Tensor(chunks.looking_back(x.jax(), None if kept is None else kept.jax(), frames, axis=2), x._env)
+    return _lifted(chunks.scan_chunks, axis=2)(one, x, size, [None] * slots)
 
 
 def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, own) -> tuple[torch.Tensor, object]:
@@ -55,36 +68,28 @@ def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, 
         call: (module, x, what is its own) -> (x for the next, what it keeps: any structure of tensors).
         own: None, or the structures of all of them, stacked.
     """
-    env, first = x._env, modules[0]
     weights = [dict(module.state_dict(keep_vars=True)) for module in modules]
     stacked = {name: jnp.stack([tensors[name].jax() for tensors in weights]) for name in weights[0]}
-    method = Method(first, lambda x, kept: call(first, x, kept))
+    method = Method(modules[0], functools.partial(call, modules[0]))
 
     def one(x, weights_and_own):
         weights, own = weights_and_own
-        weights = {f"module.{name}": Tensor(array, env) for name, array in weights.items()}
-        out, kept = torch.func.functional_call(method, weights, (Tensor(x, env), _tensors(own, env)))
-        return out.jax(), _arrays(kept)
+        weights = {f"module.{name}": tensor for name, tensor in weights.items()}
+        return torch.func.functional_call(method, weights, (x, own))
 
-    x, kept = lax.scan(one, x.jax(), (stacked, _arrays(own)))
-    return Tensor(x, env), _tensors(kept, env)
-
-
-def _tensors(tree, env):
-    return jax.tree.map(lambda array: Tensor(array, env), tree)
-
-
-def _arrays(tree):
-    return jax.tree.map(lambda tensor: tensor.jax(), tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
+    return _lifted(lax.scan)(one, x, (stacked, own))
 
 
 def normed_by_place(
     layer: torch.nn.GroupNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
     """`norm.normed_by_place` of x [B, C, T, H, W] and maps that are as fine or coarser."""
-    how = layer.weight.jax(), layer.bias.jax(), layer.num_groups, layer.eps
-    maps = (_last(tensor.jax()) for tensor in (x, scale, shift))
-    return Tensor(jnp.moveaxis(norm.normed_by_place(next(maps), *how, *maps), -1, 1), x._env)
+
+    def of_arrays(weight, bias, *maps):
+        x, *maps = (jnp.moveaxis(array, 1, -1) for array in maps)
+        return jnp.moveaxis(norm.normed_by_place(x, weight, bias, layer.num_groups, layer.eps, *maps), -1, 1)
+
+    return _lifted(of_arrays)(layer.weight, layer.bias, x, scale, shift)
 
 
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
@@ -103,33 +108,6 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     return Tensor(out.transpose(0, 4, 2, 3, 1).astype(array.dtype), x._env)
 
 
-def _last(x: jax.Array) -> jax.Array:
-    """Channels last."""
-    return jnp.moveaxis(x, 1, -1)
-
-
 def on_a_slab() -> bool:
     """Whether what is traced here computes a part of a map."""
     return slabs.slabs() is not None
-
-
-def over_width(
-    function: Callable, x: torch.Tensor, multiple: int = 1, beside: tuple[torch.Tensor, ...] = ()
-) -> torch.Tensor:
-    """`slabs.over_width` of x [B, ..., H, W]."""
-    arrays = tuple(tensor.jax() for tensor in beside)
-    return Tensor(slabs.over_width(_of_arrays(function, x._env), x.jax(), multiple, beside=arrays), x._env)
-
-
-def attention_by_frame(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, frames: int) -> torch.Tensor:
-    """`attention.attention_by_frame` of q, k, v [B, N, T, D]."""
-    return Tensor(attention.attention_by_frame(q.jax(), k.jax(), v.jax(), frames), q._env)
-
-
-def in_tiles(function: Callable, x: torch.Tensor, tiling: tiles.Tiling) -> torch.Tensor:
-    """`tiles.in_tiles` of x [B, ..., H, W]."""
-    return Tensor(tiles.in_tiles(_of_arrays(function, x._env), x.jax(), tiling), x._env)
-
-
-def _of_arrays(function: Callable, env) -> Callable[..., jax.Array]:
-    return lambda *arrays: function(*(Tensor(array, env) for array in arrays)).jax()

@@ -13,27 +13,24 @@ import operator
 import torch
 
 from ..scan import Group
-from .modules import NotOnce, PyramidAttentionBroadcast, TaylorSeer
+from .counted import PyramidAttentionBroadcast, TaylorSeer
+from .modules import NotOnce
 from .step_cache import Results, Step, StepCache
 from .whole import FirstBlockCache, MagCache
 
 
-__all__ = ["StepCache", "NotOnce", "Results", "Step", "kept_by"]
+KINDS = {cls.HOOKS: cls for cls in (FirstBlockCache, MagCache, PyramidAttentionBroadcast, TaylorSeer)}
 
 
 def kept_by(model: torch.nn.Module, groups: list[Group], known: StepCache | None = None) -> StepCache | None:
     """The cache on the model, where programs can stand for its steps; None without one, or with other hooks beside it.
 
-    `known`: what was found before, given again if it is the same.
+    `known`: what was found before, returned again if it has the same hooks.
     """
     registries = ((module, vars(module).get("_diffusers_hook")) for module in model.modules())
     hooked = [(module, hook) for module, registry in registries for hook in getattr(registry, "hooks", {}).values()]
-    names = frozenset(type(hook).__name__ for _, hook in hooked)
-    made = next(
-        (cls for cls in (FirstBlockCache, MagCache, PyramidAttentionBroadcast, TaylorSeer) if names == cls.HOOKS), None
-    )
-    found = made and made.found(model, hooked, groups)
-    same = (
-        known and found and len(found.hooks) == len(known.hooks) and all(map(operator.is_, found.hooks, known.hooks))
-    )
-    return known if same else found
+    cls = KINDS.get(frozenset(type(hook).__name__ for _, hook in hooked))
+    found = cls and cls.found(model, hooked, groups)
+    if found and known and len(found.hooks) == len(known.hooks) and all(map(operator.is_, found.hooks, known.hooks)):
+        return known
+    return found

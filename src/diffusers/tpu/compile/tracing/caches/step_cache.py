@@ -1,14 +1,11 @@
-"""What a cache of upstream's is to a runner: a step for each call, whose tensors are arguments and results of a program."""
+"""One of upstream's caches as a program sees it: a step for each call, whose tensors are arguments and results."""
 
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 
 import torch
-
-from ....bridge import Tensor
-from ..scan import Group
 
 
 REMEMBERED = 1000  # decisions, of the last calls
@@ -28,14 +25,14 @@ class Step:
         kind: static, part of the program's key.
         tensors: kept from calls before, the batch first, that the program is given.
         keeping: takes what the program gives, in the order of `StepCache.traced`'s results, and their form.
-        undoing: puts back what was decided.
-        over: whether one of them has been called.
+        before: states of upstream's hooks, and what their attributes were.
+        over: whether `keep` or `undo` has been called.
     """
 
     kind: Hashable
     tensors: list[torch.Tensor]
     keeping: Callable[[list[torch.Tensor], Hashable], None]
-    undoing: Callable[[], None]
+    before: list[tuple[object, dict]] = dataclasses.field(default_factory=list)
     over: bool = False
 
     def keep(self, results: list[torch.Tensor], form: Hashable):
@@ -44,14 +41,15 @@ class Step:
         self.keeping(results, form)
 
     def undo(self):
-        """The call runs otherwise, or has failed."""
+        """The call runs otherwise, or has failed: the states are what they were."""
         if not self.over:
             self.over = True
-            self.undoing()
+            for state, attributes in self.before:
+                vars(state).update(attributes)
 
     @contextlib.contextmanager
     def undone_on_error(self):
-        """A call that fails has not been: upstream's hooks count those that came to them only."""
+        """Upstream's hooks count no call that fails before it comes to them."""
         try:
             yield
         except BaseException:
@@ -60,37 +58,22 @@ class Step:
 
 
 class StepCache:
-    """A cache on a model, by hooks of upstream's.
+    """A cache on a model, by hooks of upstream's. Its classes have, beside what is here:
+
+    HOOKS: names of the hooks' classes.
+    apart: objects that programs do not depend on: what is kept, and what is decided by on the host.
+    found(model, hooked, groups): the cache of these (module, hook); None where programs cannot stand for its steps.
+    step(): the `Step` of the call that begins now, as upstream's hooks decide it; on the host that is decided then.
+    traced(kind, tensors, runs, branches): around the model's forward in a trace: yields `Results`, filled at its end.
 
     Attributes:
-        HOOKS: names of the hooks' classes.
         hooks: all of them.
         decided: of each of the last calls whether what the cache can spare ran: a bool, or a tensor of them [B].
         left: whether upstream's hooks decide and keep by themselves, for good: no program stands for a step.
     """
 
-    HOOKS: frozenset[str]
-
     def __init__(self, hooks: list):
         self.hooks, self.decided, self.left = hooks, deque(maxlen=REMEMBERED), False
-
-    @classmethod
-    def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "StepCache | None":
-        """The cache of these (module, hook) of the model's; None where programs cannot stand for its steps."""
-        raise NotImplementedError
-
-    @property
-    def apart(self) -> tuple:
-        """Objects that programs do not depend on: what is kept, and what is decided by on the host."""
-        raise NotImplementedError
-
-    def step(self) -> Step:
-        """The step that the call that begins now is, as upstream's hooks would decide it; on the host that is decided then."""
-        raise NotImplementedError
-
-    def traced(self, kind: Hashable, tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
-        """Around the model's forward in a trace: gives a list that is filled, at its end, with what the program shall give."""
-        raise NotImplementedError
 
     def leave(self):
         """A call runs otherwise: upstream's hooks themselves go on from what is kept."""

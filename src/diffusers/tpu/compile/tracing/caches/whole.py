@@ -8,6 +8,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
+from itertools import repeat
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import torch
 from ....bridge import Tensor
 from ....bridge.environment import environment
 from ...state import own_forward
+from ...state.watch import replaced
 from ..scan import Group
 from .step_cache import Results, Step, StepCache
 
@@ -53,35 +55,27 @@ class Blocks(StepCache):
     def reset(self):
         self.manager.reset()
 
-    def _parts(self, output) -> list[torch.Tensor]:
-        """Hidden states of a block's answer, and those of the text where it gives them."""
-        if not isinstance(output, (tuple, list)):
-            return [output]
+    @property
+    def _places(self) -> list[int]:
+        """Of the hidden states in a block's output, and of the text's where it gives them."""
         places = (self.metadata.return_hidden_states_index, self.metadata.return_encoder_hidden_states_index)
-        return [output[place] for place in places if place is not None]
+        return [place for place in places if place is not None]
+
+    def _parts(self, output) -> list[torch.Tensor]:
+        return [output[place] for place in self._places] if isinstance(output, (tuple, list)) else [output]
 
     def _with_parts(self, output, parts: list[torch.Tensor]):
-        """The block's answer with these in their places."""
+        """The block's output with these in their places."""
         if not isinstance(output, (tuple, list)):
             return parts[0]
-        places = (self.metadata.return_hidden_states_index, self.metadata.return_encoder_hidden_states_index)
-        found = [*output]
-        for place, part in zip((place for place in places if place is not None), parts):
-            found[place] = part
-        return tuple(found)
+        found = dict(enumerate(output)) | dict(zip(self._places, parts))
+        return tuple(found.values())
 
-    @contextlib.contextmanager
-    def _state(self, state):
+    def _state(self, state) -> list[tuple]:
         """The manager has this state, whatever the context."""
-        before = self.manager._state_cache, self.manager._context
-        name = "inference" if self.manager._context is None else self.manager._context.name
-        self.manager._state_cache = {name: state}
-        if self.manager._context is None:
-            self.manager._context = SimpleNamespace(name=name)
-        try:
-            yield
-        finally:
-            self.manager._state_cache, self.manager._context = before
+        context = self.manager._context or SimpleNamespace(name="inference")
+        held = vars(self.manager)
+        return [(held, "_state_cache", {context.name: state}), (held, "_context", context)]
 
 
 class FirstBlockCache(Blocks):
@@ -100,7 +94,7 @@ class FirstBlockCache(Blocks):
             self.decided.append(computed if known else True)
 
         tensors = [tensor for tensor in tensors if tensor is not None]
-        return Step("later" if known else "first", tensors, keep, lambda: None)
+        return Step("later" if known else "first", tensors, keep)
 
     @contextlib.contextmanager
     def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
@@ -124,20 +118,18 @@ class FirstBlockCache(Blocks):
                 ran = Tensor(jnp.repeat(computed, rows)[:, None, None], environment())
                 given = self._parts(state.head_block_output)
                 skipped = [before + there for before, there in zip(tensors[1:], given)]
-                output = self._with_parts(output, self._where(ran, self._parts(output), skipped))
-                head, *tails = self._where(ran, [head, *tails], tensors)
+                output = self._with_parts(output, [*map(torch.where, repeat(ran), self._parts(output), skipped)])
+                head, *tails = map(torch.where, repeat(ran), [head, *tails], tensors)
             results.extend([head, *tails, Tensor(jnp.repeat(computed, head.shape[0] // branches), environment())])
             return output
 
-        reference = self.tail.fn_ref
-        forward, vars(self.head)["_should_compute_remaining_blocks"] = reference.forward, decide
-        reference.forward = last
-        try:
-            with self._state(state):
-                yield results
-        finally:
-            reference.forward = forward
-            del vars(self.head)["_should_compute_remaining_blocks"]
+        forward = self.tail.fn_ref.forward
+        stand_ins = [
+            (vars(self.head), "_should_compute_remaining_blocks", decide),
+            (vars(self.tail.fn_ref), "forward", last),
+        ]
+        with replaced(stand_ins + self._state(state)):
+            yield results
 
     def _differs(self, residual: torch.Tensor, before: torch.Tensor, branches: int):
         """Of each branch whether upstream's comparison says so: of a float32 with a float64."""
@@ -147,10 +139,6 @@ class FirstBlockCache(Blocks):
         pairs = zip(residual.chunk(branches), before.chunk(branches))
         quotients = [(one - other).abs().mean() / other.abs().mean() for one, other in pairs]
         return jnp.stack([quotient.jax().astype(jnp.float32) > limit for quotient in quotients])
-
-    @staticmethod
-    def _where(ran: torch.Tensor, computed: list, kept: list) -> list[torch.Tensor]:
-        return [torch.where(ran, one, other) for one, other in zip(computed, kept)]
 
 
 class MagCache(Blocks):
@@ -179,32 +167,27 @@ class MagCache(Blocks):
                 state.previous_residual = results[0] if lasts else None
             self.decided.append(computed)
 
-        def undo():
-            vars(state).update(before)
-
-        return Step("computed" if computed else "skipped", [] if computed else [real], keep, undo)
+        return Step("computed" if computed else "skipped", [] if computed else [real], keep, [(state, before)])
 
     def _ask(self, hook, one: torch.Tensor):
         """Run upstream's hook around a block that gives back what it is given."""
-        original, hook.fn_ref.original_forward = hook.fn_ref.original_forward, lambda **given: one
-        try:
+        with replaced([(vars(hook.fn_ref), "original_forward", lambda **given: one)]):
             hook.new_forward(None, **{self.metadata.hidden_states_argument_name: one, "encoder_hidden_states": one})
-        finally:
-            hook.fn_ref.original_forward = original
 
     @contextlib.contextmanager
     def traced(self, kind: str, tensors: list[Tensor], runs, branches: int) -> Iterator[Results]:
         state, results = self.manager._state_cls(), Results()
         state.previous_residual = tensors[0] if tensors else None
         always = {"mag_ratios": (1.0,), "retention_ratio": 0.0, "threshold": math.inf, "max_skip_steps": math.inf}
-        configs = [(hook, hook.config) for hook in (self.head, self.tail)]
-        self.head.config = SimpleNamespace(calibrate=kind == "computed", num_inference_steps=0, **always)
-        self.tail.config = SimpleNamespace(calibrate=False, num_inference_steps=math.inf)
-        try:
-            with self._state(state):
-                yield results
-        finally:
-            for hook, config in configs:
-                hook.config = config
+        configs = [
+            (
+                vars(self.head),
+                "config",
+                SimpleNamespace(calibrate=kind == "computed", num_inference_steps=0, **always),
+            ),
+            (vars(self.tail), "config", SimpleNamespace(calibrate=False, num_inference_steps=math.inf)),
+        ]
+        with replaced(configs + self._state(state)):
+            yield results
         if kind == "computed":
             results.append(state.previous_residual)

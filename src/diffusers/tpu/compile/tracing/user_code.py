@@ -1,4 +1,9 @@
-"""What of a module is the script's own code, not its libraries': what that computes of a part of a map nobody can say."""
+"""What of a module is the script's own: hooks and forwards that look inside, and code beside its libraries'.
+
+A plan's processors and methods give parts of a module other inputs than upstream's do: two streams apart where upstream concatenates
+them, a norm with the rotation after it in one pass. A hook on a part would see those, or nothing. And what a script's code computes of
+a part of a map is not known. So such a module runs as upstream wrote it.
+"""
 
 import functools
 import types
@@ -6,8 +11,29 @@ from collections.abc import Iterator
 
 import torch
 
+from ....hooks.layerwise_casting import LayerwiseCastingHook
+from ..state import is_entry
+from ..state.libraries import is_library
 from ..state.state import HOOKS
-from ..state.trust import is_library
+
+
+def is_watched_inside(module: torch.nn.Module, apart: tuple = ()) -> bool:
+    """Whether a part of the module has a hook, or a forward, of the user's. `apart`: hooks of a cache that programs stand for.
+
+    Upstream's layerwise casting looks at weights alone.
+    """
+    return any(_is_watched(part, apart) for part in module.modules() if part is not module)
+
+
+def _is_watched(part: torch.nn.Module, apart: tuple) -> bool:
+    own = vars(part)
+    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+        return True
+    hooks = [*getattr(own.get("_diffusers_hook"), "hooks", {}).values()]
+    if hooks:
+        return not all(isinstance(hook, LayerwiseCastingHook) or any(hook is one for one in apart) for hook in hooks)
+    forward = own.get("forward")
+    return not (forward is None or is_entry(forward) or getattr(forward, "__func__", None) is type(part).forward)
 
 
 def scripted(module: torch.nn.Module) -> str | None:

@@ -1,0 +1,106 @@
+"""What a forward returns, flattened: tensors, and what is static. It makes up upstream's return value of other tensors."""
+
+import enum
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from itertools import compress
+
+import jax
+from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
+
+from ....models.autoencoders.vae import DiagonalGaussianDistribution
+from ...bridge import Tensor, View
+from ...bridge.decisions import Decisions
+from ...bridge.environment import on_device
+from ..state import Written, opened
+from ..state.arguments import pickled, unpickled
+
+
+class _Leaf(enum.Enum):
+    TENSOR = enum.auto()
+
+
+TENSOR = _Leaf.TENSOR  # among static leaves, where a tensor is
+
+
+def flattened(tree, plain: Callable = lambda leaf: leaf) -> tuple[list[Tensor | View], TreeSpec, tuple]:
+    """The tensors of a tree, its spec and its static leaves. `plain`: of a leaf that is no tensor, what stays."""
+    flat, spec = tree_flatten(tree)
+    found = [isinstance(x, (Tensor, View)) for x in flat]
+    return [*compress(flat, found)], spec, tuple(TENSOR if tensor else plain(x) for x, tensor in zip(flat, found))
+
+
+def unflattened(spec: TreeSpec, leaves: Iterable, tensors: Iterable):
+    tensors = iter(tensors)
+    return tree_unflatten([next(tensors) if leaf is TENSOR else leaf for leaf in leaves], spec)
+
+
+@dataclass(eq=False)
+class TraceResult:
+    """What a trace found out beside its arrays: these are of the return value, of what is written to arguments, of the step cache.
+
+    Attributes:
+        spec, leaves: the flattened return value; TENSOR stands for an array.
+        written: what the call leaves in its arguments.
+        results, form: how many of the last arrays the step cache keeps, and what is static of them.
+        decisions: branches by values, with the values of this call. avals: shapes and dtypes of what was given.
+    """
+
+    spec: TreeSpec
+    leaves: tuple
+    written: Written = field(default_factory=Written)
+    results: int = 0
+    form: Hashable = None
+    decisions: Decisions | None = None
+    avals: tuple = ()
+
+    def output(self, tensors: list):
+        """Upstream's return value with these tensors in the places of the traced ones."""
+        return unflattened(self.spec, self.leaves, tensors)
+
+    def __reduce__(self):
+        """For a process that has the program and no trace."""
+        return _result_of, (pickled(self.spec), self.leaves, self.written, self.results, self.form)
+
+
+def _result_of(spec: tuple | None, *rest) -> TraceResult:
+    return TraceResult(unpickled(spec), *rest)
+
+
+class Entangled(Exception):
+    """A part of a model shares memory with who calls it: its message says how."""
+
+
+def refuse_shared(given: list[Tensor], arrays: list[jax.Array], output):
+    """Raises Entangled where a call wrote into its arguments or answered with them: who made the call may look there."""
+    if any(tensor.jax() is not array for tensor, array in zip(given, arrays)):
+        raise Entangled("it writes into an argument")
+    own = {id(array) for array in arrays}
+    if any(
+        id(x.source_jax() if isinstance(x, View) else x.jax()) in own
+        for x in tree_leaves(opened(output))
+        if on_device(x)
+    ):
+        raise Entangled("it answers with an argument")
+
+
+class Opaque(NotImplementedError):
+    """A model's answer has parts whose tensors nobody finds."""
+
+
+def plain(leaf):
+    """A static part of a return value; an object that may hide tensors is refused, its values would be lost."""
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return leaf
+    raise Opaque(
+        f"expected tensors, plain values or pytrees of them in a model's output, got {type(leaf).__name__}; register it with"
+        " torch.utils._pytree"
+    )
+
+
+# A VAE's posterior is its parameters; mean, variance and samples follow from them where the value is used.
+register_pytree_node(
+    DiagonalGaussianDistribution,
+    lambda posterior: ([posterior.parameters], posterior.deterministic),
+    lambda leaves, deterministic: DiagonalGaussianDistribution(*leaves, deterministic=deterministic),
+)
