@@ -11,6 +11,7 @@ import pytest
 
 from bench import calibration, exp2
 from conftest import QUICKLY, attention_formula, relative
+from diffusers.tpu import notices
 from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.kernels.attention.masks import Mask, classify
 from diffusers.tpu.kernels.attention.splash import splash_attention
@@ -163,7 +164,7 @@ def test_a_kernel_by_name_takes_the_call_or_says_why_not(kernel, call, words):
 
 def test_the_reference_is_said_once_where_a_kernel_was_expected(caplog):
     words, q, k, v = "kernel does not take float16", *draw(4, 5, dtype=jnp.float16)
-    api._say_once.cache_clear()
+    notices.forget()
     logging.enable_propagation()
     with using(Settings(platform="tpu", generation="v6e")):
         for _ in range(2):

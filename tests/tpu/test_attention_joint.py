@@ -11,9 +11,9 @@ from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels.attention import exchange_kernels
 from diffusers.tpu.kernels.attention.api import joint
-from diffusers.tpu.kernels.attention.joint import Text, joint_attention
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.attention.parallel import Text, joint_attention
 from diffusers.tpu.kernels.attention.reference import reference_attention
 from diffusers.tpu.kernels.settings import Settings, using
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.kernels.attention import exchange_kernels
-from diffusers.tpu.kernels.attention.key_bounds import key_bounds, mean_key
+from diffusers.tpu.kernels.attention.key_bounds import key_bounds
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.parallel import attention_by_heads, parallel_attention, plan_ring
 from diffusers.tpu.kernels.attention.reference import reference_attention
@@ -129,7 +129,7 @@ def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_m
 
     def checking(q, k, v, *, bounds, mask=None, **arguments):
         seen = None if mask is None else jnp.swapaxes(mask.keys, 2, 3)
-        pairs = zip(jax.tree.leaves(bounds), jax.tree.leaves(key_bounds(k, v, mean_key(k, seen), seen)))
+        pairs = zip(jax.tree.leaves(bounds), jax.tree.leaves(key_bounds(k, v, seen)))
         agree = jnp.stack([jnp.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs]).all()
         out = reference_attention(q, k, v, mask=mask, **arguments)
         return jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
@@ -144,9 +144,9 @@ def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_m
 def test_keys_that_are_none_have_no_part_in_the_bounds(dim):
     """Of 128 entries by a kernel."""
     _, k, v = draw(np.random.default_rng(), 2, 4, 4, 600, 600, dim)
-    theirs = key_bounds(k[:, :, :531], v[:, :, :531], mean_key(k[:, :, :531]))
+    theirs = key_bounds(k[:, :, :531], v[:, :, :531])
     k, v = (x.at[:, :, 531:].set(jnp.nan) for x in (jnp.asarray(k), jnp.asarray(v)))
-    ours = key_bounds(k, v, mean_key(k, jnp.asarray(531)), jnp.asarray(531), interpret=True)
+    ours = key_bounds(k, v, jnp.asarray(531), interpret=True)
     assert jnp.allclose(ours.reach, theirs.reach, rtol=1e-3) and jnp.allclose(ours.radius, theirs.radius, rtol=1e-5)
     assert jnp.allclose(ours.centre, theirs.centre, atol=1e-6)
 

@@ -115,7 +115,7 @@ def sizes_to_try(request: dict, progress: Callable) -> list:
     """Candidates of blocks for `shape` and `topology` (as for `answer`), the rule's own first, then ones unlike it."""
     batch, heads, q_len, kv_len, dim = request["shape"]
     found = candidates(Shape(q_len, kv_len, dim, dim), find_topology(request["topology"]).chip.generation)
-    chosen = found[:1]
+    chosen = [*found[:1]]
     for blocks in found[1:400]:
         if all(blocks.piece != other.piece or abs(blocks.keys - other.keys) > 2048 for other in chosen):
             chosen.append(blocks)

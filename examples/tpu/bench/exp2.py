@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from diffusers.tpu.kernels.attention.blocks import LANES, round_up
-from diffusers.tpu.kernels.attention.kernel_call import LOWEST, SUBLANES
+from diffusers.tpu.kernels.attention.kernel_body import LOWEST
 from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.pallas import LANES, SUBLANES, round_up
 
 
 BLOCKS = (2048, 2048, 256)

@@ -15,7 +15,7 @@ from flax import nnx
 from ...tpu.video.chunks import looking_back
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
-from ...tpu.video.nnx.layers import Conv, Map, in_batches, one_after_another, silu
+from ...tpu.video.nnx.layers import Conv, Map, in_chunks, one_after_another, silu
 from ...tpu.video.norm import normed, normed_by_place, repeated_in_time
 from .autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
 from .autoencoder_kl_cogvideox_flax import decode_tiling, encode_tiling, spatial_ratio
@@ -253,10 +253,10 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
         return self._encoded(self._encode_map, x, encode_tiling(self, *x.shape[2:4]))
 
     def _decode_map(self, z: Latents) -> Video:
-        return in_batches(self.decoder, z, self.num_latent_frames_batch_size, Chunk)
+        return in_chunks(self.decoder, z, self.num_latent_frames_batch_size, Chunk, batches=True)
 
     def _encode_map(self, x: Video) -> Latents:
-        return in_batches(self.encoder, x, self.num_sample_frames_batch_size, Chunk)
+        return in_chunks(self.encoder, x, self.num_sample_frames_batch_size, Chunk, batches=True)
 
 
 def _check_config(config):

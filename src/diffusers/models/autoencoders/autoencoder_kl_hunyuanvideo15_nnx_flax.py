@@ -33,9 +33,9 @@ NAMES = (  # from a weight's path to its name in upstream's files
 class Chunk(layers.Chunk):
     """One chunk of frames, the first all of one frame, which is what came before it too."""
 
-    def history(self, x: Map, frames: int, kept: Map | None) -> Map:
+    def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
         first = jnp.broadcast_to(x[:, :1], (x.shape[0], frames, *x.shape[2:]))
-        return first if kept is None else self.or_first(kept, first)
+        return jnp.concatenate([first if kept is None else self.or_first(kept, first), x], 1)
 
     def or_first(self, x: Map, first: Map) -> Map:
         """`x`, in the first chunk `first`, repeated in time."""

@@ -129,14 +129,14 @@ def decode_tiling(vae, height, width):
     """Upstream's tiles for latents of this size."""
     from ...tpu.video.tiles import Tiling
 
-    return Tiling.from_latents(vae, height, width)
+    return Tiling.by_strides(vae, (height, width))
 
 
 def encode_tiling(vae, height, width):
     """Upstream's tiles for a video of this size."""
     from ...tpu.video.tiles import Tiling
 
-    return Tiling.to_latents(vae, height, width)
+    return Tiling.by_strides(vae, (height, width), encode=True)
 
 
 PLAN = ModelPlan(

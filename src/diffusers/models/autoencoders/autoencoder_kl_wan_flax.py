@@ -167,14 +167,14 @@ def decode_tiling(vae, height, width):
     """Upstream's tiles for latents of this size, before pixels leave their patches; the same for every form of this VAE."""
     from ...tpu.video.tiles import Tiling
 
-    return Tiling.from_latents(vae, height, width, _patch(vae))
+    return Tiling.by_strides(vae, (height, width), _patch(vae))
 
 
 def encode_tiling(vae, height, width):
     """Upstream's tiles for a video of this size in patches."""
     from ...tpu.video.tiles import Tiling
 
-    return Tiling.to_latents(vae, height, width, _patch(vae))
+    return Tiling.by_strides(vae, (height, width), _patch(vae), encode=True)
 
 
 def _patch(vae):

@@ -2,7 +2,7 @@
 
 Latents are split over the chips by the sequence, text is whole on every chip. Upstream concatenates the streams, latents or text
 first, for attention and in some blocks for every layer; here each token's layers are computed in its own stream, and attention
-takes the two as they are (`attention/joint.py`). A model's own file says what its processor and blocks do differently.
+takes the two as they are (`attention/parallel.py`). A model's own file says what its processor and blocks do differently.
 
 Queries, keys, values and the first projections of the feed-forwards split their outputs over `tp`, the projections after them
 their inputs; the other axis of each is storage over `dp` and `sp`, gathered block by block.

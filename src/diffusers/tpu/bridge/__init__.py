@@ -75,7 +75,7 @@ def joint_attention(
         backend: a dispatcher's backend that a processor was told to use; None: what `TPUConfig.attention` says.
     """
     from ..kernels.attention.api import joint
-    from ..kernels.attention.joint import Text
+    from ..kernels.attention.parallel import Text
     from ..kernels.settings import choosing
 
     (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in stream] for stream in (latents, text))

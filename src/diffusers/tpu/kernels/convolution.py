@@ -1,17 +1,13 @@
 """A convolution of maps for one TPU chip: y[h, w] = sum over taps (i, j) of x[h + i - p, w + j - p] w[i, j] + b, p zeros around.
 
-The TPU compiler's own of a UNet of Stable Diffusion XL takes 8 to 28 s of a core each to compile, some 40 of them, and runs at
-53 to 72 % of the matrix units' peak (v5e, libtpu 0.0.42.1).
+The compiler's own takes 8 to 28 s of a core each for some 40 of SDXL's UNet, at 53 to 72 % of the units' peak (v5e, libtpu 0.0.42.1).
 
-Grid: (blocks of features, batch, blocks of rows), rows of the map innermost: a block of w with all taps and all channels stays in
-VMEM while the map passes. A block of x has p rows more on both sides (`pl.Element`). A piece of straight code is whole rows
-of the map: for each tap along the width a sum of products [positions, C] [C, O], summed over taps along the height in
-float32, is moved by whole positions and added, where the map has such a column. So nothing is moved before the products.
+Grid: (blocks of features, batch, blocks of rows), rows innermost: a block of w with all taps and channels stays in VMEM while
+the map passes. A block of x has p rows more on both sides (`pl.Element`). A piece of straight code is whole rows of the map:
+for each tap along the width a sum of products [positions, C] [C, O] over taps along the height, in float32, is moved by whole
+positions and added where the map has such a column. So nothing is moved before the products.
 
-VMEM: two buffers of x [rows + 2p, W, C], w [k, k, C, features], the result; and what is spilled: of each tap along the
-width a piece in float32, twice.
-
-Not taken: see `convolution`.
+VMEM: two buffers of x [rows + 2p, W, C], w [k, k, C, features], the result; and per tap along the width a spilled piece, twice.
 """
 
 import functools
@@ -25,8 +21,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ..chips.figures import chip_of
-from .cost import cost
-from .linear import LANES, LEAST_ROWS, MARGIN
+from .linear import LEAST_ROWS, MARGIN
+from .pallas import LANES, cost, product, round_up
 from .settings import Settings
 
 
@@ -34,7 +30,7 @@ SUBLANES = 16  # of bfloat16: the columns of a map are whole registers of them
 PIECE = 256  # positions of one piece of straight code, where the map's rows are no longer
 MOST_POSITIONS = 2048  # of one step
 MOST_WORK = (
-    3_000_000  # taps x channels x features of a block: what compiles in some 3 s of a core; twice as much is no faster
+    3_000_000  # taps x channels x features of a block, which compile in 3 s of a core; twice as much is no faster
 )
 LEAST_CHANNELS = 64
 
@@ -52,23 +48,19 @@ def choose(
     height: int, width: int, channels: int, features: int, taps: int, generation: str | None = None
 ) -> Blocks | None:
     """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the largest; None if none do."""
-    width, found, chip = _up(width, SUBLANES), [], chip_of(generation)
+    width, found, chip = round_up(width, SUBLANES), [], chip_of(generation)
     piece = max(1, min(height, PIECE // width))
-    most_rows = min(_up(height, piece), max(1, MOST_POSITIONS // (piece * width)) * piece)
+    most_rows = min(round_up(height, piece), max(1, MOST_POSITIONS // (piece * width)) * piece)
     for count in range(1, -(-features // LANES) + 1):
-        columns = features if count == 1 else _up(-(-features // count), LANES)
+        columns = features if count == 1 else round_up(-(-features // count), LANES)
         if columns > chip.matrix_side and taps**2 * channels * columns > MOST_WORK:
             continue
         for rows in range(most_rows, 0, -piece):
             operands = (rows + taps - 1) * width * channels + taps**2 * channels * columns + rows * width * columns
             if 4 * operands + 8 * taps * piece * width * columns <= chip.vmem_bytes - MARGIN:
-                found.append((count * _up(columns, chip.matrix_side), count, Blocks(rows, columns, piece)))
+                found.append((count * round_up(columns, chip.matrix_side), count, Blocks(rows, columns, piece)))
                 break
     return min(found, key=lambda x: x[:2])[2] if found else None
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 @functools.partial(jax.jit, static_argnames=("blocks", "generation", "interpret"), inline=True)
@@ -84,7 +76,7 @@ def tpu_convolution(
     """The convolution with an odd number k of taps and k // 2 zeros around, summed in float32 and rounded once to x's dtype."""
     batch, height, width, channels = x.shape
     taps, features = w.shape[0], w.shape[-1]
-    edge, wide, tall = taps // 2, _up(width, SUBLANES), _up(height, blocks.rows)
+    edge, wide, tall = taps // 2, round_up(width, SUBLANES), round_up(height, blocks.rows)
     x = jnp.pad(x, [(0, 0), (edge, edge + tall - height), (0, wide - width), (0, 0)])
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     positions = blocks.piece * wide
@@ -95,7 +87,7 @@ def tpu_convolution(
         rows = [x_ref[pl.ds(first + i, blocks.piece)].reshape(positions, channels) for i in range(taps)]
         total = b_ref[...]
         for j in range(taps):
-            y = sum(_product(rows[i], w_ref[i, j]) for i in range(taps))
+            y = sum(product(rows[i], w_ref[i, j]) for i in range(taps))
             if j != edge:
                 y = pltpu.roll(y, (edge - j) % positions, 0)
                 y = jnp.where((column >= edge - j) & (column < width + edge - j), y, 0)
@@ -129,16 +121,6 @@ def tpu_convolution(
     return out[:, :height, :width]
 
 
-def _product(x, w):
-    return lax.dot_general(
-        x,
-        w,
-        (((1,), (0,)), ((), ())),
-        precision=lax.Precision.DEFAULT,  # products of bfloat16 are exact; asked for more, the compiler refuses them
-        preferred_element_type=jnp.float32,
-    )
-
-
 def convolution(
     x: Float[Array, "B H W C"], w: Float[Array, "k k C O"], b: Float[Array, " O"] | None, settings: Settings
 ) -> Float[Array, "B H W O"] | None:
@@ -150,18 +132,10 @@ def convolution(
     batch, height, width, channels = x.shape
     taps, across, _, features = w.shape
     interpret, mesh = settings.interpreted, settings.mesh
-    if (
-        not settings.own_layers
-        or not x.dtype == w.dtype == jnp.bfloat16
-        or taps != across
-        or taps % 2 == 0
-        or channels % LEAST_CHANNELS
-        or features % LEAST_CHANNELS
-        or (mesh is not None and mesh.size > 1)
-        or (batch * height * width < LEAST_ROWS and not interpret)
-    ):
-        return None
-    blocks = choose(height, width, channels, features, taps, settings.generation)
+    taken = settings.own_layers and x.dtype == w.dtype == jnp.bfloat16 and taps == across and taps % 2
+    taken = taken and not channels % LEAST_CHANNELS and not features % LEAST_CHANNELS
+    taken = taken and (mesh is None or mesh.size == 1) and (interpret or batch * height * width >= LEAST_ROWS)
+    blocks = choose(height, width, channels, features, taps, settings.generation) if taken else None
     if blocks is None:
         return None
     return tpu_convolution(x, w, b, blocks=blocks, generation=settings.generation, interpret=interpret)

@@ -1,14 +1,8 @@
-"""A linear layer for one TPU chip: x w^T + b, and what follows it on the way out: an activation, or a gate and a residual.
+"""A linear layer for one TPU chip: x w^T + b, then an activation, or a gate and a residual.
 
-XLA's own, compiled for v6e at Wan 14B's sizes, reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere;
-this kernel 89 to 98 %. What it does differently: a block
-of w with all of its depth stays in VMEM while rows of x pass, so that nothing is summed outside of the matrix
-units' own accumulators, and each tile of the result is as wide as that block. The result is rounded once before what
-follows, which is computed in float32 and rounded where torch rounds: the activation once; the gated result to the gate's
-dtype, and the sum once.
-
-`linear` says which calls it takes: many rows a chip, bfloat16, on a mesh where every chip has its part of the rows and
-all of w. The rest is the compiler's.
+On v6e at Wan 14B's sizes XLA's reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere, this kernel 89 to
+98 %: a block of w with all of its depth stays in VMEM while rows of x pass, so that the matrix units' own accumulators sum.
+The result is rounded once; what follows is computed in float32 and rounded where torch rounds.
 """
 
 import functools
@@ -19,7 +13,6 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
@@ -27,20 +20,17 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ..chips.figures import MIB, chip_of
-from .cost import cost
+from .pallas import LANES, cost, product
 from .settings import Settings
 
 
-LANES = 128
 TILE_ROWS = 256  # of x against one block of w: straight code
 LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
-LEAST_WHOLE_ROWS = (
-    128  # of what every chip computes whole: text, once a step, which the compiler takes seconds a layer for
-)
+LEAST_WHOLE_ROWS = 128  # where every chip computes all rows: text, for which the compiler takes seconds a layer
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
 MARGIN = 12 * MIB  # of VMEM, the compiler's
-DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360 (FLUX.1's single blocks), none at 12,288
+DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 
@@ -68,34 +58,25 @@ def choose(
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
     """
-    for most, waits in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if rows < LEAST_ROWS else 0)):
-        if found := _choose(rows, columns, depth, generation, residual, most, waits):
-            return found
-    return None
-
-
-def _choose(
-    rows: int, columns: int, depth: int, generation: str | None, residual: bool, most: int, waits: float
-) -> Blocks | None:
-    """The best with at most so much work a tile, where HBM takes less than `waits` of the units' time."""
     chip, found, results = chip_of(generation), [], 2 if residual else 1
     for count in range(1, columns // LANES + 1):
         width = -(-columns // (count * LANES)) * LANES
-        if width * depth > most:
-            continue
         for height in (1024, 768, 512, 256):
             vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
             vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
-            if vmem > chip.vmem_bytes - MARGIN:
+            if width * depth > MOST_WORK or vmem > chip.vmem_bytes - MARGIN:
                 continue
             done = -(-rows // height) * height * -(-columns // width) * width
             moved = 2 * (-(-columns // width) * rows * depth + columns * depth + results * rows * columns)
             steps = -(-rows // height) * -(-columns // width)
             compute = 2 * done * depth / chip.flops + steps * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
-            if wait < waits * compute:
-                found.append((max(compute, wait), moved, Blocks(height, width)))
-    return min(found, key=lambda x: x[:2])[2] if found else None
+            found.append((max(compute, wait), moved, width * depth, wait / compute, Blocks(height, width)))
+    # At most so much work a tile, where HBM takes less than a share of the units' time.
+    for most, share in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if rows < LEAST_ROWS else 0)):
+        if fitting := [one for one in found if one[2] <= most and one[3] < share]:
+            return min(fitting, key=lambda one: one[:2])[-1]
+    return None
 
 
 @functools.partial(jax.jit, static_argnames=("activation", "blocks", "generation", "interpret"), inline=True)
@@ -119,13 +100,11 @@ def tpu_linear(
     columns = w.shape[0]
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m: (i, m, n))
+    b = jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     operands = {
         "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m: (i, m, 0))),
         "w": (w, pl.BlockSpec((blocks.columns, depth), lambda n, i, m: (n, 0))),
-        "b": (
-            jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None],
-            pl.BlockSpec((1, blocks.columns), lambda n, i, m: (0, n)),
-        ),
+        "b": (b, pl.BlockSpec((1, blocks.columns), lambda n, i, m: (0, n))),
     }
     if gate is not None:
         place = pl.BlockSpec((None, 1, blocks.columns), lambda n, i, m: (i, 0, n))
@@ -135,14 +114,7 @@ def tpu_linear(
 
     def tile(r, n):
         at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
-        product = lax.dot_general(
-            r.x[at, :],
-            r.w[...],
-            (((1,), (1,)), ((), ())),
-            precision=lax.Precision.DEFAULT,  # products of bfloat16 are exact; asked for more, the compiler refuses them
-            preferred_element_type=jnp.float32,
-        )
-        result = (product + r.b[...]).astype(x.dtype)
+        result = (product(r.x[at, :], r.w[...], 1) + r.b[...]).astype(x.dtype)
         if activation:
             result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(x.dtype)
         if gate is not None:
@@ -181,21 +153,14 @@ def linear(
     residual: Float[Array, "... N"] | None = None,
 ) -> Float[Array, "... N"] | None:
     """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K]."""
-    interpret = settings.interpreted
-    if (
-        not settings.own_layers
-        or x.ndim < 2
-        or not x.dtype == w.dtype == jnp.bfloat16
-        or x.shape[-1] % LANES
-        or w.shape[0] % LANES
-    ):
+    in_bfloat16 = x.dtype == w.dtype == jnp.bfloat16
+    if not settings.own_layers or x.ndim < 2 or not in_bfloat16 or x.shape[-1] % LANES or w.shape[0] % LANES:
         return None
     found = rows_over_mesh(x.shape, settings)
     if found is None:
         return None
-    rows = found.rows
-    blocks = choose(rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
-    if blocks is None or rows < found.least(interpret):
+    blocks = choose(found.rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
+    if blocks is None or found.rows < found.least:
         return None
 
     def local(x, w, b, gate, residual):
@@ -210,7 +175,7 @@ def linear(
             residual=None if residual is None else residual.reshape(*flat.shape[:-1], -1),
             blocks=blocks,
             generation=settings.generation,
-            interpret=interpret,
+            interpret=settings.interpreted,
         )
         return out.reshape(*x.shape[:-1], -1)
 
@@ -220,50 +185,45 @@ def linear(
 
 @dataclass(frozen=True)
 class Rows:
-    """How the rows of [B, T, C] lie on the chips of `mesh`, where every chip has its part of them and whole ones.
+    """How the rows of [B, T, C] lie on the chips of `mesh`, each of which has whole ones.
 
     Attributes:
         rows: of one chip.
+        least: the number from which on a kernel is better than the compiler.
         spec: of arrays with these rows.
         fill: tokens behind the others, so that the chips of `sp` have equally many.
-        whole: every chip of `sp` has all of them.
     """
 
     mesh: Mesh | None
     rows: int
-    spec: P
+    least: int
+    spec: P = P()
     fill: int = 0
-    whole: bool = False
-
-    def least(self, interpret: bool) -> int:
-        """The rows from which on a kernel is better than the compiler."""
-        return 1 if interpret else LEAST_WHOLE_ROWS if self.whole else LEAST_ROWS
 
     def run(self, local: Callable, operands: tuple, specs: tuple[P, ...]) -> Array:
-        """`local` of every chip's part of the operands: what has these rows' spec is filled up, the result is cut again."""
+        """`local` of every chip's part of the operands: those of this spec are filled up, and the result is cut again."""
         if self.mesh is None:
             return local(*operands)
-        operands = [self._filled(x, spec) for x, spec in zip(operands, specs)]
-        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self.spec, check_vma=False)
-        out = run(*operands)
-        return out[:, : out.shape[1] - self.fill]
 
-    def _filled(self, x, spec: P):
-        if x is None or not self.fill or "sp" not in spec:
-            return x
-        axis = tuple(spec).index("sp")
-        return jnp.pad(x, [(0, self.fill if n == axis else 0) for n in range(x.ndim)])
+        def filled(x, spec):
+            if x is None or not self.fill or "sp" not in spec:
+                return x
+            return jnp.pad(x, [(0, self.fill if n == tuple(spec).index("sp") else 0) for n in range(x.ndim)])
+
+        run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self.spec, check_vma=False)
+        out = run(*(filled(x, spec) for x, spec in zip(operands, specs)))
+        return out[:, : out.shape[1] - self.fill]
 
 
 def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
     """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or nothing is known."""
-    mesh = settings.mesh
+    mesh, least = settings.mesh, 1 if settings.interpreted else LEAST_ROWS
     if mesh is None or mesh.size == 1:
-        return Rows(None, math.prod(shape[:-1]), P())
+        return Rows(None, math.prod(shape[:-1]), least)
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     if not (settings.sequence or settings.whole) or tp > 1 or len(shape) != 3 or shape[0] % dp:
         return None
     if settings.whole:
-        return Rows(mesh, shape[0] // dp * shape[1], P("dp", None, None), whole=True)
+        return Rows(mesh, shape[0] // dp * shape[1], min(least, LEAST_WHOLE_ROWS), P("dp", None, None))
     fill = -shape[1] % sp
-    return Rows(mesh, shape[0] // dp * (shape[1] + fill) // sp, P("dp", "sp", None), fill)
+    return Rows(mesh, shape[0] // dp * (shape[1] + fill) // sp, least, P("dp", "sp", None), fill)

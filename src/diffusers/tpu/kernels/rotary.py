@@ -1,12 +1,8 @@
-"""RMS norm or layer norm, over all heads or of each, and rotation of pairs of entries by position: what queries and keys of
-video models go through.
+"""RMS or layer norm, over all heads or of each, and rotation of pairs of entries by position: of queries and keys.
 
-One kernel on a TPU: it reads x once and writes it once. XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes
-five passes, some of them over arrays with two entries in a row of 128. Both round where upstream does: after the norm, and
-after the rotation, each computed in float32.
-
-Heads smaller than a row of 128 lanes share one. Sums over each of them are products with ones on the matrix unit, which
-else waits here; what is summed goes there in bfloat16 parts.
+One kernel on a TPU reads x once and writes it once; XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes five
+passes. Both round where upstream does: after the norm and after the rotation, each computed in float32. Heads smaller than a
+row of 128 lanes share one: sums over each are products with ones on the matrix unit, of bfloat16 parts.
 """
 
 import functools
@@ -20,8 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .cost import cost
-from .linear import LANES, rows_over_mesh
+from .linear import rows_over_mesh
+from .pallas import LANES, cost, product
 from .settings import Settings
 
 
@@ -73,15 +69,15 @@ def normed_and_rotated(
 
     Without tables nothing is rotated.
     """
-    interpret, dim = settings.interpreted, tables[0].shape[-1] if tables else norm.weight.size
+    dim = tables[0].shape[-1] if tables else norm.weight.size
     whole = x.shape[-1] % LANES == 0 and (dim % LANES == 0 or (LANES % dim == 0 and norm.weight.size == dim))
     found = rows_over_mesh(x.shape, settings) if settings.own_layers and whole else None
-    if found is None or found.rows < found.least(interpret):
+    if found is None or found.rows < found.least:
         return _plainly(x, norm, tables, apart)
     table = P(found.spec[1], None) if found.mesh is not None else P()
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart}
-    run = functools.partial(_by_kernel, **static, interpret=interpret)
+    run = functools.partial(_by_kernel, **static, interpret=settings.interpreted)
     return found.run(run, (x, *vectors, *tables), (found.spec, *(P() for _ in vectors), *(table for _ in tables)))
 
 
@@ -99,16 +95,15 @@ def _plainly(x, norm, tables, apart):
     return rotate_pairs(heads, cos[:, None], sin[:, None], apart).astype(x.dtype).reshape(x.shape)
 
 
-def _inverse(parts: list, eps: float):
-    """1 / sqrt(mean(x^2) + eps) of rows that are these parts side by side."""
-    squares = functools.reduce(lambda total, part: total + part * part, parts, jnp.zeros_like(parts[0]))
-    return lax.rsqrt(squares.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts) + eps)
-
-
 def _mean(parts: list):
     """Of rows that are these parts side by side."""
-    total = functools.reduce(lambda total, part: total + part, parts)
-    return total.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts)
+    return functools.reduce(jnp.add, parts).sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts)
+
+
+def _inverse(parts: list, eps: float):
+    """1 / sqrt(mean(x^2) + eps) of such rows."""
+    squares = functools.reduce(lambda total, part: total + part * part, parts, jnp.zeros_like(parts[0]))
+    return lax.rsqrt(squares.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts) + eps)
 
 
 def _mean_of_small_heads(x, dim: int, parts: int):
@@ -118,26 +113,22 @@ def _mean_of_small_heads(x, dim: int, parts: int):
     total, left = 0.0, x
     for _ in range(parts):
         part = left.astype(jnp.bfloat16)
-        total = total + jnp.dot(part, ones, precision=lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+        total = total + product(part, ones)
         left = left - part.astype(jnp.float32)
     return total / dim
 
 
-def _rows_of_wide_tables(dim: int) -> int:
-    """Of a block whose tables have so many entries a row: both in float32, twice, take 4 MiB of VMEM; at least a tile."""
-    return max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS)
-
-
 def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     batch, tokens, width = x.shape
-    bias, tables = (others[0], others[1:]) if biased else (None, others)
+    vectors, tables = ([weight, others[0]], others[1:]) if biased else ([weight], others)
     per_head = weight.size < width
     dim = tables[0].shape[-1] if tables else weight.size if per_head else LANES
     distance = (dim // 2 if apart else 1, dim)
     wide = dim > LANES and bool(tables) and not apart and not per_head  # neighbours: of each row of lanes by itself
     small, lanes = dim < LANES, LANES if wide else max(dim, LANES)
-    block_rows = _rows_of_wide_tables(dim) if wide else BLOCK_ROWS
-    vectors = [jnp.tile(vector, width // vector.size) for vector in (weight, bias)[: 2 if biased else 1]]
+    # of wide tables: both in float32, twice, take 4 MiB of VMEM; at least a tile
+    block_rows = max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS) if wide else BLOCK_ROWS
+    vectors = [jnp.tile(vector, width // vector.size) for vector in vectors]
     tables = [jnp.tile(table, (1, lanes // dim)) for table in tables] if small else tables
     grid, b, t = (batch, pl.cdiv(tokens, block_rows)), 0, 1
     if wide:  # a block of tables is read once for the batch

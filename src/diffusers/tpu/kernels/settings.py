@@ -1,5 +1,6 @@
-"""How the operations of one trace run: said by who traces (the runner, a VAE's program, the planner) around it, asked by the
-rooms that compute. Outside of a trace (glue) the defaults hold: an operation runs where its arguments are.
+"""How the operations of one trace run: set around it by whoever traces (`CompiledModule`, a VAE, the planner).
+
+Outside of a trace the defaults hold: an operation runs where its arguments are.
 """
 
 import contextlib
@@ -16,17 +17,14 @@ class Settings:
     """How the operations of one trace run.
 
     Attributes:
-        mesh: the chips.
-        sequence: activations lie split over `sp` by the sequence.
-        whole: they lie whole on every chip of `sp`, and are computed there; with `sequence` False.
-        fill: tokens behind those of the sequence that are none of the model's, so that the chips of `sp` have equally many;
-            attention does not see them, what becomes of them is cut off.
+        sequence: activations are split over `sp` by the sequence.
+        whole: they are whole on every chip of `sp`, and computed there; with `sequence` False.
+        fill: tokens behind the sequence, so that the chips of `sp` have equally many: no attention sees them, and they are cut off.
         kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`; `window` of denoisers only.
         platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
-        layers: as `TPUConfig.layers`, for the rooms `linear` and `rotary`.
-        convolutions: as `TPUConfig.convolution_precision`, for the rooms `video` and `bridge`.
-        tally: an `attention.ways.ModeCounter` that is told which way heads go; None: nobody asks.
+        layers, convolutions: as `TPUConfig.layers` and `TPUConfig.convolution_precision`.
+        tally: a `ModeCounter` of the attention kernel; None: nothing is counted.
 
     Raises NotImplementedError for a TPU of a generation that nothing is known of.
     """
@@ -58,7 +56,7 @@ class Settings:
 
     @property
     def own_layers(self) -> bool:
-        """The rooms `linear` and `rotary` may use their kernels."""
+        """`linear`, `rotary` and `convolution` may use their kernels."""
         return self.layers == "kernel" or (self.layers == "auto" and self.platform == "tpu")
 
 
@@ -66,7 +64,7 @@ _settings = contextvars.ContextVar("diffusers_tpu_settings", default=Settings())
 
 
 def current() -> Settings:
-    """Those of the trace that runs."""
+    """The settings of the trace that runs."""
     return _settings.get()
 
 

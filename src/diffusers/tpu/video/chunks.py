@@ -1,4 +1,4 @@
-"""A causal model's loop over chunks of frames as one scan; its layers' last frames are what is handed on.
+"""A causal model's loop over chunks of frames as one scan, whose carry is the last frames of its layers.
 
 `scan_chunks`: the first frame is a chunk. `scan_batches`: the first chunk is one frame longer than the others, or as long.
 """
@@ -19,20 +19,19 @@ SETTLED = 5  # chunks after which every cache has its shape: two frames are kept
 def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -> jax.Array:
     """`step` of each chunk of `size` frames of a traced x, one after another, its outputs joined in time.
 
-    The first chunk is the first frame with frames of zeros before it, so that it is computed by the same program: of its
-    output the last frame is kept. Nothing in the zeros' places may reach that frame, or what is handed on: that is the
-    step's duty. One frame in all is no chunk: its number is None, and its cache is thrown away.
+    The first chunk is the first frame behind frames of zeros, so that one program computes all chunks: the last frame of its
+    output is kept. The step keeps the zeros from that frame and from the cache. One frame in all is no chunk: its number is None.
 
     Args:
         step: (chunk, cache, number of the chunk, a traced scalar) -> (output, cache for the next chunk). The first chunk
-            gets the cache that the others get, filled with zeros.
+            gets a cache of zeros.
         size: divides the number of frames less one.
         empty: the cache of a step that has no other before it.
         axis: of time.
 
     Raises:
         ValueError: a number of frames that does not fit.
-        NotImplementedError: an entry of the cache that never keeps its shape: there is no scan over what grows.
+        NotImplementedError: an entry of the cache that never keeps its shape.
     """
     frames = x.shape[axis]
     if (frames - 1) % size:
@@ -62,7 +61,7 @@ class Batch:
     """The batch of frames that is traced here.
 
     Attributes:
-        first: whether it is the video's first, a traced scalar; None: what it is handed says so.
+        first: whether it is the video's first, a traced scalar; None: it is where nothing was kept.
         longer: the first batch has a frame before those that all have; in the others that place is empty, at every level.
     """
 
@@ -100,13 +99,9 @@ def looking_back(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 
 def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """`step` of batches of `size` frames of a traced x, one after another, its outputs joined in time.
 
-    The first batch holds the remainder as well. Of one frame, with an even size, the others have an empty place for it, so that
-    one program computes them all: what looks back does it by `looking_back`, and what sums over frames leaves that place out
-    (`Batch.full_places`). With a longer remainder the first batch is computed by itself.
-
-    Args:
-        step: (batch, what the one before handed on, None for the first) -> (output, what is handed on). Its shapes stay.
-        axis: of time.
+    The first batch holds the remainder as well. For a remainder of one frame, with an even size, the others have an empty place,
+    so that one program computes them all: `looking_back` and `Batch.full_places` leave it out. With a longer remainder the
+    first batch is a program of its own. `step`: (batch, cache, None for the first) -> (output, cache, whose shapes stay).
     """
     frames = x.shape[axis]
     first = frames if frames < 2 * size else size + frames % size
@@ -121,9 +116,8 @@ def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.
         return jnp.concatenate([out, _joined(outs, axis)], axis)
     parts = _in_parts(x[(slice(None),) * axis + (slice(longer, None),)], size, axis)
     if longer:
-        places = jnp.broadcast_to(
-            lax.slice_in_dim(x, 0, 1, axis=axis), (len(parts), *x.shape[:axis], 1, *x.shape[axis + 1 :])
-        )
+        shape = (len(parts), *x.shape[:axis], 1, *x.shape[axis + 1 :])
+        places = jnp.broadcast_to(lax.slice_in_dim(x, 0, 1, axis=axis), shape)
         parts = jnp.concatenate([places, parts], axis + 1)
 
     def one(kept, numbered):
@@ -153,12 +147,14 @@ def _joined(parts: jax.Array, axis: int) -> jax.Array:
 
 
 def _as_it_stays(after: Callable, cache):
-    """Shapes of the cache that a chunk hands on as it got them. `after`: (the cache before a chunk) -> that after it."""
+    """The shapes of the cache once they stay. `after`: cache before a chunk -> cache after it."""
     for _ in range(SETTLED):
         before, cache = cache, after(cache)
         if cache == before:
             return cache
-    pairs = zip(*(jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_none) for tree in (before, cache)))
+    pairs = zip(
+        *(jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda entry: entry is None) for tree in (before, cache))
+    )
     growing = [
         f"entry {jax.tree_util.keystr(path)} of {old and old.shape} and then {new and new.shape}"
         for (path, old), (_, new) in pairs
@@ -168,7 +164,3 @@ def _as_it_stays(after: Callable, cache):
         f"expected a cache whose shapes stay from chunk to chunk, got after {SETTLED} chunks: {'; '.join(growing)}. What looks"
         " at all frames so far is no scan: compute it for all frames at once, or keep a fixed number of them"
     )
-
-
-def _is_none(entry) -> bool:
-    return entry is None

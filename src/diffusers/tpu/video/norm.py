@@ -67,9 +67,8 @@ def normed_by_place(
     scale, shift = (a.astype(jnp.float32) for a in (scale, shift))
     factor, summand = factor * scale, summand * scale + shift
     factor, summand = (_spread(a, x.shape[1], x.shape[2]).transpose(0, 3, 1, 2, 4) for a in (factor, summand))
-    columns = x.transpose(
-        0, 3, 1, 2, 4
-    )  # as convolutions have them: the width is where a block is spread without a copy
+    # As convolutions have them: the width is where a block is spread without a copy.
+    columns = x.transpose(0, 3, 1, 2, 4)
     columns = columns.reshape(len(x), factor.shape[1], -1, *columns.shape[2:])
     out = (columns.astype(jnp.float32) * factor[:, :, None] + summand[:, :, None]).astype(x.dtype)
     return out.reshape(len(x), -1, *out.shape[3:]).transpose(0, 2, 3, 1, 4)

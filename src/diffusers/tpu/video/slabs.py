@@ -1,10 +1,8 @@
-"""A map split over its width: each chip computes one slab of it, and asks its neighbours for what an operator reads beyond.
+"""A map split over its width: each chip computes one slab, with a halo of its neighbours' columns where an operator reads beyond.
 
-`over_width` runs a function of maps, one slab a chip. Inside, what looks sideways asks `slabs()`: padding along the width
-brings the neighbours' columns (zeros at the map's own two edges), attention sees the whole map's keys. Everything else must
-not mix columns. A width that the chips do not divide is filled up on the right; what lies there never reaches a column of
-the map. On one chip, and in `over_tiles`, the map is one slab; tiles of other sizes are filled up below and on the right, so
-that one program computes them all. `axis` is the width's, the height lies before it.
+Inside of `over_width` padding along the width brings the halo, and attention sees the whole map's keys, by `slabs()`; nothing
+else may mix columns. A width that the chips do not divide is filled up on the right, tiles below and on the right: no column
+of the map depends on that. `axis` is the width's, the height lies before it.
 """
 
 import contextlib
@@ -24,14 +22,14 @@ from ..kernels.settings import current, using
 
 
 class NotOnSlabs(NotImplementedError):
-    """What was asked for needs the whole map: who has other lines for it runs these."""
+    """An operator needs the whole map."""
 
 
 FACTORS = [Fraction(2) ** power for power in range(-6, 7)]  # of the finer and coarser maps of one model
 
 
 def as_finer(own, size: int, became: int):
-    """What becomes of `own` rows or columns where `size` of them become another number: halves are cut off, as layers do."""
+    """The number that `own` rows or columns become where `size` of them become `became`; halves are cut off."""
     factor = next(f for f in FACTORS if int(size * f) == became)
     return own * factor.numerator // factor.denominator
 
@@ -41,10 +39,10 @@ class Slabs:
     """How maps are split here.
 
     Attributes:
-        axes: of the mesh, over which chips side by side hold slabs side by side; `count` of them.
+        axes: of the mesh, over which `count` chips side by side hold slabs side by side.
         height, width: of the map that was split; other maps are finer or coarser by a power of two.
         local: the columns of one slab of it.
-        own: rows and columns that are not filled up, traced scalars; None: all of `height`, `width`.
+        own: rows and columns that are not filled up, traced scalars; None: all.
     """
 
     axes: tuple[str, ...]
@@ -68,9 +66,7 @@ class Slabs:
     ) -> jax.Array:
         """A slab with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
-        Rows that are filled up are as what is beyond the map, for who looks below.
-
-        Raises NotOnSlabs where a neighbour has fewer.
+        Rows that are filled up become as what is beyond the map. Raises NotOnSlabs where a neighbour has fewer columns.
         """
         axis %= x.ndim
         local = x.shape[axis]
@@ -90,15 +86,20 @@ class Slabs:
         last = self.columns(local) - 1 - place * local  # of the map, seen from this slab
         if self.filled:
             x = _filled_up(x, last, axis, repeated)
+
+        def part(start, stop):
+            return lax.slice_in_dim(x, start, stop, axis=axis)
+
+        def sent(edge, steps):
+            return lax.ppermute(edge, self.axes, steps)
+
         parts = [x]
         if left:
-            edge = lax.slice_in_dim(x, local - left, local, axis=axis)
-            edge = lax.ppermute(edge, self.axes, [(i, i + 1) for i in range(self.count - 1)])
-            parts.insert(0, jnp.where(place == 0, lax.slice_in_dim(x, 0, 1, axis=axis), edge) if repeated else edge)
+            edge = sent(part(local - left, local), [(i, i + 1) for i in range(self.count - 1)])
+            parts.insert(0, jnp.where(place == 0, part(0, 1), edge) if repeated else edge)
         if right:
-            edge = lax.slice_in_dim(x, 0, right, axis=axis)
-            edge = lax.ppermute(edge, self.axes, [(i + 1, i) for i in range(self.count - 1)])
-            own = lax.slice_in_dim(x, local - 1, local, axis=axis)
+            edge = sent(part(0, right), [(i + 1, i) for i in range(self.count - 1)])
+            own = part(local - 1, local)
             parts.append(jnp.where(last < local, own, edge) if repeated else edge)
         return jnp.concatenate(parts, axis)
 
@@ -107,7 +108,7 @@ class Slabs:
         return as_finer(self.own[0], self.height, height), as_finer(self.own[1], self.width, width)
 
     def own_positions(self, height: int, width: int) -> jax.Array | None:
-        """Of a slab of a map of this height, which positions are not filled up [height | 1, width]; None: all."""
+        """Which positions of a slab of this size are not filled up [height | 1, width]; None: all."""
         if self.count == 1:
             if self.own is None:
                 return None
@@ -126,7 +127,7 @@ class Slabs:
     def everyones(
         self, k: jax.Array, v: jax.Array, frames: int = 1
     ) -> tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]:
-        """Keys and values of all positions of the map, frame after frame, in a frame chip after chip; which keys are its own (None: all)."""
+        """(keys, values of the whole map, frame after frame, in a frame chip after chip; which keys are not filled up, None: all)."""
         if self.count == 1 and self.own is None:
             return k, v, None
         tokens = k.shape[2] // frames
@@ -165,7 +166,7 @@ def slabs() -> Slabs | None:
 
 @contextlib.contextmanager
 def _computing(slabs: Slabs):
-    """On one chip: operators know how its slab lies, and spread nothing further."""
+    """`slabs()` inside, on one chip; operators spread nothing further."""
     token = _slabs.set(slabs)
     try:
         with using(replace(current(), mesh=None)):
@@ -180,9 +181,9 @@ def over_width(
     """`function(x, *beside)` of a traced map [B, ...], one slab of the width a chip; a batch that `dp` divides lies over it.
 
     Args:
-        function: gives a map with f times the columns, for any f, by what knows of slabs or does not mix columns.
+        function: gives a map with f times the columns, for any f, and mixes columns by `slabs()` alone.
         multiple: of columns, that a slab must have: how often the function halves the width.
-        beside: what else there is of each item of the batch [B, ...].
+        beside: further arrays of the batch [B, ...].
     """
     mesh, axis = current().mesh, axis % x.ndim
     sizes = dict(mesh.shape) if mesh is not None else {}

@@ -41,87 +41,62 @@ class Tiling:
         )
 
     @classmethod
-    def from_latents(cls, vae, height: int, width: int, patch: int = 1) -> "Tiling":
-        """A VAE's own tiles of latents of this size, which become pixels in patches of `patch` by `patch`."""
-        ratio, (sizes, strides) = vae.spatial_compression_ratio, _sizes_in_pixels(vae)
+    def by_strides(cls, vae, size: tuple[int, int], patch: int = 1, encode: bool = False) -> "Tiling":
+        """A VAE's own tiles, which overlap by strides, for latents of this size; to `encode`, for a video of this size in patches."""
+        ratio = vae.spatial_compression_ratio
+        of_map, of_result = (1, ratio // patch) if encode else (ratio, patch)
+        sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
+        strides = vae.tile_sample_stride_height, vae.tile_sample_stride_width
         return cls(
-            sizes=tuple(size // ratio for size in sizes),
-            strides=tuple(stride // ratio for stride in strides),
-            kept=tuple(stride // patch for stride in strides),
-            overlaps=tuple(size // patch - stride // patch for size, stride in zip(sizes, strides)),
-            whole=(height * ratio // patch, width * ratio // patch),
+            sizes=tuple(n // of_map for n in sizes),
+            strides=tuple(n // of_map for n in strides),
+            kept=tuple(n // of_result for n in strides),
+            overlaps=tuple(size // of_result - stride // of_result for size, stride in zip(sizes, strides)),
+            whole=tuple(n // of_result if encode else n * ratio // patch for n in size),
         )
-
-    @classmethod
-    def to_latents(cls, vae, height: int, width: int, patch: int = 1) -> "Tiling":
-        """A VAE's own tiles of a video of this size, in patches, which become latents."""
-        ratio, (sizes, strides) = vae.spatial_compression_ratio // patch, _sizes_in_pixels(vae)
-        return cls(
-            sizes=sizes,
-            strides=strides,
-            kept=tuple(stride // ratio for stride in strides),
-            overlaps=tuple(size // ratio - stride // ratio for size, stride in zip(sizes, strides)),
-            whole=(height // ratio, width // ratio),
-        )
-
-
-def _sizes_in_pixels(vae) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Sizes and strides of tiles, as upstream's VAEs have them whose tiles overlap by a stride."""
-    sizes = vae.tile_sample_min_height, vae.tile_sample_min_width
-    return sizes, (vae.tile_sample_stride_height, vae.tile_sample_stride_width)
 
 
 def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -> jax.Array:
     """`function` of tiles of a traced x, put together. `axis` is the width's, the height lies before it."""
-    across = axis % x.ndim
-    axes = across - 1, across
-    starts = [range(0, x.shape[a], stride) for a, stride in zip(axes, tiling.strides)]
-    tiles = {
-        (top, left): _part(_part(x, top, tiling.sizes[0], axes[0]), left, tiling.sizes[1], axes[1])
-        for top in starts[0]
-        for left in starts[1]
-    }
+    axes = axis % x.ndim - 1, axis % x.ndim
+    tops, lefts = (range(0, x.shape[a], stride) for a, stride in zip(axes, tiling.strides))
+    tiles = {(top, left): _block(x, axes, tiling.sizes, (top, left)) for top in tops for left in lefts}
     tiles = _computed(function, tiles, axes)
     rows = []
-    for top in starts[0]:
-        for left in starts[1]:
+    for top in tops:
+        for left in lefts:
             if top:
                 before = tiles[top - tiling.strides[0], left]
                 tiles[top, left] = _faded(before, tiles[top, left], tiling.overlaps[0], axes[0])
             if left:
                 before = tiles[top, left - tiling.strides[1]]
                 tiles[top, left] = _faded(before, tiles[top, left], tiling.overlaps[1], axes[1])
-        kept = [
-            _part(_part(tiles[top, left], 0, tiling.kept[0], axes[0]), 0, tiling.kept[1], axes[1])
-            for left in starts[1]
-        ]
-        rows.append(jnp.concatenate(kept, axes[1]))
-    return _part(_part(jnp.concatenate(rows, axes[0]), 0, tiling.whole[0], axes[0]), 0, tiling.whole[1], axes[1])
+        rows.append(jnp.concatenate([_block(tiles[top, left], axes, tiling.kept) for left in lefts], axes[1]))
+    return _block(jnp.concatenate(rows, axes[0]), axes, tiling.whole)
 
 
 def _computed(function: Callable, tiles: dict, axes: tuple[int, int]) -> dict:
-    """`function` of each tile, by one program: smaller ones are filled up below and on the right, what becomes of that is cut off."""
+    """`function` of each tile, by one program: smaller ones are filled up below and on the right, which is cut off again."""
     own = np.array([[tile.shape[a] for a in axes] for tile in tiles.values()])
     size = own.max(0)
 
     def filled(tile):
         return jnp.pad(tile, [(0, size[axes.index(a)] - n if a in axes else 0) for a, n in enumerate(tile.shape)])
 
-    outs = over_tiles(
-        function,
-        jnp.stack([filled(tile) for tile in tiles.values()]),
-        own if (own < size).any() else None,
-        axes[1] + 1,
-    )
-    rows, columns = (as_finer(own[:, n], size[n], outs.shape[a + 1]) for n, a in enumerate(axes))
-    return {
-        place: _part(_part(out, 0, rows[n], axes[0]), 0, columns[n], axes[1])
-        for n, (place, out) in enumerate(zip(tiles, outs))
-    }
+    stacked = jnp.stack([filled(tile) for tile in tiles.values()])
+    outs = over_tiles(function, stacked, own if (own < size).any() else None, axes[1] + 1)
+    became = zip(*(as_finer(own[:, n], size[n], outs.shape[a + 1]) for n, a in enumerate(axes)))
+    return {place: _block(out, axes, sizes) for place, out, sizes in zip(tiles, outs, became)}
 
 
 def _part(x: jax.Array, start: int, size: int, axis: int) -> jax.Array:
     return lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
+
+
+def _block(x: jax.Array, axes: tuple[int, int], sizes, starts=(0, 0)) -> jax.Array:
+    for axis, size, start in zip(axes, sizes, starts):
+        x = _part(x, start, size, axis)
+    return x
 
 
 def _faded(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.Array:

@@ -1,7 +1,6 @@
 """One attention function behind torch's SDPA, diffusers' dispatcher and our processors.
 
-Which chips it runs over and with which kernel is not an argument of every caller: the room `settings` says it for a trace.
-What became of each call: `explain()`.
+The chips and the kernel are no arguments: `kernels.settings` has them for a trace. `explain()` lists how calls were computed.
 """
 
 import functools
@@ -11,29 +10,24 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
-from ....utils import logging
+from ...notices import warn_once
 from ..settings import Settings, current, using
 from . import kernel, masks, splash
-from .joint import Text, joint_attention, joint_mask
-from .parallel import attention_by_heads, parallel_attention, plan_ring
-from .reference import reference_attention
+from .parallel import Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
+from .reference import Keys, Out, Queries, Values, reference_attention
 from .softmax_modes import ONLINE
-
-
-logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Way:
-    """What became of attention calls of one shape.
+    """How attention calls of one shape are computed.
 
     Attributes:
-        q, k: their shapes [B, N, T, D] and [B, K, S, D], and the `dtype`.
-        mask: its kind (`Mask.kind`), "" for none.
-        kernel: the function that computes it on one chip.
-        chips: how it is spread over the mesh.
+        q, k: shapes [B, N, T, D] and [B, K, S, D].
+        mask: `Mask.kind`, "" for none.
+        kernel: of `KERNELS`, on one chip.
+        chips: the split over the mesh.
         reason: why it is not the fast kernel, where one was expected; else "".
     """
 
@@ -50,20 +44,13 @@ _ways: dict[Way, int] = {}
 
 
 def explain() -> dict[Way, int]:
-    """Which way attention calls went in this process, and how often each was traced or called."""
+    """How attention calls were computed in this process, and how often each was traced or called."""
     return dict(_ways)
 
 
 def attention(
-    q: Float[Array, "B N T D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S E"],
-    *,
-    mask=None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Float[Array, "B N T E"]:
+    q: Queries, k: Keys, v: Values, *, mask=None, is_causal=False, scale: float | None = None, enable_gqa=False
+) -> Out:
     """softmax(scale q k^T + mask) v with torch's meaning of every argument.
 
     Args:
@@ -85,9 +72,9 @@ def attention(
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     window = settings.window if q.shape[2] == k.shape[2] else None
     if not isinstance(mask, masks.Mask):
-        mask = masks.classify(mask, q.shape[0], q.shape[1], q.shape[2], k.shape[2], is_causal, window)
-    run, name, chips, reason = _chosen(settings, q, k, v, mask)
-    _note(Way(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason))
+        mask = masks.classify(mask, *q.shape[:3], k.shape[2], is_causal, window)
+    run, *way = _chosen(settings, q, k, v, mask)
+    _note(Way(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, *way))
     if not isinstance(q, jax.core.Tracer):
         return _program(settings, scale)(q, k, v, mask)
 
@@ -97,15 +84,8 @@ def attention(
     return jax.jit(scaled_dot_product_attention)(q, k, v)  # one named call in the trace: what the planner counts
 
 
-def joint(
-    q: Float[Array, "B N T D"],
-    k: Float[Array, "B K T D"],
-    v: Float[Array, "B K T E"],
-    text: Text,
-    *,
-    scale: float | None = None,
-) -> tuple[Float[Array, "B N T E"], Float[Array, "B N L E"]]:
-    """Latents and text in one softmax: (the latents' answer, the text's). `scale`: 1/sqrt(D) if None.
+def joint(q: Queries, k: Keys, v: Values, text: Text, *, scale: float | None = None) -> tuple[Out, Out]:
+    """(result of the latents, of the text), both in one softmax. `scale`: 1/sqrt(D) if None.
 
     Raises as `attention` does, and NotImplementedError for a window.
     """
@@ -121,31 +101,26 @@ def joint(
     mask = joint_mask(k.shape[2] - settings.fill, k.shape[2], text)
     name, local, reason = _local(settings, q, k, v, mask)
     _, chips = _spread(settings, q, k, local)
-    kind = "joint" if mask is None else f"joint+{mask.kind}"
     both = (*k.shape[:2], k.shape[2] + text.k.shape[2], k.shape[3])
-    _note(Way(q.shape, both, str(q.dtype), kind, name, chips, reason))
-    mesh = settings.mesh if settings.sequence else None
-    run = functools.partial(
-        joint_attention, scale=scale, mesh=mesh, local=local, ring=settings.ring, fill=settings.fill
-    )
-    if mesh is None and settings.mesh is not None and settings.mesh.size > 1:
-        run.keywords["local"] = functools.partial(attention_by_heads, mesh=settings.mesh, local=local)
+    _note(Way(q.shape, both, str(q.dtype), "joint" if mask is None else f"joint+{mask.kind}", name, chips, reason))
+    options = {"mesh": settings.mesh, "sequence": settings.sequence, "ring": settings.ring, "fill": settings.fill}
 
     def scaled_dot_product_attention(q, k, v, *words):
-        return run(q, k, v, Text(*words, text.seen), interpret=_interpret(settings, local))
+        interpret = _interpret(settings, local)
+        return joint_attention(
+            q, k, v, Text(*words, text.seen), scale=scale, local=local, interpret=interpret, **options
+        )
 
     return jax.jit(scaled_dot_product_attention)(q, k, v, text.q, text.k, text.v)
 
 
-def among_latents(
-    q: Float[Array, "B N T D"], k: Float[Array, "B K T D"], v: Float[Array, "B K T E"], *, scale: float | None = None
-) -> Float[Array, "B N T E"]:
+def among_latents(q: Queries, k: Keys, v: Values, *, scale: float | None = None) -> Out:
     """Attention of latents among themselves, whose last may be none of the model's (`Settings.fill`). Raises as `attention` does."""
     settings = current()
     tokens = k.shape[2] - settings.fill
-    mask = (
-        masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens) if settings.fill else None
-    )
+    mask = None
+    if settings.fill:
+        mask = masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens)
     with using(replace(settings, fill=0)):
         return attention(q, k, v, mask=mask, scale=scale)
 
@@ -153,16 +128,16 @@ def among_latents(
 def _note(way: Way):
     _ways[way] = _ways.get(way, 0) + 1
     if way.reason:
-        _say_once(way.kernel, way.reason)
+        warn_once(f"attention: {way.reason}; such calls run the slower {way.kernel}")
 
 
 def _interpret(settings: Settings, local):
-    """How our kernels run around this attention of one chip; None: it is not ours."""
+    """The interpret mode of kernels around this attention of one chip; None: it is not our kernel."""
     return settings.interpreted if getattr(local, "func", None) is kernel.tpu_attention else None
 
 
 def _chosen(settings: Settings, q, k, v, mask) -> tuple[Callable, str, str, str]:
-    """(attention of all chips, the name of one chip's, how it is spread, why it is no faster one)."""
+    """(attention of all chips; `Way.kernel`, `chips` and `reason`)."""
     name, local, reason = _local(settings, q, k, v, mask)
     run, chips = _spread(settings, q, k, local)
     return run, name, chips, reason
@@ -180,7 +155,7 @@ def _program(settings: Settings, scale: float):
 
 
 def _local(settings: Settings, q, k, v, mask):
-    """(name, attention of one chip, why no faster one): what was asked for by name, or with "auto" the fastest that takes this call."""
+    """(name, attention of one chip, reason): the kernel of `Settings.kernel`; for "auto" the fastest that takes this call."""
     name = settings.kernel
     if name == "auto":
         name = "kernel" if settings.platform == "tpu" else "reference"
@@ -194,14 +169,9 @@ def _local(settings: Settings, q, k, v, mask):
 
 
 def _ours(settings: Settings, **fixed):
-    options = {
-        "generation": settings.generation,
-        "wanted": settings.blocks,
-        "smoothing": settings.smoothing,
-        "tally": settings.tally,
-        "interpret": settings.interpreted,
-    }
-    return functools.partial(kernel.tpu_attention, **options, **fixed), kernel.unsupported
+    options = {"generation": settings.generation, "wanted": settings.blocks, "smoothing": settings.smoothing}
+    options |= {"tally": settings.tally, "interpret": settings.interpreted, **fixed}
+    return functools.partial(kernel.tpu_attention, **options), kernel.unsupported
 
 
 def _stock(settings: Settings):
@@ -209,7 +179,7 @@ def _stock(settings: Settings):
     return functools.partial(splash.splash_attention, **options), splash.unsupported
 
 
-# By name: (attention of one chip with these settings, why it does not take a call).
+# Name -> (attention of one chip with these settings, the reason why it does not take a call).
 KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
     "kernel": _ours,
     "online": functools.partial(_ours, ways=(ONLINE,)),
@@ -219,34 +189,26 @@ KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
 
 
 def _spread(settings: Settings, q, k, local):
-    """(the attention of all chips, how it is spread in words)."""
+    """(attention of all chips, `Way.chips`)."""
     mesh = settings.mesh
     if mesh is None or mesh.size == 1:
         return local, "one chip"
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
-    sp, tp = mesh.shape["sp"], mesh.shape["tp"]
     interpret = _interpret(settings, local)
     spread = functools.partial(parallel_attention, mesh=mesh, local=local, ring=settings.ring, interpret=interpret)
     if q.shape[2] != k.shape[2]:
-        return spread, f"queries over {sp}, whole keys"
-    share = tp if q.shape[1] % tp == k.shape[1] % tp == 0 else 1
-    ring, ulysses = plan_ring(sp, q.shape[1] // share, k.shape[1] // share, settings.ring)
-    return spread, f"ring {ring} x ulysses {ulysses}"
-
-
-@functools.cache
-def _say_once(name: str, reason: str):
-    logger.warning(f"attention: {reason}; such calls run the slower {name}")
+        return spread, f"queries over {mesh.shape['sp']}, whole keys"
+    split = split_over(mesh, q, k, settings.ring)
+    return spread, f"ring {split.ring} x ulysses {split.ulysses}"
 
 
 def _check(q, k, v, enable_gqa):
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"expected q, k, v of four axes, got {q.shape}, {k.shape}, {v.shape}")
+    shapes = f"{q.shape}, {k.shape}, {v.shape}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"expected q, k, v of four axes, got {shapes}")
     if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"expected q [B, N, T, D], k [B, K, S, D], v [B, K, S, E], got {q.shape}, {k.shape}, {v.shape}"
-        )
+        raise ValueError(f"expected q [B, N, T, D], k [B, K, S, D], v [B, K, S, E], got {shapes}")
     if q.shape[1] != k.shape[1] and (not enable_gqa or q.shape[1] % k.shape[1]):
         raise ValueError(
             f"expected as many key heads as query heads, or enable_gqa with a divisor of them, got {q.shape[1]} query and"

@@ -1,19 +1,19 @@
-"""Sizes of the attention kernel's blocks: a rule from VMEM and from what pieces of its schedule cost, and tuned ones.
+"""Sizes of the attention kernel's blocks: by a rule of VMEM and of prices of its schedule, or tuned.
 
-`tuned.json` holds what `diffusers-tpu bench attention --tune` found with the compiler as judge; the rule does the rest.
+`tuned.json` holds what `diffusers-tpu bench attention --tune` found with the compiler; the rule does the rest.
 """
 
 import functools
 import json
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from ...chips.figures import MIB, chip_of
+from ..pallas import LANES, round_up
 from .softmax_modes import BOUND, WAYS
 
 
-LANES = 128
 TUNED = Path(__file__).with_name("tuned.json")
 
 # What the rule's prices are, in bundles; schedules of v6e at Wan's shapes (other generations: the same order).
@@ -94,11 +94,6 @@ class Shape:
     dense_bytes: int = 0
 
 
-def round_up(n: int, multiple: int) -> int:
-    """The least multiple that is not less than n."""
-    return -(-n // multiple) * multiple
-
-
 def _divisor(whole: int, share: int, unit: int) -> int:
     """The largest multiple of `unit` that divides `whole`, a multiple of it, and is at most `whole / share`."""
     units = whole // unit
@@ -154,16 +149,15 @@ def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, 
         NotImplementedError: a generation that nothing is known of.
     """
     generation = chip_of(generation).generation
-    if wanted is not None:
-        blocks = _wanted(shape, generation, wanted)
-        if vmem_bytes(blocks, shape) > vmem_limit(generation):
-            raise ValueError(
-                f"expected attention blocks that fit {vmem_limit(generation) / MIB:.0f} MiB of VMEM on {generation}, got"
-                f" {wanted}, which take {vmem_bytes(blocks, shape) / MIB:.0f} MiB; use smaller ones, or None"
-            )
-        return blocks
-    tuned = _tuned().get(tuned_key(shape, generation))
-    return tuned or candidates(shape, generation)[0]
+    if wanted is None:
+        return _tuned().get(tuned_key(shape, generation)) or candidates(shape, generation)[0]
+    blocks = _wanted(shape, generation, wanted)
+    if vmem_bytes(blocks, shape) > vmem_limit(generation):
+        raise ValueError(
+            f"expected attention blocks that fit {vmem_limit(generation) / MIB:.0f} MiB of VMEM on {generation}, got"
+            f" {wanted}, which take {vmem_bytes(blocks, shape) / MIB:.0f} MiB; use smaller ones, or None"
+        )
+    return blocks
 
 
 def tuned_key(shape: Shape, generation: str) -> str:
@@ -173,8 +167,6 @@ def tuned_key(shape: Shape, generation: str) -> str:
 
 @functools.cache
 def _tuned() -> dict[str, Blocks]:
-    if not TUNED.exists():
-        return {}
     return {key: from_list(value["blocks"]) for key, value in json.loads(TUNED.read_text()).items()}
 
 
@@ -188,14 +180,10 @@ def from_list(values: list) -> Blocks:
     return Blocks(*values[:3], Tile(*values[3]), Tile(*values[4]))
 
 
-def candidates(shape: Shape, generation: str) -> list[Blocks]:
-    """Blocks that fit VMEM, the cheapest by the rule's prices first."""
-    return list(_candidates(shape, chip_of(generation).generation))
-
-
 @functools.lru_cache(1024)
-def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
-    bound, online = (_fitted(Tile(*sizes), shape) for sizes in chip_of(generation).tiles)
+def candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
+    """Blocks that fit VMEM, the cheapest by the rule's prices first."""
+    bound, online = _tiles(shape, generation)
     unit_q, unit_k = (math.lcm(getattr(bound, axis), getattr(online, axis)) for axis in ("queries", "keys"))
     found = []
     # float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size
@@ -220,11 +208,12 @@ def _candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
     if not found:
         raise ValueError(f"expected heads whose smallest blocks fit VMEM on {generation}, got head size {shape.dim}")
     most = AS_GOOD * min(price for price, _, _ in found)
-    found = [
-        (price > most, _code(blocks, shape) if price <= most else 0, price, sizes, blocks)
-        for price, sizes, blocks in found
-    ]
-    return tuple(blocks for *_, blocks in sorted(found, key=lambda x: x[:4]))
+
+    def rank(priced):
+        price, sizes, blocks = priced
+        return price > most, _code(blocks, shape) if price <= most else 0, price, sizes
+
+    return tuple(blocks for *_, blocks in sorted(found, key=rank))
 
 
 def _code(blocks: Blocks, shape: Shape) -> int:
@@ -236,28 +225,22 @@ def _code(blocks: Blocks, shape: Shape) -> int:
     return sum(queries * keys for queries, keys in pieces)
 
 
-def _fitted(tile: Tile, shape: Shape) -> Tile:
-    """The tile, no larger than the queries and keys there are."""
-    return Tile(
-        min(tile.queries, round_up(shape.q_len, LANES)), min(tile.keys, round_up(shape.kv_len, LANES)), tile.lag
-    )
+def _tiles(shape: Shape, generation: str) -> tuple[Tile, Tile]:
+    """The chip's tiles of the way "bound" and of the others, no larger than the queries and keys there are."""
+    queries, keys = round_up(shape.q_len, LANES), round_up(shape.kv_len, LANES)
+    bound, online = (Tile(min(q, queries), min(k, keys), lag) for q, k, lag in chip_of(generation).tiles)
+    return bound, online
 
 
 def _wanted(shape: Shape, generation: str, wanted: tuple[int, int, int]) -> Blocks:
     queries, keys, depth = wanted
-    bound, online = (_fitted(Tile(*sizes), shape) for sizes in chip_of(generation).tiles)
+    bound, online = _tiles(shape, generation)
     width = math.lcm(bound.queries, online.queries)
     depth = min(round_up(depth, LANES), round_up(shape.kv_len, LANES))
     queries = min(round_up(queries, width), round_up(shape.q_len, width))
     keys = min(round_up(keys, depth), round_up(shape.kv_len, depth))
     pieces = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= MOST_SCORES_ASKED)
-    return Blocks(
-        queries,
-        keys,
-        max(pieces, default=width),
-        Tile(bound.queries, depth, bound.lag),
-        Tile(online.queries, depth, online.lag),
-    )
+    return Blocks(queries, keys, max(pieces, default=width), *(replace(tile, keys=depth) for tile in (bound, online)))
 
 
 def _price(blocks: Blocks, shape: Shape) -> float:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ..pallas import by_token
 from . import exchange_kernels as kernels
 
 
@@ -22,20 +23,18 @@ class Exchange:
 
     Attributes:
         in_order: rows must stay in the order of the sequence. They need not where nothing tells them apart but what they hold.
-        by_kernel: our kernels lay out what is sent and what comes; else XLA.
-        interpret: how kernels run.
+        interpret: how the kernels run that lay out what is sent and what comes; None: XLA does.
     """
 
     ways: int
     in_order: bool
-    by_kernel: bool
-    interpret: object = False
+    interpret: object
 
     @classmethod
     def of(cls, q, k, v, ways: int, in_order: bool, interpret) -> "Exchange":
-        """For these tensors; rows of all of them come in one order. `interpret`: None keeps to XLA."""
-        by_kernel = interpret is not None and all(kernels.takes(x, ways, in_order) for x in (q, k, v))
-        return cls(ways, in_order, by_kernel, interpret)
+        """For these tensors, by kernels where they take all of them: the rows of all come in one order."""
+        taken = all(kernels.takes(x, ways, in_order) for x in (q, k, v))
+        return cls(ways, in_order, interpret if taken else None)
 
     def to_heads(
         self, x: Float[Array, "B N T D"], turned: bool = False, behind: Float[Array, "B N/W L D"] | None = None
@@ -46,18 +45,17 @@ class Exchange:
             turned: who takes it wants tokens minor.
             behind: tokens of this chip's heads that stand behind those of all chips.
         """
-        batch, heads, tokens, dim = x.shape
-        behind = None if behind is None else jnp.swapaxes(behind, 1, 2).reshape(batch, behind.shape[2], -1)
-        x = jnp.swapaxes(x, 1, 2).reshape(batch, tokens, heads * dim)
-        x = self._traded(kernels.cut(x, self.ways, self.interpret) if self.by_kernel else self._cut(x))
-        heads //= self.ways
-        if self.by_kernel and turned:
-            x = kernels.join(x, True, self.interpret, behind)
-            return jnp.swapaxes(x.reshape(batch, heads, dim, -1), 2, 3)
-        if self.by_kernel:
-            x = kernels.join(x, False, self.interpret, behind)
+        batch, heads, _, dim = x.shape
+        behind = None if behind is None else by_token(behind)
+        x, heads = by_token(x), heads // self.ways
+        if self.interpret is not None:
+            pieces = self._traded(kernels.cut(x, self.ways, self.interpret))
+            x = kernels.join(pieces, turned, self.interpret, behind)
+            if turned:
+                return jnp.swapaxes(x.reshape(batch, heads, dim, -1), 2, 3)
         else:
-            x = self._joined(x)
+            # Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
+            x = self._joined(self._traded(jnp.stack(jnp.split(x, self.ways, 2))))
             x = x if behind is None else jnp.concatenate([x, behind], 1)
         return jnp.swapaxes(x.reshape(batch, -1, heads, dim), 1, 2)
 
@@ -65,12 +63,12 @@ class Exchange:
         """The way back of `to_heads`, of what has tokens minor, without the tokens `behind`."""
         batch, heads, tokens, dim = x.shape
         tokens -= behind
-        if self.by_kernel:
+        if self.interpret is not None:
             turned = jnp.swapaxes(x, 2, 3).reshape(batch, heads * dim, -1)
             pieces = kernels.part(turned, self.ways, tokens // self.ways, self.interpret)
             x = kernels.paste(self._traded(pieces), self.interpret)
         else:
-            x = self._traded(self._parted(jnp.swapaxes(x[:, :, :tokens], 1, 2).reshape(batch, tokens, heads * dim)))
+            x = self._traded(self._parted(by_token(x[:, :, :tokens])))
             x = jnp.concatenate(list(x), 2)
         # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
         x = lax.optimization_barrier(x)
@@ -78,10 +76,6 @@ class Exchange:
 
     def _traded(self, pieces):
         return lax.all_to_all(pieces, "ulysses", split_axis=0, concat_axis=0, tiled=True)
-
-    def _cut(self, x):
-        """Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows)."""
-        return jnp.stack(jnp.split(x, self.ways, 2))
 
     def _joined(self, x):
         """Rows of all chips, [W, B, T, C] -> [B, W T, C]; where order does not count, those that fill no tile come last.

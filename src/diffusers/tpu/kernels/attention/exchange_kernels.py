@@ -6,6 +6,7 @@ kernels take one pass of memory each.
 Joined, every chip's tokens begin at a whole tile of `LANES`: what is left of each chip's (`rest`) comes after all of them.
 """
 
+import functools
 import math
 
 import jax
@@ -15,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from ..cost import cost
-from .blocks import LANES
+from ..pallas import LANES, cost
 
 
 BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
@@ -32,46 +32,33 @@ def takes(x: Float[Array, "B N T D"], ways: int, in_order: bool) -> bool:
 def cut(x: Float[Array, "B T C"], ways: int, interpret) -> Float[Array, "W B T C/W"]:
     """Columns in `ways` pieces."""
     batch, tokens, columns = x.shape
-    width = columns // ways
-    rows = _rows_of_columns(columns * x.dtype.itemsize)
-
-    def kernel(x_ref, o_ref):
-        for n in range(ways):
-            o_ref[n] = x_ref[:, n * width : (n + 1) * width]
-
-    return pl.pallas_call(
-        kernel,
-        grid=(batch, pl.cdiv(tokens, rows)),
-        in_specs=[pl.BlockSpec((None, rows, columns), lambda b, t: (b, t, 0))],
-        out_specs=pl.BlockSpec((ways, None, rows, width), lambda b, t: (0, b, t, 0)),
-        out_shape=jax.ShapeDtypeStruct((ways, batch, tokens, width), x.dtype),
-        compiler_params=_parallel(2),
-        cost_estimate=cost(x, x),
-        interpret=interpret,
-        name="exchange_cut",
-    )(x)
+    return _columns(x, (ways, batch, tokens, columns // ways), interpret, "exchange_cut")
 
 
 def paste(pieces: Float[Array, "W B T C"], interpret) -> Float[Array, "B T W*C"]:
     """The way back of `cut`."""
     ways, batch, tokens, width = pieces.shape
-    rows = _rows_of_columns(ways * width * pieces.dtype.itemsize)
+    return _columns(pieces, (batch, tokens, ways * width), interpret, "exchange_paste")
+
+
+def _columns(x, shape: tuple[int, ...], interpret, name: str) -> Array:
+    """x [B, T, C] as pieces [W, B, T, C / W], or pieces as x: whichever has this shape."""
+    cuts = len(shape) == 4
+    ways, batch, tokens, width = shape if cuts else x.shape
+    rows = max(16, BLOCK_BYTES // (ways * width * x.dtype.itemsize) // LANES * LANES)
+    whole = pl.BlockSpec((None, rows, ways * width), lambda b, t: (b, t, 0))
+    pieces = pl.BlockSpec((ways, None, rows, width), lambda b, t: (0, b, t, 0))
 
     def kernel(x_ref, o_ref):
         for n in range(ways):
-            o_ref[:, n * width : (n + 1) * width] = x_ref[n]
+            columns = slice(n * width, (n + 1) * width)
+            if cuts:
+                o_ref[n] = x_ref[:, columns]
+            else:
+                o_ref[:, columns] = x_ref[n]
 
-    return pl.pallas_call(
-        kernel,
-        grid=(batch, pl.cdiv(tokens, rows)),
-        in_specs=[pl.BlockSpec((ways, None, rows, width), lambda b, t: (0, b, t, 0))],
-        out_specs=pl.BlockSpec((None, rows, ways * width), lambda b, t: (b, t, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, tokens, ways * width), pieces.dtype),
-        compiler_params=_parallel(2),
-        cost_estimate=cost(pieces, pieces),
-        interpret=interpret,
-        name="exchange_paste",
-    )(pieces)
+    specs = (whole, pieces) if cuts else (pieces, whole)
+    return _call(kernel, (batch, pl.cdiv(tokens, rows)), specs[:1], specs[1], shape, [x], interpret, name)
 
 
 def join(
@@ -105,32 +92,18 @@ def join(
     def kernel(x_ref, *refs):
         *left, o_ref = refs
 
-        def take():
-            if turned:
-                _turn(x_ref, o_ref)
-            else:
-                o_ref[...] = x_ref[...]
+        def take(ref):
+            o_ref[...] = ref[...]
 
+        own = functools.partial(_turn if turned else lambda x_ref, _: take(x_ref), x_ref, o_ref)
         if not left:
-            take()
-            return
-        pl.when(pl.program_id(1) < ways * whole)(take)
+            return own()
+        pl.when(pl.program_id(1) < ways * whole)(own)
+        pl.when(pl.program_id(1) >= ways * whole)(functools.partial(take, *left))
 
-        @pl.when(pl.program_id(1) >= ways * whole)
-        def _():
-            o_ref[...] = left[0][...]
-
-    return pl.pallas_call(
-        kernel,
-        grid=(batch, ways * whole + last),
-        in_specs=specs,
-        out_specs=of_tokens(lambda i: i),
-        out_shape=jax.ShapeDtypeStruct(turn((batch, ways * whole * rows + rest, width)), pieces.dtype),
-        compiler_params=_parallel(2),
-        cost_estimate=cost(pieces, pieces),
-        interpret=interpret,
-        name="exchange_join",
-    )(*operands)
+    shape = turn((batch, ways * whole * rows + rest, width))
+    grid, out_spec = (batch, ways * whole + last), of_tokens(lambda i: i)
+    return _call(kernel, grid, specs, out_spec, shape, operands, interpret, "exchange_join")
 
 
 def part(x: Float[Array, "B C W*T+L"], ways: int, tokens: int, interpret) -> Float[Array, "W B T C"]:
@@ -155,21 +128,9 @@ def part(x: Float[Array, "B C W*T+L"], ways: int, tokens: int, interpret) -> Flo
         def _():
             o_ref[:rest] = left[0][...]
 
-    return pl.pallas_call(
-        kernel,
-        grid=(ways, batch, whole + bool(rest)),
-        in_specs=specs,
-        out_specs=pl.BlockSpec((None, None, rows, width), lambda w, b, i: (w, b, i, 0)),
-        out_shape=jax.ShapeDtypeStruct((ways, batch, tokens, width), x.dtype),
-        compiler_params=_parallel(3),
-        cost_estimate=cost(x, x),
-        interpret=interpret,
-        name="exchange_part",
-    )(*operands)
-
-
-def _rows_of_columns(row_bytes: int) -> int:
-    return max(16, BLOCK_BYTES // row_bytes // LANES * LANES)
+    out_spec = pl.BlockSpec((None, None, rows, width), lambda w, b, i: (w, b, i, 0))
+    shape, grid = (ways, batch, tokens, width), (ways, batch, whole + bool(rest))
+    return _call(kernel, grid, specs, out_spec, shape, operands, interpret, "exchange_part")
 
 
 def _blocks(tokens: int, row_bytes: int) -> tuple[int, int, int]:
@@ -191,5 +152,17 @@ def _turn(x_ref, o_ref):
         o_ref[:, at] = x_ref[at, :].T
 
 
-def _parallel(axes: int):
-    return pltpu.CompilerParams(dimension_semantics=("parallel",) * axes, vmem_limit_bytes=VMEM_BYTES)
+def _call(kernel, grid, in_specs, out_spec, shape, operands: list, interpret, name: str) -> Array:
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_spec,
+        out_shape=jax.ShapeDtypeStruct(shape, operands[0].dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * len(grid), vmem_limit_bytes=VMEM_BYTES
+        ),
+        cost_estimate=cost(operands[0], operands[0]),
+        interpret=interpret,
+        name=name,
+    )(*operands)

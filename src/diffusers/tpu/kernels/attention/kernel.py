@@ -1,41 +1,32 @@
 """Attention for one TPU chip: scores transposed (keys along sublanes, queries along lanes), exponentials to base 2.
 
-Sums over keys then run down the sublanes without a transposition, and e^x is 2^(x log2 e). Scores are computed some tiles
-ahead of their exponentials (`Blocks.lag`), so that the matrix units never wait: that, not the number of operations, is
-what the time hangs on. What is subtracted from scores: `ways`.
-
-Where scores need the factor scale * log2 e: instead of a subtraction (way "bound"), which costs the same; else, as q
-times the factor is no bfloat16, in a second half of the matrix unit's depth, which heads of 128 leave unused on v6e and
-later: [q_high; q_low] against [k, k]. One bfloat16 rounding of q more would double the error of scores of deviation 4.
-
-Blocks of keys that no query may see are neither fetched nor computed; those that a mask or the end of the keys cuts take
-a body with masking, all others one without.
-
-In order: `kernel_operands`, what goes in; here, the call, what comes out and what stays on the chip between steps of its grid
-(`blocks.vmem_bytes` counts all of it); `kernel_body`, one step; `kernel_tiles`, its straight code. How long that takes
-is read from its schedule, which tells ways apart by their codes: `planner.bundles`.
+Sums over keys then run down the sublanes, and scores are computed some tiles ahead of their exponentials (`Tile.lag`), so that
+the matrix units never wait. `softmax_modes` says what is subtracted from scores. A program is (head of all batches h, block of
+queries i, block of keys j); blocks of keys that no query may see are neither fetched nor computed, and only those that a mask
+or the end of the keys cuts run code with masking. `blocks.vmem_bytes` counts VMEM.
 """
 
 import functools
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from ..cost import cost
+from ..pallas import LANES, SUBLANES, by_token, cost
 from . import kernel_body
-from .blocks import LANES, Blocks, Shape, choose, folded_parts, vmem_bytes
-from .kernel_call import LOG2_E, SUBLANES, Call
-from .kernel_operands import key_bias, make_operands, row_of
-from .key_bounds import KeyBounds
-from .masks import Mask
-from .softmax_modes import BOUND, WAYS, ModeCounter, largest_radius, open_ways
+from .blocks import Blocks, Shape, choose, folded_parts, vmem_bytes
+from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
+from .key_bounds import KeyBounds, key_bounds
+from .masks import Mask, takes_part
+from .reference import Keys, LogSumExp, Out, Queries, Values
+from .softmax_modes import BOUND, CENTRED, ONLINE, WAYS, ModeCounter
 
+
+Operands = dict[str, tuple[Array, pl.BlockSpec]]
 
 VMEM_MARGIN = 8 << 20  # the compiler's own, beside what `blocks.vmem_bytes` counts
 
@@ -61,9 +52,9 @@ def shape_of(q, k, v, mask: Mask | None, with_lse: bool = False) -> Shape:
 
 
 def tpu_attention(
-    q: Float[Array, "B N T D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S E"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     scale: float,
     mask: Mask | None = None,
@@ -78,16 +69,16 @@ def tpu_attention(
     ways: tuple[str, ...] = WAYS,
     tally: ModeCounter | None = None,
     interpret=False,
-) -> Float[Array, "B N T E"] | tuple[Float[Array, "B N T E"], Float[Array, "B N T"]]:
+) -> Out | tuple[Out, LogSumExp]:
     """Attention with the arguments of `reference_attention`.
 
     Args:
         bounds: of the keys and values that some query sees; None: they are computed.
-        generation: of the chip, for the sizes of blocks; None: `figures.DEFAULT_GENERATION`.
+        generation: of the chip; None: `figures.DEFAULT_GENERATION`.
         wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
-        smoothing: with the way "centred"; False: without, for which fewer heads are tame enough and less is compiled.
+        smoothing: False: the way "centred" is not compiled, unless it is the only one.
         ways: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
-        tally: is told which way each head and block of queries goes; costs a call to the host.
+        tally: counts the way of each head and block of queries; costs a call to the host.
         interpret: True, or parameters of Pallas's TPU interpreter.
 
     Raises:
@@ -105,20 +96,20 @@ def tpu_attention(
     bias = key_bias(mask.keys)
     if scale < 0:
         q, scale = -q, -scale
-    added = mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_)
-    call = _static(q, k, mask, shape, blocks, open_ways(ways, added, smoothing), scale, generation)
-    scalars, inputs = make_operands(call, q, k, v, mask, bias, first_row - first_key, bounds, interpret)
-    outputs, scratch, scores = (
-        _outputs(call, q, v, with_lse, tally is not None),
-        _scratch(call, q, k, v),
-        math.prod(q.shape[:3]) * call.kv_len,
-    )
-    call = replace(call, names=(*scalars, *inputs, *outputs, *scratch))
+    if mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_):
+        ways = (ONLINE,)  # what is added to scores has no bound
+    elif not smoothing and len(ways) > 1:
+        ways = tuple(way for way in ways if way != CENTRED)
+    folded = folded_parts(shape, generation) if set(ways) != {BOUND} else 0
+    call = Call(blocks, shape, mask, ways, scale * LOG2_E, folded, q.shape[1], k.shape[1])
+    scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret)
+    outputs, scratch = _outputs(call, q, with_lse, tally is not None), _scratch(call, q.dtype)
+    scores = math.prod(q.shape[:3]) * shape.kv_len
     results = pl.pallas_call(
-        functools.partial(kernel_body.run, call=call),
+        functools.partial(kernel_body.run, call=call, names=(*scalars, *inputs, *outputs, *scratch)),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
-            grid=(q.shape[0] * q.shape[1], pl.cdiv(call.q_len, blocks.queries), call.kv_blocks),
+            grid=(q.shape[0] * q.shape[1], pl.cdiv(shape.q_len, blocks.queries), call.kv_blocks),
             in_specs=[spec for _, spec in inputs.values()],
             out_specs=[spec for _, spec in outputs.values()],
             scratch_shapes=list(scratch.values()),
@@ -135,64 +126,38 @@ def tpu_attention(
     results = dict(zip(outputs, results))
     if tally is not None:
         jax.debug.callback(tally.of(f"{list(q.shape)} with {k.shape[2]} keys"), results["went"][:, :, 0, 0])
-    return _as_asked(q.shape, mask, results["o"], *([results["lse"]] if with_lse else []))
+    return _as_asked(q.shape, mask, results["o"], results.get("lse"))
 
 
-def _static(q, k, mask: Mask, shape: Shape, blocks: Blocks, ways, scale: float, generation: str | None) -> Call:
-    """What is static of the call, without its references' names."""
-    heads, kv_heads = q.shape[1], k.shape[1]
-    groups, keys = heads // kv_heads, mask.keys
-    folded = folded_parts(shape, generation) if set(ways) - {BOUND} else 0
-    return Call(
-        blocks=blocks,
-        names=(),
-        q_len=shape.q_len,
-        kv_len=shape.kv_len,
-        ways=ways,
-        factor=scale * LOG2_E,
-        folded=folded,
-        twice=folded == 2 and shape.dim % LANES != 0,
-        limit=largest_radius(mask.band is None and (keys is None or keys.shape[1] == 1 or groups == 1)),
-        band=mask.band,
-        frame=mask.frame,
-        keys=keys is not None,
-        whole=mask.whole,
-        dense=mask.dense is not None,
-        dtype=q.dtype,
-        row_of_keys=None if keys is None else functools.partial(row_of, keys.shape, heads),
-        row_of_kv=lambda h: lax.div(h, groups),
-    )
-
-
-def _outputs(call: Call, q, v, with_lse: bool, with_way: bool) -> dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]]:
+def _outputs(call: Call, q, with_lse: bool, with_way: bool) -> dict:
     """Name -> (array, the block of a program): the result with tokens minor, the log-sum-exp, the code of the way."""
-    rows, queries, dtype = q.shape[0] * q.shape[1], call.blocks.queries, jnp.float32 if with_lse else q.dtype
+    shape, queries, rows = call.shape, call.blocks.queries, q.shape[0] * q.shape[1]
 
     def of_rows(height: int, dtype):
         spec = pl.BlockSpec((None, height, queries), lambda h, i, j, *s: (h, 0, i))
-        return jax.ShapeDtypeStruct((rows, height, call.q_len), dtype), spec
+        return jax.ShapeDtypeStruct((rows, height, shape.q_len), dtype), spec
 
-    outputs = {"o": of_rows(v.shape[3], dtype)}
+    outputs = {"o": of_rows(shape.out_dim, jnp.float32 if with_lse else q.dtype)}
     if with_lse:
         outputs["lse"] = of_rows(1, jnp.float32)
     if with_way:
-        shape = (rows, pl.cdiv(call.q_len, queries), 1, LANES)
         spec = pl.BlockSpec((None, None, 1, LANES), lambda h, i, j, *s: (h, i, 0, 0))
-        outputs["went"] = jax.ShapeDtypeStruct(shape, jnp.int32), spec
+        went = jax.ShapeDtypeStruct((rows, pl.cdiv(shape.q_len, queries), 1, LANES), jnp.int32)
+        outputs["went"] = went, spec
     return outputs
 
 
-def _scratch(call: Call, q, k, v) -> dict:
+def _scratch(call: Call, dtype) -> dict:
     """What a program keeps from block to block of keys: what is subtracted, sums, the result; q and k as they meet."""
-    blocks, dim, out_dim = call.blocks, q.shape[3], v.shape[3]
+    (dim, out_dim), queries, keys = (call.shape.dim, call.shape.out_dim), call.blocks.queries, call.blocks.keys
     return {
-        "m": pltpu.VMEM((SUBLANES, blocks.queries), jnp.float32),
-        "l": pltpu.VMEM((SUBLANES, blocks.queries), jnp.float32),
-        "acc": pltpu.VMEM((out_dim, blocks.queries), jnp.float32),
-        "true_v": pltpu.VMEM((out_dim, blocks.keys), v.dtype),
-        "column": pltpu.VMEM((blocks.keys if call.keys else SUBLANES, LANES), jnp.float32),
-        "folded": pltpu.VMEM((dim * call.folded or SUBLANES, blocks.queries if call.folded else LANES), q.dtype),
-        "twice": pltpu.VMEM((blocks.keys, 2 * dim) if call.twice else (SUBLANES, LANES), k.dtype),
+        "m": pltpu.VMEM((SUBLANES, queries), jnp.float32),
+        "l": pltpu.VMEM((SUBLANES, queries), jnp.float32),
+        "acc": pltpu.VMEM((out_dim, queries), jnp.float32),
+        "true_v": pltpu.VMEM((out_dim, keys), dtype),
+        "column": pltpu.VMEM((SUBLANES if call.mask.keys is None else keys, LANES), jnp.float32),
+        "folded": pltpu.VMEM((dim * call.folded or SUBLANES, queries if call.folded else LANES), dtype),
+        "twice": pltpu.VMEM((keys, 2 * dim) if call.twice else (SUBLANES, LANES), dtype),
         "way": pltpu.SMEM((1,), jnp.int32),
     }
 
@@ -209,3 +174,138 @@ def _as_asked(shape, mask: Mask, out, lse=None):
         return out
     lse = lse.reshape(batch, heads, q_len)
     return out, lse if mask.queries is None else jnp.where(mask.queries[..., 0], lse, -jnp.inf)
+
+
+def make_operands(
+    call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, interpret
+) -> tuple[dict[str, Array], Operands]:
+    """(scalars fetched before a program runs, arrays with their blocks), in the order in which the kernel gets them.
+
+    * `q` and `v` with tokens minor, so that scores come out transposed; `k` as it lies.
+    * of a band `shift`, how far the first query lies behind the first key.
+    * of a mask by key `bias`, in base 2; unless it concerns the last block alone, per row and block of keys `state` (`SKIPPED`,
+      `WHOLE` or `MIXED`) and `fetch`, the block to fetch: one that is there already where the step is skipped.
+    * a mask `dense`, bool as int8.
+    * for the ways "bound" and "centred", per head of keys, `KeyBounds`.
+    """
+    mask, blocks = call.mask, call.blocks
+    seen = keys_seen(mask, shift, q.shape[2], k)
+    if seen is not None:  # a weight of zero times NaN would be NaN
+        end = mask.whole if call.cut_at_end else 0
+        v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))
+    if bounds is None and (CENTRED in call.ways or call.ways[0] == BOUND):
+        bounds = key_bounds(k, v, seen, interpret=interpret)
+    scalars = {}
+    if mask.band is not None:
+        scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
+    if bias is not None and not call.cut_at_end:
+        scalars["state"], scalars["fetch"] = _states(bias, blocks.keys)
+
+    def fetched(h, i, j, given):
+        return _block_to_fetch(call, dict(zip(scalars, given)), h, i, j)
+
+    def place_of_bias(h, i, j, *s):
+        return call.row_of(mask.keys, h), 0, call.kv_blocks - 1 if call.cut_at_end else fetched(h, i, j, s)
+
+    def place_of_dense(h, i, j, *s):
+        return call.row_of(mask.dense, h), i, fetched(h, i, j, s)
+
+    inputs = _queries_keys_values(call, q, k, v, fetched)
+    if BOUND in call.ways and len(call.ways) > 1:
+        scalars["reach"] = bounds.reach.reshape(-1)
+    if CENTRED in call.ways:
+        scalars["radius"] = bounds.radius.reshape(-1)
+        rows = bounds.centre.reshape(-1, *bounds.centre.shape[2:])
+        inputs["centre"] = rows, pl.BlockSpec((None, *rows.shape[1:]), lambda h, *_: (call.row_of_kv(h), 0, 0))
+    if bias is not None:
+        spec = pl.BlockSpec((None, 1, blocks.keys), place_of_bias)
+        inputs["bias"] = bias.reshape(-1, 1, call.shape.kv_len), spec
+    if mask.dense is not None:
+        dense = mask.dense.astype(jnp.int8) if mask.dense.dtype == jnp.bool_ else mask.dense
+        spec = pl.BlockSpec((None, blocks.queries, blocks.keys), place_of_dense)
+        inputs["dense"] = dense.reshape(-1, *dense.shape[2:]), spec
+    return scalars, inputs
+
+
+def key_bias(keys) -> Float[Array, "b n 1 S"] | None:
+    """A key mask as what is added to scores in base 2; MASKED where the key takes no part."""
+    if keys is None:
+        return None
+    if keys.dtype == jnp.bool_:
+        return jnp.where(keys, 0.0, MASKED)
+    keys = keys.astype(jnp.float32)
+    return jnp.where(takes_part(keys), keys * LOG2_E, MASKED)
+
+
+def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"] | None:
+    """Keys that some query sees, of any head of the group; None: all. Others may hold anything, NaN too."""
+    batch, kv_heads, s_len, _ = k.shape
+    if mask.keys is None and mask.dense is None and mask.band is None:
+        return None
+    seen = jnp.ones((1, 1, 1, s_len), bool)
+    if mask.keys is not None:
+        seen = seen & takes_part(mask.keys)
+    if mask.dense is not None:
+        seen = seen & takes_part(mask.dense).any(2, keepdims=True)
+    if mask.band is not None:
+        key, (low, high) = jnp.arange(s_len), _ends_of_rows(mask, shift, 0, q_len)
+        seen = seen if low is None else seen & (key >= low)
+        seen = seen if high is None else seen & (key <= high)
+    b, n = seen.shape[:2]
+    seen = seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)
+    return jnp.broadcast_to(seen[..., None], (batch, kv_heads, s_len, 1))
+
+
+def _ends_of_rows(mask: Mask, shift, first, rows: int):
+    """The first and last key any of the `rows` queries from `first` on may see; None where the band is open."""
+    return band_ends(mask, shift, first)[0], band_ends(mask, shift, first + rows - 1)[1]
+
+
+def _queries_keys_values(call: Call, q, k, v, fetched) -> Operands:
+    blocks, shape, kv_heads = call.blocks, call.shape, call.kv_heads
+    q = _heads_beside_tokens(q)
+    in_rows = shape.dim % LANES == 0  # as linear layers give them, all heads of a token side by side: no copy
+    k = by_token(k) if in_rows else k.reshape(-1, *k.shape[2:])
+
+    def place_of_keys(h, i, j, *s):
+        if in_rows:
+            return lax.div(h, call.heads), fetched(h, i, j, s), lax.rem(call.row_of_kv(h), kv_heads)
+        return call.row_of_kv(h), fetched(h, i, j, s), 0
+
+    def place_of_values(h, i, j, *s):
+        return call.row_of_kv(h), 0, fetched(h, i, j, s)
+
+    return {
+        "q": (q, pl.BlockSpec((None, shape.dim, blocks.queries), lambda h, i, j, *s: (h, 0, i))),
+        "k": (k, pl.BlockSpec((None, blocks.keys, shape.dim), place_of_keys)),
+        "v": (_heads_beside_tokens(v), pl.BlockSpec((None, shape.out_dim, blocks.keys), place_of_values)),
+    }
+
+
+def _heads_beside_tokens(x) -> Float[Array, "B*K D S"]:
+    """[B, K, S, D] with tokens minor, as one transposition of a matrix of tokens and heads."""
+    return jnp.swapaxes(by_token(x), 1, 2).reshape(-1, x.shape[3], x.shape[2])
+
+
+def _block_to_fetch(call: Call, scalars: dict, h, i, j):
+    """The block of keys of step j; one that is there already where the step is skipped."""
+    keys, mask = call.blocks.keys, call.mask
+    if mask.band is not None:
+        low, high = _ends_of_rows(mask, scalars["shift"][0], i * call.blocks.queries, call.blocks.queries)
+        j = j if low is None else jnp.maximum(j, lax.div(jnp.maximum(low, 0), keys))
+        j = j if high is None else jnp.minimum(j, lax.div(jnp.maximum(high, 0), keys))
+        j = jnp.clip(j, 0, call.kv_blocks - 1)
+    return j if "fetch" not in scalars else scalars["fetch"][call.row_of(mask.keys, h) * call.kv_blocks + j]
+
+
+def _states(bias, block: int):
+    """`state` and `fetch` of a key mask, by row and block of keys."""
+    b, n, _, s_len = bias.shape
+    blocks = pl.cdiv(s_len, block)
+    rows = jnp.pad(bias.reshape(b * n, s_len), ((0, 0), (0, blocks * block - s_len)), constant_values=MASKED)
+    rows = rows.reshape(b * n, blocks, block)
+    whole = (rows == 0).all(-1)
+    state = jnp.where(whole, WHOLE, jnp.where((rows <= MASKED).all(-1), SKIPPED, MIXED)).astype(jnp.int32)
+    before = lax.cummax(jnp.where(state > SKIPPED, jnp.arange(blocks), -1), axis=1)
+    fetch = jnp.where(before >= 0, before, jnp.argmax(state > SKIPPED, axis=1)[:, None])
+    return state.reshape(-1), fetch.astype(jnp.int32).reshape(-1)

@@ -1,47 +1,129 @@
-"""What the attention kernel does on the chip with one block of queries and one of keys; `kernel` calls it."""
+"""What the attention kernel does on the chip with one block of queries and one of keys; `kernel` calls it.
+
+`Call` is what is static of a call, `run` one program, `_piece` its straight code.
+"""
 
 import functools
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from .blocks import LANES
-from .kernel_call import LOG2_E, LOWEST, MIXED, SKIPPED, Call
-from .kernel_tiles import Piece, product
-from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST
+from ..pallas import LANES, SUBLANES, product
+from .blocks import Blocks, Shape
+from .masks import Mask, takes_part
+from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, largest_radius
 
 
-def run(*refs, call: Call):
-    """The kernel: program (head, block of queries, block of keys)."""
-    r = SimpleNamespace(**dict(zip(call.names, refs)))
+LOWEST = -1e30  # where the running maximum starts
+MASKED = -3e38  # a masked score: far enough below LOWEST that its exponential is 0 there too
+LOG2_E = math.log2(math.e)
+SKIPPED, WHOLE, MIXED = 0, 1, 2  # of a block of keys: none takes part, all do as they are, neither
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is static of one call.
+
+    Attributes:
+        mask: which parts there are and how they lie; its arrays are not read.
+        ways: those that are compiled (see `softmax_modes`).
+        factor: scale * log2 e, positive: scores times this are exponents of 2.
+        folded: number of matrices of q's dtype, one below the other, that add up to q * factor (to float32, or to 2^-17 of
+            it); 0: there is no room for them, and scores are multiplied by the factor instead.
+        heads, kv_heads: of queries, of keys and values.
+    """
+
+    blocks: Blocks
+    shape: Shape
+    mask: Mask
+    ways: tuple[str, ...]
+    factor: float
+    folded: int
+    heads: int
+    kv_heads: int
+
+    @property
+    def twice(self) -> bool:
+        """Keys are laid out beside themselves once per block, as heads are not whole vector registers."""
+        return self.folded == 2 and self.shape.dim % LANES != 0
+
+    @property
+    def kv_blocks(self) -> int:
+        return pl.cdiv(self.shape.kv_len, self.blocks.keys)
+
+    @property
+    def ragged(self) -> bool:
+        return self.shape.kv_len % self.blocks.keys != 0
+
+    @property
+    def before_last(self) -> int:
+        """Keys of all blocks but the last."""
+        return (self.kv_blocks - 1) * self.blocks.keys
+
+    @property
+    def cut_at_end(self) -> bool:
+        """Only scores of the last block of keys are masked."""
+        mask = self.mask
+        return mask.dense is None and not mask.band and (mask.keys is None or mask.whole >= self.before_last)
+
+    def row_of(self, operand, h):
+        """The row of an operand [b|1, n|1, ...], its first two axes made one, that head h of all batches reads."""
+        b, n = operand.shape[:2]
+        return (lax.div(h, self.heads) if b > 1 else 0) * n + (lax.rem(h, self.heads) if n > 1 else 0)
+
+    def row_of_kv(self, h):
+        return lax.div(h, self.heads // self.kv_heads)
+
+
+def band_ends(mask: Mask, shift, row):
+    """The first and last key that query `row` may see, a number or several; None where the band is open."""
+    (left, right), (queries, keys) = mask.band, mask.frame
+    if mask.frame == (1, 1):
+        own = row + shift
+    elif getattr(row, "ndim", 0) == 0:
+        own = row // queries
+    else:
+        # the vector units divide floats alone; half a step away from any whole number they are right up to 2^22
+        own = jnp.floor((row.astype(jnp.float32) + 0.5) * (1 / queries)).astype(jnp.int32)
+    low = None if left is None else (own - left) * keys
+    high = None if right is None else (own + right + 1) * keys - 1
+    return low, high
+
+
+def run(*refs, call: Call, names: tuple[str, ...]):
+    """The kernel: program (head, block of queries, block of keys). `names`: of the references."""
+    r, mask = SimpleNamespace(**dict(zip(names, refs))), call.mask
     head, i, j = (pl.program_id(axis) for axis in range(3))
     first_query, first_key = i * call.blocks.queries, j * call.blocks.keys
     pl.when(j == 0)(lambda: _start(r, call, first_query, call.row_of_kv(head)))
 
     some, cut = [], []  # conditions: any score of this block counts; not all of them do as they are
-    if call.keys and not call.cut_at_end:
-        state = r.state[call.row_of_keys(head) * call.kv_blocks + j]
+    if mask.keys is not None and not call.cut_at_end:
+        state = r.state[call.row_of(mask.keys, head) * call.kv_blocks + j]
         some.append(state != SKIPPED)
         cut.append(state == MIXED)
-    if call.band is not None:
+    if mask.band is not None:
         last_query, last_key = first_query + call.blocks.queries - 1, first_key + call.blocks.keys - 1
-        (low, high), (last_low, last_high) = (call.ends(r.shift[0], row) for row in (first_query, last_query))
+        (low, high), (last_low, last_high) = (band_ends(mask, r.shift[0], row) for row in (first_query, last_query))
         if low is not None:
             some.append(last_key >= low)
             cut.append(first_key < last_low)
         if high is not None:
             some.append(first_key <= last_high)
             cut.append(last_key > high)
-    if call.ragged or (call.keys and call.cut_at_end):
+    if call.ragged or (mask.keys is not None and call.cut_at_end):
         cut.append(j == call.kv_blocks - 1)
 
     def visit(is_cut: bool):
-        for way in call.ways:
-            _for_way(r, call, way, functools.partial(_visit, r, call, first_query, first_key, way, is_cut))
+        _each_way(r, call, lambda way: _visit(r, call, first_query, first_key, way, is_cut))
 
-    if call.dense or (cut and call.cut_at_end and call.kv_blocks == 1):  # no block is whole
+    if mask.dense is not None or (cut and call.cut_at_end and call.kv_blocks == 1):  # no block is whole
         _when(some, functools.partial(visit, True))
     elif cut:
         is_cut = functools.reduce(jnp.logical_or, cut)
@@ -59,21 +141,23 @@ def _start(r, call: Call, first_query, kv):
     if len(call.ways) > 1:
         norm = _norm(r, call)
         rows = first_query + lax.broadcasted_iota(jnp.int32, norm.shape, 1)
-        largest, code = jnp.max(jnp.where(rows < call.q_len, norm, 0.0)), CODES[ONLINE]
+        largest, code = jnp.max(jnp.where(rows < call.shape.q_len, norm, 0.0)), CODES[ONLINE]
         if CENTRED in call.ways:
-            code = jnp.where(largest * r.radius[kv] <= call.limit, CODES[CENTRED], code)
+            keys = call.mask.keys
+            alike = call.mask.band is None and (keys is None or 1 in (keys.shape[1], call.heads // call.kv_heads))
+            code = jnp.where(largest * r.radius[kv] <= largest_radius(alike), CODES[CENTRED], code)
         if BOUND in call.ways:
             code = jnp.where(largest * r.reach[kv] <= SMALLEST, CODES[BOUND], code)
         r.way[0] = code
     if hasattr(r, "went"):
         r.went[...] = jnp.full(r.went.shape, r.way[0] if len(call.ways) > 1 else CODES[call.ways[0]], jnp.int32)
+    _each_way(r, call, functools.partial(_start_way, r, call, kv))
+
+
+def _each_way(r, call: Call, run):
+    """`run` of the way that this head and block of queries goes."""
     for way in call.ways:
-        _for_way(r, call, way, functools.partial(_start_way, r, call, kv, way))
-
-
-def _for_way(r, call: Call, way: str, run):
-    """Runs if this is the way of this head and block of queries."""
-    _when([] if len(call.ways) == 1 else [r.way[0] == CODES[way]], run)
+        _when([] if len(call.ways) == 1 else [r.way[0] == CODES[way]], functools.partial(run, way))
 
 
 def _when(conditions, run):
@@ -97,24 +181,24 @@ def _start_way(r, call: Call, kv, way: str):
     if way == ONLINE:
         r.m[...] = jnp.full_like(r.m, LOWEST)
     else:
-        mean = product(call, r.centre[...], r.q[...]).sum(axis=0, keepdims=True)
+        mean = product(r.centre[...], r.q[...]).sum(axis=0, keepdims=True)
         offset = mean * call.factor + jnp.maximum(_norm(r, call) * r.radius[kv] - FREE, 0.0)
         r.m[...] = jnp.broadcast_to(offset, r.m.shape)
+
+    def fold(queries):
+        left, dim = r.q[:, queries].astype(jnp.float32) * call.factor, r.q.shape[0]
+        for n in range(call.folded):
+            part = left.astype(r.q.dtype)
+            r.folded[n * dim : (n + 1) * dim, queries] = part
+            left = left - part.astype(jnp.float32)
+
     if call.folded:
-        _in_steps(call.blocks.queries, call.blocks.tile(way).queries, functools.partial(_fold, r, call))
+        _in_steps(call.blocks.queries, call.blocks.tile(way).queries, fold)
 
 
 def _in_steps(length: int, step: int, run):
     """`run` on slices of `step`: short code."""
     pl.loop(0, length // step)(lambda n: run(pl.ds(pl.multiple_of(n * step, step), step)))
-
-
-def _fold(r, call: Call, queries):
-    left, dim = r.q[:, queries].astype(jnp.float32) * call.factor, r.q.shape[0]
-    for n in range(call.folded):
-        part = left.astype(call.dtype)
-        r.folded[n * dim : (n + 1) * dim, queries] = part
-        left = left - part.astype(jnp.float32)
 
 
 def _finish(r):
@@ -127,26 +211,26 @@ def _finish(r):
 
 def _visit(r, call: Call, first_query, first_key, way: str, cut: bool):
     """All queries of the block with all its keys, piece by piece."""
-    blocks, tile = call.blocks, call.blocks.tile(way)
+    blocks = call.blocks
+
+    def double(keys):  # against what `fold` lays one below the other
+        r.twice[keys, :] = jnp.concatenate([r.k[keys, :]] * 2, axis=1)
+
     if call.twice and way != BOUND:
-        _in_steps(blocks.keys, tile.keys, functools.partial(_double, r))
+        _in_steps(blocks.keys, blocks.tile(way).keys, double)
     if cut:
         _prepare_cut(r, call, first_key)
-    piece, keys = blocks.straight(way, call.kv_len, cut, call.cut_at_end)
+    piece, keys = blocks.straight(way, call.shape.kv_len, cut, call.cut_at_end)
+    masked = functools.partial(_masked, r, call, first_query, first_key) if cut else None
 
     def run(n):
-        first = 0 if isinstance(n, int) else pl.multiple_of(n * piece, piece)
-        Piece(r, call, way, cut, (first_query, first_key), first).run(piece, keys)
+        start = 0 if isinstance(n, int) else pl.multiple_of(n * piece, piece)
+        _piece(r, call, way, masked, start, piece, keys)
 
     if piece == blocks.queries:
         run(0)
     else:
         pl.loop(0, blocks.queries // piece)(run)
-
-
-def _double(r, keys):
-    """Keys beside themselves, against what `_fold` lays one below the other."""
-    r.twice[keys, :] = jnp.concatenate([r.k[keys, :]] * 2, axis=1)
 
 
 def _prepare_cut(r, call: Call, first_key):
@@ -155,9 +239,93 @@ def _prepare_cut(r, call: Call, first_key):
     def without_end(keys):
         v = r.v[:, keys]
         key = first_key + keys.start + lax.broadcasted_iota(jnp.int32, v.shape, 1)
-        r.true_v[:, keys] = jnp.where(key < call.kv_len, v, jnp.zeros_like(v))
+        r.true_v[:, keys] = jnp.where(key < call.shape.kv_len, v, jnp.zeros_like(v))
 
     if call.ragged:
         _in_steps(call.blocks.keys, LANES, without_end)
-    if call.keys:
+    if call.mask.keys is not None:
         r.column[...] = jnp.broadcast_to(r.bias[...], (LANES, call.blocks.keys)).T
+
+
+def _piece(r, call: Call, way: str, masked, start, queries: int, keys: int):
+    """`queries` from `start` on of the block with its first `keys`, straight code: scores of tile t + lag before values of tile t.
+
+    The matrix units take work in this order. `masked`: of scores; None: all count as they are.
+    """
+    tile, folded, state, waiting = call.blocks.tile(way), call.folded and way != BOUND, {}, deque()
+
+    def queries_of(t: int):
+        return pl.ds(start + t * tile.queries, tile.queries)
+
+    def keys_of(c: int):
+        return pl.ds(c * tile.keys, tile.keys)
+
+    def times_factor(x):
+        return x if folded or call.factor == 1.0 or masked else x * call.factor
+
+    def scores(t: int, c: int):
+        """Scores of a tile [keys / 8, 8, queries], what to subtract, and what the running maximum does to sums before."""
+        queries, keys = queries_of(t), keys_of(c)
+        if c == 0:  # what is subtracted, sum and result
+            state[t] = [ref[:, queries] for ref in (r.m, r.l, r.acc)]
+        if folded:
+            k = r.twice[keys, :] if call.twice else jnp.concatenate([r.k[keys, :]] * call.folded, axis=1)
+            s = product(k, r.folded[:, queries])
+        else:
+            s = product(r.k[keys, :], r.q[:, queries])
+        if masked:
+            s = masked(s * (1.0 if folded else call.factor), queries, keys)
+        s = s.reshape(-1, SUBLANES, tile.queries)
+        m, rescale = state[t][0], None
+        if way == ONLINE:
+            top = jnp.maximum(m, times_factor(s.max(axis=0).max(axis=0, keepdims=True)))
+            rescale = jnp.exp2(m - top)
+            state[t][0] = m = top
+        return s, m, rescale
+
+    def values(t: int, c: int, s, m, rescale):
+        """Exponentials of a tile's scores, added to its sums."""
+        p = jnp.exp2(times_factor(s) if way == BOUND else times_factor(s) - m[None])
+        m, l, acc = state[t]  # noqa: E741
+        if rescale is not None:
+            l, acc = l * rescale, acc * rescale[:1]  # noqa: E741
+        v = (r.true_v if masked and call.ragged else r.v)[:, keys_of(c)]
+        l = l + p.sum(axis=0)  # noqa: E741
+        acc = acc + product(v, p.reshape(-1, tile.queries).astype(v.dtype))
+        state[t] = [m, l, acc]
+        if c == keys // tile.keys - 1:
+            r.l[:, queries_of(t)], r.acc[:, queries_of(t)] = l, acc
+            if way == ONLINE:
+                r.m[:, queries_of(t)] = m
+
+    for t, c in itertools.product(range(queries // tile.queries), range(keys // tile.keys)):
+        waiting.append((t, c, *scores(t, c)))
+        if len(waiting) > tile.lag:
+            values(*waiting.popleft())
+    for tile_and_scores in waiting:
+        values(*tile_and_scores)
+
+
+def _masked(r, call: Call, first_query, first_key, s, queries, keys):
+    """Scores [keys, queries] of a tile with what the mask takes away."""
+    mask = call.mask
+    end = call.shape.kv_len if mask.keys is None else mask.whole
+    if call.cut_at_end and end - call.before_last >= keys.start + keys.size:
+        return s
+    key = first_key + keys.start + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+    allowed = key < call.shape.kv_len
+    if mask.keys is not None:
+        column = jnp.concatenate([r.column[keys, :]] * pl.cdiv(s.shape[1], LANES), axis=1)
+        s, allowed = s + column, allowed & (column > MASKED)
+    if mask.band is not None:
+        row = first_query + queries.start + lax.broadcasted_iota(jnp.int32, (1, s.shape[1]), 1)
+        low, high = band_ends(mask, r.shift[0], row)
+        allowed = allowed if low is None else allowed & (key >= low)
+        allowed = allowed if high is None else allowed & (key <= high)
+    if mask.dense is not None:
+        dense = r.dense[queries, keys]
+        is_bool = dense.dtype == jnp.int8
+        dense = dense.astype(jnp.float32).T
+        allowed = allowed & (dense != 0 if is_bool else takes_part(dense))
+        s = s if is_bool else s + dense * LOG2_E
+    return jnp.where(allowed, s, MASKED)

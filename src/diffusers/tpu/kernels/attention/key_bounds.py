@@ -1,4 +1,4 @@
-"""What the ways of the attention kernel are chosen by (see `ways`), of the keys and values of each head.
+"""What the ways of the attention kernel are chosen by (see `softmax_modes`), of the keys and values of each head.
 
 A mean, a few maxima: where keys lie split over chips, each takes those of its own, and collectives of a few kilobytes make
 them everyone's. So nothing of the size of the keys is joined for their sake.
@@ -10,15 +10,18 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from .blocks import LANES
-from .kernel_call import SUBLANES
-from .key_norms import LEAST_ROWS, longest
+from ..pallas import LANES, SUBLANES, by_token, cost
 from .softmax_modes import SMALLEST
 
 
 LARGEST = 126.0  # exponent of the largest sum
+BLOCK_ROWS = 512
+TILE_ROWS = 64  # of one head, in registers
+LEAST_ROWS = 1024  # with fewer XLA's way is no slower
 
 
 @dataclass(frozen=True)
@@ -40,57 +43,25 @@ class KeyBounds:
 jax.tree_util.register_dataclass(KeyBounds, data_fields=["reach", "centre", "radius"], meta_fields=[])
 
 
-def mean_key(
-    k: Float[Array, "B K S D"],
-    seen: Bool[Array, "B|1 K|1 S 1"] | Int[Array, ""] | None = None,
-    axis: str | None = None,
-    chips: int = 1,
-    beside: tuple | None = None,
-) -> Float[Array, "B K 8 D"]:
-    """`KeyBounds.centre` of a head's keys, the same on all chips.
-
-    Args:
-        seen: keys that some query sees, or how many of the first; None: all. Others may hold anything, NaN too.
-        axis: of the mesh, over which `chips` chips hold other keys of the same heads.
-        beside: (keys, which are seen) of the same heads that every chip has whole.
-    """
-    total = functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x
-    batch, heads, tokens, dim = k.shape
-    if seen is None:
-        count, sums = tokens * chips, _by_token(k).astype(jnp.float32).sum(1).reshape(batch, heads, dim)
-    elif seen.ndim == 0:
-        count = jnp.maximum(total(seen), 1)
-        wide = jnp.where(jnp.arange(tokens)[:, None] < seen, _by_token(k).astype(jnp.float32), 0.0)
-        sums = wide.sum(1).reshape(batch, heads, dim)
-    else:
-        count = jnp.maximum(total(seen.sum(2)), 1)
-        sums = jnp.where(seen, k.astype(jnp.float32), 0.0).sum(2)
-    sums = total(sums)
-    if beside is not None:
-        others, seen = beside
-        wide = others.astype(jnp.float32)
-        sums = sums + (wide if seen is None else jnp.where(seen, wide, 0.0)).sum(2)
-        count = count + (others.shape[2] if seen is None else seen.sum(2))
-    return _as_rows(sums / count, k.dtype)
-
-
 def key_bounds(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S E"],
-    centre: Float[Array, "B K 8 D"],
     seen: Bool[Array, "B|1 K|1 S 1"] | Int[Array, ""] | None = None,
     axis: str | None = None,
     chips: int = 1,
     interpret=None,
     beside: tuple | None = None,
 ) -> KeyBounds:
-    """The bounds of a head's keys and values around their `mean_key`; the other arguments are that function's.
+    """The bounds of each head's keys and values, the same on all chips.
 
     Args:
+        seen: keys that some query sees, or how many of the first; None: all. Others may hold anything, NaN too.
+        axis: of the mesh, over which `chips` chips hold other keys of the same heads.
         interpret: how a kernel for it runs; None: without one.
-        beside: (keys, values, which are seen) that every chip has whole.
+        beside: (keys, values, which are seen) of the same heads that every chip has whole.
     """
     highest = functools.partial(lax.pmax, axis_name=axis) if axis else lambda x: x
+    centre = _mean_key(k, seen, functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x, chips, beside)
     point = centre.astype(jnp.float32).sum(2)
     reach, radius, largest = (highest(x) for x in _measured(k, v, point, seen, interpret))
     tokens = k.shape[2] * chips
@@ -103,9 +74,34 @@ def key_bounds(
     return KeyBounds(reach, centre, radius)
 
 
+def _mean_key(k, seen, total, chips: int, beside) -> Float[Array, "B K 8 D"]:
+    """`KeyBounds.centre`. `total`: the sum over chips."""
+    batch, heads, tokens, dim = k.shape
+    if seen is None:
+        count, sums = tokens * chips, by_token(k).astype(jnp.float32).sum(1).reshape(batch, heads, dim)
+    elif seen.ndim == 0:
+        count = jnp.maximum(total(seen), 1)
+        wide = jnp.where(jnp.arange(tokens)[:, None] < seen, by_token(k).astype(jnp.float32), 0.0)
+        sums = wide.sum(1).reshape(batch, heads, dim)
+    else:
+        count = jnp.maximum(total(seen.sum(2)), 1)
+        sums = jnp.where(seen, k.astype(jnp.float32), 0.0).sum(2)
+    sums = total(sums)
+    if beside is not None:
+        others, _, seen = beside
+        wide = others.astype(jnp.float32)
+        sums = sums + (wide if seen is None else jnp.where(seen, wide, 0.0)).sum(2)
+        count = count + (others.shape[2] if seen is None else seen.sum(2))
+    rows, left = [], sums / count
+    for _ in range(1 if k.dtype == jnp.float32 else 3):
+        rows.append(left.astype(k.dtype))
+        left = left - rows[-1].astype(jnp.float32)
+    rows += [jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))
+    return jnp.stack(rows, 2)
+
+
 def _measured(k, v, point, seen, interpret):
     """max |k|, max |k - point|, max |v|, by head."""
-
     own = seen if seen is not None and seen.ndim == 0 else None
     if own is not None:
         seen = jnp.arange(k.shape[2])[:, None] < own
@@ -113,28 +109,65 @@ def _measured(k, v, point, seen, interpret):
     def among_seen(x):
         return x if seen is None else jnp.where(seen, x, 0.0)
 
+    def longest(x):
+        return jnp.sqrt((x * x).sum(-1).max(-1))
+
     by_kernel = interpret is not None and (seen is None or own is not None)
     if by_kernel and k.shape[3] % LANES == 0 and (interpret or k.shape[2] >= LEAST_ROWS):
-        reach, radius = longest(_by_token(k), point, interpret, own)
+        reach, radius = key_norms(by_token(k), point, interpret, own)
     else:
         wide = among_seen(k.astype(jnp.float32))
-        reach, radius = _longest(wide), _longest(among_seen(wide - point[:, :, None]))
+        reach, radius = longest(wide), longest(among_seen(wide - point[:, :, None]))
     return reach, radius, jnp.abs(among_seen(v.astype(jnp.float32))).max((2, 3))
 
 
-def _by_token(k: Float[Array, "B K S D"]) -> Float[Array, "B S K*D"]:
-    """As linear layers give them: widened to float32 on the way to a sum, not in memory."""
-    return jnp.swapaxes(k, 1, 2).reshape(k.shape[0], k.shape[2], -1)
+def key_norms(
+    k: Float[Array, "B S K*D"], centre: Float[Array, "B K D"], interpret, own: Int[Array, ""] | None = None
+) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
+    """max |k| and max |k - centre| in float32, in one pass over keys; D is a multiple of 128.
 
+    Head by head XLA wants tokens before heads: it widens all keys, turns them in memory and reads them twice.
+    `own`: so many of the first count, None: all.
+    """
+    batch, tokens, columns = k.shape
+    heads, dim = centre.shape[1:]
 
-def _as_rows(mean, dtype) -> Float[Array, "B K 8 D"]:
-    rows, left = [], mean
-    for _ in range(1 if dtype == jnp.float32 else 3):
-        rows.append(left.astype(dtype))
-        left = left - rows[-1].astype(jnp.float32)
-    rows += [jnp.zeros_like(rows[0])] * (SUBLANES - len(rows))
-    return jnp.stack(rows, 2)
+    def kernel(k_ref, c_ref, *refs):
+        *own_ref, o_ref = refs
 
+        @pl.when(pl.program_id(1) == 0)
+        def _():
+            o_ref[...] = jnp.zeros_like(o_ref)
 
-def _longest(x: Float[Array, "B K S D"]) -> Float[Array, "B K"]:
-    return jnp.sqrt((x * x).sum(-1).max(-1))
+        first = pl.program_id(1) * BLOCK_ROWS
+        last = own_ref[0][0] if own_ref else tokens
+
+        @pl.loop(0, BLOCK_ROWS // TILE_ROWS)
+        def _(n):
+            rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
+            there = first + n * TILE_ROWS + lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0) < last
+            for head in range(heads):
+                of_head = slice(head * dim, (head + 1) * dim)
+                keys = k_ref[rows, of_head].astype(jnp.float32)
+                for row, x in enumerate((keys, keys - c_ref[:, of_head])):
+                    squares = jnp.where(there, (x * x).sum(-1, keepdims=True), 0.0)
+                    most = squares.reshape(-1, SUBLANES, 1).max(0)  # down the sublanes once, outside
+                    o_ref[row, :, of_head] = jnp.maximum(o_ref[row, :, of_head], most)
+
+    squares = pl.pallas_call(
+        kernel,
+        grid=(batch, pl.cdiv(tokens, BLOCK_ROWS)),
+        in_specs=[
+            pl.BlockSpec((None, BLOCK_ROWS, columns), lambda b, t: (b, t, 0)),
+            pl.BlockSpec((None, 1, columns), lambda b, t: (b, 0, 0)),
+            *([] if own is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]),
+        ],
+        out_specs=pl.BlockSpec((None, 2, SUBLANES, columns), lambda b, t: (b, 0, 0, 0)),
+        out_shape=jax.ShapeDtypeStruct((batch, 2, SUBLANES, columns), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        cost_estimate=cost(k, flops=6 * k.size),
+        interpret=interpret,
+        name="key_norms_kernel",
+    )(k, centre.reshape(batch, 1, columns), *([] if own is None else [own.reshape(1).astype(jnp.int32)]))
+    reach, radius = jnp.moveaxis(jnp.sqrt(squares[..., ::dim].max(2)), 1, 0)
+    return reach, radius

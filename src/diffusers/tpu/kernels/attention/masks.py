@@ -20,18 +20,15 @@ from . import provenance
 BELOW = -1e30  # a bias at or below it takes the key away: -inf, and the lowest float32 and bfloat16
 
 Band = tuple[int | None, int | None]
+OPEN: Band = (None, None)
 
 
 def takes_part(values):
-    """Where the entries of a mask let a key take part: a bool mask says it, a bias by lying above `BELOW`.
-
-    The one place that says so, for arrays of JAX's and numpy's, traced, concrete, in a kernel, and numbers.
-    """
+    """Where the entries of a mask let a key take part: True, or a bias above `BELOW`. For JAX's and numpy's arrays, and numbers."""
     if values.dtype == jnp.bool_:
         return values
-    return values > (
-        BELOW if float(jnp.finfo(values.dtype).max) > -BELOW else -math.inf
-    )  # float16 has no number below it
+    has_lower = float(jnp.finfo(values.dtype).max) > -BELOW  # float16 has no number below it
+    return values > (BELOW if has_lower else -math.inf)
 
 
 def is_bias(values):
@@ -79,13 +76,7 @@ jax.tree_util.register_dataclass(
 
 
 def classify(
-    mask,
-    batch: int,
-    heads: int,
-    q_len: int,
-    kv_len: int,
-    is_causal: bool = False,
-    window: Band | None = None,
+    mask, batch: int, heads: int, q_len: int, kv_len: int, is_causal=False, window: Band | None = None
 ) -> Mask | None:
     """The parts of a mask as upstream may give it, or None where nothing is taken away.
 
@@ -97,9 +88,11 @@ def classify(
         ValueError: it does not broadcast; a mask together with `is_causal`.
         TypeError: neither bool nor floating.
     """
-    band = _narrowed((None, 0) if is_causal else (None, None), window or (None, None))
     parts = Mask() if mask is None else _parts(mask, (batch, heads, q_len, kv_len), is_causal)
-    parts = dataclasses.replace(parts, band=_bounded(_narrowed(band, parts.band or (None, None)), q_len, kv_len))
+    left, right = _narrowed(((None, 0) if is_causal else OPEN, window or OPEN, parts.band or OPEN))
+    left = None if left is None or left >= q_len - 1 else left  # open where it takes no key away
+    right = None if right is None or right >= kv_len - 1 else right
+    parts = dataclasses.replace(parts, band=None if left is right is None else (left, right))
     return parts if parts.kind else None
 
 
@@ -113,22 +106,16 @@ def _parts(mask, target: tuple[int, int, int, int], is_causal: bool) -> Mask:
     if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.floating):
         raise TypeError(f"expected a bool or floating attention mask, got {mask.dtype}; cast it with .to(torch.bool)")
     shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    if isinstance(mask, np.ndarray) or (
-        _is_concrete(mask) and (mask.is_fully_addressable or mask.is_fully_replicated)
-    ):
-        found = _of_values(np.asarray(mask).reshape(shape))
-    else:
-        found = _of_lineage(mask.reshape(shape))
-    if found.keys is not None:
-        found = dataclasses.replace(found, keys=jnp.broadcast_to(found.keys, (*found.keys.shape[:3], target[3])))
-    if found.queries is not None:
-        queries = jnp.broadcast_to(found.queries, (*found.queries.shape[:2], target[2], 1))
-        found = dataclasses.replace(found, queries=queries)
-    return found
-
-
-def _is_concrete(mask) -> bool:
-    return isinstance(mask, jax.Array) and not isinstance(mask, jax.core.Tracer)
+    known = isinstance(mask, np.ndarray) or (
+        not isinstance(mask, jax.core.Tracer) and (mask.is_fully_addressable or mask.is_fully_replicated)
+    )
+    found = _of_values(np.asarray(mask).reshape(shape)) if known else _of_lineage(mask.reshape(shape))
+    keys, queries = found.keys, found.queries
+    if keys is not None:
+        keys = jnp.broadcast_to(keys, (*keys.shape[:3], target[3]))
+    if queries is not None:
+        queries = jnp.broadcast_to(queries, (*queries.shape[:2], target[2], 1))
+    return dataclasses.replace(found, keys=keys, queries=queries)
 
 
 def _of_lineage(mask: jax.Array) -> Mask:
@@ -149,7 +136,7 @@ def _of_lineage(mask: jax.Array) -> Mask:
 
 
 def _of_parts(parts: tuple[provenance.Part, ...]) -> Mask:
-    keys, queries, dense, band = [], [], [], (None, None)
+    keys, queries, dense, band = [], [], [], OPEN
     for part in parts:
         stripe = part.stripe
         if 2 not in part.varies:
@@ -159,17 +146,13 @@ def _of_parts(parts: tuple[provenance.Part, ...]) -> Mask:
         elif stripe is None or {stripe.behind, stripe.ahead} != {2, 3}:
             dense.append(part)
         else:
-            ends = (stripe.low, stripe.high) if stripe.ahead == 3 else (_minus(stripe.high), _minus(stripe.low))
-            band = _narrowed(band, (_minus(ends[0]), ends[1]))
+            sides = None if stripe.low is None else -stripe.low, stripe.high
+            band = _narrowed((band, sides if stripe.ahead == 3 else sides[::-1]))
     keys, queries, dense = (
         functools.reduce(jnp.logical_and, [p.make() for p in some]) if some else None
         for some in (keys, queries, dense)
     )
-    return Mask(keys, queries, dense, None if band == (None, None) else band)
-
-
-def _minus(x: int | None) -> int | None:
-    return None if x is None else -x
+    return Mask(keys, queries, dense, None if band == OPEN else band)
 
 
 def _of_values(mask: np.ndarray) -> Mask:
@@ -193,15 +176,12 @@ def _of_values(mask: np.ndarray) -> Mask:
         left = max(left, (places - allowed[some].argmax(1)).max(initial=left))
         right = max(right, (s - 1 - allowed[some, ::-1].argmax(1) - places).max(initial=right))
     left, right = int(left), int(right)
-    for band in ((None, None), (None, right), (left, None), (left, right)):
+    for band in (OPEN, (None, right), (left, None), (left, right)):
         for queries, keys in itertools.product((None, rows), (None, columns)):
             if _pairs(keys, queries, band, mask.shape) == seen:
-                return Mask(
-                    None if keys is None else jnp.asarray(keys[:, :, None]),
-                    None if queries is None else jnp.asarray(queries[..., None]),
-                    None,
-                    None if band == (None, None) else band,
-                )
+                keys = None if keys is None else jnp.asarray(keys[:, :, None])
+                queries = None if queries is None else jnp.asarray(queries[..., None])
+                return Mask(keys, queries, band=None if band == OPEN else band)
     return Mask(dense=jnp.asarray(takes_part(mask)))
 
 
@@ -247,15 +227,7 @@ def with_length(mask: Mask | None, kv_len: int | jax.Array, s_len: int) -> Mask 
     return dataclasses.replace(mask, keys=keys)
 
 
-def _narrowed(one: Band, other: Band) -> Band:
-    """What both bands allow."""
-    left, right = ([x for x in side if x is not None] for side in zip(one, other))
+def _narrowed(bands) -> Band:
+    """What all bands allow."""
+    left, right = ([x for x in side if x is not None] for side in zip(*bands))
     return min(left, default=None), min(right, default=None)
-
-
-def _bounded(band: Band, q_len: int, kv_len: int) -> Band | None:
-    """The band, open where it takes no key away; None if that is both sides."""
-    left, right = band
-    left = None if left is None or left >= q_len - 1 else left
-    right = None if right is None or right >= kv_len - 1 else right
-    return None if left is right is None else (left, right)

@@ -1,16 +1,12 @@
-"""Attention over a mesh: batch on `dp`, heads on `tp`, the sequence on `sp`.
+"""Attention over a mesh: batch on `dp`, heads on `tp`, the sequence on `sp`, which is ring x ulysses chips.
 
-Keys as long as the queries are split with them, and `sp` is ring x ulysses chips. In each group of `ulysses` chips, as
-many as divide the heads, an all-to-all trades sequence for heads and back (Ulysses; Jacobs et al. 2023). Around the ring
-of the groups the keys travel (Ring Attention; Liu et al. 2023): hop h gives out_h and lse_h of one chunk of the keys, and
+In each group of `ulysses` chips, as many as divide the heads, an all-to-all trades sequence for heads and back (Ulysses; Jacobs
+et al. 2023). Around the ring of the groups the keys travel (Ring Attention; Liu et al. 2023): hop h gives out_h and lse_h,
 
     lse' = log(e^lse + e^lse_h);   out' = out e^(lse - lse') + out_h e^(lse_h - lse')        in float32.
 
-`ulysses` is the inner factor: what a chip holds after the all-to-all is one chunk of the sequence without gaps. A sequence
-that `sp` does not divide is padded, and its padding masked. Keys of another length (cross-attention) lie whole on every chip.
-
-Where nobody says how activations lie, heads are split over as many chips as divide them: a kernel cannot be left to the
-compiler to split.
+`ulysses` is the inner factor: after the all-to-all a chip has one chunk of the sequence without gaps. A sequence that `sp` does
+not divide is padded, and its padding masked. Keys of another length (cross-attention), and text, are whole on every chip.
 """
 
 import dataclasses
@@ -23,13 +19,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from . import masks
 from .exchange import Exchange
-from .key_bounds import KeyBounds, key_bounds, mean_key
+from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask
-from .reference import reference_attention
+from .reference import Keys, Out, Queries, Values, padded_to, reference_attention
 
 
 AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp with sp in its two factors
@@ -54,9 +50,9 @@ def plan_ring(sp: int, heads: int, kv_heads: int, ring: int | None = None) -> tu
 
 
 def parallel_attention(
-    q: Float[Array, "B N T D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S E"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     mask: Mask | None,
     scale: float,
@@ -64,71 +60,75 @@ def parallel_attention(
     local: Callable,
     ring: int | None = None,
     interpret=None,
-) -> Float[Array, "B N T E"]:
+) -> Out:
     """Attention of whole arrays, the sequence split over `sp`. Fewer queries than that go to `attention_by_heads`.
 
     Args:
         local: attention of one chip, with the arguments of `reference_attention`.
-        interpret: where `local` is our kernel, as it runs (see `kernel.tpu_attention`): what it asks of the keys is looked at
-            where they are, before they travel, and what travels is laid out by kernels. None: it is not.
-        ring: chips of `sp` around which keys travel, where T = S; None as few as the heads allow. See `plan_ring`, which
-            raises.
+        interpret: of `local` where it is our kernel: bounds of keys are then computed before they travel, and kernels lay out
+            what travels. None: it is another.
+        ring: chips of `sp` around which keys travel, where T = S; None: as few as the heads allow. Raises as `plan_ring`.
     """
-    batch, heads, q_len, _ = q.shape
-    kv_heads, kv_len = k.shape[1:3]
-    dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
-    if q_len < sp:
+    q_len, kv_len = q.shape[2], k.shape[2]
+    if q_len < mesh.shape["sp"]:
         return attention_by_heads(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
-    on_dp = "dp" if batch % dp == 0 else None
-    on_tp = "tp" if heads % tp == 0 and kv_heads % tp == 0 else None
-    share = tp if on_tp else 1
-    split_keys = kv_len == q_len
-    ring, ulysses = plan_ring(sp, heads // share, kv_heads // share, ring) if split_keys else (sp, 1)
-    travel = split_keys and ring > 1
+    split, split_keys = split_over(mesh, q, k, ring), kv_len == q_len
 
     rows = None if mask is None else mask.queries
     if rows is not None:  # such a row is zeros whatever its keys: its place is after the merge
         mask = dataclasses.replace(mask, queries=None)
         mask = mask if mask.kind else None
-    padded = q_len + -q_len % sp
+    padded = q_len + -q_len % mesh.shape["sp"]
     q = padded_to(q, 2, padded)
     k, v = (padded_to(x, 2, padded if split_keys else kv_len) for x in (k, v))
     mask = jax.tree.map(lambda x: padded_to(x, 2, padded) if x.shape[2] > 1 else x, mask)
-    mask = jax.tree.map(lambda x: padded_to(x, 3, padded), mask) if travel else mask
-
-    spec = P(on_dp, on_tp, ("ring", "ulysses"))
-    kv_spec = spec if split_keys else P(on_dp, on_tp)
-    traded = ("tp", "ulysses") if on_tp else "ulysses"  # where heads are after the all-to-all, and rows on the ring
+    if split_keys and split.ring > 1:
+        mask = jax.tree.map(lambda x: padded_to(x, 3, padded), mask)
+    kv_spec = split.spec if split_keys else P(split.dp, split.tp)
+    traded = ("tp", "ulysses") if split.tp else "ulysses"  # where heads are after the all-to-all, and rows on the ring
     out = jax.shard_map(
         functools.partial(
-            _per_chip,
-            scale=scale,
-            local=local,
-            kv_len=kv_len,
-            ring=ring,
-            ulysses=ulysses,
-            travel=travel,
-            interpret=interpret,
-            bounded=interpret is not None and split_keys and mask is None,
+            _per_chip, scale=scale, local=local, kv_len=kv_len, split=split, keys=split_keys, interpret=interpret
         ),
-        mesh=Mesh(mesh.devices.reshape(dp, ring, ulysses, tp), AXES),
-        in_specs=(spec, kv_spec, kv_spec, _mask_specs(mask, on_dp, traded, "ring")),
-        out_specs=spec,
+        mesh=split.mesh,
+        in_specs=(split.spec, kv_spec, kv_spec, _mask_specs(mask, split.dp, traded, "ring")),
+        out_specs=split.spec,
         check_vma=False,
     )(q, k, v, mask)[:, :, :q_len]
     return out if rows is None else jnp.where(rows, out, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How the arrays of a call lie over `mesh`, whose axes are `AXES`. `dp`, `tp`: of batch and heads, None: whole."""
+
+    mesh: Mesh
+    dp: str | None
+    tp: str | None
+    ring: int
+    ulysses: int
+
+    @property
+    def spec(self) -> P:
+        """Of arrays whose sequence is split."""
+        return P(self.dp, self.tp, ("ring", "ulysses"))
+
+
+def split_over(mesh: Mesh, q, k, wanted: int | None) -> Split:
+    """The split of a call over a mesh dp, sp, tp; keys of another length than the queries' are whole. Raises as `plan_ring`."""
+    dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
+    share = tp if q.shape[1] % tp == 0 and k.shape[1] % tp == 0 else 1
+    ring, ulysses = sp, 1
+    if q.shape[2] == k.shape[2]:
+        ring, ulysses = plan_ring(sp, q.shape[1] // share, k.shape[1] // share, wanted)
+    on_tp = "tp" if share == tp else None
+    devices = mesh.devices.reshape(dp, ring, ulysses, tp)
+    return Split(Mesh(devices, AXES), "dp" if q.shape[0] % dp == 0 else None, on_tp, ring, ulysses)
+
+
 def attention_by_heads(
-    q: Float[Array, "B N T D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S E"],
-    *,
-    mask: Mask | None,
-    scale: float,
-    mesh: Mesh,
-    local: Callable,
-) -> Float[Array, "B N T E"]:
+    q: Queries, k: Keys, v: Values, *, mask: Mask | None, scale: float, mesh: Mesh, local: Callable
+) -> Out:
     """As `parallel_attention`, for activations that lie anywhere: batch on `dp`, heads on `sp` and `tp` where they divide."""
     if (local.func if isinstance(local, functools.partial) else local) is reference_attention:
         # Plain operations: the compiler splits them as what is around them.
@@ -147,11 +147,11 @@ def attention_by_heads(
     )(q, k, v, mask)
 
 
-def _per_chip(
-    q, k, v, mask: Mask | None, *, scale, local, kv_len: int, ring: int, ulysses: int, travel: bool, interpret, bounded
-):
-    """`kv_len`: keys of all chips that are no padding. `travel`: every chip of the ring holds one chunk of them."""
-    bounds = {"bounds": _bounds(k, v, kv_len, ring, ulysses, interpret)} if bounded else {}
+def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
+    """`kv_len`: keys of all chips that are no padding. `keys`: they are split as the queries."""
+    ring, ulysses, bounds = split.ring, split.ulysses, {}
+    if interpret is not None and keys and mask is None:
+        bounds["bounds"] = bounds_of_group(k, v, kv_len, split, interpret)
     # Rows of one call may lie in any order where nothing tells them apart but what they hold.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
     exchange = Exchange.of(q, k, v, ulysses, in_order, interpret)
@@ -159,7 +159,7 @@ def _per_chip(
         q, k, v = exchange.to_heads(q, turned=True), exchange.to_heads(k), exchange.to_heads(v, turned=True)
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
-    if travel:
+    if keys and ring > 1:
         out, _ = around_ring(q, k, v, mask, bounds, local=local, kv_len=kv_len, ring=ring, place=place)
         out = out.astype(q.dtype)
     else:
@@ -167,14 +167,15 @@ def _per_chip(
     return exchange.to_sequence(out) if ulysses > 1 else out
 
 
-def _bounds(k, v, kv_len: int, ring: int, ulysses: int, interpret) -> KeyBounds:
-    """Of the keys that this chip has after the all-to-all: all its group's, of its heads."""
-    tokens, heads = k.shape[2], k.shape[1] // ulysses
+def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text=None) -> KeyBounds:
+    """Of the keys that this chip has after the all-to-all: all its group's, of its heads. With text there is no ring."""
+    tokens, heads, ulysses = k.shape[2], k.shape[1] // split.ulysses, split.ulysses
     place, seen = lax.axis_index("ulysses"), None
-    if kv_len < ring * ulysses * tokens:
-        seen = jnp.clip(kv_len - (lax.axis_index("ring") * ulysses + place) * tokens, 0, tokens)
-    centre = mean_key(k, seen, "ulysses", ulysses)
-    bounds = key_bounds(k, v, centre, seen, "ulysses", ulysses, interpret)
+    if kv_len < split.ring * ulysses * tokens:
+        chip = place if text is not None else lax.axis_index("ring") * ulysses + place
+        seen = jnp.clip(kv_len - chip * tokens, 0, tokens)
+    beside = text and (text.k, text.v, None if text.seen is None else text.seen[:, None, :, None])
+    bounds = key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside)
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)
 
 
@@ -226,6 +227,111 @@ def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:
     )
 
 
-def padded_to(x: Array, axis: int, size: int) -> Array:
-    widths = [(0, size - n if a == axis else 0) for a, n in enumerate(x.shape)]
-    return jnp.pad(x, widths) if size != x.shape[axis] else x
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """The stream that every chip has whole. `seen`: its tokens that are no padding, None: all; results of others are zeros."""
+
+    q: Float[Array, "B N L D"]
+    k: Float[Array, "B K L D"]
+    v: Float[Array, "B K L E"]
+    seen: Bool[Array, "B|1 L"] | None = None
+
+
+jax.tree_util.register_dataclass(Text, data_fields=["q", "k", "v", "seen"], meta_fields=[])
+
+
+def joint_attention(
+    q: Queries,
+    k: Keys,
+    v: Values,
+    text: Text,
+    *,
+    scale: float,
+    mesh: Mesh | None,
+    local: Callable,
+    ring: int | None = None,
+    interpret=None,
+    fill: int = 0,
+    sequence: bool = True,
+) -> tuple[Out, Out]:
+    """Attention of latents, split over `sp`, and text in one softmax: results of both, split and whole.
+
+        [out; out'] = softmax(scale [q; q'] [k; k']^T) [v; v']
+
+    A softmax knows no order: after the exchange the text's tokens stand behind the latents', and nothing is concatenated along
+    an axis that is split. On a ring the text is one more part of the keys, merged like a hop's.
+
+    Args:
+        mesh, local, ring, interpret: as of `parallel_attention`; `sequence` False: the latents lie anywhere.
+        fill: the last latents, which are none; their results are anything.
+    """
+    tokens = q.shape[2]
+    if mesh is None or mesh.size == 1 or not sequence or tokens < mesh.shape["sp"]:
+        if mesh is not None and mesh.size > 1:
+            local = functools.partial(attention_by_heads, mesh=mesh, local=local)
+        both = (jnp.concatenate(pair, 2) for pair in ((q, text.q), (k, text.k), (v, text.v)))
+        out = local(*both, mask=joint_mask(tokens - fill, tokens, text), scale=scale)
+        return out[:, :, :tokens], _without_padding(out[:, :, tokens:], text)
+    split, padded = split_over(mesh, q, k, ring), tokens + -tokens % mesh.shape["sp"]
+    spec, whole = split.spec, P(split.dp, split.tp)
+    seen = P(split.dp if text.seen is not None and text.seen.shape[0] > 1 else None)
+    out, words = jax.shard_map(
+        functools.partial(
+            _joint_per_chip, scale=scale, local=local, tokens=tokens - fill, split=split, interpret=interpret
+        ),
+        mesh=split.mesh,
+        in_specs=(spec, spec, spec, Text(whole, whole, whole, None if text.seen is None else seen)),
+        out_specs=(spec, whole),
+        check_vma=False,
+    )(*(padded_to(x, 2, padded) for x in (q, k, v)), text)
+    return out[:, :, :tokens], _without_padding(words, text)
+
+
+def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Split, interpret):
+    """`tokens`: the latents of all chips that are no padding."""
+    ring, ulysses = split.ring, split.ulysses
+    chunk = k.shape[2] * ulysses
+    place = lax.axis_index("ring") if ring > 1 else 0
+    exchange = Exchange.of(q, k, v, ulysses, ring > 1 or tokens < chunk, interpret)
+    own = _of_heads(text, ulysses)
+    local = functools.partial(local, scale=scale)
+    if ring == 1:
+        bounds = {} if interpret is None else {"bounds": bounds_of_group(k, v, tokens, split, interpret, text)}
+        q, v = (exchange.to_heads(x, True, other) for x, other in ((q, own.q), (v, own.v)))
+        k = exchange.to_heads(k, behind=own.k)
+        out = local(q, k, v, mask=joint_mask(tokens, chunk, own), **bounds)
+    else:
+        q = exchange.to_heads(q, True, own.q)
+        k, v = exchange.to_heads(k), exchange.to_heads(v, True)
+        of_latents = around_ring(q, k, v, local=local, kv_len=tokens, ring=ring, place=place)
+        of_text = local(q, own.k, own.v, mask=joint_mask(0, 0, own), with_lse=True)
+        out = merged(*of_latents, *of_text)[0].astype(q.dtype)
+    answer = out[:, :, chunk:]
+    if ulysses > 1:
+        answer = lax.all_gather(answer, "ulysses", axis=1, tiled=True)
+    return exchange.to_sequence(out, own.q.shape[2]) if ulysses > 1 else out[:, :, :chunk], answer
+
+
+def _of_heads(text: Text, ulysses: int) -> Text:
+    """The heads that this chip has after the exchange."""
+    if ulysses == 1:
+        return text
+
+    def own(x):
+        heads = x.shape[1] // ulysses
+        return lax.dynamic_slice_in_dim(x, lax.axis_index("ulysses") * heads, heads, 1)
+
+    return Text(own(text.q), own(text.k), own(text.v), text.seen)
+
+
+def joint_mask(tokens: int, chunk: int, text: Text) -> Mask | None:
+    """Of `chunk` latents, of which `tokens` are no padding, and the text behind them."""
+    if text.seen is None and tokens == chunk:
+        return None
+    seen = jnp.ones((1, text.k.shape[2]), bool) if text.seen is None else text.seen
+    latents = jnp.broadcast_to(jnp.arange(chunk) < tokens, (seen.shape[0], chunk))
+    return Mask(keys=jnp.concatenate([latents, seen], 1)[:, None, None], whole=tokens)
+
+
+def _without_padding(out, text: Text):
+    return out if text.seen is None else jnp.where(text.seen[:, None, :, None], out, 0)

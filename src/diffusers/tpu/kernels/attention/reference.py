@@ -13,30 +13,29 @@ from jaxtyping import Array, Float
 from .masks import Mask, takes_part
 
 
-BLOCK_Q = 512
-BLOCK_KV = 1024
+BLOCK_Q, BLOCK_KV = 512, 1024
+
+Queries, Keys, Values = Float[Array, "B N T D"], Float[Array, "B K S D"], Float[Array, "B K S E"]
+Out, LogSumExp = Float[Array, "B N T E"], Float[Array, "B N T"]
 
 
 def reference_attention(
-    q: Float[Array, "B N T D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S E"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     scale: float,
     mask: Mask | None = None,
-    first_row: int | jax.Array = 0,
-    first_key: int | jax.Array = 0,
+    first_row: int | Array = 0,
+    first_key: int | Array = 0,
     with_lse: bool = False,
     block_q: int = BLOCK_Q,
     block_kv: int = BLOCK_KV,
-) -> Float[Array, "B N T E"] | tuple[Float[Array, "B N T E"], Float[Array, "B N T"]]:
+) -> Out | tuple[Out, LogSumExp]:
     """Attention in q's dtype; with `with_lse` in float32, and the natural log of each row's sum of e^score.
 
-    N is a multiple of K (grouped queries). A key that no query may see can hold anything, NaN included.
-
-    Args:
-        first_row, first_key: positions of the first query and the first key, for the mask's band where one chip holds
-            a part of the rows or keys.
+    A key that no query may see can hold anything, NaN too. `first_row`, `first_key`: positions of the first query and the first
+    key, for the mask's band where one chip holds a part of the rows or keys.
     """
     batch, heads, q_len, dim = q.shape
     kv_heads, s_len = k.shape[1], k.shape[2]
@@ -45,8 +44,8 @@ def reference_attention(
     q_blocks, kv_blocks = -(-q_len // block_q), -(-s_len // block_kv)
     mask = mask or Mask()
 
-    q32 = _pad(q.reshape(batch, kv_heads, groups, q_len, dim).astype(jnp.float32) * scale, 3, q_blocks * block_q)
-    k32, v32 = (_pad(x.astype(jnp.float32), 2, kv_blocks * block_kv) for x in (k, v))
+    q32 = padded_to(q.reshape(batch, kv_heads, groups, q_len, dim).astype(jnp.float32) * scale, 3, q_blocks * block_q)
+    k32, v32 = (padded_to(x.astype(jnp.float32), 2, kv_blocks * block_kv) for x in (k, v))
     parts = [
         _grouped(part, kv_heads, groups, q_blocks * block_q, kv_blocks * block_kv)
         for part in (mask.keys, mask.queries, mask.dense)
@@ -103,8 +102,9 @@ def reference_attention(
     return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[3:]), out)
 
 
-def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
-    widths = [(0, size - x.shape[a] if a == axis else 0) for a in range(x.ndim)]
+def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
+    """x with zeros behind it, `size` along the axis."""
+    widths = [(0, size - n if a == axis else 0) for a, n in enumerate(x.shape)]
     return jnp.pad(x, widths) if size != x.shape[axis] else x
 
 
@@ -112,8 +112,8 @@ def _grouped(values: jax.Array, kv_heads: int, groups: int, q_padded: int, s_pad
     """Mask values [b, n, t, s] as [b, k, g, t, s], full axes padded to whole blocks."""
     b, n, t, s = values.shape
     values = values.reshape(b, *((1, 1) if n == 1 else (kv_heads, groups)), t, s)
-    values = values if t == 1 else _pad(values, 3, q_padded)
-    return values if s == 1 else _pad(values, 4, s_padded)
+    values = values if t == 1 else padded_to(values, 3, q_padded)
+    return values if s == 1 else padded_to(values, 4, s_padded)
 
 
 def _block(x: jax.Array, axis: int, index, size: int) -> jax.Array:

@@ -1,16 +1,16 @@
-"""JAX's stock splash attention for TPU, with true key lengths: padding is told apart by segment ids.
+"""JAX's stock splash attention for TPU, which `kernel` is compared with. Key masks and padding are segment ids.
 
-Takes: no mask, key masks (bool), causal. q is multiplied by the scale in float32 before it is rounded to the kernel's
-dtype. Ours is `kernel`; this is what it is compared with.
+q is multiplied by the scale in float32 before it is rounded to the kernel's dtype.
 """
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from .blocks import LANES, round_up
+from ..pallas import LANES, round_up
 from .masks import Mask
+from .reference import Keys, Out, Queries, Values
 
 
 BLOCKS = (1024, 1024, 512)
@@ -30,9 +30,9 @@ def unsupported(q, k, v, mask: Mask | None) -> str | None:
 
 
 def splash_attention(
-    q: Float[Array, "B N T D"],
-    k: Float[Array, "B K S D"],
-    v: Float[Array, "B K S D"],
+    q: Queries,
+    k: Keys,
+    v: Values,
     *,
     scale: float,
     mask: Mask | None = None,
@@ -41,7 +41,7 @@ def splash_attention(
     with_lse: bool = False,
     blocks: tuple[int, int, int] | None = None,
     interpret: bool = False,
-) -> Float[Array, "B N T D"]:
+) -> Out:
     """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`; a ring).
 
     `blocks`: queries, keys, and keys of one inner step.
@@ -64,7 +64,12 @@ def splash_attention(
     if mask.keys is not None:
         valid = valid & jnp.pad(mask.keys[:, 0, 0], ((0, 0), (0, s_padded - s_len)))
     segments = _segments(valid, q_padded)
-    kernel = _kernel(heads, q_padded, s_padded, (block_q, block_kv, inner), mask.band is not None, interpret)
+    one = splash.CausalMask if mask.band is not None else splash.FullMask
+    kernel = splash.make_splash_mha_single_device(
+        mask=splash.MultiHeadMask([one((q_padded, s_padded))] * heads),
+        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner),
+        interpret=interpret,
+    )
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
     with jax.default_matmul_precision("highest" if q.dtype == jnp.float32 else "default"):
         out = jax.vmap(kernel)(q, k, v, segments)[:, :, :q_len, :dim]
@@ -76,13 +81,3 @@ def _segments(valid: Array, q_len: int) -> splash.SegmentIds:
     """Keys that are not valid, as another segment than all queries."""
     queries = jnp.zeros((valid.shape[0], q_len), jnp.int32)
     return splash.SegmentIds(q=queries, kv=jnp.where(valid, 0, 1).astype(jnp.int32))
-
-
-def _kernel(heads, q_len, s_len, blocks, is_causal, interpret):
-    block_q, block_kv, inner = blocks
-    one = splash.CausalMask((q_len, s_len)) if is_causal else splash.FullMask((q_len, s_len))
-    return splash.make_splash_mha_single_device(
-        mask=splash.MultiHeadMask([one] * heads),
-        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner),
-        interpret=interpret,
-    )

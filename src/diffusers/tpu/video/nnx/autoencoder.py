@@ -1,7 +1,7 @@
-"""What video VAEs in Flax NNX are to their users: `VideoAutoencoder`, from upstream's config and files, with its results.
+"""The class of video VAEs in Flax NNX, `VideoAutoencoder`: from upstream's config and files, with its results.
 
-One program per shape and settings: each chip computes a slab of the width with its neighbours' edge columns, prompts lie
-over `dp`. As with upstream's, latents are the model's own: a caller that needs them normalised uses the config's figures.
+One program per shape and settings: each chip computes a slab of the width with a halo of its neighbours' columns, prompts lie
+over `dp`. Latents are the model's own, as upstream's: the config has the figures that normalise them.
 """
 
 import functools
@@ -69,16 +69,14 @@ class VideoAutoencoder(nnx.Module):
     Args:
         config: as in upstream's config.json; what is left out is upstream's default.
         dtype: of weights and activations, float32 or bfloat16. Sums of products are float32.
-        mesh: of chips, with the axes dp, sp, tp, or these three degrees. None: all chips of the TPU path (those of
-            `DIFFUSERS_TPU_MESH`), else JAX's first device.
+        mesh: of chips, with the axes dp, sp, tp, or these three degrees. None: all chips of the TPU path, else JAX's first device.
         convolution_precision: as `TPUConfig`'s.
-        rngs: of a model's class, for weights from scratch; see `from_pretrained` and `from_torch` for those there are.
+        rngs: of a model's class, for weights from scratch.
 
     Attributes:
-        upstream: its class in upstream, whose config and weights it takes.
+        upstream: the class whose config and weights it takes.
         names: from a weight's path to its name in upstream's files, as `torch_name` takes them.
         spatial_compression_ratio, temporal_compression_ratio: pixels and, after the first, frames to one of the latents.
-        video_channels, latent_channels: of a video, of its latents.
         in_multiples: heights and widths of a video, and of its tiles, are multiples of the ratio.
 
     Raises ValueError for a config, dtype, mesh or precision that cannot be.
@@ -104,8 +102,6 @@ class VideoAutoencoder(nnx.Module):
         self.use_slicing = self.use_tiling = False
         self.tile_sample_min_height = self.tile_sample_min_width = 256  # upstream's
 
-    # Where the weights come from
-
     @classmethod
     def abstract(cls, config: dict, **settings) -> Self:
         """The module with shapes in place of weights, as they would lie on the mesh. `settings` as for the class."""
@@ -120,21 +116,13 @@ class VideoAutoencoder(nnx.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
-        path_or_id,
-        subfolder: str | None = None,
-        *,
-        dtype=jnp.float32,
-        mesh=None,
-        variant: str | None = None,
-        **others,
+        cls, path_or_id, subfolder: str | None = None, *, dtype=jnp.float32, mesh=None, variant=None, **others
     ) -> Self:
         """The VAE of a directory or a hub's repository in diffusers layout, sharded files included.
 
         Args:
             dtype, mesh, and of `others` convolution_precision: as for the class.
-            variant: of the files' names, as upstream's.
-            others: for the hub, as upstream's: those of `HUB`.
+            variant: of the files' names; `others`: those of `HUB`; as upstream's.
 
         Raises:
             ValueError: a config of another model; weights that are missing, not known or of other shapes; a broken file.
@@ -156,8 +144,6 @@ class VideoAutoencoder(nnx.Module):
         ours = cls.abstract(dict(vae.config), **settings)
         return load_weights(ours, cls.names, open_module(vae), type(vae).__name__)
 
-    # Tiles and slices
-
     def disable_tiling(self):
         self.use_tiling = False
 
@@ -167,8 +153,6 @@ class VideoAutoencoder(nnx.Module):
 
     def disable_slicing(self):
         self.use_slicing = False
-
-    # Encoding and decoding
 
     def encode(self, video: Video) -> DiagonalGaussian:
         """The latents' distribution of videos in [-1, 1].
@@ -200,9 +184,8 @@ class VideoAutoencoder(nnx.Module):
 
     def _check(self, name: str, x, channels: int):
         if x.ndim != 5 or x.shape[-1] != channels or 0 in x.shape:
-            raise ValueError(
-                f"expected {name} [batch, frames, height, width, {channels}], channels last, got {list(x.shape)}"
-            )
+            wanted = f"[batch, frames, height, width, {channels}], channels last"
+            raise ValueError(f"expected {name} {wanted}, got {list(x.shape)}")
 
     def _check_video(self, frames: int, height: int, width: int):
         """Raises ValueError for a size that the model cannot take."""

@@ -1,8 +1,7 @@
 """Layers of video VAEs in Flax NNX, channels last: maps are [B, T, H, W, C], kernels [T, H, W, I, O].
 
-Attributes have upstream's names: a weight's path is its name in upstream's files, but for a model's rules (`torch_name` in
-`weights`). Time is passed chunk by chunk (`in_chunks`), the width may lie over chips (`video/slabs.py`): what looks back
-asks its `Chunk`, what looks sideways asks `slabs()`.
+A weight's path is its name in upstream's files, but for a model's rules (`weights.torch_name`). Time is passed chunk by chunk
+(`in_chunks`), the width may lie over chips: what looks back asks its `Chunk`, what looks sideways asks `slabs()`.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ class Chunk:
 
     Args:
         number: of the chunk, a traced scalar; None for frames that are all there are.
-        kept: what the layers kept of the chunk before, in the order of their calls. `keeps`: the same of this chunk.
+        kept: what the layers kept of the chunk before, in the order of their calls; `keeps` is the same of this chunk.
     """
 
     def __init__(self, number: jax.Array | None, kept: list[jax.Array]):
@@ -48,39 +47,23 @@ class Chunk:
         return next(self._kept, None)
 
     def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
-        """x with so many frames before it."""
-        return jnp.concatenate([self.history(x, frames, kept), x], 1)
-
-    def history(self, x: Map, frames: int, kept: Map | None) -> Map:
-        """The `frames` before x: what was `kept`, zeros before the first."""
-        return jnp.zeros_like(x, shape=(x.shape[0], frames, *x.shape[2:])) if kept is None else kept
+        """x with so many frames before it: what was `kept`, zeros before the first."""
+        before = jnp.zeros_like(x, shape=(x.shape[0], frames, *x.shape[2:])) if kept is None else kept
+        return jnp.concatenate([before, x], 1)
 
 
-def in_chunks(layers: Callable[[Map, Chunk], Map], x: Map, size: int, chunk: type[Chunk] = Chunk) -> Map:
-    """`layers` of chunks of `size` frames, one after another: `scan_chunks`, whose errors it raises."""
+def in_chunks(layers: Callable, x: Map, size: int, chunk: type[Chunk] = Chunk, batches: bool = False) -> Map:
+    """`layers` (map, chunk) of chunks of `size` frames: `scan_chunks`, or `scan_batches`, whose errors it raises."""
 
-    def step(frames, kept, number):
-        this = chunk(number, kept)
+    def step(frames, kept, number=None):
+        this = chunk(number, kept or [])
         return layers(frames, this), this.keeps
 
-    return scan_chunks(step, x, size, [])
-
-
-def in_batches(layers: Callable[[Map, Chunk], Map], x: Map, size: int, chunk: type[Chunk] = Chunk) -> Map:
-    """`layers` of batches of `size` frames, one after another, the remainder with the first: `scan_batches`."""
-
-    def step(frames, kept):
-        this = chunk(None, kept or [])
-        return layers(frames, this), this.keeps
-
-    return scan_batches(step, x, size)
+    return scan_batches(step, x, size) if batches else scan_chunks(step, x, size, [])
 
 
 def one_after_another(call: Callable, parts: list, x: Map, chunk: Chunk) -> Map:
-    """Parts that are alike, modules or tuples of them, each of what the one before gives: traced once and scanned.
-
-    `call`: (part, x, chunk) -> a map as x.
-    """
+    """Parts that are alike, modules or tuples of them, one after another, as a scan. `call`: (part, x, chunk) -> a map as x."""
     graphdef, states = nnx.split(parts[0])[0], [nnx.split(part)[1] for part in parts]
 
     def one(x, state_and_kept):
@@ -95,15 +78,12 @@ def one_after_another(call: Callable, parts: list, x: Map, chunk: Chunk) -> Map:
 
 
 class Conv(nnx.Module):
-    """A convolution, summed in float32 with its bias and rounded once. Time is not padded: the caller looks back.
+    """A convolution, summed in float32 with its bias and rounded once. Time is not padded.
 
-    Height and width are padded by half the kernel, with zeros or the map's `repeated` edge; of stride 2 only below and on
-    the right.
+    Height and width are padded by half the kernel, with zeros or the map's `repeated` edge; of stride 2 only below and right.
     """
 
-    def __init__(
-        self, channels: int, features: int, size=(3, 3, 3), stride=(1, 1, 1), *, repeated=False, dtype, rngs: nnx.Rngs
-    ):
+    def __init__(self, channels: int, features: int, size=(3, 3, 3), stride=(1, 1, 1), *, repeated=False, dtype, rngs):
         make = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # torch's
         self.kernel = nnx.Param(make(rngs.params(), (*size, channels, features), dtype))
         self.bias = nnx.Param(jnp.zeros((features,), dtype))
@@ -171,12 +151,11 @@ class ResidualBlock(nnx.Module):
 
 
 class MidBlock(nnx.Module):
-    """A residual block, attention, another residual block. `attention`: the module of a model's attention, a map to a map."""
+    """A residual block, a model's `attention` (a map to a map), another residual block."""
 
     def __init__(self, channels: int, attention: type[nnx.Module], **how):
         self.resnets = nnx.List([ResidualBlock(channels, channels, **how) for _ in range(2)])
         self.attentions = nnx.List([attention(channels, **how)])
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
-        x = self.attentions[0](self.resnets[0](x, chunk))
-        return self.resnets[1](x, chunk)
+        return self.resnets[1](self.attentions[0](self.resnets[0](x, chunk)), chunk)

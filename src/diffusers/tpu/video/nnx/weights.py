@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -29,12 +29,11 @@ class Config(FrozenDict):
 
 
 def whole_config(upstream: type, config: dict) -> Config:
-    """The config with the defaults of upstream's class for what it leaves out, its sequences as lists.
+    """The config with the defaults of upstream's class, its sequences as lists.
 
     Raises ValueError for a key that upstream does not know, and for the config of another class.
     """
-    parameters = list(inspect.signature(upstream.__init__).parameters.values())[1:]
-    known = {p.name: p.default for p in parameters}
+    known = {name: p.default for name, p in inspect.signature(upstream.__init__).parameters.items() if name != "self"}
     name = config.get("_class_name", upstream.__name__)
     if name != upstream.__name__:
         raise ValueError(f"expected the config of an {upstream.__name__}, got one of {name}")
@@ -44,9 +43,8 @@ def whole_config(upstream: type, config: dict) -> Config:
     return Config(json.loads(json.dumps({**known, **given})))
 
 
-@dataclass(frozen=True)
-class Tensor:
-    """A tensor that has not been read: its shape, and what reads it."""
+class Tensor(NamedTuple):
+    """A tensor that has not been read."""
 
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -57,14 +55,10 @@ def open_module(vae: torch.nn.Module) -> dict[str, Tensor]:
     return {name: Tensor(tuple(t.shape), lambda t=t: t) for name, t in vae.state_dict().items()}
 
 
-def open_files(
-    upstream: type, path, subfolder: str | None, variant: str | None, hub: dict
-) -> tuple[dict, dict[str, Tensor]]:
-    """(config, tensors by name) of a directory or of a hub's repository, as upstream's class saves them.
+def open_files(upstream: type, path, subfolder: str | None, variant: str | None, hub: dict) -> tuple[dict, dict]:
+    """(config, `Tensor` by name) of a directory or of a hub's repository, as upstream's class saves them.
 
-    Raises:
-        ValueError: a file that is no safetensors file.
-        OSError: a directory, repository or file that is not there.
+    Raises ValueError for a file that is no safetensors file, OSError for what is not there.
     """
     path = str(path)
     if os.path.isdir(path):
@@ -114,30 +108,26 @@ def load_weights(
 
     Raises ValueError for names that are missing or not known, and for shapes that differ, before anything is read.
     """
-    state = nnx.to_flat_state(nnx.state(vae))
-    wanted = {torch_name(path, names): variable.get_value() for path, variable in state}
-    problems = [
-        f"{what}: {_listed(names)}"
-        for what, names in (
-            ("missing", sorted(wanted.keys() - tensors.keys())),
-            ("not known", sorted(tensors.keys() - wanted.keys())),
-            ("of another shape", [_misfit(n, wanted[n], tensors[n]) for n in sorted(wanted.keys() & tensors.keys())]),
-        )
-        if any(names)
-    ]
-    if problems:
+    state = [(path, torch_name(path, names), v.get_value()) for path, v in nnx.to_flat_state(nnx.state(vae))]
+    wanted = {name: value for _, name, value in state}
+    misfits = (_misfit(name, wanted[name], tensors[name]) for name in sorted(wanted.keys() & tensors.keys()))
+    found = {
+        "missing": sorted(wanted.keys() - tensors.keys()),
+        "not known": sorted(tensors.keys() - wanted.keys()),
+        "of another shape": [misfit for misfit in misfits if misfit],
+    }
+    if any(found.values()):
+        problems = "; ".join(f"{what}: {_listed(names)}" for what, names in found.items() if names)
         raise ValueError(
-            f"expected the {len(wanted)} weights that the config asks for in {source}, got {'; '.join(problems)}."
+            f"expected the {len(wanted)} weights that the config asks for in {source}, got {problems}."
             " Are config and weights of one model?"
         )
-    flat = [(path, torch_name(path, names)) for path, _ in state]
-    flat = [(path, nnx.Param(_placed(wanted[name], tensors[name].read()))) for path, name in flat]
+    flat = [(path, nnx.Param(_placed(value, tensors[name].read()))) for path, name, value in state]
     nnx.update(vae, nnx.from_flat_state(flat))
     return vae
 
 
-def _listed(names: list) -> str:
-    names = [name for name in names if name]
+def _listed(names: list[str]) -> str:
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
