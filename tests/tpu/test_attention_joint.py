@@ -9,7 +9,7 @@ import pytest
 
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.kernels.attention import exchange_kernels
+from diffusers.tpu.kernels.attention import exchange
 from diffusers.tpu.kernels.attention.api import joint
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
@@ -74,7 +74,7 @@ def test_any_mesh_gives_what_the_concatenation_gives(chips, degrees, ring, padde
 @pytest.mark.parametrize("tokens, words, padded", [(128, 5, True), (133, 130, False), (131, 7, True)])
 def test_by_our_kernels(chips, monkeypatch, tokens, words, padded):
     """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them."""
-    monkeypatch.setattr(exchange_kernels, "BLOCK_BYTES", 128 * 128 * 4)
+    monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * 4)
     latents, text, seen = draw(2, 4, 4, 4 * tokens, words, 128, padded)
     for stream in (latents, text):
         stream[0] /= 16

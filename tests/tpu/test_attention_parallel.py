@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from conftest import QUICKLY, attention_formula, relative
-from diffusers.tpu.kernels.attention import exchange_kernels
+from diffusers.tpu.kernels.attention import exchange
 from diffusers.tpu.kernels.attention.key_bounds import key_bounds
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.parallel import attention_by_heads, parallel_attention, plan_ring
@@ -107,7 +107,7 @@ def test_chips_whose_rows_fill_no_tile(make_mesh, kind, length):
 @pytest.mark.parametrize("tokens, kind", [(128, "causal"), (133, "causal"), (133, "none"), (2 * 128 + 40, "none")])
 def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind):
     """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile."""
-    monkeypatch.setattr(exchange_kernels, "BLOCK_BYTES", 128 * 256 * 4)
+    monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 256 * 4)
     rng = np.random.default_rng()
     operands = [x[..., :128] for x in draw(rng, 2, 8, 4, 4 * tokens, 4 * tokens, 128)]
     operands[0] /= 4
@@ -294,10 +294,10 @@ def laid_out(topology: str) -> int:
     device = SingleDeviceSharding(compiler.devices[0])
 
     def there_and_back(x, k):
-        pieces = [exchange_kernels.cut(array, 4, False) for array in (x, k)]
-        turned = exchange_kernels.join(pieces[0], True, False)
-        back = exchange_kernels.paste(exchange_kernels.part(turned, 4, 13924, False), False)
-        return back, exchange_kernels.join(pieces[1], False, False)
+        pieces = [exchange.cut(array, 4, False) for array in (x, k)]
+        turned = exchange.join(pieces[0], True, False)
+        back = exchange.paste(exchange.part(turned, 4, 13924, False), False)
+        return back, exchange.join(pieces[1], False, False)
 
     for dtype in (jnp.bfloat16, jnp.float32):
         operand = jax.ShapeDtypeStruct((1, 13924, 5120), dtype, sharding=device)

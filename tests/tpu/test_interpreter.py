@@ -18,7 +18,7 @@ from attention_masks import KINDS, make_mask
 from conftest import attention_formula, relative
 from diffusers.tpu.kernels import convolution as convolution_kernel
 from diffusers.tpu.kernels import linear, rotary
-from diffusers.tpu.kernels.attention import exchange_kernels, kernel, kernel_body
+from diffusers.tpu.kernels.attention import exchange, kernel, kernel_body
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, CENTRED, ONLINE, WAYS
 
@@ -157,7 +157,7 @@ def test_convolution(interpreted, height, width, channels, features, taps, biase
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_exchange(interpreted, monkeypatch, ways, tokens, rest, dtype):
     """Every order to the bit: pieces of columns, tokens of all chips joined with what is behind them, as they are and turned."""
-    monkeypatch.setattr(exchange_kernels, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
+    monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
     x, behind = draw(np.random.default_rng(), dtype, (2, tokens, 128 * ways), (2, rest, 128))
     behind = behind if rest else None
 
@@ -166,19 +166,19 @@ def test_exchange(interpreted, monkeypatch, ways, tokens, rest, dtype):
         assert not raced, kernel.__name__
         return made
 
-    pieces = run(exchange_kernels.cut, x, ways)
+    pieces = run(exchange.cut, x, ways)
     np.testing.assert_array_equal(wide(pieces), np.stack(np.split(wide(x), ways, 2)))
-    np.testing.assert_array_equal(wide(run(exchange_kernels.paste, pieces)), wide(x))
+    np.testing.assert_array_equal(wide(run(exchange.paste, pieces)), wide(x))
     whole = tokens // 128 * 128
     for turned in (False, True):
-        made, raced = interpreted(lambda settings: exchange_kernels.join(pieces, turned, settings, behind))
+        made, raced = interpreted(lambda settings: exchange.join(pieces, turned, settings, behind))
         rows = wide(made).swapaxes(1, 2) if turned else wide(made)
         assert not raced and rows.shape[1] == ways * tokens + rest
         in_order = [wide(p)[:, :whole] for p in pieces] + [wide(p)[:, whole:] for p in pieces]
         np.testing.assert_array_equal(
             rows, np.concatenate([*in_order, *([] if behind is None else [wide(behind)])], 1)
         )
-    np.testing.assert_array_equal(wide(run(exchange_kernels.part, made, ways, tokens)), wide(pieces))
+    np.testing.assert_array_equal(wide(run(exchange.part, made, ways, tokens)), wide(pieces))
 
 
 def test_a_race_and_memory_that_nobody_wrote_are_seen(interpreted):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import astuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import PartitionSpec, named
-from diffusers.tpu.kernels.attention.blocks import Shape, as_list, candidates, choose, from_list
+from diffusers.tpu.kernels.attention.blocks import Blocks, Shape, candidates, choose, from_list
 from diffusers.tpu.kernels.attention.kernel import shape_of, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND
@@ -30,6 +31,11 @@ PARTS = {  # name: the mask's part and its shape for [B, N, T, S]
     "dense": ("dense", lambda b, n, t, s: (1, 1, t, s), jnp.bool_),
     "bias": ("dense", lambda b, n, t, s: (1, n, t, s), jnp.bfloat16),
 }
+
+
+def as_list(blocks: Blocks) -> list:
+    """The blocks as JSON holds them; the inverse of `from_list`."""
+    return [blocks.queries, blocks.keys, blocks.piece, list(astuple(blocks.bound)), list(astuple(blocks.online))]
 
 
 def answer(request: dict, progress: Callable) -> dict:

@@ -10,7 +10,6 @@ Upstream's first chunk is one frame, repeated before itself wherever a layer loo
 others, all of it that frame, and what a layer keeps of it is that frame too.
 """
 
-import contextlib
 import contextvars
 import functools
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.kernels.settings import bound
 from ...tpu.pipelines.exports import upstream_names
 from .autoencoder_kl_hunyuanvideo15 import (
     AutoencoderKLHunyuanVideo15,
@@ -52,15 +52,6 @@ class Chunk:
 
 
 _chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
-
-
-@contextlib.contextmanager
-def _computing(chunk: Chunk):
-    token = _chunk.set(chunk)
-    try:
-        yield
-    finally:
-        _chunk.reset(token)
 
 
 def _convolved(layer, x):
@@ -125,7 +116,7 @@ def _decode_map(vae, z):
     decoder = vae.decoder
 
     def step(hidden, cache, number):
-        with _computing(None if number is None else Chunk(number, cache)):
+        with bound(_chunk, None if number is None else Chunk(number, cache)):
             for block in decoder.up_blocks:
                 hidden = block(hidden)
             return decoder.conv_out(decoder.conv_act(decoder.norm_out(hidden)))
@@ -154,7 +145,7 @@ def _encode_map(vae, x):
     def step(frames, cache, number):
         chunk = None if number is None else Chunk(number, cache)
         frames = frames if chunk is None else chunk.or_first(frames, frames[:, :, -1:])
-        with _computing(chunk):
+        with bound(_chunk, chunk):
             hidden = encoder.conv_in(frames)
             for block in encoder.down_blocks:
                 hidden = block(hidden)

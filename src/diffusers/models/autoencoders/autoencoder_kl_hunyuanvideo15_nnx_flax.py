@@ -15,10 +15,10 @@ others, all of it that frame, and what a layer keeps of it is that frame too.
 import jax.numpy as jnp
 from flax import nnx
 
-from ...tpu.video.attention import attention_by_frame
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
 from ...tpu.video.nnx.layers import Conv, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
+from ...tpu.video.slabs import attention_by_frame
 from .autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from .autoencoder_kl_hunyuanvideo15_flax import decode_tiling, encode_tiling
 

@@ -9,13 +9,13 @@ Upstream's first chunk is one frame, which temporal resampling leaves alone. In 
 the frame its last: what is before it is zero wherever a layer looks back, as upstream's padding is.
 """
 
-import contextlib
 import contextvars
 import functools
 
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.kernels.settings import bound
 from ...tpu.pipelines.exports import upstream_names
 from .autoencoder_kl_wan import AutoencoderKLWan, AvgDown3D, WanResample, WanUpsample, patchify, unpatchify
 from .vae import DecoderOutput
@@ -24,17 +24,9 @@ from .vae import DecoderOutput
 FRAMES = 4  # of the video, to one of the latents after the first
 HISTORY = 2  # frames that a convolution looks back
 
-_number = contextvars.ContextVar("diffusers_tpu_wan_chunk", default=None)
-
-
-@contextlib.contextmanager
-def _chunk(number):
-    """Layers inside compute the chunk of this number, a traced scalar."""
-    token = _number.set(number)
-    try:
-        yield
-    finally:
-        _number.reset(token)
+_number = contextvars.ContextVar(
+    "diffusers_tpu_wan_chunk", default=None
+)  # of the chunk that is computed, a traced scalar
 
 
 def _only_the_frame(x):
@@ -110,7 +102,7 @@ def _decode_map(vae, z):
 
     def step(frame, cache, number):
         first = {"first_chunk": number is None} if vae.config.get("is_residual") else {}
-        with _chunk(number):
+        with bound(_number, number):
             return vae.decoder(frame, feat_cache=cache, feat_idx=[0], **first)
 
     return scan_chunks(step, vae.post_quant_conv(z), 1, vae._cached_conv_counts["decoder"])
@@ -137,7 +129,7 @@ def _encode_map(vae, x):
     from ...tpu.compile.tracing import scan_chunks
 
     def step(frames, cache, number):
-        with _chunk(number):
+        with bound(_number, number):
             return vae.encoder(frames, feat_cache=cache, feat_idx=[0])
 
     whole = 1 + (x.shape[2] - 1) // FRAMES * FRAMES

@@ -50,7 +50,8 @@ def plain():
 def remember(array: jax.Array, values: np.ndarray):
     """The array was made of these values of the host's, or of what is alike in its dtype."""
     if values.size <= MOST_ENTRIES:
-        _known[array] = np.array(values, array.dtype)
+        with np.errstate(over="ignore"):  # infinity, as on the device
+            _known[array] = np.array(values, array.dtype)
 
 
 def of_array(array: jax.Array) -> np.ndarray | None:

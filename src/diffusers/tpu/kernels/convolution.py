@@ -11,7 +11,7 @@ VMEM: two buffers of x [rows + 2p, W, C], w [k, k, C, features], the result; and
 """
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from ..chips.figures import chip_of
 from .linear import LEAST_ROWS, MARGIN
-from .pallas import LANES, cost, product, round_up
+from .pallas import LANES, call_kernel, cost, product, round_up
 from .settings import Settings
 
 
@@ -35,8 +35,7 @@ MOST_WORK = (
 LEAST_CHANNELS = 64
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """`rows` of the map and `features` of the result in one grid step; `piece` rows in one piece of straight code."""
 
     rows: int
@@ -81,43 +80,39 @@ def tpu_convolution(
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     positions = blocks.piece * wide
 
-    def piece(x_ref, w_ref, b_ref, o_ref, number):
+    def piece(r, number):
         first = number * blocks.piece
         column = lax.broadcasted_iota(jnp.int32, (positions, 1), 0) % wide
-        rows = [x_ref[pl.ds(first + i, blocks.piece)].reshape(positions, channels) for i in range(taps)]
-        total = b_ref[...]
+        rows = [r.x[pl.ds(first + i, blocks.piece)].reshape(positions, channels) for i in range(taps)]
+        total = r.b[...]
         for j in range(taps):
-            y = sum(product(rows[i], w_ref[i, j]) for i in range(taps))
+            y = sum(product(rows[i], r.w[i, j]) for i in range(taps))
             if j != edge:
                 y = pltpu.roll(y, (edge - j) % positions, 0)
                 y = jnp.where((column >= edge - j) & (column < width + edge - j), y, 0)
             total = total + y
-        o_ref[pl.ds(first, blocks.piece)] = total.astype(x.dtype).reshape(blocks.piece, wide, -1)
+        r.o[pl.ds(first, blocks.piece)] = total.astype(x.dtype).reshape(blocks.piece, wide, -1)
 
-    def kernel(*refs):
-        pl.loop(0, blocks.rows // blocks.piece)(functools.partial(piece, *refs))
+    def kernel(r):
+        pl.loop(0, blocks.rows // blocks.piece)(functools.partial(piece, r))
 
-    out = pl.pallas_call(
+    with_edges = None, pl.Element(blocks.rows + 2 * edge), pl.Element(wide), pl.Element(channels)
+    out_spec = pl.BlockSpec((None, blocks.rows, wide, blocks.features), lambda n, i, m: (i, m, 0, n))
+    out = call_kernel(
         kernel,
-        grid=(pl.cdiv(features, blocks.features), batch, tall // blocks.rows),
-        in_specs=[
-            pl.BlockSpec(
-                (None, pl.Element(blocks.rows + 2 * edge), pl.Element(wide), pl.Element(channels)),
-                lambda n, i, m: (i, m * blocks.rows, 0, 0),
-            ),
-            pl.BlockSpec((taps, taps, channels, blocks.features), lambda n, i, m: (0, 0, 0, n)),
-            pl.BlockSpec((1, blocks.features), lambda n, i, m: (0, n)),
-        ],
-        out_specs=pl.BlockSpec((None, blocks.rows, wide, blocks.features), lambda n, i, m: (i, m, 0, n)),
-        out_shape=jax.ShapeDtypeStruct((batch, tall, wide, features), x.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN,
-        ),
-        cost_estimate=cost(x, w, flops=2 * batch * height * width * w.size),
+        "linear_kernel_of_windows",
+        (pl.cdiv(features, blocks.features), batch, tall // blocks.rows),
+        {
+            "x": (x, pl.BlockSpec(with_edges, lambda n, i, m: (i, m * blocks.rows, 0, 0))),
+            "w": (w, pl.BlockSpec((taps, taps, channels, blocks.features), lambda n, i, m: (0, 0, 0, n))),
+            "b": (b, pl.BlockSpec((1, blocks.features), lambda n, i, m: (0, n))),
+        },
+        {"o": (jax.ShapeDtypeStruct((batch, tall, wide, features), x.dtype), out_spec)},
+        parallel=1,
+        work=cost(x, w, flops=2 * batch * height * width * w.size),
         interpret=interpret,
-        name="linear_kernel_of_windows",
-    )(x, w, b)
+        vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
+    )["o"]
     return out[:, :height, :width]
 
 

@@ -8,19 +8,17 @@ The result is rounded once; what follows is computed in float32 and rounded wher
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ..chips.figures import MIB, chip_of
-from .pallas import LANES, cost, product
+from .pallas import LANES, call_kernel, cost, product
 from .settings import Settings
 
 
@@ -42,8 +40,7 @@ def _gelu_tanh(x):
 ACTIVATIONS = {"": lambda x: x, "gelu_tanh": _gelu_tanh, "silu": lambda x: x / (1 + jnp.exp(-x))}
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """`rows` of x and `columns` of the result (rows of w) in one grid step."""
 
     rows: int
@@ -123,24 +120,20 @@ def tpu_linear(
             result = (r.residual[at, :].astype(jnp.float32) + result.astype(jnp.float32)).astype(x.dtype)
         r.o[at, :] = result
 
-    def kernel(*refs):
-        r = SimpleNamespace(**dict(zip((*operands, "o"), refs)))
+    def kernel(r):
         pl.loop(0, blocks.rows // TILE_ROWS)(functools.partial(tile, r))
 
-    return pl.pallas_call(
+    return call_kernel(
         kernel,
-        grid=(pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
-        in_specs=[spec for _, spec in operands.values()],
-        out_specs=of_rows,
-        out_shape=jax.ShapeDtypeStruct((batch, rows, columns), x.dtype),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=chip_of(generation).vmem_bytes - MARGIN,
-        ),
-        cost_estimate=cost(*(array for array, _ in operands.values()), flops=2 * x.size * columns),
+        "linear_kernel",
+        (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
+        operands,
+        {"o": (jax.ShapeDtypeStruct((batch, rows, columns), x.dtype), of_rows)},
+        parallel=1,
+        work=cost(*(array for array, _ in operands.values()), flops=2 * x.size * columns),
         interpret=interpret,
-        name="linear_kernel",
-    )(*(array for array, _ in operands.values()))
+        vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
+    )["o"]
 
 
 def linear(
@@ -183,8 +176,7 @@ def linear(
     return found.run(local, (x, w, b, gate, residual), (found.spec, P(), P(), gate_spec, found.spec))
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """How the rows of [B, T, C] lie on the chips of `mesh`, each of which has whole ones.
 
     Attributes:

@@ -1,8 +1,11 @@
-"""What the Pallas kernels share: sizes of registers, a product, a layout, and the cost that the compiler is told."""
+"""What the Pallas kernels share: sizes of registers, a call with references by name, its cost, a product, a layout."""
+
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 
@@ -21,6 +24,49 @@ def cost(*arrays, flops: float = 0, transcendentals: float = 0) -> pl.CostEstima
         transcendentals=int(transcendentals),
         bytes_accessed=sum(x.size * x.dtype.itemsize for x in arrays),
     )
+
+
+def call_kernel(
+    kernel,
+    name: str,
+    grid,
+    operands,
+    outputs,
+    *,
+    parallel: int,
+    work,
+    interpret,
+    vmem_bytes=None,
+    scalars={},
+    scratch={},
+) -> dict[str, Array]:
+    """Name -> array of the outputs of `kernel`, whose one argument has all references by name.
+
+    Args:
+        operands: name -> (array, block); outputs: name -> (shape and dtype, block); scalars, fetched before: name -> array.
+        parallel: so many first axes of the grid are of programs that do not depend on each other.
+        work: its `cost`.
+    """
+    names = (*scalars, *operands, *outputs, *scratch)
+    results = pl.pallas_call(
+        lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs)))),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=[spec for _, spec in operands.values()],
+            out_specs=[spec for _, spec in outputs.values()],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=[shape for shape, _ in outputs.values()],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * parallel + ("arbitrary",) * (len(grid) - parallel),
+            vmem_limit_bytes=vmem_bytes,
+        ),
+        cost_estimate=work,
+        interpret=interpret,
+        name=name,
+    )(*scalars.values(), *(x for x, _ in operands.values()))
+    return dict(zip(outputs, results))
 
 
 def product(x, y, axis: int = 0):

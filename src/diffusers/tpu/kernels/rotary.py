@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .linear import rows_over_mesh
-from .pallas import LANES, cost, product
+from .pallas import LANES, call_kernel, cost, product
 from .settings import Settings
 
 
@@ -133,8 +133,6 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     grid, b, t = (batch, pl.cdiv(tokens, block_rows)), 0, 1
     if wide:  # a block of tables is read once for the batch
         grid, b, t = grid[::-1], 1, 0
-    spec = pl.BlockSpec((None, block_rows, width), lambda *at: (at[b], at[t], 0))
-    table = pl.BlockSpec((block_rows, max(dim, LANES)), lambda *at: (at[t], 0))
     tile_rows = TILE_ROWS_OF_SMALL_HEADS if small else TILE_ROWS
 
     def normed(part, of_row):
@@ -149,44 +147,39 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
             part = part - (_mean([part]) if per_head else mean)
         return part * (_inverse([part], eps) if per_head else inverse)
 
-    def tile(x_ref, w_ref, *refs):
-        b_ref, refs = (refs[0], refs[1:]) if biased else (None, refs)
-        *table_refs, o_ref, n = refs
+    def tile(r, n):
         rows = pl.ds(pl.multiple_of(n * tile_rows, tile_rows), tile_rows)
         heads = [slice(h, h + lanes) for h in range(0, width, lanes)]
         mean = inverse = None
         if not per_head:
-            parts = [x_ref[rows, head].astype(jnp.float32) for head in heads]
+            parts = [r.x[rows, head].astype(jnp.float32) for head in heads]
             mean = _mean(parts) if centred else None
             inverse = _inverse([part - mean for part in parts] if centred else parts, eps)
         if tables and not wide:
-            cos, sin = (ref[rows, :] for ref in table_refs)
+            cos, sin = r.cos[rows, :], r.sin[rows, :]
         first = _first_of_pairs((tile_rows, lanes), *distance) if tables else None
         for head in heads:
-            part = normed(x_ref[rows, head].astype(jnp.float32), (mean, inverse)) * w_ref[:, head]
+            part = normed(r.x[rows, head].astype(jnp.float32), (mean, inverse)) * r.weight[:, head]
             if biased:
-                part = part + b_ref[:, head]
+                part = part + r.bias[:, head]
             if wide:
                 turn = pl.ds(head.start % dim, lanes)
-                cos, sin = (ref[rows, turn] for ref in table_refs)
+                cos, sin = r.cos[rows, turn], r.sin[rows, turn]
             if tables:
-                part = part.astype(o_ref.dtype).astype(jnp.float32)
+                part = part.astype(x.dtype).astype(jnp.float32)
                 before, after = pltpu.roll(part, distance[0], 1), pltpu.roll(part, lanes - distance[0], 1)
                 part = part * cos + jnp.where(first, -after, before) * sin
-            o_ref[rows, head] = part.astype(o_ref.dtype)
+            r.o[rows, head] = part.astype(x.dtype)
 
-    def kernel(*refs):
-        pl.loop(0, block_rows // tile_rows)(functools.partial(tile, *refs))
+    def kernel(r):
+        pl.loop(0, block_rows // tile_rows)(functools.partial(tile, r))
 
+    spec = pl.BlockSpec((None, block_rows, width), lambda *at: (at[b], at[t], 0))
     vector = pl.BlockSpec((1, width), lambda *at: (0, 0))
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=[spec, *(vector for _ in vectors), *(table for _ in tables)],
-        out_specs=spec,
-        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-        cost_estimate=cost(x, x, *tables, flops=10 * x.size),
-        interpret=interpret,
-        name="rotary_kernel",
-    )(x, *(each.astype(jnp.float32)[None] for each in vectors), *(table.astype(jnp.float32) for table in tables))
+    table = pl.BlockSpec((block_rows, max(dim, LANES)), lambda *at: (at[t], 0))
+    operands = {"x": (x, spec)}
+    operands |= {name: (one.astype(jnp.float32)[None], vector) for name, one in zip(("weight", "bias"), vectors)}
+    operands |= {name: (one.astype(jnp.float32), table) for name, one in zip(("cos", "sin"), tables)}
+    outputs = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), spec)}
+    how = {"parallel": 2, "work": cost(x, x, *tables, flops=10 * x.size), "interpret": interpret}
+    return call_kernel(kernel, "rotary_kernel", grid, operands, outputs, **how)["o"]

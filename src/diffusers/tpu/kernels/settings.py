@@ -69,17 +69,20 @@ def current() -> Settings:
 
 
 @contextlib.contextmanager
-def using(settings: Settings):
-    """Operations inside run with these settings."""
-    token = _settings.set(settings)
+def bound(variable: contextvars.ContextVar, value):
+    """Inside, the variable has this value."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _settings.reset(token)
+        variable.reset(token)
 
 
-@contextlib.contextmanager
+def using(settings: Settings):
+    """A context in which operations run with these settings."""
+    return bound(_settings, settings)
+
+
 def choosing(kernel: str | None):
-    """Attention calls inside run with this kernel, by name as in `TPUConfig.attention`; None leaves it as it is."""
-    with using(current() if kernel is None else replace(current(), kernel=kernel)):
-        yield
+    """A context in which attention is this kernel, by name as in `TPUConfig.attention`; None leaves it as it is."""
+    return using(current() if kernel is None else replace(current(), kernel=kernel))

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..kernels.settings import bound
+
 
 SETTLED = 5  # chunks after which every cache has its shape: two frames are kept of chunks of one, once there are two
 
@@ -51,8 +53,7 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     first = jax.tree.map(lambda a: a[0], numbered)
     cache = _as_it_stays(lambda cache: jax.eval_shape(one, cache, first)[0], empty)
     _, outs = lax.scan(one, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), cache), numbered)
-    dropped = outs.shape[axis + 1] - 1
-    outs = _joined(outs, axis)
+    dropped, outs = outs.shape[axis + 1] - 1, _joined(outs, axis)
     return lax.slice_in_dim(outs, dropped, outs.shape[axis], axis=axis)
 
 
@@ -122,11 +123,8 @@ def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.
 
     def one(kept, numbered):
         number, part = numbered
-        token = _batch.set(Batch(number == 0, bool(longer)))
-        try:
+        with bound(_batch, Batch(number == 0, bool(longer))):
             return step(part, kept)[::-1]
-        finally:
-            _batch.reset(token)
 
     empty = jax.eval_shape(lambda part: step(part, None)[1], parts[0])
     empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), empty)

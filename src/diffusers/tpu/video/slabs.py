@@ -17,8 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
-from ..kernels.settings import current, using
+from ..kernels.attention.api import attention
+from ..kernels.attention.masks import Mask
+from ..kernels.settings import bound, current, using
 
 
 class NotOnSlabs(NotImplementedError):
@@ -109,15 +112,13 @@ class Slabs:
 
     def own_positions(self, height: int, width: int) -> jax.Array | None:
         """Which positions of a slab of this size are not filled up [height | 1, width]; None: all."""
-        if self.count == 1:
-            if self.own is None:
-                return None
-            rows, columns = self._own(height, width)
-            return (jnp.arange(height) < rows)[:, None] & (jnp.arange(width) < columns)
-        if not self.filled:
+        if self.own is None and not self.filled:
             return None
-        place = lax.axis_index(self.axes) * width + jnp.arange(width)
-        return jnp.broadcast_to(place < self.columns(width), (height, width))
+        if self.filled:
+            place = lax.axis_index(self.axes) * width + jnp.arange(width)
+            return jnp.broadcast_to(place < self.columns(width), (height, width))
+        rows, columns = self._own(height, width)
+        return (jnp.arange(height) < rows)[:, None] & (jnp.arange(width) < columns)
 
     def of_positions(self, positions: int) -> tuple[int, int]:
         """Rows and columns of a slab that has so many positions."""
@@ -167,12 +168,8 @@ def slabs() -> Slabs | None:
 @contextlib.contextmanager
 def _computing(slabs: Slabs):
     """`slabs()` inside, on one chip; operators spread nothing further."""
-    token = _slabs.set(slabs)
-    try:
-        with using(replace(current(), mesh=None)):
-            yield
-    finally:
-        _slabs.reset(token)
+    with bound(_slabs, slabs), using(replace(current(), mesh=None)):
+        yield
 
 
 def over_width(
@@ -221,15 +218,30 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
     tiles = (x,) if own is None else (x, jnp.asarray(own))
     filled = [jnp.concatenate((a, jnp.broadcast_to(a[-1:], (-len(a) % chips, *a.shape[1:])))) for a in tiles]
 
-    def one_tile(tile_and_own):
-        tile, *own = tile_and_own
-        with _computing(Slabs((), 1, height, width, width, tuple(own[0]) if own else None)):
+    def one_tile(tile, own=None):
+        with _computing(Slabs((), 1, height, width, width, None if own is None else tuple(own))):
             return function(tile)
 
     def some_tiles(*tiles):
-        return lax.map(one_tile, tiles)
+        return lax.map(lambda tile: one_tile(*tile), tiles)
 
     if chips > 1:
         spec = P(mesh.axis_names)
         some_tiles = jax.shard_map(some_tiles, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return some_tiles(*filled)[: len(x)]
+
+
+def attention_by_frame(
+    q: Float[Array, "B N T D"], k: Float[Array, "B N T D"], v: Float[Array, "B N T E"], frames: int
+) -> Float[Array, "B N T E"]:
+    """Attention of the positions of `frames` maps, one after another, each to those of its own frame and of the earlier.
+
+    Where a chip has a slab of each map, keys are those of whole maps. Raises as `attention` does.
+    """
+    seen = None
+    if slabs() is not None:
+        k, v, seen = slabs().everyones(k, v, frames)
+    if frames == 1 and seen is None:
+        return attention(q, k, v)
+    frame = q.shape[2] // frames, k.shape[2] // frames
+    return attention(q, k, v, mask=Mask(keys=None if seen is None else jnp.asarray(seen), band=(None, 0), frame=frame))

@@ -10,7 +10,7 @@ from jax import lax
 
 from ...bridge import Tensor
 from ...bridge.environment import environment
-from ...video import attention, chunks, norm, slabs, tiles
+from ...video import chunks, norm, slabs, tiles
 from ...video.convolution import doubled_by_columns
 from .functional import Method
 
@@ -38,7 +38,7 @@ def _arrays(tree):
     return jax.tree.map(of, tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
 
 
-attention_by_frame = _lifted(attention.attention_by_frame)
+attention_by_frame = _lifted(slabs.attention_by_frame)
 in_tiles = _lifted(tiles.in_tiles)
 looking_back = _lifted(chunks.looking_back, axis=2)
 over_width = _lifted(slabs.over_width)

@@ -58,11 +58,7 @@ class Blocks:
         return self.bound if way == BOUND else self.online
 
     def straight(self, way: str, kv_len: int, cut: bool, cut_at_end: bool) -> tuple[int, int]:
-        """Queries and keys of one straight piece of code of this way.
-
-        Args:
-            cut: its scores are masked; `cut_at_end`: no others are but those of the last block of keys.
-        """
+        """Queries and keys of one straight piece of code of this way; `cut`: masked, as `Call.cut_at_end` says."""
         tile, keys, share = self.tile(way), self.keys, 1
         if cut and cut_at_end:  # one block of many
             blocks = -(-kv_len // keys)
@@ -77,12 +73,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sizes depend on.
-
-    Attributes:
-        masked: so many last keys a mask by key may take away; 0 without one.
-        dense_bytes: of one entry of a mask of queries x keys; 0 without one.
-    """
+    """What the sizes depend on. `masked`: the number of last keys that a mask by key may take away; `dense_bytes`: of `Mask.dense`."""
 
     q_len: int
     kv_len: int
@@ -101,12 +92,13 @@ def _divisor(whole: int, share: int, unit: int) -> int:
 
 
 def folded_parts(shape: Shape, generation: str | None) -> int:
-    """How many matrices, one below the other, hold q times a factor (see `kernel`): one of float32, two of bfloat16 where
-    the depth of the matrix unit has room for them; else 0."""
+    """`Call.folded`: one of float32, two of bfloat16 where the depth of the matrix unit has room for them; else 0.
+
+    One bfloat16 rounding of q more would double the error of scores of deviation 4.
+    """
     if shape.bytes == 4:
         return 1
-    side = chip_of(generation).matrix_side
-    return 2 if 2 * shape.dim <= side and shape.dim % 16 == 0 else 0
+    return 2 if 2 * shape.dim <= chip_of(generation).matrix_side and shape.dim % 16 == 0 else 0
 
 
 def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
@@ -138,15 +130,9 @@ def vmem_limit(generation: str | None) -> int:
 
 
 def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, int] | None = None) -> Blocks:
-    """The blocks for a shape: those asked for, else tuned ones, else the rule's first.
+    """The blocks for a shape: `wanted` (`TPUConfig.attention_blocks`), else tuned ones, else the rule's first.
 
-    Args:
-        generation: None: `figures.DEFAULT_GENERATION`.
-        wanted: queries, keys, and keys of one product (`TPUConfig.attention_blocks`).
-
-    Raises:
-        ValueError: what is wanted does not fit VMEM.
-        NotImplementedError: a generation that nothing is known of.
+    Raises ValueError where what is wanted does not fit VMEM, NotImplementedError for a generation that nothing is known of.
     """
     generation = chip_of(generation).generation
     if wanted is None:
@@ -170,13 +156,8 @@ def _tuned() -> dict[str, Blocks]:
     return {key: from_list(value["blocks"]) for key, value in json.loads(TUNED.read_text()).items()}
 
 
-def as_list(blocks: Blocks) -> list:
-    """The blocks as JSON holds them."""
-    return [blocks.queries, blocks.keys, blocks.piece, list(astuple(blocks.bound)), list(astuple(blocks.online))]
-
-
 def from_list(values: list) -> Blocks:
-    """The inverse of `as_list`."""
+    """The blocks of `tuned.json`: sizes, and those of the tiles."""
     return Blocks(*values[:3], Tile(*values[3]), Tile(*values[4]))
 
 

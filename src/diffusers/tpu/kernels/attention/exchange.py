@@ -1,20 +1,26 @@
 """The all-to-all of Ulysses on one chip: tokens traded for heads, and back.
 
-What is sent and what comes lies token by token, all heads of a token side by side, as linear layers give and take it:
-a chip's heads by themselves would be padded to whole tiles, and heads before tokens is another copy on either side.
+What is sent and received lies token by token, all heads of a token side by side, as linear layers have it. XLA takes two passes
+of memory to cut columns into pieces, one a chip to join pieces, and one to turn tokens to lanes; the kernels take one each.
+Joined, every chip's tokens begin at a whole tile of `LANES`: what is left of each chip's (`rest`) comes after all of them.
 """
 
+import functools
+import math
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ..pallas import by_token
-from . import exchange_kernels as kernels
+from ..pallas import LANES, by_token, call_kernel, cost
 
 
 TILE_ROWS = 16  # of bfloat16, twice those of float32
+BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
+VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Exchange:
     @classmethod
     def of(cls, q, k, v, ways: int, in_order: bool, interpret) -> "Exchange":
         """For these tensors, by kernels where they take all of them: the rows of all come in one order."""
-        taken = all(kernels.takes(x, ways, in_order) for x in (q, k, v))
+        taken = all(takes(x, ways, in_order) for x in (q, k, v))
         return cls(ways, in_order, interpret if taken else None)
 
     def to_heads(
@@ -49,8 +55,8 @@ class Exchange:
         behind = None if behind is None else by_token(behind)
         x, heads = by_token(x), heads // self.ways
         if self.interpret is not None:
-            pieces = self._traded(kernels.cut(x, self.ways, self.interpret))
-            x = kernels.join(pieces, turned, self.interpret, behind)
+            pieces = self._traded(cut(x, self.ways, self.interpret))
+            x = join(pieces, turned, self.interpret, behind)
             if turned:
                 return jnp.swapaxes(x.reshape(batch, heads, dim, -1), 2, 3)
         else:
@@ -65,8 +71,8 @@ class Exchange:
         tokens -= behind
         if self.interpret is not None:
             turned = jnp.swapaxes(x, 2, 3).reshape(batch, heads * dim, -1)
-            pieces = kernels.part(turned, self.ways, tokens // self.ways, self.interpret)
-            x = kernels.paste(self._traded(pieces), self.interpret)
+            pieces = part(turned, self.ways, tokens // self.ways, self.interpret)
+            x = paste(self._traded(pieces), self.interpret)
         else:
             x = self._traded(self._parted(by_token(x[:, :, :tokens])))
             x = jnp.concatenate(list(x), 2)
@@ -99,3 +105,132 @@ class Exchange:
     def _fill(self, tokens: int) -> int:
         """How many of a chip's rows are joined with the others' one chip after the other."""
         return tokens if self.in_order or tokens < TILE_ROWS else tokens - tokens % TILE_ROWS
+
+
+def takes(x: Float[Array, "B N T D"], ways: int, in_order: bool) -> bool:
+    """Whether heads [B, N, T, D] can go this way: whole tiles, and an order of tokens that may be changed or is not."""
+    _, heads, tokens, dim = x.shape
+    return heads // ways * dim % LANES == 0 and tokens >= LANES and not (in_order and tokens % LANES)
+
+
+def cut(x: Float[Array, "B T C"], ways: int, interpret) -> Float[Array, "W B T C/W"]:
+    """Columns in `ways` pieces."""
+    batch, tokens, columns = x.shape
+    return _columns(x, (ways, batch, tokens, columns // ways), interpret, "exchange_cut")
+
+
+def paste(pieces: Float[Array, "W B T C"], interpret) -> Float[Array, "B T W*C"]:
+    """The way back of `cut`."""
+    ways, batch, tokens, width = pieces.shape
+    return _columns(pieces, (batch, tokens, ways * width), interpret, "exchange_paste")
+
+
+def _columns(x, shape: tuple[int, ...], interpret, name: str) -> Array:
+    """x [B, T, C] as pieces [W, B, T, C / W], or pieces as x: whichever has this shape."""
+    cuts = len(shape) == 4
+    ways, batch, tokens, width = shape if cuts else x.shape
+    rows = max(16, BLOCK_BYTES // (ways * width * x.dtype.itemsize) // LANES * LANES)
+    whole = pl.BlockSpec((None, rows, ways * width), lambda b, t: (b, t, 0))
+    pieces = pl.BlockSpec((ways, None, rows, width), lambda b, t: (0, b, t, 0))
+
+    def kernel(r):
+        for n in range(ways):
+            columns = slice(n * width, (n + 1) * width)
+            if cuts:
+                r.o[n] = r.x[:, columns]
+            else:
+                r.o[:, columns] = r.x[n]
+
+    spec, out_spec = (whole, pieces) if cuts else (pieces, whole)
+    return _call(kernel, name, (batch, pl.cdiv(tokens, rows)), {"x": (x, spec)}, shape, out_spec, interpret)
+
+
+def join(
+    pieces: Float[Array, "W B T C"], turned: bool, interpret, behind: Float[Array, "B L C"] | None = None
+) -> Array:
+    """Tokens of all chips and `behind` them others, [B, W T + L, C], or [B, C, W T + L] if they are turned to lanes."""
+    ways, batch, tokens, width = pieces.shape
+    rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)
+    rest = ways * rest + (0 if behind is None else behind.shape[1])
+    last = -(-rest // rows)  # blocks of what is left
+
+    def place(b, i):
+        i = jnp.minimum(i, ways * whole - 1)
+        return lax.div(i, whole), b, lax.rem(i, whole), 0
+
+    def turn(shape):
+        return (shape[0], shape[2], shape[1]) if turned else shape
+
+    def of_tokens(index):
+        shape = turn((None, rows, width))
+        return pl.BlockSpec(shape, lambda b, i: turn((b, index(i), 0)))
+
+    operands = {"x": (pieces, pl.BlockSpec((None, None, rows, width), place))}
+    if rest:
+        left = jnp.moveaxis(pieces[:, :, whole * rows :], 0, 1).reshape(batch, -1, width)
+        left = left if behind is None else jnp.concatenate([left, behind], 1)
+        left = jnp.pad(left, ((0, 0), (0, last * rows - rest), (0, 0)))
+        spec = of_tokens(lambda i: jnp.maximum(i - ways * whole, 0))
+        operands["left"] = jnp.swapaxes(left, 1, 2) if turned else left, spec
+
+    def kernel(r):
+        def take(ref):
+            r.o[...] = ref[...]
+
+        own = functools.partial(_turn, r.x, r.o) if turned else functools.partial(take, r.x)
+        if not rest:
+            return own()
+        pl.when(pl.program_id(1) < ways * whole)(own)
+        pl.when(pl.program_id(1) >= ways * whole)(functools.partial(take, r.left))
+
+    shape, grid = turn((batch, ways * whole * rows + rest, width)), (batch, ways * whole + last)
+    return _call(kernel, "exchange_join", grid, operands, shape, of_tokens(lambda i: i), interpret)
+
+
+def part(x: Float[Array, "B C W*T+L"], ways: int, tokens: int, interpret) -> Float[Array, "W B T C"]:
+    """The way back of `join`, turned, for `tokens` of each chip; what stood behind them is left."""
+    batch, width, _ = x.shape
+    rows, whole, rest = _blocks(tokens, width * x.dtype.itemsize)
+    spec = pl.BlockSpec((None, width, rows), lambda w, b, i: (b, 0, w * whole + jnp.minimum(i, whole - 1)))
+    operands = {"x": (x, spec)}
+    if rest:
+        left = x[:, :, ways * whole * rows : ways * tokens].reshape(batch, width, ways, rest).transpose(2, 0, 3, 1)
+        operands["left"] = left, pl.BlockSpec((None, None, rest, width), lambda w, b, i: (w, b, 0, 0))
+
+    def kernel(r):
+        def take():
+            r.o[:rest] = r.left[...]
+
+        if not rest:
+            return _turn(r.x, r.o)
+        pl.when(pl.program_id(2) < whole)(functools.partial(_turn, r.x, r.o))
+        pl.when(pl.program_id(2) == whole)(take)
+
+    shape, grid = (ways, batch, tokens, width), (ways, batch, whole + bool(rest))
+    out_spec = pl.BlockSpec((None, None, rows, width), lambda w, b, i: (w, b, i, 0))
+    return _call(kernel, "exchange_part", grid, operands, shape, out_spec, interpret)
+
+
+def _blocks(tokens: int, row_bytes: int) -> tuple[int, int, int]:
+    """(tokens of a block, whole blocks of a chip, tokens left): the largest blocks that divide a chip's whole tiles."""
+    tiles = tokens // LANES
+    most = max(1, BLOCK_BYTES // (LANES * row_bytes))
+    tiles_a_block = max(n for n in range(1, min(most, tiles) + 1) if tiles % n == 0)
+    return tiles_a_block * LANES, tiles // tiles_a_block, tokens % LANES
+
+
+def _turn(x_ref, o_ref):
+    """o = x^T, a tile of `LANES` rows of each at a time."""
+    rows, columns = x_ref.shape
+    step = math.gcd(rows, LANES)
+
+    @pl.loop(0, rows // step)
+    def _(n):
+        at = pl.ds(pl.multiple_of(n * step, step), step)
+        o_ref[:, at] = x_ref[at, :].T
+
+
+def _call(kernel, name: str, grid, operands: dict, shape, out_spec, interpret) -> Array:
+    x = operands["x"][0]
+    outputs, how = {"o": (jax.ShapeDtypeStruct(shape, x.dtype), out_spec)}, {"parallel": len(grid), "work": cost(x, x)}
+    return call_kernel(kernel, name, grid, operands, outputs, interpret=interpret, vmem_bytes=VMEM_BYTES, **how)["o"]

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from ..pallas import LANES, SUBLANES, by_token, cost
+from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost
 from . import kernel_body
 from .blocks import Blocks, Shape, choose, folded_parts, vmem_bytes
 from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
@@ -40,11 +40,7 @@ def shape_of(q, k, v, mask: Mask | None, with_lse: bool = False) -> Shape:
     """What the sizes of blocks for this call depend on; arrays, or their shapes and dtypes."""
     mask = mask or Mask()
     return Shape(
-        q_len=q.shape[2],
-        kv_len=k.shape[2],
-        dim=q.shape[3],
-        out_dim=v.shape[3],
-        bytes=q.dtype.itemsize,
+        *(q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype.itemsize),
         out_bytes=4 if with_lse else q.dtype.itemsize,
         masked=0 if mask.keys is None else k.shape[2] - mask.whole,
         dense_bytes=0 if mask.dense is None else mask.dense.dtype.itemsize,
@@ -81,10 +77,7 @@ def tpu_attention(
         tally: counts the way of each head and block of queries; costs a call to the host.
         interpret: True, or parameters of Pallas's TPU interpreter.
 
-    Raises:
-        TypeError: a dtype that is neither bfloat16 nor float32.
-        ValueError: blocks that do not fit VMEM.
-        NotImplementedError: a generation that nothing is known of.
+    Raises TypeError for another dtype than bfloat16 and float32, and as `blocks.choose`.
     """
     mask = mask or Mask()
     if reason := unsupported(q, k, v, mask):
@@ -103,27 +96,20 @@ def tpu_attention(
     folded = folded_parts(shape, generation) if set(ways) != {BOUND} else 0
     call = Call(blocks, shape, mask, ways, scale * LOG2_E, folded, q.shape[1], k.shape[1])
     scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret)
-    outputs, scratch = _outputs(call, q, with_lse, tally is not None), _scratch(call, q.dtype)
     scores = math.prod(q.shape[:3]) * shape.kv_len
-    results = pl.pallas_call(
-        functools.partial(kernel_body.run, call=call, names=(*scalars, *inputs, *outputs, *scratch)),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(q.shape[0] * q.shape[1], pl.cdiv(shape.q_len, blocks.queries), call.kv_blocks),
-            in_specs=[spec for _, spec in inputs.values()],
-            out_specs=[spec for _, spec in outputs.values()],
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=[shape for shape, _ in outputs.values()],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=vmem_bytes(blocks, shape) + VMEM_MARGIN,
-        ),
-        cost_estimate=cost(q, k, v, q, flops=2 * scores * (q.shape[3] + v.shape[3]), transcendentals=scores),
+    results = call_kernel(
+        functools.partial(kernel_body.run, call=call),
+        "attention_kernel",
+        (q.shape[0] * q.shape[1], pl.cdiv(shape.q_len, blocks.queries), call.kv_blocks),
+        inputs,
+        _outputs(call, q, with_lse, tally is not None),
+        parallel=2,
+        work=cost(q, k, v, q, flops=2 * scores * (q.shape[3] + v.shape[3]), transcendentals=scores),
         interpret=interpret,
-        name="attention_kernel",
-    )(*scalars.values(), *(x for x, _ in inputs.values()))
-    results = dict(zip(outputs, results))
+        vmem_bytes=vmem_bytes(blocks, shape) + VMEM_MARGIN,
+        scalars=scalars,
+        scratch=_scratch(call, q.dtype),
+    )
     if tally is not None:
         jax.debug.callback(tally.of(f"{list(q.shape)} with {k.shape[2]} keys"), results["went"][:, :, 0, 0])
     return _as_asked(q.shape, mask, results["o"], results.get("lse"))
@@ -149,10 +135,9 @@ def _outputs(call: Call, q, with_lse: bool, with_way: bool) -> dict:
 
 def _scratch(call: Call, dtype) -> dict:
     """What a program keeps from block to block of keys: what is subtracted, sums, the result; q and k as they meet."""
-    (dim, out_dim), queries, keys = (call.shape.dim, call.shape.out_dim), call.blocks.queries, call.blocks.keys
+    dim, out_dim, queries, keys = call.shape.dim, call.shape.out_dim, call.blocks.queries, call.blocks.keys
     return {
-        "m": pltpu.VMEM((SUBLANES, queries), jnp.float32),
-        "l": pltpu.VMEM((SUBLANES, queries), jnp.float32),
+        **dict.fromkeys(("m", "l"), pltpu.VMEM((SUBLANES, queries), jnp.float32)),
         "acc": pltpu.VMEM((out_dim, queries), jnp.float32),
         "true_v": pltpu.VMEM((out_dim, keys), dtype),
         "column": pltpu.VMEM((SUBLANES if call.mask.keys is None else keys, LANES), jnp.float32),

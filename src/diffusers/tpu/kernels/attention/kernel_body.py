@@ -8,7 +8,6 @@ import itertools
 import math
 from collections import deque
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import jax.numpy as jnp
 from jax import lax
@@ -96,9 +95,9 @@ def band_ends(mask: Mask, shift, row):
     return low, high
 
 
-def run(*refs, call: Call, names: tuple[str, ...]):
-    """The kernel: program (head, block of queries, block of keys). `names`: of the references."""
-    r, mask = SimpleNamespace(**dict(zip(names, refs))), call.mask
+def run(r, call: Call):
+    """Program (head, block of queries, block of keys). `r`: the references by name."""
+    mask = call.mask
     head, i, j = (pl.program_id(axis) for axis in range(3))
     first_query, first_key = i * call.blocks.queries, j * call.blocks.keys
     pl.when(j == 0)(lambda: _start(r, call, first_query, call.row_of_kv(head)))

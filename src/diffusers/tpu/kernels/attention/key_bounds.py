@@ -5,7 +5,7 @@ them everyone's. So nothing of the size of the keys is joined for their sake.
 """
 
 import functools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from ..pallas import LANES, SUBLANES, by_token, cost
+from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost
 from .softmax_modes import SMALLEST
 
 
@@ -24,23 +24,18 @@ TILE_ROWS = 64  # of one head, in registers
 LEAST_ROWS = 1024  # with fewer XLA's way is no slower
 
 
-@dataclass(frozen=True)
-class KeyBounds:
+class KeyBounds(NamedTuple):
     """Of the keys that some query sees, per head of keys.
 
     Attributes:
         reach: max |k|; larger where exponentials of 2^SMALLEST times the values do not add up to a float32.
-        centre: their mean c, as rows in the keys' dtype that add up to it: one row of bfloat16 would be off by as much as
-            keys may differ.
+        centre: their mean c, as rows in the keys' dtype that add up to it: one bfloat16 would be off by as much as keys differ.
         radius: max |k - c|.
     """
 
     reach: Float[Array, "B K"]
     centre: Float[Array, "B K 8 D"]
     radius: Float[Array, "B K"]
-
-
-jax.tree_util.register_dataclass(KeyBounds, data_fields=["reach", "centre", "radius"], meta_fields=[])
 
 
 def key_bounds(
@@ -132,15 +127,13 @@ def key_norms(
     batch, tokens, columns = k.shape
     heads, dim = centre.shape[1:]
 
-    def kernel(k_ref, c_ref, *refs):
-        *own_ref, o_ref = refs
-
+    def kernel(r):
         @pl.when(pl.program_id(1) == 0)
         def _():
-            o_ref[...] = jnp.zeros_like(o_ref)
+            r.o[...] = jnp.zeros_like(r.o)
 
         first = pl.program_id(1) * BLOCK_ROWS
-        last = own_ref[0][0] if own_ref else tokens
+        last = tokens if own is None else r.own[0]
 
         @pl.loop(0, BLOCK_ROWS // TILE_ROWS)
         def _(n):
@@ -148,26 +141,22 @@ def key_norms(
             there = first + n * TILE_ROWS + lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0) < last
             for head in range(heads):
                 of_head = slice(head * dim, (head + 1) * dim)
-                keys = k_ref[rows, of_head].astype(jnp.float32)
-                for row, x in enumerate((keys, keys - c_ref[:, of_head])):
+                keys = r.k[rows, of_head].astype(jnp.float32)
+                for row, x in enumerate((keys, keys - r.centre[:, of_head])):
                     squares = jnp.where(there, (x * x).sum(-1, keepdims=True), 0.0)
                     most = squares.reshape(-1, SUBLANES, 1).max(0)  # down the sublanes once, outside
-                    o_ref[row, :, of_head] = jnp.maximum(o_ref[row, :, of_head], most)
+                    r.o[row, :, of_head] = jnp.maximum(r.o[row, :, of_head], most)
 
-    squares = pl.pallas_call(
-        kernel,
-        grid=(batch, pl.cdiv(tokens, BLOCK_ROWS)),
-        in_specs=[
-            pl.BlockSpec((None, BLOCK_ROWS, columns), lambda b, t: (b, t, 0)),
-            pl.BlockSpec((None, 1, columns), lambda b, t: (b, 0, 0)),
-            *([] if own is None else [pl.BlockSpec(memory_space=pltpu.SMEM)]),
-        ],
-        out_specs=pl.BlockSpec((None, 2, SUBLANES, columns), lambda b, t: (b, 0, 0, 0)),
-        out_shape=jax.ShapeDtypeStruct((batch, 2, SUBLANES, columns), jnp.float32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
-        cost_estimate=cost(k, flops=6 * k.size),
-        interpret=interpret,
-        name="key_norms_kernel",
-    )(k, centre.reshape(batch, 1, columns), *([] if own is None else [own.reshape(1).astype(jnp.int32)]))
+    operands = {
+        "k": (k, pl.BlockSpec((None, BLOCK_ROWS, columns), lambda b, t: (b, t, 0))),
+        "centre": (centre.reshape(batch, 1, columns), pl.BlockSpec((None, 1, columns), lambda b, t: (b, 0, 0))),
+    }
+    if own is not None:
+        operands["own"] = own.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)
+    squares = jax.ShapeDtypeStruct((batch, 2, SUBLANES, columns), jnp.float32)
+    outputs = {"o": (squares, pl.BlockSpec((None, 2, SUBLANES, columns), lambda b, t: (b, 0, 0, 0)))}
+    how = {"parallel": 1, "work": cost(k, flops=6 * k.size), "interpret": interpret}
+    grid = batch, pl.cdiv(tokens, BLOCK_ROWS)
+    squares = call_kernel(kernel, "key_norms_kernel", grid, operands, outputs, **how)["o"]
     reach, radius = jnp.moveaxis(jnp.sqrt(squares[..., ::dim].max(2)), 1, 0)
     return reach, radius

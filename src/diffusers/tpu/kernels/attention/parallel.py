@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +99,7 @@ def parallel_attention(
     return out if rows is None else jnp.where(rows, out, 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """How the arrays of a call lie over `mesh`, whose axes are `AXES`. `dp`, `tp`: of batch and heads, None: whole."""
 
     mesh: Mesh
@@ -227,17 +227,13 @@ def _mask_specs(mask: Mask | None, on_batch, on_heads, on_rows) -> Mask | None:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """The stream that every chip has whole. `seen`: its tokens that are no padding, None: all; results of others are zeros."""
 
     q: Float[Array, "B N L D"]
     k: Float[Array, "B K L D"]
     v: Float[Array, "B K L E"]
     seen: Bool[Array, "B|1 L"] | None = None
-
-
-jax.tree_util.register_dataclass(Text, data_fields=["q", "k", "v", "seen"], meta_fields=[])
 
 
 def joint_attention(
