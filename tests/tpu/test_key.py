@@ -218,3 +218,28 @@ def test_parts_of_one_text_that_use_other_arguments_are_two_programs(chips, own_
         model, x, y = Choosing(first), torch.randn(2, 3), torch.randn(2, 3)
         theirs = model(x, y)
         assert relative(diffusers.tpu.install(model)(x, y), theirs) < 1e-6
+
+
+class Tripled:
+    def __call__(self, x):
+        return x * 3
+
+
+class Held(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tripled = Tripled()
+
+    def forward(self, x):
+        return self.tripled(x)
+
+
+def test_what_python_adds_to_a_class_is_no_change(chips, own_store):
+    """`copy` and `pickle` leave names of slots in a class, `__annotations__` is made when somebody asks."""
+    model, x = diffusers.tpu.install(Held()), torch.randn(2, 3)
+    for asked in (lambda: None, lambda: copy.copy(model.tripled), lambda: Tripled.__annotations__):
+        asked()
+        assert relative(model(x), x * 3) < 1e-6
+    assert {"__slotnames__", "__annotations__"} <= {*vars(Tripled)} and programs_of(model._tpu_runner) == 1
+    Tripled.__call__ = lambda self, x: x * 5
+    assert relative(model(x), x * 5) < 1e-6 and programs_of(model._tpu_runner) == 2

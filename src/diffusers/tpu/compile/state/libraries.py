@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from .watch import dicts_differ
+from .watch import dicts_differ, of_class
 
 
 # Where a development checkout of one of these is installed, it is a library too.
@@ -87,7 +87,7 @@ def _version(thing: type | types.ModuleType, now: dict) -> int:
 
 def class_version(cls: type) -> int:
     """Which of the states that this class's attributes were seen in this is."""
-    return _version(cls, vars(cls))
+    return _version(cls, of_class(cls))
 
 
 def foreign(x) -> bool:

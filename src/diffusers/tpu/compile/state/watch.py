@@ -17,6 +17,7 @@ import torch
 
 PLAIN = (bool, int, str, bytes, type(None))
 ABSENT = object()  # in the place of a value: there is none
+ON_DEMAND = frozenset(("__slotnames__", "__annotations__", "__annotations_cache__", "__annotate_func__"))  # of a class
 
 
 def alike(now, before) -> bool:
@@ -136,8 +137,13 @@ def _refill(x: list | deque | set, before: list):
     (x.update if isinstance(x, set) else x.extend)(before)
 
 
+def of_class(cls: type) -> dict:
+    """The attributes of a class, without those that Python adds when somebody copies an object or asks for annotations."""
+    return {name: x for name, x in vars(cls).items() if name not in ON_DEMAND}
+
+
 def _write_class(cls: type, before: list):
-    held, now = _as_dict(before), vars(cls)
+    held, now = _as_dict(before), of_class(cls)
     for name in now.keys() - held.keys():
         delattr(cls, name)
     for name, value in held.items():
@@ -167,7 +173,7 @@ def _fixed(*_):
 OF_MODULE = dict, put_back
 DICT = _pairs, lambda x, before: put_back(x, _as_dict(before))
 SEQUENCE = list, _refill
-CLASS = lambda cls: _pairs(vars(cls)), _write_class
+CLASS = lambda cls: _pairs(of_class(cls)), _write_class
 CELL = content, _write_cell
 VARIABLE = lambda x: (x.get(ABSENT),), lambda x, before: before[0] is ABSENT or x.set(before[0])
 BYTEARRAY = lambda x: (bytes(x),), lambda x, before: x.__setitem__(slice(None), before[0])

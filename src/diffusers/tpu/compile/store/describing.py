@@ -53,7 +53,8 @@ _PLAIN = (
 _VALUES = (bool, int, float, str, tuple, list, dict, set, type(None))
 _OF_CLASSES = frozenset(
     "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __abstractmethods__ __parameters__ __orig_bases__"
-    " __hash__ __match_args__ __dataclass_fields__ __dataclass_params__ __annotate__ _abc_impl __static_attributes__".split()
+    " __hash__ __match_args__ __dataclass_fields__ __dataclass_params__ __annotate__ _abc_impl __static_attributes__"
+    " __slotnames__ __annotations_cache__ __annotate_func__ __firstlineno__".split()
 )
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 
