@@ -105,13 +105,13 @@ def what_stands(out: Path, prompts: Path) -> dict:
     """Counts of a directory: outputs, drafts left, lines of the manifest, torn or wrong pictures (against the pipeline by hand)."""
     import torch
 
-    import tiny_images
+    import tiny
 
     listed = prompt_files.read(prompts, 1, ARGUMENTS)
     pictures = sorted(path.name for path in out.glob("*.png") if not path.name.startswith("."))
     drafts = [p.name for p in out.rglob(".*.*.*") if p.is_file() and p.name != ".prompts.lock"]
     manifest = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
-    pipe, wrong = tiny_images.flux(), 0
+    pipe, wrong = tiny.flux(), 0
     for prompt in listed:
         expected = pipe(
             prompt.prompt, generator=torch.Generator().manual_seed(prompt.seed), **prompt.arguments
@@ -143,10 +143,10 @@ def main() -> int:
     parser.add_argument("--ray", action="store_true", help="by two actors of Ray Data")
     parser.add_argument("--record", action="store_true", help=f"write to {RESULT.relative_to(ROOT)}")
     options = parser.parse_args()
-    import tiny_images
+    import tiny
 
     with tempfile.TemporaryDirectory() as folder:
-        tiny_images.flux().save_pretrained(Path(folder) / "model")
+        tiny.flux().save_pretrained(Path(folder) / "model")
         facts = run(Path(folder), options.prompts, options.kills, options.seed, options.ray)
     print(json.dumps(facts, indent=2))
     if options.record:

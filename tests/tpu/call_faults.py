@@ -9,6 +9,7 @@ import inspect
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+import tiny
 from diffusers import tpu
 
 
@@ -16,26 +17,17 @@ def _raises(*_, **__):
     raise KeyError("a callback's own error")
 
 
-def _other_latents(pipe, step, time, tensors):
-    return {"latents": tensors["latents"][..., :-1]}
+def _given(answer):
+    return lambda pipe, step, time, tensors: answer(tensors)
 
 
-def _no_answer(pipe, step, time, tensors):
-    return None
-
-
-def _unknown_answer(pipe, step, time, tensors):
-    return {"nonsense": 1}
-
-
-def _scaled_latents(pipe, step, time, tensors):
-    return {"latents": tensors["latents"] * 0.5}
-
-
-def _seeded():
-    return torch.Generator().manual_seed(5)
-
-
+CALLBACKS = {
+    "other latents": _given(lambda tensors: {"latents": tensors["latents"][..., :-1]}),
+    "no answer": _given(lambda tensors: None),
+    "an unknown answer": _given(lambda tensors: {"nonsense": 1}),
+    "scaled latents": _given(lambda tensors: {"latents": tensors["latents"] * 0.5}),
+    "raises": _raises,
+}
 SIZES = (0, -8, 7, 33, 32.0, "32", None, [32], True, 40, 64)
 COUNTS = (0, -1, 2, 3, 1.5, "2", None, [1])
 VALUES = {
@@ -52,7 +44,7 @@ VALUES = {
     "max_sequence_length": (0, -1, 3, 10_000, "16", 16.0, None),
     "output_type": ("xyz", None, 5, "latent", "pt", "pil"),
     "return_dict": (False, None, "yes"),
-    "callback_on_step_end": (_raises, _other_latents, _no_answer, _unknown_answer, _scaled_latents, "callback", 5),
+    "callback_on_step_end": (*CALLBACKS.values(), "callback", 5),
     "callback_on_step_end_tensor_inputs": (["nonsense"], "latents", None, [], 5, ["prompt_embeds", "latents"]),
     "attention_kwargs": ("scale", {"scale": "a"}, {"nonsense": 1}, {"scale": 0.5}, 5),
     "cross_attention_kwargs": ("scale", {"scale": "a"}, {"nonsense": 1}, 5),
@@ -63,7 +55,7 @@ VALUES = {
     "clip_skip": (1, 99, -1, "a", 1.5),
     "use_dynamic_cfg": (True, "a"),
     "nonsense": (1,),
-    "generator": (lambda: [_seeded()] * 3, lambda: "seed", lambda: 5, lambda: [_seeded()], lambda: []),
+    "generator": (lambda: [tiny.fresh(5)] * 3, lambda: "seed", lambda: 5, lambda: [tiny.fresh(5)], lambda: []),
     "latents": None,
     "prompt_embeds": None,
     "negative_prompt_embeds": None,
@@ -162,10 +154,10 @@ def of_a_model(rng, call, signature) -> tuple[str, object]:
         value = pick(rng, (None, "text", 5, {"scale": 2.0}, [1], torch.zeros(1)))
         return f"{name}={value}", lambda: dataclasses.replace(call, kwargs={**call.kwargs, name: value})
     if way < 0.18:
-        return "without its first argument", lambda: _without_first(call)
-    chosen = {
-        int(n): pick(rng, ODD) for n in rng.choice(tensors, min(len(tensors), 1 + int(way > 0.8)), replace=False)
-    }
+        shorter = {"args": call.args[1:]} if call.args else {"kwargs": dict([*call.kwargs.items()][1:])}
+        return "without its first argument", lambda: dataclasses.replace(call, **shorter)
+    some = rng.choice(tensors, min(len(tensors), 1 + int(way > 0.8)), replace=False)
+    chosen = {int(n): pick(rng, ODD) for n in some}
 
     def change():
         made = [ODD[chosen[n]](leaf.clone()) if n in chosen else leaf for n, leaf in enumerate(leaves)]
@@ -173,12 +165,6 @@ def of_a_model(rng, call, signature) -> tuple[str, object]:
         return dataclasses.replace(call, args=args, kwargs=kwargs)
 
     return ", ".join(f"tensor {n} {tuple(leaves[n].shape)}: {words}" for n, words in chosen.items()), change
-
-
-def _without_first(call):
-    if call.args:
-        return dataclasses.replace(call, args=call.args[1:])
-    return dataclasses.replace(call, kwargs=dict([*call.kwargs.items()][1:]))
 
 
 CONFIGS = {

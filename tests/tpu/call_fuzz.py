@@ -29,8 +29,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import call_faults
 import conftest  # noqa: F401  before JAX starts: simulated chips and their flags
 import tiny
-import tiny_images
-import tiny_unets
 from diffusers import tpu
 from diffusers.tpu.compare.pipelines import Call, record, run_pipeline, values_of
 
@@ -51,13 +49,7 @@ KNOWN = (
     # A tensor on torch's meta device has no values; upstream's answer to it has none either.
     r"^raises TypeError\(.can't convert meta device type tensor to numpy.* where upstream does not$",
 )  # fmt: skip
-PIPELINES = {
-    "wan": tiny.wan,
-    "sd": tiny_unets.sd,
-    "flux": tiny_images.flux,
-    "cogvideox": tiny.cogvideox,
-    "hunyuan15": tiny.hunyuan15,
-}
+PIPELINES = ("wan", "sd", "flux", "cogvideox", "hunyuan15")
 
 
 @dataclass
@@ -74,10 +66,8 @@ class Subject:
 
 
 def subject(name: str) -> Subject:
-    theirs = PIPELINES[name]()
-    theirs.set_progress_bar_config(disable=True)
-    given = tiny.arguments(name, 2) if name in tiny.ARGUMENTS else tiny_images.arguments()
-    del given["generator"]
+    theirs = tiny.make(name)
+    given = tiny.arguments(name, num_inference_steps=2, generator=None)
     ours = copy.deepcopy(theirs)
     calls, expected = record(theirs, given, SEED)
     return Subject(name, theirs, tpu.install(ours), given, calls, expected)

@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import sys
@@ -74,10 +75,7 @@ class Card:
 
     @property
     def name(self) -> str:
-        suffix = [
-            *([str(self.number)] if self.number else []),
-            *(name.split("/")[-1] for name in self.renamed.values()),
-        ]
+        suffix = [str(self.number)] * bool(self.number) + [name.split("/")[-1] for name in self.renamed.values()]
         return "-".join([Path(self.source).stem.removeprefix("pipeline_"), *suffix])
 
     def script(self) -> str:
@@ -102,6 +100,22 @@ def scripts(path: Path) -> list[str]:
             if any("from_pretrained" in line for line in lines):
                 found.append("\n".join(lines) + "\n")
     return found
+
+
+def _given(name: str):
+    """What a script uses and does not define."""
+    return torch if name == "torch" else getattr(diffusers.utils, name)
+
+
+def _card(source: str, facts: dict = {}) -> Card:
+    given = {name: _given(name) for name in facts.get("given", ())}
+    return Card(source, **{**facts, "given": given, "limits": Limits(**facts.get("limits", {}))})
+
+
+# Which scripts are run: of upstream's installed files, video first.
+CARDS = [_card(*row) for row in json.loads(Path(__file__).with_suffix(".json").read_text())]
+# In the fast set: a video and a picture, of those that are compiled soonest (Wan's takes 20 s).
+FAST = [card for card in CARDS if card.name in ("ltx", "flux")]
 
 
 def repositories(script: str) -> list[str]:
@@ -215,9 +229,7 @@ def distance(ours: Ran, oracle: Ran) -> float:
 @contextlib.contextmanager
 def surroundings(monkeypatch, limits: Limits, pixels: list):
     """What scripts find: addresses that answer, pipelines within the limits; float pictures are kept in `pixels`."""
-    for file in ROOT.glob(
-        "pipelines/*/*_flax.py"
-    ):  # first: classes by their own names keep the calls of those that they stand for
+    for file in ROOT.glob("pipelines/*/*_flax.py"):  # first: they keep the calls of those that they stand for
         importlib.import_module(f"diffusers.pipelines.{file.parent.name}.{file.stem}")
     with monkeypatch.context() as patch:
         patch.setattr(requests, "get", web.get)

@@ -29,7 +29,6 @@ import torch
 from PIL import Image
 
 import tiny
-import tiny_images
 from diffusers.tpu.apps.generation.media import contact_sheet
 
 
@@ -63,7 +62,7 @@ BAD = {
 
 
 def pipeline(kind: str):
-    pipe = tiny_images.flux() if kind == "image" else tiny.wan()
+    pipe = tiny.flux() if kind == "image" else tiny.wan()
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

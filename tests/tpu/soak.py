@@ -42,9 +42,7 @@ SIZES = ((16, 16), (16, 32), (32, 16), (32, 32))
 
 
 def installed(layers: int = 2, **settings):
-    pipe = tpu.install(tiny.wan(layers=layers), tpu.TPUConfig(**settings) if settings else None)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe.to("cuda")
+    return tpu.install(tiny.wan(transformer={"num_layers": layers}), tpu.TPUConfig(**settings)).to("cuda")
 
 
 def held() -> tuple[float, int]:
@@ -79,29 +77,6 @@ def phase(count: int, generate, limit: float = LIMIT) -> dict:
     return answer
 
 
-def same(pipe):
-    return lambda number: pipe(**CALL)
-
-
-def sizes(pipe):
-    def run(number: int):
-        height, width = SIZES[number % len(SIZES)]
-        pipe(**{**CALL, "height": height, "width": width})
-
-    return run
-
-
-def scales(pipe):
-    targets = ["to_q", "to_v", "net.2"]
-    pipe.transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
-
-    def run(number: int):
-        pipe.transformer.set_adapters("default", 0.1 * (1 + number % 7))
-        pipe(**CALL)
-
-    return run
-
-
 def any_size(count: int) -> dict:
     """Latents of sizes that are each asked for once."""
     pipe = installed(1, programs=PROGRAMS)
@@ -115,13 +90,21 @@ def any_size(count: int) -> dict:
     return {**answer, "programs": len(part["programs"]), "evicted": part["evicted"]}
 
 
-def made_and_deleted(number: int):
-    installed()(**CALL)
-
-
 def with_one_pipeline(count: int) -> dict:
     pipe, few = installed(), max(16, count // 5)
-    return {"same": phase(count, same(pipe)), "sizes": phase(few, sizes(pipe)), "scales": phase(few, scales(pipe))}
+
+    def sizes(number: int):
+        height, width = SIZES[number % len(SIZES)]
+        pipe(**{**CALL, "height": height, "width": width})
+
+    def scales(number: int):
+        pipe.transformer.set_adapters("default", 0.1 * (1 + number % 7))
+        pipe(**CALL)
+
+    found = {"same": phase(count, lambda number: pipe(**CALL)), "sizes": phase(few, sizes)}
+    targets = ["to_q", "to_v", "net.2"]
+    pipe.transformer.add_adapter(LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+    return found | {"scales": phase(few, scales)}
 
 
 def main(count: int, kind: str = "") -> int:
@@ -132,14 +115,13 @@ def main(count: int, kind: str = "") -> int:
     answer = with_one_pipeline(count)
     gc.collect()
     answer["device_bytes_after_del"] = held()[1]
-    answer["pipelines"] = phase(max(8, count // 3), made_and_deleted)  # the allocator stands after some fifteen
-    answer["threads"] = sorted(
-        t.name for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon
-    )
+    # The allocator stands after some fifteen.
+    answer["pipelines"] = phase(max(8, count // 3), lambda number: installed()(**CALL))
+    others = (t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon)
+    answer["threads"] = sorted(t.name for t in others)
     print(json.dumps(answer))
-    return (
-        0 if all(part["flat"] for part in answer.values() if isinstance(part, dict)) and not answer["threads"] else 1
-    )
+    flat = all(part["flat"] for part in answer.values() if isinstance(part, dict))
+    return 0 if flat and not answer["threads"] else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-import tiny_images
+import tiny
 from conftest import ROOT
 from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
 from diffusers.tpu.apps.bulk import prompts as prompt_files
@@ -32,7 +32,7 @@ SETTINGS = {"model": "flux"}
 @pytest.fixture(scope="module")
 def flux():
     """A tiny Flux, as upstream runs it."""
-    return tiny_images.flux()
+    return tiny.flux()
 
 
 @pytest.fixture

@@ -9,16 +9,13 @@ it. A script in float32 is within `SAME` of upstream (measured: 5e-7 to 1.5e-6).
 
 import contextlib
 import gc
-import os
-import subprocess
-import sys
 
 import huggingface_hub.constants
 import numpy as np
 import pytest
 
 import cards
-from card_list import CARDS, FAST
+from cards import CARDS, FAST
 from diffusers.tpu import idioms
 from diffusers.tpu.compare import LOW_PRECISION_FACTOR
 from hub import MAKERS, Hub
@@ -88,13 +85,9 @@ def distances(run, card: cards.Card, script: str) -> tuple[float, float]:
     return own, error
 
 
-@pytest.mark.parametrize("card", FAST, ids=lambda card: card.name)
-def test_cards_of_the_fast_set(run, card):
-    check(run, card, card.script())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("card", [card for card in CARDS if card not in FAST], ids=lambda card: card.name)
+@pytest.mark.parametrize(
+    "card", [pytest.param(card, id=card.name, marks=[pytest.mark.slow] * (card not in FAST)) for card in CARDS]
+)
 def test_cards(run, card):
     check(run, card, card.script())
 
@@ -104,22 +97,6 @@ def test_cards(run, card):
 def test_cards_in_float32(run, card):
     """Half precision hides errors of its own size; the same scripts in float32 hide none."""
     check(run, card, cards.in_float32(card.script()))
-
-
-@pytest.mark.slow
-def test_a_script_in_a_process_of_its_own(hub, tmp_path, compiled_programs, root):
-    """Nothing around it but the environment: no limits, no local web; its sizes are its model's."""
-    card = next(card for card in CARDS if card.name == "stable_diffusion")
-    script = card.script()
-    for name in cards.repositories(script):
-        hub.lay(name)
-    (tmp_path / "script.py").write_text(script + 'image.save("astronaut.png")\n')
-    environment = {
-        **os.environ, "HF_HUB_CACHE": str(hub.cache), "HF_HUB_OFFLINE": "1", "DIFFUSERS_TPU": "cpu",
-        "DIFFUSERS_TPU_DEVICES": "2", "DIFFUSERS_TPU_CACHE": compiled_programs, "PYTHONPATH": str(root / "src"),
-    }  # fmt: skip
-    subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, check=True, timeout=600)
-    assert (tmp_path / "astronaut.png").stat().st_size
 
 
 def test_scripts_are_read_from_docstrings_as_python():

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tiny
-import tiny_videos
 from conftest import relative
 from diffusers import CogVideoXDDIMScheduler, CogVideoXTransformer3DModel, CogVideoXVideoToVideoPipeline, tpu
 from diffusers.models.embeddings import get_3d_rotary_pos_embed
@@ -16,7 +15,7 @@ from diffusers.tpu.config import TPUConfig
 from video_oracle import assert_video_is_upstreams
 
 
-WORDS, WIDTH = 10, tiny_videos.WIDTH
+WORDS, WIDTH = 10, tiny.WIDTH
 FRAMES = {2: (2, 8, 6), None: (3, 10, 6)}  # latents: places that no axis of these meshes divides
 KINDS = {  # as 2b, 5b, its image-to-video and 1.5
     "2b": {},
@@ -87,9 +86,9 @@ def pipeline(kind):
     """(pipeline, further arguments)."""
     size = (32, 16)
     if kind == "video":
-        pipe = CogVideoXVideoToVideoPipeline(**tiny_videos.cogvideox_5b().components)
+        pipe = CogVideoXVideoToVideoPipeline(**tiny.cogvideox_5b().components)
         return pipe, {"video": video(9, size), "strength": 0.7}
-    pipe = getattr(tiny_videos, f"cogvideox_{kind}")()
+    pipe = getattr(tiny, f"cogvideox_{kind}")()
     if kind == "control":  # upstream's loop calls it without what DPM needs
         pipe.scheduler = CogVideoXDDIMScheduler.from_config(pipe.scheduler.config)
     if kind == "i2v":

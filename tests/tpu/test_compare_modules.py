@@ -43,8 +43,10 @@ pytestmark = pytest.mark.usefixtures("chips")
 @functools.cache
 def recorded(name: str, component: str, entry: str = "forward"):
     """(the component of a tiny pipeline, a call of it, what upstream's gives, submodule by submodule)."""
-    pipe = fidelity.load(tiny.BUILDERS[name](), torch.float32)
-    arguments = {key: value for key, value in tiny.arguments(name, 1).items() if key != "generator"}
+    pipe = fidelity.load(tiny.make(name), torch.float32)
+    arguments = {
+        key: value for key, value in tiny.arguments(name, num_inference_steps=1).items() if key != "generator"
+    }
     calls, _ = fidelity.record(pipe, arguments, 5)
     call = next(call for call in calls if (call.module, call.entry) == (component, entry))
     module = fidelity.modules(pipe)[component]
@@ -291,7 +293,9 @@ def test_a_component_whose_program_is_kept_is_traced_all_the_same():
 
 def test_bfloat16_is_held_to_upstreams_own_error_in_each_submodule():
     pipe = tiny.wan()
-    arguments = {key: value for key, value in tiny.arguments("wan", 1).items() if key != "generator"}
+    arguments = {
+        key: value for key, value in tiny.arguments("wan", num_inference_steps=1).items() if key != "generator"
+    }
     form = Form("scanned", torch.bfloat16)
     (comparison,) = fidelity.compare_component(pipe, "transformer", form, arguments=arguments, seed=5)
     rows = {row.name: row for row in comparison.rows}

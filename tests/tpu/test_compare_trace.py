@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tiny
-import tiny_videos
 from diffusers.models.transformers import transformer_hunyuan_video15
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.bridge import assuming
@@ -66,7 +65,7 @@ def test_the_patched_one_is_stopped_by_nothing_as_a_run_traces_it():
     ],
 )
 def test_what_stops_video_models(name, arguments, stops):
-    found = of_pipeline(getattr(tiny_videos, name)(), {**SMALL, **arguments})
+    found = of_pipeline(getattr(tiny, name)(), {**SMALL, **arguments})
     assert {"transformer", "vae"} <= {traced.component for traced in found}
     for traced in found:
         expected = stops.get(traced.component, [])

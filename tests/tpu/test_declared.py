@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import importlib
+import json
 import re
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,18 +13,11 @@ import pytest
 import torch
 from jax.sharding import PartitionSpec as P
 
+import diffusers
 import tiny
 from conftest import relative
-from diffusers import (
-    ChronoEditTransformer3DModel,
-    Flux2Transformer2DModel,
-    FluxTransformer2DModel,
-    HeliosTransformer3DModel,
-    LTX2VideoTransformer3DModel,
-    LTXVideoTransformer3DModel,
-)
+from diffusers import Flux2Transformer2DModel, HeliosTransformer3DModel, LTXVideoTransformer3DModel
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Transformer3DModel
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan, plan_weights
 from diffusers.tpu.compile.module import CompiledModule
@@ -31,103 +27,28 @@ from diffusers.tpu.pipelines.attach import runs
 from diffusers.tpu.pipelines.declared import declared_plan
 
 
-HEADS, DIM, TEXT = 4, 12, 7
-WIDTH = HEADS * DIM
-SIZES = {"num_attention_heads": HEADS, "attention_head_dim": DIM, "num_layers": 3}
-
-
 def ids(*sizes: int) -> torch.Tensor:
     """Places in a grid of these sizes, one after another [T, axes]."""
     return torch.cartesian_prod(*map(torch.arange, sizes)).float()
 
 
-def chronoedit():
-    model = ChronoEditTransformer3DModel(**SIZES, in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=80)
-    inputs = {"hidden_states": torch.randn(1, 4, 2, 6, 10), "encoder_hidden_states": torch.randn(1, TEXT, 16)}
-    return model, {**inputs, "timestep": torch.tensor([500])}
+# Sizes and inputs: a shape is of normal draws, a text a tensor.
+MODELS = json.loads(Path(__file__).with_name("declared.json").read_text())
+SIZES = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 3}
 
 
-def flux2():
-    model = Flux2Transformer2DModel(
-        **SIZES, in_channels=8, num_single_layers=2, joint_attention_dim=16, timestep_guidance_channels=16,
-        axes_dims_rope=(2, 4, 4, 2),
-    )  # fmt: skip
-    return model, {
-        "hidden_states": torch.randn(1, 25, 8), "encoder_hidden_states": torch.randn(1, TEXT, 16),
-        "timestep": torch.tensor([0.5]), "guidance": torch.tensor([3.5]), "img_ids": ids(1, 5, 5, 1)[None],
-        "txt_ids": ids(1, 1, 1, TEXT)[None],
-    }  # fmt: skip
-
-
-def helios():
-    model = HeliosTransformer3DModel(
-        **SIZES, in_channels=4, out_channels=4, text_dim=16, freq_dim=16, ffn_dim=80, rope_dim=(4, 4, 4)
-    )
-    history = {
-        "latents_history_short": torch.randn(1, 4, 2, 4, 6), "latents_history_mid": torch.randn(1, 4, 2, 4, 6),
-        "latents_history_long": torch.randn(1, 4, 4, 4, 6), "indices_hidden_states": torch.arange(8, 10)[None],
-        "indices_latents_history_short": torch.arange(6, 8)[None], "indices_latents_history_mid": torch.arange(4, 6)[None],
-        "indices_latents_history_long": torch.arange(0, 4)[None],
-    }  # fmt: skip
-    inputs = {"hidden_states": torch.randn(1, 4, 2, 4, 6), "encoder_hidden_states": torch.randn(1, TEXT, 16)}
-    return model, {**inputs, **history, "timestep": torch.tensor([500])}
-
-
-def ltx():
-    model = LTXVideoTransformer3DModel(
-        **SIZES, in_channels=8, out_channels=8, cross_attention_dim=WIDTH, caption_channels=16
-    )
-    inputs = {"hidden_states": torch.randn(2, 30, 8), "encoder_hidden_states": torch.randn(2, TEXT, 16)}
-    mask = torch.tensor([[1] * TEXT, [1] * 4 + [0] * (TEXT - 4)])
-    grid = {"num_frames": 2, "height": 3, "width": 5}
-    return model, {**inputs, **grid, "encoder_attention_mask": mask, "timestep": torch.tensor([500, 300])}
-
-
-def ltx2():
-    model = LTX2VideoTransformer3DModel(
-        **SIZES, in_channels=8, out_channels=8, cross_attention_dim=WIDTH, caption_channels=16, audio_in_channels=8,
-        audio_out_channels=8, audio_num_attention_heads=HEADS, audio_attention_head_dim=6,
-        audio_cross_attention_dim=WIDTH // 2, rope_double_precision=False,  # in float64, which chips lack, 1e-5 away
-    )  # fmt: skip
-    return model, {
-        "hidden_states": torch.randn(1, 30, 8), "audio_hidden_states": torch.randn(1, 9, 8),
-        "encoder_hidden_states": torch.randn(1, TEXT, 16), "audio_encoder_hidden_states": torch.randn(1, TEXT, 16),
-        "timestep": torch.tensor([500.0]), "sigma": torch.tensor([500.0]), "num_frames": 2, "height": 3, "width": 5,
-        "audio_num_frames": 9,
-    }  # fmt: skip
-
-
-def minimax():
-    model = MiniMaxH3Transformer3DModel(
-        **SIZES, hidden_size=WIDTH, num_refiner_layers=2, ffn_dim=80, in_channels=2, audio_in_channels=6, text_dim=16,
-        freq_dim=16, time_embed_hidden_dim=24, time_embed_dim=20, rope_freq_dim=2,
-    )  # fmt: skip
-    video, audio = 18, 5
-    tags = torch.tensor([1] * TEXT + [0] * video + [2] * audio)
-    places = {
-        f"{name}_indices": (tags == tag).nonzero()[:, 0] for name, tag in (("text", 1), ("video", 0), ("audio", 2))
-    }
-    return model, {
-        "hidden_states": torch.randn(1, video, 8), "audio_hidden_states": torch.randn(1, audio, 6),
-        "encoder_hidden_states": torch.randn(1, TEXT, 16), "timestep": torch.tensor([0.3, 0.8]),
-        "timestep_indices": (torch.arange(len(tags)) % 2), "token_tags": tags, "position_ids": ids(5, 3, 2), **places,
-    }  # fmt: skip
-
-
-def flux():
-    model = FluxTransformer2DModel(
-        **SIZES,
-        in_channels=8,
-        num_single_layers=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=16,
-        axes_dims_rope=(4, 4, 4),
-    )
-    return model, {
-        "hidden_states": torch.randn(1, 25, 8), "encoder_hidden_states": torch.randn(1, TEXT, 16),
-        "pooled_projections": torch.randn(1, 16), "timestep": torch.tensor([0.5]), "img_ids": ids(1, 5, 5),
-        "txt_ids": torch.zeros(TEXT, 3),
-    }  # fmt: skip
+def drawn(name: str):
+    """(upstream's, the same to be run on the mesh, inputs)."""
+    made = dict(MODELS[name])
+    given, (module, _, cls) = made.pop("inputs"), made.pop("_").rpartition(".")
+    owner = importlib.import_module(f"diffusers.models.transformers.{module}") if module else diffusers
+    torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
+    theirs = tiny.with_uneven_norms(getattr(owner, cls)(**SIZES, **made).eval())
+    inputs = {}
+    for key, value in given.items():
+        value = eval(value) if isinstance(value, str) else torch.randn(value) if isinstance(value, list) else value
+        inputs[key] = torch.tensor(value) if isinstance(value, list) else value
+    return theirs, copy.deepcopy(theirs), inputs
 
 
 def answers(model, inputs) -> torch.Tensor:
@@ -135,37 +56,24 @@ def answers(model, inputs) -> torch.Tensor:
         return torch.cat([x.flatten() for x in model(**inputs, return_dict=False) if isinstance(x, torch.Tensor)])
 
 
-def drawn(made):
-    """(upstream's, the same to be run on the mesh, inputs)."""
-    torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
-    theirs, inputs = made()
-    tiny.with_uneven_norms(theirs.eval())
-    return theirs, copy.deepcopy(theirs), inputs
-
-
 def runner_of(model, plan, chips, degrees) -> CompiledModule:
     return CompiledModule(model, plan, make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
-
-
-def flops_alone(model, inputs, chips) -> float:
-    runner = runner_of(model, ModelPlan(), chips, (1, 1, 1))
-    runner.attach()
-    call = runner.flatten_call("forward", (), {**inputs, "return_dict": False})
-    flops = runner.trace(call).traced.lower().cost_analysis()["flops"]
-    runner.detach()
-    return flops
 
 
 @pytest.mark.parametrize(
     "made, degrees",
     [
-        (chronoedit, (1, 4, 1)), (flux2, (1, 2, 2)), (helios, (1, 4, 1)), (ltx, (2, 4, 1)), (ltx2, (1, 4, 1)),
-        (minimax, (1, 8, 1)), (flux, (1, 1, 4)),
+        ("chronoedit", (1, 4, 1)), ("flux2", (1, 2, 2)), ("helios", (1, 4, 1)), ("ltx", (2, 4, 1)), ("ltx2", (1, 4, 1)),
+        ("minimax", (1, 8, 1)), ("flux", (1, 1, 4)),
     ],
 )  # fmt: skip
 def test_equals_upstream_and_chips_share_the_work(chips, made, degrees):
     theirs, ours, inputs = drawn(made)
-    alone = flops_alone(theirs, inputs, chips)
+    runner = runner_of(theirs, ModelPlan(), chips, (1, 1, 1))
+    runner.attach()
+    call = runner.flatten_call("forward", (), {**inputs, "return_dict": False})
+    alone = runner.trace(call).traced.lower().cost_analysis()["flops"]
+    runner.detach()
     runner = runner_of(ours, declared_plan(ours), chips, degrees)
     runner.attach()
     assert relative(answers(ours, inputs), answers(theirs, inputs)) < 1e-5
@@ -257,7 +165,7 @@ def test_only_what_can_be_said_is_taken_from_a_declaration():
     assert declared_plan(model).carry == {"mask": P("sp")}
 
 
-@pytest.mark.parametrize("made", [chronoedit, helios, minimax])
+@pytest.mark.parametrize("made", ["chronoedit", "helios", "minimax"])
 def test_what_upstream_keeps_in_float32_stays_so(chips, made, tmp_path):
     theirs, _, inputs = drawn(made)
     exact = answers(theirs.double(), {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()})
@@ -272,5 +180,4 @@ def test_what_upstream_keeps_in_float32_stays_so(chips, made, tmp_path):
     assert {name: placed.avals[key].dtype for key, names in placed.sources.items() for name in names} == {
         name: {torch.float32: np.float32, torch.bfloat16: jax.numpy.bfloat16}[dtype] for name, dtype in kept.items()
     }
-    print(made.__name__, error / upstreams)
     assert error < 1.25 * upstreams

@@ -14,7 +14,9 @@ SEED = 5
 
 
 def call(steps: int = 2) -> dict:
-    return {name: value for name, value in tiny.arguments("wan", steps).items() if name != "generator"}
+    return {
+        name: value for name, value in tiny.arguments("wan", num_inference_steps=steps).items() if name != "generator"
+    }
 
 
 def test_float32_agrees_and_a_changed_weight_does_not(chips):

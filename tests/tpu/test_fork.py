@@ -14,31 +14,22 @@ from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from upstream import digest, read_pin
 
 
-def test_files_no_patch_names_are_upstreams(root, pristine):
+def test_the_tree_is_upstream_the_series_and_an_overlay(root, pristine):
     patched = {diff.path for patch in series.read_series(root / "patches") for diff in patch.diffs}
     assert digest(pristine) == read_pin(root).files_sha256
     package = {name for name in pristine if name.startswith("diffusers/")}
     assert patched < package and len(package) == 1107
     for name in package - patched:
         assert (root / "src" / name).read_bytes() == pristine[name], name
-
-
-def test_patched_files_are_upstream_plus_series(root, pristine):
     for name, content in series.patched(series.read_series(root / "patches"), pristine).items():
         assert (root / "src" / name).read_bytes() == content != pristine[name], name
-
-
-def test_manifest_holds_the_laid_files(root):
     manifest = laying.read_manifest(root)
     assert len(manifest) == 1107
     for name, hashes in manifest.items():
         assert [hashlib.sha256((root / "src" / name).read_bytes()).hexdigest()] == hashes, name
-
-
-def test_overlay_shadows_nothing(root, pristine):
     ours = [path.relative_to(root / "src").as_posix() for path in (root / "src/diffusers").rglob("*.py")]
     ours = [name for name in ours if laying.is_overlay(name)]
-    assert ours and not [name for name in ours if name in pristine]
+    assert ours and not [name for name in ours if name in pristine]  # the overlay shadows nothing
 
 
 # In a process of its own, on a host without a TPU: what runs and what is imported in each mode.
@@ -61,8 +52,7 @@ with tempfile.TemporaryDirectory() as folder:
     for mode in ("auto", "off"):
         os.environ["DIFFUSERS_TPU"] = mode
         pipe = WanPipeline.from_pretrained(folder).to("cpu", torch.float32)
-        pipe.set_progress_bar_config(disable=True)
-        pipe(**tiny.arguments("wan", steps=1))
+        pipe(**tiny.arguments("wan", num_inference_steps=1))
         facts[mode] = [diffusers.tpu.is_active(), sorted({"jax", "torchax", "jaxlib"} & set(sys.modules))]
 
 registry._active_backend = by_variable
@@ -86,26 +76,16 @@ def test_without_a_tpu_pipelines_run_without_jax(root):
 
 
 def test_a_loaded_pipeline_passes_the_seams(monkeypatch, tmp_path):
-    model = UNet2DModel(
-        sample_size=8,
-        block_out_channels=(8,),
-        norm_num_groups=4,
-        down_block_types=("DownBlock2D",),
-        up_block_types=("UpBlock2D",),
-        layers_per_block=1,
-    )
+    sizes = {"sample_size": 8, "block_out_channels": (8,), "norm_num_groups": 4, "layers_per_block": 1}
+    model = UNet2DModel(**sizes, down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",))
     DDPMPipeline(model, DDPMScheduler()).save_pretrained(tmp_path)
-    seen = []
+    seen, moved = [], types.SimpleNamespace(to=lambda *args, **kwargs: (args, kwargs))
     monkeypatch.setattr(diffusers.tpu, "resolve_device_map", lambda device_map: (None, device_map == "cuda"))
     monkeypatch.setattr(diffusers.tpu, "handles_device", lambda *args, **kwargs: args == ("cuda",))
-    monkeypatch.setattr(diffusers.tpu, "install", lambda pipe: seen.append(pipe) or types.SimpleNamespace(to=_record))
+    monkeypatch.setattr(diffusers.tpu, "install", lambda pipe: seen.append(pipe) or moved)
     assert DDPMPipeline.from_pretrained(tmp_path) and seen == []
     pipe = DDPMPipeline.from_pretrained(tmp_path, device_map="cuda")
     assert seen == [pipe]
     assert pipe.to("cpu") is pipe
     assert pipe.to("cuda", silence_dtype_warnings=True) == (("cuda",), {"silence_dtype_warnings": True})
     assert seen == [pipe, pipe]
-
-
-def _record(*args, **kwargs):
-    return args, kwargs

@@ -12,8 +12,6 @@ import torch
 import flags
 import test_cogvideox
 import tiny
-import tiny_stages
-import tiny_videos
 from conftest import ROOT, relative
 from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.tpu import TPUConfig
@@ -163,7 +161,7 @@ def hunyuan(monkeypatch, tmp_path):
     tiny.short_texts(monkeypatch)
 
     def save(task: str):
-        pipe, call = tiny_stages.BUILDERS[f"hunyuan_{task}_to_video"]()
+        pipe, call = tiny.staged(f"hunyuan_{task}_to_video")
         pipe.save_pretrained(tmp_path / task)
         return tmp_path / task, call
 
@@ -230,7 +228,7 @@ def cogvideox(monkeypatch, tmp_path):
     """A function from a published kind to a folder with a tiny CogVideoX."""
 
     def save(kind: str) -> Path:
-        pipe = getattr(tiny_videos, f"cogvideox_{kind}")()
+        pipe = getattr(tiny, f"cogvideox_{kind}")()
         for module in pipe.components.values():
             if isinstance(module, torch.nn.Module):
                 tiny.with_uneven_norms(module)

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-import tiny_wan
+import tiny
 from conftest import programs_of, relative
 from diffusers import LayerSkipConfig, SkipLayerGuidance
 from diffusers.models.transformers.transformer_wan_flax import PLAN
@@ -36,7 +36,7 @@ def guided(transformer, guider, x, prompts, step):
 @pytest.mark.parametrize("dp", [1, 2, 3])
 def test_three_branches_of_a_guider_side_by_side(make_mesh, dp):
     """The third skips a whole block, by a hook that is gone when its value is computed."""
-    theirs = tiny_wan.transformer()
+    theirs = tiny.wan_transformer()
     ours = copy.deepcopy(theirs)
     runner = CompiledModule(ours, PLAN, make_mesh(dp, 2, 1), TPUConfig())
     runner.attach()

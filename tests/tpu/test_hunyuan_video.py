@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import tiny
-import tiny_videos
 from conftest import relative
 from diffusers import tpu
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
@@ -18,7 +17,7 @@ from diffusers.tpu.config import TPUConfig
 from video_oracle import assert_video_is_upstreams
 
 
-WORDS, WIDTH = 11, tiny_videos.WIDTH
+WORDS, WIDTH = 11, tiny.WIDTH
 CALL = {
     "prompt": "a red circle moving",
     "height": 48,
@@ -57,9 +56,11 @@ def inputs(model, latents, batch=2):
 
 
 def built(kind):
-    return tiny.with_uneven_norms(
-        tiny_videos.framepack() if kind == "framepack" else tiny_videos.hunyuan_transformer(kind)
-    )
+    if kind == "framepack":
+        return tiny.with_uneven_norms(tiny.framepack())
+    concatenated = kind == "latent_concat"
+    changes = {"in_channels": 9 if concatenated else 4, "guidance_embeds": not concatenated}
+    return tiny.with_uneven_norms(tiny.hunyuan_transformer(image_condition_type=kind, **changes))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_the_transformer_equals_upstreams(chips, kind, mesh, batch):
     ids=["pair", "image", "skyreels", "framepack"],
 )  # fmt: skip
 def test_video_equals_upstreams(chips, kind, mesh, changes):
-    pipe = getattr(tiny_videos, kind)()
+    pipe = getattr(tiny, kind)()
     given = CALL | changes
     if kind != "hunyuan":
         given["image"] = PIL.Image.effect_noise((given["width"], given["height"]), 60).convert("RGB")

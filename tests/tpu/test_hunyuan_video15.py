@@ -40,7 +40,7 @@ MEANFLOW = {"use_meanflow": True}  # of the step-distilled models
 
 
 def built(kind, guider=None, config=None):
-    pipe = tiny.BUILDERS[kind](int(np.random.default_rng().integers(1 << 31)))
+    pipe = tiny.make(kind, seed=int(np.random.default_rng().integers(1 << 31)))
     pipe.set_progress_bar_config(disable=True)
     pipe.vae.enable_slicing()  # upstream's attention refuses two videos at once
     if guider is not None:
@@ -90,7 +90,10 @@ def test_bfloat16_within_upstreams_error(chips, kind, draws):
     def videos(pipe):
         generators = (torch.Generator().manual_seed(seed) for seed in range(draws))
         return np.stack(
-            [np.asarray(pipe(**{**tiny.arguments(kind, 2), "generator": g}).frames, np.float64) for g in generators]
+            [
+                np.asarray(pipe(**{**tiny.arguments(kind, num_inference_steps=2), "generator": g}).frames, np.float64)
+                for g in generators
+            ]
         )
 
     oracle, theirs = videos(exact), videos(half)

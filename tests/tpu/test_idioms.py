@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import assert_same
 
@@ -38,9 +40,6 @@ def test_every_row_of_the_page_has_a_test_and_every_marked_test_a_row():
     assert set(rows) == set(marks)
 
 
-# Where tensors are put
-
-
 MAKERS = {
     "randn": lambda **where: torch.randn(2, 3, **where),
     "randint": lambda **where: torch.randint(0, 9, (4,), **where),
@@ -61,163 +60,107 @@ MAKERS = {
 
 
 @idiom("device-constructors")
-@pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("device", [*ACCELERATORS, "torch.device"], ids=str)
-def test_a_tensor_made_on_an_accelerator_is_the_hosts(maker, device, idioms):
+def test_a_tensor_made_on_an_accelerator_is_the_hosts(device, idioms):
     device = torch.device("cuda", 0) if device == "torch.device" else device
     state = torch.get_rng_state()
-    made = MAKERS[maker](device=device)
+    made = {name: maker(device=device) for name, maker in MAKERS.items()}
     torch.set_rng_state(state)
     idioms.off()
     try:
-        assert_same(made, torch.empty(2).fill_(1) if "pinned" in maker else MAKERS[maker]())
+        for name, maker in MAKERS.items():
+            assert_same(made[name], torch.empty(2).fill_(1) if "pinned" in name else maker())
     finally:
         idioms.on()
 
 
-@idiom("device-to", "device-cuda")
+@idiom("device-to", "device-cuda", "generator")
 @pytest.mark.parametrize("device", ACCELERATORS, ids=str)
 def test_a_tensor_moved_to_an_accelerator_stays(device):
     x = torch.randn(2, 3)
     assert x.to(device) is x and x.cuda() is x and x.cuda(0) is x and x.to(device=device) is x
     assert_same(x.to(device, torch.bfloat16, non_blocking=True), x.bfloat16())
     assert_same(x.to(device=device, dtype=torch.float64, copy=True), x.double())
-    assert (
-        x.to("cpu") is x
-        and x.to(torch.float32) is x
-        and x.to(torch.ones(1, dtype=torch.float16)).dtype == torch.float16
-    )
+    assert x.to("cpu") is x and x.to(torch.float32) is x
+    assert x.to(torch.ones(1, dtype=torch.float16)).dtype == torch.float16
     assert x.cuda().cpu().numpy().shape == (2, 3) and x.pin_memory() is x
+    for where in (device, "cpu"):
+        ours, theirs = torch.Generator(where).manual_seed(7), torch._C.Generator().manual_seed(7)
+        assert isinstance(ours, torch.Generator) and isinstance(theirs, torch.Generator) and type(ours) is type(theirs)
+        assert_same(torch.randn(3, generator=ours, device="cuda"), torch.randn(3, generator=theirs))
+    assert isinstance(None, torch.Generator | None)
 
 
-@idiom("device-asked")
-def test_what_was_put_on_an_accelerator_tells_where_it_is():
-    assert not torch.ones(1, device="cuda").is_cuda and torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
-
-
-@idiom("device-index")
+@idiom("device-index", "device-default", "device-with", "device-asked")
 def test_devices_by_index_and_by_names_that_torch_does_not_know():
     assert torch.device(0) == torch.device("cuda", 0) == torch.device("tpu:0") and torch.device("cpu").type == "cpu"
     assert isinstance(torch.ones(1).device, torch.device) and not isinstance("cuda", torch.device)
     assert pickle.loads(pickle.dumps(torch.device("cuda"))) == torch.device("cuda") != torch.device("cpu")
     with pytest.raises(RuntimeError, match="nonsense"):
         torch.device("nonsense")
-
-
-@idiom("device-default", "device-with")
-def test_a_default_device():
     torch.set_default_device("cuda")
     x = torch.zeros(2)
     torch.set_default_device(None)
     with torch.device("cuda"):
         layer = torch.nn.Linear(2, 2)
     assert x.device.type == layer.weight.device.type == "cpu"
+    assert not torch.ones(1, device="cuda").is_cuda and torch.nn.Linear(1, 1).cuda().weight.device.type == "cpu"
 
 
-@idiom("device-module")
-def test_a_module_of_the_users():
-    module = (
-        torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.ReLU())
-        .to("tpu")
-        .to(0, torch.float64)
-        .cuda()
-        .to(device="cuda")
-    )
+@idiom("device-module", "device-thread", "legacy-types", "dataloader")
+def test_a_module_of_the_users_its_threads_and_batches():
+    linear = torch.nn.Linear(3, 2)
+    module = torch.nn.Sequential(linear, torch.nn.ReLU()).to("tpu").to(0, torch.float64).cuda().to(device="cuda")
     x = torch.randn(4, 3, dtype=torch.float64, device="cuda")
-    assert_same(module(x), torch.relu(x @ module[0].weight.T + module[0].bias))
+    assert_same(module(x), torch.relu(x @ linear.weight.T + linear.bias))
     module(x).sum().backward()
-    assert module[0].weight.grad is not None
-
-
-@idiom("device-load")
-@pytest.mark.parametrize(
-    "where",
-    ["cuda", torch.device("cuda"), None, {"cuda:0": "cuda:1"}, lambda storage, _: storage.cuda(0)],
-    ids=["name", "device", "none", "map", "function"],
-)
-def test_a_file_of_tensors_is_loaded(where):
-    file, x = io.BytesIO(), torch.randn(3)
-    torch.save({"x": x, "device": torch.device("cuda:0")}, file)
-    file.seek(0)
-    assert_same(torch.load(file, map_location=where)["x"], x)
-
-
-@idiom("device-load")
-def test_a_safetensors_file_is_loaded(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    save_file({"x": torch.arange(3.0)}, tmp_path / "x.safetensors")
-    for device in ("cuda", "cuda:0", 0):
-        assert_same(load_file(tmp_path / "x.safetensors", device=device)["x"], torch.arange(3.0))
-
-
-@idiom("device-thread")
-def test_threads_of_the_users_too():
+    assert linear.weight.grad is not None
     made = []
     thread = threading.Thread(target=lambda: made.append(torch.ones(2, device="cuda").to("cuda") + 1))
     thread.start()
     thread.join()
     assert_same(made[0], torch.full((2,), 2.0))
-
-
-@idiom("generator")
-@pytest.mark.parametrize("device", [*ACCELERATORS, "cpu"], ids=str)
-def test_a_generator_on_an_accelerator_is_the_cpus(device):
-    ours, theirs = torch.Generator(device).manual_seed(7), torch._C.Generator().manual_seed(7)
-    assert isinstance(ours, torch.Generator) and isinstance(theirs, torch.Generator) and type(ours) is type(theirs)
-    assert_same(torch.randn(3, generator=ours, device="cuda"), torch.randn(3, generator=theirs))
-    assert isinstance(None, torch.Generator | None)
-
-
-@idiom("legacy-types")
-def test_types_of_tensors_by_their_old_names():
     assert_same(torch.cuda.FloatTensor([1, 2]), torch.tensor([1.0, 2.0]))
     assert torch.ones(1).type("torch.cuda.HalfTensor").dtype == torch.float16
-
-
-@idiom("dataloader")
-def test_pinned_batches():
-    from torch.utils.data import DataLoader, TensorDataset
-
     batches = DataLoader(TensorDataset(torch.arange(4.0)), batch_size=2, pin_memory=True)
     assert_same(torch.cat([x.to("cuda", non_blocking=True) for (x,) in batches]), torch.arange(4.0))
+
+
+@idiom("device-load")
+def test_a_file_of_tensors_is_loaded(tmp_path):
+    file, x = io.BytesIO(), torch.randn(3)
+    torch.save({"x": x, "device": torch.device("cuda:0")}, file)
+    for where in ("cuda", torch.device("cuda"), None, {"cuda:0": "cuda:1"}, lambda storage, _: storage.cuda(0)):
+        file.seek(0)
+        assert_same(torch.load(file, map_location=where)["x"], x)
+    save_file({"x": x}, tmp_path / "x.safetensors")
+    for device in ("cuda", "cuda:0", 0):
+        assert_same(load_file(tmp_path / "x.safetensors", device=device)["x"], x)
 
 
 # The switch
 
 
 PLACES = [
-    torch,
-    torch.Tensor,
-    torch.cuda,
-    torch.cuda.memory,
-    torch.cuda.random,
-    torch.accelerator,
-    torch.nn.Module,
-    torch.fft,
-]
+    torch, torch.Tensor, torch.cuda, torch.cuda.memory, torch.cuda.random, torch.accelerator, torch.nn.Module, torch.fft
+]  # fmt: skip
 
 
 def test_off_puts_back_what_on_replaced(idioms):
     idioms.off()
     plain = [dict(vars(place)) for place in PLACES]
     idioms.on()
-    replaced = [
-        name for place, before in zip(PLACES, plain) for name in before if vars(place)[name] is not before[name]
-    ]
-    idioms.off()
-    assert len(replaced) > 80
-    for place, before in zip(PLACES, plain):
-        assert {name: value for name, value in vars(place).items() if before.get(name, value) is not value} == {}
-    idioms.on()
-
-
-def test_what_stands_for_a_function_is_found_in_tables_of_functions(idioms):
-    functions = torch._C._VariableFunctions
+    replaced = [name for place, old in zip(PLACES, plain) for name in old if vars(place)[name] is not old[name]]
+    functions = torch._C._VariableFunctions  # what stands for a function is found in tables of functions
     table = {functions.randn: 1, torch._C.TensorBase.to: 2}
     assert table[torch.randn] == 1 and table[torch.Tensor.to] == 2 and functions.zeros in {torch.zeros}
     assert pickle.loads(pickle.dumps(torch.randn)) is torch.randn is copy.deepcopy(torch.randn)
     assert pickle.loads(pickle.dumps(torch.Tensor.to)) is torch.Tensor.to
+    idioms.off()
+    assert len(replaced) > 80
+    for place, old in zip(PLACES, plain):
+        assert {name: value for name, value in vars(place).items() if old.get(name, value) is not value} == {}
+    idioms.on()
 
 
 OFF = """
@@ -238,6 +181,7 @@ assert not [m for m in sys.modules if m.startswith(("jax", "torchax", "diffusers
 """
 
 
+@idiom("nothing-touched")
 def test_with_the_path_off_nothing_of_torch_is_touched():
     environment = {"PYTHONPATH": str(HERE.parents[1] / "src"), "DIFFUSERS_TPU": "off", "PATH": ""}
     command = [sys.executable, "-X", "importtime", "-c", OFF]

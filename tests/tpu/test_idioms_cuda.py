@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("idioms")
 idiom = pytest.mark.idiom
 
 
-@idiom("cuda-available", "accelerator")
+@idiom("cuda-available", "accelerator", "cuda-properties")
 def test_the_commonest_line_of_all():
     from accelerate import Accelerator
 
@@ -24,6 +24,9 @@ def test_the_commonest_line_of_all():
     assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda"
     assert get_device() == "cuda" and Accelerator().device.type == "cuda" and torch.cuda.current_device() == 0
     assert torch.cuda.is_bf16_supported() and torch.cuda.get_device_capability() == (8, 0)
+    properties = torch.cuda.get_device_properties(0)
+    assert torch.cuda.get_device_name() == properties.name == "TPU (simulated on the CPU)"
+    assert properties.multi_processor_count == 2 and properties.total_memory > 2**30
 
 
 @idiom("accelerate")
@@ -51,9 +54,13 @@ def alone():
 
 
 @idiom("distributed", "device-mesh", "accelerate-processes")
-@pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize(
-    "given", [{"backend": "nccl", "device_id": torch.device("cuda", 0)}, {}, {"backend": "cuda:nccl,cpu:gloo"}]
+    "given, launched",
+    [
+        ({"backend": "nccl", "device_id": torch.device("cuda", 0)}, True),
+        ({}, False),
+        ({"backend": "cuda:nccl,cpu:gloo"}, False),
+    ],
 )
 def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, launched, given):
     from accelerate import PartialState
@@ -74,11 +81,6 @@ def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, launched, give
         dist.init_device_mesh("cuda", (4,))
 
 
-@idiom("device-mesh")
-def test_a_device_mesh_makes_the_process_group(alone, said):
-    assert dist.init_device_mesh("cuda", (1,)).size() == dist.get_world_size() == 1 and len(said) == 1
-
-
 @idiom("torchrun")
 def test_one_of_several_processes_is_told_to_start_one(alone, said):
     from diffusers import tpu
@@ -96,21 +98,14 @@ def test_one_of_several_processes_is_told_to_start_one(alone, said):
 
 @idiom("parallelism")
 def test_parallelism_over_processes_is_waived(said, tmp_path):
-    import tiny_pixart
+    import tiny
     from diffusers import ContextParallelConfig, PixArtTransformer2DModel, TensorParallelConfig
 
-    model = tiny_pixart.pixart().transformer
+    model = tiny.pixart().transformer
     model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=8))
     model.save_pretrained(tmp_path)
     PixArtTransformer2DModel.from_pretrained(tmp_path, parallel_config=TensorParallelConfig(tp_degree=2))
     assert "TPUConfig(mesh=(dp, sp, tp))" in said.pop() and not said and model._parallel_config is None
-
-
-@idiom("cuda-properties")
-def test_what_the_device_is():
-    properties = torch.cuda.get_device_properties(0)
-    assert torch.cuda.get_device_name() == properties.name == "TPU (simulated on the CPU)"
-    assert properties.multi_processor_count == 2 and properties.total_memory > 2**30
 
 
 @idiom("cuda-memory")
@@ -153,17 +148,6 @@ def test_time_between_two_events_is_that_of_the_work():
         start.elapsed_time(torch.cuda.Event())
 
 
-@idiom("cuda-graph")
-def test_graphs_are_refused():
-    for record in (
-        torch.cuda.CUDAGraph,
-        lambda: torch.cuda.graph(None),
-        lambda: torch.cuda.make_graphed_callables([], []),
-    ):
-        with pytest.raises(NotImplementedError, match="compiled whole"):
-            record()
-
-
 @idiom("cuda-seed")
 def test_seeds_of_an_accelerator_are_the_cpu_generators():
     torch.cuda.manual_seed_all(3)
@@ -177,7 +161,7 @@ def test_seeds_of_an_accelerator_are_the_cpu_generators():
     assert_same(torch.randn(2), second)
 
 
-@idiom("cuda-flags")
+@idiom("cuda-flags", "cuda-graph")
 def test_settings_that_mean_nothing_here_are_taken():
     for place, name in ((torch.backends.cuda.matmul, "allow_tf32"), (torch.backends.cudnn, "benchmark")):
         before = getattr(place, name)
@@ -188,6 +172,10 @@ def test_settings_that_mean_nothing_here_are_taken():
     torch.cuda.nvtx.range_pop()
     torch.cuda.set_device(0)
     torch.cuda.set_per_process_memory_fraction(0.9)
+    graph = torch.cuda.graph
+    for record in (torch.cuda.CUDAGraph, lambda: graph(None), lambda: torch.cuda.make_graphed_callables([], [])):
+        with pytest.raises(NotImplementedError, match="compiled whole"):
+            record()
 
 
 @idiom("autocast")

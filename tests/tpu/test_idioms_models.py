@@ -5,22 +5,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import T5EncoderModel
 
-import tiny_images
-import tiny_pixart
+import tiny
 from conftest import relative
-from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel
-from tiny_pixart import call
+from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel, tpu
+from diffusers.tpu import notices
 
 
 pytestmark = [pytest.mark.usefixtures("idioms"), pytest.mark.filterwarnings("ignore")]
 idiom = pytest.mark.idiom
 
 
+def call(pipe, **changes) -> torch.Tensor:
+    """Two steps with guidance; latents unless told otherwise."""
+    given = {
+        "prompt": "a red circle", "negative_prompt": "", "num_inference_steps": 2, "height": 16, "width": 16, "generator": tiny.fresh(),
+        "max_sequence_length": 8, "output_type": "latent", "use_resolution_binning": False, "clean_caption": False,
+    }  # fmt: skip
+    return pipe(**{**given, **changes}).images
+
+
 @pytest.fixture(scope="module")
 def folder(idioms, tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("pixart")
-    tiny_pixart.pixart().save_pretrained(path)
+    tiny.pixart().save_pretrained(path)
     return str(path)
 
 
@@ -36,7 +45,7 @@ def pipe(folder):
 @pytest.fixture(scope="module")
 def upstream(idioms):
     """A function from changed arguments to what upstream's pipeline of the same weights gives."""
-    theirs = tiny_pixart.pixart()
+    theirs = tiny.pixart()
     return lambda **changes: call(theirs, **changes)
 
 
@@ -54,7 +63,7 @@ def inputs(**changes) -> dict:
     """Of the transformer, made as a script for CUDA makes them."""
     given = {
         "hidden_states": torch.randn(2, 4, 8, 8, device="cuda"),
-        "encoder_hidden_states": torch.randn(2, 8, 16, device="cuda"),
+        "encoder_hidden_states": torch.randn(2, 8, 32, device="cuda"),
         "timestep": torch.tensor([500, 500], device="cuda"),
         "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
         "return_dict": False,
@@ -62,17 +71,28 @@ def inputs(**changes) -> dict:
     return {**given, **changes}
 
 
-@idiom("inference-load", "inference-call")
-def test_inference_mode(pipe, right):
+@idiom("inference-load", "inference-call", "generator-pipe", "device-pipe", "encode-prompt", "free-memory")
+def test_a_call_as_scripts_make_it(pipe, right, upstream):
+    """In inference mode, with noise made where the pipeline is, of prompts encoded there; memory is freed at the end."""
     assert not any(p.is_inference() for p in pipe.transformer.parameters())
-    with torch.inference_mode():
-        right(output_type="pt")
 
     @torch.inference_mode()
     def generate():
-        return right()
+        return right(output_type="pt")
 
     generate()
+    expected = upstream()
+    for device in ("cuda", pipe.device, pipe._execution_device):
+        assert relative(call(pipe, generator=torch.Generator(device).manual_seed(11)), expected) < 1e-5
+    latents = torch.randn(1, 4, 16, 16, generator=torch.Generator("cuda").manual_seed(5), device=pipe.device)
+    names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
+    made = pipe.encode_prompt("a red circle", negative_prompt="", device="cuda", max_sequence_length=8)
+    embeds = dict(zip(names, (x.to("cuda") for x in made)))
+    right(prompt=None, negative_prompt=None, latents=latents.to(pipe.device), **embeds)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.ipc_collect()
+    right()
 
 
 @idiom("inference-lora")
@@ -80,7 +100,7 @@ def test_inference_mode_and_lora(folder):
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
-    theirs = tiny_pixart.pixart()
+    theirs = tiny.pixart()
     with torch.inference_mode():
         ours = PixArtSigmaPipeline.from_pretrained(folder).to("cuda")
         torch.manual_seed(3)
@@ -93,7 +113,7 @@ def test_inference_mode_and_lora(folder):
 
 @idiom("compile-module", "compile-method", "compile-in-place", "compile-repeated", "dynamo-config")
 def test_models_are_not_torchs_to_compile(pipe, said, right):
-    loaded = tiny_pixart.pixart()
+    loaded = tiny.pixart()
     torch._dynamo.config.cache_size_limit = 64
     torch._inductor.config.conv_1x1_as_mm = True
     for one in (pipe, loaded):
@@ -125,15 +145,6 @@ def test_models_are_not_torchs_to_compile(pipe, said, right):
     assert [s for s in said if "torch.compile" in s] == said and len(said) == 1
 
 
-@idiom("generator-pipe", "device-pipe")
-def test_noise_where_the_pipeline_is(pipe, right, upstream):
-    for device in ("cuda", pipe.device, pipe._execution_device):
-        ours = call(pipe, generator=torch.Generator(device).manual_seed(11))
-        assert relative(ours, upstream()) < 1e-5
-    latents = torch.randn(1, 4, 16, 16, generator=torch.Generator("cuda").manual_seed(5), device=pipe.device)
-    right(latents=latents.to(pipe.device))
-
-
 def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
     """A NaN that a script got of `vae.decode` is not in the picture that follows."""
     from diffusers.tpu.pipelines.components import installation
@@ -153,7 +164,7 @@ def test_a_model_left_in_training_mode_drops_what_upstreams_drops():
     """As models are that were built by hand: dropout of layers and of attention draws by the CPU generator."""
     pictures = []
     for device in ("cpu", "cuda"):
-        made = tiny_images.flux()
+        made = tiny.flux()
         for module in made.text_encoder.train().modules():
             if hasattr(module, "dropout"):  # of its attention, by SDPA; T5 has layers of dropout
                 module.dropout = 0.3
@@ -167,64 +178,38 @@ def test_a_model_left_in_training_mode_drops_what_upstreams_drops():
     assert max(map(relative, ours, theirs)) < 1e-5
 
 
-@idiom("encode-prompt")
-def test_prompts_encoded_on_an_accelerator(pipe, right):
-    names = ("prompt_embeds", "prompt_attention_mask", "negative_prompt_embeds", "negative_prompt_attention_mask")
-    made = pipe.encode_prompt("a red circle", negative_prompt="", device="cuda", max_sequence_length=8)
-    right(prompt=None, negative_prompt=None, **dict(zip(names, (x.to("cuda") for x in made))))
+@idiom("attention-backend", "attention-env")
+def test_attention_backends_of_packages_for_gpus(pipe, said, monkeypatch):
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 
-
-BACKENDS = [
-    "flash",
-    "_flash_3",
-    "_flash_3_hub",
-    "flash_hub",
-    "sage",
-    "sage_hub",
-    "flex",
-    "xformers",
-    "_native_flash",
-    "aiter_fa2_hub",
-]
-
-
-@idiom("attention-backend")
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_attention_backends_of_packages_for_gpus(pipe, said, backend):
-    from diffusers.models.attention_dispatch import attention_backend
-
-    pipe.transformer.set_attention_backend(backend)
-    with attention_backend(backend):
-        pass
-    pipe.transformer.reset_attention_backend()
-    assert len(said) == 1 and backend in said[0] and "TPU kernel" in said[0]
+    backends = "flash _flash_3 _flash_3_hub flash_hub sage sage_hub flex xformers _native_flash aiter_fa2_hub".split()
+    for backend in backends:
+        said.clear(), notices.forget()
+        pipe.transformer.set_attention_backend(backend)
+        with attention_backend(backend):
+            pass
+        pipe.transformer.reset_attention_backend()
+        assert len(said) == 1 and backend in said[0] and "TPU kernel" in said[0]
     pipe.transformer.set_attention_backend("native")
     assert len(said) == 1
     with pytest.raises(ValueError, match="must be one of"):
         pipe.transformer.set_attention_backend("no such")
-
-
-@idiom("float16")
-def test_float16_weights_are_told_of_bfloat16_once(said):
-    tiny_pixart.pixart().to("cuda", torch.bfloat16)
-    assert not said
-    given, theirs = inputs(), tiny_pixart.pixart().transformer
-    made = tiny_pixart.pixart().to(torch.float16).to("cuda")
-    half = {name: given[name].half() for name in ("hidden_states", "encoder_hidden_states")}
-    assert relative(made.transformer(**{**given, **half})[0], theirs(**given)[0]) < 3e-3
-    made.text_encoder(torch.tensor([[3, 4, 1]]))
-    assert len(said) == 1 and "torch_dtype=torch.bfloat16" in said[0]
-
-
-@idiom("attention-env")
-def test_an_attention_backend_from_the_environment(monkeypatch):
-    from diffusers import tpu
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
     assert AttentionBackendName(tpu.attention_backend("flash")) is AttentionBackendName.NATIVE
     assert tpu.attention_backend("tpu_kernel") == "tpu_kernel"
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
     assert tpu.attention_backend("flash") == "flash"
+
+
+@idiom("float16")
+def test_float16_weights_are_told_of_bfloat16_once(said):
+    tiny.pixart().to("cuda", torch.bfloat16)
+    assert not said
+    given, theirs = inputs(), tiny.pixart().transformer
+    made = tiny.pixart().to(torch.float16).to("cuda")
+    half = {name: given[name].half() for name in ("hidden_states", "encoder_hidden_states")}
+    assert relative(made.transformer(**{**given, **half})[0], theirs(**given)[0]) < 3e-3
+    made.text_encoder(torch.tensor([[3, 4, 1]]))
+    assert len(said) == 1 and "torch_dtype=torch.bfloat16" in said[0]
 
 
 @idiom("xformers", "group-offload-pipeline", "group-offload-model", "group-offload-function")
@@ -236,17 +221,11 @@ def test_what_is_about_one_gpus_memory_is_waived(pipe, said, right):
     assert "xformers" in said.pop()
     pipe.enable_group_offload(onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True)
     pipe.transformer.enable_group_offload(onload_device="cuda", offload_type="block_level", num_blocks_per_group=1)
-    apply_group_offloading(
-        pipe.text_encoder, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True
-    )
+    apply_group_offloading(pipe.text_encoder, onload_device=torch.device("cuda"), offload_type="leaf_level")
     assert "group offloading" in said.pop() and not said
     assert not hasattr(pipe.transformer, "_diffusers_hook")
     right()
-
-
-@idiom("group-offload-pipeline")
-def test_group_offloading_a_pipeline_made_by_hand_takes_it_to_the_tpu():
-    made = tiny_pixart.pixart()
+    made = tiny.pixart()  # by hand: it goes to the TPU
     made.enable_group_offload(onload_device=torch.device("cuda"), offload_type="leaf_level")
     assert hasattr(made.transformer, "_tpu_runner")
 
@@ -262,9 +241,8 @@ def test_quantization_that_needs_a_gpu_is_refused_first(folder):
     config = SimpleNamespace(quant_method="modelopt")
     with pytest.raises(NotImplementedError, match="'modelopt', which needs a GPU"):
         PixArtTransformer2DModel.from_pretrained(folder, subfolder="transformer", quantization_config=config)
-    config = PipelineQuantizationConfig(
-        quant_backend="bitsandbytes_4bit", quant_kwargs={"load_in_4bit": True}, components_to_quantize=["text_encoder"]
-    )
+    given = {"quant_kwargs": {"load_in_4bit": True}, "components_to_quantize": ["text_encoder"]}
+    config = PipelineQuantizationConfig(quant_backend="bitsandbytes_4bit", **given)
     with pytest.raises(NotImplementedError, match="'bitsandbytes', which needs a GPU"):
         PixArtSigmaPipeline.from_pretrained(folder, quantization_config=config)
 
@@ -281,18 +259,14 @@ class Quantized(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        unpacked = torch.utils._pytree.tree_map_only(cls, lambda q: q.int8.float() / 10, (args, kwargs or {}))
-        return (
-            cls(args[0].int8.float() / 10)
-            if func is torch.ops.aten.detach.default
-            else func(*unpacked[0], **unpacked[1])
-        )
+        args, kwargs = torch.utils._pytree.tree_map_only(cls, lambda q: q.int8.float() / 10, (args, kwargs or {}))
+        return cls(args[0]) if func is torch.ops.aten.detach.default else func(*args, **kwargs)
 
 
 @idiom("quantization-weights")
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_quantized_weights_are_refused_where_they_would_go_to_the_chips(when):
-    made = tiny_pixart.pixart()
+    made = tiny.pixart()
     block = made.transformer.transformer_blocks[1].attn1
     if when == "after":
         made.to("cuda")
@@ -305,19 +279,15 @@ def test_quantized_weights_are_refused_where_they_would_go_to_the_chips(when):
         made.transformer(**inputs())
 
 
-@idiom("gradients")
-def test_gradients_through_a_model_are_refused(pipe):
+@idiom("gradients", "forgotten-no-grad")
+def test_gradients_are_refused_and_a_forgotten_no_grad_is_as_upstream(pipe):
     x = torch.randn(2, 4, 8, 8, requires_grad=True)
     loss = pipe.transformer(**inputs(hidden_states=x))[0].square().mean()
     with pytest.raises(NotImplementedError, match="computes no gradients.*uninstall"):
         loss.backward()
     with pytest.raises(NotImplementedError, match="computes no gradients"):
         torch.autograd.grad(pipe.transformer(**inputs(hidden_states=x))[0].sum(), x)
-
-
-@idiom("forgotten-no-grad")
-def test_a_forgotten_no_grad_is_as_upstream(pipe, upstream):
-    given, theirs = inputs(), tiny_pixart.pixart().transformer
+    given, theirs = inputs(), tiny.pixart().transformer
     ours = pipe.transformer(**given)[0]
     assert relative(ours, theirs(**given)[0]) < 1e-5
     ours += 1
@@ -331,18 +301,7 @@ def test_a_forgotten_no_grad_is_as_upstream(pipe, upstream):
 
 
 @idiom("device-map")
-@pytest.mark.parametrize("device_map", ["cuda", "auto"])
-def test_a_transformers_model_on_a_device_map(folder, device_map):
-    from transformers import T5EncoderModel
-
-    model = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder", device_map=device_map)
+def test_a_transformers_model_on_a_device_map(folder):
+    model = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder", device_map="auto")
     ids = torch.tensor([[3, 4, 1]])
-    assert relative(model(ids.to("cuda"))[0], tiny_pixart.pixart().text_encoder(ids)[0]) < 1e-5
-
-
-@idiom("free-memory")
-def test_the_end_of_a_script(pipe, right):
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.ipc_collect()
-    right()
+    assert relative(model(ids.to("cuda"))[0], tiny.pixart().text_encoder(ids)[0]) < 1e-5

@@ -23,12 +23,37 @@ def test_laying_is_upstream_patches_and_overlay(fork):
     assert check.problems_of(fork) == []
     again = lay(fork)
     assert (again.written, again.removed, again.total) == ((), (), 3)
-
-
-def test_a_deleted_file_is_laid_again(fork):
     (fork / "src/diffusers/a.py").unlink()
+    (fork / "src/diffusers/sub/lost.py").write_text("work\n")
     assert lay(fork).written == ("diffusers/a.py",)
+    assert (fork / "src/diffusers/sub/lost.py").exists()
+    assert any("src/diffusers/sub/lost.py: neither upstream's nor overlay" in line for line in check.problems_of(fork))
+
+
+def test_what_may_not_be_laid_is_refused(fork):
+    """Over an edit, where there is no manifest or the new release lacks the file; over the overlay; another wheel; none."""
+    wheel = make_wheel(fork, "1.1", {**FILES, "diffusers/tpu/__init__.py": b"theirs\n"})
+    with pytest.raises(ForkError, match="where the overlay stands: diffusers/tpu/__init__.py"):
+        lay(fork, wheel)
+    assert any("ours stands where upstream has a file" in problem for problem in check.problems_of(fork, wheel))
     assert laid(fork) == PATCHED
+    (fork / "src/diffusers/sub/b.py").write_text("by hand\n")
+    wheel = make_wheel(fork, "1.1", {name: content for name, content in FILES.items() if "sub" not in name})
+    with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py"):
+        lay(fork, wheel)
+    with pytest.raises(ForkError, match="not in this upstream release: diffusers/sub/b.py"):
+        refresh.refresh(fork)
+    wheel = make_wheel(fork, "1.0", FILES)
+    shutil.rmtree(fork / ".upstream")
+    with pytest.raises(store.UpstreamError, match=r"found neither; `pip install -e \.` fetches"):
+        lay(fork)
+    with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py"):
+        lay(fork, wheel)
+    assert (fork / "src/diffusers/sub/b.py").read_text() == "by hand\n"
+    other = fork / "other.whl"
+    other.write_bytes(wheel.read_bytes() + b"x")
+    result = run_apply(fork, "apply", "--wheel", str(other))
+    assert result.returncode == 1 and "expected the wheel of diffusers==1.0 with sha256" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["diffusers/sub/b.py", "diffusers/a.py"])
@@ -56,20 +81,6 @@ def test_discard_drops_what_it_names(fork):
     assert laid(fork) == PATCHED
 
 
-def test_a_tree_without_manifest_is_not_overwritten(fork):
-    shutil.rmtree(fork / ".upstream")
-    (fork / "src/diffusers/sub/b.py").write_text("by hand\n")
-    with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py"):
-        lay(fork, fork / "diffusers-1.0-py3-none-any.whl")
-
-
-def test_a_stray_file_is_named(fork):
-    (fork / "src/diffusers/sub/lost.py").write_text("work\n")
-    lay(fork)
-    assert (fork / "src/diffusers/sub/lost.py").exists()
-    assert any("src/diffusers/sub/lost.py: neither upstream's nor overlay" in line for line in check.problems_of(fork))
-
-
 def test_a_new_release_moves_the_tree(fork):
     files = {**FILES, "diffusers/c.py": b"new\n", "diffusers/a.py": LINES + b"line 21\n"}
     del files["diffusers/sub/b.py"]
@@ -77,16 +88,6 @@ def test_a_new_release_moves_the_tree(fork):
     assert done.removed == ("diffusers/sub/b.py",) and not (fork / "src/diffusers/sub").exists()
     assert laid(fork) == {**files, "diffusers/a.py": PATCHED["diffusers/a.py"] + b"line 21\n", **OURS}
     assert [path.name[:14] for path in (fork / ".upstream").glob("*.zip")] == ["diffusers-1.1-"]
-
-
-def test_an_edit_of_a_file_the_new_release_lacks_survives(fork):
-    (fork / "src/diffusers/sub/b.py").write_text("by hand\n")
-    wheel = make_wheel(fork, "1.1", {name: content for name, content in FILES.items() if "sub" not in name})
-    with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py"):
-        lay(fork, wheel)
-    with pytest.raises(ForkError, match="not in this upstream release: diffusers/sub/b.py"):
-        refresh.refresh(fork)
-    assert (fork / "src/diffusers/sub/b.py").read_text() == "by hand\n"
 
 
 @pytest.mark.parametrize("stop", range(5))
@@ -115,36 +116,7 @@ def test_an_interrupted_laying_is_repeated(fork, monkeypatch, stop):
     assert laid(fork) == {**three, "diffusers/a.py": PATCHED["diffusers/a.py"], **OURS}
 
 
-def test_upstream_may_not_stand_where_the_overlay_stands(fork):
-    wheel = make_wheel(fork, "1.1", {**FILES, "diffusers/tpu/__init__.py": b"theirs\n"})
-    with pytest.raises(ForkError, match="where the overlay stands: diffusers/tpu/__init__.py"):
-        lay(fork, wheel)
-    assert any("ours stands where upstream has a file" in problem for problem in check.problems_of(fork, wheel))
-    assert laid(fork) == PATCHED
-
-
 # Where upstream comes from
-
-
-def test_another_wheel_is_refused(fork):
-    other = fork / "other.whl"
-    other.write_bytes((fork / "diffusers-1.0-py3-none-any.whl").read_bytes() + b"x")
-    result = run_apply(fork, "apply", "--wheel", str(other))
-    assert result.returncode == 1 and "expected the wheel of diffusers==1.0 with sha256" in result.stderr
-
-
-def install(fork, folder):
-    """What pip leaves of the wheel: its files, and a RECORD with more in it than the wheel had."""
-    with zipfile.ZipFile(fork / "diffusers-1.0-py3-none-any.whl") as wheel:
-        wheel.extractall(folder)
-    (folder / "diffusers/__pycache__").mkdir()
-    (folder / "diffusers/__pycache__/a.cpython-311.pyc").write_bytes(b"compiled")
-    info = "diffusers-1.0.dist-info"
-    (folder / info / "INSTALLER").write_text("pip\n")
-    names = [*FILES, f"{info}/METADATA", f"{info}/INSTALLER"]
-    lines = [f"{name},sha256={record_hash(folder / name)},1" for name in names]
-    lines += ["diffusers/__pycache__/a.cpython-311.pyc,,", f"{info}/RECORD,,"]
-    (folder / info / "RECORD").write_text("\n".join(lines) + "\n")
 
 
 def record_hash(path) -> str:
@@ -153,46 +125,40 @@ def record_hash(path) -> str:
 
 @pytest.fixture
 def installed(fork, tmp_path, monkeypatch):
-    """The release installed where Python finds it, and no store yet."""
-    folder = tmp_path / "site"
-    install(fork, folder)
+    """What pip leaves of the wheel where Python finds it: its files, and a RECORD with more in it; and no store yet."""
+    folder, info = tmp_path / "site", "diffusers-1.0.dist-info"
+    with zipfile.ZipFile(fork / "diffusers-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(folder)
+    (folder / "diffusers/__pycache__").mkdir()
+    (folder / "diffusers/__pycache__/a.cpython-311.pyc").write_bytes(b"compiled")
+    (folder / info / "INSTALLER").write_text("pip\n")
+    names = [*FILES, f"{info}/METADATA", f"{info}/INSTALLER"]
+    lines = [f"{name},sha256={record_hash(folder / name)},1" for name in names]
+    lines += ["diffusers/__pycache__/a.cpython-311.pyc,,", f"{info}/RECORD,,"]
+    (folder / info / "RECORD").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(folder))
     for path in (fork / ".upstream").glob("*.zip"):
         path.unlink()
     return folder
 
 
-def test_an_installed_release_is_taken(fork, installed):
+def test_an_installed_release_is_taken_unless_it_was_edited(fork, installed):
     (fork / "src/diffusers/a.py").unlink()
     assert lay(fork).written == ("diffusers/a.py",)
     assert laid(fork) == PATCHED
-    shutil.rmtree(installed)
-    assert lay(fork).written == ()  # from the store
-
-
-def test_an_edited_installation_is_refused_by_name(fork, installed):
-    (installed / "diffusers/sub/b.py").write_text("edited\n")
+    (kept,) = (fork / ".upstream").glob("*.zip")
+    kept.unlink()
+    edited = installed / "diffusers/sub/b.py"
+    edited.write_text("edited\n")
     with pytest.raises(store.UpstreamError, match=r"sub/b.py: expected sha256 \S+ as its RECORD says"):
         lay(fork)
-
-
-def test_an_installation_with_another_content_is_refused(fork, installed):
-    """RECORD agrees with the files, but neither is what was pinned."""
-    (installed / "diffusers/sub/b.py").write_text("another build\n")
+    # RECORD agrees with the files, but neither is what was pinned.
     record = installed / "diffusers-1.0.dist-info/RECORD"
     lines = [line for line in record.read_text().splitlines() if "sub/b.py" not in line]
-    lines.append(f"diffusers/sub/b.py,sha256={record_hash(installed / 'diffusers/sub/b.py')},1")
-    record.write_text("\n".join(lines) + "\n")
+    record.write_text("\n".join([*lines, f"diffusers/sub/b.py,sha256={record_hash(edited)},1"]) + "\n")
     with pytest.raises(store.UpstreamError, match="expected diffusers==1.0 with content digest"):
         lay(fork)
     assert not list((fork / ".upstream").glob("*.zip"))
-
-
-def test_no_upstream_anywhere_says_where_to_get_it(fork):
-    for path in (fork / ".upstream").glob("*.zip"):
-        path.unlink()
-    with pytest.raises(store.UpstreamError, match=r"found neither; `pip install -e \.` fetches"):
-        lay(fork)
 
 
 def test_the_build_requires_upstream_until_it_is_kept(fork):

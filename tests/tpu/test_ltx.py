@@ -3,8 +3,7 @@
 import PIL.Image
 import pytest
 
-import tiny_videos
-from diffusers import LTXImageToVideoPipeline
+import tiny
 from video_oracle import assert_video_is_upstreams
 
 
@@ -12,10 +11,10 @@ def pipeline(kind: str):
     """(pipeline, further arguments)."""
     image = PIL.Image.effect_noise((96, 64), 60).convert("RGB")
     if kind == "image":
-        return tiny_videos.ltx(LTXImageToVideoPipeline), {"image": image}
+        return tiny.ltx_i2v(), {"image": image}
     if kind == "condition":  # says where each token is
-        return tiny_videos.ltx_095(), {"image": image}
-    return tiny_videos.ltx(), {}
+        return tiny.ltx_095(), {"image": image}
+    return tiny.ltx(), {}
 
 
 @pytest.mark.parametrize(

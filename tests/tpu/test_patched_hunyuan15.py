@@ -11,29 +11,17 @@ from conftest import assert_same
 from diffusers.models.transformers import transformer_hunyuan_video15 as hunyuan15
 
 
-def make_hunyuan15(module, state=None):
-    torch.manual_seed(0)
-    model = module.HunyuanVideo15Transformer3DModel(
-        in_channels=5,
-        out_channels=4,
-        num_attention_heads=2,
-        attention_head_dim=16,
-        num_layers=2,
-        num_refiner_layers=1,
-        text_embed_dim=12,
-        text_embed_2_dim=10,
-        image_embed_dim=8,
-        rope_axes_dim=(4, 6, 6),
-    ).eval()
-    if state is not None:
-        model.load_state_dict(state)
-    return model
-
-
 @pytest.fixture(scope="module")
 def hunyuan15_pair(upstream):
-    ours = make_hunyuan15(hunyuan15)
-    theirs = make_hunyuan15(upstream("diffusers.models.transformers.transformer_hunyuan_video15"), ours.state_dict())
+    """Ours, and upstream's with its weights."""
+    theirs = upstream("diffusers.models.transformers.transformer_hunyuan_video15").HunyuanVideo15Transformer3DModel
+    cls = hunyuan15.HunyuanVideo15Transformer3DModel
+    names = list(inspect.signature(cls.forward).parameters)
+    assert names == [*inspect.signature(theirs.forward).parameters, "is_t2v"]  # positions stay
+    sizes = {"in_channels": 5, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 2}
+    sizes |= {"text_embed_dim": 12, "text_embed_2_dim": 10, "image_embed_dim": 8, "num_refiner_layers": 1}
+    ours, theirs = (made(**sizes, rope_axes_dim=(4, 6, 6)).eval() for made in (cls, theirs))
+    theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
 
@@ -77,8 +65,7 @@ MASKS = ["valid", "padding", "right-padded", "scattered"]
 
 
 @pytest.mark.parametrize("image", ["image", "no image"])
-@pytest.mark.parametrize("byt5_mask", MASKS)
-@pytest.mark.parametrize("text_mask", MASKS)
+@pytest.mark.parametrize("text_mask, byt5_mask", [*zip(MASKS, MASKS), *zip(MASKS, MASKS[1:] + MASKS[:1])])
 def test_hunyuan15_equals_upstream(hunyuan15_pair, text_mask, byt5_mask, image):
     ours, theirs = hunyuan15_pair
     inputs = hunyuan15_inputs(text_mask, byt5_mask, image)
@@ -98,19 +85,12 @@ def test_hunyuan15_is_t2v_overrules_the_values(hunyuan15_pair):
 
 
 def test_hunyuan15_padding_that_is_not_a_number_is_zeroed(hunyuan15_pair):
-    ours, theirs = hunyuan15_pair
     inputs = hunyuan15_inputs("valid", "right-padded", "image")
     inputs["encoder_attention_mask_2"][0, -2:] = 0
     inputs["encoder_hidden_states_2"][0, -1] = float("nan")
-    expected = run_hunyuan15(theirs, inputs)
+    ours, expected = (run_hunyuan15(model, inputs) for model in hunyuan15_pair)
     assert expected[2].isfinite().all()
-    assert_same(run_hunyuan15(ours, inputs), expected)
-
-
-def test_hunyuan15_forward_keeps_its_positions(upstream):
-    theirs = upstream("diffusers.models.transformers.transformer_hunyuan_video15").HunyuanVideo15Transformer3DModel
-    names = list(inspect.signature(hunyuan15.HunyuanVideo15Transformer3DModel.forward).parameters)
-    assert names == [*inspect.signature(theirs.forward).parameters, "is_t2v"]
+    assert_same(ours, expected)
 
 
 def test_hunyuan15_runs_without_values(hunyuan15_pair):

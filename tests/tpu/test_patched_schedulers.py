@@ -22,43 +22,41 @@ def denoise(scheduler, dtype, steps: int = 7, cast=None, **options) -> list[torc
     return samples
 
 
-UNIPC = {
-    "wan": {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0},
-    "order 3": {"solver_order": 3, "prediction_type": "flow_prediction", "use_flow_sigmas": True},
-    "epsilon, bh1": {"solver_order": 3, "solver_type": "bh1"},
-    "epsilon of the noise": {"solver_order": 3, "predict_x0": False},
-    "karras": {"solver_order": 3, "use_karras_sigmas": True},
-}
-HELIOS = {
-    "three stages": {},
-    "order 3": {"solver_order": 3},
-    "one stage, bh1": {"solver_order": 3, "stages": 1, "stage_range": [0, 1], "solver_type": "bh1"},
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+SCHEDULERS = {
+    "unipc, wan": {**FLOW, "flow_shift": 3.0},
+    "unipc, order 3": {**FLOW, "solver_order": 3},
+    "unipc, epsilon, bh1": {"solver_order": 3, "solver_type": "bh1"},
+    "unipc, epsilon of the noise": {"solver_order": 3, "predict_x0": False},
+    "unipc, karras": {"solver_order": 3, "use_karras_sigmas": True},
+    "helios, three stages": {},
+    "helios, one stage, bh1": {"solver_order": 3, "stages": 1, "stage_range": [0, 1], "solver_type": "bh1"},
 }
 
 
-def make_schedulers(upstream, name: str, options: dict):
-    if name == "unipc":
+def make_schedulers(upstream, name: str):
+    """(ours, upstream's, what `set_timesteps` takes more)."""
+    options = SCHEDULERS[name]
+    if name.startswith("unipc"):
         theirs = upstream("diffusers.schedulers.scheduling_unipc_multistep").UniPCMultistepScheduler
         return scheduling_unipc_multistep.UniPCMultistepScheduler(**options), theirs(**options), {}
-    theirs = upstream("diffusers.schedulers.scheduling_helios").HeliosScheduler
-    options = {"scheduler_type": "unipc", **options}
+    theirs, options = (
+        upstream("diffusers.schedulers.scheduling_helios").HeliosScheduler,
+        {"scheduler_type": "unipc", **options},
+    )
     return scheduling_helios.HeliosScheduler(**options), theirs(**options), {"stage_index": 0}
 
 
-SCHEDULERS = [("unipc", UNIPC[key]) for key in UNIPC] + [("helios", HELIOS[key]) for key in HELIOS]
-SCHEDULER_IDS = [f"unipc, {key}" for key in UNIPC] + [f"helios, {key}" for key in HELIOS]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("name", "options"), SCHEDULERS, ids=SCHEDULER_IDS)
-def test_denoising_equals_upstream(upstream, name, options, dtype):
-    ours, theirs, more = make_schedulers(upstream, name, options)
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_denoising_equals_upstream(upstream, name, dtype):
+    ours, theirs, more = make_schedulers(upstream, name)
     assert_same(denoise(ours, dtype, **more), denoise(theirs, dtype, **more))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("name", "options"), SCHEDULERS, ids=SCHEDULER_IDS)
-def test_bfloat16_sigmas_are_solved_in_float32(upstream, monkeypatch, name, options, dtype):
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_bfloat16_sigmas_are_solved_in_float32(upstream, monkeypatch, name, dtype):
     """Upstream with a `solve` that widens by itself is the oracle; upstream as it is fails where it solves at all."""
     solve, dtypes = torch.linalg.solve, []
 
@@ -66,7 +64,7 @@ def test_bfloat16_sigmas_are_solved_in_float32(upstream, monkeypatch, name, opti
         dtypes.append((matrix.dtype, right.dtype))
         return solve(matrix.float(), right.float())
 
-    ours, theirs, more = make_schedulers(upstream, name, options)
+    ours, theirs, more = make_schedulers(upstream, name)
     monkeypatch.setattr(torch.linalg, "solve", widening)
     expected = denoise(theirs, dtype, cast=torch.bfloat16, **more)
     assert dtypes and torch.bfloat16 in {right for _, right in dtypes}
@@ -79,4 +77,4 @@ def test_bfloat16_sigmas_are_solved_in_float32(upstream, monkeypatch, name, opti
     monkeypatch.setattr(torch.linalg, "solve", solve)
     assert_same(denoise(ours, dtype, cast=torch.bfloat16, **more), expected)
     with pytest.raises(RuntimeError, match="dtype|BFloat16"):
-        denoise(make_schedulers(upstream, name, options)[1], dtype, cast=torch.bfloat16, **more)
+        denoise(make_schedulers(upstream, name)[1], dtype, cast=torch.bfloat16, **more)

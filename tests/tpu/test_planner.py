@@ -95,13 +95,13 @@ def test_every_alias_names_a_model():
 def test_recorded_calls_are_those_of_upstreams_run(name, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
     arguments = {**tiny.arguments(name), "output_type": "pt"}
-    real, seen = tiny.BUILDERS[name](), Counter()
+    real, seen = tiny.make(name), Counter()
     for component, module in real.components.items():
         if isinstance(module, torch.nn.Module):
             for entry in ("decode", "encode") if component == "vae" else ("forward",):
                 _watch(module, component, entry, seen)
     real(**arguments)
-    recording = record(tiny.BUILDERS[name](), arguments)
+    recording = record(tiny.make(name), arguments)
     ours = Counter()
     for r in recording.calls:
         ours[(r.component, r.call.entry, *sorted(tuple(t.shape) for t in r.call.tensors))] += r.count
@@ -137,7 +137,7 @@ def test_guidance_branches_of_a_step_are_seen():
 
 
 def test_floating_point_operations_are_torchs(chips):
-    transformer = tiny.wan(layers=3, heads=4).transformer
+    transformer = tiny.wan().transformer
     inputs = {
         "hidden_states": torch.randn(2, 16, 3, 10, 14),
         "timestep": torch.tensor([3.0, 3.0]),
@@ -156,7 +156,7 @@ def test_floating_point_operations_are_torchs(chips):
 
 
 def test_the_cheap_model_prefers_what_compiled_programs_show(chips):
-    transformer = tiny.wan(heads=40).transformer
+    transformer = tiny.wan(transformer={"num_attention_heads": 40}).transformer
     inputs = {
         "hidden_states": torch.zeros(()).expand(1, 16, 5, 60, 80),
         "timestep": torch.tensor([3.0]),
@@ -270,7 +270,9 @@ def test_what_is_planned_is_what_runs(saved, chips, monkeypatch, own_store):
         "batch": 1,
         "everything": True,
     }
-    given = {name: value for name, value in tiny.arguments("wan", 2).items() if name != "generator"}
+    given = {
+        name: value for name, value in tiny.arguments("wan", num_inference_steps=2).items() if name != "generator"
+    }
     asked = {k: v for k, v in given.items() if k != "output_type"}
     worker.answer({**request, "arguments": asked}, lambda text: None)
     WanPipeline.from_pretrained(saved)(**given)

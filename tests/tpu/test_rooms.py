@@ -37,9 +37,8 @@ def imported(module: str) -> dict[str, int]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            start = ".".join(
-                [*(package[: len(package) - node.level + 1] if node.level else []), *filter(None, [node.module])]
-            )
+            above = package[: len(package) - node.level + 1] if node.level else []
+            start = ".".join([*above, *filter(None, [node.module])])
             names = [f"{start}.{alias.name}" for alias in node.names]
         else:
             continue

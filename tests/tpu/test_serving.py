@@ -15,7 +15,6 @@ import torch
 from PIL import Image
 
 import tiny
-import tiny_images
 from conftest import ROOT
 
 
@@ -38,7 +37,7 @@ IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
 
 @pytest.fixture(scope="module")
 def flux():
-    return tiny_images.flux()
+    return tiny.flux()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import time
 import pytest
 
 import tiny
-import tiny_images
 
 
 pytest.importorskip("fastapi.sse", reason="the extra serve is not installed")
@@ -29,7 +28,7 @@ DEFAULTS = {"num_inference_steps": 2, "max_sequence_length": 8}
 
 @pytest.fixture(scope="module")
 def flux():
-    return tiny_images.flux()
+    return tiny.flux()
 
 
 def wait(holds, seconds=20):

@@ -16,7 +16,7 @@ from PIL import Image
 
 import bulk_kills
 import serve_load
-import tiny_images
+import tiny
 from conftest import ROOT
 
 
@@ -76,7 +76,7 @@ def test_a_job_that_is_cancelled_on_chips_leaves_the_next_one_right(chips, tmp_p
 def test_many_prompts_while_processes_are_killed(ray, tmp_path):
     if ray:
         pytest.importorskip("ray.data")
-    tiny_images.flux().save_pretrained(tmp_path / "model")
+    tiny.flux().save_pretrained(tmp_path / "model")
     facts = bulk_kills.run(tmp_path, 200, 3, 1, ray)
     assert bulk_kills.holds(facts, 200, 3), facts
 
@@ -93,7 +93,7 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
     serve_ray = importlib.util.module_from_spec(place)
     sys.modules["serve_ray"] = serve_ray
     place.loader.exec_module(serve_ray)
-    tiny_images.flux().save_pretrained(tmp_path / "model")
+    tiny.flux().save_pretrained(tmp_path / "model")
     folders = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/tpu"), str(ROOT / "examples/tpu")])
     variables = {"DIFFUSERS_TPU": "off", "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, num_cpus=4)

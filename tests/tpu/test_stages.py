@@ -14,7 +14,6 @@ from transformers import UMT5EncoderModel
 
 import diffusers.tpu.chips.devices
 import tiny
-import tiny_stages
 from conftest import assert_same
 from diffusers import (
     AutoencoderKLWan,
@@ -49,7 +48,7 @@ def saved(tmp_path_factory):
 
     def save(name: str):
         if name not in made:
-            pipe, call = tiny_stages.BUILDERS[name]()
+            pipe, call = tiny.staged(name)
             folder = tmp_path_factory.mktemp(name)
             pipe.save_pretrained(folder)
             made[name] = str(folder), call
@@ -89,7 +88,7 @@ def three_runs(folder: str, call: dict, dtype, place: Path) -> np.ndarray:
     return stages.run_decode(stages.load(folder, "decode", dtype), tensors[stages.LATENTS])
 
 
-@pytest.mark.parametrize("name", tiny_stages.BUILDERS)
+@pytest.mark.parametrize("name", tiny.STAGED)
 def test_three_stages_give_what_one_run_gives(bare, saved, name, monkeypatch):
     folder, call = saved(name)
     dtype = torch.float32 if name == "first_frame_kept" else torch.bfloat16
@@ -118,7 +117,7 @@ ON_CHIPS = {
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in ON_CHIPS else pytest.param(n, marks=pytest.mark.slow) for n in tiny_stages.BUILDERS]
+    "name", [n if n in ON_CHIPS else pytest.param(n, marks=pytest.mark.slow) for n in tiny.STAGED]
 )
 def test_on_simulated_chips_too(chips, saved, tmp_path, name):
     folder, call = saved(name)
@@ -355,8 +354,8 @@ def test_a_fingerprint_is_of_settings_and_not_of_versions(saved, tmp_path, name,
 
 def test_the_picture_goes_with_the_file(bare, saved, capsys):
     model = saved("first_frame_kept")[0]
-    tiny_stages.picture(1).save("a.png")
-    tiny_stages.picture(2).save("b.png")
+    tiny.picture(32, 48, 1).save("a.png")
+    tiny.picture(32, 48, 2).save("b.png")
     assert command(model, None, "--image", "a.png") == 0
     assert command(model, "text", "--image", "a.png") == 0
     assert command(model, "denoise", "--image", "b.png") == 2
@@ -373,7 +372,7 @@ def test_arguments_go_through_a_file_unchanged(tmp_path):
         "tensor": torch.randn(2, 0, 3, dtype=torch.bfloat16),
         "scalar": torch.tensor(3.5),
         "array": np.arange(6, dtype=np.uint8).reshape(2, 3),
-        "pictures": [[tiny_stages.picture(1, (5, 3))], [tiny_stages.picture(2, (4, 2), "L")]],
+        "pictures": [[tiny.picture(3, 5, 1)], [tiny.picture(2, 4, 2, "L")]],
     }
     tensors = {}
     packed = json.loads(json.dumps(stages.pack("call", list(values.values()), tensors)))
@@ -385,7 +384,7 @@ def test_arguments_go_through_a_file_unchanged(tmp_path):
     np.testing.assert_array_equal(array, values["array"])
     assert [[picture.mode for picture in row] for row in pictures] == [["RGB"], ["L"]]
     assert pictures[0][0].tobytes() == values["pictures"][0][0].tobytes()
-    for value in (print, {"scale": 1.0}, tiny_stages.picture(1, mode="CMYK")):
+    for value in (print, {"scale": 1.0}, tiny.picture(32, 48, 1, mode="CMYK")):
         with pytest.raises(TypeError, match="a stage file cannot hold it"):
             stages.pack("call", value, {})
 

@@ -1,7 +1,5 @@
 """Oracle: upstream's scheduler, stepped on the host with the same tensors; counted traces."""
 
-import copy
-
 import pytest
 import torch
 
@@ -67,8 +65,13 @@ def on_host(samples):
     return torch.stack([glue.on_host(sample).float() for sample in samples])
 
 
-@pytest.mark.parametrize("name", ["unipc", "unipc 3", "flow", "dpm", "ddim", "cogvideox", "euler", "ancestral"])
-@pytest.mark.parametrize("tables", ["cpu", "jax"])
+@pytest.mark.parametrize(
+    "name, tables",
+    [
+        *((name, "jax") for name in ("unipc", "unipc 3", "flow", "dpm", "ddim", "cogvideox", "euler", "ancestral")),
+        ("unipc", "cpu"), ("euler", "cpu"),
+    ],
+)  # fmt: skip
 def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
     from diffusers.tpu.pipelines.stepping import as_programs, steps_of
 
@@ -86,9 +89,7 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
     assert bool(programs) == (name != "ancestral")  # it draws noise: operation by operation, the same noise
 
 
-@pytest.mark.parametrize(
-    "name, executables", [("unipc", 4), ("flow", 1), ("cogvideox", 2)]
-)  # first, second, middle, last
+@pytest.mark.parametrize("name, executables", [("unipc", 4), ("flow", 1)])  # first, second, middle, last
 def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executables):
     from diffusers.tpu.pipelines import step_program, stepping
 
@@ -124,37 +125,3 @@ def test_what_somebody_changes_between_steps_is_seen(inside, change):
         want = torch.stack(stepped(theirs, lambda tensor: tensor, seed=4, change=changed))
         got = on_host(stepped(ours, inside, seed=4, change=changed, tables=tables))
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
-
-
-class Writing(FlowMatchEulerDiscreteScheduler):
-    def step(self, output, t, sample, **kwargs):
-        self.sigmas[-1] += 0.25
-        return super().step(output, t, sample, **kwargs)
-
-
-def test_a_step_that_writes_into_its_tables_runs_as_it_is(inside):
-    from diffusers.tpu.pipelines.stepping import as_programs
-
-    theirs, ours = Writing(shift=3.0), Writing(shift=3.0)
-    with as_programs([ours]):
-        for seed in (0, 1):
-            want = torch.stack(stepped(theirs, lambda tensor: tensor, seed=seed))
-            torch.testing.assert_close(
-                on_host(stepped(ours, inside, seed=seed, tables="jax")), want, rtol=2e-5, atol=2e-6
-            )
-
-
-def test_a_copy_steps_for_itself_and_a_step_of_the_users_stays(inside):
-    from diffusers.tpu.pipelines.stepping import as_programs
-
-    scheduler, mine = made("flow"), made("flow")
-    mine.step = lambda output, t, sample, **kwargs: (sample,)
-    with as_programs([scheduler, mine]):
-        scheduler.set_timesteps(4)
-        twin = copy.deepcopy(scheduler)
-        output, sample = inside(torch.ones(SHAPE)), inside(torch.zeros(SHAPE))
-        scheduler.step(output, scheduler.timesteps[0], sample)
-        assert (scheduler.step_index, twin.step_index) == (1, None)
-        twin.step(output, twin.timesteps[0], sample)
-        assert (scheduler.step_index, twin.step_index) == (1, 1)
-        assert mine.step(output, 0, sample)[0] is sample

@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import tiny
-import tiny_dit
 from conftest import relative
 from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, tpu
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
@@ -233,7 +232,7 @@ PIPELINES = {
 
 def pipeline(kind):
     torch.manual_seed(0)
-    pipe = getattr(tiny_dit, kind)()
+    pipe = tiny.make({"flux": "flux_small"}.get(kind, kind))
     for module in pipe.components.values():
         if isinstance(module, torch.nn.Module):
             tiny.with_uneven_norms(module)

@@ -1,45 +1,146 @@
-"""Tiny pipelines of random weights, of the real classes, built without a network: the subjects of the fidelity tests."""
+"""Tiny pipelines and models of random weights, of the real classes and settings, built without a network.
+
+`tiny.json` says what each consists of. `_` is a class or a function of this file, `_then` a function for what was made; `@` is
+another entry, which the other arguments change: a dictionary without `_` or `@` changes the entry's own. `tiny.NAME(**changes)`
+makes one. All text is of width `WIDTH` and one vocabulary, so that a denoiser's sizes need not follow its encoders'.
+"""
 
 import functools
+import importlib
+import json
+from pathlib import Path
 
+import PIL.Image
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import (
-    ByT5Tokenizer,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLTextConfig,
-    Qwen2_5_VLTextModel,
-    SiglipImageProcessor,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    T5Config,
-    T5EncoderModel,
-    UMT5Config,
-    UMT5EncoderModel,
-)
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from diffusers import (
-    AutoencoderKLCogVideoX,
-    AutoencoderKLHunyuanVideo15,
-    AutoencoderKLWan,
-    ClassifierFreeGuidance,
-    CogVideoXDDIMScheduler,
-    CogVideoXPipeline,
-    CogVideoXTransformer3DModel,
-    FlowMatchEulerDiscreteScheduler,
-    HunyuanVideo15ImageToVideoPipeline,
-    HunyuanVideo15Pipeline,
-    HunyuanVideo15Transformer3DModel,
-    UniPCMultistepScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+import diffusers
+from diffusers import ClassifierFreeGuidance, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 
 
-CHAT_TEMPLATE = (
+TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+WIDTH, VOCABULARY = 32, 1024
+DECODER = TABLE["decoder"]
+SPECIALS = (
+    "<pad>", "</s>", "<unk>", "<bos>", "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[gMASK]",
+    "<sop>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|end_header_id|>",
+)  # fmt: skip
+CHAT = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+WORDS = "a red circle moving left"
+
+
+def make(name: str, seed: int = 0, **changes):
+    """The model or pipeline `name` of the table, its weights from `seed`; the caller's draws go on as before."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return _built({"@": name, **changes})
+
+
+def __getattr__(name: str):
+    if name not in TABLE:
+        raise AttributeError(f"expected a name of tiny.json, got {name!r}")
+    return functools.partial(make, name)
+
+
+def _resolved(value):
+    """A dictionary without `@`, whatever stood for it; anything else as it is."""
+    if isinstance(value, str) and value.startswith("@"):
+        value = {"@": value[1:]}
+    if not isinstance(value, dict) or "@" not in value:
+        return value
+    made = dict(_resolved(TABLE[value["@"]]))
+    for key, change in value.items():
+        before = _resolved(made.get(key))
+        if isinstance(change, dict) and isinstance(before, dict) and not {"_", "@"} & {*change}:
+            change = {**before, **change}
+        if key != "@":
+            made[key] = change
+    return made
+
+
+def _built(value):
+    value = _resolved(value)
+    if not isinstance(value, dict):
+        return value
+    parts = {name: _built(part) for name, part in value.items() if name not in ("_", "_then")}
+    if "_" not in value:
+        return parts
+    cls = value["_"] if not isinstance(value["_"], str) else _found(value["_"])
+    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+        made = cls(cls.config_class(**parts))
+    else:
+        made = cls(**parts)
+    if isinstance(made, torch.nn.Module):
+        made.eval()
+    if isinstance(made, diffusers.DiffusionPipeline):
+        made.set_progress_bar_config(disable=True)
+    return globals()[value["_then"]](made) if "_then" in value else made
+
+
+def _found(name: str):
+    module, _, name = name.rpartition(".")
+    if module:
+        return getattr(importlib.import_module(module), name)
+    return globals()[name] if name in globals() else getattr(diffusers, name, None) or getattr(transformers, name)
+
+
+# Tokenizers
+
+
+def id_of(special: str) -> int:
+    return SPECIALS.index(special)
+
+
+@functools.cache
+def byte_pairs() -> str:
+    """A byte-level vocabulary of upstream's own prompts and templates: their lengths in tokens are near the real ones."""
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[*SPECIALS], initial_alphabet=alphabet, show_progress=False
+    )
+    folder = Path(diffusers.__file__).parent / "pipelines"
+    families = ("wan", "hunyuan_video", "qwenimage", "flux")
+    made.train([str(path) for f in families for path in sorted((folder / f).glob("pipeline_*.py"))], trainer)
+    return made.to_str()
+
+
+def tokenizer(length: int, before: str = "", after: str = "", pad: str = "<pad>", **kwargs):
+    """A tokenizer of at most `length` tokens that puts the specials `before` and `after` around a text."""
+    made = Tokenizer.from_str(byte_pairs())
+    around = [token for token in (before, after) if token]
+    if around:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{before} $A {after}".strip(), special_tokens=[(token, id_of(token)) for token in around]
+        )
+    ends = {name: token for name, token in (("bos_token", before), ("eos_token", after)) if token}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, model_max_length=length, unk_token="<unk>", pad_token=pad, **ends, **kwargs
+    )
+
+
+def chat_tokenizer(length: int = 1024):
+    return tokenizer(length, pad="<|endoftext|>", chat_template=CHAT)
+
+
+def words_tokenizer():
+    """A word a token, for templates cut short."""
+    text = "You are a helpful assistant. a red circle moving left <|im_start|>system <|im_start|>user <|im_end|>"
+    words = ("<|endoftext|>", "<unk>", *sorted(set(text.split())))
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", pad_token="<|endoftext|>", chat_template=CHAT
+    )
+
+
+# What is done to what was made
 
 
 def with_uneven_norms(module: torch.nn.Module) -> torch.nn.Module:
@@ -51,124 +152,20 @@ def with_uneven_norms(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def words_tokenizer(text: str, specials: tuple[str, ...], **kwargs) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer over the words of `text`."""
-    vocabulary = {word: index for index, word in enumerate((*specials, *sorted(set(text.split()))))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=specials[-1]))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if "</s>" in specials:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="$A </s>", special_tokens=[("</s>", vocabulary["</s>"])]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=specials[-1], **kwargs)
+def with_last_layers(net, scale: float = 0.5):
+    """A ControlNet with weights in its last layers, which upstream begins with zeros."""
+    for layer in (*net.controlnet_down_blocks, net.controlnet_mid_block):
+        torch.nn.init.normal_(layer.weight, std=scale)
+    return net
 
 
-def t5_tokenizer() -> PreTrainedTokenizerFast:
-    return words_tokenizer("a red circle moving left", ("<pad>", "</s>", "<unk>"), pad_token="<pad>", eos_token="</s>")
+def with_deviation(prior):
+    prior.clip_std.data.fill_(0.5)
+    return prior
 
 
-def wan(seed: int = 0, layers: int = 3, heads: int = 4) -> WanPipeline:
-    torch.manual_seed(seed)
-    return WanPipeline(
-        tokenizer=t5_tokenizer(),
-        text_encoder=UMT5EncoderModel(
-            UMT5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-        ).eval(),
-        vae=AutoencoderKLWan(
-            base_dim=6, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
-        ).eval(),
-        transformer=with_uneven_norms(
-            WanTransformer3DModel(
-                num_attention_heads=heads,
-                attention_head_dim=12,
-                text_dim=32,
-                freq_dim=32,
-                ffn_dim=64,
-                num_layers=layers,
-                rope_max_seq_len=64,
-            ).eval()
-        ),
-        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0),
-    )
-
-
-def _hunyuan_parts(seed: int, task: str) -> dict:
-    torch.manual_seed(seed)
-    text = "You are a helpful assistant. a red circle moving left <|im_start|>system <|im_start|>user <|im_end|>"
-    return {
-        "text_encoder": Qwen2_5_VLTextModel(
-            Qwen2_5_VLTextConfig(
-                vocab_size=256,
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                rope_scaling={"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"},
-                rope_theta=10000.0,
-            )
-        ).eval(),
-        "tokenizer": words_tokenizer(
-            text, ("<|endoftext|>", "<unk>"), pad_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-        ),
-        "transformer": HunyuanVideo15Transformer3DModel(
-            in_channels=9,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=16,
-            num_layers=3,
-            num_refiner_layers=1,
-            mlp_ratio=2.0,
-            text_embed_dim=32,
-            text_embed_2_dim=32,
-            image_embed_dim=16,
-            rope_axes_dim=(4, 6, 6),
-            target_size=32,
-            task_type=task,
-        ).eval(),
-        "vae": AutoencoderKLHunyuanVideo15(
-            latent_channels=4,
-            block_out_channels=(8, 8, 8, 8, 8),
-            layers_per_block=1,
-            spatial_compression_ratio=16,
-            temporal_compression_ratio=4,
-            downsample_match_channel=False,
-            upsample_match_channel=False,
-        ).eval(),
-        "scheduler": FlowMatchEulerDiscreteScheduler(shift=7.0),
-        "text_encoder_2": T5EncoderModel(
-            T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-        ).eval(),
-        "tokenizer_2": ByT5Tokenizer(),
-        "guider": ClassifierFreeGuidance(guidance_scale=3.0),
-    }
-
-
-def hunyuan15(seed: int = 0) -> HunyuanVideo15Pipeline:
-    pipe = HunyuanVideo15Pipeline(**_hunyuan_parts(seed, "t2v"))
-    return _shortened(pipe)
-
-
-def hunyuan15_i2v(seed: int = 0) -> HunyuanVideo15ImageToVideoPipeline:
-    pipe = HunyuanVideo15ImageToVideoPipeline(
-        **_hunyuan_parts(seed, "i2v"),
-        image_encoder=SiglipVisionModel(
-            SiglipVisionConfig(
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=28,
-                patch_size=14,
-            )
-        ).eval(),
-        feature_extractor=SiglipImageProcessor(size={"height": 28, "width": 28}),
-    )
-    return _shortened(pipe)
-
-
-def _shortened(pipe):
-    """The pipeline with token counts of a test: they are attributes, not configuration, upstream."""
+def with_short_texts(pipe):
+    """HunyuanVideo-1.5 with token counts of a test: they are attributes, not configuration, upstream."""
     pipe.tokenizer_max_length, pipe.tokenizer_2_max_length, pipe.vision_num_semantic_tokens = 20, 12, 4
     pipe.prompt_template_encode_start_idx = 3
     return pipe
@@ -177,78 +174,134 @@ def _shortened(pipe):
 def short_texts(patch):
     """From here on every HunyuanVideo-1.5 pipeline has these token counts, those that are loaded too; `patch` undoes it."""
     for cls in (HunyuanVideo15Pipeline, HunyuanVideo15ImageToVideoPipeline):
-        patch.setattr(cls, "__init__", _then_shortened(cls.__init__))
+
+        def init(self, *args, original=cls.__init__, **kwargs):
+            original(self, *args, **kwargs)
+            with_short_texts(self)
+
+        patch.setattr(cls, "__init__", functools.wraps(cls.__init__)(init))
 
 
-def _then_shortened(init):
-    @functools.wraps(init)
-    def run(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        _shortened(self)
-
-    return run
-
-
-def cogvideox(seed: int = 0) -> CogVideoXPipeline:
-    torch.manual_seed(seed)
-    return CogVideoXPipeline(
-        tokenizer=t5_tokenizer(),
-        text_encoder=T5EncoderModel(
-            T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-        ).eval(),
-        vae=AutoencoderKLCogVideoX(
-            down_block_types=("CogVideoXDownBlock3D",) * 4,
-            up_block_types=("CogVideoXUpBlock3D",) * 4,
-            block_out_channels=(8, 8, 8, 8),
-            latent_channels=4,
-            layers_per_block=1,
-            norm_num_groups=2,
-            temporal_compression_ratio=4,
-        ).eval(),
-        transformer=CogVideoXTransformer3DModel(
-            num_attention_heads=4,
-            attention_head_dim=16,
-            in_channels=4,
-            out_channels=4,
-            time_embed_dim=4,
-            text_embed_dim=32,
-            num_layers=3,
-            sample_width=4,
-            sample_height=4,
-            sample_frames=9,
-            patch_size=2,
-            temporal_compression_ratio=4,
-            max_text_seq_length=16,
-            use_rotary_positional_embeddings=True,
-        ).eval(),
-        scheduler=CogVideoXDDIMScheduler(),
-    )
+def ip_adapter(unet, tokens: int = 4) -> dict:
+    """Weights of an IP-Adapter for this UNet and `clip_vision_projected`, as its files hold them."""
+    width, weights = unet.config.cross_attention_dim, {}
+    for number, name in enumerate(name for name in unet.attn_processors if "attn2" in name):
+        features = unet.get_submodule(name.removesuffix(".processor")).to_k.out_features
+        for part in ("to_k_ip", "to_v_ip"):
+            weights[f"{2 * number + 1}.{part}.weight"] = torch.randn(features, width) * 0.3
+    projection = {"proj.weight": torch.randn(tokens * width, WIDTH) * 0.3, "proj.bias": torch.zeros(tokens * width)}
+    norm = {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
+    return {"image_proj": projection | norm, "ip_adapter": weights}
 
 
+def modular(blocks: type, name: str, guidance_scale: float):
+    """The pipeline `name` of modular blocks."""
+    pipe = blocks().init_pipeline()
+    parts = {k: v for k, v in make(name).components.items() if k in pipe.components and v is not None}
+    pipe.update_components(**parts, guider=ClassifierFreeGuidance(guidance_scale=guidance_scale))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+# Calls
+
+
+def picture(height: int, width: int, seed: int = 0, mode: str = "RGB") -> PIL.Image.Image:
+    noise = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    return PIL.Image.fromarray(noise.numpy()).convert(mode)
+
+
+def pictures(count: int, height: int, width: int, mode: str = "RGB") -> list:
+    return [picture(height, width, seed, mode) for seed in range(count)]
+
+
+def fresh(seed: int = 11) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+IMAGE = {"num_inference_steps": 2, "height": 32, "width": 32}
+BESIDE_IMAGE = {"max_sequence_length": 512}  # with an image encoder upstream takes the last 512 tokens for the text's
+VIDEO = {
+    "num_inference_steps": 3,
+    "num_frames": 5,
+    "height": 32,
+    "width": 48,
+    "guidance_scale": 4.0,
+    "max_sequence_length": 24,
+}
+SIZES = ("num_frames", "height", "width")
+HUNYUAN = {"guidance_scale": None, "max_sequence_length": None}
 GLYPHS = 'a red circle moving "left"'  # quoted words go through the second text encoder
 
-ARGUMENTS = {
-    "wan": {"height": 32, "width": 48, "num_frames": 5, "guidance_scale": 4.0, "max_sequence_length": 24},
-    "hunyuan15": {"height": 32, "width": 48, "num_frames": 5, "prompt": GLYPHS},
-    "hunyuan15_i2v": {"num_frames": 5},
-    "cogvideox": {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 4.0, "max_sequence_length": 16},
-}
+
+def _animated(frames: int, *size: int) -> dict:
+    """Two segments, the second begins with the last frame of the first."""
+    videos = {"pose_video": pictures(2 * frames - 1, *size), "face_video": pictures(2 * frames - 1, 16, 16)}
+    segments = {"num_frames": None, "segment_frame_length": frames, "prev_segment_conditioning_frames": 1}
+    return {**BESIDE_IMAGE, **videos, **segments, "image": picture(*size)}
 
 
-def arguments(name: str, steps: int = 3) -> dict:
-    """Arguments of a small call of the pipeline called `name`, fresh generator included."""
-    given = {
-        "prompt": "a red circle moving left",
-        "num_inference_steps": steps,
-        "output_type": "np",
-        "generator": torch.Generator().manual_seed(11),
-        **ARGUMENTS[name],
-    }
-    if name == "hunyuan15_i2v":
-        import PIL.Image
+# What a call takes beside the arguments of all videos, for a video of this size (frames, height, width).
+CALLS = {
+    "wan": lambda *size: {},
+    "wan_a14b": lambda *size: {"guidance_scale_2": 2.5},
+    "wan_ti2v": lambda *size: {},
+    "wan_i2v": lambda _, *size: {**BESIDE_IMAGE, "image": picture(*size)},
+    "wan_flf2v": lambda _, *size: {**BESIDE_IMAGE, "image": picture(*size), "last_image": picture(*size)},
+    "wan_a14b_i2v": lambda _, *size: {"image": picture(*size), "guidance_scale_2": 2.5},
+    "wan_ti2v_i2v": lambda _, *size: {"image": picture(*size)},
+    "wan_v2v": lambda *size: {"video": pictures(*size), "num_frames": None, "strength": 0.7},
+    "wan_vace": lambda *size: {
+        "video": pictures(*size), "mask": pictures(*size, mode="L"), "reference_images": picture(30, 30)
+    },
+    "wan_animate": _animated,
+    "hunyuan15": lambda *size: {**HUNYUAN, "prompt": GLYPHS},
+    "hunyuan15_i2v": lambda _, *size: {**HUNYUAN, "height": None, "width": None, "image": picture(*size)},
+    "cogvideox": lambda *size: {"width": 32, "max_sequence_length": 16},
+}  # fmt: skip
+FAMILIES = ("wan", "hunyuan15", "hunyuan15_i2v", "cogvideox")
+WAN = [name for name in CALLS if name.startswith("wan")]
 
-        given["image"] = PIL.Image.effect_noise((48, 32), 60).convert("RGB")
-    return given
+
+def arguments(name: str, **changes) -> dict:
+    """Arguments of a small call of the pipeline `name`, fresh generator included; None leaves one out."""
+    given = {"prompt": WORDS, "output_type": "np", "generator": fresh()}
+    if name not in CALLS:
+        given |= IMAGE
+    else:
+        coarser = 2 if name.startswith("wan_ti2v") else 1
+        frames, *sides = (changes.get(key) or VIDEO[key] for key in SIZES)
+        size = frames, *(coarser * side for side in sides)
+        given |= VIDEO | dict(zip(SIZES, size))
+        given |= CALLS[name](*size)
+        changes = {key: value for key, value in changes.items() if key not in SIZES or value is None}
+    return {key: value for key, value in (given | changes).items() if value is not None}
 
 
-BUILDERS = {"wan": wan, "hunyuan15": hunyuan15, "hunyuan15_i2v": hunyuan15_i2v, "cogvideox": cogvideox}
+# Pipelines of every kind that runs in stages: name of the table, its changes, changes of the call.
+TWO_LAYERS = {"num_layers": 2}
+STAGED = {
+    "text_to_video": ("wan", {}, {"negative_prompt": "a circle"}),
+    "two_experts": (
+        "wan_a14b", {"transformer_2": {"num_layers": 1}},
+        {"prompt": ["a red circle", "moving left"], "num_videos_per_prompt": 2},
+    ),
+    "image_to_video": ("wan_i2v", {}, {}),
+    "image_to_video_two_experts": (
+        "wan_a14b_i2v", {"transformer_2": TWO_LAYERS, "boundary_ratio": 0.8}, {"last_image": picture(32, 48, 3)},
+    ),
+    "first_frame_kept": ("wan_image", {"transformer": {"in_channels": 16}, "expand_timesteps": True}, {"image": picture(32, 48, 4)}),
+    "video_to_video": ("wan_v2v", {}, {}),
+    "vace": ("wan_vace", {"transformer": {"vace_layers": [0, 1]}}, {}),
+    "hunyuan_text_to_video": ("hunyuan15", {}, {"prompt": 'a red circle with "left" on it', "negative_prompt": "a circle"}),
+    "hunyuan_image_to_video": ("hunyuan15_i2v", {}, {"num_videos_per_prompt": 1}),
+}  # fmt: skip
+
+
+def staged(name: str) -> tuple:
+    """(pipeline, arguments of a small call without a generator)."""
+    kind, changes, call = STAGED[name]
+    if kind.startswith("wan"):
+        changes = {**changes, "transformer": {**TWO_LAYERS, **changes.get("transformer", {})}}
+    given = arguments(kind if kind in CALLS else "wan", generator=None, output_type=None, **call)
+    return make(kind, seed=1 + list(STAGED).index(name), **changes), given

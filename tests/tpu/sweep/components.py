@@ -11,7 +11,7 @@ import transformers
 from shrinking import WIDTH, filled, small, tiny
 
 import diffusers
-import tiny_parts as parts
+import tiny as parts
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, ModelMixin, SchedulerMixin
 from diffusers.schedulers import KarrasDiffusionSchedulers
 
@@ -243,19 +243,19 @@ class GlmTokens:
 
 MAKERS = {
     "CLIPTextModel": parts.clip_text,
-    "CLIPTextModelWithProjection": lambda **changes: parts.clip_text(projected=True, **changes),
+    "CLIPTextModelWithProjection": parts.clip_text_projected,
     "CLIPVisionModel": parts.clip_vision,
-    "CLIPVisionModelWithProjection": lambda **changes: parts.clip_vision(projected=True, **changes),
+    "CLIPVisionModelWithProjection": parts.clip_vision_projected,
     "CLIPImageProcessor": parts.clip_images,
     "CLIPImageProcessorPil": parts.clip_images,
     "CLIPProcessor": parts.clip_images,
-    "CLIPTokenizer": parts.clip_tokenizer,
+    "CLIPTokenizer": parts.clip_tokens,
     "T5EncoderModel": parts.t5,
     "UMT5EncoderModel": parts.umt5,
-    "T5Tokenizer": parts.t5_tokenizer,
+    "T5Tokenizer": parts.tokens,
     "Qwen2Tokenizer": parts.chat_tokenizer,
     "Qwen2_5_VLForConditionalGeneration": parts.qwen25vl,
-    "Qwen2_5_VLTextModel": lambda: parts.qwen25vl().model.language_model,
+    "Qwen2_5_VLTextModel": parts.qwen25,
     "Qwen2VLProcessor": parts.chat_tokenizer,
     "Qwen2_5_VLProcessor": parts.chat_tokenizer,
     "CosmosSafetyChecker": no_check,
@@ -272,7 +272,7 @@ MAKERS = {
     ),
     "SchedulerMixin": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
     "ClassifierFreeGuidance": lambda: diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
-    "Qwen3ForCausalLM": lambda **changes: parts.qwen3(causal=True, **changes),
+    "Qwen3ForCausalLM": parts.qwen3_causal,
     "Qwen3Model": parts.qwen3,
     "Qwen3VLForConditionalGeneration": lambda **changes: qwen3_vl(transformers.Qwen3VLForConditionalGeneration, **changes),
     "Qwen3VLModel": lambda **changes: qwen3_vl(transformers.Qwen3VLModel, **changes),
@@ -293,8 +293,8 @@ MAKERS = {
     "XLMRobertaTokenizer": bert_tokenizer,
     "GPT2Tokenizer": bert_tokenizer,
     "TokenizersBackend": llama_tokenizer,
-    "PreTrainedTokenizerBase": parts.t5_tokenizer,
-    "AutoTokenizer": parts.t5_tokenizer,
+    "PreTrainedTokenizerBase": parts.tokens,
+    "AutoTokenizer": parts.tokens,
     "ChatGLMModel": chat_glm,
     "ChatGLMTokenizer": GlmTokens,
     "SpeechT5HifiGan": vocoder,

@@ -12,8 +12,7 @@ from components import bert_tokenizer, ldm_bert, noise_image, noise_video, of, q
 from shrinking import WIDTH, tiny
 
 import diffusers
-import tiny_parts as parts
-import tiny_wan
+import tiny as parts
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ RECIPES = [
         "Flux(?!2).*|Chroma.*|Bria|OvisImage|LongCatImage.*|StableDiffusion3.*|CogView[34].*|Lumina2|ZImage.*|HiDreamImage|VisualCloze.*",
         vae=KL16,
     ),
-    recipe("StableDiffusion3.*", text_encoder_3={"width": 2 * WIDTH}),
+    recipe("StableDiffusion3.*", text_encoder_3={"d_model": 2 * WIDTH}),
     recipe("StableDiffusionXL.*|AnimateDiffSDXL|TextToVideoZeroSDXL|Kolors.*", unet=UNET_XL, controlnet=XL),
     recipe("StableDiffusionXL.*InstructPix2Pix|StableDiffusionInstructPix2Pix", unet={"in_channels": 8}),
     recipe("Kolors.*", unet={"cross_attention_dim": WIDTH}),
@@ -111,7 +110,7 @@ RECIPES = [
     recipe("LDMTextToImage", vqvae=make("AutoencoderKL"), bert=ldm_bert, tokenizer=bert_tokenizer, unet=make("UNet2DConditionModel")),
     recipe("DanceDiffusion", {"audio_length_in_s": 0.02}, scheduler=diffusers.IPNDMScheduler),
     recipe("DiT", {"class_labels": [1]}),
-    recipe("HiDreamImage", tokenizer_4=parts.t5_tokenizer),
+    recipe("HiDreamImage", tokenizer_4=parts.tokens),
     recipe("CycleDiffusion", scheduler={"set_alpha_to_one": False, "steps_offset": 1, "clip_sample": False}),
     recipe(
         "ShapE.*",
@@ -186,7 +185,7 @@ RECIPES = [
     recipe("(QwenImageEdit|LongCatImageEdit).*", processor=qwen_vl_processor, text_processor=qwen_vl_processor),
     recipe("QwenImageControlNetInpaint", controlnet={"extra_condition_channels": 4}),
     recipe("StableDiffusion3ControlNetInpainting", controlnet={"extra_conditioning_channels": 1}),
-    recipe("BriaFibo(Edit)?", vae=tiny_wan.vae_22, transformer={"in_channels": 48}),
+    recipe("BriaFibo(Edit)?", vae=parts.wan_vae_22, transformer={"in_channels": 48}),
     recipe("PRX", vae=KL16),
     recipe("NucleusMoEImage", text_encoder={"num_hidden_layers": 8}),
     recipe("BriaFibo(Edit)?", text_encoder={"vocab_size": 128256}),

@@ -67,10 +67,10 @@ def import_what_all_need():
     import torch
 
     import diffusers.tpu.compare.pipelines  # noqa: F401
-    import tiny_parts
+    import tiny
 
     torch.set_num_threads(1)
-    tiny_parts._byte_pairs()
+    tiny.byte_pairs()
     os.environ["DIFFUSERS_TPU"] = "cpu"  # from here on: what was imported is upstream's
     os.environ.setdefault("DIFFUSERS_TPU_CACHE", "off")
 

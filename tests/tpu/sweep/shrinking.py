@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from tiny_parts import WIDTH
+from tiny import WIDTH
 
 
 HEADS, HEAD = 2, 16

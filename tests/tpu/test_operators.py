@@ -1,0 +1,256 @@
+"""Oracle: torch on the host, the same operation on the same numbers. One row for each of our operators and rules."""
+# ruff: noqa: F811
+
+import copy
+from operator import attrgetter
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import relative
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from test_bridge import env, on_chip, on_host  # noqa: F401
+
+
+X, Y, WIDE = (5, 4), (2, 3), (2, 3, 11, 7)
+TRUTHS = torch.tensor([True, False, True, False]), torch.tensor([True, True, False, False])
+PLACES, COUNTS = torch.tensor([2, 0]), torch.tensor([2, 0, 3])
+FILTERED = {"mode": "bicubic", "antialias": True}
+# A function, its inputs (shapes of normal draws, or tensors) and the largest relative error; 0: every bit, and the dtype.
+OPERATORS = {
+    "index with a list": (lambda x: x[1:4][[0, -1]], [X], 0),
+    "index with a tensor": (lambda x, at: x[1:4][at], [X, PLACES], 0),
+    "index with a list behind": (lambda x: x[1:4][:, [3, 1]], [X], 0),
+    "index with a tensor and a slice": (lambda x, at: x[1:4][at, 1:3], [X, PLACES], 0),
+    "index with truths": (lambda x, at: x[:4][at], [X, TRUTHS[0]], 0),
+    "nearest": (lambda x: F.interpolate(x.bfloat16(), mode="nearest", scale_factor=(2.0, 1.5)), [WIDE], 0),
+    "nearest, exact": (lambda x: F.interpolate(x, mode="nearest-exact", size=(7, 3)), [WIDE], 0),
+    "nearest, doubled": (lambda x: F.interpolate(x, mode="nearest", scale_factor=2.0), [WIDE], 0),
+    "bilinear with a filter": (lambda x: F.interpolate(x, size=(4, 13), mode="bilinear", antialias=True), [WIDE], 2e-6),
+    "bicubic with a filter": (lambda x: F.interpolate(x, scale_factor=(0.4, 1.7), **FILTERED), [WIDE], 2e-6),
+    "bicubic, corners": (lambda x: F.interpolate(x, size=3, align_corners=True, **FILTERED), [WIDE], 2e-6),
+    "pad, constant": (lambda x: F.pad(x, (1, 2, 0, 1), "constant", 2.0), [WIDE], 0),
+    "pad, replicate": (lambda x: F.pad(x, (1, 2, 0, 1), "replicate"), [WIDE], 0),
+    "pad, reflect": (lambda x: F.pad(x, (1, 2, 0, 1), "reflect"), [WIDE], 0),
+    "softmax": (lambda x: torch.softmax(x.bfloat16(), dim=-1, dtype=torch.float32), [X], 1e-6),
+    "softmax, functional": (lambda x: F.softmax(x.bfloat16(), dim=-1, dtype=torch.float32), [X], 1e-6),
+    "sum of truths": (lambda x, y: x + y, TRUTHS, 0),
+    "sum of a truth": (lambda x: True + x[0], TRUTHS[:1], 0),
+    "sum of truths in place": (lambda x, y: x.clone().add_(y), TRUTHS, 0),
+    "repeat": (lambda x: x.repeat_interleave(3, dim=1), [Y], 0),
+    "repeat, flat": (lambda x: x.repeat_interleave(2), [Y], 0),
+    "repeat by counts": (lambda x, n: x.repeat_interleave(n, dim=1), [Y, COUNTS], 0),
+    "repeat by counts, sized": (lambda x, n: x.repeat_interleave(n, dim=1, output_size=5), [Y, COUNTS], 0),
+    "attention of one batch to several": (F.scaled_dot_product_attention, [(1, 1, 2, 5, 8), *[(2, 3, 2, 7, 8)] * 2], 1e-6),
+    "convolution, patches side by side": (  # of odd sizes: what is left over at the ends is not read
+        lambda x, w, b: F.conv3d(x, w, b, stride=(1, 2, 3)), [(2, 3, 4, 7, 6), (5, 3, 1, 2, 3), (5,)], 1e-6
+    ),
+    "gather of rows": (lambda x, at: x.gather(1, at.expand(2, 7, 5)), [(2, 3, 5), torch.tensor([0, 2, 1, 1, 0, 2, 2])[None, :, None]], 0),
+    "gather": (lambda x, at: x.gather(-1, at), [(2, 3, 5), torch.tensor([[[0, 4]] * 3, [[3, 1]] * 3])], 0),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (7,), w, b, 1e-6), [WIDE, (7,), (7,)], 1e-6),
+    "layer norm, plain": (lambda x: F.layer_norm(x, (7,)), [WIDE], 1e-6),
+    "RMS norm": (lambda x, w: F.rms_norm(x, (7,), w, 1e-6), [WIDE, (7,)], 1e-6),
+    "RMS norm, own epsilon": (lambda x: F.rms_norm(x, (7,)), [WIDE], 1e-6),
+    "group norm": (lambda x, w, b: F.group_norm(x, 3, w, b, 1e-6), [WIDE, (3,), (3,)], 1e-6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators(env, name):
+    function, given, limit = OPERATORS[name]
+    tensors = [torch.randn(one) if isinstance(one, tuple) else one for one in given]
+    ours, theirs = function(*map(on_chip, tensors)), function(*tensors)
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    if limit == 0:
+        assert torch.equal(on_host(ours), theirs)
+    else:
+        assert relative(on_host(ours), theirs) < limit
+
+
+ROUNDED = {
+    # JAX's own, rounding inside: silu 1.5 times, tanh-gelu 1.3 times the error of rounding once; torchax's norms 2 times.
+    **dict.fromkeys([F.silu, F.gelu, torch.sigmoid, torch.nn.SiLU()], 1.01),
+    (lambda x: F.gelu(x, approximate="tanh")): 1.01,
+    (lambda x: x.softmax(-1)): 1.01,
+    (lambda x: F.layer_norm(x, x.shape[-1:], eps=1e-6)): 1.05,
+    (lambda x: F.rms_norm(x, x.shape[-1:])): 1.05,
+}
+
+
+@pytest.mark.parametrize("function", ROUNDED)
+def test_functions_of_bfloat16_round_once(env, function):
+    x = torch.randn(40, 50).bfloat16() * 3
+    exact = function(x.double())
+    rounding = relative(exact.bfloat16().float(), exact)
+    assert relative(on_host(function(on_chip(x))).float(), exact) < ROUNDED[function] * rounding
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "nansum", "linalg.vector_norm", "norm", "cumsum"])
+def test_reductions_in_the_dtype_asked_for(env, name):
+    """Of bfloat16: 183 ones are 183 in int32, and an index."""
+    function, x = attrgetter(name)(torch), (torch.rand(3, 183) < 0.9).bfloat16()
+    for asked in (torch.float32, None, *([torch.int32] if "sum" in name else [])):
+        for how in ({"dim": 1}, {} if name != "cumsum" else {"dim": 0}):
+            ours, theirs = function(on_chip(x), **how, dtype=asked), function(x, **how, dtype=asked)
+            assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+            exact = theirs if asked else function(x.double(), **how)  # torch's own bfloat16 is off by a rounding more
+            assert relative(on_host(ours).double(), exact.double()) < (1e-6 if asked else 4e-3)
+
+
+@pytest.mark.parametrize(
+    "make, shape",
+    [
+        (lambda: torch.nn.Linear(48, 24), (3, 7, 48)),
+        (lambda: torch.nn.Conv2d(6, 8, 3, padding=1), (2, 6, 9, 7)),
+        (lambda: torch.nn.Conv3d(6, 8, (3, 1, 1), stride=(2, 1, 1), groups=2), (1, 6, 5, 4, 6)),
+        (lambda: torch.nn.Conv1d(6, 8, 3, padding="same", dilation=2, bias=False), (2, 6, 11)),
+        (lambda: torch.nn.ConvTranspose2d(6, 8, 4, stride=2, padding=1), (2, 6, 5, 4)),
+    ],
+)
+def test_products_round_once(env, make, shape):
+    module = make().bfloat16().requires_grad_(False)
+    x = torch.randn(shape).bfloat16()
+    exact = copy.deepcopy(module).double()(x.double())
+    rounding = relative(exact.bfloat16().float(), exact)
+    weights = {name: on_chip(w) for name, w in module.named_parameters()}
+    ours = on_host(torch.func.functional_call(module, weights, on_chip(x)))
+    assert ours.dtype == torch.bfloat16
+    assert relative(ours.float(), exact) < 1.05 * rounding
+    wide = torch.func.functional_call(
+        module.float(), {n: on_chip(w) for n, w in module.named_parameters()}, on_chip(x.float())
+    )
+    assert relative(on_host(wide), exact) < 1e-6
+
+
+@pytest.mark.parametrize("written", [False, True])
+@pytest.mark.parametrize("pad", [(1, 2), (1, 0, 2, 1), (0, 1, 0, 0, 2, 0)])
+def test_a_convolution_does_the_padding_before_it(env, pad, written):
+    """Unless the padded tensor was written to in between."""
+    x, conv = torch.randn(1, 3, 5, 6, 7), torch.nn.Conv3d(3, 4, (2, 3, 3), padding=(0, 1, 0))
+
+    def run(x, weight, bias):
+        x = F.pad(x, pad)
+        if written:
+            x[:, :, -1] = 3.0
+        return F.conv3d(x, weight, bias, padding=conv.padding)
+
+    with torch.no_grad():
+        ours = on_host(run(*(on_chip(t.detach()) for t in (x, conv.weight, conv.bias))))
+        assert relative(ours, run(x, conv.weight, conv.bias)) < 1e-6
+
+
+def test_a_value_is_cast_to_the_tensor_it_is_written_into(env, recwarn):
+    target, value = torch.zeros(2, 4).bfloat16(), torch.randn(2, 2)
+    ours = on_chip(target)
+    ours[..., 0::2] = on_chip(value)
+    target[..., 0::2] = value
+    assert torch.equal(on_host(ours), target)
+    for dtype, value in ((torch.bool, 1), (torch.int32, 1.7), (torch.float32, True)):
+        target = torch.zeros(2, 4, dtype=dtype)
+        ours = on_chip(target)
+        ours[0, :3], target[0, :3] = value, value
+        assert torch.equal(on_host(ours), target)
+    assert not [w for w in recwarn if "scatter" in str(w.message)]
+
+
+WRITES = {
+    "set": lambda x, mask, value: x.__setitem__(mask, value),
+    "put": lambda x, mask, value: x.copy_(torch.index_put(x, (mask,), value)),
+    "add": lambda x, mask, value: x.index_put_((mask,), value, accumulate=True),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("shape, axes", [((4, 3), 1), ((2, 3, 4), 2), ((5,), 1)])
+def test_what_is_written_where_a_mask_holds(env, how, shape, axes):
+    """One value for all entries, one for each, and what broadcasts to either."""
+    mask = torch.rand(shape[:axes]) < 0.5
+    mask[(0,) * axes], mask[(-1,) * axes] = True, True
+    entry, number = shape[axes:], int(mask.sum())
+    for value in map(torch.randn, ((), (1,), entry, (1, *entry), (number, *entry), (number, *[1] * len(entry)))):
+        x = torch.randn(shape)
+        ours = on_chip(x.clone())
+        WRITES[how](ours, on_chip(mask), on_chip(value))
+        WRITES[how](x, mask, value)
+        assert relative(on_host(ours), x) < 1e-6, value.shape
+
+
+@pytest.mark.parametrize("lead, mask", [((), "none"), ((3,), "bias"), ((2, 3), "bool"), ((2, 1, 3), "causal")])
+def test_scaled_dot_product_attention_in_both_forms(env, lead, mask):
+    q, k, v = torch.randn(*lead, 5, 8), torch.randn(*lead, 7, 8), torch.randn(*lead, 7, 8)
+    keywords = {"scale": 0.4, "is_causal": mask == "causal"}
+    if mask == "bool":
+        keywords["attn_mask"] = torch.rand(5, 7) < 0.7
+        keywords["attn_mask"][:, 0] = True
+    if mask == "bias":
+        keywords["attn_mask"] = torch.randn(*lead[:-1], 1, 5, 7)
+    theirs = F.scaled_dot_product_attention(q, k, v, **keywords)
+    chip = {name: on_chip(x) if isinstance(x, torch.Tensor) else x for name, x in keywords.items()}
+    ours = F.scaled_dot_product_attention(query=on_chip(q), key=on_chip(k), value=on_chip(v), **chip)
+    assert relative(on_host(ours), theirs) < 1e-6
+    positional = (chip.get("attn_mask"), 0.0, keywords["is_causal"])
+    aten = torch.ops.aten.scaled_dot_product_attention(on_chip(q), on_chip(k), on_chip(v), *positional, scale=0.4)
+    assert relative(on_host(aten), theirs) < 1e-6
+    drawn = []
+    for where, given in ((lambda x: x, keywords), (on_chip, chip)):
+        torch.manual_seed(3)
+        drawn.append(F.scaled_dot_product_attention(*map(where, (q, k, v)), dropout_p=0.4, **given))
+        drawn.append(torch.rand(3))
+    assert relative(on_host(drawn[2]), drawn[0]) < 1e-6 and torch.equal(drawn[1], drawn[3])
+
+
+@pytest.mark.parametrize(
+    "form, more",
+    [
+        ("none", {"is_causal": True}), ("none", {"enable_gqa": True, "scale": 0.7}), ("keys", {}), ("keys, of heads", {}),
+        ("pairs", {"scale": 0.2}), ("pairs of all", {}), ("a row without keys", {}), ("bias", {"enable_gqa": True}), ("-inf", {}),
+    ],
+)  # fmt: skip
+def test_the_dispatcher_gives_what_native_gives(env, form, more):
+    t, s = 5, 7
+    q, k, v = torch.randn(2, t, 4, 8), *torch.randn(2, 2, s, 2 if more.get("enable_gqa") else 4, 8)
+    keys, pairs = torch.arange(s) < torch.tensor([s - 3, s])[:, None], torch.rand(2, 1, t, s) < 0.6
+    pairs[..., 0] = True
+    mask = {
+        "none": None, "keys": keys, "keys, of heads": keys[:, None, None], "pairs": pairs, "pairs of all": pairs[0, 0],
+        "a row without keys": pairs & (torch.arange(t) > 0)[:, None], "bias": torch.randn(2, 4, t, s),
+        "-inf": torch.zeros(2, 1, t, s).masked_fill(~pairs, float("-inf")),
+    }[form]  # fmt: skip
+    theirs = dispatch_attention_fn(q, k, v, attn_mask=mask, backend="native", **more)
+    on_chips = (None if x is None else on_chip(x) for x in (q, k, v, mask))
+    ours = dispatch_attention_fn(*on_chips, backend="tpu", **more)
+    assert ours.shape == theirs.shape and relative(on_host(ours), theirs) < 1e-6
+
+
+def test_the_dispatcher_refuses_what_the_tpu_cannot(env):
+    q, k = torch.randn(2, 5, 4, 8), torch.randn(2, 7, 3, 8)
+    x, y = on_chip(q), on_chip(k)
+    for given, more, error, words in [
+        ((x, y, y), {"attention_kwargs": {"return_lse": True}}, NotImplementedError, "log-sum-exp"),
+        ((x, y, y), {"enable_gqa": True}, ValueError, "4 query and 3 key heads, enable_gqa=True"),
+        ((x, x, x), {"attn_mask": on_chip(torch.ones(5, 6) > 0)}, ValueError, r"\[2, 4, 5, 5\], got \[5, 6\]"),
+        ((x, x, x), {"attn_mask": on_chip(torch.ones(5, 5).int())}, TypeError, "bool or floating .* mask, got int32"),
+        ((q, q, q), {}, RuntimeError, "TPU path"),
+    ]:
+        with pytest.raises(error, match=words):
+            dispatch_attention_fn(*given, backend="tpu", **more)
+
+
+def test_host_tensors_and_device_tensors_meet(env):
+    table, x = torch.randn(10), on_chip(torch.randn(10))
+    assert torch.equal(on_host(table[on_chip(torch.tensor([3, 7]))]), table[[3, 7]])
+    assert relative(on_host(table * x), table * on_host(x)) < 1e-7
+    assert relative(on_host(torch.cat([table, x])), torch.cat([table, on_host(x)])) == 0
+    # A scalar does not widen the other side, as in torch.
+    assert (torch.tensor(2.0) * on_chip(torch.ones(2).bfloat16())).dtype == torch.bfloat16
+    target, source = torch.zeros(4), on_chip(torch.arange(4.0))
+    target[1:3] = source[1:3]
+    assert type(target) is torch.Tensor and target.tolist() == [0, 1, 2, 0]
+    assert target.copy_(source).tolist() == [0, 1, 2, 3]
+    made = torch.tensor([source[3], source[1]])
+    assert type(made) is torch.Tensor and made.dtype == torch.float32 and made.tolist() == [3.0, 1.0]
+    out = F.scaled_dot_product_attention(query=table[None, None], key=table[None, None], value=table[None, None])
+    assert type(out) is torch.Tensor and out.device.type == "cpu"
+    wide = torch.tensor([999.999999999, 1.5], dtype=torch.float64)  # converted before the way to the device
+    assert on_host(wide.to(device="jax", dtype=torch.int64)).tolist() == [999, 1]
