@@ -247,10 +247,10 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
         self._set_latent_tiles()
 
     def _decode(self, z: Latents) -> Video:
-        return self._decoded(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
+        return self._in_parts(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
 
     def _encode(self, x: Video) -> Latents:
-        return self._encoded(self._encode_map, x, encode_tiling(self, *x.shape[2:4]))
+        return self._in_parts(self._encode_map, x, encode_tiling(self, *x.shape[2:4]), encode=True)
 
     def _decode_map(self, z: Latents) -> Video:
         return in_chunks(self.decoder, z, self.num_latent_frames_batch_size, Chunk, batches=True)

@@ -75,12 +75,12 @@ class FlaxAutoencoderKLWan(VideoAutoencoder):
         self.tile_sample_stride_height, self.tile_sample_stride_width = strides
 
     def _decode(self, z: Latents) -> Video:
-        x = self._decoded(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
+        x = self._in_parts(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
         return jnp.clip(_from_patches(x, self.patch), -1, 1)
 
     def _encode(self, x: Video) -> Latents:
         x = _to_patches(x, self.patch)
-        return self._encoded(self._encode_map, x, encode_tiling(self, *x.shape[2:4]), self.patch)
+        return self._in_parts(self._encode_map, x, encode_tiling(self, *x.shape[2:4]), self.patch, encode=True)
 
     def _decode_map(self, z: Latents) -> jax.Array:
         return in_chunks(self.decoder, self.post_quant_conv(z), 1, Chunk)

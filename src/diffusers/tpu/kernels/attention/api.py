@@ -169,14 +169,14 @@ def _local(settings: Settings, q, k, v, mask):
 
 
 def _ours(settings: Settings, **fixed):
-    options = {"generation": settings.generation, "wanted": settings.blocks, "smoothing": settings.smoothing}
-    options |= {"tally": settings.tally, "interpret": settings.interpreted, **fixed}
-    return functools.partial(kernel.tpu_attention, **options), kernel.unsupported
+    fixed |= {"generation": settings.generation, "wanted": settings.blocks, "smoothing": settings.smoothing}
+    run = functools.partial(kernel.tpu_attention, tally=settings.tally, interpret=settings.interpreted, **fixed)
+    return run, kernel.unsupported
 
 
 def _stock(settings: Settings):
-    options = {"interpret": settings.interpreted, "blocks": settings.blocks}
-    return functools.partial(splash.splash_attention, **options), splash.unsupported
+    run = functools.partial(splash.splash_attention, interpret=settings.interpreted, blocks=settings.blocks)
+    return run, splash.unsupported
 
 
 # Name -> (attention of one chip with these settings, the reason why it does not take a call).

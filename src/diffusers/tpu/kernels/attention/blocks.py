@@ -68,7 +68,9 @@ class Blocks:
             share = self.piece
         elif way != BOUND:  # rarer, and the running maximum takes twice the code
             share = max(2, -(-self.piece * keys // RARER_SCORES))
-        return _divisor(self.piece, share, tile.queries), keys
+        tiles = self.piece // tile.queries
+        fitting = (n for n in range(1, tiles + 1) if tiles % n == 0 and n * share <= tiles)
+        return max(fitting, default=1) * tile.queries, keys
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,6 @@ class Shape:
     out_bytes: int = 2
     masked: int = 0
     dense_bytes: int = 0
-
-
-def _divisor(whole: int, share: int, unit: int) -> int:
-    """The largest multiple of `unit` that divides `whole`, a multiple of it, and is at most `whole / share`."""
-    units = whole // unit
-    return max((n for n in range(1, units + 1) if units % n == 0 and n * share <= units), default=1) * unit
 
 
 def folded_parts(shape: Shape, generation: str | None) -> int:

@@ -40,7 +40,11 @@ def shape_of(q, k, v, mask: Mask | None, with_lse: bool = False) -> Shape:
     """What the sizes of blocks for this call depend on; arrays, or their shapes and dtypes."""
     mask = mask or Mask()
     return Shape(
-        *(q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.dtype.itemsize),
+        q_len=q.shape[2],
+        kv_len=k.shape[2],
+        dim=q.shape[3],
+        out_dim=v.shape[3],
+        bytes=q.dtype.itemsize,
         out_bytes=4 if with_lse else q.dtype.itemsize,
         masked=0 if mask.keys is None else k.shape[2] - mask.whole,
         dense_bytes=0 if mask.dense is None else mask.dense.dtype.itemsize,
@@ -137,7 +141,8 @@ def _scratch(call: Call, dtype) -> dict:
     """What a program keeps from block to block of keys: what is subtracted, sums, the result; q and k as they meet."""
     dim, out_dim, queries, keys = call.shape.dim, call.shape.out_dim, call.blocks.queries, call.blocks.keys
     return {
-        **dict.fromkeys(("m", "l"), pltpu.VMEM((SUBLANES, queries), jnp.float32)),
+        "m": pltpu.VMEM((SUBLANES, queries), jnp.float32),
+        "l": pltpu.VMEM((SUBLANES, queries), jnp.float32),
         "acc": pltpu.VMEM((out_dim, queries), jnp.float32),
         "true_v": pltpu.VMEM((out_dim, keys), dtype),
         "column": pltpu.VMEM((SUBLANES if call.mask.keys is None else keys, LANES), jnp.float32),

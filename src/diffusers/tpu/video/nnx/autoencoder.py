@@ -33,7 +33,6 @@ Latents = Float[Array, "B f h w C"]
 
 DTYPES = ("float32", "bfloat16")
 HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
-LOGVAR_RANGE = (-30.0, 20.0)  # upstream's
 
 
 @jax.tree_util.register_dataclass
@@ -49,7 +48,7 @@ class DiagonalGaussian:
 
     @property
     def logvar(self) -> Latents:
-        return jnp.clip(jnp.split(self.parameters, 2, -1)[1], *LOGVAR_RANGE)
+        return jnp.clip(jnp.split(self.parameters, 2, -1)[1], -30.0, 20.0)  # upstream's
 
     @property
     def std(self) -> Latents:
@@ -131,9 +130,8 @@ class VideoAutoencoder(nnx.Module):
         """
         hub = {name: others.pop(name) for name in HUB if name in others}
         if unknown := others.keys() - {"convolution_precision"}:
-            raise TypeError(
-                f"expected of arguments dtype, mesh, convolution_precision, {', '.join(HUB)}, got {unknown}"
-            )
+            known = ", ".join(("dtype", "mesh", "convolution_precision", *HUB))
+            raise TypeError(f"expected of arguments {known}, got {unknown}")
         config, tensors = open_files(cls.upstream, path_or_id, subfolder, variant, hub)
         vae = cls.abstract(config, dtype=dtype, mesh=mesh, **others)
         return load_weights(vae, cls.names, tensors, str(path_or_id))
@@ -155,19 +153,13 @@ class VideoAutoencoder(nnx.Module):
         self.use_slicing = False
 
     def encode(self, video: Video) -> DiagonalGaussian:
-        """The latents' distribution of videos in [-1, 1].
-
-        Raises ValueError for a shape, or tiles, that the model cannot take.
-        """
+        """The latents' distribution of videos in [-1, 1]. Raises ValueError for a shape, or tiles, that the model cannot take."""
         self._check("video", video, self.video_channels)
         self._check_video(*video.shape[1:4])
         return DiagonalGaussian(self._run("_encode", video))
 
     def decode(self, latents: Latents) -> Video:
-        """Videos of latents: one frame of the first, as many as they are compressed to of each other.
-
-        Raises ValueError for a shape that the model cannot take.
-        """
+        """Videos of latents: one frame of the first, several of each other. Raises ValueError as `encode`."""
         self._check("latents", latents, self.latent_channels)
         return self._run("_decode", latents)
 
@@ -206,22 +198,15 @@ class VideoAutoencoder(nnx.Module):
         """An input's width over all chips where they divide it."""
         return named(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
 
-    def _decoded(self, decode: Callable, z: Latents, tiling: Tiling) -> jax.Array:
-        """`decode` of maps of latents: in tiles where they are on and the map is larger, else a slab a chip."""
-        if self._exceeds(z.shape[2:4], tiling):
-            return in_tiles(decode, z, tiling, axis=3)
-        return over_width(decode, z, axis=3)
-
-    def _encoded(self, encode: Callable, x: jax.Array, tiling: Tiling, patch: int = 1) -> Latents:
-        """The same of maps of a video. `patch`: the pixels of a side that the map has as one."""
-        height, width = x.shape[2:4]
-        if self._exceeds((height * patch, width * patch), tiling):
-            self._check_tiles((height, width), tiling, patch)
-            return in_tiles(encode, x, tiling, axis=3)
-        return over_width(encode, x, self.spatial_compression_ratio // patch, axis=3)
-
-    def _exceeds(self, size: tuple[int, int], tiling: Tiling) -> bool:
-        return self.use_tiling and any(length > tile for length, tile in zip(size, tiling.sizes))
+    def _in_parts(
+        self, run: Callable, x: jax.Array, tiling: Tiling, patch: int = 1, encode: bool = False
+    ) -> jax.Array:
+        """`run` of maps: in tiles where they are on and the map is larger, else a slab a chip. `patch`: pixels of a map's side."""
+        if self.use_tiling and any(n * patch > tile for n, tile in zip(x.shape[2:4], tiling.sizes)):
+            if encode:
+                self._check_tiles(x.shape[2:4], tiling, patch)
+            return in_tiles(run, x, tiling, axis=3)
+        return over_width(run, x, self.spatial_compression_ratio // patch if encode else 1, axis=3)
 
     def _check_tiles(self, size: tuple[int, int], tiling: Tiling, patch: int):
         """The last tiles of a video are what its strides leave."""
@@ -240,14 +225,8 @@ def _program(graphdef, state, x: jax.Array, entry: str) -> jax.Array:
     """What is compiled, once for modules that are alike."""
     vae = nnx.merge(graphdef, state)
     device = vae.mesh.devices.flat[0]
-    settings = Settings(
-        mesh=vae.mesh,
-        sequence=False,
-        platform=device.platform,
-        generation=generation_of(device),
-        convolutions=vae.convolution_precision,
-    )
-    with using(settings):
+    chip = {"platform": device.platform, "generation": generation_of(device)}
+    with using(Settings(mesh=vae.mesh, sequence=False, convolutions=vae.convolution_precision, **chip)):
         return getattr(vae, entry)(x)
 
 
