@@ -24,6 +24,7 @@ class Browser:
         self.asked: list[str] = []  # addresses of all requests
 
     def open(self, address: str):
+        self.session = None
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         self.send("Network.enable")

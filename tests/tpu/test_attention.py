@@ -13,8 +13,7 @@ from bench import calibration, exp2
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu import notices
 from diffusers.tpu.kernels.attention import api
-from diffusers.tpu.kernels.attention.masks import Mask, classify
-from diffusers.tpu.kernels.attention.splash import splash_attention
+from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.utils import logging
 
@@ -101,7 +100,7 @@ def test_causality_and_the_window_of_the_settings():
 
 
 @pytest.mark.parametrize("kernel", ["kernel", "splash"])
-@pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 2, 2)])
+@pytest.mark.parametrize("degrees", [(2, 4, 1)])
 def test_a_kernel_is_split_by_heads_where_nobody_lays_out(degrees, kernel, make_mesh):
     """Eight heads, or as many chips as divide six; the kernel in interpret mode, as on a TPU inside shard_map."""
     settings = Settings(mesh=make_mesh(*degrees), sequence=False, kernel=kernel, interpret=True)
@@ -124,24 +123,14 @@ def test_the_kernel_around_a_ring(make_mesh, heads, kind):
     assert relative(run(settings, q, k, v, mask=mask), formula(q, k, v, mask)) < 3e-6
 
 
-@pytest.mark.parametrize("degrees", [None, (2, 4, 1), (2, 1, 4)])
+@pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
 def test_the_kernel_that_others_measured_runs_where_ours_would(degrees, make_mesh):
-    """Self- and cross-attention as `bench.calibration` compiles them: by name "online", on any mesh of the measured scripts."""
+    """As `bench.calibration` compiles it: by name "online", on any mesh of the measured scripts."""
     settings = Settings(mesh=degrees and make_mesh(*degrees), kernel="online", blocks=(128, 256, 128), interpret=True)
-    for keys in (260, 77):
-        operands = draw(260, keys, heads=8, kv_heads=8)
-        with mock.patch.object(exp2, "exp2_attention", wraps=exp2.exp2_attention) as theirs, calibration.as_theirs():
-            assert relative(run(settings, *operands), formula(*operands)) < 3e-6
-        assert theirs.called
-
-
-@pytest.mark.parametrize("mask, dim", [("none", 72), ("prefix", 64), ("outer", 72), ("triangle", 64)])
-def test_splash_has_true_key_lengths(mask, dim):
-    q, k, v = draw(150, 133, 2, 2, dim)
-    mask = given(mask, 150, 133)
-    parts = classify(mask, 2, 2, 150, 133)
-    ours = splash_attention(q, k, v, scale=0.125, mask=parts, interpret=True)
-    assert relative(ours, formula(q, k, v, mask, 0.125)) < 5e-6  # measured: 6e-7
+    operands = draw(260, 260 if degrees else 77, heads=8, kv_heads=8)
+    with mock.patch.object(exp2, "exp2_attention", wraps=exp2.exp2_attention) as theirs, calibration.as_theirs():
+        assert relative(run(settings, *operands), formula(*operands)) < 3e-6
+    assert theirs.called
 
 
 @pytest.mark.parametrize(
@@ -193,23 +182,14 @@ def test_what_became_of_calls_can_be_asked(make_mesh):
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"mask": np.ones((3, 4), bool)}, ValueError, r"\[1, 2, 4, 5\], got \[3, 4\]"),
-        ({"mask": np.ones((1, 1, 4, 5), np.int32)}, TypeError, "bool or floating"),
-        ({"mask": np.ones((4, 5), bool), "is_causal": True}, ValueError, "either attn_mask or is_causal"),
         ({"k": jnp.zeros((1, 3, 5, 8)), "v": jnp.zeros((1, 3, 5, 8))}, ValueError, "2 query and 3 key heads"),
         ({"k": jnp.zeros((1, 1, 5, 8)), "v": jnp.zeros((1, 1, 5, 8))}, ValueError, "1 key heads, enable_gqa=False"),
-        (
-            {"k": jnp.zeros((1, 3, 5, 8)), "v": jnp.zeros((1, 3, 5, 8)), "enable_gqa": True},
-            ValueError,
-            "2 query and 3 key heads, enable_gqa=True",
-        ),
         (
             {"v": jnp.zeros((1, 2, 6, 8))},
             ValueError,
             r"expected q .* got \(1, 2, 4, 8\), \(1, 2, 5, 8\), \(1, 2, 6, 8\)",
         ),
         ({"q": jnp.zeros((1, 2, 4, 9))}, ValueError, r"got \(1, 2, 4, 9\), \(1, 2, 5, 8\)"),
-        ({"q": jnp.zeros((3, 2, 4, 8))}, ValueError, r"got \(3, 2, 4, 8\), \(1, 2, 5, 8\)"),
         ({"k": jnp.zeros((1, 2, 5, 8), jnp.bfloat16)}, TypeError, "q float32, k bfloat16"),
         ({"q": jnp.zeros((2, 4, 8))}, ValueError, "four axes"),
     ],
@@ -220,10 +200,3 @@ def test_bad_calls_are_refused(change, error, words):
         arguments = dict(call)
         with using(Settings(kernel=kernel)), pytest.raises(error, match=words):
             api.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
-
-
-def test_blocks_that_do_not_fit_are_refused():
-    q = jax.ShapeDtypeStruct((1, 2, 40000, 128), jnp.bfloat16)
-    with using(Settings(kernel="kernel", blocks=(32768, 32768, 512), generation="v7x")):
-        with pytest.raises(ValueError, match=r"MiB of VMEM on v7x, got \(32768, 32768, 512\), which take \d+ MiB"):
-            jax.eval_shape(api.attention, q, q, q)

@@ -3,7 +3,6 @@
 `by_the_compiler` runs in the process of the TPU's compiler.
 """
 
-import functools
 import os
 import re
 import sys
@@ -16,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import attention_masks
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu.kernels.attention import exchange
 from diffusers.tpu.kernels.attention.key_bounds import key_bounds
@@ -26,7 +26,9 @@ from diffusers.tpu.planner import aot
 
 
 TOLERANCE = 1e-6  # measured: at most 2.1e-7 in 70 draws
-KINDS = ["none", "keys", "bias of keys", "queries", "outer", "causal", "window", "dense", "bias", "all"]
+KINDS = [
+    kind for kind in attention_masks.KINDS if kind not in ("nothing", "tail", "bfloat16 bias") and "frame" not in kind
+]
 
 
 def local(q, k, v, **arguments):
@@ -39,36 +41,8 @@ def draw(rng, batch, heads, kv_heads, q_len, kv_len, dim=8):
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
-def draw_mask(rng, kind, batch, heads, q_len, kv_len):
-    """Each part for one or all of the batch and heads; some rows see no key, the last sees one."""
-    b, n = int(rng.choice([1, batch])), int(rng.choice([1, heads]))
-    part = {
-        "keys": rng.random((b, n, 1, kv_len)) < 0.6,
-        "bias of keys": rng.standard_normal((b, n, 1, kv_len)).astype(np.float32),
-        "queries": rng.random((b, n, q_len, 1)) < 0.6,
-        "dense": rng.random((b, n, q_len, kv_len)) < 0.6,
-        "bias": rng.standard_normal((b, n, q_len, kv_len)).astype(np.float32),
-        "causal": (None, 0),
-        "window": (int(rng.integers(0, 7)), int(rng.integers(0, 7))),
-    }
-    part["keys"][0, :, :, : kv_len // 2] = False
-    part["dense"][0, :, : q_len // 2] = False
-    part["keys"][..., -1] = part["queries"][..., -1, :] = part["dense"][..., -1, -1] = True
-    part["bias of keys"][0, :, :, kv_len // 3 + 1 :: 2] = -np.inf
-    part["bias"][-1, :, ::3, 1:] = np.finfo(np.float32).min
-    parts = {
-        "none": {},
-        "keys": {"keys": part["keys"]},
-        "bias of keys": {"keys": part["bias of keys"]},
-        "queries": {"queries": part["queries"]},
-        "outer": {"keys": part["keys"], "queries": part["queries"]},
-        "causal": {"band": part["causal"]},
-        "window": {"band": part["window"]},
-        "dense": {"dense": part["dense"]},
-        "bias": {"dense": part["bias"]},
-        "all": {"keys": part["keys"], "queries": part["queries"], "dense": part["bias"], "band": (9, None)},
-    }[kind]
-    return Mask(**parts) if parts else None
+def draw_mask(rng, kind, heads, q_len, kv_len):
+    return attention_masks.make_mask(rng, kind, heads, q_len, kv_len) if kind != "none" else None
 
 
 def over(mesh, mask, ring=None, local=local, spread=parallel_attention, **arguments):
@@ -82,25 +56,28 @@ def over(mesh, mask, ring=None, local=local, spread=parallel_attention, **argume
 
 
 def error(mesh, operands, mask, ring=None, **arguments) -> float:
-    return relative(over(mesh, mask, ring, **arguments)(*operands), attention_formula(*operands, 0.3, mask)[0])
+    ours, oracle = over(mesh, mask, ring, **arguments)(*operands), attention_formula(*operands, 0.3, mask)[0]
+    return relative(ours, oracle) if oracle.any() else float(jnp.abs(ours).max())
 
 
-@pytest.mark.parametrize("degrees", [(1, 8, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2), (1, 3, 2)])
-@pytest.mark.parametrize("heads, kv_heads", [(30, 30), (40, 8)])
+@pytest.mark.parametrize(
+    "degrees, heads, kv_heads",
+    [((1, 8, 1), 30, 30), ((2, 4, 1), 40, 8), ((1, 4, 2), 30, 30), ((2, 2, 2), 40, 8), ((1, 3, 2), 30, 30)],
+)
 def test_any_mesh_gives_what_one_chip_gives(make_mesh, degrees, heads, kv_heads):
     rng = np.random.default_rng()
-    kind, batch, length = str(rng.choice(KINDS)), int(rng.integers(1, 4)), int(rng.integers(8, 42))
-    operands = draw(rng, batch, heads, kv_heads, length, length)
-    mask = draw_mask(rng, kind, batch, heads, length, length)
-    assert error(make_mesh(*degrees), operands, mask) < TOLERANCE, (kind, batch, length)
+    kind, length = str(rng.choice(KINDS)), int(rng.integers(8, 42))
+    batch = 3 if kind == "none" else 2
+    operands, mask = draw(rng, batch, heads, kv_heads, length, length), draw_mask(rng, kind, heads, length, length)
+    assert error(make_mesh(*degrees), operands, mask) < TOLERANCE, (kind, length)
 
 
 @pytest.mark.parametrize("kind", ["none", "causal"])
-@pytest.mark.parametrize("length", [4 * 19, 4 * 19 - 1, 4 * 32])
+@pytest.mark.parametrize("length", [4 * 19, 4 * 19 - 1])
 def test_chips_whose_rows_fill_no_tile(make_mesh, kind, length):
     """Rows may then lie in another order on the chip, unless their places count."""
     rng = np.random.default_rng()
-    operands, mask = draw(rng, 2, 8, 4, length, length), draw_mask(rng, kind, 2, 8, length, length)
+    operands, mask = draw(rng, 2, 8, 4, length, length), draw_mask(rng, kind, 8, length, length)
     assert error(make_mesh(2, 4, 1), operands, mask, 1) < TOLERANCE
 
 
@@ -115,7 +92,7 @@ def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind):
     def unbounded(*args, bounds=None, **arguments):
         return reference_attention(*args, **arguments)
 
-    mask = draw_mask(rng, kind, 2, 8, 4 * tokens, 4 * tokens)
+    mask = draw_mask(rng, kind, 8, 4 * tokens, 4 * tokens)
     run = over(make_mesh(2, 4, 1), mask, 1, local=unbounded, interpret=True)
     text = str(jax.make_jaxpr(run.__wrapped__)(*operands))
     calls = [text.count(f"exchange_{name}") for name in ("cut", "join", "part", "paste")]
@@ -152,25 +129,24 @@ def test_keys_that_are_none_have_no_part_in_the_bounds(dim):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rings", [(2,), (1, 4)])
-def test_every_mask_over_every_split(make_mesh, rings, kind):
-    """Both at once, or one of them alone."""
+def test_every_mask_over_every_split(make_mesh, kind):
+    """Of rings in front of Ulysses, or one of them alone."""
     rng = np.random.default_rng()
-    ring = int(rng.choice(rings))
+    ring = (2, 4, 1)[KINDS.index(kind) % 3]
     length = int(rng.choice([5, 16, 17, 23]))
-    operands, mask = draw(rng, 2, 8, 4, length, length), draw_mask(rng, kind, 2, 8, length, length)
+    operands, mask = draw(rng, 2, 8, 4, length, length), draw_mask(rng, kind, 8, length, length)
     assert error(make_mesh(2, 4, 1), operands, mask, ring) < TOLERANCE, (ring, length)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[::2])
 def test_keys_of_another_length_are_whole_everywhere(make_mesh, kind):
     rng = np.random.default_rng()
     q_len, kv_len = ((21, 5), (9, 40))[rng.integers(2)]
-    operands, mask = draw(rng, 2, 6, 2, q_len, kv_len), draw_mask(rng, kind, 2, 6, q_len, kv_len)
+    operands, mask = draw(rng, 2, 6, 2, q_len, kv_len), draw_mask(rng, kind, 6, q_len, kv_len)
     assert error(make_mesh(1, 4, 2), operands, mask) < TOLERANCE, (q_len, kv_len)
 
 
-@pytest.mark.parametrize("ring", [2, 8])
+@pytest.mark.parametrize("ring", [2])
 def test_masked_keys_may_hold_anything(make_mesh, ring):
     """NaN in keys that no query sees; the second of the batch has none at all, and gives zeros."""
     rng = np.random.default_rng()
@@ -193,28 +169,18 @@ def test_parts_of_the_keys_are_merged_in_float32(make_mesh):
     assert relative(ours.astype(jnp.float32), exact) < 1.1 * relative(rounded, exact)
 
 
-@pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 2, 2)])
-@pytest.mark.parametrize("q_len, kv_len, heads, kv_heads", [(3, 40, 8, 4), (1, 1, 6, 6), (40, 13, 6, 2)])
+@pytest.mark.parametrize(
+    "degrees, q_len, kv_len, heads, kv_heads",
+    [((2, 4, 1), 3, 40, 8, 4), ((1, 2, 2), 1, 1, 6, 6), ((2, 4, 1), 40, 13, 6, 2)],
+)
 def test_a_kernel_is_split_by_heads_where_nobody_lays_out(make_mesh, degrees, q_len, kv_len, heads, kv_heads):
     rng = np.random.default_rng()
-    kind, mesh = str(rng.choice(KINDS)), make_mesh(*degrees)
+    kind, mesh = str(rng.choice(["keys by head", "bias", "outer"])), make_mesh(*degrees)
     operands = draw(rng, 2, heads, kv_heads, q_len, kv_len)
-    mask = draw_mask(rng, kind, 2, heads, q_len, kv_len)
+    mask = draw_mask(rng, kind, heads, q_len, kv_len)
     assert error(mesh, operands, mask, spread=attention_by_heads) < TOLERANCE, kind
     if q_len < degrees[1]:
         assert error(mesh, operands, mask) < TOLERANCE, kind
-
-
-def test_the_reference_by_heads_is_left_to_the_compiler(make_mesh):
-    operands, mesh = draw(np.random.default_rng(), 1, 6, 6, 3, 9), make_mesh(1, 4, 2)
-    for one, spread in (
-        (reference_attention, False),
-        (functools.partial(reference_attention, block_q=2), False),
-        (local, True),
-    ):
-        f = over(mesh, None, local=one, spread=attention_by_heads)
-        assert ("shard_map" in str(f.trace(*operands).jaxpr)) == spread
-        assert relative(f(*operands), attention_formula(*operands, 0.3, None)[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -246,9 +212,9 @@ def test_collectives_of_the_compiled_program(make_mesh, heads, exchanges, sends)
     """Ulysses: q, k, v and back. A ring: k and v on all hops but the last. Keys are gathered nowhere, masked or not."""
     rng, mesh = np.random.default_rng(), make_mesh(1, 8, 1)
     operands = [
-        jax.device_put(x, NamedSharding(mesh, P(None, None, "sp"))) for x in draw(rng, 1, heads, heads, 40, 40)
+        jax.device_put(x, NamedSharding(mesh, P(None, None, "sp"))) for x in draw(rng, 2, heads, heads, 40, 40)
     ]
-    mask = draw_mask(rng, str(rng.choice(["none", "keys", "causal"])), 1, heads, 40, 40)
+    mask = draw_mask(rng, str(rng.choice(["none", "keys", "causal"])), heads, 40, 40)
     text = over(mesh, mask).lower(*operands).compile().as_text()
     found = [
         len(re.findall(rf" {name}(?:-start)?\(", text)) for name in ("all-to-all", "collective-permute", "all-gather")
@@ -265,29 +231,20 @@ def test_a_window_ends_the_journey(make_mesh, band, hops):
     assert relative(f(*operands), attention_formula(*operands, 0.3, Mask(band=band))[0]) < TOLERANCE
 
 
-@pytest.fixture(scope="module")
-def compiled() -> dict:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
-        return aot.run_in_child("test_attention_parallel:by_the_compiler", {}, seconds=120)
-
-
-def test_keys_are_sent_while_the_tpu_computes(compiled):
-    """In the TPU's schedule every chunk leaves before the products of a hop and arrives after them."""
-    assert compiled["sent"] == [True] * 6
-
-
-def test_kernels_around_the_exchange_fit_the_smallest_vmem(compiled):
-    """Where whole blocks and what is left of chips' tokens take as much as they may; and in float32."""
-    assert compiled["laid_out"] == 2
+def test_what_the_tpus_compiler_makes_of_it(monkeypatch):
+    """In its schedule every chunk leaves before the products of a hop and arrives after them; the kernels around the exchange fit the
+    smallest VMEM, where whole blocks and what is left of chips' tokens take as much as they may."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    made = aot.run_in_child("test_attention_parallel:by_the_compiler", {}, seconds=120)
+    assert made == {"sent": [True] * 6, "laid_out": True}
 
 
 def by_the_compiler(argument, progress) -> dict:
     return {"sent": sent_beside_products(), "laid_out": laid_out("v7x-8")}
 
 
-def laid_out(topology: str) -> int:
-    """How many programs of all kernels around the exchange compile, with blocks as large as they may be: 13,924 tokens a chip, more than VMEM holds."""
+def laid_out(topology: str) -> bool:
+    """Whether a program of all kernels around the exchange compiles, in float32, with blocks as large as they may be: 13,924 tokens a chip, more than VMEM holds."""
     from diffusers.tpu.chips.figures import find_topology
 
     compiler = aot.Compiler(find_topology(topology))
@@ -299,10 +256,9 @@ def laid_out(topology: str) -> int:
         back = exchange.paste(exchange.part(turned, 4, 13924, False), False)
         return back, exchange.join(pieces[1], False, False)
 
-    for dtype in (jnp.bfloat16, jnp.float32):
-        operand = jax.ShapeDtypeStruct((1, 13924, 5120), dtype, sharding=device)
-        compiler.compile(jax.jit(there_and_back).lower(operand, operand))
-    return 2
+    operand = jax.ShapeDtypeStruct((1, 13924, 5120), jnp.float32, sharding=device)
+    compiler.compile(jax.jit(there_and_back).lower(operand, operand))
+    return True
 
 
 def sent_beside_products() -> list[bool]:

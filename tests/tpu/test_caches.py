@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import test_cogvideox
+import denoisers
 import tiny
 from conftest import programs_of, relative
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, PyramidAttentionBroadcastConfig, TaylorSeerCacheConfig
@@ -152,10 +152,10 @@ def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips, pipes):
 
 def pair(mesh):
     """CogVideoX's transformer twice, the second on the chips, and inputs of a call."""
-    theirs = test_cogvideox.built("5b")
+    theirs = denoisers.built("cogvideox 5b")
     ours = copy.deepcopy(theirs)
     install(ours, TPUConfig(mesh=mesh))
-    return theirs, ours, test_cogvideox.inputs(theirs, 2)
+    return theirs, ours, denoisers.inputs("cogvideox 5b", theirs, 2)
 
 
 def stepped(models, given, scale: float) -> float:

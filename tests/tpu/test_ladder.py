@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-import test_hunyuan_video
+import denoisers
 import tiny
 from conftest import programs_of, relative
 from diffusers import MochiTransformer3DModel
@@ -67,14 +67,14 @@ def mochi_inputs(model, mask) -> dict:
 
 
 def framepack_inputs(model, mask) -> dict:
-    given = test_hunyuan_video.inputs(model, (3, 16, 8), len(mask))
+    given = denoisers.inputs("framepack", model, len(mask))
     return given | {"encoder_attention_mask": mask.to(torch.bfloat16)}  # as its pipeline gives it
 
 
 MODELS = {
     "mochi": (mochi, mochi_inputs, ModelPlan(), "attention_processor.py, line", "torch.nonzero("),
     "framepack": (
-        lambda: test_hunyuan_video.built("framepack"),
+        lambda: denoisers.built("framepack"),
         framepack_inputs,
         dataclasses.replace(FRAMEPACK, decide=None),
         "transformer_hunyuan_video_framepack.py, line",

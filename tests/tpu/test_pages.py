@@ -84,22 +84,16 @@ def anchors(page) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@of(*PAGES)
-def test_links_and_anchors_exist(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if "://" in target:
-            continue
-        path, _, anchor = target.partition("#")
-        file = page.parent / path if path else page
-        assert file.exists(), target
-        assert not anchor or anchor in anchors(file), target
-
-
-@of(*PAGES)
-def test_named_files_exist(page):
-    for name in re.findall(r"`((?:[\w.*-]+/)+[\w.*-]*\.(?:py|md|json|html))`", prose(page)):
-        if "NAME" not in name:
-            assert any([*(ROOT / folder).glob(name)] for folder in (*BESIDE, page.parent)), name
+def test_links_anchors_and_named_files_exist():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert "://" in target or file.exists(), (page, target)
+            assert "://" in target or not anchor or anchor in anchors(file), (page, target)
+        for name in re.findall(r"`((?:[\w.*-]+/)+[\w.*-]*\.(?:py|md|json|html))`", prose(page)):
+            if "NAME" not in name:
+                assert any([*(ROOT / folder).glob(name)] for folder in (*BESIDE, page.parent)), (page, name)
 
 
 @functools.cache
@@ -122,28 +116,21 @@ def named_in_files(page) -> list[tuple[str, str]]:
     """(name, file) of every "`a` and `b` in `file.py`"."""
     name = r"`[A-Za-z_][\w.]*`"
     found = re.findall(rf"((?:{name}(?:, | and | or ))*{name})\s+in\s+`([\w./-]+\.py)`", prose(page))
-    return [
-        (name, file) for names, file in found for name in re.findall(r"[\w.]+", names) if name not in ("and", "or")
-    ]
+    words = ((name, file) for names, file in found for name in re.findall(r"[\w.]+", names))
+    return [(name, file) for name, file in words if name not in ("and", "or")]
 
 
-@of(*(page for page in PAGES if named_in_files(page)))
-def test_names_are_in_the_files_that_pages_say(page):
-    for name, file in named_in_files(page):
-        places = [ROOT / folder / file for folder in BESIDE if (ROOT / folder / file).is_file()]
-        assert places and any(name in defined(place) for place in places), f"{name} in {file}"
+def test_names_are_in_the_files_that_pages_say():
+    for page in PAGES:
+        for name, file in named_in_files(page):
+            places = [ROOT / folder / file for folder in BESIDE if (ROOT / folder / file).is_file()]
+            assert places and any(name in defined(place) for place in places), f"{page}: {name} in {file}"
 
 
 def test_the_architecture_page_says_the_way_of_a_step_and_where_things_are_added():
-    steps = re.findall(r"^\d+\. ", section(ARCHITECTURE, "The life of one step"), re.M)
-    assert len(steps) == 15
-    named = named_in_files(ARCHITECTURE)
-    for name in (
-        ("PIPELINES", "pipelines/plans.py"),
-        ("CHIPS", "chips/figures.py"),
-        ("MODELS", "planner/published.py"),
-    ):
-        assert name in named
+    assert len(re.findall(r"^\d+\. ", section(ARCHITECTURE, "The life of one step"), re.M)) == 15
+    named = {name for name, _ in named_in_files(ARCHITECTURE)}
+    assert {"PIPELINES", "CHIPS", "MODELS"} <= named
     rows = re.findall(r"^\| ([^|]+) \|", section(ARCHITECTURE, "Where do I add"), re.M)
     assert {"a model", "a VAE", "a chip, a slice", "an attention kernel", "a patch", "a pipeline"} <= set(rows)
 
@@ -188,10 +175,8 @@ def check_command_line(words: list[str]):
     if options.command == "env":
         assert main(words) == 0
     elif options.command == "bench":
-        filters = {
-            name: value for name in ("chip", "model", "topology", "variant") if (value := getattr(options, name))
-        }
-        assert benches.select(options.kind, filters)
+        filters = {name: getattr(options, name) for name in ("chip", "model", "topology", "variant")}
+        assert benches.select(options.kind, {name: value for name, value in filters.items() if value})
     elif options.command != "profile":
         known = {"MODEL", "path/to/model", *ALIASES, *MODELS, *MAKERS}
         assert options.model.partition("@")[0] in known or (ROOT / options.model / "model_index.json").is_file()
@@ -225,20 +210,10 @@ def check_pip(words: list[str]):
     assert rest or options.editables in (["."], [".[serve]"], [".[ray]"])
 
 
-def check_curl(words: list[str]):
-    """They are run in test_serving.py."""
-    assert any(word.startswith("http://127.0.0.1:8000/") for word in words)
-
-
 def pythons() -> list[str]:
     """The versions that setup.py says are supported."""
     (minors,) = re.findall(r"^PYTHONS = \((.*?)\)", (ROOT / "setup.py").read_text(), re.M)
     return [f"3.{minor}" for minor in minors.split(", ")]
-
-
-def check_uv(words: list[str]):
-    """An environment of a Python that is supported, with pip in it."""
-    assert words[:2] == ["venv", "--python"] and words[2] in pythons() and words[3] == "--seed"
 
 
 def test_every_python_that_is_supported_is_named():
@@ -249,14 +224,18 @@ def test_every_python_that_is_supported_is_named():
     assert f"{sys.version_info[0]}.{sys.version_info[1]}" in pythons()
 
 
-PROGRAMS = {
-    "uv": check_uv,
-    "make": check_make,
-    "pip": check_pip,
-    "python": check_script,
-    "diffusers-tpu": check_command_line,
-    "curl": check_curl,
-}
+def check_uv(words: list[str]):
+    """An environment of a Python that is supported, with pip in it."""
+    assert words[:2] == ["venv", "--python"] and words[2] in pythons() and words[3] == "--seed"
+
+
+def check_curl(words: list[str]):
+    """They are run in test_serving.py."""
+    assert any(word.startswith("http://127.0.0.1:8000/") for word in words)
+
+
+PROGRAMS = {"uv": check_uv, "make": check_make, "pip": check_pip, "python": check_script, "curl": check_curl}
+PROGRAMS["diffusers-tpu"] = check_command_line
 
 
 @of(*(page for page in PAGES if blocks(page, "bash") or inline_commands(page)))
@@ -272,21 +251,16 @@ def test_commands_are_taken(page, chips, capsys):
 def test_the_readme_shows_every_command_and_what_ci_runs():
     shown = commands(README)
     assert [["make", "demo"], ["make", "test"]] == [words for words in shown if words[0] == "make"]
-    assert {words[1] for words in shown if words[0] == "diffusers-tpu"} == {
-        "env",
-        "generate",
-        "compare",
-        "plan",
-        "compile",
-    }
+    commands_shown = {words[1] for words in shown if words[0] == "diffusers-tpu"}
+    assert commands_shown == {"env", "generate", "compare", "plan", "compile"}
     assert (ROOT / ".ci/run").read_text().splitlines()[-1] == "exec make test" and os.access(ROOT / ".ci/run", os.X_OK)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_page_of_the_earlier_scripts_knows_every_flag(script):
-    flags = {flag for action in load(script).make_parser()._actions for flag in action.option_strings}
-    page = (EXAMPLES / script).parent / "README.md"
-    assert flags - {"-h", "--help"} <= set(re.findall(r"--\w+", page.read_text()))
+def test_the_page_of_the_earlier_scripts_knows_every_flag():
+    for script in SCRIPTS:
+        flags = {flag for action in load(script).make_parser()._actions for flag in action.option_strings}
+        page = (EXAMPLES / script).parent / "README.md"
+        assert flags - {"-h", "--help"} <= set(re.findall(r"--\w+", page.read_text())), script
 
 
 # Python

@@ -1,20 +1,46 @@
-"""A tiny pipeline of any class that upstream exports, and a call of it, from signatures, annotations and `recipes`."""
+"""A tiny pipeline of any class that upstream exports, and a call of it, from signatures, annotations and `recipes.json`.
+
+Recipes whose pattern matches a pipeline's whole name apply one after another. `parts`: of components and settings, changes to what an
+annotation makes, null leaves it out (see `component`). `call`: of arguments; "@NAME NUMBERS" is what the function of that name here
+makes of a call's seed, height, width and the numbers.
+"""
 
 import inspect
+import json
+import re
 import sys
 import typing
+from pathlib import Path
 
+import numpy as np
+import PIL.Image
 import torch
-from components import FRAMES, component, noise_image, noise_mask, noise_video
-from recipes import recipes_of
+from components import component
 
 import diffusers
 from diffusers import DiffusionPipeline
 
 
 LEFT_OUT = {"DiffusionPipeline", "ModularPipeline"}
-STEPS, SIZE = 2, 64
+STEPS, SIZE, FRAMES = 2, 64, 9
 PROMPTS = ("a red circle moving left", "two green squares")
+RECIPES = json.loads(Path(__file__).with_name("recipes.json").read_text())
+PICTURES = {
+    **dict.fromkeys(("image", "control_image"), "@noise_image"), **dict.fromkeys(("mask_image", "control_mask"), "@noise_mask"),
+    **dict.fromkeys(("video", "control_video", "conditioning_frames"), "@noise_video"),
+}  # fmt: skip
+
+
+def recipes_of(name: str) -> tuple[dict, dict]:
+    """Of a pipeline's name: components and settings, arguments of a call."""
+    components, call = {}, {}
+    for one in RECIPES:
+        if re.fullmatch(one["pattern"], name.removesuffix("Pipeline")):
+            for key, value in one.get("parts", {}).items():
+                both = isinstance(value, dict) and isinstance(components.get(key), dict)
+                components[key] = {**components[key], **value} if both else value
+            call.update(one.get("call", {}))
+    return components, call
 
 
 def exported() -> list[str]:
@@ -34,9 +60,7 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         change = changes.get(key, {} if parameter.default is parameter.empty else parameter.default)
-        made[key] = (
-            component(hints[key], change) if isinstance(change, dict) else change() if callable(change) else change
-        )
+        made[key] = component(hints[key], change)
     pipe = cls(**made)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -55,16 +79,49 @@ def of_small_maps(module):
 
 def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[0]) -> dict:
     """A small call of this pipeline; a generator is not among them."""
-    cls = getattr(diffusers, name)
-    takes = inspect.signature(cls.__call__).parameters
-    _, changes = recipes_of(name)
-    known = {
-        "prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS, "output_type": "np",
-        "image": noise_image, "mask_image": noise_mask, "control_image": noise_image,
-        "video": noise_video, "control_video": noise_video, "conditioning_frames": noise_video, "control_mask": noise_mask,
-        "use_resolution_binning": False,
-    }  # fmt: skip
+    takes = inspect.signature(getattr(diffusers, name).__call__).parameters
+    known = {"prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS}
+    known |= {"output_type": "np", "use_resolution_binning": False, **PICTURES}
     if "strength" in takes:
         known |= {"strength": 0.5, "num_inference_steps": 2 * STEPS}
-    given = {key: value for key, value in {**known, **changes}.items() if key in takes and value is not None}
-    return {key: value(seed, size, size) if callable(value) else value for key, value in given.items()}
+    given = {**known, **recipes_of(name)[1]}
+    return {key: argument(v, seed, size, size) for key, v in given.items() if key in takes and v is not None}
+
+
+def argument(value, *size: int):
+    if isinstance(value, list):
+        return [argument(one, *size) for one in value]
+    if isinstance(value, str) and value.startswith("@"):
+        name, *numbers = value[1:].split()
+        return globals()[name](*size, *map(int, numbers))
+    return value
+
+
+def noise_image(seed: int, height: int, width: int) -> PIL.Image.Image:
+    return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def noise_mask(seed: int, height: int, width: int) -> PIL.Image.Image:
+    """White where a picture is to be made anew."""
+    return noise_image(seed + 1, height, width).convert("L").point(lambda value: 255 * (value > 127))
+
+
+def noise_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
+    return [noise_image(seed + frame, height, width) for frame in range(FRAMES)]
+
+
+def small_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
+    return noise_video(seed, 16, 16)
+
+
+def embeds(seed: int, height: int, width: int, *shape: int) -> torch.Tensor:
+    """What an encoder or another pipeline would have made."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def scaled(seed: int, height: int, width: int, numerator: int, denominator: int = 1) -> int:
+    return height * numerator // denominator
+
+
+def nothing(*_):
+    """None, given."""

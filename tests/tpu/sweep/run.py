@@ -43,13 +43,16 @@ def main():
     sys.path[:0] = [str(ROOT / folder) for folder in folders]
     from building import exported
 
+    from diffusers.tpu.files import whole_files
+
     import_what_all_need()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     names = exported()
     for name in [name for name in names if wanted(name, given, record)]:
         found = examined(name, given.brief)
         record[name] = found
-        write({name: record[name] for name in names if name in record})
+        with whole_files([RECORD]) as (draft,):
+            draft.write_text(json.dumps({name: record[name] for name in names if name in record}, indent=1) + "\n")
         print(f"{found.get('seconds', 0):6.1f} s  {name}: {summary(found)}", flush=True)
 
 
@@ -142,12 +145,6 @@ def summary(found: dict) -> str:
         return f"{found['status'].upper()} {found.get('reason', '')[:150]}"
     denoisers = ", ".join(f"{one['error']:.0e}" for one in found["denoisers"].values())
     return f"{found['status']}, error {found['error']:.1e}, denoisers {denoisers}, executables {found['executables']}"
-
-
-def write(record: dict):
-    draft = RECORD.with_name(f".{RECORD.name}")
-    draft.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(draft, RECORD)
 
 
 if __name__ == "__main__":

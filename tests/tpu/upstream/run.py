@@ -45,13 +45,15 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     given = parser.parse_intermixed_args()
     if not (given.tests / "conftest.py").exists():
-        parser.error(
-            f"expected the folder 'tests' of a checkout of upstream, got {given.tests}, which has no conftest.py"
-        )
+        parser.error(f"expected the folder 'tests' of a checkout of upstream, with its conftest.py, got {given.tests}")
     passes, record = passing(), json.loads(RECORD.read_text()) if RECORD.exists() else {}
-    waiting = [file for file in passes if is_wanted(file, given.patterns, record)]
+    waiting = [file for file in passes if file not in record]
+    if given.patterns:
+        waiting = [file for file in passes if any(re.fullmatch(pattern, file) for pattern in given.patterns)]
     prepare()
     import_what_all_need()
+    from diffusers.tpu.files import whole_files
+
     with tempfile.TemporaryDirectory() as folder:
         running: dict[int, tuple[str, float]] = {}
         while waiting or running:
@@ -61,9 +63,14 @@ def main():
             child, status = os.wait()
             file, start = running.pop(child)
             found = {"seconds": round(time.monotonic() - start)}
-            record[file] = found | judged(passes[file], results_of(file, Path(folder)), status)
-            write({name: record[name] for name in passes if name in record})
-            tell(file, record[file])
+            found |= judged(passes[file], results_of(file, Path(folder)), status)
+            record[file] = found
+            with whole_files([RECORD]) as (draft,):
+                draft.write_text(
+                    json.dumps({name: record[name] for name in passes if name in record}, indent=1) + "\n"
+                )
+            kept = found["passes"] - len(found["lost"])
+            print(f"{found['seconds']:6} s  {file}: {kept} of {found['passes']}; lost {[*found['lost']]}", flush=True)
 
 
 def passing() -> dict[str, list[str]]:
@@ -77,10 +84,6 @@ def passing() -> dict[str, list[str]]:
         else:
             names = found[line] = []
     return found
-
-
-def is_wanted(file: str, patterns: list[str], record: dict) -> bool:
-    return any(re.fullmatch(pattern, file) for pattern in patterns) if patterns else file not in record
 
 
 def prepare():
@@ -142,18 +145,6 @@ def judged(names: list[str], results: Path, status: int) -> dict:
         "passes": len(names),
         "lost": {n: found.get(n, missing) for n in names if found.get(n, missing) is not None},
     }
-
-
-def tell(file: str, found: dict):
-    print(f"{found['seconds']:6} s  {file}: {found['passes'] - len(found['lost'])} of {found['passes']}", flush=True)
-    for name, end in found["lost"].items():
-        print(f"          {name}: {end[:200]}", flush=True)
-
-
-def write(record: dict):
-    draft = RECORD.with_name(f".{RECORD.name}")
-    draft.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(draft, RECORD)
 
 
 if __name__ == "__main__":
