@@ -294,6 +294,7 @@ def resident(runner):
         yield env
 
 
+@pytest.mark.idiom("guidance")
 @pytest.mark.parametrize("dp, skips", [(2, True), (3, False), (3, True)])
 def test_three_branches(make_mesh, dp, skips):
     theirs = Model().eval()

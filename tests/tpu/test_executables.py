@@ -37,17 +37,16 @@ def run(make_mesh, store):
     """A function: a tiny Wan transformer's answer as of a process of its own, and its runner."""
     attached = []
 
-    def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=None, dtype=torch.float32):
+    def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=None):
         executables._loaded.clear()
-        torch.manual_seed(seed)
-        model = tiny.wan_transformer(num_layers=2).to(dtype)
+        model = tiny.wan_transformer(seed=seed, num_layers=2)
         change(model)
-        want = model(**inputs(frames, dtype))[0].float()
+        want = model(**inputs(frames))[0]
         runner = CompiledModule(model, module_plan(model), make_mesh(*mesh), config or TPUConfig())
         runner.attach()
         attached.append(runner)
-        got = model(**inputs(frames, dtype))[0].float()
-        assert relative(got, want.detach()) < (1e-5 if dtype == torch.float32 else 2e-2)
+        got = model(**inputs(frames))[0]
+        assert relative(got, want.detach()) < 1e-5
         return got, runner
 
     yield answer
@@ -55,14 +54,12 @@ def run(make_mesh, store):
         runner.detach()
 
 
-def inputs(frames, dtype=torch.float32):
+def inputs(frames):
     generator = torch.Generator().manual_seed(frames)
     return {
-        "hidden_states": torch.randn(1, 16, frames, 4, 6, generator=generator).to(dtype),
-        "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": torch.randn(1, 5, 32, generator=generator).to(dtype),
-        "return_dict": False,
-    }
+        "hidden_states": torch.randn(1, 16, frames, 4, 6, generator=generator), "timestep": torch.tensor([500.0]),
+        "encoder_hidden_states": torch.randn(1, 5, 32, generator=generator), "return_dict": False,
+    }  # fmt: skip
 
 
 def test_another_process_traces_nothing_and_answers_the_same(run, store):

@@ -142,7 +142,7 @@ def test_models_are_not_torchs_to_compile(pipe, said, right):
     pipe.transformer._repeated_blocks = ["BasicTransformerBlock"]
     pipe.transformer.compile_repeated_blocks(fullgraph=True)
     right()
-    assert [s for s in said if "torch.compile" in s] == said and len(said) == 1
+    assert len([s for s in said if "torch.compile" in s]) == 1  # beside what is said of long compilations
 
 
 def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
