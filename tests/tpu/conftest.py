@@ -242,7 +242,7 @@ def relative(ours, oracle) -> float:
 
 def programs_of(runner) -> int:
     """How many programs a module and its parts have, compiled here or found in the store."""
-    return sum(len(one.programs) for _, one in runner.with_parts())
+    return sum(len(one.programs) for _, one in runner.nested())
 
 
 def attention_weights(q, k, scale: float, mask=None, first_row: int = 0, first_key: int = 0):

@@ -81,7 +81,7 @@ class Session:
             return tuple(np.asarray(pipe(**given, generator=tiny.fresh()).frames) for pipe in (self.ours, self.theirs))
 
     def ours_decided(self) -> list[bool]:
-        return [bool(np.asarray(x).all()) for x in [*self.runner.kept.decided][-len(self.decided) :]]
+        return [bool(np.asarray(x).all()) for x in [*self.runner.step_cache.decided][-len(self.decided) :]]
 
 
 @pytest.mark.idiom("caches")
@@ -147,7 +147,7 @@ def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips, pipes):
     assert programs_of(session.runner) == known
     session.enable(lambda pipe: MagCacheConfig(calibrate=True, num_inference_steps=2 * STEPS))
     result, oracle = session.results()
-    assert relative(result, oracle) < 1e-5 and session.runner.kept is None
+    assert relative(result, oracle) < 1e-5 and session.runner.step_cache is None
 
 
 def pair(mesh):
@@ -201,5 +201,5 @@ def test_a_model_by_itself_that_hands_two_streams_on(chips, name):
             decided[:] = decided[:step]
         assert stepped((theirs, ours), given, 0.4 if step % STEPS == 3 else 0.02) < 1e-5
     runner = ours._tpu_runner
-    assert [bool(np.asarray(x).all()) for x in runner.kept.decided] == decided and len({*decided}) == 2
+    assert [bool(np.asarray(x).all()) for x in runner.step_cache.decided] == decided and len({*decided}) == 2
     assert programs_of(runner) == programs and not runner.eager

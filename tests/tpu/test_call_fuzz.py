@@ -65,4 +65,4 @@ def test_nothing_of_a_call_that_failed_waits(chips):
     assert pipe.transformer._tpu_runner.branches.waiting == [] and not bridge.environment().active
     last = [frame for frame in traceback.extract_tb(failed.value.__traceback__) if "_wan" in frame.filename]
     assert last[-1].filename.endswith("transformer_wan.py")
-    assert not pipe.transformer._tpu_runner.parts
+    assert not pipe.transformer._tpu_runner.split

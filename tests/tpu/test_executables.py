@@ -16,7 +16,7 @@ import test_ladder
 import tiny
 from conftest import relative
 from diffusers.models.transformers import transformer_wan
-from diffusers.tpu import notices
+from diffusers.tpu import bridge, notices
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import executables
 from diffusers.tpu.compile.module import CompiledModule
@@ -109,7 +109,7 @@ def test_what_is_of_another_run_is_not_used_and_its_parts_are_named(run, monkeyp
     refused("TPUConfig", config=TPUConfig(matmul_precision="high"))
     refused("the model's attributes, hooks", change=CHANGES["eval and train"])
     with monkeypatch.context() as patch:
-        patch.setattr(executables, "ours_in_words", lambda: "others")
+        patch.setattr(executables, "our_words", lambda: "others")
         refused("the code of diffusers or transformers")
     with monkeypatch.context() as patch:
         patch.setenv("LIBTPU_INIT_ARGS", "--xla_tpu_scoped_vmem_limit_kib=4096")
@@ -254,7 +254,7 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkey
     model, keep, kept = test_ladder.mochi(), DiskCache.keep, []
 
     def noting(store, name, value, *more, **facts):
-        kept.extend([value] if isinstance(value, executables.CachedGuard) else [])
+        kept.extend([value] if isinstance(value, bridge.Guard) else [])
         return keep(store, name, value, *more, **facts)
 
     monkeypatch.setattr(DiskCache, "keep", noting)
@@ -272,8 +272,8 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkey
 
     assert [traces(3), traces(3), traces(4), traces(4), traces(3, 4)] == [1, 0, 1, 0, 0]
     for question in kept:  # asked on a chip where JAX_PLATFORMS=tpu
-        given = export.deserialize(bytearray(question.function)).in_avals
-        question.question().compute.trace(*given).lower(lowering_platforms=("tpu",))
+        function = export.deserialize(bytearray(question.compute))
+        jax.jit(function.call).trace(*function.in_avals).lower(lowering_platforms=("tpu",))
     assert kept
 
 
@@ -294,7 +294,7 @@ def test_a_model_without_weights_has_the_words_of_the_one_that_is_loaded(make_me
             runner = CompiledModule(module, module_plan(module), make_mesh(1, 2, 1), TPUConfig())
             runner.attach()
             runner.current()
-            words.append(executables.lasting_words(runner))
+            words.append(executables.module_words(runner))
             runner.detach()
         differing = {part: [w[part][:300] for w in words] for part in words[0] if words[0][part] != words[1][part]}
         assert not differing, (component, differing)

@@ -15,8 +15,8 @@ from diffusers.models.transformers.transformer_mochi_flax import PLAN as MOCHI
 from diffusers.tpu import bridge
 from diffusers.tpu.bridge.decisions import MOST_ENTRIES
 from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.compile import modes
-from diffusers.tpu.compile.guards import MOST_RUN_ONCE
+from diffusers.tpu.compile import explain
+from diffusers.tpu.compile.modes import MOST_RUN_ONCE
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
 
@@ -31,7 +31,7 @@ def attached(model: torch.nn.Module, mesh, plan=ModelPlan()) -> CompiledModule:
 
 
 def rungs(runner: CompiledModule) -> dict[str, str]:
-    return {one["module"]: one["rung"] for one in modes.rungs(runner)}
+    return {one["module"]: one["rung"] for one in explain.rungs(runner)}
 
 
 def first(*lengths: int) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_lengths_are_decided_before_each_call(make_mesh, name, mesh, batch):
         (expected,), (found,) = theirs(**given), ours(**given)
         assert relative(found, expected) < 1e-5, lengths
         assert programs_of(runner) == programs and not runner.eager
-    (one,) = modes.rungs(runner)
+    (one,) = explain.rungs(runner)
     assert one["module"] == "" and one["rung"] == "decided"
     assert all(reason.startswith(file) and code in reason for reason in one["reasons"])
     if name == "mochi":  # with its plan: one program for all prompts
@@ -208,7 +208,7 @@ def test_scanned_blocks_decide_once_and_by_the_values_of_the_call(make_mesh):
         assert relative(ours(x, mask), theirs(x, mask)) < 1e-6
         assert programs_of(runner) == n + 1
     (program, *_) = runner.programs.values()
-    assert len(runner.guards.questions) == 1 and program.compiled.as_text().count("while(") == 1
+    assert len(runner.guards.known) == 1 and program.compiled.as_text().count("while(") == 1
     env = bridge.environment()
     with env.override_property(mesh=runner.mesh), env:
         on_chips = env.moved(mask)
@@ -225,7 +225,7 @@ def test_what_is_no_small_input_is_not_asked_before_each_call(make_mesh):
     runner = attached(module(lambda self, x: x if x.sum() > 0 else -x), make_mesh(1, 1, 1))
     for sign in (1, -1):
         assert runner.module(torch.full((MOST_ENTRIES + 1,), float(sign))).min() == 1
-    assert rungs(runner) == {"": "parts"} and not runner.guards.questions
+    assert rungs(runner) == {"": "parts"} and not runner.guards.known
 
 
 @torch.no_grad()

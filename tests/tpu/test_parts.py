@@ -8,7 +8,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import programs_of, relative
 from diffusers import tpu
-from diffusers.tpu.compile import modes
+from diffusers.tpu.compile import explain
 from test_ladder import WIDTH, Scanned, attached, first, rungs
 
 
@@ -76,7 +76,7 @@ def test_a_submodule_that_cannot_be_compiled_runs_while_the_rest_is(chips, make_
     for line in ("Scanned.blocks.*: decided (3 alike)", reason, f"Scanned.middle: {expected['middle']}"):
         assert line in tpu.explain(ours)
     assert any(one["module"] == "blocks.2" for one in tpu.report(ours)["programs"])
-    blocks = [next(iter(runner.parts.runners[f"blocks.{n}"].programs.values())).compiled for n in range(3)]
+    blocks = [next(iter(runner.split.runners[f"blocks.{n}"].programs.values())).compiled for n in range(3)]
     assert blocks[0] is blocks[1] is blocks[2]
     for m in (ours, theirs):
         m.middle = torch.nn.Identity()
@@ -153,4 +153,4 @@ def test_a_language_model_goes_on_from_its_keys_and_values(make_mesh):
     assert answers[0] == answers[1]
     for _ in range(2):
         assert relative(*(model(words, use_cache=False).logits for model in (ours, theirs))) < 1e-6
-    assert [one["rung"] for one in modes.rungs(runner)] == ["compiled", "host"] and programs_of(runner) == 1
+    assert [one["rung"] for one in explain.rungs(runner)] == ["compiled", "host"] and programs_of(runner) == 1

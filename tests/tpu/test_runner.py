@@ -75,7 +75,7 @@ def test_programs_that_were_not_used_for_long_go(attach, monkeypatch):
     for gain in (2.0, 3.0, 4.0, 5.0, 2.0):  # states go too, and one that comes back is none of those that were kept
         module.gain = theirs.gain = gain
         call(2)
-    assert (runner.compilations, len(runner.traced), len(runner._states)) == (10, 3, 3)
+    assert (runner.compilations, len(runner.traced), len(runner.state._ids)) == (10, 3, 3)
 
 
 def test_programs_whose_code_has_no_room_go(attach, monkeypatch):

@@ -189,10 +189,10 @@ def test_what_differs_is_named(exchange, theirs, words):
 def test_what_one_process_lacks_all_compile(monkeypatch, exchange, theirs, found):
     exchange(["what is kept of Linear.forward for ()", {"": theirs}])
     executables = Executables(SimpleNamespace(module=torch.nn.Linear(1, 1), config=TPUConfig()))
-    monkeypatch.setattr(executables, "_expected", lambda key: "a mark")
+    monkeypatch.setattr(executables, "_find", lambda key: "a mark")
     call = SimpleNamespace(entry="forward", shapes=())
-    assert executables.recall(Key("Linear", {}, {}), call, 1) == found
-    assert executables.recall(None, call, 1) is None
+    assert executables.recall(Key("Linear", {}, {}), call) == found
+    assert executables.recall(None, call) is None
 
 
 def test_digests_tell_values_apart():

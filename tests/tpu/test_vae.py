@@ -248,4 +248,4 @@ def test_what_needs_the_whole_map_equals_upstream(chips, change):
         vars(conv).pop("_conv_forward", None)
         conv.padding_mode = "zeros"
     assert relative(decoded(ours, latents), before) < 1e-5
-    assert runner.eager_fallback.reasons == {} and runner.parts is None
+    assert runner.modes.eager == {} and runner.split is None

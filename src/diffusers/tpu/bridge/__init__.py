@@ -16,7 +16,7 @@ import torchax.ops.jaten
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
-from .decisions import Decisions, Question
+from .decisions import Decisions, Guard
 from .deferred import Deferred
 from .diagnostics import Obstacle, assuming
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers

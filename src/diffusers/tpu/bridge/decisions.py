@@ -1,6 +1,6 @@
 """Branches on small inputs: values that upstream's code asks a traced tensor for, computed outside of the trace.
 
-A trace knows the equations that its arrays came from. Read back to the inputs of the call they are a `Question`: a small function
+A trace knows the equations that its arrays came from. Read back to the inputs of the call they are a `Guard`: a small function
 of masks, lengths and the like, and of no weight. Its answers with each call's own values are a part of the program's key.
 """
 
@@ -29,7 +29,7 @@ class _Unknown(Exception):
 
 
 @dataclass(frozen=True)
-class Question:
+class Guard:
     """What decides, as a function of some of a call's tensors.
 
     Attributes:
@@ -43,7 +43,7 @@ class Question:
     line: Line = field(compare=False)
     compute: Callable = field(compare=False, repr=False)
 
-    def answer(self, values: Callable[[int], np.ndarray]) -> np.ndarray:
+    def value(self, values: Callable[[int], np.ndarray]) -> np.ndarray:
         """Of a call whose input of a number has the values `values(number)`; computed on the host, if JAX has it."""
         try:
             host = jax.local_devices(backend="cpu")[0]
@@ -63,12 +63,12 @@ class Decisions:
         inputs: the traced arrays of the call's tensors.
 
     Attributes:
-        made: questions in the order in which they were asked first, each with its answer.
+        made: guards in the order in which they were asked first, each with its answer.
     """
 
     values: Callable[[int], np.ndarray] | None
     inputs: list
-    made: dict[Question, np.ndarray] = field(default_factory=dict)
+    made: dict[Guard, np.ndarray] = field(default_factory=dict)
 
     def decide(self, array: jax.Array) -> np.ndarray | None:
         """What the array's values are in this call and all that share its program; None: not a thing to decide."""
@@ -76,12 +76,12 @@ class Decisions:
         if self.values is None or not discrete or array.size > MOST_ENTRIES:
             return None
         try:
-            question = _question(array, {id(x): n for n, x in enumerate(self.inputs)})
+            guard = _guard(array, {id(x): n for n, x in enumerate(self.inputs)})
         except _Unknown:
             return None
-        if question not in self.made:
-            self.made[question] = question.answer(self.values)
-        return self.made[question]
+        if guard not in self.made:
+            self.made[guard] = guard.value(self.values)
+        return self.made[guard]
 
 
 _open: contextvars.ContextVar[Decisions | None] = contextvars.ContextVar("diffusers_tpu_decisions", default=None)
@@ -103,7 +103,7 @@ def decided(array: jax.Array) -> np.ndarray | None:
     return None if decisions is None or not isinstance(array, jax.core.Tracer) else decisions.decide(array)
 
 
-def _question(array: jax.Array, inputs: dict[int, int]) -> Question:
+def _guard(array: jax.Array, inputs: dict[int, int]) -> Guard:
     """What the array is of these inputs (id of an array -> its number). Raises _Unknown where it is of anything else."""
     used, equations = {}, {}
     steps = [(array, False)]
@@ -129,7 +129,7 @@ def _question(array: jax.Array, inputs: dict[int, int]) -> Question:
     graph = jax.make_jaxpr(compute)(*used.values())
     constants = tuple((x.shape, str(x.dtype), np.asarray(x).tobytes()) for x in graph.consts)
     numbers, key = tuple(inputs[x] for x in used), (str(graph.jaxpr), constants)
-    return Question(numbers, key, asking_line(), jax.jit(jax.extend.core.jaxpr_as_fun(graph)))
+    return Guard(numbers, key, asking_line(), jax.jit(jax.extend.core.jaxpr_as_fun(graph)))
 
 
 def _evaluated(array: jax.Array, equations, used: tuple[int, ...], *values):

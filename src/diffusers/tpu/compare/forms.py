@@ -215,7 +215,7 @@ def _run_traced(module: torch.nn.Module, form: Form, call: Call) -> Captured:
         taken = runner.flatten_call(call.entry, call.args, call.kwargs)
         groups = runner.current().groups
         with capturing(module, groups):
-            program = runner.program(taken)
+            program = runner.find_program(taken)
         if program is None:
             raise NotImplementedError(
                 f"expected a call that a program can stand for, got {type(module).__name__}.{call.entry}, which runs"

@@ -1,8 +1,8 @@
-"""One call of a module's method, taken apart into tensors and what is static; and its values, taken when it was made."""
+"""One call of a module's method, flattened into tensors and what is static; and its values, taken when it was made."""
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -48,8 +48,8 @@ class Call:
         batched: flags the tensors whose first axis is the batch.
         state: the key of the module's state when it was made.
         scale: what the scales of LoRA layers are multiplied by.
-        step: what it does of a cache that the module has.
-        guards: what its small inputs answer to the questions of its trace.
+        step: what it does of a step cache that the module has, if any.
+        guards: values of the guards of its program.
         given: the caller's own args and kwargs.
         unread: why no key can be made of what it is given.
     """
@@ -63,7 +63,7 @@ class Call:
     batch: int | None
     state: object = None
     scale: float = 1.0
-    step: tracing.Step | None = None
+    step: tracing.Step = field(default_factory=lambda: tracing.Step(None, [], lambda *_: None))
     guards: tuple = ()
     values: Values | None = None
     given: tuple = ((), {})
@@ -78,32 +78,25 @@ class Call:
         """What may hide tensors among its leaves: all but tensors and plain values."""
         return [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN)]
 
-    @property
-    def axes(self) -> int | None:
-        """Of its first tensor."""
-        return self.tensors[0].ndim if self.tensors else None
-
-    def keeps(self, step: tracing.Step | None):
-        """The call is this step of a cache."""
+    def become(self, step: tracing.Step):
+        """The call is this step of a step cache."""
         self.step = step
-        if step is not None:
-            kept = tuple((tuple(t.shape), t.dtype) for t in step.tensors)
-            self.key = (*self.key[:-1], (step.kind, kept), self.key[-1])
-            self.batched += (any(self.batched),) * len(step.tensors)
+        cached = tuple((tuple(t.shape), t.dtype) for t in step.tensors)
+        self.key = (*self.key[:-1], (step.kind, cached), self.key[-1])
+        self.batched += (any(self.batched),) * len(step.tensors)
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """All that its program takes: its tensors, and what is kept."""
-        return [*self.tensors, *(self.step.tensors if self.step is not None else ())]
+        """All that its program takes: its tensors, and what is cached."""
+        return [*self.tensors, *self.step.tensors]
 
     def pairs_with(self, other: "Call") -> bool:
         """Whether both can run as one call of both batches: alike, and the same values where not batched."""
+        shared, mine, theirs = [n for n, batched in enumerate(self.batched) if not batched], self.values, other.values
         if any(getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "guards", "scale")):
             return False
-        shared = [n for n, batched in enumerate(self.batched) if not batched]
         if any(self.tensors[n] is not other.tensors[n] for n in shared):
             return False
-        mine, theirs = self.values, other.values
         if mine is None or theirs is None:
             return mine is theirs
         if mine.placement != theirs.placement or mine.numbers is not theirs.numbers:
@@ -145,18 +138,16 @@ def version_of(tensor: torch.Tensor):
 
 
 def asked_once(question: Callable[[torch.Tensor], object]) -> Callable[[torch.Tensor], object]:
-    """`question` of a tensor, asked again only when it was written to: the answer of a device tensor waits for the device."""
-    answers = WeakIdKeyDictionary()
+    """`question` of a tensor, evaluated again only when it was written to: of a device tensor that waits for the device."""
+    known = WeakIdKeyDictionary()
 
-    def answered(tensor: torch.Tensor):
+    def value(tensor: torch.Tensor):
         version = version_of(tensor)
-        asked, answer = answers.get(tensor, (None, None))
-        if asked is None or not _is_same(version, asked):
-            answer = question(tensor)
-            answers[tensor] = version, answer
-        return answer
+        if tensor not in known or not _is_same(version, known[tensor][0]):
+            known[tensor] = version, question(tensor)
+        return known[tensor][1]
 
-    return answered
+    return value
 
 
 def values_of(tensor: torch.Tensor) -> np.ndarray:

@@ -1,6 +1,6 @@
-"""A module that no program stands for, in parts: its own lines run one by one on the chips, its submodules as programs of their own.
+"""A module that cannot be traced, split at its submodules: its own lines run eagerly on the chips, its submodules are programs.
 
-A part for which no program stands either comes apart in turn. What has no submodules is then run line by line.
+A submodule that cannot be traced either is split in turn. One without submodules runs eagerly.
 """
 
 import contextlib
@@ -11,93 +11,74 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .. import bridge, notices
+from .tracing.functional import set_to
 
 
-_answering: contextvars.ContextVar[tuple["GraphBreaks", ...]] = contextvars.ContextVar(
-    "diffusers_tpu_answering", default=()
-)
+_running: contextvars.ContextVar[tuple["GraphBreaks", ...]] = contextvars.ContextVar("diffusers_tpu_split", default=())
 
 
 class GraphBreaks:
-    """The submodules of one module that answer calls of their `forward` by themselves.
+    """A split module: `runners` of its submodules, by name, which stand for their `forward` while its own lines run.
 
     Args:
-        make: module -> its runner.
-        reason: why the module is in parts.
+        make: submodule -> its runner.
+        reason: why the module is split.
 
     Attributes:
-        runners: by the part's name in the module.
         missing: operators that its own lines run on the host, as torchax lacks them.
-        host: why the module runs on the host, parts and all; None: it does not.
-        answered: a call of the module in these parts has come to its end.
+        host: why the module runs on the host as a whole; None: it does not.
+        ran: a call of the split module has returned.
     """
 
     def __init__(self, module: torch.nn.Module, make: Callable, reason: str):
-        self.runners = {name: make(part) for name, part in parts_of(module)}
-        self.reason = reason
+        self.runners = {name: make(submodule) for name, submodule in submodules(module)}
+        self.reason, self.host, self.ran = reason, None, False
         self.missing: dict[str, None] = {}
-        self.host: str | None = None
-        self.answered = False
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.runners)
 
     @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """While this is open, calls of the parts are their runners'."""
-        token = _answering.set((*_answering.get(), self))
-        with contextlib.ExitStack() as stack:
-            stack.callback(_answering.reset, token)
+    def running(self) -> Iterator[None]:
+        """Calls of the submodules are their runners'. Operators that run on the host are noted."""
+        missing = bridge.environment().missing
+        before = Counter(missing)
+        with set_to(_running, (*_running.get(), self)), contextlib.ExitStack() as stack:
             for runner in self.runners.values():
-                stack.callback(runner.give_back)
-                runner.take_over()
-            yield
+                stack.callback(runner.put_back)
+                runner.replace()
+            try:
+                yield
+            finally:
+                theirs = {what for runner in self.runners.values() if runner.split for what in runner.split.missing}
+                self.missing |= dict.fromkeys(what for what in missing - before if what not in theirs)
 
     @property
-    def are_answering(self) -> bool:
-        """Whether the module's own lines are running: what these call of the module itself is a part of that call."""
-        return self in _answering.get()
+    def is_running(self) -> bool:
+        """Whether the module's own lines are running: a method of the module that they call is a part of that call."""
+        return self in _running.get()
 
-    def put_on_host(self, name: str, error: Exception):
+    def move_to_host(self, name: str, error: Exception):
         """The module runs on the host from here on, as its own lines failed on the chips."""
         self.host = f"{type(error).__name__} ({bridge.line_of(error)}): {error}".splitlines()[0]
         notices.warn_once(
             f"host {name} {self.host}", f"{name} runs on the host: on the chips its own lines end in {self.host}"
         )
 
-    @contextlib.contextmanager
-    def noting_missing(self) -> Iterator[None]:
-        """Operators that run on the host while this is open are noted."""
-        missing = bridge.environment().missing
-        before = Counter(missing)
-        try:
-            yield
-        finally:
-            of_parts = {what for runner in self.runners.values() if runner.parts for what in runner.parts.missing}
-            self.missing |= dict.fromkeys(what for what in missing - before if what not in of_parts)
-
-    def are_of(self, module: torch.nn.Module) -> bool:
-        """Whether these are still the module's: none was replaced, by its like either."""
-        now = {name: id(part) for name, part in parts_of(module)}
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether none of the module's submodules was replaced, by its like either."""
+        now = {name: id(submodule) for name, submodule in submodules(module)}
         return now == {name: id(runner.module) for name, runner in self.runners.items()}
 
-    def own(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Of a module's tensors those that are of no part."""
-        return {name: t for name, t in tensors.items() if not is_of(name, self.names)}
+
+def is_within(name: str, submodules: tuple[str, ...]) -> bool:
+    """Whether a tensor of this name is of one of the submodules."""
+    return any(name.startswith(f"{submodule}.") for submodule in submodules)
 
 
-def is_of(name: str, parts: tuple[str, ...]) -> bool:
-    """Whether a tensor of this name is of one of the parts."""
-    return any(name.startswith(f"{part}.") for part in parts)
-
-
-def parts_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Submodules that can be called, outermost ones, each once; a list of modules is no module to call."""
     met = set()
     for name, child in module.named_children():
-        inner = parts_of(child) if type(child).forward is torch.nn.Module.forward else [("", child)]
-        for path, part in inner:
-            if id(part) not in met:
-                met.add(id(part))
-                yield f"{name}.{path}".rstrip("."), part
+        inner = submodules(child) if type(child).forward is torch.nn.Module.forward else [("", child)]
+        for path, submodule in inner:
+            if id(submodule) not in met:
+                met.add(id(submodule))
+                yield f"{name}.{path}".rstrip("."), submodule

@@ -1,40 +1,98 @@
-"""A model that stays on the host: upstream's forward in plain torch, for glue whose tensors may be on the chips."""
+"""The entry methods of a module, replaced on the instance; and a model that stays on the host.
+
+A `CompiledModule` and a `HostModel` both stand in for methods of a module (`forward`, `encode`, `decode`), until they are detached.
+"""
 
 import functools
+import inspect
+from collections.abc import Callable
 
 import torch
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
+from torch.utils._pytree import tree_map_only
 
 from .. import bridge
-from .eager import run_on_host
+from ..chips.sharding import named
+from ..weights.checkpoint import settled
+from .state import is_entry
 
 
-class HostModel:
-    """Takes the entry methods of one module over: device tensors come to the host, what it answers goes to the chips."""
+class EntryMethods:
+    """Calls of some methods of a module are calls of `called`. The module says where it runs by the attribute NAME."""
 
-    def __init__(self, module: torch.nn.Module, entries: tuple[str, ...], mesh: Mesh):
-        self.module, self.entries, self.mesh = module, entries, mesh
-        self._own: dict[str, object] = {}
+    NAME: str
+
+    def __init__(self, module: torch.nn.Module, entries: tuple[str, ...]):
+        self.module, self.entries = module, entries
+        self._replaced: dict[str, object] = {}  # what stood there on the instance; None: the class's
+        self._signatures: dict[str, inspect.Signature] = {}
+
+    def called(self, name: str, args: tuple, kwargs: dict):
+        """The return value of the module's method of this name."""
+        raise NotImplementedError
 
     def attach(self):
-        for entry in self.entries:
-            self._own[entry] = vars(self.module).get(entry)
-            setattr(self.module, entry, self._entry(getattr(self.module, entry)))
-        self.module._tpu_host = self
+        """Replace the module's entry methods."""
+        self.replace()
+        setattr(self.module, self.NAME, self)
         self.module._hf_hook = bridge.ExecutionDevice()
 
     def detach(self):
-        for entry, own in self._own.items():
-            vars(self.module).pop(entry, None)
-            if own is not None:
-                setattr(self.module, entry, own)
-        for name in ("_tpu_host", "_hf_hook"):
+        """Put them back; what the user has put in their place stays."""
+        self.put_back()
+        for name in (self.NAME, "_hf_hook"):
             vars(self.module).pop(name, None)
-        self._own.clear()
+        self._replaced.clear()
 
-    def _entry(self, original):
-        @functools.wraps(original)
+    def replace(self):
+        for name in self.entries:
+            self._signatures[name] = inspect.signature(getattr(self.module, name))
+            self._replaced[name] = vars(self.module).get(name)
+            setattr(self.module, name, self._entry(name))
+
+    def put_back(self):
+        for name, own in self._replaced.items():
+            if is_entry(vars(self.module).get(name)):
+                delattr(self.module, name)
+                if own is not None:
+                    setattr(self.module, name, own)
+
+    def original(self, name: str):
+        """What stood there before: the class's method, as it is now, or the instance's own."""
+        own = self._replaced[name]
+        return getattr(type(self.module), name).__get__(self.module) if own is None else own
+
+    def _entry(self, name: str):
+        @functools.wraps(self.original(name))
         def run(*args, **kwargs):
-            return run_on_host(self.module, original, args, kwargs, self.mesh)
+            return self.called(name, args, kwargs)
 
+        run.__signature__ = self._signatures[name]
+        run.tpu_own = self._replaced[name]
         return run
+
+
+class HostModel(EntryMethods):
+    """Runs a module in plain torch: device tensors among its arguments come to the host, its results go to the chips."""
+
+    NAME = "_tpu_host"
+
+    def __init__(self, module: torch.nn.Module, entries: tuple[str, ...], mesh: Mesh):
+        super().__init__(module, entries)
+        self.mesh = mesh
+
+    def called(self, name: str, args: tuple, kwargs: dict):
+        return run_on_host(self.module, self.original(name), args, kwargs, self.mesh)
+
+
+def run_on_host(module: torch.nn.Module, method: Callable, args: tuple, kwargs: dict, mesh: Mesh):
+    """The method's return value in plain torch; on the chips again where glue handles device tensors."""
+    env = bridge.environment()
+    settled(list(module.parameters()), list(module.buffers()))
+    args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, env.host, (args, kwargs))
+    with env.left(), torch.inference_mode(False), torch.no_grad():
+        output = method(*args, **kwargs)
+    if not env.active:
+        return output
+    everywhere = named(mesh, PartitionSpec())
+    return tree_map_only(torch.Tensor, lambda t: bridge.to_torch(bridge.to_jax(t, everywhere)), output)

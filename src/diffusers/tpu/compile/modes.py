@@ -1,58 +1,233 @@
-"""Which rung of the ladder every module of a model took, from its runners: each with its reasons, lines of upstream's code.
+"""In which mode the calls of a module run, and why.
 
-compiled   one program a call
-decided    one program for each answer to what its lines ask of small inputs, before the call
-parts      its own lines run on the chips one by one, its submodules took rungs of their own
-eager      all of it runs on the chips operation by operation: it draws numbers, keeps something or writes weights
-host       it runs on the host
+COMPILED   one program a call, or one for each value of its guards
+SPLIT      its own lines run eagerly on the chips, its submodules in modes of their own (`graph_breaks`)
+EAGER      all of it runs on the chips operation by operation: it draws numbers, keeps something or writes weights
+HOST       it runs on the host
 """
 
-import re
-from collections.abc import Iterator
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
 
-from .host import HostModel
-from .module import CompiledModule
+import jax
+import torch
 
-
-def rungs(runner: CompiledModule | HostModel, name: str = "") -> list[dict]:
-    """{"module", "rung", "reasons"} of every module that was called; "" is the model itself."""
-    if isinstance(runner, HostModel):
-        return [_rung(name, "host", ["TPUConfig.host"])]
-    return [*_rungs(runner, name)]
-
-
-def _rungs(runner: CompiledModule, name: str) -> Iterator[dict]:
-    parts = runner.parts
-    if parts is not None and parts.host is not None:
-        yield _rung(name, "host", [parts.reason, parts.host])
-        return
-    if parts is not None:
-        yield _rung(name, "parts", [parts.reason, *parts.missing])
-        for path, part in parts.runners.items():
-            yield from _rungs(part, f"{name}.{path}".lstrip("."))
-        return
-    lines = [*dict.fromkeys(str(question.line) for question in runner.guards.questions.values())]
-    if runner.programs:
-        yield _rung(name, "decided" if lines else "compiled", lines)
-    if runner.eager_fallback.reasons:
-        yield _rung(name, "eager", [*dict.fromkeys(runner.eager_fallback.reasons.values())])
-    if runner.eager_fallback.on_host:
-        yield _rung(name, "host", [*runner.eager_fallback.on_host])
+from .. import bridge, notices
+from . import tracing
+from .call import Call, goes_on_from
+from .graph_breaks import GraphBreaks
+from .guards import Guards
+from .lru import LRUCache
+from .state import State, Trace
 
 
-def _rung(module: str, rung: str, reasons: list[str]) -> dict:
-    return {"module": module, "rung": rung, "reasons": reasons}
+MOST_RUN_ONCE = 8
+ANY_STATE = "any state"  # of a module that each call changes, in place of its state's key
+LEAVES = "a call sees what the one before left in {}"
+KEEPS = "hooks, processors or counters keep something from call to call"
+DRAWS = "it draws random numbers"
 
 
-def in_words(name: str, found: list[dict]) -> list[str]:
-    """Lines of text for a model of this name; equal blocks share one."""
-    counts: dict[tuple, int] = {}
-    for one in found:
-        module = ".".join(filter(None, (name, re.sub(r"(?<=\.)\d+(?=\.|$)", "*", one["module"]))))
-        key = module, one["rung"], tuple(one["reasons"])
-        counts[key] = counts.get(key, 0) + 1
-    lines = []
-    for (module, rung, reasons), count in counts.items():
-        lines.append(f"{module}: {rung}" + (f" ({count} alike)" if count > 1 else ""))
-        lines += [f"    {reason}" for reason in reasons]
-    return lines or [f"{name}: not called yet"]
+NO_PROGRAM = (
+    tracing.WeightWritten,
+    bridge.OperatorNotFound,
+    tracing.Entangled,
+    tracing.Opaque,
+    tracing.NotOnce,
+    *bridge.READS,
+)
+
+
+class Mode(enum.Enum):
+    COMPILED = enum.auto()
+    SPLIT = enum.auto()
+    EAGER = enum.auto()
+    HOST = enum.auto()
+
+
+class Modes:
+    """Of one module.
+
+    Args:
+        make: submodule -> its runner.
+        most: states and kinds of calls that are remembered; `on_evict` is called for each kind that is not any more.
+
+    Attributes:
+        split: how the module is split in its state of now; None: it is not.
+        eager: why calls run eagerly, by program key.
+        host: why calls run on the host.
+        persistent: what hooks, processors or counters change in each call, or attributes that a call reads and writes.
+        unsteady: why each call had a program of its own, once so many had that another one is not worth it.
+    """
+
+    def __init__(self, module: torch.nn.Module, make: Callable, most: int, on_evict: Callable[[], None]):
+        self.module, self.name, self.make = module, type(module).__name__, make
+        self.split: GraphBreaks | None = None
+        self._splits: dict[object, GraphBreaks] = LRUCache(most)
+        self.eager: dict[tuple, str] = LRUCache(most, on_evict=on_evict)
+        self.host: dict[str, None] = {}
+        self.persistent: list = []
+        self.unsteady: str | None = None
+        self._met: list = []  # containers that a trace has changed before
+        self._state: State | None = None
+        self._last, self._repeats = None, False
+
+    @property
+    def never_traced(self) -> bool:
+        """Whether no call is traced in any state, while the module has what it has."""
+        return bool(self.persistent or self.unsteady or (self._state is not None and self._state.unread))
+
+    @property
+    def fallback(self) -> Mode:
+        """Of calls that are not compiled."""
+        if self.split is None:
+            return Mode.EAGER
+        return Mode.HOST if self.split.host else Mode.SPLIT
+
+    def reasons(self) -> Iterator[str]:
+        """Why calls are not compiled."""
+        yield from (*self.eager.values(), *self.host)
+        if self.split is not None:
+            yield from filter(None, (self.split.reason, *self.split.missing, self.split.host))
+
+    def follow(self, state: State):
+        """The module is in this state."""
+        self._state = state
+        held = state.holds() if self.persistent else ()
+        self.persistent = [container for container in self.persistent if id(container) in held]
+        split = self._splits.get(self._split_key)
+        if split is not None and not split.is_of(self.module):
+            self.split_up(split.reason)
+        elif split is None and state.unread:
+            name, why = next(iter(state.unread.items()))
+            reason = f"{name}: {why}".lstrip(": ")
+            self._warn(self.name, f"what it reads can be no part of a program's key ({reason})")
+            self.split_up(reason)
+        else:
+            self.split = split
+
+    def of(self, call: Call, within: bool) -> Mode:
+        """The mode of this call, before a program is looked for. `within`: the module is a submodule of a split one."""
+        cache = None if within else next(filter(goes_on_from, call.others), None)
+        if cache is not None:
+            # Each call finds more in it, a language model's keys and values: no shape comes twice.
+            reason = f"each call finds more in the {type(cache).__name__} that it is given"
+            self.host[reason] = None
+            name = f"{self.name}.{call.entry}"
+            words = f"{name} runs on the host where it goes on from what it kept: {reason}"
+            notices.warn_once(f"host {name} {reason}", words)
+            return Mode.HOST
+        self._compare((call.key, self._state.key))
+        if call.unread is not None:
+            words = f"what it is given can be no part of a key ({call.unread})"
+            self._run_eagerly(call, ("given", call.unread), words)
+        if self.split is None and not self.never_traced and within and call.others:
+            self.split_up(f"it is given a {type(call.others[0]).__name__}")  # its program would not see tensors in it
+        unread = call.unread is not None or self.never_traced or self.split is not None
+        return self.fallback if unread else Mode.COMPILED
+
+    def _compare(self, key: tuple):
+        """A module that was another in each call, and now is what it was in the last one, is traced again."""
+        self._repeats, self._last = key == self._last, key
+        if self._repeats and self.unsteady is not None:
+            self.unsteady = None
+            self._splits.pop(ANY_STATE, None)
+            self.split = self._splits.get(self._split_key)
+
+    def split_up(self, reason: str):
+        """The module is split while it is in this state."""
+        self.split = self._splits[self._split_key] = GraphBreaks(self.module, self.make, reason)
+
+    @property
+    def _split_key(self):
+        return ANY_STATE if self.never_traced else self._state.key
+
+    @contextlib.contextmanager
+    def whole_on_error(self) -> Iterator[None]:
+        """An error out of a module that never ran split is upstream's own, of what it was given: the module is not split any more."""
+        try:
+            yield
+        except Exception:
+            if not self.split.ran:
+                for key in [key for key, split in self._splits.items() if split is self.split]:
+                    del self._splits[key]
+                self.split = None
+            raise
+
+    def runs_once(self, kind: tuple, call: Call, programs: dict, guards: Guards) -> bool:
+        """Whether the last programs for calls like this one ran once each, so that this one would too: the module is split."""
+        alike = [one for (*other, values), one in programs.items() if values and tuple(other) == kind]
+        guard = guards.known.get((kind, ()))
+        if guard is not None and len(alike) >= MOST_RUN_ONCE and all(p.calls <= 1 for p in alike[-MOST_RUN_ONCE:]):
+            self.split_up(f"its answers are others in each call ({guard.line})")
+            return True
+        last = [p for p in programs.values() if (p.entry, p.shapes) == (call.entry, call.shapes)][-MOST_RUN_ONCE:]
+        if not self._repeats and len(last) == MOST_RUN_ONCE and all(p.calls == 1 for p in last):
+            self.unsteady = "its Python state, or what it is given beside tensors, is another in each call"
+            self._warn(f"{self.name}.{call.entry}", self.unsteady)
+            self.split_up(self.unsteady)
+        return self.unsteady is not None
+
+    def has_program(self, error: Exception | None, effects: Trace, call: Call, key: tuple) -> bool:
+        """Whether a trace with these effects, or that ended in this error, makes a program; else the call runs otherwise.
+
+        What it changed may be a constant that the first call makes: only what a second trace changes again is persistent. Where
+        each call changes the state, none is traced any more.
+        """
+        changed = effects.persistent if error is None else effects.persistent + effects.temporary
+        persists = effects.certain or any(one is other for one in changed for other in self._met)
+        self.persistent += changed if persists else []
+        self._met += [one for one in changed if not any(one is other for other in self._met)]
+        if error is None:
+            names = ", ".join(effects.names)
+            if effects.draws or persists:
+                self._run_eagerly(call, key, DRAWS if effects.draws else LEAVES.format(names) if names else KEEPS)
+            return not (effects.persistent or effects.draws)
+        reason = reason_of(error)
+        if isinstance(error, tracing.WeightWritten):
+            self._run_eagerly(call, key, reason)
+        else:
+            self._warn(f"{self.name}.{call.entry}", reason)
+            self.split_up(reason)
+        return False
+
+    def _run_eagerly(self, call: Call, key: tuple, reason: str):
+        self.eager[key] = reason
+        self._warn(f"{self.name}.{call.entry}", reason)
+
+    @staticmethod
+    def _warn(name: str, reason: str):
+        words = f"{name} is not compiled as it is now, its own lines run on the chips one by one: {reason}"
+        notices.warn_once(f"eager {name} {reason}", words)
+
+    def forget(self):
+        self.split = None
+        self._splits.clear()
+
+
+def from_libraries(error: Exception) -> bool:
+    """Whether torch on our tensors, torchax or JAX could not do what upstream's code asked of them.
+
+    A program that fails when it runs is another thing. So is what torch refuses on the host too: upstream's own error, unless
+    it was asked by what stands in the place of upstream's lines.
+    """
+    if bridge.is_refused(error):
+        return bridge.asked_by_ours(error)
+    theirs = isinstance(error, bridge.OperatorNotFound) or bridge.raised_inside(error)
+    return theirs and not isinstance(error, jax.errors.JaxRuntimeError)
+
+
+def reason_of(error: Exception) -> str:
+    """Why a trace that ended in this error makes no program."""
+    if isinstance(error, tracing.WeightWritten):
+        return f"it writes into {error}"
+    if isinstance(error, tracing.Opaque):
+        return "it answers with more than tensors and plain values"
+    if isinstance(error, tracing.Entangled):
+        return str(error)
+    if isinstance(error, bridge.OperatorNotFound):
+        return f"torchax lacks an operator ({bridge.line_of(error)})"
+    if not isinstance(error, bridge.READS):
+        return f"{type(error).__name__} in a trace ({bridge.line_of(error)})"
+    return f"it decides by a value ({bridge.line_of(error)})"

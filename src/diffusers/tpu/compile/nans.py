@@ -1,11 +1,12 @@
-"""NaN and infinities in what models give: found at the end of a call, and traced to the first submodule that gives one.
+"""NaN and infinities in what models give: noted for the end of a call, or traced to the first submodule that gives one.
 
-`debugging()` looks at the answer of every model, and where one is not finite runs that call again, upstream's lines one by one on
-the chips, with a look at what each submodule gives: a submodule that gives NaN and took none is the first.
+`debugging()` checks the result of every model, and where one is not finite runs that call again, eagerly, with a check of what each
+submodule gives: a submodule that gives NaN and took none is the first.
 """
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 
 import jax
@@ -14,57 +15,44 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .. import bridge
+from .tracing.functional import set_to
 
 
 _debugging = contextvars.ContextVar("diffusers_tpu_debug_nans", default=False)
 _noted = contextvars.ContextVar("diffusers_tpu_nans_noted", default=None)
 
 
-@contextlib.contextmanager
-def debugging() -> Iterator[None]:
-    """Every model's answer is looked at, which waits for the chips. Raises NotFinite that names the submodule."""
-    token = _debugging.set(True)
-    try:
-        yield
-    finally:
-        _debugging.reset(token)
+is_debugging = _debugging.get
 
 
-def is_debugging() -> bool:
-    return _debugging.get()
+def debugging() -> contextlib.AbstractContextManager:
+    """Every model's result is checked, which waits for the chips. Raises NotFinite that names the submodule."""
+    return set_to(_debugging, True)
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[object, list]]:
-    """Flags of what models give while this is open, by runner: whether each tensor is finite. Outside none are kept."""
-    token = _noted.set({})
-    try:
+    """Flags of what models give while this is open, by runner: whether each tensor is finite."""
+    with set_to(_noted, {}):
         yield _noted.get()
-    finally:
-        _noted.reset(token)
 
 
-def note(runner, answer):
-    """Of the call that is open, if one is: whether what this runner gives is finite; nothing waits."""
+def note(runner, result):
+    """For `noting`, if it is open: whether what this runner gives is finite; nothing waits."""
     noted = _noted.get()
     if noted is not None:
-        noted.setdefault(runner, []).extend(_flags(answer))
+        noted.setdefault(runner, []).extend(_flags(result))
 
 
 def are_finite(tree) -> bool:
     """Whether every value of the tensors among the leaves is a number; waits for them."""
-    return all(bool(_flag(leaf)) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+    return all(map(bool, _flags(tree)))
 
 
 def _flags(tree) -> list:
-    """For every tensor whether it is finite, where it is: nothing waits."""
-    return [_flag(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _flag(tensor: torch.Tensor):
-    if bridge.on_device(tensor):
-        return _all_finite(tensor.jax()) if tensor.is_floating_point() else True
-    return bool(torch.isfinite(tensor).all()) if tensor.is_floating_point() else True
+    """For every tensor of floating point whether it is finite, where it is."""
+    tensors = [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return [_all_finite(x.jax()) if bridge.on_device(x) else bool(torch.isfinite(x).all()) for x in tensors]
 
 
 @jax.jit
@@ -75,21 +63,18 @@ def _all_finite(array: jax.Array) -> jax.Array:
 def first_not_finite(model: torch.nn.Module, run: Callable[[], object]) -> str | None:
     """The submodule that first gives NaN or an infinity of finite inputs while `run` runs the model's lines; None: none does."""
     found: list[str] = []
+
+    def check(name, module, args, kwargs, result):
+        if not found and not are_finite(result) and are_finite((args, kwargs)):
+            found.append(name)
+
     with contextlib.ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
-                handle = module.register_forward_hook(_look(name, found), with_kwargs=True)
-                stack.callback(handle.remove)
+                hook = functools.partial(check, name)
+                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         run()
     return next(iter(found), None)
-
-
-def _look(name: str, found: list[str]):
-    def look(module, args, kwargs, answer):
-        if not found and not are_finite(answer) and are_finite((args, kwargs)):
-            found.append(name)
-
-    return look
 
 
 def message(component: str, name: str | None, entry: str) -> str:

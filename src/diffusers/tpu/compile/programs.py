@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
@@ -27,6 +26,7 @@ from .weights import PlacedWeights
 
 logger = logging.get_logger(__name__)
 WORTH_A_WORD = 5.0  # seconds that somebody waits
+ANOTHER = ("another form of the call", "the last one")
 _evicted = 0
 _compiling = threading.Lock()  # of JAX's cache of compiled programs a compilation may switch the use off
 
@@ -41,7 +41,7 @@ class Program:
         compile_seconds: of the trace and the compilation.
         calls: how often it ran.
         avals: shapes and dtypes of one call's flat outputs.
-        key: what it is kept by for other processes; None: it is not.
+        key: its name on disk, for other processes; None: it is not written.
         recalled: another process has compiled it.
     """
 
@@ -80,43 +80,31 @@ class Program:
                 jax.block_until_ready(outputs)
         return outputs[: len(calls)]
 
-    def compile(self, share: bool = False) -> bool:
-        """Compile it; False where another thread has, meanwhile. `share`: look whether another module has the same program, as two experts have."""
+    def compile(self) -> bool:
+        """Compile it; False where another thread has, meanwhile. A module with the same program, as two experts have, shares it."""
         with _compiling:
             if self.compiled is not None:
                 return False
-            self._compile(share)
+            start, lowered = time.perf_counter(), self.traced.lower()
+            # With names: arguments that are not used are no part of the text, and two texts may be equal but for which those are.
+            text = lowered.as_text(debug_info=True).encode()
+            if hosts.process_count() > 1:  # another program in another process would wait for this one for good
+                digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+                what = f"{self.name}.{self.entry} of {self.shapes}"
+                hosts.agree(what, {"program": digest, "options": str(self.options)})
+            key = (hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree, self.mesh, *self.options.items())
+            self.compiled = _executables.get(key)
+            if self.compiled is None:
+                with contextlib.nullcontext() if self.key is None else compiled_anew():
+                    self.compiled = _executables[key] = compile_lowered(lowered, self.options)
+            self.traced = None
+            self.compile_seconds += time.perf_counter() - start
+            logger.info(f"compiled {self.name}.{self.entry} in {self.compile_seconds:.1f} s")
             return True
 
-    def _compile(self, share: bool):
-        start = time.perf_counter()
-        lowered = self.traced.lower()
-        if hosts.process_count() > 1:  # another program in another process would wait for this one for good
-            digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-            hosts.agree(
-                f"{self.name}.{self.entry} of {self.shapes}", {"program": digest, "options": str(self.options)}
-            )
-        with contextlib.nullcontext() if self.key is None else compiled_anew():
-            self.compiled = self._shared(lowered, self.options) if share else compile_lowered(lowered, self.options)
-        self.traced = None
-        self.compile_seconds += time.perf_counter() - start
-        logger.info(f"compiled {self.name}.{self.entry} in {self.compile_seconds:.1f} s")
 
-    def _shared(self, lowered: jax.stages.Lowered, options: dict) -> jax.stages.Compiled:
-        # With names: arguments that are not used are no part of the text, and two texts may be equal but for which those are.
-        text = lowered.as_text(debug_info=True).encode()
-        key = (hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree, self.mesh, *options.items())
-        compiled = _executables.get(key)
-        if compiled is None:
-            compiled = _executables[key] = compile_lowered(lowered, options)
-        return compiled
-
-
-def forget_operations(most: int):
-    """A program has been evicted, of `most` that are kept: after some, what JAX keeps of the single operations around them goes too.
-
-    JAX keeps thousands of executables and traces, of small operations as of large ones. It makes them again where they are called.
-    """
+def clear_jax_caches(most: int):
+    """A program has been evicted, of `most` that are cached: after some, JAX's thousands of small operations around them go too."""
     global _evicted
     _evicted += 1
     if _evicted >= max(1, most // 4) and _compiling.acquire(blocking=False):
@@ -133,11 +121,7 @@ def announce(program: Program, former: Program):
         return
     name = f"{program.name}.{program.entry}"
     pairs = [(list(new), list(old)) for (new, _), (old, _) in zip(program.shapes, former.shapes) if new != old]
-    new, old = (
-        (", ".join(map(str, shapes)) for shapes in zip(*pairs))
-        if pairs
-        else ("another form of the call", "the last one")
-    )
+    new, old = (", ".join(map(str, shapes)) for shapes in zip(*pairs)) if pairs else ANOTHER
     notices.warn_once(
         f"compiles {name} {program.shapes} {program.branches}",
         f"{name} is compiled for {new}, after {old}: some {former.compile_seconds:.0f} s, as the last time; for what it was"
@@ -145,11 +129,8 @@ def announce(program: Program, former: Program):
     )
 
 
-def kept_at(mesh: Mesh, spread: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:
-    """Where an array that a cache keeps lies, [B, T, C] or [B, L, T, C] of L blocks: its tokens where a block has them.
-
-    Whole on every chip where these cannot be split.
-    """
+def cached_sharding(mesh: Mesh, spread: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:
+    """Of an array of a step cache, [B, T, C] or [B, L, T, C] of L blocks: its tokens lie where a block has them, if `sp` divides them."""
     tokens = (*[None] * (len(shape) - 3), "sp") if spread and len(shape) in (3, 4) else ()
     spec = PartitionSpec(batch, *tokens)
     return named(mesh, fit(spec, shape, mesh))
@@ -159,60 +140,44 @@ _executables = weakref.WeakValueDictionary()
 
 
 def trace_program(
-    function: tracing.PureFunction,
-    placed: PlacedWeights,
-    numbers: dict[str, np.ndarray],
-    call: Call,
-    branches: int,
-    name: str,
-    options: dict,
-    spread: bool = False,
+    function: tracing.PureFunction, placed: PlacedWeights, numbers: dict, call: Call, options: dict
 ) -> Program:
     """The program of calls like this one, traced from shapes alone: nothing is placed, the mesh may be of chips elsewhere.
 
-    Args:
-        numbers: LoRA scales, of which only the shapes count.
-        branches: calls side by side on dp.
-        spread: what a cache keeps lies over `sp`.
+    `numbers`: LoRA scales, of which only the shapes count.
     """
-    mesh, start = placed.mesh, time.perf_counter()
-    everywhere, kept = named(mesh, PartitionSpec()), functools.partial(kept_at, mesh, spread)
-    by_batch = named(mesh, PartitionSpec("dp"))
+    start, mesh, branches, name = time.perf_counter(), placed.mesh, function.branches, type(function.module).__name__
+    everywhere, by_batch = named(mesh, PartitionSpec()), named(mesh, PartitionSpec("dp"))
+    cached = functools.partial(cached_sharding, mesh, function.carry is not None)
     split = call.batch is not None and (branches * call.batch) % mesh.shape["dp"] == 0
-
-    def join(parts: tuple[jax.Array, ...], batched: bool, where: NamedSharding) -> jax.Array:
-        joined = jnp.concatenate(parts) if batched and len(parts) > 1 else parts[0]
-        return jax.lax.with_sharding_constraint(joined, where) if batched and split else joined
-
     found = []
 
+    def join(arrays: tuple[jax.Array, ...], batched: bool, where: NamedSharding) -> jax.Array:
+        joined = jnp.concatenate(arrays) if batched and len(arrays) > 1 else arrays[0]
+        return jax.lax.with_sharding_constraint(joined, where) if batched and split else joined
+
     def program(weights, numbers, inputs):
-        at = [by_batch] * len(call.tensors) + [kept(t.shape, "dp") for t in call.inputs[len(call.tensors) :]]
-        joined = [join(*parts) for parts in zip(zip(*inputs), call.batched, at)]
-        outputs, result = function(weights, joined, numbers)
+        at = [by_batch] * len(call.tensors) + [cached(t.shape, "dp") for t in call.step.tensors]
+        outputs, result = function(weights, [join(*one) for one in zip(zip(*inputs), call.batched, at)], numbers)
         found.append(result)
         own = len(outputs) - result.results
-        at = [everywhere] * own + [kept(x.shape) for x in outputs[own:]]
+        at = [everywhere] * own + [cached(x.shape) for x in outputs[own:]]
         outputs = [jax.lax.with_sharding_constraint(*output) for output in zip(outputs, at)]
-        if branches > 1 and any(x.shape[:1] != (branches * call.batch,) for x in outputs[:own]):
+        if branches == 1:
+            return [outputs]
+        if any(x.shape[:1] != (branches * call.batch,) for x in outputs[:own]):
             raise ValueError(
                 f"expected outputs of {name}.{call.entry} that lead with the batch {branches * call.batch}, got"
                 f" {[x.shape for x in outputs]}: this model cannot pair guidance calls, use a mesh with dp 1"
             )
-        parts = [jnp.split(x, branches) if branches > 1 else [x] for x in outputs]
-        if branches > 1 and result.results:
-            parts[own:] = [[jax.lax.with_sharding_constraint(x, kept(x.shape)) for x in some] for some in parts[own:]]
-        return [[part[branch] for part in parts] for branch in range(branches)]
+        each = [jnp.split(x, branches) for x in outputs]
+        each[own:] = [[jax.lax.with_sharding_constraint(x, cached(x.shape)) for x in some] for some in each[own:]]
+        return [[x[branch] for x in each] for branch in range(branches)]
 
     numbers = {key: jax.ShapeDtypeStruct(n.shape, n.dtype, sharding=everywhere) for key, n in numbers.items()}
-    inputs = [jax.ShapeDtypeStruct(t.shape, bridge.numpy_dtype(t.dtype), sharding=everywhere) for t in call.tensors]
-    if call.step is not None:
-        some = [(t.shape, bridge.numpy_dtype(t.dtype)) for t in call.step.tensors]
-        inputs += [jax.ShapeDtypeStruct(shape, dtype, sharding=kept(shape)) for shape, dtype in some]
-    jitted = jax.jit(program, **({"out_shardings": everywhere} if call.step is None else {}))
+    given = [(t, everywhere) for t in call.tensors] + [(t, cached(t.shape)) for t in call.step.tensors]
+    inputs = [jax.ShapeDtypeStruct(t.shape, bridge.numpy_dtype(t.dtype), sharding=where) for t, where in given]
+    jitted = jax.jit(program, **({"out_shardings": everywhere} if function.kept is None else {}))
     traced = jitted.trace(placed.avals, numbers, [inputs] * branches)
-    made = Program(
-        name, call.entry, call.shapes, branches, mesh, options, traced, found[-1], time.perf_counter() - start
-    )
-    made.avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.out_info[0]]
-    return made
+    avals, seconds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.out_info[0]], time.perf_counter() - start
+    return Program(name, call.entry, call.shapes, branches, mesh, options, traced, found[-1], seconds, avals=avals)

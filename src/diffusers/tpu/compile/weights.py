@@ -18,12 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 from ...utils import logging
 from .. import notices
 from ..bridge import numpy_dtype
-from ..chips import hosts
 from ..chips.sharding import Coverage, ModelPlan, named, plan_weights
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
 from ..weights.transfer import PlacementRequest, Transfer
-from .graph_breaks import is_of
+from .graph_breaks import is_within
 from .state import Number
 from .state.adapters import Adapters
 from .tracing.scan import Group, find_groups
@@ -36,15 +35,17 @@ _VERSION_OF = operator.attrgetter("_version")
 SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
 
 
-@dataclass
+@dataclass(eq=False)
 class PlacedWeights:
     """A module's weights on the mesh. The module keeps its host tensors; what changes there is placed again.
 
     Attributes:
+        planned_for: whether equal blocks are stacked, and submodules whose weights are left out.
         arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
         sources: key -> the module's tensor names that make it up; None: zeros, for the term of an adapter that a block lacks.
         specs: key -> storage spec of the array, the stacked axis left out.
         avals: key -> shape, dtype and sharding of the array.
+        watched: tensors that were given, those of them that are placed, and `quick_versions` of these, then.
         placement: changes, to a number of this process's own, when something is placed.
         terms: keys that are of adapters.
     """
@@ -56,10 +57,11 @@ class PlacedWeights:
     specs: dict
     avals: dict[str, jax.ShapeDtypeStruct]
     coverage: Coverage
+    planned_for: tuple[bool, tuple[str, ...]]
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     versions: dict[str, tuple] = field(default_factory=dict)
     samples: dict[str, torch.Tensor] = field(default_factory=dict)
-    watched: "Watched | None" = None
+    watched: tuple[dict, dict, tuple] | None = None
     placement: int = -1
     terms: frozenset[str] = frozenset()
 
@@ -68,15 +70,20 @@ class PlacedWeights:
 
         Places what is new or was changed there since, if they are; `place=False` only tells.
         """
-        if self.watched is not None and self.watched.same(tensors):
+        stale, given = {}, tensors
+        if (
+            self.watched is not None
+            and given is self.watched[0]
+            and quick_versions(self.watched[1]) == self.watched[2]
+        ):
             return False
-        stale = []
+        tensors = {name: t for name, t in given.items() if not is_within(name, self.planned_for[1])}
         with torch._C.DisableTorchFunction():  # no detour for tensors of a file, nor by the glue around the call
             for key, names in self._named():
                 if any(name not in tensors for name in names):
                     return True
                 if self.versions.get(key) != (version := _version(tensors, names)):
-                    stale.append((key, names, version))
+                    stale[key] = names, version
                     if any(not self._fits(key, tensors[name]) for name in names):
                         return True
         if sum(len(names) for _, names in self._named()) != len(tensors):
@@ -85,10 +92,10 @@ class PlacedWeights:
             return False
         if stale:
             self._place(stale, tensors)
-        self.watched = Watched(tensors)
+        self.watched = given, tensors, quick_versions(tensors)
         return False
 
-    def take_over(self, former: "PlacedWeights"):
+    def reuse(self, former: "PlacedWeights"):
         """What is there already of weights that are planned as they were: of a module whose adapters are others, say."""
         tensors = named_tensors(self.module)
         with torch._C.DisableTorchFunction():
@@ -105,7 +112,7 @@ class PlacedWeights:
 
     def sampled_changes(self):
         """Places at the next call what was written to through `.data` since, as far as a sample of its values shows."""
-        tensors = self.watched.tensors if self.watched is not None else named_tensors(self.module)
+        tensors = self.watched[1] if self.watched is not None else named_tensors(self.module)
         for key, names in self._named():
             there = key in self.versions and all(name in tensors for name in names)
             if there and not all(_same_bits(self.samples[n], _sample(tensors[n])) for n in names):
@@ -119,7 +126,7 @@ class PlacedWeights:
             for n, name in enumerate(names):
                 if name is not None:
                     array = self.arrays[key][n] if _is_stacked(key) else self.arrays[key]
-                    arrays[name] = array[tuple(map(slice, self.watched.tensors[name].shape))]
+                    arrays[name] = array[tuple(map(slice, self.watched[1][name].shape))]
                     specs[name] = self.specs[key]
         return arrays, specs
 
@@ -141,55 +148,53 @@ class PlacedWeights:
         lower = stacked and key in self.terms and len(shape) == len(planned) and all(map(operator.le, shape, planned))
         return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
 
-    def _wanted(self, key: str, tensors: dict[str, torch.Tensor]) -> PlacementRequest:
-        self.arrays.pop(key, None)  # first: the old and the new need not both have room
-        return PlacementRequest(
-            key, self.avals[key], [tensors.get(name) for name in self.sources[key]], _is_stacked(key)
-        )
+    def _place(self, stale: dict[str, tuple[list[str], tuple]], tensors: dict[str, torch.Tensor]):
+        """What has changed goes to the chips: key -> names of its tensors, their version."""
 
-    def _place(self, stale: list[tuple[str, list[str], tuple]], tensors: dict[str, torch.Tensor]):
-        """What has changed goes to the chips: (key, names of its tensors, their version)."""
-        versions = {key: (names, version) for key, names, version in stale}
-        nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in versions)
+        def request(key: str) -> PlacementRequest:
+            self.arrays.pop(key, None)  # first: the old and the new need not both have room
+            return PlacementRequest(
+                key, self.avals[key], [tensors.get(n) for n in self.sources[key]], _is_stacked(key)
+            )
+
+        nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in stale)
         bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
         with Transfer() as transfer, bar:
-            for key, array in transfer.arrays(self._wanted(key, tensors) for key in versions):
-                names, version = versions[key]
+            for key, array in transfer.arrays(map(request, stale)):
+                names, version = stale[key]
                 self.arrays[key], self.versions[key] = array, version
                 self.samples.update((name, _sample(tensors[name])) for name in names)
                 self.placement = next(_placements)
                 bar.update(array.nbytes)
 
 
-def _say_of_float16(model: str, tensors: dict[str, torch.Tensor]):
-    """A product within float16's rounding is three of bfloat16: of the exact one 2.1e-4 is left to it, one pass is 2.4e-3 off."""
-    half = sum(t.nbytes for t in tensors.values() if t.dtype == torch.float16)
-    if half > sum(t.nbytes for t in tensors.values()) / 2:
-        notices.warn_once(
-            "float16",
-            f"{model} has float16 weights, which a TPU has no products for: they take three times as long as bfloat16's, and attention"
-            " has no kernel. Load models with torch_dtype=torch.bfloat16",
-        )
+FLOAT16 = (
+    "{} has float16 weights, which a TPU has no products for: they take three times as long as bfloat16's, and attention"
+    " has no kernel. Load models with torch_dtype=torch.bfloat16"
+)
 
 
 def plan_placement(
-    module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool, parts: tuple[str, ...] = ()
+    module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool, without: tuple[str, ...] = ()
 ) -> PlacedWeights:
-    """Where every weight of the module will lie, those of its `parts` left out; nothing is moved yet.
+    """Where every weight of the module will lie, those of submodules `without` left out; nothing is moved yet.
 
     Raises ValueError where weights have no values, because the checkpoint did not have them, and NotImplementedError for
     quantized ones.
     """
-    adapters = Adapters(module)
-    tensors = {name: t for name, t in named_tensors(module).items() if not is_of(name, parts)}
+    adapters, model = Adapters(module), type(module).__name__
+    tensors = {name: t for name, t in named_tensors(module).items() if not is_within(name, without)}
     missing = sorted(name for name, t in tensors.items() if t.is_meta)
     if missing:
-        raise ValueError(missing_message(type(module).__name__, missing))
+        raise ValueError(missing_message(model, missing))
     quantized = [name for name, t in tensors.items() if not is_ordinary(t)]
     if quantized:
-        refuse_weights(type(module).__name__, quantized[0], tensors[quantized[0]])
-    _say_of_float16(type(module).__name__, tensors)
-    groups = find_groups(module) if scan and not parts else []
+        refuse_weights(model, quantized[0], tensors[quantized[0]])
+    # A product within float16's rounding is three of bfloat16: of the exact one 2.1e-4 is left to it, one pass is 2.4e-3 off.
+    half = sum(t.nbytes for t in tensors.values() if t.dtype == torch.float16)
+    if half > sum(t.nbytes for t in tensors.values()) / 2:
+        notices.warn_once("float16", FLOAT16.format(model))
+    groups = find_groups(module) if scan and not without else []
     sources = {
         f"{group.label}.{name}": names for group in groups for name, names in group.sources(module, adapters).items()
     }
@@ -201,7 +206,7 @@ def plan_placement(
         some = [tensors[name] for name in names if name is not None]
         largest = tuple(map(max, *(t.shape for t in some))) if len(some) > 1 else tuple(some[0].shape)
         shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
-    specs, coverage = plan_weights(shapes, () if parts else plan.rules, mesh)
+    specs, coverage = plan_weights(shapes, () if without else plan.rules, mesh)
     avals = {}
     for key, names in sources.items():
         stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
@@ -210,7 +215,7 @@ def plan_placement(
     terms = frozenset(
         key for key, names in sources.items() if any(name and adapters.in_a_term(name) for name in names)
     )
-    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, terms=terms)
+    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, (scan, without), terms=terms)
 
 
 def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str, np.ndarray]:
@@ -225,37 +230,17 @@ def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str
     return {key: np.asarray(value, np.float32) for key, value in (values | left).items()}
 
 
-def place_numbers(numbers: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """Numbers on every chip."""
-    everywhere = named(mesh, PartitionSpec())
-    return {key: hosts.put(number, everywhere) for key, number in numbers.items()}
-
-
 def named_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name; tied ones once."""
     return dict((*module.named_parameters(), *module.named_buffers()))
 
 
-class Watched:
-    """Tensors as they were when they were placed: asked before every call, and quick where nothing has changed."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor]):
-        self.tensors = tensors
-        self.of_files = [t for t in tensors.values() if type(t) is FileTensor]
-        with torch._C.DisableTorchFunction():
-            self.now = self._now()
-
-    def same(self, tensors: dict[str, torch.Tensor]) -> bool:
-        """Whether these are they (the very same dict), and none was written to or given other data."""
-        if tensors is not self.tensors:
-            return False
-        with torch._C.DisableTorchFunction():
-            return self._now() == self.now
-
-    def _now(self) -> tuple:
-        tensors = self.tensors.values()
-        versions, addresses = map(_VERSION_OF, tensors), map(torch.Tensor.data_ptr, tensors)
-        return [*versions], [*addresses], [(type(t), t.source) for t in self.of_files]
+def quick_versions(tensors: dict[str, torch.Tensor]) -> tuple:
+    """Changes when one of them is written to or given other data; without a line of Python for each, as every call compares it."""
+    held = tensors.values()
+    with torch._C.DisableTorchFunction():
+        of_files = [(type(t), t.source) for t in held if type(t) is FileTensor]
+        return [*map(_VERSION_OF, held)], [*map(torch.Tensor.data_ptr, held)], of_files
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -22,8 +22,8 @@ from jax.sharding import Mesh
 from ..chips.devices import find_target, jax_devices, keep_compiled_programs, why_off
 from ..chips.locks import held
 from ..chips.mesh import make_mesh, plan_degrees, slices_of
+from ..compile.explain import lines_of, rungs
 from ..compile.host import HostModel
-from ..compile.modes import in_words, rungs
 from ..compile.module import CompiledModule
 from ..compile.state import is_entry
 from ..config import TPUConfig, read_environment
@@ -238,7 +238,7 @@ def report(module: torch.nn.Module) -> dict:
 
 def explain(module: torch.nn.Module) -> str:
     """Which rung of the `ladder` every submodule of an attached model took, and why, in lines of text."""
-    return "\n".join(in_words(type(module).__name__, report(module)["rungs"]))
+    return "\n".join(lines_of(type(module).__name__, report(module)["rungs"]))
 
 
 def component_report(runner: CompiledModule | HostModel) -> dict:
@@ -258,14 +258,14 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
             "recalled": program.recalled,
             "calls": program.calls,
         }
-        for name, one in runner.with_parts()
+        for name, one in runner.nested()
         for program in one.programs.values()
     ]
     placed = runner._placed
     return {
         "compilations": runner.compilations,
         "evicted": runner.evicted,
-        "traces": sum(one.traces for _, one in runner.with_parts()),
+        "traces": sum(one.traces for _, one in runner.nested()),
         "programs": programs,
         "eager": runner.eager,
         "not_kept": runner.executables.reason,

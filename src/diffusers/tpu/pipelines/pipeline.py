@@ -23,7 +23,7 @@ from ..chips import hosts
 from ..chips.devices import is_active
 from ..chips.locks import exclusive, held
 from ..compile import nans
-from ..compile.modes import in_words
+from ..compile.explain import lines_of
 from ..compile.module import one_call
 from ..config import ACCELERATORS, TPUConfig, names_accelerator
 from ..weights.hbm import hbm_manager_of
@@ -106,7 +106,7 @@ def explain(pipe) -> str:
     found = report(pipe)
     on_host = {name: attach.component_report(model)["rungs"] for name, model in installation(pipe).on_host.items()}
     by_name = {name: part["rungs"] for name, part in found["components"].items()} | on_host
-    return "\n".join(line for name, rungs in by_name.items() for line in in_words(name, rungs))
+    return "\n".join(line for name, rungs in by_name.items() for line in lines_of(name, rungs))
 
 
 # What an installed pipeline does differently

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ...configuration_utils import FrozenDict
 from .. import bridge
 from ..chips.locks import exclusive
-from ..compile.recent import Recent
+from ..compile.lru import LRUCache
 from ..compile.state import InputRef, OutputRef
 from .step_program import program_of
 
@@ -59,7 +59,7 @@ class Steps:
 
     def __init__(self, scheduler):
         self.scheduler = weakref.ref(scheduler)
-        self.recorded: dict[tuple, dict[tuple, Recorded | None]] = Recent(MOST_SIZES)
+        self.recorded: dict[tuple, dict[tuple, Recorded | None]] = LRUCache(MOST_SIZES)
         self.traces = 0
 
     def run(self, original: Callable, args: tuple, kwargs: dict):
@@ -69,7 +69,7 @@ class Steps:
             key, tensors, arrays = _read((args, kwargs), vars(scheduler))
         except Unlike:
             return original(*args, **kwargs)
-        steps = self.recorded.setdefault(frozenset(x.shape for x in arrays.values()), Recent(MOST_KEPT))
+        steps = self.recorded.setdefault(frozenset(x.shape for x in arrays.values()), LRUCache(MOST_KEPT))
         if key not in steps:
             steps[key] = self._record(original, args, kwargs, tensors, arrays)
         recorded = steps[key]

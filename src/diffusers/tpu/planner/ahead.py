@@ -77,7 +77,7 @@ def _make(recorded: RecordedCall, runner: CompiledModule, resident: bool, progre
         program.key = key
         with out_of_memory_told():
             program.compile()
-        executables.keep(program, ahead=True)
+        executables.keep_program(program, ahead=True)
         if not path.exists():
             return f"{name}: {path.parent} cannot be written to, or what it gives cannot be pickled"
         seconds = time.perf_counter() - start

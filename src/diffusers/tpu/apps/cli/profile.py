@@ -121,7 +121,7 @@ def _write_programs(pipe, file: Path, steps: int):
     programs = [
         {"component": f"{name}.{path}".rstrip("."), "entry": program.entry, "text": program.compiled.as_text()}
         for name, runner in state.runners.items()
-        for path, one in runner.with_parts()
+        for path, one in runner.nested()
         for program in one.programs.values()
     ]
     device, mesh = state.mesh.devices.flat[0].device_kind, dict(state.mesh.shape)

@@ -142,7 +142,7 @@ class Libraries:
 
 
 class Module(str):
-    """The name of a module. What stands in it is in words elsewhere (`store.describing.sources_in_words`)."""
+    """The name of a module. What stands in it is in words elsewhere (`store.sources.library_words`)."""
 
 
 @functools.lru_cache(maxsize=256)

@@ -53,7 +53,7 @@ class Number:
         return module.get_submodule(self.path).scaling
 
 
-@dataclass
+@dataclass(eq=False)
 class State:
     """Everything in Python that a trace of one module reads, as it was when this was read.
 

@@ -47,10 +47,11 @@ class Key:
     def parts(self) -> dict[str, str]:
         return {"model": self.model, **self.of_module, **self.of_call}
 
-    def beside(self, cache: DiskCache) -> list["Key"]:
-        """Keys of the cached executables of the module as it is, the last used first; of this key `of_call` gives the names alone."""
-        heads = cache.heads(self.family)
-        return [Key(self.model, self.of_module, {n: head["key"][n] for n in self.of_call}) for head in heads]
+    def family_in(self, cache: DiskCache) -> list["Key"]:
+        """Keys of the cached executables of the module as it is, the last used first."""
+        known = self.parts.keys()
+        calls = [{n: x for n, x in head["key"].items() if n not in known} for head in cache.heads(self.family)]
+        return [Key(self.model, self.of_module, of_call) for of_call in calls]
 
     def differs(self, cache: DiskCache) -> tuple[str, bool] | None:
         """How this key differs from the nearest cached one of the same model and call, and whether that was made ahead of a run."""

@@ -1,0 +1,300 @@
+"""The programs of one module: found in memory or on disk, or traced, and compiled; with the state and weights that they depend on."""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator
+
+import jax
+import torch
+from jax.sharding import Mesh
+
+from .. import bridge
+from ..chips.devices import compiler_options
+from ..chips.figures import generation_of
+from ..chips.locks import exclusive
+from ..chips.sharding import ModelPlan
+from ..config import TPUConfig
+from ..errors import within_hbm
+from ..kernels.attention.softmax_modes import ModeCounter
+from ..kernels.settings import Settings
+from ..weights.hbm import HbmManager, room_for_programs
+from . import tracing
+from .call import Call, values_of
+from .executables import ALONE, NUMBERS_ARE_READ, Executables
+from .guards import Guards
+from .guidance import GuidanceBatcher
+from .host import EntryMethods
+from .lru import LRUCache
+from .modes import NO_PROGRAM, Modes, from_libraries
+from .module_state import ModuleState
+from .programs import Program, announce, clear_jax_caches, trace_program
+from .state import Trace
+from .weights import PlacedWeights, plan_placement
+
+
+@contextlib.contextmanager
+def random_state_kept(call: Call):
+    """What a trace draws is drawn again by the call itself."""
+    generators = [torch.default_generator, *(leaf for leaf in call.leaves if isinstance(leaf, torch._C.Generator))]
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states):
+            generator.set_state(state)
+
+
+class ModulePrograms(EntryMethods):
+    """Of one module as it is, `within`: a submodule of a split one."""
+
+    NAME = "_tpu_runner"
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        plan: ModelPlan,
+        mesh: Mesh,
+        config: TPUConfig,
+        hbm_manager: HbmManager | None = None,
+        within: bool = False,
+    ):
+        super().__init__(module, plan.entries)
+        self.plan, self.mesh, self.config, self.hbm_manager, self.within = plan, mesh, config, hbm_manager, within
+        self.name = type(module).__name__
+        room = room_for_programs(hbm_manager and hbm_manager.hbm, config)
+        evicted = functools.partial(clear_jax_caches, config.programs)
+        self.traced: dict[tuple, Program] = LRUCache(
+            config.programs, room, lambda one: one.compiled and one.code_bytes or 0, evicted
+        )
+        self.state = ModuleState(module, config.programs)
+        self.modes = Modes(module, self._submodule, config.programs, evicted)
+        self.guards = Guards(self.name, config.programs)
+        self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self._execute)
+        self.executables = Executables(self)
+        self._placed: PlacedWeights | None = None
+        self._numbers: tuple[tuple, dict[str, jax.Array]] = (), {}
+        self.traces = self.compiled = 0  # how often
+        self.tally = ModeCounter() if config.attention_tally else None
+
+    @property
+    def split(self):
+        return self.modes.split
+
+    @property
+    def step_cache(self) -> tracing.StepCache | None:
+        return self.state.step_cache
+
+    # State and weights
+
+    def plan_weights(self, anew: bool = False) -> PlacedWeights:
+        """Where the weights lie or will lie; moves nothing."""
+        scan = self.config.scan and not self.modes.never_traced
+        planned_for = scan, () if self.split is None else tuple(self.split.runners)
+        former = self._placed
+        if anew or former is None or former.planned_for != planned_for:
+            self._placed = plan_placement(self.module, self.plan, self.mesh, *planned_for)
+            if former is not None:
+                self._placed.reuse(former)
+        return self._placed
+
+    def current(self, place: bool = False) -> PlacedWeights:
+        """Where the weights lie or will lie, as the module is now; `place`: on the mesh, up to date with its host tensors."""
+        self._read_state()
+        if self.plan_weights().refresh(self.state.now.tensors, place):
+            self.plan_weights(anew=True)
+            if place:
+                self._placed.refresh(self.state.now.tensors)
+        return self._placed
+
+    def place(self) -> PlacedWeights:
+        """The weights on the mesh, up to date with the module's host tensors."""
+        return self.current(place=True)
+
+    def _read_state(self):
+        if self.state.changed(None if self.within else self.plan_weights().groups):
+            self.modes.follow(self.state.now)
+
+    @property
+    def state_key(self) -> tuple:
+        """The key of a program of now, beside its call's."""
+        return self.state.key(self.plan_weights())
+
+    def nested(self, name: str = "") -> Iterator[tuple[str, "ModulePrograms"]]:
+        """This runner and those of a split module's submodules, with their names in the model."""
+        yield name, self
+        for path, runner in self.split.runners.items() if self.split is not None else ():
+            yield from runner.nested(f"{name}.{path}".lstrip("."))
+
+    # Programs
+
+    @property
+    def programs(self) -> dict[tuple, Program]:
+        """What was compiled, by call and state."""
+        return {key: program for key, program in [*self.traced.items()] if program.compiled is not None}
+
+    @property
+    def evicted(self) -> int:
+        """How many programs of this module and its submodules were evicted."""
+        return sum(runner.traced.evicted for _, runner in self.nested())
+
+    @property
+    def compilations(self) -> int:
+        """How many programs were compiled here for this module and its submodules."""
+        return sum(runner.compiled for _, runner in self.nested())
+
+    @property
+    def eager(self) -> list[str]:
+        """Why calls of this module are not compiled, if any are not."""
+        return [*dict.fromkeys(reason for _, runner in self.nested() for reason in runner.modes.reasons())]
+
+    def find_program(self, call: Call) -> Program | None:
+        """The program of calls like this one, from memory, from disk, or traced now; None: it runs in another mode.
+
+        What is found may be a guard, whose value joins the key, or a mark of an earlier trace: the search goes on with the new key.
+        """
+        branches = self.branches.side_by_side(call) if bridge.environment().active else 1
+        while True:
+            call.state = self.state_key
+            if self.guards.alone.get((call.key, branches, call.state)):
+                branches = 1
+            kind = (call.key, branches, call.state)
+            call.guards = self.guards.values(kind, call)
+            key = (*kind, call.guards)
+            if key in self.modes.eager:
+                return None
+            if key in self.traced:
+                return self.traced[key]
+            found = self.executables.recall(self.executables.key(call, branches, call.guards), call)
+            if found is None and self.modes.runs_once(kind, call, self.traced, self.guards):
+                return None
+            found = found or self._new_program(call, branches, kind)
+            if found is None or isinstance(found, Program):
+                if found is not None:
+                    self.traced[*kind, call.guards] = found
+                return found
+            if found == NUMBERS_ARE_READ:
+                self.state.numbers_are_static = True
+            elif found == ALONE:
+                self.guards.alone[kind] = True
+            else:
+                self.guards.know(kind, call.guards, found)
+
+    def _new_program(self, call: Call, branches: int, kind: tuple) -> Program | str | None:
+        """Traced now, or the mark of what the trace found out; None: no program stands for the call."""
+        function, effects, error = self.function(call), Trace(), None
+        if branches == 1:
+            function.values = lambda number: values_of(call.tensors[number])
+        try:
+            with random_state_kept(call), bridge.whole_tracebacks():
+                with tracing.undone_trace(self.module) as effects:
+                    program = self._trace(call, branches, function)
+                if effects.temporary and not (effects.persistent or effects.draws):
+                    tracing.depends_on_previous_call(function, program.result.avals, effects)
+        except Exception as raised:
+            if not isinstance(raised, (tracing.NumberRead, *NO_PROGRAM)) and not from_libraries(raised):
+                raise
+            error = raised
+        if isinstance(error, tracing.NumberRead) or (error is not None and branches > 1):
+            mark = NUMBERS_ARE_READ if isinstance(error, tracing.NumberRead) else ALONE
+            self.executables.keep(self.executables.key(call, branches, call.guards), mark)
+            return mark
+        if not self.modes.has_program(error, effects, call, (*kind, call.guards)):
+            return None
+        decisions, program.result.decisions = program.result.decisions, None  # of this trace
+
+        def keep(values, guard):
+            self.executables.keep_guard(self.executables.key(call, branches, values), guard, call)
+
+        call.guards = self.guards.learn(kind, decisions, keep)
+        program.key = self.executables.key(call, branches, call.guards)
+        return program
+
+    def prepare(self, calls: list[Call]):
+        """Compile what calls like these will need; nothing is placed."""
+        self.current()
+        if calls[0].step.kind is not None or self.step_cache is not None:
+            return  # which step of its cache the first one is shows when it comes
+        whole = self.split is None and not self.modes.never_traced
+        program = self.find_program(dataclasses.replace(calls[0], values=None)) if whole else None
+        if program is not None:
+            self._compile(program)
+
+    def trace(self, call: Call, branches: int = 1) -> Program:
+        """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
+        self._read_state()
+        with tracing.undone_trace(self.module):
+            return self._trace(call, branches, self.function(call))
+
+    def _trace(self, call: Call, branches: int, function: tracing.PureFunction) -> Program:
+        self.traces, function.branches = self.traces + 1, branches
+        return trace_program(function, self._placed, self.state.numbers(self._placed), call, self.compiler_options)
+
+    def _compile(self, program: Program) -> bool:
+        """Compile it where that is not done; whether other threads may have run meanwhile."""
+        if program.compiled is not None:
+            return False
+        former = [one for one in self.programs.values() if one.entry == program.entry]
+        if former and not self.within:
+            announce(program, former[-1])
+        doing = f"to run {self.name}.{program.entry} for {program.shapes}"
+        with self._within_hbm(lambda: doing), exclusive.released(pins=1) as released:
+            first = program.compile()
+        if first:
+            self.compiled += 1
+            self.traced.fit()
+            self.executables.keep_program(program)
+        return released
+
+    def _within_hbm(self, doing):
+        manager = self.hbm_manager
+        return within_hbm(doing, lambda: "diffusers-tpu plan" if manager is None else manager.question(self))
+
+    @property
+    def compiler_options(self) -> dict[str, bool | str]:
+        return compiler_options(self.mesh.devices.flat[0], self.config.sparse_cores)
+
+    @property
+    def settings(self) -> Settings:
+        """How the operations of this module's traces run."""
+        # Upstream's models of the denoising loop have an argument that says where in it they are.
+        denoises = {"timestep", "timesteps", "timestep_ratio", "t", "r"} & {
+            *inspect.signature(type(self.module).forward).parameters
+        }
+        return Settings(
+            mesh=self.mesh,
+            sequence=self.plan.carry is not None,
+            kernel=self.config.attention,
+            blocks=self.config.attention_blocks,
+            smoothing=self.config.attention_smoothing,
+            window=self.config.attention_window if denoises else None,
+            ring=self.config.attention_ring,
+            tally=self.tally,
+            layers=self.config.layers,
+            convolutions=self.config.convolution_precision,
+            platform=self.mesh.devices.flat[0].platform,
+            generation=generation_of(self.mesh.devices.flat[0]),
+        )
+
+    def function(self, call: Call) -> tracing.PureFunction:
+        placed = self.plan_weights()
+        return tracing.PureFunction(
+            module=self.module,
+            call=self.original(call.entry),
+            spec=call.spec,
+            leaves=[tracing.INPUT if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
+            groups=placed.groups,
+            specs=placed.specs,
+            mesh=self.mesh,
+            carry=self.plan.carry,
+            attention=self.settings,
+            matmul_precision=self.config.matmul_precision,
+            part=self.within,
+            processors={} if self.config.layers == "xla" else self.plan.processors,
+            whole=self.plan.whole,
+            by_slabs=self.plan.by_slabs,
+            methods=self.plan.methods if self.plan.axes in (None, *(t.ndim for t in call.tensors[:1])) else {},
+            kept=None if call.step.kind is None else self.step_cache,
+            kind=call.step.kind,
+        )
