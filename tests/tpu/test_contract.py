@@ -13,7 +13,7 @@ from diffusers.tpu import bridge  # noqa: F401  torchax needs what it puts in pl
 
 
 PRIVATE = re.compile(r"_[a-zA-Z]\w*")
-OWN = re.compile(r"_(tpu|TOKEN|allowed_effects|\w*flax)")  # left on modules by the package, and ends of names
+OWN = re.compile(r"_(array|tpu|TOKEN|allowed_effects|\w*flax)")  # left on modules by the package, and ends of names
 
 # Module or module:class -> private names: its attributes or, of instances, names in its source.
 CONTRACT = json.loads(Path(__file__).with_name("contract.json").read_text())

@@ -2,11 +2,8 @@
 
     W x + b + sum_i scale_i B_i A_i x
 
-What an adapter is called, which others are loaded beside it, and whether one is merged or disabled is nothing to a program: a
-layer that adds nothing is its base layer. Blocks that one trace stands for need not have the same adapters: where one of them
-lacks a term, its A and B are zeros there, and zeros fill up a lower rank; the sum is the same to the last bit.
-
-Layers are peft's; one whose forward is another, or that a hook looks at, is left as it is.
+A layer that adds nothing is its base layer. Blocks that one trace stands for need not have the same adapters: where one of them lacks a
+term, its A and B are zeros there, and zeros fill up a lower rank; the sum is the same to the last bit. Layers are peft's.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tr
 
 from .key import Unread
 from .libraries import is_library
-from .values import slots_of
+from .values import attributes, slots_of
 from .watch import alike, put_back
 
 
@@ -81,7 +81,7 @@ def _content(x) -> dict:
     """What a list, a dict or an object has, by its place, key or name."""
     if isinstance(x, (list, dict)):
         return dict(enumerate(x)) if isinstance(x, list) else dict(x)
-    return {n: getattr(x, n) for n in slots_of(type(x)) if hasattr(x, n)} | dict(getattr(x, "__dict__", {}))
+    return attributes(x)
 
 
 def pickled(spec: TreeSpec) -> tuple | None:

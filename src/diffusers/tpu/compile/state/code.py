@@ -6,47 +6,27 @@ A text constant counts as the name of an attribute (`getattr(settings, "strength
 import builtins
 import dis
 import functools
+import json
 import os
 import sys
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from . import watch
 from .libraries import is_library, is_library_module
-from .state import Held, State
+from .state import Held
 
 
 GLOBALS = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
-# Functions of Python whose answer depends on more than their arguments, and `print`, which a program would do once.
-IMPURE_BUILTINS = frozenset(
-    {"open", "input", "print", "eval", "exec", "globals", "locals", "breakpoint", "__import__"}
-)
-# The same of libraries: a module and its names; all of them without names.
-_IMPURE = """
-time
-datetime: now today utcnow
-uuid: uuid1 uuid4
-secrets
-subprocess
-socket
-os: urandom getpid listdir scandir stat open read popen system times
-sys: stdin stdout stderr argv modules _getframe
-inspect: currentframe stack
-importlib
-gc
-ctypes
-pathlib: read_text read_bytes exists is_file is_dir iterdir glob stat open
-numpy: load fromfile loadtxt genfromtxt memmap
-torch: load
-PIL.Image: open
-safetensors.torch: load_file
-threading: get_ident current_thread active_count
-"""
-IMPURE = {row.partition(":")[0]: frozenset(row.partition(":")[2].split()) for row in _IMPURE.strip().splitlines()}
+# Functions whose answer depends on more than their arguments, and `print`, which a program would do once: a module and its names;
+# all of a module without names.
+IMPURE = {name: frozenset(x) for name, x in json.loads(Path(__file__).with_name("impure.json").read_text()).items()}
+IMPURE_BUILTINS = IMPURE.pop("<built in>")
 DYNAMIC = frozenset({"getattr", "vars", "__dict__", "hasattr", "__getattribute__"})
 METHODS = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
 MAKING = frozenset(
@@ -106,7 +86,7 @@ def impure(module: str, names: frozenset[str]) -> str | None:
 
 
 class CodeReader:
-    """A walk's code. `values.Reader` has the rest: `value`, `type`, `attributes_of`, `watch`, `unread`, `state` and `at`.
+    """A walk's code. `values.Reader` has the rest: `value`, `type`, `attributes_of`, `watch`, `unread`, `fresh`, `state` and `at`.
 
     Attributes:
         names: that code of the user's asks for.
@@ -138,9 +118,9 @@ class CodeReader:
         if not isinstance(inner, types.FunctionType) or is_library(inner):
             return Held(x)
         if of_a_module and not reads_its_first(inner.__code__):
-            alone = State(self.state.module)
-            key = type(self)(alone, {}).value(inner, True)
-            if not alone.unread and _cached.setdefault(x, key) == key:
+            alone = self.fresh()
+            key = alone.value(inner, True)
+            if not alone.state.unread and _cached.setdefault(x, key) == key:
                 return self.value(inner, True)
         return self.unread(f"{inner.__qualname__} keeps its results from call to call (functools.lru_cache)")
 

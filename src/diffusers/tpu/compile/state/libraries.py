@@ -118,13 +118,13 @@ class Libraries:
     """
 
     def __init__(self, names: set[str]):
-        self.modules = _reached(frozenset(name for name in names if name.startswith(READ)))
-        self.names = [_callables(module) for module in self.modules]
-        self.getters = [operator.itemgetter(*some) for some in self.names]
-        self.namespaces = [*map(vars, self.modules)]
+        modules = _reached(frozenset(name for name in names if name.startswith(READ)))
+        self.namespaces = [*map(vars, modules)]
+        callables = [[n for n, x in held.items() if callable(x) and n[:2] != "__"] for held in self.namespaces]
+        self.getters = [operator.itemgetter("__name__", "__name__", *some) for some in callables]
         self.held = self._values()
-        found = zip(self.modules, self.names, self.held)
-        self.key = tuple((Module(m.__name__), _version(m, dict(zip(names, held)))) for m, names, held in found)
+        found = zip(modules, callables, self.held)
+        self.key = tuple((Module(m.__name__), _version(m, dict(zip(some, held[2:])))) for m, some, held in found)
 
     def _values(self) -> list[tuple]:
         return [*map(operator.call, self.getters, self.namespaces)]
@@ -158,8 +158,3 @@ def _reached(names: frozenset[str]) -> tuple[types.ModuleType, ...]:
         made = {getattr(x, "__module__", None) for x in vars(module).values() if callable(x)}
         steps += sorted(name for name in made if isinstance(name, str) and name.startswith(READ))
     return tuple(seen.values())
-
-
-def _callables(module: types.ModuleType) -> tuple[str, ...]:
-    found = [name for name, x in vars(module).items() if callable(x) and name[:2] != "__"]
-    return tuple(found) if len(found) > 1 else ("__name__", "__name__")

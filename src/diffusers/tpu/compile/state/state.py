@@ -58,13 +58,10 @@ class State:
     """Everything in Python that a trace of one module reads, as it was when this was read.
 
     Attributes:
-        key: equal for equal states; `numbers` are not in it.
-        numbers: scales of LoRA layers.
+        key: equal for equal states; `numbers`, scales of LoRA layers, are not in it.
         adapters: which of LoRA layers' a forward adds.
-        tensors: parameters and buffers that a forward reads, by name, tied ones once.
-        modules: dicts of the submodules' attributes; without an owner those of hooks and children.
-        watches: everything else that was read and can change.
-        of_tensors: dicts of parameters and buffers.
+        tensors: parameters and buffers that a forward reads, by name, tied ones once; `of_tensors` are the modules' dicts of them.
+        modules: dicts of the submodules' attributes; without an owner those of hooks and children. `watches`: all else that can change.
         generators: random generators of Python and numpy that were met: a trace that draws from one is of no use.
         unread: name -> why what stands there can be no part of a key.
     """

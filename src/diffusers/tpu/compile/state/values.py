@@ -94,6 +94,10 @@ class Reader(CodeReader):
     def watch(self, thing, how: tuple[Callable, Callable], owner=None, foreign: bool = True):
         self.state.watches.append(Watch(thing, *how, owner, foreign, self.at))
 
+    def fresh(self) -> "Reader":
+        """Another walk, which has met nothing."""
+        return Reader(State(self.state.module), {})
+
     def unread(self, why: str) -> Hashable:
         self.state.unread.setdefault(self.at, why)
         return "unread", self.at
@@ -215,8 +219,7 @@ class Reader(CodeReader):
         if not slots and not hasattr(x, "__dict__"):
             return ()
         self.watch(x, watch.of_object(slots))
-        found = {name: getattr(x, name) for name in slots if hasattr(x, name)} | getattr(x, "__dict__", {})
-        at, read = self.at, []
+        at, read, found = self.at, [], attributes(x)
         for name in sorted(found, key=str):
             self.at = f"{at}.{name}"
             read.append((name, self.value(found[name], True)))
@@ -242,7 +245,7 @@ class Reader(CodeReader):
             return "environment", self.value(x._data, True)  # all of it: who asks for one may ask for any
         if isinstance(x, (Iterator, AsyncIterator, Awaitable, io.IOBase)):
             return self.unread(f"a {cls.__name__}, which no one can look at without changing it")
-        if foreign and is_asked_by_name(cls):
+        if foreign and any(base.__module__.startswith(ASKED_BY_NAME) for base in cls.__mro__):
             self.later(self.by_name, x)
             return Held(x)
         if isinstance(x, (bytearray, array.array)):
@@ -301,17 +304,14 @@ def is_ours(value) -> bool:
 
 
 @functools.lru_cache(maxsize=16384)
-def is_asked_by_name(cls: type) -> bool:
-    return any(base.__module__.startswith(ASKED_BY_NAME) for base in cls.__mro__)
-
-
-@functools.lru_cache(maxsize=16384)
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Names of attributes that instances have without a dict."""
-    found = [name for base in cls.__mro__ for name, value in vars(base).items() if _is_slot(value)]
-    return tuple(sorted(dict.fromkeys(found)))
+    """Names of attributes that instances have without a dict; members of types written in C are read by what they are."""
+    found = {
+        name: x for base in cls.__mro__ for name, x in vars(base).items() if type(x) is types.MemberDescriptorType
+    }
+    return tuple(sorted(name for name, x in found.items() if x.__objclass__.__flags__ & (1 << 9)))
 
 
-def _is_slot(value) -> bool:
-    """A `__slots__` entry; members of types that are written in C are read by what they are."""
-    return isinstance(value, types.MemberDescriptorType) and bool(value.__objclass__.__flags__ & (1 << 9))
+def attributes(x) -> dict[str, object]:
+    """What an object holds by name, in slots and in its dict."""
+    return {n: getattr(x, n) for n in slots_of(type(x)) if hasattr(x, n)} | dict(getattr(x, "__dict__", {}))

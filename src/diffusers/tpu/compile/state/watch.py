@@ -132,11 +132,6 @@ def _as_dict(pairs: list) -> dict:
     return dict(zip(pairs[:half], pairs[half:]))
 
 
-def _refill(x: list | deque | set, before: list):
-    x.clear()
-    (x.update if isinstance(x, set) else x.extend)(before)
-
-
 def of_class(cls: type) -> dict:
     """The attributes of a class, without those that Python adds when somebody copies an object or asks for annotations."""
     return {name: x for name, x in vars(cls).items() if name not in ON_DEMAND}
@@ -172,7 +167,7 @@ def _fixed(*_):
 
 OF_MODULE = dict, put_back
 DICT = _pairs, lambda x, before: put_back(x, _as_dict(before))
-SEQUENCE = list, _refill
+SEQUENCE = list, lambda x, before: (x.clear(), (x.update if isinstance(x, set) else x.extend)(before))
 CLASS = lambda cls: _pairs(of_class(cls)), _write_class
 CELL = content, _write_cell
 VARIABLE = lambda x: (x.get(ABSENT),), lambda x, before: before[0] is ABSENT or x.set(before[0])

@@ -49,7 +49,7 @@ class Run:
     Attributes:
         arrays: values of the first block's tensors when it was called: upstream's code may write to them afterwards.
         traced: the first block's trace.
-        answer: makes a block's return value of its outputs.
+        make_output: makes a block's return value of its outputs.
         outputs: the last block's; `passed` are weak references to those of the blocks before it.
         feeds: position among a block's arguments -> the output that it is in the next block; None of a single block.
     """
@@ -59,9 +59,9 @@ class Run:
     leaves: list
     arrays: list
     spec: object
-    outputs: list[Deferred]
-    answer: functools.partial
-    traced: jax.extend.core.ClosedJaxpr
+    traced: jax.extend.core.ClosedJaxpr | None = None
+    make_output: functools.partial | None = None
+    outputs: list[Deferred] = field(default_factory=list)
     passed: list[list[weakref.ref]] = field(default_factory=list)
     feeds: dict[int, int] | None = None
 
@@ -77,7 +77,7 @@ class Run:
 
     @functools.cached_property
     def text(self) -> tuple[str, list]:
-        return text_of(self.traced.jaxpr), _constants(self.traced)
+        return _text_of(self.traced)
 
     @property
     def slots(self) -> dict[int, int]:
@@ -175,17 +175,17 @@ class BlockRuns:
             feeds = run.continued_by(leaves, spec)
             if feeds is not None and self._alike(run, index):
                 run.extend(feeds, [self._deferred(output._aval) for output in run.outputs])
-                return run.answer(run.outputs)
+                return run.make_output(run.outputs)
         self.flush()
-        arrays = [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)]
+        run = Run(group, index, leaves, [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)], spec)
         if all(isinstance(leaf, _PLAIN) for leaf in leaves):
-            traced, avals, answer, _ = self._traced(group, index, leaves, spec, arrays)
-            self.run = Run(group, index, leaves, arrays, spec, [*map(self._deferred, avals)], answer, traced)
-            return answer(self.run.outputs)
+            run.traced, avals, run.make_output, _ = self._traced(run, index)
+            run.outputs, self.run = [*map(self._deferred, avals)], run
+            return run.make_output(run.outputs)
         # An object among the arguments (a key-value cache) may be written to: this block runs here and once.
-        arrays, gives, answer = self._call(group, index, leaves, spec, arrays, self._stacked_at(group, index))
+        arrays, gives, make_output = self._call(run, index, run.arrays, self._stacked_at(group, index))
         self._give(group, index, _of_one(gives))
-        return answer([Tensor(x, environment()) for x in arrays])
+        return make_output([Tensor(x, environment()) for x in arrays])
 
     def _alike(self, run: Run, index: int) -> bool:
         """Whether the trace of the run's first block stands for this one of its group too."""
@@ -194,22 +194,22 @@ class BlockRuns:
             return True
         if self.stacks[run.group.label][2]:
             return False  # what a cache keeps of each is beside its trace
-        traced, _, answer, effects = self._traced(run.group, index, run.leaves, run.spec, run.arrays)
+        traced, _, make_output, effects = self._traced(run, index)
         if effects.persistent or effects.temporary or effects.draws:
             return False  # what it does to its own Python no other block does
-        return answer.args == run.answer.args and (text_of(traced.jaxpr), _constants(traced)) == run.text
+        return make_output.args == run.make_output.args and _text_of(traced) == run.text
 
-    def _traced(self, group: Group, index: int, leaves: list, spec, arrays: list) -> tuple:
-        """One block's trace, its outputs' avals, its answer, and its effects; nothing of it is in the trace around it."""
+    def _traced(self, run: Run, index: int) -> tuple:
+        """The trace of block `index` in the run, its outputs' avals, what makes its output, and its effects; it is no part of the trace around it."""
         found = {}
 
         def block(stacked):  # not of the arrays: what they come from stays known
-            outputs, _, found["answer"] = self._call(group, index, leaves, spec, arrays, stacked)
+            outputs, _, found["make_output"] = self._call(run, index, run.arrays, stacked)
             return outputs
 
-        with undone_trace(group.block(self.model, index)) as effects:  # it runs again when the run is computed
-            traced, avals = jax.make_jaxpr(block, return_shape=True)(self._stacked_at(group, index))
-        return traced, avals, found["answer"], effects
+        with undone_trace(run.group.block(self.model, index)) as effects:  # it runs again when the run is computed
+            traced, avals = jax.make_jaxpr(block, return_shape=True)(self._stacked_at(run.group, index))
+        return traced, avals, found["make_output"], effects
 
     def _deferred(self, aval) -> Deferred:
         return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), environment(), self.flush)
@@ -223,14 +223,13 @@ class BlockRuns:
         return jax.tree.map(lambda array: array[index - group.start], self.stacks[group.label])
 
     def _call(
-        self, group: Group, index: int, leaves: list, spec, arrays: list, own: tuple[dict, dict, dict], filled=None
+        self, run: Run, index: int, arrays: list, own: tuple[dict, dict, dict], filled=None
     ) -> tuple[list[jax.Array], dict, functools.partial]:
-        """One block's own forward on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
-        (weights, numbers, kept), env, tensors = own, environment(), iter(arrays)
+        """A block's own forward on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
+        (weights, numbers, kept), env, tensors, group = own, environment(), iter(arrays), run.group
         block = group.block(self.model, index)
-        args, kwargs = tree_unflatten(
-            [Tensor(next(tensors), env) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
-        )
+        leaves = [Tensor(next(tensors), env) if isinstance(leaf, Tensor) else leaf for leaf in run.leaves]
+        args, kwargs = tree_unflatten(leaves, run.spec)
         weights = {name: Tensor(self.function.gather(f"{group.label}.{name}", w), env) for name, w in weights.items()}
         held, name, forward = self.own[id(block)]
         with (
@@ -270,7 +269,7 @@ class BlockRuns:
         if run.stop - run.start > 1:
             return self._scan(run, held)
         own = self._stacked_at(run.group, run.start)
-        values, gives, _ = self._call(run.group, run.start, run.leaves, run.spec, run.arrays, own)
+        values, gives, _ = self._call(run, run.start, run.arrays, own)
         return values, _of_one(gives)
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
@@ -291,7 +290,7 @@ class BlockRuns:
         def step(carry, own):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(run.arrays)]
             with using(settings), set_to(_scanned, (run.start, run.stop)):
-                flat, gives, _ = self._call(run.group, run.start, run.leaves, run.spec, inputs, own, filled)
+                flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
             return flat, ({n: flat[n] for n in numbers}, gives)
 
@@ -315,14 +314,11 @@ class BlockRuns:
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
 
 
-def text_of(jaxpr) -> str:
-    """Equal for equal operations; addresses of functions that JAX made on the way left out."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(jaxpr))
-
-
-def _constants(traced: jax.extend.core.ClosedJaxpr) -> list:
+def _text_of(traced: jax.extend.core.ClosedJaxpr) -> tuple[str, list]:
+    """Equal for two traces of the same operations on the same values; addresses of functions that JAX made on the way left out."""
     arrays = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in traced.consts]
-    return [id(x) if isinstance(x, jax.core.Tracer) else (x.shape, x.dtype.str, x.tobytes()) for x in arrays]
+    constants = [id(x) if isinstance(x, jax.core.Tracer) else (x.shape, x.dtype.str, x.tobytes()) for x in arrays]
+    return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), constants
 
 
 def _of_one(gives: dict) -> dict:

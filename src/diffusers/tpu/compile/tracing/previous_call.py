@@ -5,16 +5,19 @@ depends on the first call's inputs, or a number or the length of a list changes 
 If it is only computed in another way, the first call may be the one that is special: it runs eagerly, once.
 """
 
+from collections import Counter
+from collections.abc import Iterator
+
 import jax
 import numpy as np
 import torch
+from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 from torch.utils._pytree import tree_leaves
 
 from ...bridge.host_twin import DEVICE_TENSORS
 from ...weights.convert import as_numpy
 from ..state import Trace, read, undone
-from .blocks import text_of
 from .function import PureFunction
 
 
@@ -65,7 +68,17 @@ def _sees(traced, first: int, inputs: slice) -> bool | None:
     # What a block has left is of a trace within this one: a constant without a value.
     within = {id(var) for var, x in zip(jaxpr.constvars, traced.consts) if isinstance(x, jax.core.Tracer)}
     read = {id(var) for eqn in two.eqns for var in eqn.invars} | {*map(id, two.outvars)}
-    return None if within & read or text_of(one) != text_of(two) else False
+    return None if within & read or Counter(_operations(one)) != Counter(_operations(two)) else False
+
+
+def _operations(jaxpr) -> Iterator[tuple]:
+    """Names of all operations, those inside of others too, each with the numbers that it is given."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name, *(str(x) for x in eqn.invars if isinstance(x, Literal))
+        inner = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
+        for program in (getattr(x, "jaxpr", x) for x in inner):
+            if hasattr(program, "eqns"):
+                yield from _operations(program)
 
 
 def _alike(one: list, two: list) -> bool:

@@ -25,7 +25,11 @@ def around_forwards(enter: Callable, leave: Callable, **how):
 
 def module_scopes(model: torch.nn.Module, groups: list[Group]) -> contextlib.AbstractContextManager:
     """While this is open, forwards of the model's submodules trace under their names."""
-    names = {id(module): _shared_name(name, groups) for name, module in model.named_modules() if name}
+    names = {}
+    for name, module in model.named_modules():
+        # `blocks.0.attn1` as `blocks.*.attn1`: one scanned block stands for all of its group
+        place = next(filter(None, (group.place_of(name) for group in groups)), (name,))
+        names[id(module)] = ".".join(filter(None, place)) or None
     open_scopes: list[tuple[str, object]] = []
 
     def enter(module, args):
@@ -38,13 +42,7 @@ def module_scopes(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abs
             open_scopes.append((name, scope))
 
     def leave(module, args, output):
-        if id(module) in names:
+        if names.get(id(module)) is not None:
             open_scopes.pop()[1].__exit__(None, None, None)
 
     return around_forwards(enter, leave, always_call=True)
-
-
-def _shared_name(name: str, groups: list[Group]) -> str:
-    """`blocks.0.attn1` as `blocks.*.attn1`: one scanned block stands for all of its group."""
-    place = next(filter(None, (group.place_of(name) for group in groups)), (name,))
-    return ".".join(filter(None, place))

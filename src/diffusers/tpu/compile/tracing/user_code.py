@@ -7,7 +7,6 @@ a part of a map is not known. So such a module runs as upstream wrote it.
 
 import functools
 import types
-from collections.abc import Iterator
 
 import torch
 
@@ -45,15 +44,11 @@ def scripted(module: torch.nn.Module) -> str | None:
         if _has_own_code(cls):
             return f"{cls.__name__} has code of the script's"
     for name, m in module.named_modules():
-        if name and any(map(_is_own, _on_the_instance(m))):
+        hooks = (hook for kind in HOOKS for hook in vars(m)[kind].values())
+        others = (value for value in vars(m).values() if not isinstance(value, (type, torch.nn.Module)))
+        if name and any(map(_is_own, (*hooks, *others))):
             return f"{name} has a hook, a method or a processor of the script's"
     return None
-
-
-def _on_the_instance(m: torch.nn.Module) -> Iterator[object]:
-    for kind in HOOKS:
-        yield from vars(m)[kind].values()
-    yield from (value for value in vars(m).values() if not isinstance(value, (type, torch.nn.Module)))
 
 
 def _is_own(x) -> bool:

@@ -47,7 +47,7 @@ class PyramidAttentionBroadcast(Modules):
         tensors, *form = flattened(output)
         return tensors, tuple(form)
 
-    def _answer(self, hook, part: Part, given: Given):
+    def _output_of(self, hook, part: Part, given: Given):
         return unflattened(*part.form, given.tensors)
 
 
@@ -102,7 +102,7 @@ class TaylorSeer(Modules):
         factors = [[*state.taylor_factors[n].values()] for n in range(len(outputs))]
         return sum(factors, []), (tuple(map(len, factors)), state.module_dtypes)
 
-    def _answer(self, hook, part: Part, given: Given):
+    def _output_of(self, hook, part: Part, given: Given):
         _, form = part.form
         state = self._traced(hook, part, given)
         if form is not None and state.is_inactive:

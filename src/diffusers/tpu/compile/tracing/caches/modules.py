@@ -111,7 +111,7 @@ class _Trace:
         given = Given(tensors, elapsed, self.branches)
         if not part.runs:
             self.forms[id(place)] = (), part.form
-            return self.cache._answer(hook, part, given)
+            return self.cache._output_of(hook, part, given)
         output = hook.fn_ref.original_forward(*args, **kwargs)
         if place.label:
             made, form = self.cache._run(hook, part, output, given)
@@ -130,7 +130,7 @@ class Modules(StepCache):
     _decide(hook): counts a call; whether the module runs.
     _part(hook, runs): the step of a place, by its first hook, and the tensors that it is given.
     _run(hook, part, output, given): in a trace, what is kept of a module's output, and its form.
-    _answer(hook, part, given): in a trace, what stands for the output of a module that does not run.
+    _output_of(hook, part, given): in a trace, what stands for the output of a module that does not run.
     _give_back(state, form, tensors): the state is as upstream's hook leaves it, with the tensors of one module.
     """
 
