@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import torch
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 from transformers.models.umt5.modeling_umt5 import UMT5Attention, UMT5LayerNorm
 
 import tiny
-from diffusers import tpu
+from diffusers import UNet2DConditionModel, WanTransformer3DModel, tpu
 from diffusers.models.autoencoders import autoencoder_kl_wan_nnx_layers_flax
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
@@ -25,13 +26,16 @@ from diffusers.tpu import compare as fidelity
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.compare import Form, kernels, roundings
+from diffusers.tpu.compare import Form, roundings
 from diffusers.tpu.compare.forms import Value
 from diffusers.tpu.compare.harvest import harvest
 from diffusers.tpu.compare.matching import error_of, measured
 from diffusers.tpu.compare.modules import compared, graded, innermost
 from diffusers.tpu.compare.roundings import MOST, Widening, widening
+from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.tracing import Tag, capture
+from diffusers.tpu.pipelines.components import modules_of
+from diffusers.tpu.pipelines.plans import module_plan
 from diffusers.tpu.planner import aot
 from diffusers.tpu.video.convolution import PRODUCTS, as_bfloat16_products
 from diffusers.tpu.video.nnx.layers import RMSNorm
@@ -49,7 +53,7 @@ def recorded(name: str, component: str, entry: str = "forward"):
     }
     calls, _ = fidelity.record(pipe, arguments, 5)
     call = next(call for call in calls if (call.module, call.entry) == (component, entry))
-    module = fidelity.modules(pipe)[component]
+    module = modules_of(pipe)[component]
     return module, call, fidelity.run_form(module, Form("upstream"), call)
 
 
@@ -234,16 +238,53 @@ def test_limits_are_wider_by_what_the_chips_float32_is_less_exact(monkeypatch):
     assert first == ["patch_embedding", "blocks.1.ffn.net.2"]
 
 
+def kernels_in(program) -> set[str]:
+    """Names of the Pallas kernels of a traced program, also inside of loops, branches and parts of one chip."""
+    found = set()
+    for equation in getattr(program, "jaxpr", program).eqns:
+        if equation.primitive.name == "pallas_call":
+            found.add(equation.params["name"])
+        for value in jax.tree.leaves(
+            [*equation.params.values()], is_leaf=lambda x: isinstance(x, (ClosedJaxpr, Jaxpr))
+        ):
+            found |= kernels_in(value) if isinstance(value, (ClosedJaxpr, Jaxpr)) else set()
+    return found
+
+
+def kernels_of(module, call: dict, mesh) -> list[str]:
+    """Those of the program that a run would compile; kernels leave short calls to the compiler, so models are wide."""
+    runner = CompiledModule(module.bfloat16().eval(), module_plan(module), mesh, tpu.TPUConfig())
+    runner.attach()
+    taken = runner.flatten_call("forward", (), {**call, "return_dict": False})
+    runner.current()
+    return sorted(kernels_in(runner.trace(taken, 1).traced.jaxpr))
+
+
+def denoiser(chips: int):
+    """A Wan transformer of one block: attention, linear layers, norm with rotation; of several chips, exchanges."""
+    dims = {"num_attention_heads": 16, "attention_head_dim": 128, "ffn_dim": 4096, "num_layers": 1}
+    latents, text = torch.zeros(1, 16, 4 * chips, 64, 64).bfloat16(), torch.zeros(1, 128, 64).bfloat16()
+    call = {"hidden_states": latents, "timestep": torch.tensor([500]), "encoder_hidden_states": text}
+    return WanTransformer3DModel(**dims, text_dim=64, freq_dim=64, in_channels=16, out_channels=16), call
+
+
+def unet():
+    """A UNet of maps: convolutions."""
+    kinds = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2, "norm_num_groups": 16}
+    sample, text = torch.zeros(1, 4, 64, 64).bfloat16(), torch.zeros(1, 8, 64).bfloat16()
+    call = {"sample": sample, "timestep": torch.tensor(500), "encoder_hidden_states": text}
+    return UNet2DConditionModel(
+        **kinds, block_out_channels=(64, 128), layers_per_block=1, cross_attention_dim=64
+    ), call
+
+
 def kernels_that_a_check_runs(argument, progress) -> dict:
     """Runs in a process of `aot.run_in_child`: chip by chip is what a run on it would trace."""
     one, four = (
         make_mesh(aot.Compiler(find_topology(name)).devices, mesh)
         for name, mesh in (("v5e-1", (1, 1, 1)), ("v6e-4", (1, 4, 1)))
     )
-    of = [kernels.kernels_of(model, "forward", call, four if n == 4 else one) for n, (model, call) in (
-        (1, kernels.denoiser(1)), (4, kernels.denoiser(4)), (1, kernels.unet()),
-    )]  # fmt: skip
-    return {"names": [sorted(names) for names in of]}
+    return {"names": [kernels_of(*denoiser(1), one), kernels_of(*denoiser(4), four), kernels_of(*unet(), one)]}
 
 
 @pytest.mark.slow

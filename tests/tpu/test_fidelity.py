@@ -8,6 +8,7 @@ import tiny
 from diffusers import tpu
 from diffusers.tpu import compare as fidelity
 from diffusers.tpu.compare import pipelines
+from diffusers.tpu.pipelines.components import modules_of
 
 
 SEED = 5
@@ -54,7 +55,7 @@ def test_casting_keeps_what_from_pretrained_keeps_in_float32(tmp_path):
     pipe = tiny.wan()
     pipe.save_pretrained(tmp_path)
     ours, theirs = fidelity.load(pipe, torch.bfloat16), fidelity.load(tmp_path, torch.bfloat16)
-    for name, module in fidelity.modules(theirs).items():
+    for name, module in modules_of(theirs).items():
         dtypes = {key: value.dtype for key, value in module.state_dict().items()}
         assert {key: value.dtype for key, value in ours.components[name].state_dict().items()} == dtypes, name
     assert pipe.transformer.dtype == torch.float32

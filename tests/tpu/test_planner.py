@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
+from bench.naming import programs_of
 from diffusers import WanPipeline
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
 from diffusers.tpu import planner
@@ -234,7 +235,7 @@ def test_programs_are_named_without_compiling(root, cached):
         planner.request_of(str(root / SHAPES), "v6e-8", arguments=size, config=config)
         for config in ({}, {"scan": False})
     ]
-    ours, others = planner.programs_of([planner.Question(planner.PLANS, request) for request in requests])
+    ours, others = programs_of([planner.Question(planner.PLANS, request) for request in requests])
     answer = planner.Question(planner.PLANS, requests[0]).answer()
     assert (ours["programs"], ours["reader"]) == (answer["programs"], answer["reader"])
     same = [one == other for one, other in zip(ours["programs"], others["programs"], strict=True)]

@@ -465,7 +465,7 @@ def test_a_program_is_read_with_loops_parts_and_hidden_transfers(written):
     ],
 )
 def test_groups_of_a_collective(notation, groups):
-    instruction = hlo.Instruction("x", "all-gather", "f32[4]", [], f", {notation}, dimensions={{0}}", False)
+    instruction = hlo.Instruction("x", "all-gather", "f32[4]", [], f", {notation}, dimensions={{0}}")
     assert ici.groups_of(instruction, 4) == groups
 
 
@@ -476,7 +476,7 @@ def test_groups_of_a_collective(notation, groups):
 )
 def test_a_line_of_four_chips_by_hand(opcode, link_loads):
     chip = CHIPS["v5e"]
-    instruction = hlo.Instruction("x", opcode, "f32[8192]{0:T(1024)}", [], ", replica_groups={{0,1,2,3}}", False)
+    instruction = hlo.Instruction("x", opcode, "f32[8192]{0:T(1024)}", [], ", replica_groups={{0,1,2,3}}")
     moved = ici.transfer(instruction, [(0, y, 0, 0) for y in range(4)], chip)
     assert moved.seconds == pytest.approx(link_loads * 8192 * 4 / chip.link_bandwidth)
 
@@ -507,7 +507,7 @@ SCHEDULE = """= control target key end
 def test_no_estimate_is_none():
     rest = ', backend_config={"window_config":{"estimated_cycles":"%d"}}'
     for number, cycles in ((17500, 17500), (2**63 - 1, None)):
-        assert hlo.Instruction("x", "copy", "f32[4]", [], rest % number, False).estimated_cycles == cycles
+        assert hlo.Instruction("x", "copy", "f32[4]", [], rest % number).estimated_cycles == cycles
 
 
 def test_a_schedule_by_hand():

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable
 
+from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.kernels.attention.blocks import TUNED, Shape, tuned_key
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
 from diffusers.tpu.planner import Question
@@ -21,22 +22,21 @@ ATTENTION_SHAPES = {
     "flux-1024": (1, 24, 4608, 4608, 128),
 }
 ATTENTION_PATHS = ("stock", *reversed(WAYS))
-# Of JAX's kernel, which is asked as it is fastest: the largest usual blocks that compile, padded keys not masked.
-STOCK_BLOCKS = {"v5e": [1024, 1024, 512], "v6e": [2048, 2048, 1024], "v7x": [2048, 2048, 1024]}
-CHIP_SLICES = {"v5e": "v5e-1", "v6e": "v6e-1", "v7x": "v7x-8"}
+# Beside JAX's kernel, which is asked as it is fastest: in its best blocks, padded keys not masked.
+COMPARED = [name for name, chip in CHIPS.items() if chip.splash_blocks]
 
 
 def attention_cases() -> list[Case]:
     """Attention kernels by chip, shape and path: bundles per 1024 x 1024 scores."""
     return [
-        _attention(chip, shape, path) for chip in CHIP_SLICES for shape in ATTENTION_SHAPES for path in ATTENTION_PATHS
+        _attention(chip, shape, path) for chip in COMPARED for shape in ATTENTION_SHAPES for path in ATTENTION_PATHS
     ]
 
 
 def _attention(chip: str, shape: str, path: str) -> Case:
-    request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
+    request = {"topology": CHIPS[chip].smallest_slice, "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
     if path == "stock":
-        request |= {"kernel": "splash", "blocks": STOCK_BLOCKS[chip], "as_theirs": True}
+        request |= {"kernel": "splash", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
     read = dict if path == "stock" else functools.partial(_of_way, way=path)
     return Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read)
 
@@ -57,7 +57,7 @@ def tune(case: Case, on_progress: Callable) -> dict:
     chip, shape, path = (case.row[name] for name in ("chip", "shape", "path"))
     if path != BOUND:
         raise ValueError(f"expected a case of path bound to tune, got {path}")
-    request = {"topology": CHIP_SLICES[chip], "shape": ATTENTION_SHAPES[shape]}
+    request = {"topology": CHIPS[chip].smallest_slice, "shape": ATTENTION_SHAPES[shape]}
     sizes = Question("bench.attention_row:sizes_to_try", {**request, "count": 4}, 60)
     tried = sizes.answer(on_progress)
     present = _tuned_rows().get(_tuned_key(case.row))
@@ -116,11 +116,17 @@ def sweep_cases() -> list[Case]:
     """Does the attention kernel, all its ways at once, compile: by chip, shape, dtype and mask; not timed."""
     rows = [(shape, dtype, "none") for shape in SWEEP_SHAPES for dtype in ("bfloat16", "float32")]
     rows += [(SWEEP_MASKED, dtype, mask) for mask in SWEEP_MASKS for dtype in ("bfloat16", "float32")]
-    return [_sweep(chip, shape, dtype, mask) for chip in CHIP_SLICES for shape, dtype, mask in rows]
+    return [_sweep(chip, shape, dtype, mask) for chip in COMPARED for shape, dtype, mask in rows]
 
 
 def _sweep(chip: str, shape: tuple[int, ...], dtype: str, mask: str) -> Case:
-    request = {"topology": CHIP_SLICES[chip], "shape": shape, "kernel": "kernel", "dtype": dtype, "mask": mask}
+    request = {
+        "topology": CHIPS[chip].smallest_slice,
+        "shape": shape,
+        "kernel": "kernel",
+        "dtype": dtype,
+        "mask": mask,
+    }
     row = {"chip": chip, "shape": "x".join(map(str, shape)), "dtype": dtype, "mask": mask}
     question = Question(KERNELS, request, 600, schedules=False)
     return Case(row, question, lambda answer: {name: answer[name] for name in ("compile_seconds", "blocks")})

@@ -45,7 +45,7 @@ def answer(request: dict, progress: Callable) -> dict:
         request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash" or
             "exp2"; `blocks`, as `Blocks` in a list for ours and three sizes for the others, None for the kernel's own;
             `kv_heads`, `dtype`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`;
-            `named` (see `worker.names`).
+            `named` (see `naming`).
 
     A child that writes no schedules says of a kernel only how long it compiles.
 

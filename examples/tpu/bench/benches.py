@@ -9,12 +9,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from diffusers.tpu.chips.figures import find_topology
+from diffusers.tpu.chips.figures import CHIPS, find_topology
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
 from diffusers.tpu.planner import PLANS, Question, ahead, request_of
 
 from . import cache_row, check_row, host_row, load_row, ready_row
-from .attention_cases import STOCK_BLOCKS, attention_cases, sweep_cases, tune, tuned_table  # noqa: F401 - two for the command line
+from .attention_cases import attention_cases, sweep_cases, tune, tuned_table  # noqa: F401 - two for the command line
 from .calibration import PUBLISHED
 from .cases import AS_THEIRS, KERNELS, VAES, Case
 
@@ -40,7 +40,7 @@ def step_cases() -> list[Case]:
     the model; "unrolled, online": the same with a running maximum in exponentials to base 2.
     """
     wan, unrolled = ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P), {"scan": False, **AS_COMPILED_BY_OTHERS}
-    stock = {"attention": "splash", "attention_blocks": STOCK_BLOCKS["v6e"]}
+    stock = {"attention": "splash", "attention_blocks": [*CHIPS["v6e"].splash_blocks]}
     cases = [
         *((*wan, "ours", way, {}) for way in WAYS),
         (*wan, "stock splash", "", stock),

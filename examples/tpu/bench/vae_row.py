@@ -23,7 +23,7 @@ def answer(request: dict, progress: Callable) -> dict:
 
     Args:
         request: `topology`, `model`, `dtype`, `entry` ("decode" or "encode"); `height`, `width` and `num_frames` of the
-            video; `named` (see `worker.names`).
+            video; `named` (see `naming`).
 
     Raises BadRequest for what cannot be planned.
     """

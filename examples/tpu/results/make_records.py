@@ -6,7 +6,7 @@
     python examples/tpu/results/make_records.py --check          which pages have a table that is not its record's
 
 A row stands if the same sources made it (`planner.sources`, in its `versions`) or, where its figures are of compiled programs,
-if these sources trace the same programs for it and read them by the same code (`planner.programs_of`: a few minutes for all).
+if these sources trace the same programs for it and read them by the same code (`bench.naming`: a few minutes for all).
 Others are made, hours for all; answers of the compiler are kept (`planner.Question`), so that a run that was stopped goes on
 from there. A record is replaced as a whole when all of it is there; if a part of it fails, the old one stays and the exit status
 is 1.
@@ -31,6 +31,7 @@ from PIL import Image, ImageChops, PngImagePlugin
 from record_tables import FOLDER, ROOT, TABLES, pages, rewritten
 
 from bench import benches  # which record_tables has made importable
+from bench.naming import programs_of
 from diffusers.tpu import planner
 from diffusers.tpu.files import whole_files
 from diffusers.tpu.planner import report
@@ -101,7 +102,7 @@ def standing(wanted: dict[str, Record], folder: Path) -> dict[str, list[dict]]:
     asked = [question for pairs in there.values() for _, question in pairs if question is not None]
     if asked:
         print(f"{len(asked)} rows are of other sources: are they of the same programs?", flush=True)
-    named = iter(planner.programs_of(asked, on_progress=lambda text: print(f"  {text}", flush=True)) if asked else [])
+    named = iter(programs_of(asked, on_progress=lambda text: print(f"  {text}", flush=True)) if asked else [])
     stand = {}
     for name, pairs in there.items():
         stand[name] = [has for has, question in pairs if question is None or is_of(has, next(named))]

@@ -169,9 +169,9 @@ def _attention(rows: list[dict]) -> list[str]:
     for shape, (_, heads, queries, keys, dim) in attention_cases.ATTENTION_SHAPES.items():
         words = f"{heads} heads x {queries:,}" + (f", {keys:,} keys" if keys != queries else "")
         words += f", head size {dim}" if dim != 128 else ""
-        cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in attention_cases.CHIP_SLICES)
+        cells = (", ".join(bundles[shape, chip, path] for path in paths) for chip in attention_cases.COMPARED)
         lines.append((f"{SHAPES[shape]} ({words})", *cells))
-    return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in attention_cases.CHIP_SLICES)), lines)
+    return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in attention_cases.COMPARED)), lines)
 
 
 def _calibration(rows: list[dict]) -> list[str]:

@@ -23,7 +23,6 @@ from diffusers.tpu.compare.pipelines import (
     relative_error,
     run_call,
     run_pipeline,
-    widened,
 )
 from diffusers.tpu.pipelines.pipeline import installation
 from diffusers.tpu.pipelines.plans import PIPELINES, model_plan
@@ -141,10 +140,7 @@ def in_bfloat16(plain, given: dict, names: list[str]) -> dict:
     except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
         return {"upstream": f"{type(error).__name__}: {str(error)[:200]}"}
     calls = [one for one in calls if one.module in names and one.entry == "forward"]
-    wide = [
-        Call(one.module, one.entry, *tree_map_only(torch.Tensor, widened, (one.args, one.kwargs))) for one in calls
-    ]
-    pairs = [(run_call(plain, broad), run_call(half, one)) for broad, one in zip(wide, calls)]
+    pairs = [(run_call(plain, one.copied(widen=True)), run_call(half, one)) for one in calls]
     install(half)
     found = {}
     for one, (oracle, theirs) in zip(calls, pairs):

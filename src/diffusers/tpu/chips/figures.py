@@ -25,6 +25,8 @@ class Chip:
     `pci_devices`, `kinds`: how the bus and JAX name it (JAX 0.10.2, `jax/_src/hardware_utils.py`). `slices`: their chips along x, y
     and perhaps z; a slice's name counts `cores` a chip, and JAX sees `devices` a chip. `aliases`: other names of the generation.
     `tiles`: of the attention kernel, queries, keys and `lag` of the way "bound" and of the others, by schedules of head size 128;
+    `branch_slots`: bundles until a branch takes effect. `splash_blocks`: of JAX's attention kernel, queries, keys, keys computed at once,
+    the largest usual ones that compile, for benchmarks; none: not compared there.
     `most_scores` of one piece of its code: as many as compile in some 10 s on two cores.
     `sparse_core_options`: exchanges between chips by the SparseCores, while the core computes; without, the core waits for each.
     The compiler's default is with them on v7x, without on v5p and v6e (MaxText, pull request 2997). All-to-alls of sp 4 on v7x its
@@ -51,7 +53,14 @@ class Chip:
     aliases: tuple[str, ...] = ()
     compiler_name: str = ""
     most_scores: int = 5_600_000
+    branch_slots: int = 4
+    splash_blocks: tuple[int, ...] = ()
     sparse_core_options: tuple[str, ...] = ()
+
+    @property
+    def smallest_slice(self) -> str:
+        """Its name."""
+        return f"{self.generation}-{math.prod(self.slices[0]) * self.cores}"
 
     def matrix_cycles(self, rows: int) -> float:
         """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""
@@ -85,7 +94,7 @@ CHIPS = {
     for chip in (
         Chip(
             "v5e", 197e12, 1.5e9, int(15.75 * GIB), 819e9, 45e9, 128, 4, 128 * MIB, ("0x0063",), ("TPU v5 lite", "TPU v5e"), FLAT,
-            tiles=((128, 256, 6), (128, 256, 6)), dcn_bandwidth=3.125e9, aliases=("v5litepod",),
+            tiles=((128, 256, 6), (128, 256, 6)), dcn_bandwidth=3.125e9, aliases=("v5litepod",), splash_blocks=(1024, 1024, 512),
         ),
         Chip(
             "v5p", 459e12, 1.75e9, int(95.74 * GIB), 2765e9, 90e9, 128, 8, 64 * MIB, ("0x0062",), ("TPU v5", "TPU v5p"), CUBES,
@@ -94,11 +103,13 @@ CHIPS = {
         Chip(
             "v6e", 918e12, 1.75e9, int(31.25 * GIB), 1638e9, 90e9, 256, 2, 128 * MIB, ("0x006f",), ("TPU v6 lite", "TPU v6e"), FLAT,
             tiles=((256, 256, 6), (256, 256, 6)), dcn_bandwidth=12.5e9, sparse_core_options=(ALL_GATHER, ALL_TO_ALL),
+            splash_blocks=(2048, 2048, 1024),
         ),
         Chip(
             "v7x", 1153.5e12, 2.2e9, int(94.75 * GIB), 3690e9, 100e9, 256, 2, 64 * MIB, ("0x0076",), ("TPU7x",), CUBES[:3],
             tiles=((512, 512, 1), (256, 256, 6)), die_bandwidth=600e9, cores=2, devices=2, aliases=("tpu7x", "v7"),
             compiler_name="tpu7x", most_scores=4_500_000, sparse_core_options=(ALL_GATHER,),
+            branch_slots=6, splash_blocks=(2048, 2048, 1024),
         ),
     )
 }  # fmt: skip

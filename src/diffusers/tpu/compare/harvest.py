@@ -1,13 +1,12 @@
-"""Marked values as outputs of their program: what `bridge.captures` marked in a trace, the program gives beside its own answer.
+"""Marked values as outputs of their program: what `compile.tracing.capture` marked in a trace, the program gives beside its outputs.
 
-The trace is gone through operation by operation. A loop over a known length gives its marked values stacked, [steps, ...];
-a part that each chip computes for itself gives them by chip, [chips, ...]. Of a branch, or of a loop whose length is a
-value, nothing can be handed out: what was marked there is `lost`.
+The trace is evaluated operation by operation. Marked values of a loop over a known length are stacked, [steps, ...]; those of a part that
+each chip computes for itself by chip, [chips, ...]. Those of a branch, or of a loop whose length is a value, are `lost`.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 from jax import lax
@@ -17,15 +16,7 @@ from jax.sharding import PartitionSpec
 from ..compile.tracing import Marked, Tag, capture_p
 
 
-INLINED = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
-INLINED |= {"remat2": "jaxpr", "checkpoint": "jaxpr"}
-
-
+INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
 LOOP, CHIPS = "loop", "chips"
 _numbers = itertools.count()
 
@@ -46,159 +37,125 @@ class Place:
     tag: Tag
     axes: tuple[Axis, ...] = ()
 
-    def within(self, axis: Axis) -> "Place":
-        return Place(self.tag, (axis, *self.axes))
-
 
 @dataclass
 class Harvest:
-    """Of one evaluation of a program.
-
-    Attributes:
-        outputs: its own.
-        places, values: what was marked, in order.
-        lost: tags of what no output can be.
-    """
+    """Of one evaluation of a program: its own outputs; places and values of what was marked; tags of what no output can be."""
 
     outputs: list = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     values: list = field(default_factory=list)
     lost: list[Tag] = field(default_factory=list)
 
-    def take(self, other: "Harvest", axis: Axis | None = None):
-        """What was marked in a part of the program."""
-        self.places += [place if axis is None else place.within(axis) for place in other.places]
-        self.values += other.values
-        self.lost += other.lost
+    def take(self, part: "Harvest", values: list, *axes: Axis):
+        """What was marked in a part of the program; `values`: as they come out of it, behind these axes."""
+        self.places += [replace(place, axes=(*axes, *place.axes)) for place in part.places]
+        self.values += values
+        self.lost += part.lost
 
 
-def harvest(program: ClosedJaxpr, arguments: Sequence) -> Harvest:
+def harvest(program: ClosedJaxpr | Jaxpr, arguments: Sequence) -> Harvest:
     """The program's outputs and marked values for these flat arguments; no mark is left in what is traced meanwhile.
 
-    Raises NotImplementedError for a mark inside of an operation that cannot be taken apart.
+    Raises NotImplementedError for a mark inside of an operation that is not known.
     """
-    return _evaluate(program.jaxpr, program.consts, arguments)
-
-
-def _evaluate(jaxpr: Jaxpr, consts: Sequence, arguments: Sequence) -> Harvest:
-    found, known = Harvest(), {}
-    known.update(zip(jaxpr.constvars, consts))
+    found, known, jaxpr = Harvest(), {}, getattr(program, "jaxpr", program)
+    known.update(zip(jaxpr.constvars, getattr(program, "consts", ())))
     known.update(zip(jaxpr.invars, arguments))
 
     def read(variable):
         return variable.val if isinstance(variable, Literal) else known[variable]
 
     for equation in jaxpr.eqns:
-        values = [read(v) for v in equation.invars]
-        if equation.primitive is capture_p:
+        values, primitive = [read(v) for v in equation.invars], equation.primitive
+        if primitive is capture_p:
             found.places.append(Place(equation.params["tag"]))
             found.values += values
             continue
         with equation.ctx.manager:
-            if any(isinstance(effect, Marked) for effect in equation.effects):
-                outputs = _part(equation, values, found)
+            if not any(isinstance(effect, Marked) for effect in equation.effects):
+                outputs = primitive.bind(*values, **primitive.get_bind_params(equation.params))
+            elif primitive.name in PARTS:
+                outputs = PARTS[primitive.name](equation.params, values, found)
             else:
-                outputs = equation.primitive.bind(*values, **equation.primitive.get_bind_params(equation.params))
-        known.update(zip(equation.outvars, outputs if equation.primitive.multiple_results else [outputs]))
+                raise NotImplementedError(
+                    f"expected submodules to be called in loops, branches and parts of chips, got one in {primitive.name}: compare"
+                    " a form that has none there"
+                )
+        known.update(zip(equation.outvars, outputs if primitive.multiple_results else [outputs]))
     found.outputs = [read(v) for v in jaxpr.outvars]
     return found
 
 
-def _part(equation, values: list, found: Harvest) -> list:
-    """Outputs of an operation that has marks inside of it."""
-    name, params = equation.primitive.name, equation.params
-    if name in INLINED:
-        inner = params[INLINED[name]]
-        part = (
-            _evaluate(inner.jaxpr, inner.consts, values)
-            if isinstance(inner, ClosedJaxpr)
-            else _evaluate(inner, (), values)
-        )
-        found.take(part)
-        return part.outputs
-    if name not in PARTS:
-        raise NotImplementedError(
-            f"expected submodules to be called in loops, branches and parts of chips, got one in {name}: compare a form that"
-            " has none there"
-        )
-    return PARTS[name](params, values, found)
+# Outputs of an operation that has marks inside of it
+
+
+def _inlined(params: dict, values: list, found: Harvest) -> list:
+    part = harvest(params.get("jaxpr") or params["call_jaxpr"], values)
+    found.take(part, part.values)
+    return part.outputs
 
 
 def _scan(params: dict, values: list, found: Harvest) -> list:
-    body, (consts, carried), inside = params["jaxpr"], (params["num_consts"], params["num_carry"]), []
+    consts, carried, inside = params["num_consts"], params["num_carry"], []
 
     def step(carry, xs):
-        part = _evaluate(body.jaxpr, body.consts, [*values[:consts], *carry, *xs])
+        part = harvest(params["jaxpr"], [*values[:consts], *carry, *xs])
         inside.append(part)
         return part.outputs[:carried], (part.outputs[carried:], part.values)
 
-    carry, (outs, marked) = lax.scan(
-        step,
-        values[consts : consts + carried],
-        values[consts + carried :],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    found.take(Harvest(places=inside[-1].places, values=marked, lost=inside[-1].lost), Axis(LOOP, params["length"]))
+    xs = values[consts + carried :]
+    how = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, (outs, marked) = lax.scan(step, values[consts : consts + carried], xs, **how)
+    found.take(inside[-1], marked, Axis(LOOP, params["length"]))
     return [*carry, *outs]
 
 
 def _by_chip(params: dict, values: list, found: Harvest) -> list:
-    body, axes, inside = (
-        params["jaxpr"],
-        tuple(sorted(params["newly_manual_axes"], key=params["mesh"].axis_names.index)),
-        [],
-    )
+    mesh, inside = params["mesh"], []
+    axes = tuple(sorted(params["newly_manual_axes"], key=mesh.axis_names.index))
 
     def local(*values):
-        part = _evaluate(body, (), values)
+        part = harvest(params["jaxpr"], values)
         inside.append(part)
         return part.outputs, [value[None] for value in part.values]
 
     outs, marked = jax.shard_map(
         local,
-        mesh=params["mesh"],
+        mesh=mesh,
         in_specs=tuple(params["in_specs"]),
         out_specs=(list(params["out_specs"]), PartitionSpec(axes)),
         check_vma=params["check_vma"],
         axis_names=params["newly_manual_axes"],
     )(*values)
-    found.take(
-        Harvest(places=inside[-1].places, values=marked, lost=inside[-1].lost), Axis(CHIPS, params["mesh"].size)
-    )
+    found.take(inside[-1], marked, Axis(CHIPS, mesh.size))
     return outs
 
 
-def _branches(params: dict, values: list, found: Harvest) -> list:
-    def branch(inner: ClosedJaxpr) -> Callable:
-        def run(*values):
-            part = _evaluate(inner.jaxpr, inner.consts, values)
-            found.lost += [*(place.tag for place in part.places), *part.lost]
-            return part.outputs
+def _unseen(program: ClosedJaxpr, found: Harvest) -> Callable:
+    """The program as a function; what is marked in it is lost."""
 
-        return run
-
-    return lax.switch(values[0], [branch(inner) for inner in params["branches"]], *values[1:])
-
-
-def _while(params: dict, values: list, found: Harvest) -> list:
-    ours, theirs = params["cond_nconsts"], params["body_nconsts"]
-    before, inside, carry = values[:ours], values[ours : ours + theirs], values[ours + theirs :]
-
-    def run(inner: ClosedJaxpr, arguments: list) -> list:
-        part = _evaluate(inner.jaxpr, inner.consts, arguments)
+    def run(*values):
+        part = harvest(program, values)
         found.lost += [*(place.tag for place in part.places), *part.lost]
         return part.outputs
 
-    return lax.while_loop(
-        lambda carry: run(params["cond_jaxpr"], [*before, *carry])[0],
-        lambda carry: run(params["body_jaxpr"], [*inside, *carry]),
-        carry,
-    )
+    return run
+
+
+def _branches(params: dict, values: list, found: Harvest) -> list:
+    return lax.switch(values[0], [_unseen(branch, found) for branch in params["branches"]], *values[1:])
+
+
+def _while(params: dict, values: list, found: Harvest) -> list:
+    goes_on, body = (_unseen(params[name], found) for name in ("cond_jaxpr", "body_jaxpr"))
+    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    asked, used, carry = values[: split[0]], values[split[0] : split[1]], values[split[1] :]
+    return lax.while_loop(lambda carry: goes_on(*asked, *carry)[0], lambda carry: body(*used, *carry), carry)
 
 
 PARTS: dict[str, Callable[[dict, list, Harvest], list]] = {
+    **dict.fromkeys(INLINED, _inlined),
     "scan": _scan,
     "shard_map": _by_chip,
     "cond": _branches,

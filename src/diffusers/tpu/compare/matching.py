@@ -1,8 +1,7 @@
 """Two forms' values of one tensor in one layout, and how far apart they are.
 
-Layouts are told by shapes: channels last and first, frames in the batch or on an axis of their own, one chip's part of a
-map or the whole, all frames at once or one chunk after another. Along one axis a form may have more than the oracle: frames before the first, tokens that fill the chips. Where
-shapes leave a choice, what lies nearest is the pair.
+Shapes tell layouts: channels last or first, frames in the batch or on an axis, one chip's part of a map or the whole, all frames at once or
+in chunks. Along one axis a form may have more than the oracle (frames before the first, padding); of several layouts the nearest counts.
 """
 
 from collections.abc import Iterator

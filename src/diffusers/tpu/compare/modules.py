@@ -1,33 +1,23 @@
-"""One component in two forms on the same input, submodule by submodule: where they part.
-
-The method and its ladder are those of a guide to moving a VAE from PyTorch to JAX (CogVideoX, 2025; its section on numerical
-checks): compare from the smallest layer up, each rung with a threshold of its own. There errors are absolute, of values
-around one; here they are divided by the oracle's mean magnitude (`Error.relative`), and what a submodule gets wrong already
-is told from what it does itself:
+"""One component in two forms on the same input, submodule by submodule: the first whose error is above its limit by itself.
 
     limit = max(rung x widening, 16 x the error of its inputs, 1.25 x upstream's own error in this dtype)
 
-`widening`: how much less exact float32 is on the chips than on the host (`roundings`); 1 on simulated ones.
-
-A submodule whose error is above its limit parts by itself. The first one is, of those that have no such submodule inside of
-them, the first to be computed. Rungs above a block's, which the guide lets grow to 0.1 for what piles up, are not needed.
+Rungs and grades: a guide to moving a VAE from PyTorch to JAX (CogVideoX, 2025), of errors relative to the oracle's mean magnitude.
 """
 
-import dataclasses
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
 
-from ..config import TPUConfig
-from ..pipelines.attach import target_devices
+from ..pipelines.components import modules_of
 from .forms import Captured, Form, ModuleCall, Value, run_form
 from .matching import Error, error_of
-from .pipelines import LOW_PRECISION_FACTOR, Call, draw_arguments, load, modules, record
-from .roundings import Widening, widening
+from .pipelines import LOW_PRECISION_FACTOR, Call, draw_arguments, load, record
+from .roundings import Widening, widening_here
 
 
 LADDER = (  # the guide's grades of an error
@@ -73,7 +63,7 @@ class ModuleRow:
 
     @property
     def ok(self) -> bool:
-        """Whether it does not part by itself; NaN does."""
+        """NaN is not."""
         return self.error.relative <= self.limit
 
     @property
@@ -112,10 +102,8 @@ class Comparison:
 
     def as_dict(self) -> dict:
         """For JSON."""
-        rows = [
-            {**dataclasses.asdict(row), "growth": row.growth, "grade": row.grade, "ok": row.ok} for row in self.rows
-        ]
-        return {**dataclasses.asdict(self), "rows": rows, "ok": self.ok}
+        rows = [{**asdict(row), "growth": row.growth, "grade": row.grade, "ok": row.ok} for row in self.rows]
+        return {**asdict(self), "rows": rows, "ok": self.ok}
 
 
 def graded(error: float) -> str:
@@ -143,44 +131,22 @@ def compare_component(
     """
     seed = random.randrange(2**31) if seed is None else seed
     pipe = load(model, form.dtype)
-    if component not in modules(pipe):
-        raise ValueError(f"expected a component among {', '.join(modules(pipe))}, got {component!r}")
+    models = modules_of(pipe)
+    if component not in models:
+        raise ValueError(f"expected a component among {', '.join(models)}, got {component!r}")
     calls, _ = record(pipe, {**draw_arguments(type(pipe), seed), **(arguments or {})}, seed)
-    calls = [call for call in calls if call.module == component]
-    wanted = [call for call in calls if entry in (None, call.entry)]
+    calls = {call.entry: call for call in calls if call.module == component}
+    wanted = [call for name, call in calls.items() if entry in (None, name)]
     if not wanted:
         raise ValueError(
-            f"expected an entry of {component} that a run calls ({', '.join(c.entry for c in calls) or 'none'}), got {entry!r}"
+            f"expected an entry of {component} that a run calls ({', '.join(calls) or 'none'}), got {entry!r}"
         )
+    exact = form.kind == against.kind == "upstream"
+    module, wider = models[component], Widening() if exact else widening_here()
     for call in wanted:
-        yield compare_modules(modules(pipe)[component], form, call, against)
-
-
-def compare_modules(
-    module: torch.nn.Module,
-    form: Form,
-    call: Call,
-    against: Form = Form("upstream"),
-    ours: torch.nn.Module | None = None,
-) -> Comparison:
-    """Both forms of a component, submodule by submodule.
-
-    Args:
-        module: upstream's, not on the TPU path.
-        call: of one of its entries, recorded in `form`'s dtype.
-        ours: what `form` runs; None: `module`.
-
-    Raises: as `run_form`.
-    """
-    oracle = run_form(module, against, call)
-    found = run_form(module if ours is None else ours, form, call)
-    own = None
-    if form.dtype != against.dtype:
-        own = run_form(module, Form("upstream", form.dtype), call)
-    config, wider = TPUConfig(), Widening()
-    if {form.kind, against.kind} != {"upstream"}:
-        wider = widening(target_devices()[0], config.matmul_precision, config.convolution_precision)
-    return compared(oracle, found, own, call, str(form), str(against), wider)
+        oracle, found = run_form(module, against, call), run_form(module, form, call)
+        own = None if form.dtype == against.dtype else run_form(module, Form("upstream", form.dtype), call)
+        yield compared(oracle, found, own, call, str(form), str(against), wider)
 
 
 def compared(
@@ -193,56 +159,48 @@ def compared(
     wider: Widening = Widening(),
 ) -> Comparison:
     """The comparison of what was captured. `own`: upstream's in the dtype of `found`; `wider`: of the rungs."""
-    left_out, rows, last, parted = {}, {}, 0.0, []
-    parents = {name[:at] for name in oracle.kinds for at in range(len(name)) if name[at] == "."} | {""}
+    left_out, rows, last, parted, rungs = {}, {}, 0.0, [], _rungs(oracle.module, wider)
     places = {id(c): n for calls in oracle.by_name.values() for n, c in enumerate(calls)}
     for made in oracle.calls:
-        name, place = made.name, places[id(made)]
-        theirs = oracle.by_name[name]
-        ours = _pieces(found.by_name.get(name, []), len(theirs), place)
-        reason = _left_out(name, len(theirs), found)
-        kind = oracle.kinds.get(name, "")
-        rung = BLOCK if name in parents else LAYER if name in oracle.weighted and "norm" not in kind.lower() else NORM
-        rung *= wider.convolutions if _convolves(name, oracle.kinds) else wider.plain
-        row = None if reason else _row(made, ours, kind, rung, last)
+        name, place, calls = made.name, places[id(made)], len(oracle.by_name[made.name])
+        ours, before = found.by_name.get(name, []), rows.get(name)
+        reason = _left_out(name, calls, len(ours), found)
+        ours = [] if reason else _pieces(ours, calls, place)
+        row = _row(made, ours, oracle.kinds.get(name, ""), rungs.get(name, NORM), last) if ours else None
         if row is None:
             left_out[name] = reason or f"gives {_shapes(ours[0])}, the oracle {_shapes(made)}"
             continue
-        mine = own and own.by_name.get(name, [])
-        if mine and len(mine) == len(theirs):
-            worst = _worst([mine[place].answered], made.answered)
-            if worst is not None:
-                limit = max(row.limit, LOW_PRECISION_FACTOR * worst.relative)
-                row = dataclasses.replace(row, own=worst.relative, limit=limit)
+        mine = [] if own is None else own.by_name.get(name, [])
+        worst = _worst([mine[place].answered], made.answered) if len(mine) == calls else None
+        if worst is not None:
+            row = replace(row, own=worst.relative, limit=max(row.limit, LOW_PRECISION_FACTOR * worst.relative))
         last = row.error.relative
-        if not row.ok:
-            parted.append(name)
-        before = rows.get(name)
-        row = dataclasses.replace(row, calls=1 if before is None else before.calls + 1)
+        parted += [] if row.ok else [name]
         if before is not None and _excess(before) >= _excess(row):
-            row = dataclasses.replace(before, calls=row.calls)
+            row = replace(before, calls=before.calls + 1)
+        elif before is not None:
+            row = replace(row, calls=before.calls + 1)
         rows[name] = row
     left_out = {name: reason for name, reason in left_out.items() if name not in rows}
     for name in dict.fromkeys(parted):
-        outer = next((rows[other] for other in _outer(name) if other in rows), None)
+        parts = name.split(".")
+        outer = next((rows[o] for n in range(len(parts)) if (o := ".".join(parts[:~n])) in rows and o != name), None)
         if outer is not None and outer.ok and outer.error.relative < NO_EFFECT * rows[name].error.relative:
-            left_out[name] = (
-                f"differs by {rows.pop(name).error.relative:.1e}, what it is part of does not: it is not the oracle's"
-            )
+            error = rows.pop(name).error.relative
+            left_out[name] = f"differs by {error:.1e}, what it is part of does not: it is not the oracle's"
     strange = [c.name for c in found.calls if not _finite(c.answered) and _finite(c.given)]
     first = innermost([name for name in parted if name in rows])
     return Comparison(call.module, call.entry, form, against, [*rows.values()], left_out, first, innermost(strange))
 
 
-def _convolves(name: str, kinds: dict[str, str]) -> bool:
-    return any("conv" in kind.lower() for other, kind in kinds.items() if other == name or _inside(other, name))
-
-
-def _outer(name: str) -> Iterator[str]:
-    """The names of what a submodule is part of, the nearest first."""
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
+def _rungs(module: torch.nn.Module, wider: Widening) -> dict[str, float]:
+    """The threshold of each submodule: of a block, a layer with weights, a norm or a function."""
+    rungs = {}
+    for name, part in module.named_modules():
+        layer = part._parameters and "norm" not in type(part).__name__.lower()
+        rung = BLOCK if next(part.children(), None) is not None else LAYER if layer else NORM
+        rungs[name] = rung * wider.of(part)
+    return rungs
 
 
 def innermost(names: list[str]) -> str | None:
@@ -254,13 +212,13 @@ def _inside(name: str, outer: str) -> bool:
     return name != outer and (not outer or name.startswith(f"{outer}."))
 
 
-def _left_out(name: str, calls: int, found: Captured) -> str | None:
+def _left_out(name: str, calls: int, ours: int, found: Captured) -> str | None:
     if name in found.lost:
         return "is called in a branch, or in a loop whose length is a value"
-    ours = len(found.by_name.get(name, ()))
     if not ours:
         return "is not called: what asks for it computes it by itself"
-    return f"is called {_times(ours)}, the oracle's {_times(calls)}" if ours < calls else None
+    ours_, theirs = ("once" if number == 1 else f"{number} times" for number in (ours, calls))
+    return f"is called {ours_}, the oracle's {theirs}" if ours < calls else None
 
 
 def _pieces(ours: list[ModuleCall], calls: int, place: int) -> list[ModuleCall]:
@@ -279,19 +237,10 @@ def _row(oracle: ModuleCall, ours: list[ModuleCall], kind: str, rung: float, las
     taken = _worst([call.given for call in ours], oracle.given, BLOCK)
     inherited = 0.0 if not oracle.given else None if taken is None else taken.relative
     limit = max(rung, GROWTH * (last if inherited is None else inherited))
-    value = ours[0].answered[min(ours[0].answered)]
+    first = ours[0].answered[min(ours[0].answered)]
+    lies = first.array.shape, first.spec, first.chips
     return ModuleRow(
-        name=oracle.name,
-        kind=kind,
-        calls=1,
-        error=error,
-        inherited=inherited,
-        own=None,
-        limit=limit,
-        shape=value.array.shape,
-        spec=value.spec,
-        chips=value.chips,
-        finite=all(_finite(call.answered) for call in ours),
+        oracle.name, kind, 1, error, inherited, None, limit, *lies, all(_finite(c.answered) for c in ours)
     )
 
 
@@ -315,7 +264,3 @@ def _excess(row: ModuleRow) -> float:
 
 def _shapes(call: ModuleCall) -> str:
     return ", ".join(str(list(value.array.shape)) for value in call.answered.values()) or "nothing"
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"

@@ -1,10 +1,8 @@
 """Ours against upstream, module by module and for the whole result: same weights, same inputs, one process.
 
-    error(x) = max over output tensors of |x - oracle| / |oracle|          (Euclidean norms)
+    error(x) = max over output tensors of |x - oracle| / |oracle|          (Euclidean norms; the oracle is upstream in float32)
 
-The oracle is upstream in float32. A module's inputs are those of its first call in upstream's own run of the pipeline in
-the dtype compared, so any pipeline can be compared; for the oracle their values are widened. The whole result is compared
-after few steps: samplers are chaotic, and after many steps a bfloat16 video says more about the sampler than about a model.
+Inputs are those of upstream's own run. The result is compared after few steps: after many, samplers tell more of themselves than of models.
 """
 
 import contextlib
@@ -21,12 +19,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ... import DiffusionPipeline, ModelMixin
+from ... import DiffusionPipeline
 from .. import install, uninstall
 from ..config import TPUConfig
-from ..pipelines.attach import target_devices
+from ..pipelines.components import modules_of
 from ..pipelines.pipeline import installation
-from .roundings import widening
+from ..planner.building import kept_in_float32
+from .roundings import widening_here
 
 
 MODULE_LIMIT, RESULT_LIMIT = 1e-5, 1e-4
@@ -36,6 +35,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 4}
 WORDS = (("red", "green", "blue"), ("circle", "square", "cat"), ("left", "right", "up"))
 ENTRIES = ("forward", "encode", "decode")
+NARROW = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,13 @@ class Call:
     entry: str
     args: tuple
     kwargs: dict
+
+    def copied(self, widen: bool = False) -> "Call":
+        """With tensors of its own; `widen`: bfloat16 and float16 as float32, the same values."""
+        given = tree_map_only(torch.Tensor, torch.clone, (self.args, self.kwargs))
+        if widen:
+            given = tree_map_only(torch.Tensor, lambda t: t.float() if t.dtype in NARROW else t, given)
+        return Call(self.module, self.entry, *given)
 
 
 @dataclass(frozen=True)
@@ -114,25 +121,16 @@ def load(model, dtype: torch.dtype) -> DiffusionPipeline:
         )
     else:
         pipe = copy.deepcopy(model)
-        for module in modules(pipe).values():
+        for module in modules_of(pipe).values():
             uninstall(module)  # copies of models that are on the TPU path by themselves are too
-        cast(pipe, dtype)
+            cast_module(module, dtype)
     pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def cast(pipe, dtype: torch.dtype):
-    """The pipeline with its weights in this dtype, but for what its classes keep in float32, as from_pretrained does it."""
-    for module in modules(pipe).values():
-        cast_module(module, dtype)
     return pipe
 
 
 def cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     """The module with its weights in this dtype, but for what its class keeps in float32."""
-    # transformers keeps what the plain list names in float32 for float16 only
-    names = "_keep_in_fp32_modules" if isinstance(module, ModelMixin) else "_keep_in_fp32_modules_strict"
-    kept, saved = set(getattr(module, names, None) or ()), module.state_dict().keys()
+    kept, saved = kept_in_float32(module), module.state_dict().keys()
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and name in saved and not kept & set(name.split(".")):
             tensor.data = tensor.data.to(dtype)
@@ -158,44 +156,31 @@ def make_reference(oracle, model, dtype: torch.dtype, arguments: dict, seed: int
     """Upstream's outputs in this dtype, and the oracle's for the same inputs."""
     pipe = oracle if dtype == torch.float32 else load(model, dtype)
     calls, own = record(pipe, arguments, seed)
-    outputs = []
-    for call in calls:
-        wide = Call(call.module, call.entry, *tree_map_only(torch.Tensor, widened, (call.args, call.kwargs)))
-        outputs.append((call, run_call(oracle, wide), run_call(pipe, call)))
+    outputs = [(call, run_call(oracle, call.copied(widen=True)), run_call(pipe, call)) for call in calls]
     return Reference(pipe, outputs, own if pipe is oracle else run_pipeline(oracle, arguments, seed), own)
 
 
 def compare_on(reference: Reference, mesh, dtype: torch.dtype, arguments: dict, seed: int) -> list[Row]:
     """The rows of one mesh; the pipeline is without the TPU path again afterwards."""
-    pipe, rows = reference.pipe, []
-    exact = dtype == torch.float32
+    pipe, wider, name = reference.pipe, widening_here(), str(dtype).removeprefix("torch.")
 
     def row(module: str, entry: str, ours: list, oracle: list, own: list, limit: float) -> Row:
-        upstream = None if exact else relative_error(own, oracle)
-        limit = limit if exact else LOW_PRECISION_FACTOR * upstream
-        name = str(dtype).removeprefix("torch.")
+        upstream = None if dtype == torch.float32 else relative_error(own, oracle)
+        limit = limit if upstream is None else LOW_PRECISION_FACTOR * upstream
         return Row(module, entry, name, tuple(mesh), relative_error(ours, oracle), upstream, limit)
 
-    config = TPUConfig(mesh=mesh)
-    wider = widening(target_devices()[0], config.matmul_precision, config.convolution_precision)
     try:
-        install(pipe, config)
-        for call, oracle, own in reference.calls:
-            limit = MODULE_LIMIT * (
-                wider.convolutions if has_convolutions(modules(pipe)[call.module]) else wider.plain
+        install(pipe, TPUConfig(mesh=mesh))
+        rows = [
+            row(
+                of.module, of.entry, run_call(pipe, of), *outputs, MODULE_LIMIT * wider.of(modules_of(pipe)[of.module])
             )
-            rows.append(row(call.module, call.entry, run_call(pipe, call), oracle, own, limit))
-        ours = run_pipeline(pipe, arguments, seed)
-        limit = RESULT_LIMIT * wider.convolutions
-        rows.append(row("pipeline", "forward", ours, reference.oracle, reference.own, limit))
+            for of, *outputs in reference.calls
+        ]
+        ours, limit = run_pipeline(pipe, arguments, seed), RESULT_LIMIT * wider.convolutions
+        return [*rows, row("pipeline", "forward", ours, reference.oracle, reference.own, limit)]
     finally:
         uninstall(pipe)
-    return rows
-
-
-def has_convolutions(module: torch.nn.Module) -> bool:
-    """Whether one of its layers is a convolution, for all that its class tells."""
-    return any("conv" in type(layer).__name__.lower() for layer in module.modules())
 
 
 def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:
@@ -212,7 +197,7 @@ def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:
         def run(*args, **kwargs):
             new = (name, entry) not in calls
             if new:
-                calls[name, entry] = Call(name, entry, *tree_map_only(torch.Tensor, torch.clone, (args, kwargs)))
+                calls[name, entry] = Call(name, entry, args, kwargs).copied()
             output = method(*args, **kwargs)
             if new and entry == "decode":
                 decoded[name] = tree_leaves(output)[0].clone()
@@ -221,28 +206,23 @@ def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:
         return run
 
     with contextlib.ExitStack() as stack:
-        for name, module in modules(pipe).items():
+        for name, module in modules_of(pipe).items():
             for entry in ENTRIES:
                 if hasattr(module, entry):
                     setattr(module, entry, recorder(name, module, entry))
                     stack.callback(delattr, module, entry)
         result = run_pipeline(pipe, arguments, seed)
     for name, video in decoded.items():
-        if hasattr(modules(pipe)[name], "encode"):
+        if hasattr(modules_of(pipe)[name], "encode"):
             calls.setdefault((name, "encode"), Call(name, "encode", (video,), {}))
     return list(calls.values()), result
 
 
-def modules(pipe) -> dict[str, torch.nn.Module]:
-    """The pipeline's models by name."""
-    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
-
-
 def run_call(pipe, call: Call) -> list:
     """The output tensors of a recorded call, repeated on this pipeline's module."""
-    args, kwargs = tree_map_only(torch.Tensor, torch.clone, (call.args, call.kwargs))
+    call = call.copied()
     with torch.no_grad():
-        output = getattr(modules(pipe)[call.module], call.entry)(*args, **kwargs)
+        output = getattr(modules_of(pipe)[call.module], call.entry)(*call.args, **call.kwargs)
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
@@ -274,14 +254,9 @@ class _OneNoise(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         dtype = kwargs.get("dtype")
-        if function is torch.randn and dtype in (torch.bfloat16, torch.float16):
+        if function is torch.randn and dtype in NARROW:
             return function(*args, **{**kwargs, "dtype": torch.float32}).to(dtype)
         return function(*args, **kwargs)
-
-
-def widened(t: torch.Tensor) -> torch.Tensor:
-    """bfloat16 and float16 as float32, the same values; other dtypes as they are."""
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 def relative_error(values: list, oracle: list) -> float:

@@ -1,10 +1,7 @@
-"""How exact float32 is on the chips beside the host, where upstream runs: by so much the limits of `compare` are wider.
+"""How much less exact float32 is on the chips than on the host, where upstream runs: by so much limits are wider.
 
-A TPU makes a float32 product of bfloat16 ones (`TPUConfig.matmul_precision`, `convolution_precision`) and has functions of its
-own. By how much that is less exact is measured on the chips that compare, against float64, and has a bound: what a precision
-leaves of float32's 24 bits. Beyond it is no rounding but a fault, and parts.
-
-On simulated chips nothing is wider: the limits were measured there.
+A TPU makes a float32 product of bfloat16 ones (`TPUConfig.matmul_precision`, `convolution_precision`) and has functions of its own. It is
+measured on the chips, against float64, and bounded by what a precision leaves of 24 bits. Simulated chips: nothing is wider.
 """
 
 import functools
@@ -16,6 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
+
+from ..config import TPUConfig
+from ..pipelines.attach import target_devices
 
 
 MOST = {"highest": 2.0**3, "high": 2.0**8, "default": 2.0**16}  # 6, 3 and 1 of 9 products: all 24 bits, 16 of them, 8
@@ -37,6 +37,16 @@ class Widening:
 
     plain: float = 1.0
     convolutions: float = 1.0
+
+    def of(self, module: torch.nn.Module) -> float:
+        """Whether one of its layers is a convolution its class tells."""
+        return self.convolutions if any("conv" in type(m).__name__.lower() for m in module.modules()) else self.plain
+
+
+def widening_here() -> Widening:
+    """Of the chips that the TPU path runs on, as a pipeline sets them."""
+    config = TPUConfig()
+    return widening(target_devices()[0], config.matmul_precision, config.convolution_precision)
 
 
 @functools.cache

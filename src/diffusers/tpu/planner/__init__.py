@@ -1,14 +1,8 @@
-"""The TPU compiler asked before renting a TPU: does a model fit a slice, how fast is a step, and why.
+"""The TPU compiler asked before renting a TPU: does a model fit a slice, how fast is a step, and why (`plan`).
 
-    plan(...)     the plan of one model on one slice, from the cache if it was asked for before
-    Question      what plan and the benchmarks ask
-    programs_of   names of the programs that answers would be of: equal names, equal figures
-    sources()     a digest of our code, by which answers are cached
-
-In the order that a plan is made: `published` and `building` (a pipeline without weights), `recording` (its models' calls), `work`
-and `meshes` (counts and first guesses), `hlo`, `bundles`, `ici` and `timing` (a compiled program read), `kept` (programs compiled
-before), `runs` and `advice` (what all of it comes to), `worker` (the whole, in the compiler's process), `report` (the page).
-Beside them `ahead`: executables made before a run; `obstacles`: what keeps a model from being compiled; `profile`: a traced run.
+A plan is made by `published` and `building` (a pipeline without weights), `recording` (its calls), `work` and `meshes` (counts, guesses),
+`hlo`, `bundles`, `ici`, `timing` (compiled programs read), `kept`, `runs`, `advice`, `worker` (all of it, in the compiler's process) and
+`report`. Beside them `ahead`: executables before a run; `obstacles`: what keeps a model from being compiled; `profile`: a traced run.
 """
 
 import hashlib
@@ -52,10 +46,7 @@ class Question:
     schedules: bool = True
 
     def answer(self, on_progress: Callable[[str], None] = lambda text: None) -> dict:
-        """From disk if the same code and versions were asked before.
-
-        Raises ValueError, aot.NoCompiler, aot.ChildError: see `aot.run_in_child`.
-        """
+        """From disk if the same code and versions were asked before. Raises as `aot.run_in_child`."""
         cache, name = DiskCache.of("plans"), self._key()
         if (known := cache.find(name)) is not None:
             return known
@@ -80,22 +71,17 @@ def plan(
     model: str,
     topology: str,
     *,
-    schedules: bool = True,
     seconds: float = TIME_LIMIT,
     on_progress: Callable[[str], None] = lambda text: None,
     **asked,
 ) -> dict:
     """The plan of a model on a slice, as `diffusers-tpu plan --json` prints it.
 
-    Args:
-        model, topology, asked: see `request_of`.
-        schedules, seconds: see `Question`.
+    Args: see `request_of` and `Question`.
 
-    Raises:
-        ValueError: what was asked for cannot be; the message says what can.
-        aot.NoCompiler, aot.ChildError: see `aot.run_in_child`.
+    Raises ValueError for what cannot be; else as `aot.run_in_child`.
     """
-    question = Question(PLANS, request_of(model, topology, **asked), seconds, schedules)
+    question = Question(PLANS, request_of(model, topology, **asked), seconds)
     return {**question.answer(on_progress), "model": model}
 
 
@@ -174,18 +160,3 @@ def sources() -> str:
     for source in (*ours, *sorted(BENCH.glob("*.py"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def programs_of(
-    questions: list[Question], seconds: float = 3600, on_progress: Callable[[str], None] = lambda text: None
-) -> list[dict | None]:
-    """`programs` and `reader` as an answer to each of these questions would have them, nothing compiled; None if there is none.
-
-    An answer that has the same is the same answer, whatever else of the sources has changed.
-    """
-    asked = [json.dumps([question.function, question.request], sort_keys=True) for question in questions]
-    distinct = [*dict.fromkeys(asked)]
-    request = {"questions": [json.loads(text) for text in distinct]}
-    found = run_in_child("diffusers.tpu.planner.worker:names", request, seconds=seconds, on_progress=on_progress)
-    named = dict(zip(distinct, found["programs"]))
-    return [named[text] for text in asked]

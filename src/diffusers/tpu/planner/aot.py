@@ -1,8 +1,7 @@
 """Compiling for a TPU that is not here: the TPU compiler in libtpu runs on any machine.
 
-`run_in_child` calls a function in a process of its own, whose environment makes JAX ready for it; the caller's JAX is
-untouched, and a crash or a hang there is an error here. `Compiler` is what such a function compiles with: it keeps the
-program's text, its memory and, of every operation, the final schedule (bundles of the very long instruction word).
+`run_in_child` calls a function in a process that is ready for it; a crash or a hang there is an error here. `Compiler` is what such a
+function compiles with: it keeps the program's text, its memory and each operation's final schedule (bundles of the core's instructions).
 """
 
 import contextlib
@@ -57,13 +56,12 @@ class NoCompiler(RuntimeError):
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler made of one lowered program.
+    """What the compiler made of one lowered program, in `seconds`.
 
     Attributes:
         text: the scheduled HLO, with layouts and the compiler's estimates.
         schedules: operation -> text of its final schedule. Of operations that are alike, one has it.
         memory: bytes on one chip: `arguments`, `outputs`, `aliased`, `temporaries`, `program`.
-        seconds: of compilation.
     """
 
     text: str
@@ -126,7 +124,7 @@ def run_in_child(
 
 def _ask(function: str, argument: dict, environment: dict, errors, seconds: float, on_progress: Callable) -> tuple:
     """Kind and value of the child's last message (None without one), its exit status, whether it was stopped for its time."""
-    command, pipe = [sys.executable, "-m", __name__, function], subprocess.PIPE
+    command, pipe = [sys.executable, "-c", f"from {__name__} import main; main({function!r})"], subprocess.PIPE
     child = subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=errors, env=environment, start_new_session=True, text=True
     )
@@ -223,10 +221,7 @@ class Compiler:
         return tuple(description.devices)
 
     def compile(self, lowered, options: dict | None = None) -> CompiledProgram:
-        """The compiled form of a `jax.stages.Lowered`. Raises OutOfMemory where the chip has no room for it.
-
-        `options`: of the compiler, see `devices.compiler_options`.
-        """
+        """The compiled form of a `jax.stages.Lowered`, by `devices.compiler_options`. Raises OutOfMemory where no chip has room."""
         self._take_schedules()  # of anything compiled before
         start = time.perf_counter()
         with out_of_memory_told():
@@ -263,17 +258,10 @@ def out_of_memory_told():
     except jax.errors.JaxRuntimeError as error:
         if exhausted(error) is None:
             raise
-        text = str(error)
-        raise OutOfMemory(text.split("\n")[0], *hbm_asked(text)) from error
+        raise OutOfMemory(str(error).split("\n")[0], *hbm_asked(str(error))) from error
 
 
-def _leave_with_the_parent():
-    """The parent keeps our standard input open while it lives; a compilation takes minutes and hears no exception of Python's."""
-    sys.stdin.read()
-    os._exit(1)
-
-
-def main():
+def main(function: str):
     """The child: one request from standard input, answers as JSON lines to what was standard output."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever prints from here on must not mix with the answers
@@ -282,9 +270,10 @@ def main():
         channel.write(json.dumps([kind, value]) + "\n")
 
     argument = json.loads(sys.stdin.readline())
-    threading.Thread(target=_leave_with_the_parent, daemon=True).start()
+    # The parent keeps our standard input open while it lives; a compilation takes minutes and hears no exception of Python's.
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     try:
-        result = function_of(sys.argv[1])(argument, lambda value: say("progress", value))
+        result = function_of(function)(argument, lambda value: say("progress", value))
     except OutOfMemory as error:
         say("out of memory", [str(error), error.asked, error.limit])
     except BadRequest as error:
@@ -293,10 +282,3 @@ def main():
         say("result", result)
     channel.flush()
     os._exit(0)  # libtpu's threads are not waited for
-
-
-if __name__ == "__main__":
-    # As a module of its own name, so that the classes raised are the classes caught.
-    from diffusers.tpu.planner import aot
-
-    aot.main()

@@ -64,15 +64,10 @@ def _read(directory: Path) -> Configuration:
         if not isinstance(value, list):
             settings[key] = value
         elif value[0] is not None:
-            components[key] = (".".join(value), _component_config(directory / key))
+            files = (directory / key / f"{kind}config.json" for kind in ("", "scheduler_", "preprocessor_", "guider_"))
+            config = next((json.loads(file.read_text()) for file in files if file.is_file()), {})
+            components[key] = (".".join(value), config)
     return Configuration(name, components, settings, directory=str(directory))
-
-
-def _component_config(folder: Path) -> dict:
-    for name in ("config.json", "scheduler_config.json", "preprocessor_config.json", "guider_config.json"):
-        if (folder / name).is_file():
-            return json.loads((folder / name).read_text())
-    return {}
 
 
 def build(configuration: Configuration, dtype: torch.dtype):
@@ -132,18 +127,21 @@ def _class(library: str, name: str, pipeline: str) -> type:
         return found
 
 
+def kept_in_float32(module: torch.nn.Module) -> set[str]:
+    """Parts of names of weights that `from_pretrained` loads in float32 whatever dtype is asked for."""
+    # transformers keeps what the plain list names for float16 only
+    names = "_keep_in_fp32_modules_strict" if isinstance(module, PreTrainedModel) else "_keep_in_fp32_modules"
+    return set(getattr(module, names, None) or ())
+
+
 def _weightless(module: torch.nn.Module, dtype: torch.dtype):
     """Every parameter as a view of one zero, in the dtype `from_pretrained` would give it; buffers keep their values."""
-    kept = (*(getattr(module, "_keep_in_fp32_modules", None) or ()),)
-    if isinstance(module, PreTrainedModel):  # transformers keeps those for float16 only, the strict ones always
-        kept = (*(getattr(module, "_keep_in_fp32_modules_strict", None) or ()),)
-    seen: dict[int, torch.nn.Parameter] = {}
+    kept, seen = kept_in_float32(module), {}
     for path, owner in module.named_modules():
         for name, old in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if id(old) not in seen:
-                parts = f"{path}.{name}".split(".")
-                own = torch.float32 if any(part in kept for part in parts) else dtype
-                seen[id(old)] = torch.nn.Parameter(torch.zeros((), dtype=own).expand(old.shape), requires_grad=False)
+                zero = torch.zeros((), dtype=torch.float32 if kept & {*path.split("."), name} else dtype)
+                seen[id(old)] = torch.nn.Parameter(zero.expand(old.shape), requires_grad=False)
             owner._parameters[name] = seen[id(old)]
 
 

@@ -1,10 +1,8 @@
-"""Cycles of one operation from its final schedule: bundles times how often each runs.
+"""Cycles of one operation from its final schedule: a TPU core issues one bundle a cycle, so bundles times how often each runs.
 
-A TPU core issues one bundle per cycle; the schedule is static, so the bundles of a straight piece of it are its cycles
-(waiting for memory and for matrix units apart, see `timing`). Loops are read with their trip counts. A piece that a condition guards runs
-always, unless the condition is that a counter has its first or last value: then once per round of that counter; or that
-heads go one way of the attention kernel (`attention.ways`): then always or never, as the reader says. A branch takes effect some
-bundles later (`SLOTS`): those behind it take their cycles whether or not it is taken, so that they are in the loop, and in no guarded piece.
+Loops have their trip counts. A guarded piece runs always, but one that a counter's first or last value guards: once per round of that
+counter; or that a way of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
+`Chip.branch_slots` bundles later: those behind it run whether or not it is taken.
 """
 
 import re
@@ -24,7 +22,6 @@ REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
 PRODUCT = re.compile(r"\bvmatmul[\w.]*\.bf16[\w.\[\]]*\.mxu(\d)")
 PRODUCT_ROWS = 16  # of bfloat16 that one such instruction sends through a matrix unit
 PIPELINE = "iteration index, stage = 1"
-SLOTS = {"v5e": 4, "v5p": 4, "v6e": 4, "v7x": 6}  # cycles until a branch takes effect, by generation
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def read(text: str, slots: int, way: str = BOUND) -> Schedule:
     """The schedule of a `final_bundles` text.
 
     Args:
-        slots: of each branch (`SLOTS`).
+        slots: of each branch, `Chip.branch_slots`.
         way: of the attention kernel, that all heads go, or where it is not compiled the next slower one that is.
     """
     lines, marks = _bundles(text)

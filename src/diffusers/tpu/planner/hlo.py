@@ -12,7 +12,7 @@ from functools import cached_property
 ITEM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "c64": 8, "c128": 16, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "token": 0}
 ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 NO_ESTIMATE = 2**63 - 1  # of what a SparseCore does
-START = re.compile(r"^  (ROOT )?%(\S+) = ")
+START = re.compile(r"^  (?:ROOT )?%(\S+) = ")
 HEAD = re.compile(r"^(ENTRY )?%(\S+) \(")
 END = re.compile(r'^\}(, execution_thread="\w+")?$')
 
@@ -28,38 +28,30 @@ class Array:
     space: int
 
     @property
-    def item_bytes(self) -> float:
-        return ITEM_BYTES.get(self.dtype) or int(re.sub(r"\D", "", self.dtype) or 8) / 8
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes with the padding that tiles bring."""
         dims = [self.dims[axis] for axis in reversed(self.order)]  # outermost first
         for back, size in enumerate(reversed(self.tile), 1):
             if back <= len(dims):
                 dims[-back] = -(-dims[-back] // size) * size
-        return int(math.prod(dims) * self.item_bytes)
+        item_bytes = ITEM_BYTES.get(self.dtype) or int(re.sub(r"\D", "", self.dtype) or 8) / 8
+        return int(math.prod(dims) * item_bytes)
 
 
 def arrays_of(shape: str) -> list[Array]:
     """The arrays of a shape, a tuple's one after another."""
     found = []
     for dtype, dims, layout in ARRAY.findall(shape):
-        dims = tuple(int(d) for d in dims.split(",") if d)
         order, _, rest = layout.partition(":")
-        order = tuple(int(d) for d in order.split(",") if d) or tuple(range(len(dims) - 1, -1, -1))
-        tile = re.search(r"T\(([\d,]+)\)", rest)
-        space = re.search(r"S\((\d+)\)", rest)
-        found.append(
-            Array(
-                dtype,
-                dims,
-                order,
-                tuple(int(d) for d in tile[1].split(",")) if tile else (),
-                int(space[1]) if space else 0,
-            )
-        )
+        tile, space = re.search(r"T\(([\d,]+)\)", rest), re.search(r"S\((\d+)\)", rest)
+        dims = _integers(dims)
+        order = _integers(order) or tuple(reversed(range(len(dims))))
+        found.append(Array(dtype, dims, order, _integers(tile[1]) if tile else (), int(space[1]) if space else 0))
     return found
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(d) for d in text.split(",") if d)
 
 
 @dataclass
@@ -71,39 +63,48 @@ class Instruction:
     shape: str
     operands: list[str]
     rest: str
-    root: bool
 
     @cached_property
     def arrays(self) -> list[Array]:
         return arrays_of(self.shape)
 
-    @cached_property
-    def op_name(self) -> str:
-        """JAX's name of the operation, the path of scopes it was traced in."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
+    @property
+    def stored_bytes(self) -> int:
+        return sum(array.stored_bytes for array in self.arrays)
+
+    @property
+    def hbm_bytes(self) -> int:
+        return sum(array.stored_bytes for array in self.arrays if array.space == 0)
+
+    def _attribute(self, pattern: str) -> str:
+        """What the pattern's group matches of the attributes; nothing where it does not."""
+        found = re.search(pattern, self.rest)
         return found[1] if found else ""
 
     @cached_property
-    def estimated_cycles(self) -> int | None:
-        found = re.search(r'"estimated_cycles":"(\d+)"', self.rest)
-        return int(found[1]) if found and int(found[1]) != NO_ESTIMATE else None
+    def op_name(self) -> str:
+        """JAX's name of the operation, the path of scopes it was traced in."""
+        return self._attribute(r'op_name="([^"]*)"')
 
-    def called(self, key: str) -> str | None:
-        """The computation that attribute `key` (calls, body, condition, to_apply) names."""
-        found = re.search(rf"\b{key}=%([^\s,)}}]+)", self.rest)
-        return found[1] if found else None
+    @property
+    def estimated_cycles(self) -> int | None:
+        cycles = int(self._attribute(r'"estimated_cycles":"(\d+)"') or NO_ESTIMATE)
+        return None if cycles == NO_ESTIMATE else cycles
+
+    def called(self, key: str) -> str:
+        """The computation that attribute `key` (calls, body, condition, to_apply) names; nothing without it."""
+        return self._attribute(rf"\b{key}=%([^\s,)}}]+)")
 
     @property
     def branches(self) -> list[str]:
         """The computations of a conditional."""
-        found = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
-        names = found[1] if found else " ".join(re.findall(r"(?:true|false)_computation=(%[^\s,]+)", self.rest))
-        return re.findall(r"%([^\s,]+)", names)
+        names = self._attribute(r"branch_computations=\{([^}]*)\}")
+        return re.findall(r"%([^\s,]+)", names) or re.findall(r"(?:true|false)_computation=%([^\s,]+)", self.rest)
 
     @property
     def trip_count(self) -> int | None:
-        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.rest)
-        return int(found[1]) if found else None
+        count = self._attribute(r'"known_trip_count":\{"n":"(\d+)"')
+        return int(count) if count else None
 
 
 @dataclass
@@ -113,6 +114,10 @@ class Program:
     computations: dict[str, list[Instruction]]
     entry: str
 
+    def inside(self, i: Instruction) -> list[Instruction]:
+        """What a fusion or a call computes."""
+        return self.computations.get(i.called("calls") or i.called("to_apply"), [])
+
     def by_name(self, computation: str) -> dict[str, Instruction]:
         return {i.name: i for i in self.computations[computation]}
 
@@ -120,55 +125,46 @@ class Program:
         """Of a while: as the compiler knows it, else the constant that its condition compares with."""
         if loop.trip_count is not None:
             return loop.trip_count
-        constants = [
-            int(i.operands[0])
-            for i in self.computations[loop.called("condition")]
-            if i.opcode == "constant" and i.operands and re.fullmatch(r"\d+", i.operands[0])
-        ]
-        return max(constants, default=1)
+        constants = [i.operands[0] for i in self.computations[loop.called("condition")] if i.opcode == "constant"]
+        return max((int(value) for value in constants if value.isdigit()), default=1)
 
 
 def parse(text: str) -> Program:
     """Raises ValueError for a text without an entry computation."""
-    computations, entry, current, open_line = {}, None, None, ""
+    computations, entry, current = {}, None, None
     for line in text.splitlines():
         head = HEAD.match(line) if line.endswith("{") else None
         if head:
             current = computations.setdefault(head[2], [])
             entry = head[2] if head[1] else entry
         elif END.match(line):
-            _close(open_line, current)
-            open_line, current = "", None
+            current = None
         elif current is not None:
             if START.match(line):
-                _close(open_line, current)
-                open_line = line
-            else:
-                open_line += " " + line
+                current.append(line)
+            elif current:
+                current[-1] += " " + line
     if entry is None:
         raise ValueError("expected the text of a compiled program, got one without an entry computation")
-    return Program(computations, entry)
+    return Program({name: [_instruction(line) for line in lines] for name, lines in computations.items()}, entry)
 
 
-def _close(line: str, into: list[Instruction] | None):
-    start = START.match(line) if line else None
-    if start is None:
-        return
+def _instruction(line: str) -> Instruction:
+    start = START.match(line)
     body = re.sub(r"/\*.*?\*/", "", line[start.end() :])
-    end = _matching(body, 0) if body.startswith("(") else body.index(" ")
-    shape, rest = body[:end], body[end:].lstrip()
-    opcode, _, rest = rest.partition("(")
-    end = _matching("(" + rest, 0) - 1
-    inside, rest = rest[: end - 1], rest[end:]
+    end = _closing(body) if body.startswith("(") else body.index(" ")
+    opcode, _, rest = body[end:].lstrip().partition("(")
+    close = _closing("(" + rest) - 1
+    inside = rest[: close - 1]
     operands = re.findall(r"%([^\s,()]+)", inside) if "%" in inside else [inside.strip()]
-    into.append(Instruction(start[2], opcode, shape, operands, rest, bool(start[1])))
+    return Instruction(start[1], opcode, body[:end], operands, rest[close:])
 
 
-def _matching(text: str, start: int) -> int:
-    """The position after the bracket that closes the one at `start`."""
+def _closing(text: str) -> int:
+    """The position after the bracket that closes the first one."""
     depth = 0
-    for position in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[position], 0)
+    for position, letter in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
         if depth == 0:
             return position + 1
-    raise ValueError(f"expected a closing bracket in {text[start : start + 80]!r}")
+    raise ValueError(f"expected a closing bracket in {text[:80]!r}")

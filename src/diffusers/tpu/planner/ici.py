@@ -1,10 +1,10 @@
 """How long a collective takes on the links between chips: bytes on the fullest link over its bandwidth.
 
-Messages go along one axis after another; half of every message takes the axes in one order and half in the other, as
-the compiler's own algorithms use several routes. Links are those of the slice: a grid without closed rings. Between the
-two halves of a v7x chip there is a link of its own. Waiting for the first byte is not counted (about a microsecond).
+Half of every message takes the axes in one order and half in the other, as the compiler's algorithms use several routes. Links are a
+slice's: a grid without closed rings, and one between the halves of a v7x chip. The first byte's delay (a microsecond) is not counted.
 """
 
+import math
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -39,31 +39,28 @@ def transfer(instruction: Instruction, places: list[Place], chip: Chip) -> Trans
     if instruction.opcode.endswith("-start"):  # (operands, results, ...)
         arrays = arrays[1:2] if kind != "all-reduce" or len(arrays) > 1 else arrays
     size = sum(a.stored_bytes for a in arrays)
-    groups = groups_of(instruction, len(places))
     load: dict[tuple, float] = defaultdict(float)
     sent = 0.0
-    for group in groups:
+    for group in groups_of(instruction, len(places)):
         n = len(group)
         if n < 2:
             continue
         if kind == "collective-permute":
-            messages = [(group[0], group[1], size)]
             sent += size
+            messages = [(group[0], group[1:], size)]
         elif kind in ("all-to-all", "ragged-all-to-all"):
-            messages = [(a, b, size / n) for a in group for b in group if a != b]
             sent += size * (n - 1)
+            messages = [(a, [b], size / n) for a in group for b in group if a != b]
         else:
-            whole = size * n if kind == "reduce-scatter" else size
-            rounds = 2 if kind == "all-reduce" else 1
+            whole, rounds = size * n if kind == "reduce-scatter" else size, 2 if kind == "all-reduce" else 1
             sent += rounds * whole * (n - 1)
-            for source in group:
-                _spread(load, places, source, group, rounds * whole / n)
-            continue
-        for a, b, amount in messages:
+            messages = [(source, group, rounds * whole / n) for source in group]
+        for source, targets, amount in messages:  # over every link at most once per order of axes
             for backwards in (False, True):
-                for link in _route(places[a], places[b], backwards):
+                for link in {x for to in targets for x in _route(places[source], places[to], backwards)}:
                     load[link] += amount / 2
-    seconds = max((amount / _bandwidth(link, chip) for link, amount in load.items()), default=0.0)
+    bandwidths = {True: chip.die_bandwidth, False: chip.link_bandwidth}  # by whether the halves of a chip differ
+    seconds = max((of / bandwidths[a[-1] != b[-1]] for (a, b), of in load.items()), default=0.0)
     return Transfer(int(sent / max(len(places), 1)), seconds)
 
 
@@ -71,16 +68,6 @@ def received(instruction: Instruction, chip: Chip) -> Transfer:
     """What a chip receives from other slices, over its share of its host's network."""
     size = instruction.arrays[0].stored_bytes
     return Transfer(size, size / chip.dcn_bandwidth)
-
-
-def _spread(load: dict, places: list[Place], source: int, group: list[int], amount: float):
-    """One part from its source to the whole group, over every link at most once per order of axes."""
-    for backwards in (False, True):
-        links = {
-            link for other in group if other != source for link in _route(places[source], places[other], backwards)
-        }
-        for link in links:
-            load[link] += amount / 2
 
 
 def _route(start: Place, stop: Place, backwards: bool) -> list[tuple[Place, Place]]:
@@ -96,21 +83,13 @@ def _route(start: Place, stop: Place, backwards: bool) -> list[tuple[Place, Plac
     return links
 
 
-def _bandwidth(link: tuple[Place, Place], chip: Chip) -> float:
-    (*_, a), (*_, b) = link
-    return chip.die_bandwidth if a != b else chip.link_bandwidth
-
-
 def groups_of(instruction: Instruction, devices: int) -> list[list[int]]:
     """The groups of devices that a collective runs over, by number in the mesh; of a permute, pairs.
 
     Raises ValueError for a notation that is not known.
     """
     text = instruction.rest
-    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", text)
-    if pairs:
-        return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1])]
-    listed = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", text)
+    listed = re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]*\},?)*)\}", text)
     if listed:
         groups = [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
         return groups or [list(range(devices))]
@@ -125,9 +104,9 @@ def groups_of(instruction: Instruction, devices: int) -> list[list[int]]:
         axes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", meshed[1])}
         chosen = re.findall(r"'(\w+)'", meshed[2])
         grid = np.arange(devices).reshape(tuple(axes.values()))
-        order = [n for n, name in enumerate(axes) if name not in chosen] + [list(axes).index(name) for name in chosen]
-        width = int(np.prod([axes[name] for name in chosen]))
-        return grid.transpose(order).reshape(-1, width).tolist()
+        order = [*(name for name in axes if name not in chosen), *chosen]
+        width = math.prod(axes[name] for name in chosen)
+        return grid.transpose([[*axes].index(name) for name in order]).reshape(-1, width).tolist()
     if "replica_groups" not in text:
         return [list(range(devices))]
     raise ValueError(f"expected replica groups in a form of XLA's, got {text[:200]!r}")

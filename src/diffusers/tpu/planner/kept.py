@@ -20,7 +20,8 @@ def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = Non
     cache = DiskCache.of("programs")
     if cache.folder is None:
         return compiler.compile(lowered, options)
-    name = _digest(compiler.flags, compiler, lowered, mesh, options)
+    kinds = [field.name for field in fields(CompiledProgram)]
+    name = _digest(" ".join([compiler.flags, *kinds]), compiler, lowered, mesh, options)
     if (found := cache.find(name)) is None:
         try:
             found = asdict(compiler.compile(lowered, options))
@@ -40,7 +41,6 @@ def name_of(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None
 def _digest(flags: str, compiler: Compiler, lowered, mesh: Mesh, options: dict | None) -> str:
     said = [
         *(importlib.metadata.version(name) for name in ("jaxlib", "libtpu")),
-        [field.name for field in fields(CompiledProgram)],
         flags,
         compiler.topology.name,
         [device.id for device in mesh.devices.flat],

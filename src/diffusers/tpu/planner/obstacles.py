@@ -1,8 +1,7 @@
 """What stops the components of a model from becoming programs: `list_obstacles`, before any weight is loaded.
 
-Every call that one small run of the pipeline makes is traced twice, truth values of tensors assumed false and then true; what
-stops a trace is written down and passed (`bridge.assuming`). Components are traced as upstream wrote them, or with their
-plans, which is how a run traces them.
+Every call of one small run is traced twice, truth values of tensors assumed false and then true; what stops a trace is noted and passed
+(`bridge.assuming`). Components are traced as upstream wrote them, or as a run traces them, with their plans.
 """
 
 import contextlib
@@ -26,13 +25,7 @@ SMALL = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 2}
 
 @dataclass
 class Traced:
-    """One component's calls.
-
-    Attributes:
-        entries: methods of it that were traced.
-        obstacles: what stops them, in order.
-        stopped: why a trace did not come to its end, if one did not: what is behind that is not known.
-    """
+    """One component's calls: methods that were traced, what stops them in order, and why a trace ended early, if one did."""
 
     component: str
     kind: str
@@ -49,9 +42,7 @@ def list_obstacles(
     only: list[str] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Traced]:
-    """Of a directory, a model in the hub's cache or a published one: its components, in the order of their first calls.
-
-    Args: see `of_pipeline`; `dtype` is torch's.
+    """Of a directory, a model in the hub's cache or a published one, see `of_pipeline`; `dtype` is torch's.
 
     Raises ValueError for a model that is not known, components that it does not have, arguments that its pipeline refuses.
     """
@@ -68,7 +59,7 @@ def of_pipeline(
     only: list[str] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Traced]:
-    """Of a pipeline that is not on the TPU path; its weights are not read.
+    """Of a pipeline that is not on the TPU path: its components, in the order of their first calls. Its weights are not read.
 
     Args:
         arguments: of its call; names that it does not take are left out.

@@ -1,12 +1,8 @@
 """Measured seconds of a traced run's steps, by upstream's modules and by operations, beside those of a plan.
 
-A trace is what `jax.profiler` writes (`*.xplane.pb`), read by `jax.profiler.ProfileData`. Beside it `PROGRAMS` has the text of each
-program that ran: which operation was traced in which module. Of a TPU the planes are "/device:TPU:0" and so on, their line
-"XLA Ops" has the core's operations and "XLA Modules" the programs around them; simulated chips are threads of the plane "/host:CPU"
-whose events say of which operation and program they are.
-
-Seconds are of one chip (the mean of all) and one step. An operation's are its own, those inside of it (of a loop's body) left
-out. Of simulated chips they say which operation is of which module, and nothing of a TPU.
+`jax.profiler`'s trace has planes "/device:TPU:0" with lines "XLA Ops" and "XLA Modules"; simulated chips are threads of "/host:CPU". The
+file `PROGRAMS` beside it has the text of each program that ran. Seconds are of one chip (the mean of all) and one step; an operation's are
+its own, without those inside of it. Of simulated chips they say which operation is of which module, and nothing of a TPU.
 """
 
 import json
@@ -125,30 +121,35 @@ def lines(data: ProfileData) -> Iterator[list[Event]]:
     for plane in data.planes:
         if DEVICE.match(plane.name):
             found = {line.name: list(line.events) for line in plane.lines}
-            around = [(e.name, e.start_ns, e.start_ns + e.duration_ns) for e in found.get(MODULES, ())]
+            around = [(event.name, *_span(event)) for event in found.get(MODULES, ())]
             yield [_of_chip(plane.name, event, around) for event in found.get(OPERATIONS, ())]
         elif plane.name == HOST:
             for line in plane.lines:
-                some = ((event, dict(event.stats)) for event in line.events)
-                yield [_of_thread(event, stats) for event, stats in some if "hlo_op" in stats]
+                some = ((_span(event), dict(event.stats)) for event in line.events)
+                yield [
+                    Event(
+                        f"simulated {stats.get('device_ordinal', 0)}",
+                        (stats.get("hlo_module", ""), stats.get("program_id")),
+                        str(stats["hlo_op"]),
+                        "",
+                        *span,
+                    )
+                    for span, stats in some
+                    if "hlo_op" in stats
+                ]
 
 
 def _of_chip(chip: str, event, around: list[tuple]) -> Event:
     """An event of "XLA Ops": its name is the instruction, in the compiler's text "%name = shape opcode(...)" or by itself."""
-    stats = dict(event.stats)
-    program = next((name for name, start, stop in around if start <= event.start_ns < stop), "")
+    stats, (start, stop) = dict(event.stats), _span(event)
+    program = next((name for name, begins, ends in around if begins <= start < ends), "")
     operation = str(stats.get("hlo_op") or event.name.split(" = ")[0].lstrip("%"))
     name = str(stats.get("tf_op", "")).rstrip(":")
-    return Event(chip, (program.partition("(")[0], program), operation, name, *_seconds(event))
+    return Event(chip, (program.partition("(")[0], program), operation, name, start, stop)
 
 
-def _of_thread(event, stats: dict) -> Event:
-    chip = f"simulated {stats.get('device_ordinal', 0)}"
-    program = (stats.get("hlo_module", ""), stats.get("program_id"))
-    return Event(chip, program, str(stats["hlo_op"]), "", *_seconds(event))
-
-
-def _seconds(event) -> tuple[float, float]:
+def _span(event) -> tuple[float, float]:
+    """In seconds."""
     return event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
 
 

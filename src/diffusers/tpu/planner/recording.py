@@ -20,6 +20,7 @@ from ..compile.call import Call
 from ..compile.module import CompiledModule
 from ..compile.programs import Program
 from ..config import TPUConfig
+from ..pipelines.components import modules_of
 from ..pipelines.plans import module_plan
 from .work import Work, count
 
@@ -38,11 +39,9 @@ class RecordedCall:
 
     def output(self):
         """Zeros of the shapes that the call gives."""
-        zeros = [
-            (a.shape, torch.bool if a.dtype.name == "bool" else getattr(torch, a.dtype.name))
-            for a in self.program.avals
-        ]
-        return self.program.result.output([torch.zeros((), dtype=dtype).expand(shape) for shape, dtype in zeros])
+        program = self.program
+        dtypes = [getattr(torch, aval.dtype.name) for aval in program.avals]
+        return program.result.output([torch.zeros((), dtype=d).expand(a.shape) for a, d in zip(program.avals, dtypes)])
 
     @cached_property
     def work(self) -> Work:
@@ -72,7 +71,7 @@ class Recording:
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
-        return {name: part for name, part in self.pipe.components.items() if isinstance(part, torch.nn.Module)}
+        return modules_of(self.pipe)
 
     def runners(self, mesh, config: TPUConfig) -> Iterator[tuple[str, CompiledModule, list[RecordedCall]]]:
         """Name, compiled module and calls of each model that is called; it is attached to its module meanwhile."""
@@ -106,7 +105,12 @@ def record(
     host = property(lambda self: torch.device("cpu"))  # as with installed host glue
     names = {"__module__": type(pipe).__module__, "_execution_device": host, "device": host}
     pipe.__class__ = type(type(pipe).__name__, (type(pipe),), names)
-    _quiet(pipe, recorder)
+    pipe.set_progress_bar_config(disable=True)
+    for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
+        scheduler.step = recorder.step
+    for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
+        for name in {"postprocess", "postprocess_video"} & {*dir(processor)}:  # pictures stay the decoder's zeros
+            setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))
     try:
         pipe(**_complete(pipe, arguments))
     finally:
@@ -119,8 +123,7 @@ class _Recorder:
     """The calls so far. `last`: the one before, of the same step."""
 
     def __init__(self, recording: Recording, on_progress: Callable[[str], None]):
-        self.recording, self.on_progress = recording, on_progress
-        self.last: tuple[RecordedCall, Call] | None = None
+        self.recording, self.on_progress, self.last = recording, on_progress, None
 
     def add(self, runner: "RecordingRunner", call: Call) -> RecordedCall:
         calls = self.recording.calls
@@ -154,17 +157,6 @@ class RecordingRunner(CompiledModule):
 
     def run(self, entry: str, args: tuple, kwargs: dict):
         return self.recorder.add(self, self.flatten_call(entry, args, kwargs)).output()
-
-
-def _quiet(pipe, recorder: _Recorder):
-    """No arithmetic of schedulers, and pictures that stay the decoder's zeros."""
-    pipe.set_progress_bar_config(disable=True)
-    for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
-        scheduler.step = recorder.step
-    for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
-        for name in ("postprocess", "postprocess_video"):
-            if hasattr(processor, name):
-                setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))
 
 
 def _complete(pipe, arguments: dict) -> dict:

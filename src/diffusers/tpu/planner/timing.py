@@ -1,9 +1,8 @@
-"""Seconds of a compiled program, operation by operation.
+"""Seconds of a compiled program, operation by operation; nothing is measured.
 
-An operation takes as long as the slowest of three: its final schedule (`bundles`) at the core's clock, the rows it sends
-through the busiest matrix unit at the chip's peak, and the bytes it moves between HBM and the core at the HBM's bandwidth. An operation without a schedule of its own has that of one that is
-alike; if there is none, the compiler's estimate. A collective takes its time on the links (`ici`); one that is started
-early costs what is left of it where it is waited for. All of it is read from the program; nothing is measured.
+An operation takes the longest of its final schedule (`bundles`), its rows through the busiest matrix unit, and its bytes at the HBM's
+bandwidth. One without a schedule has that of one alike, else the compiler's estimate. A collective takes its time on the links (`ici`);
+one that is started early costs what is left of it where it is waited for.
 """
 
 import re
@@ -21,7 +20,8 @@ FREE = {
     "copy-start", "copy-done", "slice-start", "slice-done", "opt-barrier", "add-dependency",
 }  # fmt: skip
 ASYNCHRONOUS = ("async-start", "call-start")
-READS_A_PART = {"dynamic-slice", "slice", "gather"}
+UPDATE = "dynamic-update-slice"
+READS_A_PART = {"dynamic-slice", "slice", "gather", UPDATE}
 KERNEL = "tpu_custom_call"
 NOTHING_WRITTEN = 'custom_call_target="AllocateBuffer"'
 ATTENTION = "scaled_dot_product_attention"
@@ -113,18 +113,8 @@ def time_program(compiled: CompiledProgram, chip: Chip, places: list[ici.Place])
         places: x, y, z and half of each device in the mesh's order.
     """
     program = hlo.parse(compiled.text)
-    slots = bundles.SLOTS[chip.generation]
-    schedules = {name: bundles.read_ways(text, slots) for name, text in compiled.schedules.items()}
-    timings = {}
-    for way in WAYS:
-        of_way = {name: ways[way] for name, ways in schedules.items()}
-        timings[way], slower = (_Clock(program, of_way, c, places).timing() for c in (chip, _that_waits(chip)))
-        timings[way].slower = slower.seconds
-    return timings
-
-
-def _that_waits(chip: Chip) -> Chip:
-    return replace(
+    schedules = {name: bundles.read_ways(text, chip.branch_slots) for name, text in compiled.schedules.items()}
+    waiting = replace(
         chip,
         hbm_bandwidth=HBM_REACHED * chip.hbm_bandwidth,
         link_bandwidth=LINKS_REACHED * chip.link_bandwidth,
@@ -132,6 +122,12 @@ def _that_waits(chip: Chip) -> Chip:
         clock=chip.clock / STALLS,
         flops=chip.flops / STALLS,
     )
+    timings = {}
+    for way in WAYS:
+        of_way = {name: ways[way] for name, ways in schedules.items()}
+        timings[way], slower = (_Clock(program, of_way, c, places).timing() for c in (chip, waiting))
+        timings[way].slower = slower.seconds
+    return timings
 
 
 def module_of(op_name: str) -> str:
@@ -200,8 +196,7 @@ class _Clock:
 
     def _collective(self, i: hlo.Instruction) -> hlo.Instruction | None:
         """The collective that this is, or that it starts beside what follows; a SparseCore's are calls."""
-        called = i.called("calls") or i.called("to_apply") or ""
-        inside = self.program.computations.get(called, []) if i.opcode in ASYNCHRONOUS else [i]
+        inside = self.program.inside(i) if i.opcode in ASYNCHRONOUS else [i]
         return next((x for x in inside if x.opcode.removesuffix("-start") in ici.COLLECTIVES), None)
 
     def _compute(self, i: hlo.Instruction, instructions: dict, runs: int) -> float:
@@ -231,27 +226,23 @@ class _Clock:
     def _kind(self, i: hlo.Instruction) -> str:
         if KERNEL in i.rest and not i.name.startswith(AROUND):
             return "attention" if ATTENTION in i.op_name else "matmul" if i.name.startswith(LINEAR) else "other"
-        inner = self.program.computations.get(i.called("calls") or "", [i])
-        return "matmul" if any(x.opcode in ("convolution", "dot") for x in [i, *inner]) else "other"
+        products = any(x.opcode in ("convolution", "dot") for x in [i, *self.program.inside(i)])
+        return "matmul" if products else "other"
 
     def _bytes(self, i: hlo.Instruction, instructions: dict) -> int:
         """To and from HBM. Of an operand of which only a part is read, or a result that is written in place, that part."""
-        inner = self.program.computations.get(i.called("calls") or "", []) if i.opcode == "fusion" else []
-        total = sum(_in_hbm(a) for a in i.arrays)
-        updates = [x for x in inner if x.opcode == "dynamic-update-slice"] or (
-            [i] if i.opcode == "dynamic-update-slice" else []
-        )
+        inner, total = self.program.inside(i) if i.opcode == "fusion" else [], i.hbm_bytes
         names = {x.name: x for x in inner} or instructions
-        for update in updates:  # the rest of the array stays as it is
+        for update in (x for x in inner or [i] if x.opcode == UPDATE):  # the rest of the array stays as it is
             whole, part = (names.get(update.operands[n]) for n in (0, 1))
             if whole is not None and part is not None and i.arrays and i.arrays[0].space == 0:
-                total -= sum(_in_hbm(a) for a in update.arrays) - sum(a.stored_bytes for a in part.arrays)
+                total -= update.hbm_bytes - part.stored_bytes
         parameters = {int(x.operands[0]): x for x in inner if x.opcode == "parameter"}
         for number, operand in enumerate(i.operands):
             source = instructions.get(operand)
             if source is None:
                 continue
-            size = sum(_in_hbm(a) for a in source.arrays)
+            size = source.hbm_bytes
             uses = [x for x in inner if number in parameters and parameters[number].name in x.operands]
             if uses and all(_reads_a_part(x, parameters[number].name) for x in uses):
                 size = min(size, sum(_part(x, names) for x in uses))
@@ -262,23 +253,16 @@ class _Clock:
 
     def _likeness(self, i: hlo.Instruction, instructions: dict) -> str:
         """What two operations share that have one schedule: opcode, shapes, also of operands, windows, the inside of a fusion."""
-        inner = self.program.computations.get(i.called("calls") or "", [])
+        inner = [(x.opcode, x.shape) for x in self.program.inside(i)]
         operands = [instructions[name].shape for name in i.operands if name in instructions]
         windows = re.search(r'"window_config":\{.*?\}', i.rest)
-        return repr((i.opcode, i.shape, operands, windows and windows[0], [(x.opcode, x.shape) for x in inner]))
-
-
-def _in_hbm(array: hlo.Array) -> int:
-    return array.stored_bytes if array.space == 0 else 0
+        return repr((i.opcode, i.shape, operands, windows and windows[0], inner))
 
 
 def _reads_a_part(user: hlo.Instruction, operand: str) -> bool:
-    first = bool(user.operands) and user.operands[0] == operand
-    return first and (user.opcode in READS_A_PART or user.opcode == "dynamic-update-slice")
+    return user.opcode in READS_A_PART and user.operands[:1] == [operand]
 
 
 def _part(user: hlo.Instruction, names: dict) -> int:
-    if user.opcode == "dynamic-update-slice":
-        part = names.get(user.operands[1])
-        return 0 if part is None else sum(a.stored_bytes for a in part.arrays)
-    return sum(a.stored_bytes for a in user.arrays)
+    part = names.get(user.operands[1]) if user.opcode == UPDATE else user
+    return 0 if part is None else part.stored_bytes

@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import jax
 from jax.extend import core
 
 from ..chips.figures import Chip
@@ -17,17 +18,7 @@ from .timing import ATTENTION, module_of
 # Which share of their peak compiled programs reach, by what we have seen of them (Wan 14B, 720p, v6e-8): products of
 # bfloat16 in blocks, the attention kernel, and the bandwidth of what is not fused away.
 PRODUCTS_REACH, ATTENTION_REACH, MEMORY_REACH = 0.6, 0.35, 0.8
-KEPT_APART = {
-    "reduce_sum",
-    "reduce_max",
-    "concatenate",
-    "pad",
-    "gather",
-    "scatter",
-    "transpose",
-    "dynamic_slice",
-    "sort",
-}
+KEPT_APART = set("reduce_sum reduce_max concatenate pad gather scatter transpose dynamic_slice sort".split())
 
 
 @dataclass
@@ -98,7 +89,9 @@ def _one(eqn, runs: int, work: Work, path: str) -> int:
         work.calls[batch, heads, queries, keys, dim] += runs
         work.by_module[module_of(path)] += flops
         return 0
-    inner = [x for value in params.values() for x in _jaxprs(value)]
+    kinds = (core.ClosedJaxpr, core.Jaxpr)
+    inner = jax.tree.leaves([*params.values()], is_leaf=lambda value: isinstance(value, kinds))
+    inner = [getattr(value, "jaxpr", value) for value in inner if isinstance(value, kinds)]
     if inner:
         times = runs * (params.get("length", 1) if name == "scan" else 1)
         return max(_count(x, times, work, path) for x in inner)
@@ -128,16 +121,6 @@ def _product(eqn) -> tuple[float, tuple[int, int]]:
         taps = math.prod(kernel[axis] for axis in numbers[2:])
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * inside * taps, (inside * taps, out)
     return 0.0, (1, 1)
-
-
-def _jaxprs(value):
-    if isinstance(value, core.ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, core.Jaxpr):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _jaxprs(item)
 
 
 def _bytes(aval) -> int:

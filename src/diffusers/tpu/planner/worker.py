@@ -1,13 +1,11 @@
 """One question to the planner, answered in the compiler's process: `answer` is what `planner.plan` runs in a child."""
 
 import contextlib
-import gc
 import importlib.metadata
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
-import jax
 import torch
 
 from ..chips.figures import Topology, find_topology
@@ -30,7 +28,7 @@ def answer(request: dict, progress: Callable) -> dict:
     """The plan of one request on one topology.
 
     Args:
-        request: as `planner.request_of` makes it; `named`: nothing is compiled, see `names`.
+        request: as `planner.request_of` makes it; `named`: only names of its programs are asked for, nothing is compiled.
 
     Raises BadRequest for what cannot be planned.
     """
@@ -54,20 +52,6 @@ def answer(request: dict, progress: Callable) -> dict:
             "ranking": ranking,
             "advice": [] if run.fits else advice.what_would_fit(planner, run),
         }
-
-
-def names(request: dict, progress: Callable) -> dict:
-    """For each of `questions`, [function, request], its `programs` and `reader`, nothing compiled; None for one without an answer."""
-    named = []
-    for number, (function, asked) in enumerate(request["questions"], 1):
-        progress(f"{number} of {len(request['questions'])}: {function} {asked}")
-        try:
-            named.append(aot.function_of(function)({**asked, "named": True}, lambda text: None))
-        except BadRequest:
-            named.append(None)
-        jax.clear_caches()
-        gc.collect()
-    return {"programs": named}
 
 
 def versions() -> dict[str, str]:

@@ -6,6 +6,7 @@ as it is: `fidelity.harvest` makes of each mark an output of the program. Withou
 
 import contextlib
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -72,8 +73,6 @@ def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abstrac
     """While this is open, what the model's submodules take and give in a trace is marked."""
     names = {id(module): name for name, module in model.named_modules()}
     deferring = {f"{g.path}.{index}" for g in groups for index in range(g.start, g.stop)}
-    open_calls: list[int] = []
-    calls = itertools.count()
 
     def name_of(module) -> str | None:
         if isinstance(module, Method):  # a block inside of its scan, or the model
@@ -81,19 +80,26 @@ def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abstrac
         name = names.get(id(module))
         return None if name in deferring else name
 
+    def seen(name: str, call: int, arguments: tuple, output):
+        for given, values in ((False, arguments), (True, output)):
+            for number, array in enumerate(_arrays(values)):
+                if array is not None:
+                    capture(array, Tag(name, given, number, call, scanned()))
+
+    return watching(name_of, seen)
+
+
+def watching(name_of: Callable, seen: Callable) -> contextlib.AbstractContextManager:
+    """While this is open, `seen(name, number of the call, (args, kwargs), output)` after each call of a module that `name_of` names."""
+    open_calls, calls = [], itertools.count()
+
     def enter(module, args):
         if name_of(module) is not None:
             open_calls.append(next(calls))
 
     def leave(module, args, kwargs, output):
-        name = name_of(module)
-        if name is None:
-            return
-        call = open_calls.pop()
-        for given, values in ((False, (args, kwargs)), (True, output)):
-            for number, array in enumerate(_arrays(values)):
-                if array is not None:
-                    capture(array, Tag(name, given, number, call, scanned()))
+        if (name := name_of(module)) is not None:
+            seen(name, open_calls.pop(), (args, kwargs), output)
 
     return around_forwards(enter, leave, with_kwargs=True)
 

@@ -1,0 +1,39 @@
+"""Of which programs the answers to many questions would be, nothing compiled: what `make records` asks before it makes rows again."""
+
+import gc
+import json
+from collections.abc import Callable
+
+import jax
+
+from diffusers.tpu.planner import Question
+from diffusers.tpu.planner.aot import BadRequest, function_of, run_in_child
+
+
+def programs_of(
+    questions: list[Question], seconds: float = 3600, on_progress: Callable[[str], None] = lambda text: None
+) -> list[dict | None]:
+    """`programs` and `reader` as an answer to each of these questions would have them; None for one without an answer.
+
+    An answer that has the same is the same answer, whatever else of the sources has changed.
+    """
+    asked = [json.dumps([question.function, question.request], sort_keys=True) for question in questions]
+    distinct = [*dict.fromkeys(asked)]
+    request = {"questions": [json.loads(text) for text in distinct]}
+    found = run_in_child(f"{__name__}:names", request, seconds=seconds, on_progress=on_progress)
+    named = dict(zip(distinct, found["programs"]))
+    return [named[text] for text in asked]
+
+
+def names(request: dict, progress: Callable) -> dict:
+    """In the compiler's process: each of `questions`, [function, request], with `named` in its request."""
+    named = []
+    for number, (function, asked) in enumerate(request["questions"], 1):
+        progress(f"{number} of {len(request['questions'])}: {function} {asked}")
+        try:
+            named.append(function_of(function)({**asked, "named": True}, lambda text: None))
+        except BadRequest:
+            named.append(None)
+        jax.clear_caches()
+        gc.collect()
+    return {"programs": named}

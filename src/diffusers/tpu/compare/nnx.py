@@ -1,0 +1,86 @@
+"""A component's form in plain JAX, traced, what its modules take and give marked under the names that upstream's have."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+from torch.utils._pytree import tree_leaves
+
+from ..bridge import as_numpy
+from ..compile.tracing import Tag, capture
+from ..pipelines.plans import VAE_ENTRIES, flax_class
+from ..video.nnx.weights import torch_name
+from .pipelines import Call
+
+
+def trace_nnx(
+    module: torch.nn.Module, dtype: torch.dtype, mesh, call: Call
+) -> tuple[jax.extend.core.ClosedJaxpr, list]:
+    """The program of a call of a VAE, and its flat arguments. Raises ValueError for an entry that this form does not have."""
+    if call.entry not in VAE_ENTRIES:
+        raise ValueError(
+            f"expected an entry that the form in plain JAX has ({', '.join(VAE_ENTRIES)}), got {call.entry}"
+        )
+    vae = flax_class(type(module).__name__).from_torch(module, dtype=str(dtype).removeprefix("torch."), mesh=mesh)
+    for name in vars(vae):
+        if name == "use_tiling" or name.startswith("tile_sample_"):
+            setattr(vae, name, getattr(module, name, getattr(vae, name)))
+    (x,) = (t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor))
+    x = jnp.asarray(np.moveaxis(as_numpy(x), 1, -1), vae.dtype)
+    state, run = vae.traceable(call.entry)
+    with _marking(type(vae), f"_{call.entry}", {name for name, _ in module.named_modules()}):
+        return jax.jit(run).trace(state, x).jaxpr, jax.tree.leaves((state, x))
+
+
+@contextlib.contextmanager
+def _marking(cls: type, entry: str, upstream: set[str]) -> Iterator[None]:
+    """While this is open, what the modules below a `cls` take and give is marked."""
+    names, numbers, open_calls = {}, itertools.count(), []
+
+    def marked(method: Callable, of_all: bool) -> Callable:
+        @functools.wraps(method)
+        def run(self, *args, **kwargs):
+            if of_all:
+                names.update({id(m): _upstream_name(path, cls.names, upstream) for path, m in nnx.iter_modules(self)})
+                names[id(self)] = ""
+            call, name = next(numbers), names.get(id(self))
+            if name is None or id(self) in open_calls:  # of no name upstream, or a class asking the one it is made of
+                return method(self, *args, **kwargs)
+            open_calls.append(id(self))
+            try:
+                output = method(self, *args, **kwargs)
+            finally:
+                open_calls.remove(id(self))
+            for given, values in ((False, (args, kwargs)), (True, output)):
+                for leaf, array in enumerate(a for a in jax.tree.leaves(values) if isinstance(a, jax.Array)):
+                    capture(array, Tag(name, given, leaf, call))
+            return output
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in [*((c, "__call__") for c in {*_callable(nnx.Module)}), (cls, entry)]:
+            method = getattr(owner, name)
+            setattr(owner, name, marked(method, owner is cls))
+            stack.callback(setattr, owner, name, method)
+        yield
+
+
+def _callable(base: type) -> Iterator[type]:
+    """Classes of modules that say what a call of them does."""
+    for cls in base.__subclasses__():
+        if "__call__" in vars(cls):
+            yield cls
+        yield from _callable(cls)
+
+
+def _upstream_name(path: tuple, names: tuple, upstream: set[str]) -> str | None:
+    """The name of upstream's submodule that has the weights of the module at this path; None where there is none such."""
+    name, plain = torch_name((*path, "kernel"), names).rpartition(".")[0], ".".join(map(str, path))
+    return name if name in upstream else plain if plain in upstream else None
