@@ -43,9 +43,7 @@ def to_torch(array: jax.Array) -> torch.Tensor:
 def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Tensor, apart=False) -> torch.Tensor:
     """`norm(x)` of a traced x [B, T, C], every head's pairs of entries rotated by cos and sin [1, T, 1, D], if given.
 
-    Args:
-        norm: RMS or layer norm with weights; over all of C, or of the entries of a head.
-        apart: pairs are of entries half a head apart, not of neighbours.
+    `norm`: RMS or layer norm over all of C, or of the entries of a head; `apart`: pairs are half a head apart, not neighbours.
     """
     from ..kernels.rotary import Norm, normed_and_rotated
     from ..kernels.settings import current
@@ -70,9 +68,7 @@ def joint_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two streams in one softmax, each q, k and v [B, T, N, D] of a trace; so are the answers.
 
-    Args:
-        seen: tokens of the text that are no padding [B, L]; None: all.
-        backend: a dispatcher's backend that a processor was told to use; None: what `TPUConfig.attention` says.
+    `seen`: tokens of the text that are no padding [B, L]; `backend`: of the dispatcher, in place of `TPUConfig.attention`.
     """
     from ..kernels.attention.api import joint
     from ..kernels.attention.parallel import Text
@@ -131,11 +127,7 @@ def dispatched_attention(
 ) -> torch.Tensor:
     """The dispatcher's TPU backends, [B, T, N, D] in and out; a mask [B, S] is a key mask, as for NATIVE.
 
-    `kernel` as `TPUConfig.attention`; None: what that says.
-
-    Raises:
-        NotImplementedError: `return_lse`.
-        RuntimeError: host tensors: the backend works on the TPU path only.
+    `kernel` as `TPUConfig.attention`. Raises NotImplementedError for `return_lse`, RuntimeError for host tensors.
     """
     from ..kernels.settings import choosing
     from .operators import scaled_dot_product_attention

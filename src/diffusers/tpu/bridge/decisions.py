@@ -30,17 +30,11 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class Guard:
-    """What decides, as a function of some of a call's tensors.
+    """What decides, as a function of some of a call's tensors."""
 
-    Attributes:
-        inputs: their numbers among the call's tensors.
-        key: equal for equal functions of the same inputs.
-        line: of the code that asks.
-    """
-
-    inputs: tuple[int, ...]
-    key: tuple = field(repr=False)
-    line: Line = field(compare=False)
+    inputs: tuple[int, ...]  # numbers of those tensors
+    key: tuple = field(repr=False)  # equal for equal functions of the same inputs
+    line: Line = field(compare=False)  # of the code that asks
     compute: Callable = field(compare=False, repr=False)
 
     def value(self, values: Callable[[int], np.ndarray]) -> np.ndarray:
@@ -56,18 +50,10 @@ class Guard:
 
 @dataclass
 class Decisions:
-    """Those of one trace.
+    """Those of one trace: `made` has the guards in the order in which they were asked first, each with its answer."""
 
-    Args:
-        values: number of an input -> its values in the call that the trace is made for; None: they are not known.
-        inputs: the traced arrays of the call's tensors.
-
-    Attributes:
-        made: guards in the order in which they were asked first, each with its answer.
-    """
-
-    values: Callable[[int], np.ndarray] | None
-    inputs: list
+    values: Callable[[int], np.ndarray] | None  # of an input by its number, in the traced call; None: not known
+    inputs: list  # the traced arrays of the call's tensors
     made: dict[Guard, np.ndarray] = field(default_factory=dict)
 
     def decide(self, array: jax.Array) -> np.ndarray | None:

@@ -1,8 +1,7 @@
 """What of a module cannot be traced, all of it in one go: `assuming` records each obstacle, assumes an answer and lets the trace go on.
 
-An obstacle is what asks for a value that a trace does not have (a branch, a number, an index of as many entries as are
-true), an operator that torchax lacks, or one that fails. Assumed are, in this order of what it is: a given truth value, one,
-every entry of an index, zeros of the shape that torch's meta device gives.
+An obstacle asks for a value that a trace does not have, is an operator that torchax lacks, or one that fails. Assumed are a given
+truth value, the number one, every entry of an index, else zeros of the shape that torch's meta device gives.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ from .draws import is_draw
 from .environment import environment
 from .host_twin import READS
 from .host_values import DEVICE_TENSORS, plain
-from .lines import foreign, line_of_frame
+from .lines import Line, foreign, line_of_frame
 
 
 aten = torch.ops.aten
@@ -50,14 +49,10 @@ PATIENCE = 100  # answers at one line, after which they alternate: a loop waits 
 
 
 @dataclass(frozen=True)
-class Obstacle:
-    """What stops a trace at a line of the module's own code: `what` in words, `code` the line."""
+class Obstacle(Line):
+    """What stops a trace at a line of the module's own code, in words."""
 
     what: str
-    file: str
-    line: int
-    code: str
-    function: str
 
 
 @contextlib.contextmanager
@@ -99,7 +94,7 @@ class Obstacles:
             frame = frame.f_back
         line = line_of_frame(frame)
         if not again:
-            self.found[Obstacle(what, line.file, line.line, line.code, line.function)] = None
+            self.found[Obstacle(**vars(line), what=what)] = None
         self.asked[line.file, line.line] += 1
         return self.asked[line.file, line.line]
 

@@ -1,8 +1,4 @@
-"""Random draws: from torch's CPU generators, wherever the tensors lie, so that a seed gives the noise it gives everywhere.
-
-torch marks its operators that draw (the tag `nondeterministic_seeded`). Marked too, and left out here: attention and layers
-that would draw in training, whose draws are other operators.
-"""
+"""Random draws: from torch's CPU generators, wherever the tensors lie, so that a seed gives the noise it gives everywhere."""
 
 import functools
 import re
@@ -18,6 +14,7 @@ from .host_twin import HOST
 from .host_values import DEVICE_TENSORS, plain
 
 
+# torch marks its operators that draw; marked too are attention and layers that would in training, by other operators.
 _NOT_A_DRAW = re.compile(
     "attention|sdp|^_cudnn|^_lstm|^lstm$|^gru$|_rnn|^rnn_|^rrelu$|^(alpha_|feature_|feature_alpha_)?dropout_?$"
 )

@@ -1,8 +1,7 @@
 """Device tensors outside of the environment: a callback kept them, and works with them after the call.
 
-Each has a twin on the host, made when it is first used there. torch's operators run on the twins and give host tensors; what
-is written into a twin, through views of it too, the device tensor holds when it is next used inside. torch counts what is
-written: to it, views of the twin that its operators give here are views of the device tensor.
+Each has a twin on the host, made when it is first used there. torch's operators run on the twins and give host tensors; what is
+written into a twin, through views of it too, the device tensor holds when it is next used inside (torch counts what is written).
 """
 
 import copy
@@ -158,9 +157,9 @@ def _for_a_message() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in ("torch", "torchax", "jax") and not name.startswith(OURS):
-            return name.partition(".")[0] in ("transformers", "diffusers")
-        frame = frame.f_back
+        library, frame = name.partition(".")[0], frame.f_back
+        if library not in ("torch", "torchax", "jax") and not name.startswith(OURS):
+            return library in ("transformers", "diffusers")
     return False
 
 

@@ -1,5 +1,6 @@
 """The line of the model's own code that a trace has come to, or that an error came from."""
 
+import functools
 import linecache
 import os
 import sys
@@ -54,9 +55,7 @@ def line_of(error: BaseException) -> Line:
     return line_of_frame(*(own or frames)[-1])
 
 
-def whole_tracebacks():
-    """A context in which errors that go through JAX keep the frames that they came from."""
-    return traceback_filtering("off")
+whole_tracebacks = functools.partial(traceback_filtering, "off")  # errors that go through JAX keep their frames
 
 
 def raised_inside(error: BaseException) -> bool:

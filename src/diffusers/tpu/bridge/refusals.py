@@ -1,6 +1,4 @@
-"""What torch itself refuses. Where an operator fails on device tensors it is asked again on the host's: what torch does not take
-either ends in torch's own error, its class and words, at upstream's line, and not in one from inside of JAX.
-"""
+"""torch's own errors, at upstream's line, for what torch does not take either: an operator that fails is asked again on the host."""
 
 import functools
 

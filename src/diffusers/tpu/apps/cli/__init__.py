@@ -17,6 +17,7 @@ from .errors import BadInput
 
 
 TABLE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
+DEFAULTS = {name[2:]: option["default"] for name, option in TABLE["options"].items() if "default" in option}
 ACTIONS = {"yes or no": argparse.BooleanOptionalAction}
 CHOICES = {"attentions": ATTENTIONS, "any": None}
 TYPES = {"int": int, "float": float}
@@ -56,6 +57,20 @@ def _add_options(parser, table: dict):
         parser.add_argument(name, **given)
 
 
+def _check(options: argparse.Namespace):
+    """Raises BadInput for flags that a rule of the command refuses beside the others."""
+    given = {n: v for n, v in vars(options).items() if v not in (None, False, DEFAULTS.get(n))}
+    for rule in TABLE["commands"][options.command].get("rules", ()):
+        refused = all(
+            (name in given) is wanted if isinstance(wanted, bool) else given.get(name) in wanted
+            for name, wanted in rule["when"].items()
+        )
+        for name in rule["flags"]:
+            if refused and name in given:
+                flag = f"--{name.replace('_', '-')}"
+                raise BadInput(rule["message"].format(flag=flag, **vars(options)))
+
+
 def _function(options: argparse.Namespace) -> tuple[str, str]:
     """The module and the name of the function that runs the command."""
     if options.command == "compare":
@@ -72,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         groups = TABLE["commands"][options.command].get("groups", ())
         if rest and not {"pipeline", "plan"} & {*groups}:
             raise BadInput(f"expected no further arguments of {options.command}, got {' '.join(rest)}")
+        _check(options)
         module, name = _function(options)
         return getattr(importlib.import_module(f".{module}", __package__), name)(options, rest)
     except BadInput as error:

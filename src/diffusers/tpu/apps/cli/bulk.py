@@ -75,15 +75,10 @@ def run(options, rest: list[str]) -> int:
 
 def _checked(options) -> dict[str, float]:
     """`--ray-resources` as numbers by name. Raises BadInput for flags that do not go together."""
-    for name in ("prompt", "image", "stage", "input"):
-        if getattr(options, name) is not None:
-            raise BadInput(f"expected --prompts without --{name}: each line of the file has its own arguments")
     if options.batch < 1 or (options.ray is not None and options.ray < 1):
         raise BadInput("expected --batch and --ray of at least 1")
     if options.output is not None and Path(options.output).suffix:
         raise BadInput(f"expected --output to be a directory with --prompts, got {options.output!r}")
-    if options.ray_resources and options.ray is None:
-        raise BadInput("expected --ray with --ray-resources: they are of Ray's actors")
     if options.ray is not None and None in map(importlib.util.find_spec, ("ray", "pyarrow")):
         raise BadInput("expected Ray Data with --ray, it is not installed: pip install '.[ray]'")
     found = {}

@@ -18,24 +18,15 @@ from .errors import PACKAGE, BadInput, calling, refusing
 from .output import check_writable, table, whole_file
 
 
-OF_A_COMPONENT = ("entry", "form", "attention", "against", "against_dtype", "against_mesh", "against_attention")
-OF_A_COMPONENT += ("depth", "report", "debug_nans", "debug_sharding")
 DEPTH = 2
 NARROW = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
 
 
 def run(options, rest: list[str]) -> int:
     """The command; exit status 1 if a row fails: a module is too far off, a submodule parts or gives what is not finite."""
-    for name in OF_A_COMPONENT:
-        if getattr(options, name) and not options.component:
-            raise BadInput(
-                f"expected --component NAME with {flag(name)}, got none; without it whole components are compared"
-            )
     for name in ("mesh", "dtype"):
         if options.component and len(getattr(options, name) or []) > 1:
             raise BadInput(f"expected {flag(name)} once with --component, got {getattr(options, name)}")
-    if options.planned:
-        raise BadInput("expected --trace with --planned, got none: only a trace is with our plans or without")
     target = session.choose_target("auto")
     if target is None:
         raise BadInput("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
@@ -170,9 +161,6 @@ def _shardings(comparison):
 
 def trace(options, rest: list[str]) -> int:
     """`--trace`; exit status 1 if there is an obstacle to compiling, or a trace did not come to its end."""
-    for name in (*OF_A_COMPONENT, "mesh", "seed"):
-        if getattr(options, name):
-            raise BadInput(f"expected --trace without {flag(name)}, got both: a trace computes nothing")
     if len(options.dtype or []) > 1:
         raise BadInput(f"expected --dtype once with --trace, got {options.dtype}")
     arguments = numbers(options, rest)

@@ -23,7 +23,6 @@ OF_SEVERAL = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def run(options, rest: list[str]) -> int:
-    """The command; returns its exit status."""
     facts = gather()
     if options.json:
         print(json.dumps(facts, indent=2))

@@ -16,21 +16,9 @@ from .errors import BadInput, calling
 from .timing import Stopwatch
 
 
-def refuse_flags_of_prompts(options):
-    """Raises BadInput for flags that go with a file of prompts."""
-    if options.batch != 1 or options.retry or options.ray is not None:
-        raise BadInput("expected --prompts FILE with --batch, --retry and --ray")
-
-
 def run(options, rest: list[str]) -> int:
-    """The command; returns its exit status."""
-    refuse_flags_of_prompts(options)
-    if options.input is not None:
-        raise BadInput("expected --stage denoise or decode with --input: a whole run starts from its arguments")
     start = time.perf_counter()
-    target = session.choose_target(options.device)
-    first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
-    cls, call = session.asked(options, rest)
+    target, first, mesh, cls, call = session.begin(options, rest)
     seed = session.seed_of(options.seed)
     extra = call_extras(cls, options, seed)
     arguments.require(cls, [*call, *extra])
@@ -68,8 +56,6 @@ def _profiled_steps(options, cls: type, call: dict, target) -> range | None:
             "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
         )
     if options.profile is None:
-        if options.profile_steps is not None:
-            raise BadInput("expected --profile DIR with --profile-steps")
         return None
     if target is None:
         raise BadInput("expected no --profile without the TPU path")

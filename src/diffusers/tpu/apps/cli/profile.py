@@ -25,7 +25,6 @@ STEPS = "2:4"  # the first compiles, the second may compile what only it meets
 
 
 def run(options, rest: list[str]) -> int:
-    """The command; returns its exit status."""
     with refusing(ValueError, OSError):
         found = measured(Path(options.folder))
         if options.plan:

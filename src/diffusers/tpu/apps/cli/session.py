@@ -66,6 +66,12 @@ def asked(options, rest: list[str]) -> tuple[type, dict]:
     return cls, arguments.call_arguments(cls, arguments.given_arguments(options, rest))
 
 
+def begin(options, rest: list[str]) -> tuple:
+    """Target, whether this process is the first, mesh, pipeline class and arguments of a command that runs a pipeline."""
+    target = choose_target(options.device)
+    return target, is_first(target), mesh_of(options.mesh, target), *asked(options, rest)
+
+
 def pipeline_class(model: str) -> type:
     """The class that the model's `model_index.json` names; only that file is read."""
     if not Path(model).is_dir() and not HUB_ID.fullmatch(model):

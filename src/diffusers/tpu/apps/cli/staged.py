@@ -18,13 +18,8 @@ OUTPUTS = {"text": ((".safetensors",), "-text"), "denoise": ((".safetensors",), 
 
 
 def run(options, rest: list[str]) -> int:
-    """The command; returns its exit status."""
-    generate.refuse_flags_of_prompts(options)
     start = time.perf_counter()
-    target = session.choose_target(options.device)
-    first, mesh = session.is_first(target), session.mesh_of(options.mesh, target)
-    cls, call = session.asked(options, rest)
-    _check_flags(options)
+    target, first, mesh, cls, call = session.begin(options, rest)
     with loading(), calling():
         settings, tensors = (_first if options.stage == "text" else _next)(options, cls, call)
     path = output.output_path(options.output, settings.call.get("prompt"), *OUTPUTS[options.stage])
@@ -57,16 +52,6 @@ def run(options, rest: list[str]) -> int:
     for place in elsewhere:
         print(f"{place}: the last bits may differ from those of one run")
     return 0
-
-
-def _check_flags(options):
-    """Raises BadInput for flags of another stage."""
-    if options.stage == "text" and options.input is not None:
-        raise BadInput("expected no --input of the stage text: it is the first one")
-    if options.stage != "text" and options.input is None:
-        raise BadInput(f"expected --input, the file that the stage {BEFORE[options.stage]} wrote")
-    if options.stage != "decode" and options.fps is not None:
-        raise BadInput(f"expected --fps at the stage decode, which writes the video, got it at {options.stage}")
 
 
 def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
