@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import benches
+from bench import benches, naming
 from bench.attention_cases import ATTENTION_SHAPES
 from bench.cases import Case
 from conftest import ROOT
@@ -197,11 +197,14 @@ def answer(**changes) -> dict:
 def test_a_first_run_is_a_run_and_what_comes_before_it(maker, monkeypatch):
     """The times of compilation are of a program without schedules, which it is not read from."""
 
-    def remembered(function, request, seconds, on_progress, schedules):
+    def answered(question, on_progress):
+        request = question.request
         assert request["everything"] and request["arguments"]["num_inference_steps"] == 50
-        return answer() if schedules else answer(by_way={}, parts=[], compile_seconds=60.0, trace_seconds=5.0)
+        if question.schedules:
+            return answer()
+        return answer(by_way={}, parts=[], compile_seconds=60.0, trace_seconds=5.0)
 
-    monkeypatch.setattr(planner, "remembered", remembered)
+    monkeypatch.setattr(planner.Question, "answer", answered)
     cases = benches.select("run", {"topology": "v6e-8", "model": "wan2.1-t2v-14b"})
     rows = [{**case.row, **case.ask()} for case in cases]
     assert [row["way"] for row in rows] == ["bound", "centred", "online"]
@@ -218,7 +221,7 @@ def test_a_first_run_is_a_run_and_what_comes_before_it(maker, monkeypatch):
 def test_a_program_without_room_is_a_row_that_failed(monkeypatch, capsys):
     refused = answer(by_way={})
     refused["parts"][2]["refused"] = {"message": "Used 40G of 31G hbm", "asked": 40 << 30}
-    monkeypatch.setattr(planner, "remembered", lambda *asked: refused)
+    monkeypatch.setattr(planner.Question, "answer", lambda *asked: refused)
     words = "bench step --topology v6e-8 --model wan2.1-t2v-14b --way bound --json"
     assert cli.main(words.split()) == 1
     (failed,) = {row["failed"] for row in json.loads(capsys.readouterr().out)}
@@ -241,7 +244,7 @@ def bench(monkeypatch, tmp_path) -> SimpleNamespace:
         return {"programs": [bench.renamed.get(row, f"program {row}")], "reader": "this"}
 
     def answers(function, request, **others):
-        if function.endswith("naming:answer"):
+        if function == "bench.naming:names":
             return {"programs": [of_program(asked["row"]) for _, asked in request["questions"]]}
         bench.asked.append(request["row"])
         if request["row"] in bench.failing:
@@ -253,7 +256,8 @@ def bench(monkeypatch, tmp_path) -> SimpleNamespace:
         return Case({"row": number}, planner.Question("a:question", {"row": number}), dict)
 
     monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(planner, "run_in_child", answers)
+    for module in (planner, naming):
+        monkeypatch.setattr(module, "run_in_child", answers)
     monkeypatch.setitem(benches.BENCHES, "check", lambda: [case(number) for number in (1, 2, 3)])
     return bench
 

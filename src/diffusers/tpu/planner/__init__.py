@@ -1,4 +1,4 @@
-"""The TPU compiler asked before renting a TPU: does a model fit a slice, how fast is a step, and why (`plan`).
+"""The TPU compiler asked before renting a TPU: does a model fit a slice, how fast is a step, and why.
 
 A plan is made by `published` and `building` (a pipeline without weights), `recording` (its calls), `work` and `meshes` (counts, guesses),
 `hlo`, `bundles`, `ici`, `timing` (compiled programs read), `kept`, `runs`, `advice`, `worker` (all of it, in the compiler's process) and
@@ -115,25 +115,16 @@ def request_of(
 
     Raises ValueError: what was asked for cannot be; the message says what can.
     """
+    request = dict(locals())
     devices = None if topology == SIMULATED else find_topology(topology).devices
     if devices is not None and isinstance(mesh, tuple) and math.prod(mesh) != devices:
         raise ValueError(
             f"expected a mesh dp,sp,tp whose product is the {devices} devices of {topology}, got"
             f" {','.join(map(str, mesh))} = {math.prod(mesh)}"
         )
-    return {
-        "model": os.path.abspath(model) if os.path.isdir(model) else model,
-        "topology": topology,
-        "mesh": list(mesh) if isinstance(mesh, tuple) else mesh,
-        "dtype": dtype,
-        "batch": batch,
-        "arguments": arguments or {},
-        "everything": everything,
-        "tiling": tiling,
-        "config": config or {},
-        "only": only,
-        "within": within,
-    }
+    model = os.path.abspath(model) if os.path.isdir(model) else model
+    mesh = list(mesh) if isinstance(mesh, tuple) else mesh
+    return {**request, "model": model, "mesh": mesh, "arguments": arguments or {}, "config": config or {}}
 
 
 def directory_of(model: str) -> Path | None:

@@ -111,10 +111,8 @@ class _TracingRunner(RecordingRunner):
             try:
                 return super().trace(call)
             except Exception as error:  # of any kind: upstream's code goes on with what it was told
-                words = (
-                    f"{call.entry}, truth values assumed {answer}: {type(error).__name__} in {line_of(error)}: {error}"
-                )
-                into.stopped.append(" ".join(words.split())[:LONGEST])
+                where = f"{call.entry}, truth values assumed {answer}: {type(error).__name__} in {line_of(error)}"
+                into.stopped.append(" ".join(f"{where}: {error}".split())[:LONGEST])
                 return None
             finally:
                 into.obstacles += [one for one in obstacles.found if one not in into.obstacles]

@@ -102,12 +102,9 @@ class Part:
         hbm["peak"] = sum(hbm.values())
         by_module = sorted(work.by_module.items(), key=lambda item: -item[1])
         return {
-            "component": self.component,
+            **{name: getattr(self, name) for name in ("component", "stage", "branches", "runs")},
             "entry": self.recorded.call.entry,
-            "stage": self.stage,
             "how": "compiled" if compiled else "refused" if self.refused else "modelled",
-            "branches": self.branches,
-            "runs": self.runs,
             "shapes": [list(t.shape) for t in self.recorded.call.tensors],
             "seconds": None if self.refused else self.seconds,
             "flops": self.branches * work.flops,
