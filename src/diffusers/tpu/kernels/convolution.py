@@ -43,9 +43,7 @@ class Blocks(NamedTuple):
     piece: int
 
 
-def choose(
-    height: int, width: int, channels: int, features: int, taps: int, generation: str | None = None
-) -> Blocks | None:
+def choose(height: int, width: int, channels: int, features: int, taps: int, generation=None) -> Blocks | None:
     """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the largest; None if none do."""
     width, found, chip = round_up(width, SUBLANES), [], chip_of(generation)
     piece = max(1, min(height, PIECE // width))

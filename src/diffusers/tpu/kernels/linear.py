@@ -47,9 +47,7 @@ class Blocks(NamedTuple):
     columns: int
 
 
-def choose(
-    rows: int, columns: int, depth: int, generation: str | None = None, residual: bool = False
-) -> Blocks | None:
+def choose(rows: int, columns: int, depth: int, generation: str | None = None, residual=False) -> Blocks | None:
     """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the

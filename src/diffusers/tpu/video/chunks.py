@@ -6,7 +6,6 @@
 import contextvars
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -57,28 +56,15 @@ def scan_chunks(step: Callable, x: jax.Array, size: int, empty, axis: int = 1) -
     return lax.slice_in_dim(outs, dropped, outs.shape[axis], axis=axis)
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The batch of frames that is traced here.
-
-    Attributes:
-        first: whether it is the video's first, a traced scalar; None: it is where nothing was kept.
-        longer: the first batch has a frame before those that all have; in the others that place is empty, at every level.
-    """
-
-    first: jax.Array | None = None
-    longer: bool = False
-
-    def full_places(self, frames: int) -> jax.Array | None:
-        """Which of a map's `frames` are not empty; None: all."""
-        return self.first | (jnp.arange(frames) > 0) if self.longer else None
+# Of the batch that is traced: whether it is the video's first, a traced scalar, None: it is where nothing was kept; and whether the
+# first batch has a frame before those that all have. In the others that place is empty, at every level.
+_batch = contextvars.ContextVar("diffusers_tpu_batch", default=(None, False))
 
 
-_batch = contextvars.ContextVar("diffusers_tpu_batch", default=Batch())
-
-
-def batch() -> Batch:
-    return _batch.get()
+def full_places(frames: int) -> jax.Array | None:
+    """Which of a map's `frames` are not empty in this batch; None: all."""
+    first, longer = _batch.get()
+    return first | (jnp.arange(frames) > 0) if longer else None
 
 
 def looking_back(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> jax.Array:
@@ -86,14 +72,14 @@ def looking_back(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 
 
     Where its first place is empty, they come before the second.
     """
-    this, own = batch(), lax.slice_in_dim(x, 0, 1, axis=axis)
+    (first, longer), own = _batch.get(), lax.slice_in_dim(x, 0, 1, axis=axis)
     before = jnp.concatenate([own] * frames, axis)
-    if this.first is None:
+    if first is None:
         return jnp.concatenate([before if kept is None else kept, x], axis)
-    before = jnp.where(this.first, before, kept)
-    if not this.longer:
+    before = jnp.where(first, before, kept)
+    if not longer:
         return jnp.concatenate([before, x], axis)
-    none = jnp.where(this.first, own, lax.slice_in_dim(kept, 0, 1, axis=axis))
+    none = jnp.where(first, own, lax.slice_in_dim(kept, 0, 1, axis=axis))
     return jnp.concatenate([none, before, lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)], axis)
 
 
@@ -101,7 +87,7 @@ def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.
     """`step` of batches of `size` frames of a traced x, one after another, its outputs joined in time.
 
     The first batch holds the remainder as well. For a remainder of one frame, with an even size, the others have an empty place,
-    so that one program computes them all: `looking_back` and `Batch.full_places` leave it out. With a longer remainder the
+    so that one program computes them all: `looking_back` and `full_places` leave it out. With a longer remainder the
     first batch is a program of its own. `step`: (batch, cache, None for the first) -> (output, cache, whose shapes stay).
     """
     frames = x.shape[axis]
@@ -123,7 +109,7 @@ def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.
 
     def one(kept, numbered):
         number, part = numbered
-        with bound(_batch, Batch(number == 0, bool(longer))):
+        with bound(_batch, (number == 0, bool(longer))):
             return step(part, kept)[::-1]
 
     empty = jax.eval_shape(lambda part: step(part, None)[1], parts[0])
@@ -150,12 +136,10 @@ def _as_it_stays(after: Callable, cache):
         before, cache = cache, after(cache)
         if cache == before:
             return cache
-    pairs = zip(
-        *(jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda entry: entry is None) for tree in (before, cache))
-    )
+    leaves = functools.partial(jax.tree_util.tree_leaves_with_path, is_leaf=lambda entry: entry is None)
     growing = [
         f"entry {jax.tree_util.keystr(path)} of {old and old.shape} and then {new and new.shape}"
-        for (path, old), (_, new) in pairs
+        for (path, old), (_, new) in zip(leaves(before), leaves(cache))
         if old != new
     ]
     raise NotImplementedError(

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from .chunks import batch
+from .chunks import full_places
 from .slabs import slabs
 
 
@@ -22,7 +22,7 @@ def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G
     pivot = wide[:, :, :, :1].mean(spread)
     left = wide - pivot[:, None, None, None]
     own = None if split is None else split.own_positions(x.shape[2], x.shape[3])
-    full = batch().full_places(x.shape[1])
+    full = full_places(x.shape[1])
     count = jnp.float32(x[0, ..., 0].size)
     if own is not None:
         left = jnp.where(own[..., None], left, 0)
@@ -41,29 +41,28 @@ def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G
     return whole, everyone(around) / total
 
 
-def group_norm(
-    x: Map, weight: Float[Array, " C"], bias: Float[Array, " C"], groups: int, eps: float
-) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
+def _group_norm(x: Map, weight, bias, groups: int, eps: float) -> tuple[Map, Map]:
     """(factor, summand) of each channel in float32: x normed is x * factor + summand."""
     mean, variance = (jnp.repeat(a, x.shape[-1] // groups, 1) for a in moments(x, groups))
     factor = lax.rsqrt(variance + eps) * weight.astype(jnp.float32)
-    return factor, bias.astype(jnp.float32) - mean * factor
+    summand = bias.astype(jnp.float32) - mean * factor
+    return factor[:, None, None, None], summand[:, None, None, None]
 
 
 def normed(x: Map, weight, bias, groups: int, eps: float) -> Map:
-    """x by `group_norm`, in its dtype."""
-    factor, summand = (a[:, None, None, None] for a in group_norm(x, weight, bias, groups, eps))
+    """Group norm of x, in its dtype. `weight`, `bias`: [C]."""
+    factor, summand = _group_norm(x, weight, bias, groups, eps)
     return (x.astype(jnp.float32) * factor + summand).astype(x.dtype)
 
 
 def normed_by_place(
     x: Map, weight, bias, groups: int, eps: float, scale: Float[Array, "B t h w C"], shift: Float[Array, "B t h w C"]
 ) -> Map:
-    """x by `group_norm`, times `scale` plus `shift`, which are of a coarser map: each of its positions is of a block of x.
+    """Group norm of x, times `scale` plus `shift`, which are of a coarser map: each of its positions is of a block of x.
 
     A first frame of an odd number of them is a block of its own.
     """
-    factor, summand = (a[:, None, None, None] for a in group_norm(x, weight, bias, groups, eps))
+    factor, summand = _group_norm(x, weight, bias, groups, eps)
     scale, shift = (a.astype(jnp.float32) for a in (scale, shift))
     factor, summand = factor * scale, summand * scale + shift
     factor, summand = (_spread(a, x.shape[1], x.shape[2]).transpose(0, 3, 1, 2, 4) for a in (factor, summand))

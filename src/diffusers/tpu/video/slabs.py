@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
 
 from ..kernels.attention.api import attention
 from ..kernels.attention.masks import Mask
+from ..kernels.attention.reference import Keys, Out, Queries, Values
 from ..kernels.settings import bound, current, using
 
 
@@ -64,9 +64,7 @@ class Slabs:
         """The last slabs hold columns that are not the map's."""
         return self.width < self.count * self.local
 
-    def with_neighbours(
-        self, x: jax.Array, left: int, right: int, axis: int = -1, repeated: bool = False
-    ) -> jax.Array:
+    def with_neighbours(self, x: jax.Array, left: int, right: int, axis: int = -1, repeated=False) -> jax.Array:
         """A slab with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
         Rows that are filled up become as what is beyond the map. Raises NotOnSlabs where a neighbour has fewer columns.
@@ -125,9 +123,7 @@ class Slabs:
         sizes = ((int(self.height * f), int(self.local * f)) for f in FACTORS)
         return next(size for size in sizes if math.prod(size) == positions)
 
-    def everyones(
-        self, k: jax.Array, v: jax.Array, frames: int = 1
-    ) -> tuple[jax.Array, jax.Array, jax.Array | np.ndarray | None]:
+    def everyones(self, k: jax.Array, v: jax.Array, frames: int = 1) -> tuple:
         """(keys, values of the whole map, frame after frame, in a frame chip after chip; which keys are not filled up, None: all)."""
         if self.count == 1 and self.own is None:
             return k, v, None
@@ -231,9 +227,7 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
     return some_tiles(*filled)[: len(x)]
 
 
-def attention_by_frame(
-    q: Float[Array, "B N T D"], k: Float[Array, "B N T D"], v: Float[Array, "B N T E"], frames: int
-) -> Float[Array, "B N T E"]:
+def attention_by_frame(q: Queries, k: Keys, v: Values, frames: int) -> Out:
     """Attention of the positions of `frames` maps, one after another, each to those of its own frame and of the earlier.
 
     Where a chip has a slab of each map, keys are those of whole maps. Raises as `attention` does.

@@ -145,9 +145,7 @@ def _columns(x, shape: tuple[int, ...], interpret, name: str) -> Array:
     return _call(kernel, name, (batch, pl.cdiv(tokens, rows)), {"x": (x, spec)}, shape, out_spec, interpret)
 
 
-def join(
-    pieces: Float[Array, "W B T C"], turned: bool, interpret, behind: Float[Array, "B L C"] | None = None
-) -> Array:
+def join(pieces: Float[Array, "W B T C"], turned, interpret, behind: Float[Array, "B L C"] | None = None) -> Array:
     """Tokens of all chips and `behind` them others, [B, W T + L, C], or [B, C, W T + L] if they are turned to lanes."""
     ways, batch, tokens, width = pieces.shape
     rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)

@@ -166,9 +166,7 @@ def _as_asked(shape, mask: Mask, out, lse=None):
     return out, lse if mask.queries is None else jnp.where(mask.queries[..., 0], lse, -jnp.inf)
 
 
-def make_operands(
-    call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, interpret
-) -> tuple[dict[str, Array], Operands]:
+def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, interpret) -> tuple[dict, Operands]:
     """(scalars fetched before a program runs, arrays with their blocks), in the order in which the kernel gets them.
 
     * `q` and `v` with tokens minor, so that scores come out transposed; `k` as it lies.

@@ -179,9 +179,7 @@ def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text=None) -> Ke
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)
 
 
-def around_ring(
-    q, k, v, mask: Mask | None = None, bounds: dict | None = None, *, local, kv_len: int, ring: int, place
-):
+def around_ring(q, k, v, mask: Mask | None = None, bounds=None, *, local, kv_len: int, ring: int, place):
     """(out, lse) in float32 of this chip's queries over the keys of all chips of the ring, of which `kv_len` are no padding."""
     chunk, bounds = k.shape[2], bounds or {}
     hops = _hops(mask and mask.band, ring, chunk)
@@ -310,14 +308,12 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
 
 def _of_heads(text: Text, ulysses: int) -> Text:
     """The heads that this chip has after the exchange."""
-    if ulysses == 1:
-        return text
 
     def own(x):
         heads = x.shape[1] // ulysses
         return lax.dynamic_slice_in_dim(x, lax.axis_index("ulysses") * heads, heads, 1)
 
-    return Text(own(text.q), own(text.k), own(text.v), text.seen)
+    return text if ulysses == 1 else Text(own(text.q), own(text.k), own(text.v), text.seen)
 
 
 def joint_mask(tokens: int, chunk: int, text: Text) -> Mask | None:

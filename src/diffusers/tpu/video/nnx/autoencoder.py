@@ -198,9 +198,7 @@ class VideoAutoencoder(nnx.Module):
         """An input's width over all chips where they divide it."""
         return named(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
 
-    def _in_parts(
-        self, run: Callable, x: jax.Array, tiling: Tiling, patch: int = 1, encode: bool = False
-    ) -> jax.Array:
+    def _in_parts(self, run: Callable, x: jax.Array, tiling: Tiling, patch: int = 1, encode=False) -> jax.Array:
         """`run` of maps: in tiles where they are on and the map is larger, else a slab a chip. `patch`: pixels of a map's side."""
         if self.use_tiling and any(n * patch > tile for n, tile in zip(x.shape[2:4], tiling.sizes)):
             if encode:

@@ -101,10 +101,8 @@ def torch_name(path: tuple, names: tuple[tuple[str, str], ...]) -> str:
     return name
 
 
-def load_weights(
-    vae: nnx.Module, names: tuple[tuple[str, str], ...], tensors: dict[str, Tensor], source: str
-) -> nnx.Module:
-    """The abstract module with these weights, each where its shape says that it lies. `names`: as of `torch_name`.
+def load_weights(vae: nnx.Module, names: tuple[tuple[str, str], ...], tensors: dict, source: str) -> nnx.Module:
+    """The abstract module with these weights (`Tensor` by name), each placed as its shape says. `names`: as of `torch_name`.
 
     Raises ValueError for names that are missing or not known, and for shapes that differ, before anything is read.
     """
