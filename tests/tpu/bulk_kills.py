@@ -33,12 +33,6 @@ WORDS = "a red circle moving left"
 PATIENCE = 540  # seconds
 
 
-def write_prompts(path: Path, count: int):
-    draw = random.Random(0)
-    lines = ({"prompt": " ".join(draw.sample(WORDS.split(), 3)), "id": f"p{n:03d}"} for n in range(count))
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
 def start(model: Path, prompts: Path, out: Path, log, ray: bool) -> subprocess.Popen:
     words = ["generate", str(model), "--prompts", str(prompts), "--output", str(out), "--seed", "1"]
     words += [w for name, value in ARGUMENTS.items() for w in (f"--{name.replace('_', '-')}", str(value))]
@@ -63,7 +57,8 @@ def run(folder: Path, count: int, kills: int, seed: int, ray: bool) -> dict:
     """Facts about the directory when all commands have ended."""
     draw = random.Random(seed)
     out, prompts, model = folder / "out", folder / "prompts.jsonl", folder / "model"
-    write_prompts(prompts, count)
+    lines = ({"prompt": " ".join(draw.sample(WORDS.split(), 3)), "id": f"p{n:03d}"} for n in range(count))
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     at = sorted(draw.sample(range(count // 20, count * 9 // 10), kills))
     begun, first, remade, killed = time.monotonic(), {}, set(), 0
     with open(folder / "log.txt", "w") as log:

@@ -25,20 +25,8 @@ def seed():
     latents.seed = np.random.default_rng().integers(1 << 31)
 
 
-@pytest.fixture(scope="module")
-def kept() -> list:
-    """What the reference gave, once it was asked."""
-    return []
-
-
-def reference(kept, model):
-    if not kept:
-        kept.append(latents(model, attention="reference"))
-    return kept[0]
-
-
 @pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.slow), 4])
-def test_the_kernel_gives_the_video_of_the_reference(chips, root, kept, ring):
+def test_the_kernel_gives_the_video_of_the_reference(chips, root, ring):
     model = root / "examples/tpu/models/wan-shapes"
     api._ways.clear()
     ours = latents(model, attention="kernel", attention_ring=ring, attention_tally=True)
@@ -47,7 +35,7 @@ def test_the_kernel_gives_the_video_of_the_reference(chips, root, kept, ring):
     ways = [way for way in api.explain() if way.kernel == "kernel"]
     assert {way.mask for way in ways} == {"", "bias"}  # the denoiser and the VAE; the text encoder
     assert any(way.chips == f"ring {ring or 1} x ulysses {4 // (ring or 1)}" for way in ways)
-    theirs = reference(kept, model)
+    theirs = latents(model, attention="reference")
     assert latents.ways is None  # nobody asked
     assert relative(ours, theirs) < 1e-4  # measured: 9e-6 to 1.9e-5; of another mesh 2e-6
 

@@ -59,9 +59,7 @@ def test_any_map(taps, width, blocks, bias):
     "taken, given",
     [
         (True, {"padding": 1}),
-        (True, {"padding": (1, 1), "bias": None}),
         (True, {"padding": 0, "padded": (1, 1, 1, 1)}),
-        (False, {"padding": 0}),
         (False, {"padding": 1, "padded": (0, 1, 0, 1)}),
         (True, {"padding": 1, "stride": (2, 3)}),
         (False, {"padding": 0, "padded": (0, 1, 0, 1), "stride": 2}),

@@ -94,9 +94,8 @@ def test_every_way_of_attention_by_itself(interpreted, way):
     assert relative(wide(apart), wide(chosen)) < 6e-3
 
 
-@pytest.mark.parametrize("activation", linear.ACTIVATIONS)
-@pytest.mark.parametrize("rows, columns", [(300, 384), (513, 128)])
-def test_linear(interpreted, rows, columns, activation):
+@pytest.mark.parametrize("activation, rows, columns", [("", 300, 384), ("silu", 513, 128), ("gelu_tanh", 300, 384)])
+def test_linear(interpreted, activation, rows, columns):
     """A last block of rows and one of columns that are not full."""
     x, w, b = draw(np.random.default_rng(), jnp.bfloat16, (rows, 256), (columns, 256), (columns,))
     ours, raced = interpreted(
@@ -132,18 +131,13 @@ def test_rotary(interpreted, tokens, dim):
 
 
 @pytest.mark.parametrize(
-    "height, width, channels, features, taps", [(9, 20, 64, 192, 3), (5, 33, 128, 64, 5), (7, 16, 64, 64, 1)]
+    "height, width, channels, features, taps, biased",
+    [(9, 20, 64, 192, 3, True), (5, 33, 128, 64, 5, False), (7, 16, 64, 64, 1, True)],
 )
-@pytest.mark.parametrize("biased", [False, True])
 def test_convolution(interpreted, height, width, channels, features, taps, biased):
     """A last block of rows that is not full, columns that are no whole registers, and more than one block of features."""
-    x, w, b = draw(
-        np.random.default_rng(),
-        jnp.bfloat16,
-        (2, height, width, channels),
-        (taps, taps, channels, features),
-        (features,),
-    )
+    shapes = (2, height, width, channels), (taps, taps, channels, features), (features,)
+    x, w, b = draw(np.random.default_rng(), jnp.bfloat16, *shapes)
     blocks = convolution_kernel.Blocks(rows=4, features=min(features, 128), piece=2)
     call = functools.partial(convolution_kernel.tpu_convolution, x, w, b if biased else None, blocks=blocks)
     ours, raced = interpreted(lambda settings: call(interpret=settings))

@@ -52,9 +52,8 @@ def test_a_job_that_is_cancelled_on_chips_leaves_the_next_one_right(chips, tmp_p
     pipe, size = serve_load.pipeline("video"), Size(32, 32, 5)
     diffusers.tpu.install(pipe, TPUConfig(mesh=(2, 2, 1)))
     arguments = {"num_inference_steps": 3, "max_sequence_length": 16, **size.arguments()}
-    expected = pipe("a red circle", generator=torch.Generator().manual_seed(5), output_type="pil", **arguments).frames[
-        0
-    ]
+    given = {"generator": torch.Generator().manual_seed(5), "output_type": "pil", **arguments}
+    expected = pipe("a red circle", **given).frames[0]
     service = Service(pipe, Settings("tiny", {}, (size,), page=False))
     request = Request("a red circle", 5, {**arguments, "num_inference_steps": 60})
     stopped, after = Job("video", request, size), Job("video", Request("a red circle", 5, arguments), size)
@@ -98,9 +97,7 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
     variables = {"DIFFUSERS_TPU": "off", "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, num_cpus=4)
     try:
-        arguments = {
-            name: serve_load.ARGUMENTS["image"][name] for name in ("num_inference_steps", "max_sequence_length")
-        }
+        arguments = {"num_inference_steps": 2, "max_sequence_length": 8}
         actor = {"num_cpus": 0.5}
         serve_ray.start(str(tmp_path / "model"), ["16x16"], 2, defaults=arguments, actor=actor, port=8397)
         for (prompt, seed), picture in [*serve_load.expected_of("image").items()][:4]:

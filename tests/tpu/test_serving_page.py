@@ -111,18 +111,7 @@ def test_the_page_has_a_login_where_the_server_has_a_token(served):
 @pytest.mark.slow
 def test_the_shipped_model_by_the_page_on_simulated_chips(tmp_path):
     """The command, from its start to its end by SIGTERM."""
-    words = [
-        "serve",
-        MODEL,
-        "--sizes",
-        "64x64x9",
-        "--num-inference-steps",
-        "16",
-        "--guidance-scale",
-        "2",
-        "--port",
-        "0",
-    ]
+    words = f"serve {MODEL} --sizes 64x64x9 --num-inference-steps 16 --guidance-scale 2 --port 0".split()
     environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     server = subprocess.Popen([*COMMAND, *words], env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
