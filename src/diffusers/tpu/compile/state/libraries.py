@@ -118,12 +118,12 @@ class Libraries:
     """
 
     def __init__(self, names: set[str]):
-        modules = _reached(frozenset(name for name in names if name.startswith(READ)))
-        self.namespaces = [*map(vars, modules)]
-        callables = [[n for n, x in held.items() if callable(x) and n[:2] != "__"] for held in self.namespaces]
-        self.getters = [operator.itemgetter("__name__", "__name__", *some) for some in callables]
+        self.modules = _reached(frozenset(name for name in names if name.startswith(READ)))
+        self.namespaces = [*map(vars, self.modules)]
+        self.names = [[n for n, x in held.items() if callable(x) and n[:2] != "__"] for held in self.namespaces]
+        self.getters = [operator.itemgetter("__name__", "__name__", *some) for some in self.names]
         self.held = self._values()
-        found = zip(modules, callables, self.held)
+        found = zip(self.modules, self.names, self.held)
         self.key = tuple((Module(m.__name__), _version(m, dict(zip(some, held[2:])))) for m, some, held in found)
 
     def _values(self) -> list[tuple]:

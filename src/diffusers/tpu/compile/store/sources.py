@@ -113,7 +113,7 @@ def library_words(libraries: Libraries) -> str:
     if libraries.key not in _known:
         found = []
         for module, names, held in zip(libraries.modules, libraries.names, libraries.held):
-            words = [(name, held_words(value)) for name, value in zip(names, held)]
+            words = [(name, held_words(value)) for name, value in zip(names, held[2:])]
             if module.__name__.startswith("torch."):  # of its version, but for what others have put there
                 words = [one for one in words if not one[1].startswith((OURS, "torch", "python", "typing.", MADE))]
             constants = [(n, x) for n, x in sorted(vars(module).items()) if isinstance(x, _PLAIN) and n[:2] != "__"]
