@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from diffusers.tpu.apps.cli.timing import wait
-from diffusers.tpu.apps.stages.running import in_place_of
 from diffusers.tpu.chips.devices import Target, find_target, jax_devices
 from diffusers.tpu.chips.mesh import plan_degrees
+from diffusers.tpu.compile.state.watch import replaced
 from diffusers.tpu.config import TPUConfig, read_environment
 from diffusers.tpu.files import whole_files
 from diffusers.utils import export_to_video
@@ -184,7 +184,7 @@ class Steps:
     def __enter__(self) -> "Steps":
         self._step = self.scheduler.step
         timed = functools.wraps(self._step)(functools.partial(self._timed))  # upstream reads what `step` takes
-        self._open.enter_context(in_place_of(self.scheduler, "step", timed))
+        self._open.enter_context(replaced([(vars(self.scheduler), "step", timed)]))
         self._trace = self._open.enter_context(contextlib.ExitStack())
         self._since = time.perf_counter()
         return self

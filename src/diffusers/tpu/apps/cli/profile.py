@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ...compile.state.watch import replaced
 from ...files import whole_files
 from ...planner.profile import PROGRAMS, beside, measured
-from ..stages.running import in_place_of
 from .errors import BadInput, refusing
 from .output import table, write_json
 from .timing import wait
@@ -106,7 +106,7 @@ def traced(pipe, folder: str, steps: range) -> Iterator[None]:
             begin()
             return answer
 
-        with in_place_of(scheduler, "step", timed):
+        with replaced([(vars(scheduler), "step", timed)]):
             begin()
             yield
     if done > steps.start:

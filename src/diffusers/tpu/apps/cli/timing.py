@@ -1,6 +1,5 @@
 """How long the parts of one call take, each counted when the device has finished it; compilation is counted apart."""
 
-import contextlib
 import functools
 import statistics
 import time
@@ -11,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .... import tpu
-from ..stages.running import in_place_of
+from ...compile.state.watch import replaced
 
 
 PARTS = {"encode_prompt": "text encode", "encode": "VAE encode", "decode": "VAE decode"}
@@ -51,11 +50,8 @@ class Stopwatch:
         if takes_callback:
             arguments = {**arguments, "callback_on_step_end": self._step_ends}
         start, vae = time.perf_counter(), getattr(self.pipe, "vae", None)
-        with contextlib.ExitStack() as stack:
-            for owner, name in ((self.pipe, "encode_prompt"), (vae, "encode"), (vae, "decode")):
-                if hasattr(owner, name):
-                    timed = self._timed(getattr(owner, name), PARTS[name], run is None)
-                    stack.enter_context(in_place_of(owner, name, timed))
+        owners = [(o, n) for o, n in ((self.pipe, "encode_prompt"), (vae, "encode"), (vae, "decode")) if hasattr(o, n)]
+        with replaced((vars(o), n, self._timed(getattr(o, n), PARTS[n], run is None)) for o, n in owners):
             self._mark()
             output = (run or self.pipe)(**arguments)
             wait(list(vars(output).values()) if hasattr(output, "__dict__") else output)

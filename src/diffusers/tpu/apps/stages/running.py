@@ -1,6 +1,5 @@
 """The three stages on a loaded pipeline: upstream's `__call__` up to its cut, components of earlier stages answering from a file."""
 
-import contextlib
 import itertools
 
 import torch
@@ -9,6 +8,7 @@ from torch.utils._pytree import tree_map_only
 from ....models.autoencoders.vae import DiagonalGaussianDistribution
 from ....models.modeling_outputs import AutoencoderKLOutput
 from ....utils.torch_utils import get_module_execution_device
+from ...compile.state.watch import replaced
 from .loading import STAGED, Reached
 
 
@@ -40,14 +40,13 @@ def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
 
         return run
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, keep in (
-            (pipe, "encode_prompt", keep_prompt),
-            (pipe, "encode_image", keep_image),
-            (pipe.vae, "encode", keep_pixels),
-        ):
-            if hasattr(owner, name):
-                stack.enter_context(in_place_of(owner, name, watched(getattr(owner, name), keep)))
+    encoders = (
+        (pipe, "encode_prompt", keep_prompt),
+        (pipe, "encode_image", keep_image),
+        (pipe.vae, "encode", keep_pixels),
+    )
+    encoders = [place for place in encoders if hasattr(*place[:2])]
+    with replaced((vars(owner), name, watched(getattr(owner, name), keep)) for owner, name, keep in encoders):
         _until_cut(pipe, call, seed)
     return kept
 
@@ -80,14 +79,11 @@ def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> t
     def cut(latents, *args, **kwargs):
         raise Reached(latents)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, instead in (
-            (pipe, "encode_prompt", prompt),
-            (pipe, "encode_image", lambda *args, **kwargs: there(IMAGE)),
-            (pipe.vae, "encode", encoded),
-            (pipe.vae, "decode", cut),
-        ):
-            stack.enter_context(in_place_of(owner, name, instead))
+    def image(*args, **kwargs):
+        return there(IMAGE)
+
+    places = [(vars(pipe), "encode_prompt", prompt), (vars(pipe), "encode_image", image)]
+    with replaced([*places, (vars(pipe.vae), "encode", encoded), (vars(pipe.vae), "decode", cut)]):
         return _on_host(_until_cut(pipe, call, seed))
 
 
@@ -127,19 +123,6 @@ def _until_cut(pipe, call: dict, seed: int):
     except Reached as cut:
         return cut.value
     raise ValueError("expected at least one denoising step, got none: give --num-inference-steps of 1 or more")
-
-
-@contextlib.contextmanager
-def in_place_of(owner, name: str, function):
-    """`owner.name` is `function`, on this one object."""
-    own = vars(owner).get(name)
-    object.__setattr__(owner, name, function)
-    try:
-        yield
-    finally:
-        object.__delattr__(owner, name)
-        if own is not None:
-            object.__setattr__(owner, name, own)
 
 
 def _on_host(values):
