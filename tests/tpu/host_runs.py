@@ -20,7 +20,7 @@ from diffusers.tpu import TPUConfig, install, is_main_process
 from diffusers.tpu.chips import hosts
 from diffusers.tpu.compile import executables
 from diffusers.tpu.pipelines import attach
-from diffusers.tpu.weights import shard_reader
+from diffusers.tpu.weights import transfer
 
 
 CALL = {
@@ -76,19 +76,19 @@ class Process:
         """Bytes of the denoiser's weights that are read, and those that its own chips have."""
         model, read = self.pipe.transformer, []
         install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
-        runner, fill, fill_padded = attach.runs(model), shard_reader.ShardReader._fill, shard_reader._fill_padded
+        runner, fill, fill_padded = attach.runs(model), transfer._fill, transfer._fill_padded
 
-        def counted(self, tensor, place, piece, targets):
+        def counted(key, tensor, piece, targets):
             read.append(math.prod(s.stop - s.start for s in piece) * targets[0][1].itemsize)
-            return fill(self, tensor, place, piece, targets)
+            return fill(key, tensor, piece, targets)
 
         def counted_padded(tensor, targets):
             read.append(0 if tensor is None else tensor.numel() * targets[0][1].itemsize)
             return fill_padded(tensor, targets)
 
-        shard_reader.ShardReader._fill, shard_reader._fill_padded = counted, counted_padded
+        transfer._fill, transfer._fill_padded = counted, counted_padded
         runner.place()
-        shard_reader.ShardReader._fill, shard_reader._fill_padded = fill, fill_padded
+        transfer._fill, transfer._fill_padded = fill, fill_padded
         arrays = runner.plan_weights().arrays.values()
         own = sum(sum({str(s.index): s.data.nbytes for s in a.addressable_shards}.values()) for a in arrays)
         (self.folder / f"read-{self.number}.json").write_text(

@@ -24,7 +24,7 @@ from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.attach import runs
-from diffusers.tpu.pipelines.declared import declared_plan
+from diffusers.tpu.pipelines.plans import declared_plan
 
 
 def ids(*sizes: int) -> torch.Tensor:

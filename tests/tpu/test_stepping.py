@@ -91,15 +91,15 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
 
 @pytest.mark.parametrize("name, executables", [("unipc", 4), ("flow", 1)])  # first, second, middle, last
 def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executables):
-    from diffusers.tpu.pipelines import step_program, stepping
+    from diffusers.tpu.pipelines import stepping
 
-    step_program.jitted_by_text.clear()
+    stepping.jitted_by_text.clear()
     scheduler = made(name)
     with stepping.as_programs([scheduler]):
         stepped(scheduler, inside, 20, tables="jax")
     (steps,) = stepping.steps_of(scheduler).recorded.values()
     assert len(steps) == 20
-    assert len(step_program.jitted_by_text) <= executables
+    assert len(stepping.jitted_by_text) <= executables
 
 
 @pytest.mark.parametrize(

@@ -9,33 +9,13 @@ For users, of a pipeline or of a model by itself:
 The rest is what the patched upstream files call.
 """
 
+from . import notices
 from .chips import hosts
 from .chips.devices import find_target, is_active
 from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
 
 
-__all__ = [
-    "TPUConfig",
-    "activate",
-    "attention_backend",
-    "explain",
-    "handles_device",
-    "ignore_idiom",
-    "install",
-    "is_active",
-    "is_main_process",
-    "loading",
-    "manage_offload",
-    "on_model_loaded",
-    "on_modular_built",
-    "refuses_quantized",
-    "report",
-    "resolve_device_map",
-    "resolve_model_device_map",
-    "tensors_of",
-    "uninstall",
-    "waiting",
-]
+__all__ = ["TPUConfig", "explain", "install", "is_active", "is_main_process", "report", "uninstall"]
 
 
 def is_main_process() -> bool:
@@ -56,25 +36,20 @@ def activate():
 def resolve_device_map(device_map):
     """The seam in `DiffusionPipeline.from_pretrained`: (what upstream is to do about `device_map`, is it for the TPU).
 
-    On the TPU path weights are sharded over all chips: "cuda", "auto" and "balanced" ask for just that. "cpu" stays
-    upstream's. Before anything is loaded it raises NotImplementedError for a map by component, ValueError for a mesh of the
-    environment that does not fit the chips, and what JAX says of chips that it cannot have.
+    Before anything is loaded it raises NotImplementedError for a map by component, ValueError for a mesh of the environment that
+    does not fit the chips, and what JAX says of chips that it cannot have.
     """
     if device_map == "cpu" or not is_active():
         return device_map, False
     if device_map is None or str(device_map).split(":")[0] in (*ACCELERATORS, "auto", "balanced"):
-        _check_chips()
+        from .pipelines.attach import resolved, target_devices
+
+        resolved(None, target_devices())
         return None, True
     raise NotImplementedError(
         f"expected device_map None, 'cuda', 'balanced' or 'cpu' on the TPU path, got {device_map!r}: weights are sharded"
         " over all chips, component by component. Leave it out, or set DIFFUSERS_TPU=off."
     )
-
-
-def _check_chips():
-    from .pipelines.attach import resolved, target_devices
-
-    resolved(None, target_devices())
 
 
 def handles_device(*args, **kwargs) -> bool:
@@ -84,12 +59,9 @@ def handles_device(*args, **kwargs) -> bool:
 
 
 def ignore_idiom(idiom: str, device="cuda") -> bool:
-    """The seam of idioms that have no meaning on a TPU: whether this one is to do nothing, as it is about a device that we
-    stand for; says so once."""
+    """The seam of idioms that have no meaning on a TPU: whether this one, about this device, is to do nothing; warns once."""
     if not handles_device(device):
         return False
-    from . import notices
-
     notices.waived(idiom)
     return True
 
@@ -103,10 +75,7 @@ def refuses_quantized(method: str):
 
 
 def loading(load, device_map=None):
-    """The seam where a pipeline loads a model: a `from_pretrained` that names missing weights in an error.
-
-    It raises NotImplementedError for quantization that needs a GPU.
-    """
+    """The seam where a pipeline loads a model: a `from_pretrained` that refuses missing weights, and quantization for GPUs."""
     if not is_active():
         return load
     from .idioms import refusing
@@ -138,12 +107,8 @@ def attention_backend(name: str) -> str:
     name = getattr(name, "value", name)
     if name == "native" or name.startswith("tpu") or not is_active():
         return name
-    from . import notices
-
-    notices.warn_once(
-        "attention_backend",
-        f"attention backend {name!r}: on the TPU path attention is the TPU kernel, whatever backend",
-    )
+    sentence = f"attention backend {name!r}: on the TPU path attention is the TPU kernel, whatever backend"
+    notices.warn_once("attention_backend", sentence)
     return "native"
 
 
@@ -171,11 +136,10 @@ def on_modular_built(pipeline):
 
 def manage_offload(manager, device, strategy) -> bool:
     """The seam of `ComponentsManager.enable_auto_cpu_offload`: whether the TPU path manages where components are."""
-    if not handles_device("cuda" if device is None else device):
+    if not ignore_idiom("ComponentsManager.enable_auto_cpu_offload", "cuda" if device is None else device):
         return False
-    from .pipelines import modular
-
-    modular.manage(manager, device, strategy)
+    manager.model_hooks, manager._auto_offload_enabled = [], True
+    manager._auto_offload_device, manager._offload_strategy = device, strategy
     return True
 
 

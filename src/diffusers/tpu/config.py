@@ -15,22 +15,13 @@ LAYERS = ("auto", "kernel", "xla")
 
 @dataclass(frozen=True)
 class Environment:
-    """The process-wide settings.
+    """The process-wide settings."""
 
-    Attributes:
-        mode: `DIFFUSERS_TPU`: "auto" (a TPU if one is here), "off", "cpu" (the same path on simulated chips), or "tpu" (a TPU,
-            whatever this host shows of it).
-        simulated_devices: `DIFFUSERS_TPU_DEVICES`, how many chips "cpu" simulates.
-        mesh: `DIFFUSERS_TPU_MESH`, the degrees dp,sp,tp of pipelines whose TPUConfig names none.
-        cache_dir: `DIFFUSERS_TPU_CACHE`, where compiled programs are kept between processes; "off" keeps none.
-        platforms: JAX_PLATFORMS, the platforms that JAX may run on, in its order; "" leaves it to JAX.
-    """
-
-    mode: str
-    simulated_devices: int
-    mesh: tuple[int, int, int] | None
-    cache_dir: str | None
-    platforms: str = ""
+    mode: str  # DIFFUSERS_TPU: "auto" (a TPU if one is here), "off", "cpu" (simulated chips) or "tpu" (whatever this host shows of it)
+    simulated_devices: int  # DIFFUSERS_TPU_DEVICES, how many chips "cpu" simulates
+    mesh: tuple[int, int, int] | None  # DIFFUSERS_TPU_MESH, dp,sp,tp of pipelines whose TPUConfig names none
+    cache_dir: str | None  # DIFFUSERS_TPU_CACHE, where compiled programs are kept between processes; "off" keeps none
+    platforms: str = ""  # JAX_PLATFORMS, the platforms that JAX may run on, in its order; "" leaves it to JAX
 
     @property
     def leaves_tpu_out(self) -> bool:
@@ -40,24 +31,19 @@ class Environment:
 
 @dataclass(frozen=True)
 class Processes:
-    """Which processes make a run, one for each host; None: not said.
+    """Which processes make a run, one for each host; None: not said."""
 
-    Attributes:
-        coordinator: JAX_COORDINATOR_ADDRESS, HOST:PORT of the first process, the port free there.
-        count, number: JAX_NUM_PROCESSES and JAX_PROCESS_ID, from 0.
-    """
-
-    coordinator: str | None = None
-    count: int | None = None
-    number: int | None = None
+    coordinator: str | None = None  # JAX_COORDINATOR_ADDRESS, HOST:PORT of the first process, the port free there
+    count: int | None = None  # JAX_NUM_PROCESSES
+    number: int | None = None  # JAX_PROCESS_ID, from 0
 
     @property
     def any(self) -> bool:
-        return self.coordinator is not None or self.count is not None or self.number is not None
+        return self != Processes()
 
     @property
     def complete(self) -> bool:
-        return self.coordinator is not None and self.count is not None and self.number is not None
+        return None not in (self.coordinator, self.count, self.number)
 
     def checked(self) -> "Processes":
         """The same. Raises ValueError where something is not said, or does not fit together."""
@@ -74,35 +60,32 @@ class TPUConfig:
     """How one pipeline runs on the TPU.
 
     Args:
-        mesh: degrees `(dp, sp, tp)`: guidance branches and prompts, sequence, heads and features. None chooses: dp 2
-            where the pipeline calls its denoiser once per guidance branch and the chips are even, the rest sp.
-        glue: where schedulers and guidance arithmetic run. "resident" keeps latents on the device for the whole loop,
-            "host" moves them once each way per step; "auto" is resident for pipelines with a plan, else host.
+        mesh: degrees `(dp, sp, tp)`: guidance branches and prompts, sequence, heads and features. None chooses: dp 2 where the pipeline
+            calls its denoiser once per guidance branch and the chips are even, the rest sp.
+        glue: where schedulers and guidance arithmetic run. "resident" keeps latents on the device for the whole loop, "host" moves them
+            once each way per step; "auto" is resident for pipelines with a plan, else host.
         scan: trace a run of equal blocks once and scan it over stacked weights.
         matmul_precision: of float32 products ("highest" is true float32; bfloat16 products are not affected).
-        convolution_precision: of float32 convolutions. Three products of bfloat16 numbers ("high") have errors of 1e-5,
-            where torch on CUDA rounds to TF32 (3e-4) unless told otherwise; "highest" takes six.
-        attention: the attention of one chip. "auto": our kernel on a TPU, the reference on simulated chips and (said
-            once) for what the kernel does not take. By name, what it does not take is an error: "kernel"; "online", the
-            kernel with a running maximum only; "splash", JAX's own; "reference".
+        convolution_precision: of float32 convolutions. Three products of bfloat16 numbers ("high") have errors of 1e-5, where torch on
+            CUDA rounds to TF32 (3e-4) unless told otherwise; "highest" takes six.
+        attention: the attention of one chip. "auto": our kernel on a TPU, the reference on simulated chips and (said once) for what the
+            kernel does not take. By name, what it does not take is an error: "kernel"; "online", the kernel with a running maximum
+            only; "splash", JAX's own; "reference".
         attention_blocks: queries, keys, and keys of one product of the kernel's blocks; None: tuned, or by rule.
-        attention_smoothing: heads whose scores have no small bound may have one around the mean of the keys, and go
-            without a running maximum too. Values are the same either way.
-        attention_window: (left, right): of the denoiser's self-attention, queries see only so many tokens before and after
-            them. Text encoders and VAE have none.
+        attention_smoothing: heads whose scores have no small bound may have one around the mean of the keys, and go without a running
+            maximum too. Values are the same either way.
+        attention_window: (left, right): in the denoiser's self-attention, queries see only so many tokens before and after them.
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
-        attention_tally: `report(pipe)` says which ways of the kernel heads went, from all calls so far. For debugging: each
-            call of attention then waits for the host.
-        layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also
-            elsewhere, interpreted; "xla": the compiler's, and upstream's attention processors.
-        sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core
-            computes; False: on the core, one after the other.
+        attention_tally: `report(pipe)` says which ways of the kernel heads went; each call of attention then waits for the host.
+        layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also elsewhere,
+            interpreted; "xla": the compiler's, and upstream's attention processors.
+        sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core computes.
         host: names of components that stay on the host and run there as upstream's, such as ("text_encoder",).
-        hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all
-            components are more than it holds, those whose turn it is not wait on the host.
+        hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all components are
+            more than it holds, those whose turn it is not wait on the host.
         reserve_gib: of `hbm_gib`, what weights leave to activations and programs; None: a quarter.
-        programs: how many compiled programs of a model are kept in memory, and as many of what else grows with sizes and states; the
-            least recently used go, `report(pipe)` says how many went. What has gone is loaded from the cache folder, or compiled, again.
+        programs: how many compiled programs of a model are kept in memory; the least recently used go, `report(pipe)` says how many,
+            and are loaded from the cache folder, or compiled, again.
         program_gib: of a chip's HBM, what the code of these programs may take; None: a sixteenth, simulated chips have no limit.
     """
 
@@ -128,51 +111,45 @@ class TPUConfig:
     def __post_init__(self):
         if self.mesh is not None:
             object.__setattr__(self, "mesh", parse_mesh(self.mesh))
-        for name, allowed in (
-            ("glue", GLUES),
-            ("matmul_precision", PRECISIONS),
-            ("convolution_precision", PRECISIONS),
-            ("attention", ATTENTIONS),
-            ("layers", LAYERS),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"expected TPUConfig.{name} to be one of {allowed}, got {getattr(self, name)!r}")
-        if self.attention_blocks is not None:
-            blocks = _as_tuple(self.attention_blocks)
-            if len(blocks) != 3 or any(not isinstance(b, int) or b < 1 for b in blocks) or blocks[1] % blocks[2]:
-                raise ValueError(
-                    "expected TPUConfig.attention_blocks of three positive integers, queries, keys and a divisor of those,"
-                    f" got {self.attention_blocks!r}"
-                )
-            object.__setattr__(self, "attention_blocks", blocks)
-        if self.attention_window is not None:
-            window = _as_tuple(self.attention_window)
-            if len(window) != 2 or any(not isinstance(w, int) or w < 0 for w in window):
-                raise ValueError(
-                    "expected TPUConfig.attention_window of two integers, tokens before and after, got"
-                    f" {self.attention_window!r}"
-                )
-            object.__setattr__(self, "attention_window", window)
-        if self.attention_ring is not None and (not isinstance(self.attention_ring, int) or self.attention_ring < 1):
-            raise ValueError(f"expected TPUConfig.attention_ring of a positive integer, got {self.attention_ring!r}")
+        choices = {"glue": GLUES, "attention": ATTENTIONS, "layers": LAYERS}
+        for name, allowed in {**choices, "matmul_precision": PRECISIONS, "convolution_precision": PRECISIONS}.items():
+            self._expect(name, getattr(self, name) in allowed, f"to be one of {allowed}")
+        given = self.attention_blocks, self.attention_window, self.attention_ring, self.host
+        blocks, window, ring, host = (None if value is None else _as_tuple(value) for value in given)
+        kinds = "of three positive integers, queries, keys and a divisor of those"
+        self._expect(
+            "attention_blocks", blocks is None or (_integers(blocks, 3, 1) and not blocks[1] % blocks[2]), kinds
+        )
+        self._expect(
+            "attention_window", window is None or _integers(window, 2, 0), "of two integers, tokens before and after"
+        )
+        self._expect("attention_ring", ring is None or _integers(ring, 1, 1), "of a positive integer")
+        self._expect("programs", _integers((self.programs,), 1, 1), "of a positive integer")
+        self._expect("host", all(isinstance(name, str) for name in host), "of names of components")
         for name in ("scan", "attention_smoothing", "attention_tally", "sparse_cores"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"expected TPUConfig.{name} to be True or False, got {getattr(self, name)!r}")
-        object.__setattr__(self, "host", _as_tuple(self.host))
-        if any(not isinstance(name, str) for name in self.host):
-            raise ValueError(f"expected TPUConfig.host of names of components, got {self.host!r}")
-        if not isinstance(self.programs, int) or isinstance(self.programs, bool) or self.programs < 1:
-            raise ValueError(f"expected TPUConfig.programs of a positive integer, got {self.programs!r}")
+            self._expect(name, isinstance(getattr(self, name), bool), "to be True or False")
         for name in ("hbm_gib", "reserve_gib", "program_gib"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, (int, float)) or not value >= 0):
-                raise ValueError(f"expected TPUConfig.{name} of GiB, a number of at least 0, got {value!r}")
+            is_right = value is None or (isinstance(value, (int, float)) and value >= 0)
+            self._expect(name, is_right, "of GiB, a number of at least 0")
+        for name, value in (("attention_blocks", blocks), ("attention_window", window), ("host", host)):
+            object.__setattr__(self, name, value)
+
+    def _expect(self, name: str, is_right: bool, what: str):
+        if not is_right:
+            raise ValueError(f"expected TPUConfig.{name} {what}, got {getattr(self, name)!r}")
+
+
+def _integers(values: tuple, count: int, least: int) -> bool:
+    return len(values) == count and all(type(value) is int and value >= least for value in values)
 
 
 def names_accelerator(device) -> bool:
-    """Whether `device` (a name, a torch.device, a number) is an accelerator, which means the TPU on the TPU path."""
-    number = isinstance(device, int) and not isinstance(device, bool)
-    return number or str(device).split(":")[0] in ACCELERATORS
+    """Whether `device` (a name, a torch.device, an index) is an accelerator, which means the TPU on the TPU path."""
+    kind = getattr(device, "type", device)
+    if isinstance(kind, str):
+        return kind.partition(":")[0] in (*ACCELERATORS, "privateuseone")  # the last is torchax's
+    return isinstance(device, int) and not isinstance(device, bool)
 
 
 def _as_tuple(value) -> tuple:
@@ -206,9 +183,8 @@ def read_environment() -> Environment:
     default_cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "diffusers-tpu")
     cache = os.environ.get("DIFFUSERS_TPU_CACHE") or default_cache
     platforms = os.environ.get("JAX_PLATFORMS", "").strip().lower()
-    found = Environment(
-        mode, int(devices), parse_mesh(mesh) if mesh else None, None if cache == "off" else cache, platforms
-    )
+    mesh, cache = parse_mesh(mesh) if mesh else None, None if cache == "off" else cache
+    found = Environment(mode, int(devices), mesh, cache, platforms)
     if mode == "tpu" and found.leaves_tpu_out:
         raise ValueError(
             f"expected JAX_PLATFORMS to name tpu, or not to be set, with DIFFUSERS_TPU=tpu, got {platforms!r}"
@@ -218,10 +194,9 @@ def read_environment() -> Environment:
 
 def read_processes() -> Processes:
     """JAX's variables about the processes of a run. Raises ValueError for one that should be a number and is none."""
-    numbers = []
-    for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-        text = os.environ.get(name) or None
+    given = {name: os.environ.get(name) or None for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}
+    for name, text in given.items():
         if text is not None and not text.isdigit():
             raise ValueError(f"expected {name} to be a number of at least 0, got {text!r}")
-        numbers.append(text and int(text))
+    numbers = (text and int(text) for text in given.values())
     return Processes(os.environ.get("JAX_COORDINATOR_ADDRESS") or None, *numbers)

@@ -7,9 +7,9 @@ import contextlib
 import glob
 import os
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+
+from .notices import warn_while
 
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -57,25 +57,20 @@ def exhausted(error: BaseException) -> str | None:
 def hbm_asked(text: str) -> tuple[int | None, int | None]:
     """Bytes that were asked for and bytes that there are, as far as the compiler's or the runtime's message names them."""
     number = r"([\d.]+)([KMGT]?)"
-    forms = (
+    for form in (
         rf"Used {number} of {number} hbm",
         rf"\({number}\) exceeds available HBM \({number}\)",
         rf"Attempting to (?:allocate|reserve) {number}\b.*There are {number}B? free",
-    )
-    sizes = next(filter(None, (re.search(form, text) for form in forms)), None)
-    if sizes is None:
-        return None, None
-    return tuple(int(float(sizes[n]) * UNITS[sizes[n + 1]]) for n in (1, 3))
+    ):
+        if sizes := re.search(form, text):
+            return tuple(int(float(sizes[n]) * UNITS[sizes[n + 1]]) for n in (1, 3))
+    return None, None
 
 
 @contextlib.contextmanager
 def within_hbm(doing: Callable[[], str], question: Callable[[], str]) -> Iterator[None]:
-    """Raises OutOfHBM where what runs here finds no room on a chip, OutOfCoreMemory where a kernel finds none in a core.
-
-    Args:
-        doing: what that was, "to run ...".
-        question: to the planner, whose answer says what would fit.
-    """
+    """Raises OutOfHBM where what runs here ("to run ...") finds no room on a chip, OutOfCoreMemory where a kernel finds none in a core.
+    `question`: to the planner, whose answer says what would fit."""
     try:
         yield
     except RuntimeError as error:
@@ -98,29 +93,17 @@ def within_hbm(doing: Callable[[], str], question: Callable[[], str]) -> Iterato
         ) from error
 
 
-@contextlib.contextmanager
-def told_if_slow(doing: Callable[[], str]) -> Iterator[None]:
-    """Warns, from a thread of its own, of what is not done here after a minute, then after ten times as long."""
-    done = threading.Event()
-
-    def watch():
-        from ..utils import logging
-
-        start, wait = time.monotonic(), WORTH_A_WORD
-        while not done.wait(wait):
-            since = time.monotonic() - start
-            logging.get_logger(__name__).warning(
-                f"{doing()} is not done after {since:.0f} s: no step that `diffusers-tpu plan` knows of takes as long. Chips that"
-                " wait for each other do so for good: ctrl-C ends it, and TPUConfig(sparse_cores=False, attention='splash')"
-                " shows whether an exchange or a kernel of ours stands"
-            )
-            wait = 9 * since
-
-    threading.Thread(target=watch, name="diffusers-tpu watches a first run", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
+def told_if_slow(doing: Callable[[], str]) -> contextlib.AbstractContextManager:
+    """Warns of what is not done here after a minute, then after ten times as long."""
+    return warn_while(
+        lambda seconds: (
+            f"{doing()} is not done after {seconds:.0f} s: no step that `diffusers-tpu plan` knows of takes as long. Chips that"
+            " wait for each other do so for good: ctrl-C ends it, and TPUConfig(sparse_cores=False, attention='splash')"
+            " shows whether an exchange or a kernel of ours stands"
+        ),
+        WORTH_A_WORD,
+        growth=9,
+    )
 
 
 def holders(nodes: Sequence[str]) -> dict[int, str]:
@@ -135,6 +118,12 @@ def holders(nodes: Sequence[str]) -> dict[int, str]:
     return found
 
 
+_OF_A_SLICE = (
+    "TPU_WORKER_HOSTNAMES TPU_WORKER_ID TPU_PROCESS_ADDRESSES TPU_PROCESS_BOUNDS TPU_CHIPS_PER_PROCESS_BOUNDS TPU_VISIBLE_CHIPS"
+    " TPU_VISIBLE_DEVICES TPU_ACCELERATOR_TYPE TPU_TOPOLOGY TPU_HOST_BOUNDS TPU_CHIPS_PER_HOST_BOUNDS"
+).split()
+
+
 @contextlib.contextmanager
 def chips_are_there(nodes: Sequence[str]) -> Iterator[None]:
     """Raises ChipBusy or NoChip where the runtime says why it cannot have the chips, whose files are `nodes`."""
@@ -142,56 +131,35 @@ def chips_are_there(nodes: Sequence[str]) -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        for words, sentence in _AT_THE_START.items():
-            if re.search(words, text):
-                raise sentence(text, nodes) from error
+        if re.search("already in use|libtpu_lockfile|Device or resource busy", text):
+            pid = re.search(r"pid (\d+)", text)
+            theirs = pid[1] if pid else ", ".join(f"{number} ({name})" for number, name in holders(nodes).items())
+            whose = f"process {theirs} has it"
+            if not theirs:
+                whose = (
+                    "another process has it, perhaps another user's (`sudo lsof` of /dev/vfio/* and /dev/accel* names it), or one"
+                    " that was killed left /tmp/libtpu_lockfile"
+                )
+            raise ChipBusy(
+                f"expected a TPU that no other process uses, got one in use: {whose}. One process drives all chips of a host: wait"
+                " for it or end it; remove /tmp/libtpu_lockfile if no process is left. --device simulated needs no TPU."
+            ) from error
+        if re.search("Permission denied|Operation not permitted", text):
+            raise NoChip(
+                f"expected the right to open {', '.join(nodes) or 'the TPU'}, got: {_short(text)}. Run as root or as a member of"
+                " the group that has these files (`ls -l` names it), and where locked memory is limited, with `ulimit -l"
+                " unlimited`; a container needs them as devices, or --privileged."
+            ) from error
+        if re.search("Failed to get (global TPU|slice) topology", text):
+            given = [f"{name}={os.environ[name]}" for name in _OF_A_SLICE if name in os.environ]
+            raise NoChip(
+                f"expected the runtime to find how the chips of this slice lie, got: {_short(text)}. A slice of several hosts"
+                " starts when the same script runs on each of them; variables that name other hosts or chips than there are stop"
+                f" it (here: {' '.join(given) or 'none is set'}): unset them, or set them for this host alone."
+            ) from error
         raise
-
-
-def _busy(text: str, nodes: Sequence[str]) -> Failure:
-    pid = re.search(r"pid (\d+)", text)
-    theirs = [f"{number} ({name})" for number, name in holders(nodes).items()]
-    if pid or theirs:
-        whose = f"process {pid[1] if pid else ', '.join(theirs)} has it"
-    else:
-        whose = (
-            "another process has it, perhaps another user's (`sudo lsof` of /dev/vfio/* and /dev/accel* names it), or one that was"
-            " killed left /tmp/libtpu_lockfile"
-        )
-    return ChipBusy(
-        f"expected a TPU that no other process uses, got one in use: {whose}. One process drives all chips of a host: wait"
-        " for it or end it; remove /tmp/libtpu_lockfile if no process is left. --device simulated needs no TPU."
-    )
-
-
-def _denied(text: str, nodes: Sequence[str]) -> Failure:
-    return NoChip(
-        f"expected the right to open {', '.join(nodes) or 'the TPU'}, got: {_short(text)}. Run as root or as a member of the"
-        " group that has these files (`ls -l` names it), and where locked memory is limited, with `ulimit -l unlimited`; a"
-        " container needs them as devices, or --privileged."
-    )
-
-
-def _no_topology(text: str, nodes: Sequence[str]) -> Failure:
-    given = [f"{name}={os.environ[name]}" for name in _OF_A_SLICE if name in os.environ]
-    return NoChip(
-        f"expected the runtime to find how the chips of this slice lie, got: {_short(text)}. A slice of several hosts starts"
-        " when the same script runs on each of them; variables that name other hosts or chips than there are stop it"
-        f" (here: {' '.join(given) or 'none is set'}): unset them, or set them for this host alone."
-    )
 
 
 def _short(text: str) -> str:
     """In one line: of some messages the first line is a code."""
     return " ".join(text.split())[:LETTERS].rstrip(".")
-
-
-_OF_A_SLICE = (
-    "TPU_WORKER_HOSTNAMES TPU_WORKER_ID TPU_PROCESS_ADDRESSES TPU_PROCESS_BOUNDS TPU_CHIPS_PER_PROCESS_BOUNDS TPU_VISIBLE_CHIPS"
-    " TPU_VISIBLE_DEVICES TPU_ACCELERATOR_TYPE TPU_TOPOLOGY TPU_HOST_BOUNDS TPU_CHIPS_PER_HOST_BOUNDS"
-).split()
-_AT_THE_START = {
-    "already in use|libtpu_lockfile|Device or resource busy": _busy,
-    "Permission denied|Operation not permitted": _denied,
-    "Failed to get (global TPU|slice) topology": _no_topology,
-}

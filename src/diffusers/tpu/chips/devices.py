@@ -11,6 +11,7 @@ import pathlib
 import re
 from dataclasses import dataclass
 
+from .. import notices
 from ..config import Environment, read_environment
 from ..errors import chips_are_there
 from ..files import make_room
@@ -34,20 +35,13 @@ def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
 
 
 def compile_lowered(lowered, options: dict[str, bool | str] | None):
-    """The executable of a `jax.stages.Lowered`.
-
-    Where the compiler cannot put exchanges on the SparseCores, they stay on the core, with a warning; an option that it does not
-    have is left out, also with one.
-    """
+    """The executable of a `jax.stages.Lowered`; with a warning, exchanges that the compiler cannot put on the SparseCores stay on the
+    core, and an option that it does not have is left out."""
     import jax
-
-    from ...utils import logging
 
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        from .. import notices
-
         line = str(error).splitlines()[0]
         unknown = re.search(r"No such compile option: '([^']+)'", line)
         if unknown and unknown[1] in (options or {}):
@@ -55,7 +49,7 @@ def compile_lowered(lowered, options: dict[str, bool | str] | None):
             return compile_lowered(lowered, {name: value for name, value in options.items() if name != unknown[1]})
         if "sparse_core" not in str(error) or not any((options or {}).values()):
             raise
-        logging.get_logger(__name__).warning(
+        notices.warn(
             "the compiler cannot put this program's exchanges between chips on the SparseCores, they stay on the core"
             f" (TPUConfig.sparse_cores=False asks for that): {line}"
         )
@@ -89,27 +83,22 @@ class Target:
 @functools.cache
 def _generation_on_this_host(bus: str = "/sys/bus/pci/devices") -> str | None:
     for vendor in pathlib.Path(bus).glob("*/vendor"):
-        try:
-            if vendor.read_text().strip() == GOOGLE_PCI_VENDOR:
-                generation = GENERATIONS.get(vendor.with_name("device").read_text().strip())
-                if generation:
-                    return generation
-        except OSError:
-            continue
+        with contextlib.suppress(OSError):
+            device = vendor.with_name("device").read_text().strip()
+            if vendor.read_text().strip() == GOOGLE_PCI_VENDOR and device in GENERATIONS:
+                return GENERATIONS[device]
     return None
 
 
 def find_target(environment: Environment) -> Target | None:
     """The target of this process, or None where plain diffusers runs."""
-    if environment.mode == "off":
-        return None
     if environment.mode == "cpu":
         return Target("cpu", simulated=environment.simulated_devices)
-    if environment.mode == "tpu":
-        return Target("tpu", _generation_on_this_host())
-    if environment.leaves_tpu_out or (generation := _generation_on_this_host()) is None or not device_nodes():
+    if environment.mode == "off" or (environment.mode == "auto" and environment.leaves_tpu_out):
         return None
-    return Target("tpu", generation)
+    generation = _generation_on_this_host()
+    is_there = environment.mode == "tpu" or (generation is not None and device_nodes())
+    return Target("tpu", generation) if is_there else None
 
 
 def device_nodes(root: str = "/dev") -> list[str]:
@@ -139,7 +128,9 @@ def jax_devices(target: Target) -> tuple:
     import jax
 
     if target.platform == "cpu":
-        _ask_for_simulated_chips(jax, target.simulated)
+        with contextlib.suppress(RuntimeError):  # JAX runs already: below is looked whether its devices are enough
+            jax.config.update("jax_num_cpu_devices", target.simulated)
+            jax.config.update("jax_platforms", "cpu")
     hosts.join(target.platform)
     if target.platform == "cpu" and hosts.process_count() > 1:
         # Eigen cuts a sum by how many threads there are, which XLA's CPU client makes one for each of its chips or, if that is
@@ -157,46 +148,27 @@ def jax_devices(target: Target) -> tuple:
     return tuple(devices[: target.simulated * hosts.process_count() or None])
 
 
-def _ask_for_simulated_chips(jax, count: int):
-    try:
-        jax.config.update("jax_num_cpu_devices", count)
-    except RuntimeError:  # JAX runs already: the caller looks whether its devices are enough
-        return
-    jax.config.update("jax_platforms", "cpu")
-
-
 MOST_CACHED_BYTES = 4 * GIB  # of XLA's programs; the oldest go
 
 
-@functools.cache
-def _is_there(cache_dir: str) -> bool:
-    from ...utils import logging
-
-    try:
-        pathlib.Path(cache_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        logging.get_logger(__name__).warning(
-            f"expected a directory for compiled programs, got {error}: nothing is kept for the next run. Set"
-            " DIFFUSERS_TPU_CACHE to one that can be written to, or to off."
-        )
-        return False
-    return True
-
-
 def keep_compiled_programs(cache_dir: str | None):
-    """Keep what XLA compiles in this directory between processes, unless the user already told JAX where.
-
-    A directory that cannot be made is said once, and nothing is kept.
-    """
+    """Keep what XLA compiles in this directory between processes, unless the user already told JAX where or it cannot be made."""
     import jax
 
     if cache_dir is None or jax.config.jax_compilation_cache_dir is not None:
         return
-    if _is_there(cache_dir):
-        jax.config.update("jax_compilation_cache_dir", cache_dir)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # schedulers are many small programs
-        with contextlib.suppress(OSError):  # not there yet, or not ours to change
-            make_room(pathlib.Path(cache_dir), MOST_CACHED_BYTES)
+    try:
+        pathlib.Path(cache_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        notices.warn_once(
+            f"expected a directory for compiled programs, got {error}: nothing is kept for the next run. Set"
+            " DIFFUSERS_TPU_CACHE to one that can be written to, or to off."
+        )
+        return
+    jax.config.update("jax_compilation_cache_dir", cache_dir)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # schedulers are many small programs
+    with contextlib.suppress(OSError):  # not ours to change
+        make_room(pathlib.Path(cache_dir), MOST_CACHED_BYTES)
 
 
 @contextlib.contextmanager

@@ -142,14 +142,11 @@ def generation_of(device) -> str | None:
 
 def _slice(chip: Chip, shape: tuple[int, ...]) -> Topology:
     chips = math.prod(shape)
-    host = (
-        (*shape, 1) if len(shape) == 2 and chips <= 8 else (2, 2, 1)
-    )  # one host has up to 8 chips, of several each has 4
+    host = (*shape, 1) if len(shape) == 2 and chips <= 8 else (2, 2, 1)  # one has up to 8 chips, of several each has 4
     return Topology(f"{chip.generation}-{chips * chip.cores}", chip, shape, host, chips * chip.devices)
 
 
 TOPOLOGIES = {one.name: one for chip in CHIPS.values() for one in (_slice(chip, shape) for shape in chip.slices)}
-TOPOLOGY_ALIASES = {alias: chip.generation for chip in CHIPS.values() for alias in chip.aliases}
 
 
 def find_topology(name: str) -> Topology:
@@ -157,7 +154,8 @@ def find_topology(name: str) -> Topology:
     several = re.fullmatch(r"([1-9]\d*)x(v.*)", name.strip().lower())
     slices, one = (int(several[1]), several[2]) if several else (1, name.strip().lower())
     generation, _, count = one.partition("-")
-    topology = TOPOLOGIES.get(f"{TOPOLOGY_ALIASES.get(generation, generation)}-{count}")
+    generation = next((chip.generation for chip in CHIPS.values() if generation in chip.aliases), generation)
+    topology = TOPOLOGIES.get(f"{generation}-{count}")
     if topology is None:
         raise ValueError(f"expected a topology among {' '.join(TOPOLOGIES)}, or several (2xv6e-8), got {name!r}")
     if slices == 1:
@@ -165,7 +163,7 @@ def find_topology(name: str) -> Topology:
     if not topology.chip.dcn_bandwidth:
         known = " ".join(chip.generation for chip in CHIPS.values() if chip.dcn_bandwidth)
         raise ValueError(
-            f"expected several slices of {known}, got {name!r}: nobody publishes the network between those of others"
+            f"expected several slices of {known}, got {name!r}: of others nobody publishes the network between"
         )
     devices = slices * topology.devices
     return dataclasses.replace(topology, name=f"{slices}x{topology.name}", devices=devices, slices=slices)

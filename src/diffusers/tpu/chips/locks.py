@@ -1,28 +1,23 @@
 """The lock that threads of one process share, as they share models, schedulers, chips and what a trace patches.
 
-A trace puts tracers in the place of a module's weights, and wrappers in that of its methods, processors and cached functions; upstream's
-pipelines read weights and methods directly, between calls of models too. So a thread holds the lock through a whole call of a
-pipeline, or of a model by itself. It releases it where it waits and has changed nothing that is shared: while a program is compiled,
-while chips compute what it asks for, in the user's callbacks. Who holds the lock launches programs, so all chips get them in one order:
-two programs with collectives, launched in different orders on two chips, would wait for each other for good.
+A thread holds it through a whole call of a pipeline, or of a model by itself, as traces replace weights and methods of modules that
+others read. It releases it where it waits and has changed nothing that is shared: compilation, results, the user's callbacks. Who
+holds it launches programs: two with collectives, launched in different orders on two chips, would wait for each other for good.
 """
 
 import collections
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator
 
 
 class _Held(threading.local):
-    """Of this thread: how often it has entered the lock, and how many of its callers keep others out."""
-
-    depth = 0
-    pins = 0
+    depth = 0  # how often this thread has entered the lock
+    pins = 0  # how many of its callers keep others out
 
 
-class Exclusive:
-    """A reentrant lock that a thread can release as a whole, however often it has entered it."""
+class Exclusive(contextlib.ContextDecorator):
+    """A reentrant lock that a thread can release as a whole, however often it has entered it. As a decorator: a function holds it."""
 
     def __init__(self):
         self._lock, self._held = threading.RLock(), _Held()
@@ -71,14 +66,3 @@ class Exclusive:
 
 
 exclusive = Exclusive()
-
-
-def held(function: Callable) -> Callable:
-    """A function that holds the lock while it runs."""
-
-    @functools.wraps(function)
-    def run(*args, **kwargs):
-        with exclusive:
-            return function(*args, **kwargs)
-
-    return run

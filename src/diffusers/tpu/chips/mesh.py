@@ -18,11 +18,10 @@ AXES = ("dp", "sp", "tp")
 def plan_degrees(
     chips: int, wanted: tuple[int, int, int] | None, branches: int = 1, slices: int = 1
 ) -> tuple[int, int, int]:
-    """Degrees `(dp, sp, tp)` for `chips`: those wanted, else guidance branches on dp, as many as divide the chips, rest sp.
+    """Degrees `(dp, sp, tp)` for `chips`: those wanted, else guidance branches on dp, as many as divide the chips, rest sp. Of several
+    slices dp is a multiple of their number, so that only it crosses from one to the next. Fewer than all chips are allowed.
 
-    Of several slices dp is a multiple of their number, so that only it crosses from one to the next.
-
-    Raises ValueError where the wanted degrees need more chips than there are. Fewer is allowed: the rest stays idle.
+    Raises ValueError where the wanted degrees need more chips than there are.
     """
     if wanted is None:
         dp = math.lcm(math.gcd(branches, chips), slices)
@@ -39,7 +38,7 @@ def plan_degrees(
 
 def slices_of(devices: tuple) -> int:
     """How many slices these devices are of."""
-    return len({_slice(device) for device in devices})
+    return len({getattr(device, "slice_index", None) or 0 for device in devices})
 
 
 @functools.cache
@@ -84,7 +83,3 @@ def _over_slices(devices: tuple, degrees: tuple[int, int, int], slices: int) -> 
         )
     inside, between = (dp // outer, sp // sequence, tp), (outer, sequence, 1)
     return mesh_utils.create_hybrid_device_mesh(inside, between, devices, allow_split_physical_axes=True)
-
-
-def _slice(device) -> int:
-    return getattr(device, "slice_index", None) or 0

@@ -6,7 +6,7 @@ gathered when the block runs, so one table serves both: `gathered(spec)` is the 
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -29,20 +29,15 @@ class ModelPlan:
             A weight that no rule names is stored over `dp` and `sp` if it is large, else replicated.
         carry: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
             the name of the next block's argument, None for one that the compiler may lay as it likes; None leaves all to the compiler.
-        batched: names of the forward arguments whose first axis is the batch. Only with them can two guidance calls
-            run as one, their batches side by side on `dp`.
+        batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.
         spread: chips share the work of one call, in the plan's own way; true where there is a `carry`.
         entries: the methods that run on the device.
-        decide: bound arguments -> keyword arguments, further ones or other values of given ones: what a forward would read
-            from tensor values, decided outside the trace and passed as static arguments; or inputs of another length that
-            mean the same, so that calls that differ in it have one program.
-        processors: class of an attention processor -> what makes, of one of exactly that class, the one that is traced in
-            its place.
+        decide: bound arguments -> keyword arguments, further ones or other values of given ones: what a forward would read from
+            tensor values, passed as static arguments; or inputs of another length that mean the same, so that one program serves.
+        processors: class of an attention processor -> what makes the one that is traced in place of one of exactly that class.
         whole: regular expressions; a part whose name has one of them computes its sequence whole on every chip, not split.
-        methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of
-            that method.
-        axes: of the first tensor of a call that `methods` stand for; upstream's own lines are traced for one that has others,
-            and refuse it; None: for all.
+        methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of that method.
+        axes: of the first tensor of a call that `methods` stand for; None: of any. Upstream's own lines are traced for others.
         remark: what `diffusers-tpu plan` says of the model.
     """
 
@@ -81,11 +76,6 @@ def _axes(entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _entry(axes: Iterable[str]):
-    axes = tuple(axes)
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
 def fit(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     """`spec` without the axes that do not divide their dimension (outermost dropped last) and those of size one."""
     entries = []
@@ -93,19 +83,13 @@ def fit(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpe
         axes = [axis for axis in _axes(entry) if mesh.shape[axis] > 1]
         while axes and size % math.prod(mesh.shape[axis] for axis in axes):
             axes.pop()
-        entries.append(_entry(axes))
+        entries.append(tuple(axes))
     return PartitionSpec(*entries)
 
 
-def gathered(spec: PartitionSpec) -> PartitionSpec:
-    """The spec during compute: storage axes dropped, `tp` kept."""
-    return PartitionSpec(*(_entry(axis for axis in _axes(entry) if axis not in STORAGE_AXES) for entry in spec))
-
-
-def _without(spec: PartitionSpec, inside: tuple[str, ...]) -> PartitionSpec:
-    """The spec with no storage axes but those inside of a slice."""
-    kept = (*inside, "tp")
-    return PartitionSpec(*(_entry(axis for axis in _axes(entry) if axis in kept) for entry in spec))
+def gathered(spec: PartitionSpec, kept: tuple[str, ...] = ()) -> PartitionSpec:
+    """The spec during compute: storage axes dropped, but those `kept`."""
+    return PartitionSpec(*(tuple(a for a in _axes(entry) if a not in STORAGE_AXES or a in kept) for entry in spec))
 
 
 def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = STORAGE_AXES) -> PartitionSpec:
@@ -124,24 +108,17 @@ def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = S
 def plan_weights(
     shapes: Mapping[str, tuple[tuple[int, ...], int]], rules: Rules, mesh: Mesh
 ) -> tuple[dict[str, PartitionSpec], Coverage]:
-    """Storage spec of every weight and the coverage report.
+    """Storage spec of every weight and the coverage report. Raises ValueError for a rule that matches no weight (a dead rule).
 
     Args:
         shapes: name -> (shape without the stacked axis, bytes of all of it).
-
-    Raises ValueError for a rule that matches no weight (a dead rule).
     """
-    specs, coverage, used = {}, Coverage(), set()
+    specs, coverage = {}, Coverage()
     inside = STORAGE_AXES if slices_of(tuple(mesh.devices.flat)) == 1 else ("sp",)  # each slice has all of them
-    compiled = [(re.compile(pattern), pattern, spec) for pattern, spec in rules]
     for name, (shape, size_bytes) in shapes.items():
         plain = name.replace(".base_layer", "")  # PEFT's name for a weight that it wraps
-        taken = next(((pattern, spec) for regex, pattern, spec in compiled if regex.search(plain)), None)
-        if taken is None:
-            label, spec = "(no rule)", default_spec(shape, mesh, inside)
-        else:
-            label, spec = taken[0], fit(_without(taken[1], inside), shape, mesh)
-            used.add(label)
+        label, spec = next((rule for rule in rules if re.search(rule[0], plain)), ("(no rule)", None))
+        spec = default_spec(shape, mesh, inside) if spec is None else fit(gathered(spec, inside), shape, mesh)
         specs[name] = spec
         ways = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
         coverage.total_bytes += size_bytes
@@ -149,8 +126,7 @@ def plan_weights(
         coverage.bytes_by_rule[label] = coverage.bytes_by_rule.get(label, 0) + size_bytes
         if ways == 1 and math.prod(shape) >= LARGE_ELEMENTS and mesh.size > 1:
             coverage.replicated[name] = size_bytes
-    dead = [pattern for _, pattern, _ in compiled if pattern not in used]
-    if dead:
+    if dead := [pattern for pattern, _ in rules if pattern not in coverage.bytes_by_rule]:
         raise ValueError(
             f"expected every sharding rule to match a weight, got dead rules {dead}. Names look like {list(shapes)[:3]}"
         )

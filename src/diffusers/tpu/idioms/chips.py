@@ -1,13 +1,18 @@
-"""What scripts ask of their GPU, answered for all chips of the TPU together: its name, its memory, whether it is done.
+"""What scripts ask of their GPU, answered for all chips of the TPU together: its name, its memory, its streams and events.
 
 JAX is asked where it runs already, or where the answer needs the chips.
 """
 
+import contextlib
+import math
 import os
 import sys
+import time
+
+import torch
 
 from ..chips.devices import find_target, jax_devices
-from ..chips.figures import CHIPS, GIB, generation_of
+from ..chips.figures import CHIPS, generation_of
 from ..config import read_environment
 
 
@@ -33,10 +38,8 @@ def wait():
 
 def bytes_in_all() -> int:
     """Memory of all chips together; of simulated ones, the host's."""
-    stats = _own_stats()
-    limits = [s["bytes_limit"] for s in stats if "bytes_limit" in s]
-    if limits:
-        return sum(limits) * len(devices()) // len(stats)
+    if (limits := _in_all("bytes_limit")) is not None:
+        return limits
     chip = CHIPS.get(generation_of(devices()[0]))
     if chip is not None:
         return chip.hbm_bytes * len(devices())
@@ -65,11 +68,17 @@ class Peak:
 
 
 def _counted(statistic: str, otherwise) -> int:
-    if not _jax_runs():
-        return 0
-    stats = _own_stats()
-    found = [s[statistic] for s in stats if statistic in s]
-    return sum(found) * len(devices()) // len(stats) if found else otherwise()
+    found = _in_all(statistic) if _jax_runs() else 0
+    return otherwise() if found is None else found
+
+
+def _in_all(statistic: str) -> int | None:
+    """Of all chips what this process's say, as those of other processes are as full; None: they do not."""
+    import jax
+
+    own = [device.memory_stats() or {} for device in devices() if device.process_index == jax.process_index()]
+    found = [stats[statistic] for stats in own if statistic in stats]
+    return sum(found) * len(devices()) // len(own) if found else None
 
 
 def _jax_runs() -> bool:
@@ -81,24 +90,86 @@ def _jax_runs() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-def _own_stats() -> list[dict]:
-    """What this process's chips say; those of other processes are as full as they are."""
-    import jax
-
-    return [device.memory_stats() or {} for device in devices() if device.process_index == jax.process_index()]
-
-
 def _bytes_of_live_arrays() -> int:
     import jax
-    import numpy as np
 
-    total = 0
-    for array in jax.live_arrays():
-        if not array.is_deleted():
-            part = np.prod(array.sharding.shard_shape(array.shape), dtype=np.int64)
-            total += int(part) * array.dtype.itemsize * len(array.sharding.device_set)
-    return total
+    arrays = [array for array in jax.live_arrays() if not array.is_deleted()]
+    sizes = [math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays]
+    return sum(size * len(array.sharding.device_set) for size, array in zip(sizes, arrays))
 
 
-def gib(count: int) -> str:
-    return f"{count / GIB:.2f} GiB"
+# One device whose work is in order: a stream changes nothing, an event is a time at which everything sent before is done
+
+
+class _OnTheDevice:
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self):
+        wait()
+
+
+class Event(_OnTheDevice):
+    """As `torch.cuda.Event`. `record` waits for the chips, so that the time between two events is that of the work."""
+
+    def __init__(self, enable_timing=False, blocking=False, interprocess=False, external=False):
+        self._time: float | None = None
+
+    def record(self, stream=None):
+        wait()
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, end_event: "Event") -> float:
+        """Milliseconds. Raises ValueError where one was not recorded."""
+        if self._time is None or end_event._time is None:
+            raise ValueError("expected both events to be recorded before calculating elapsed time")
+        return 1e3 * (end_event._time - self._time)
+
+    def wait(self, stream=None):
+        pass
+
+
+class Guard(contextlib.AbstractContextManager):
+    """As `torch.cuda.device`, `torch.accelerator.device_index`: there is one device."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __exit__(self, *exc):
+        return None
+
+
+class Stream(_OnTheDevice, Guard):
+    """As `torch.cuda.Stream`; also the context that `torch.cuda.stream` gives."""
+
+    cuda_stream = device_index = stream_id = 0
+    device_type, device = 1, torch.device("cuda", 0)
+
+    def __eq__(self, other):
+        return isinstance(other, Stream)
+
+    def __hash__(self):
+        return 0
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def wait_stream(self, stream):
+        pass
+
+    wait_event = wait_stream
+
+    def record_event(self, event=None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+
+class NoGraph:
+    """In the place of `torch.cuda.CUDAGraph` and what records one."""
+
+    def __init__(self, *args, **kwargs):
+        raise NotImplementedError(
+            "expected no CUDA graphs on the TPU path: models are compiled whole there, and a call of one is one program; leave"
+            " the capture out and call the model"
+        )

@@ -1,10 +1,19 @@
-"""`torch.compile` of models: JAX compiles them when they are called, so it returns its argument. Of all else it is torch's."""
+"""`torch.compile` of models: JAX compiles them when they are called, so it returns its argument. Of all else it is torch's.
 
+torch_xla, where it is installed too (Colab, Kaggle), is left out: upstream's loops would call `mark_step` in each step. Inference mode
+is `torch.no_grad`, of the same values: its tensors have no version, by which changed weights are known, and torch does not decompose
+operators under it, which torchax needs. Autocast to an accelerator does nothing.
+"""
+
+import contextlib
 import functools
+import os
 import types
 
 import torch
 
+from ...utils import import_utils
+from ..config import names_accelerator
 from ..notices import warn_once
 from .replacing import Replacements, Stand
 
@@ -15,30 +24,36 @@ _PACKAGES = {"diffusers", "transformers"}
 def replace(replacements: Replacements):
     """Put what this file has in torch's place."""
     replacements.put(torch, "compile", Stand(torch.compile, _compiled, "torch", "compile"))
-    method = torch.nn.Module.compile
-    replacements.put(torch.nn.Module, "compile", functools.wraps(method)(functools.partialmethod(_in_place, method)))
+    replacements.wrap(torch.nn.Module, "compile", _in_place)
+    replacements.wrap(torch.autograd.grad_mode.inference_mode, "__enter__", _entered)
+    replacements.wrap(torch.amp.autocast_mode.autocast, "__init__", _without_accelerator)
+    if import_utils._torch_xla_available:  # it would take the chips, which one runtime can have
+        replacements.put(import_utils, "_torch_xla_available", False)
+        os.environ["USE_TORCH_XLA"] = "0"  # accelerate and transformers ask this before they import it
+        warn_once(
+            "torch_xla",
+            "torch_xla: on the TPU path models run through JAX, and torch_xla, which would take the chips, is left out"
+            " (USE_TORCH_XLA=0). Import diffusers before accelerate; DIFFUSERS_TPU=off leaves the TPU to torch_xla",
+        )
 
 
 def _compiled(original, model=None, **kwargs):
     if model is None:
         return lambda model: torch.compile(model, **kwargs)
-    if not is_ours(model):
-        return original(model, **kwargs)
-    _say()
-    return model
+    return model if _is_left_to_jax(model) else original(model, **kwargs)
 
 
-def _in_place(module, original, *args, **kwargs):
-    if not is_ours(module):
-        return original(module, *args, **kwargs)
-    _say()
+def _in_place(original, module, *args, **kwargs):
+    return None if _is_left_to_jax(module) else original(module, *args, **kwargs)
 
 
-def _say():
-    warn_once(
-        "compile",
-        "torch.compile: on the TPU path models are compiled by JAX at their first call, and stay as they are",
-    )
+def _is_left_to_jax(thing) -> bool:
+    if found := is_ours(thing):
+        sentence = (
+            "torch.compile: on the TPU path models are compiled by JAX at their first call, and stay as they are"
+        )
+        warn_once("compile", sentence)
+    return found
 
 
 def is_ours(thing) -> bool:
@@ -66,12 +81,28 @@ def _is_model(thing) -> bool:
 def _seen_by(function: types.FunctionType):
     """The values of what a function names: in its closure, and of its module."""
     for cell in function.__closure__ or ():
-        try:
+        with contextlib.suppress(ValueError):  # a name that is not bound yet
             yield cell.cell_contents
-        except ValueError:  # a name that is not bound yet
-            pass
     yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
 
 
 def _is_of_package(cls: type) -> bool:
     return any((base.__module__ or "").split(".")[0] in _PACKAGES for base in cls.__mro__)
+
+
+# Modes
+
+
+def _entered(enter, mode):
+    if not mode.mode:
+        return enter(mode)
+    mode._inference_mode_context = torch.no_grad()
+    mode._inference_mode_context.__enter__()
+
+
+def _without_accelerator(init, self, device_type, dtype=None, enabled=True, cache_enabled=None):
+    if isinstance(device_type, str) and names_accelerator(device_type):
+        if enabled:
+            warn_once("autocast", "torch.autocast: on the TPU path models compute in their own dtype; load them in it")
+        device_type, enabled = "cuda", False
+    init(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)

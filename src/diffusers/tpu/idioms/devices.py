@@ -1,23 +1,20 @@
-"""Where a script puts a tensor: "cuda", "tpu" and the like name the TPU, and what is put there is a host tensor.
+"""Where a script puts a tensor: "cuda", "tpu" and the like name the TPU, and what is put there is a host tensor, of the same values.
 
-Pipelines and models take host tensors and move them to the chips themselves. So `torch.randn(..., device="cuda")`,
-`x.to(pipe.device)` and `torch.Generator("cuda")` give what they give on the CPU: the same values, the same draws.
-Inside of the pipelines' own environment torchax decides what a device means.
-
-The functions that take a device are replaced one by one: a mode of torch's would cost every call of every function, would
-close torch's fast paths, and would be missing in threads.
+Pipelines and models move tensors to the chips themselves; inside of the pipelines' own environment torchax decides what a device means.
+The functions that take a device are replaced one by one: a mode of torch's would cost every call of every function, and would be
+missing in threads.
 """
 
 import threading
 
 import torch
+from torch.utils._pytree import tree_map_only
 
-from ..config import ACCELERATORS
+from ..config import names_accelerator
 from .replacing import Replacements, Stand, StandingType
 
 
 HOST = torch.device("cpu")
-_DEVICES = (*ACCELERATORS, "privateuseone")
 
 
 class _Inside(threading.local):
@@ -25,15 +22,6 @@ class _Inside(threading.local):
 
 
 inside = _Inside()  # of this thread: how often the pipelines' own environment is entered, kept by the bridge
-
-
-def names_accelerator(device) -> bool:
-    """Whether this names the TPU: "cuda", "tpu:0", a `torch.device`, or an index."""
-    if isinstance(device, str):
-        return device.partition(":")[0] in _DEVICES
-    if isinstance(device, torch.device):
-        return device.type in _DEVICES
-    return isinstance(device, int) and not isinstance(device, bool)
 
 
 def hosted(device):
@@ -53,38 +41,38 @@ NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "
 
 def replace(replacements: Replacements):
     """Put what this file has in torch's place."""
-    owners = [(torch, "torch", CONSTRUCTORS), (torch.fft, "torch.fft", ("fftfreq", "rfftfreq"))]
-    for owner, module, names in owners:
-        for name in names:
-            _stand(replacements, owner, name, _made, module, name)
-    for name in NEW:
-        _stand(replacements, torch.Tensor, name, _made, "torch", f"Tensor.{name}")
-    for name, call in (
-        ("to", _moved),
-        ("cuda", _to_accelerator),
-        ("pin_memory", _pinned),
-        ("type", _typed),
-        ("type_as", _alike),
-    ):
-        _stand(replacements, torch.Tensor, name, call, "torch", f"Tensor.{name}")
+    rows = [(torch, name, _made, "torch", name) for name in CONSTRUCTORS]
+    rows += [(torch.fft, name, _made, "torch.fft", name) for name in ("fftfreq", "rfftfreq")]
+    moves = {"to": _moved, "cuda": _to_accelerator, "pin_memory": _kept, "type": _typed, "type_as": _alike}
+    methods = dict.fromkeys(NEW, _made) | moves
+    rows += [(torch.Tensor, name, call, "torch", f"Tensor.{name}") for name, call in methods.items()]
     for storage in (torch.storage._StorageBase, torch.TypedStorage):
-        _stand(replacements, storage, "cuda", _kept, storage.__module__, f"{storage.__name__}.cuda")
-    _stand(replacements, torch.nn.Module, "to", _module_moved, "torch.nn", "Module.to")
-    _stand(replacements, torch, "load", _loaded, "torch", "load")
-    _stand(replacements, torch, "set_default_tensor_type", _default_type, "torch", "set_default_tensor_type")
+        rows.append((storage, "cuda", _kept, storage.__module__, f"{storage.__name__}.cuda"))
+    rows += [
+        (torch.nn.Module, "to", _module_moved, "torch.nn", "Module.to"),
+        (torch, "load", _loaded, "torch", "load"),
+        (torch, "set_default_tensor_type", _typed, "torch", "set_default_tensor_type"),
+    ]
+    builtins = torch.jit._builtins
+    for owner, name, call, module, qualname in rows:
+        original = getattr(owner, name)
+        stand = Stand(original, call, module, qualname)
+        replacements.put(owner, name, stand)
+        if builtins._builtin_table is not None and (operator := builtins._find_builtin(original)) is not None:
+            builtins._register_builtin(stand, operator)  # torch.jit.script knows functions by their ids
     replacements.put(torch, "Generator", Generator)
     replacements.put(torch, "device", device)
     context = torch.utils._device.DeviceContext
-    replacements.put(context, "__init__", _with_hosted_device(context.__init__))
+    replacements.wrap(context, "__init__", lambda init, self, device: init(self, hosted(device)))
 
 
-def _stand(replacements: Replacements, owner, name: str, call, module: str, qualname: str):
-    original = getattr(owner, name)
-    stand = Stand(original, call, module, qualname)
-    replacements.put(owner, name, stand)
-    builtins = torch.jit._builtins
-    if builtins._builtin_table is not None and (operator := builtins._find_builtin(original)) is not None:
-        builtins._register_builtin(stand, operator)  # torch.jit.script knows functions by their ids
+def _on_host(args: tuple, kwargs: dict) -> tuple:
+    """The arguments, with the host in the place of an accelerator that is the first one or the keyword `device`."""
+    if names_accelerator(kwargs.get("device")):
+        kwargs["device"] = HOST
+    if args and (isinstance(args[0], (str, torch.device)) or type(args[0]) is int):
+        return (hosted(args[0]), *args[1:])
+    return args
 
 
 def _made(function, *args, **kwargs):
@@ -94,45 +82,32 @@ def _made(function, *args, **kwargs):
             kwargs["device"] = HOST
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
-        for arg in args:
-            if isinstance(arg, torch.device):
-                args = tuple(hosted(arg) if isinstance(arg, torch.device) else arg for arg in args)
-                break
+        if any(isinstance(arg, torch.device) for arg in args):
+            args = tuple(hosted(arg) if isinstance(arg, torch.device) else arg for arg in args)
     return function(*args, **kwargs)
 
 
 def _moved(function, tensor, *args, **kwargs):
     """`Tensor.to`: a device, a dtype, both, or another tensor's."""
-    if inside.depth:
-        return function(tensor, *args, **kwargs)
-    if names_accelerator(kwargs.get("device")):
-        kwargs["device"] = HOST
-    if args and (isinstance(args[0], (str, torch.device)) or type(args[0]) is int):
-        args = (hosted(args[0]), *args[1:])
-    else:
+    if not inside.depth:
+        args = _on_host(args, kwargs)
         other = args[0] if args else kwargs.get("other")
         if isinstance(other, torch.Tensor) and names_accelerator(other.device):
             kwargs.pop("other", None)
-            return function(tensor, HOST, other.dtype, *args[1:], **kwargs)
+            args = (HOST, other.dtype, *args[1:])
     return function(tensor, *args, **kwargs)
 
 
 def _to_accelerator(function, tensor, device=None, non_blocking=False, memory_format=torch.preserve_format):
     if inside.depth:
         return tensor.to("cuda")
-    if memory_format is torch.preserve_format:
-        return tensor.to(HOST)
-    return tensor.to(HOST, memory_format=memory_format)
+    return tensor.to(HOST, **({} if memory_format is torch.preserve_format else {"memory_format": memory_format}))
 
 
-def _pinned(function, tensor, device=None):
-    return tensor if not inside.depth else function(tensor)
-
-
-def _typed(function, tensor, dtype=None, *args, **kwargs):
-    if isinstance(dtype, str):
-        dtype = dtype.replace("torch.cuda.", "torch.")
-    return function(tensor, dtype, *args, **kwargs)
+def _typed(function, *args, **kwargs):
+    """Names of types on a GPU are those of the CPU's."""
+    args, kwargs = tree_map_only(str, lambda name: name.replace("torch.cuda.", "torch."), (args, kwargs))
+    return function(*args, **kwargs)
 
 
 def _alike(function, tensor, other):
@@ -141,17 +116,12 @@ def _alike(function, tensor, other):
     return function(tensor, other)
 
 
-def _kept(function, storage, *args, **kwargs):
-    return storage
+def _kept(function, owner, *args, **kwargs):
+    return owner
 
 
 def _module_moved(function, module, *args, **kwargs):
-    if not inside.depth:
-        if args and (isinstance(args[0], (str, torch.device)) or type(args[0]) is int):
-            args = (hosted(args[0]), *args[1:])
-        if names_accelerator(kwargs.get("device")):
-            kwargs["device"] = HOST
-    return function(module, *args, **kwargs)
+    return function(module, *(args if inside.depth else _on_host(args, kwargs)), **kwargs)
 
 
 def _loaded(function, f, map_location=None, *args, **kwargs):
@@ -163,27 +133,20 @@ def _loaded(function, f, map_location=None, *args, **kwargs):
     return function(f, map_location, *args, **kwargs)
 
 
-def _default_type(function, kind):
-    return function(kind.replace("torch.cuda.", "torch.") if isinstance(kind, str) else kind)
-
-
-def _with_hosted_device(init):
-    def __init__(self, device):
-        init(self, hosted(device))
-
-    return __init__
-
-
-class Generator(metaclass=StandingType, original=torch.Generator):
+class Generator(metaclass=StandingType):
     """torch's own generator, of the CPU where an accelerator is named: it gives there the noise it gives everywhere."""
+
+    __module__, __wrapped__ = "torch", torch.Generator
 
     @staticmethod
     def make(original, device="cpu"):
         return original(device=hosted(device))
 
 
-class device(metaclass=StandingType, original=torch.device):
+class device(metaclass=StandingType):
     """torch's own device. Indices, and names that torch does not know, are the TPU's, which it calls "cuda"."""
+
+    __module__, __wrapped__ = "torch", torch.device
 
     @staticmethod
     def make(original, *args, **kwargs):

@@ -2,48 +2,21 @@
 no longer has. While a file of torchax's is executed they get placeholders, under which nothing is ever looked up."""
 
 import contextlib
-import importlib.abc
-import importlib.machinery
 import sys
 import threading
 from collections.abc import Iterator
 
 from torch._ops import OpOverloadPacket
 
+from .replacing import OnImport
+
 
 _lookup = OpOverloadPacket.__getattr__
 _lock, _open = threading.Lock(), 0
 
 
-class _OfTorchax(importlib.abc.MetaPathFinder):
-    """Finds torchax's files where they are."""
-
-    def find_spec(self, name: str, path, target=None):
-        if name.partition(".")[0] != "torchax":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def run(module):
-                with _placeholders():
-                    execute(module)
-
-            spec.loader.exec_module = run
-        return spec
-
-
-_finder = _OfTorchax()
-
-
-def serve():
-    """From here on torchax can be imported; nothing is imported now."""
-    if _finder not in sys.meta_path:
-        sys.meta_path.insert(0, _finder)
-
-
 @contextlib.contextmanager
-def _placeholders() -> Iterator[None]:
+def _placeholders(module) -> Iterator[None]:
     """Several threads may import at once, and files import each other: the last one puts torch's own lookup back."""
     global _open
     with _lock:
@@ -56,6 +29,15 @@ def _placeholders() -> Iterator[None]:
             _open -= 1
             if not _open:
                 OpOverloadPacket.__getattr__ = _lookup
+
+
+_finder = OnImport(lambda name: name.partition(".")[0] == "torchax", _placeholders)
+
+
+def serve():
+    """From here on torchax can be imported; nothing is imported now."""
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
 
 
 def _lookup_or_placeholder(packet, name):

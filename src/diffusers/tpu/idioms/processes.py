@@ -3,14 +3,13 @@
 A process group of NCCL's is one of gloo's, on host tensors, as all tensors of a script are. Alone in it a process needs no launcher.
 """
 
-import functools
 import math
 import os
 
 import torch
 
+from ..config import names_accelerator
 from ..notices import warn_once
-from .devices import names_accelerator
 from .replacing import Replacements
 
 
@@ -24,13 +23,13 @@ def replace(replacements: Replacements):
         return
     from torch.distributed import device_mesh, distributed_c10d
 
-    for name, make in (("init_process_group", _initialised), ("new_group", _grouped)):
-        function = make(getattr(distributed_c10d, name))
-        for module in (torch.distributed, distributed_c10d):
-            replacements.put(module, name, function)
-    function = _meshed(device_mesh.init_device_mesh)
-    for module in (torch.distributed, device_mesh):
-        replacements.put(module, "init_device_mesh", function)
+    for owner, name, call in (
+        (distributed_c10d, "init_process_group", _initialised),
+        (distributed_c10d, "new_group", _grouped),
+        (device_mesh, "init_device_mesh", _meshed),
+    ):
+        replacements.wrap(owner, name, call)
+        replacements.put(torch.distributed, name, vars(owner)[name])
 
 
 def refuse_several():
@@ -44,47 +43,33 @@ def _of_accelerators(backend) -> bool:
     return backend is None or "nccl" in str(backend).lower()
 
 
-def _initialised(function):
-    @functools.wraps(function)
-    def init_process_group(backend=None, *args, **kwargs):
-        if not _of_accelerators(backend):
-            return function(backend, *args, **kwargs)
-        refuse_several()
-        kwargs.pop("device_id", None)
-        size = kwargs.get("world_size", -1)
-        size = int(os.environ.get("WORLD_SIZE", 1)) if size == -1 else size
-        if size > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
-            raise RuntimeError(f"expected world_size 1 on the TPU path, got {size}: {ALONE}; {INSTEAD}")
-        if size == 1:
-            args, kwargs = (), {name: x for name, x in kwargs.items() if name in ("timeout", "group_name")}
-            kwargs |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
-        warn_once(
-            "distributed",
-            f"torch.distributed with NCCL: on the TPU path {ALONE}; the process group is gloo's, of size {size}",
-        )
-        return function("gloo", *args, **kwargs)
-
-    return init_process_group
+def _initialised(original, backend=None, *args, **kwargs):
+    if not _of_accelerators(backend):
+        return original(backend, *args, **kwargs)
+    refuse_several()
+    kwargs.pop("device_id", None)
+    size = kwargs.get("world_size", -1)
+    size = int(os.environ.get("WORLD_SIZE", 1)) if size == -1 else size
+    if size > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise RuntimeError(f"expected world_size 1 on the TPU path, got {size}: {ALONE}; {INSTEAD}")
+    if size == 1:
+        args, kwargs = (), {name: x for name, x in kwargs.items() if name in ("timeout", "group_name")}
+        kwargs |= {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
+    sentence = f"torch.distributed with NCCL: on the TPU path {ALONE}; the process group is gloo's, of size {size}"
+    warn_once("distributed", sentence)
+    return original("gloo", *args, **kwargs)
 
 
-def _grouped(function):
-    @functools.wraps(function)
-    def new_group(ranks=None, timeout=None, backend=None, *args, **kwargs):
-        kwargs.pop("device_id", None)
-        return function(ranks, timeout, None if _of_accelerators(backend) else backend, *args, **kwargs)
-
-    return new_group
+def _grouped(original, ranks=None, timeout=None, backend=None, *args, **kwargs):
+    kwargs.pop("device_id", None)
+    return original(ranks, timeout, None if _of_accelerators(backend) else backend, *args, **kwargs)
 
 
-def _meshed(function):
-    @functools.wraps(function)
-    def init_device_mesh(device_type, mesh_shape, **kwargs):
-        if not names_accelerator(device_type):
-            return function(device_type, mesh_shape, **kwargs)
-        if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group()
-        if math.prod(mesh_shape) > torch.distributed.get_world_size():
-            raise RuntimeError(f"expected a mesh of one process on the TPU path, got {tuple(mesh_shape)}: {ALONE}")
-        return function("cpu", mesh_shape, **kwargs)
-
-    return init_device_mesh
+def _meshed(original, device_type, mesh_shape, **kwargs):
+    if not names_accelerator(device_type):
+        return original(device_type, mesh_shape, **kwargs)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group()
+    if math.prod(mesh_shape) > torch.distributed.get_world_size():
+        raise RuntimeError(f"expected a mesh of one process on the TPU path, got {tuple(mesh_shape)}: {ALONE}")
+    return original("cpu", mesh_shape, **kwargs)

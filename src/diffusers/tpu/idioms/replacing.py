@@ -1,7 +1,12 @@
 """Attributes of torch that are replaced while the idioms are on, and put back as they were."""
 
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
 from collections.abc import Callable
-from types import MethodType
+from types import MethodType, ModuleType
 
 
 _ABSENT = object()
@@ -12,12 +17,38 @@ class Replacements:
 
     def __init__(self):
         self._before: list[tuple[object, str, object]] = []
+        self._finders: list[OnImport] = []
 
     def put(self, owner, attribute: str, value):
         self._before.append((owner, attribute, vars(owner).get(attribute, _ABSENT)))
         setattr(owner, attribute, value)
 
+    def wrap(self, owner, attribute: str, call: Callable):
+        """Put a function in the place of the owner's: what it does is `call(original, *args, **kwargs)`."""
+        original = vars(owner)[attribute]
+
+        @functools.wraps(original)
+        def run(*args, **kwargs):
+            return call(original, *args, **kwargs)
+
+        self.put(owner, attribute, run)
+
+    def when_imported(self, name: str, then: Callable[[ModuleType], None]):
+        """Call `then` with the module of this name: now, or when someone imports it."""
+        if name in sys.modules:
+            return then(sys.modules[name])
+
+        @contextlib.contextmanager
+        def around(module):
+            yield
+            then(module)
+
+        self._finders.append(OnImport(name.__eq__, around))
+        sys.meta_path.insert(0, self._finders[-1])
+
     def undo(self):
+        while self._finders:
+            sys.meta_path.remove(self._finders.pop())
         while self._before:
             owner, attribute, value = self._before.pop()
             if value is _ABSENT:
@@ -26,17 +57,28 @@ class Replacements:
                 setattr(owner, attribute, value)
 
 
+class OnImport(importlib.abc.MetaPathFinder):
+    """Modules whose name `concerns` are executed inside of `around(module)`, a context, when they are imported."""
+
+    def __init__(self, concerns: Callable[[str], bool], around: Callable):
+        self.concerns, self.around = concerns, around
+
+    def find_spec(self, name: str, path, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target) if self.concerns(name) else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def run(module):
+                with self.around(module):
+                    execute(module)
+
+            spec.loader.exec_module = run
+        return spec
+
+
 class StandingType(type):
-    """A class in the place of one of torch's, equal to it in sets and dicts: `make(original, ...)` makes torch's objects.
-
-    Those are its instances for `isinstance`; it has none of its own.
-    """
-
-    def __new__(cls, name, bases, namespace, original):
-        return super().__new__(cls, name, bases, {**namespace, "__module__": "torch", "__wrapped__": original})
-
-    def __init__(cls, name, bases, namespace, original):
-        super().__init__(name, bases, namespace)
+    """A class in the place of one of torch's, `__wrapped__`, equal to it in sets and dicts: `make(original, ...)` makes torch's objects.
+    Those are its instances for `isinstance`; it has none of its own."""
 
     def __call__(cls, *args, **kwargs):
         return cls.make(cls.__wrapped__, *args, **kwargs)

@@ -1,12 +1,7 @@
 """One model on the TPU path: attached and given back, whose it is, and what travels where it is copied or pickled.
 
-A model is there for the pipelines that have it, or by itself (`install(model)`, `model.to("cuda")`). Its methods take host
-tensors and answer with host tensors. `model.device` is "cuda" to the script that moved it there, as upstream's tests and
-scripts ask (`if model.device.type == "cuda"`): `torch.randn(..., device=model.device)`, `x.to(model.device)` and
-`torch.Generator(model.device)` take it for the host. To upstream's own code it is where the parameters are (`moving`).
-
-A copy of a model (`copy.deepcopy`) is on the path like the original, with weights and programs of its own. A pickle
-(`pickle`, `torch.save`) is upstream's model: what is loaded is on the host until it is moved.
+Its methods take host tensors and answer with host tensors, for the pipelines that have it or by itself. `model.device` is "cuda" to
+the script that moved it there (`moving`). A deep copy is on the path like the original; a pickle is upstream's model.
 """
 
 import copy
@@ -20,7 +15,7 @@ import torch
 from jax.sharding import Mesh
 
 from ..chips.devices import find_target, jax_devices, keep_compiled_programs, why_off
-from ..chips.locks import held
+from ..chips.locks import exclusive
 from ..chips.mesh import make_mesh, plan_degrees, slices_of
 from ..compile.explain import lines_of, rungs
 from ..compile.host import HostModel
@@ -28,33 +23,21 @@ from ..compile.module import CompiledModule
 from ..compile.state import is_entry
 from ..config import TPUConfig, read_environment
 from ..idioms.processes import refuse_several
-from ..kernels.attention.softmax_modes import ModeCounter
 from ..weights.hbm import HbmManager, hbm_manager_of
 from .plans import module_plan
 
 
-FIELDS = dataclasses.fields(TPUConfig)
 OF_PIPELINES = {"glue": "auto", "host": ()}  # settings that say nothing about a model, and what stands for them
 
 
 @dataclass(eq=False)
 class Ownership:
-    """Whose an attached model is.
+    """Whose an attached model is."""
 
-    Attributes:
-        pipelines: installed ones that have it.
-        alone: it was moved or installed by itself, and stays on the chips when no pipeline has it.
-        asked: its configuration was given, not chosen.
-        on_host: it was moved to the host, and stays a pipeline's.
-    """
-
-    pipelines: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    alone: bool = False
-    asked: bool = False
-    on_host: bool = False
-
-
-_ownerships: "weakref.WeakKeyDictionary[CompiledModule | HostModel, Ownership]" = weakref.WeakKeyDictionary()
+    pipelines: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # installed ones that have it
+    alone: bool = False  # it was moved or installed by itself, and stays on the chips when no pipeline has it
+    asked: bool = False  # its configuration was given, not chosen
+    on_host: bool = False  # it was moved to the host, and stays a pipeline's
 
 
 def target_devices() -> tuple:
@@ -89,15 +72,10 @@ def of_model(config: TPUConfig) -> TPUConfig:
     return dataclasses.replace(config, **OF_PIPELINES)
 
 
-def mesh_of(config: TPUConfig, devices: tuple) -> Mesh:
-    return make_mesh(devices, config.mesh)
-
-
 def differences(ours: TPUConfig, theirs: TPUConfig) -> str:
     """ "attention='splash' for attention='auto'" of the settings that models cannot share; empty where they can."""
-    ours, theirs = of_model(ours), of_model(theirs)
-    pairs = [] if ours == theirs else [(f.name, getattr(ours, f.name), getattr(theirs, f.name)) for f in FIELDS]
-    return ", ".join(f"{name}={mine!r} for {name}={other!r}" for name, mine, other in pairs if mine != other)
+    ours, theirs = vars(of_model(ours)), vars(of_model(theirs))
+    return ", ".join(f"{k}={x!r} for {k}={theirs[k]!r}" for k, x in ours.items() if x != theirs[k])
 
 
 # Attached and detached
@@ -109,26 +87,21 @@ def runs(module) -> CompiledModule | HostModel | None:
     return attributes.get("_tpu_runner") or attributes.get("_tpu_host")
 
 
-def ownership(runner) -> Ownership:
-    return _ownerships.setdefault(runner, Ownership())
-
-
 def owners(module, but=None) -> list:
     """The installed pipelines that have this model, `but` left out."""
     runner = runs(module)
-    return [] if runner is None else [pipe for pipe in ownership(runner).pipelines if pipe is not but]
+    return [] if runner is None else [pipe for pipe in runner.ownership.pipelines if pipe is not but]
 
 
-@held
+@exclusive
 def attach(
-    module, config: TPUConfig, mesh: Mesh, hbm_manager: HbmManager, on_host: bool = False
+    module, config: TPUConfig, mesh: Mesh, hbm_manager: HbmManager, on_host=False
 ) -> CompiledModule | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
     plan, before = module_plan(module), dict(vars(module))
-    runner = (
-        HostModel(module, plan.entries, mesh) if on_host else CompiledModule(module, plan, mesh, config, hbm_manager)
-    )
-    runner.config = config
+    given = (module, plan.entries, mesh) if on_host else (module, plan, mesh, config, hbm_manager)
+    runner = (HostModel if on_host else CompiledModule)(*given)
+    runner.config, runner.ownership = config, Ownership()
     runner.attach()
     added = {name: value for name, value in vars(module).items() if before.get(name, module) is not value}
     module.__getstate__ = functools.partial(_upstream_state, module, added, before)
@@ -136,40 +109,33 @@ def attach(
     return runner
 
 
-@held
+@exclusive
 def detach(module):
     """Upstream's methods, and no arrays on the chips."""
     runner = runs(module)
-    if runner is None:
-        return
-    runner.detach()
-    _ownerships.pop(runner, None)
-    for name in _COPYING:
-        vars(module).pop(name, None)
+    if runner is not None:
+        runner.detach()
+        for name in _COPYING:
+            vars(module).pop(name, None)
 
 
 def is_on_chips(module) -> bool:
     """Whether the script has put this model on the TPU, itself or with a pipeline."""
     runner = runs(module)
-    return isinstance(runner, CompiledModule) and not ownership(runner).on_host
+    return isinstance(runner, CompiledModule) and not runner.ownership.on_host
 
 
-@held
-def to_chips(runner: CompiledModule | HostModel):
-    """The model was moved to the TPU: its weights go there, if there is room; else they come when it is called."""
-    ownership(runner).on_host = False
-    if isinstance(runner, CompiledModule):
+@exclusive
+def move(runner: CompiledModule | HostModel, on_host: bool):
+    """The model was moved. To the TPU: its weights go there, if there is room. To the host: they leave until it is called."""
+    runner.ownership.on_host = on_host
+    if on_host:
+        leave_chips(runner)
+    elif isinstance(runner, CompiledModule):
         runner.hbm_manager.place([runner])
 
 
-@held
-def to_host(runner: CompiledModule | HostModel):
-    """A pipeline's model was moved to the host: its weights leave the chips until it is called."""
-    ownership(runner).on_host = True
-    leave_chips(runner)
-
-
-@held
+@exclusive
 def leave_chips(runner: CompiledModule | HostModel):
     """The model's weights leave the chips; they come back when it is called."""
     if isinstance(runner, CompiledModule):
@@ -179,37 +145,29 @@ def leave_chips(runner: CompiledModule | HostModel):
 # A model by itself
 
 
-@held
-def install(module: torch.nn.Module, config: TPUConfig | None = None, asked: bool = True) -> torch.nn.Module:
-    """Run this model's methods on the TPU; returns the same model.
-
-    Raises:
-        RuntimeError: the TPU path is off, or JAX has fewer devices than it needs.
-        ValueError: a mesh that does not fit, settings of pipelines, or settings other than those of an installed
-            pipeline that has the model.
-    """
+@exclusive
+def install(module: torch.nn.Module, config: TPUConfig | None = None) -> torch.nn.Module:
+    """Run this model's methods on the TPU; returns the same model. Raises RuntimeError as `target_devices`; ValueError for a mesh that
+    does not fit, settings of pipelines, or settings other than those of an installed pipeline that has the model."""
     devices = target_devices()
     if config is not None and config.host:
         raise ValueError(f"expected TPUConfig.host for a pipeline, got {config.host} for a {type(module).__name__}")
-    runner = runs(module)
+    runner, wanted = runs(module), of_model(resolved(config, devices))
     if runner is not None:
-        wanted = of_model(resolved(config, devices)) if config is not None else runner.config
-        differing = differences(wanted, runner.config)
+        differing = "" if config is None else differences(wanted, runner.config)
         if not differing:
-            ownership(runner).alone = ownership(runner).alone or not owners(module)
+            runner.ownership.alone = runner.ownership.alone or not owners(module)
             return module
         if owners(module):
             raise ValueError(_belongs(module, "the settings of the pipeline that has it", differing))
         detach(module)
-    config_resolved = of_model(resolved(config, devices))
-    mesh = mesh_of(config_resolved, devices)
-    runner = attach(module, config_resolved, mesh, hbm_manager_of(mesh, config_resolved))
-    held = ownership(runner)
-    held.alone, held.asked = True, config is not None
+    mesh = make_mesh(devices, wanted.mesh)
+    runner = attach(module, wanted, mesh, hbm_manager_of(mesh, wanted))
+    runner.ownership.alone, runner.ownership.asked = True, config is not None
     return module
 
 
-@held
+@exclusive
 def uninstall(module: torch.nn.Module) -> torch.nn.Module:
     """Undo `install`: upstream's methods, weights on the host. Raises ValueError for a model of an installed pipeline."""
     if owners(module):
@@ -248,20 +206,17 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
     that heads went."""
     if isinstance(runner, HostModel):
         return {"rungs": rungs(runner)}
+    facts = "entry", "branches", "compile_seconds", "recalled", "calls"
     programs = [
-        {
-            "module": name,
-            "entry": program.entry,
-            "shapes": [list(shape) for shape, _ in program.shapes],
-            "branches": program.branches,
-            "compile_seconds": program.compile_seconds,
-            "recalled": program.recalled,
-            "calls": program.calls,
-        }
+        {"module": name, "shapes": [list(shape) for shape, _ in program.shapes]}
+        | {k: getattr(program, k) for k in facts}
         for name, one in runner.nested()
         for program in one.programs.values()
     ]
-    placed = runner._placed
+    placed, tally = runner._placed, {}
+    if runner.tally is not None:
+        jax.effects_barrier()  # what programs have run, they have also said
+        tally = {"attention_ways": runner.tally.shares()}
     return {
         "compilations": runner.compilations,
         "evicted": runner.evicted,
@@ -272,13 +227,8 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
         "rungs": rungs(runner),
         "weights": placed and placed.coverage,
         "on_chips": bool(placed and placed.arrays),
-        **({} if runner.tally is None else {"attention_ways": _shares(runner.tally)}),
+        **tally,
     }
-
-
-def _shares(tally: ModeCounter) -> dict:
-    jax.effects_barrier()  # what programs have run, they have also said
-    return tally.shares()
 
 
 # Copies
@@ -290,12 +240,9 @@ _ABSENT = object()
 
 def _upstream_state(module, added: dict, before: dict) -> dict:
     """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back."""
-    state = {k: v for k, v in vars(module).items() if k not in _COPYING and not k.startswith("_tpu")}
-    for name, value in [*state.items()]:
-        if is_entry(value):
-            state.pop(name)
-            if value.tpu_own is not None:
-                state[name] = value.tpu_own
+    own = {name: value.tpu_own if is_entry(value) else value for name, value in vars(module).items()}
+    own = {name: value for name, value in own.items() if value is not None or vars(module)[name] is None}
+    state = {name: value for name, value in own.items() if name not in _COPYING and not name.startswith("_tpu")}
     for name, value in added.items():
         if state.get(name, _ABSENT) is value:
             del state[name]
@@ -311,5 +258,5 @@ def _copied(module, memo: dict) -> torch.nn.Module:
     new.__setstate__(copy.deepcopy(module.__getstate__(), memo))
     if isinstance(runner, CompiledModule):
         made = attach(new, runner.config, runner.mesh, runner.hbm_manager)
-        ownership(made).asked = ownership(runner).asked
+        made.ownership.asked = runner.ownership.asked
     return new

@@ -1,7 +1,7 @@
-"""Which models an installed pipeline has, and what runs each: taken over, shared with other pipelines, let go of.
+"""Which models an installed pipeline has, and what runs each: attached, shared with other pipelines, released.
 
-Pipelines that share a model share its runner, so they have one configuration for it. A model that no installed pipeline
-has any more, because it was replaced, set to None or its pipelines are gone, leaves the chips; its programs stay with it.
+Pipelines that share a model share its runner, so they have one configuration for it. A model that no installed pipeline has any
+more leaves the chips; its programs stay with it.
 """
 
 import contextlib
@@ -19,36 +19,24 @@ from ..compile.module import CompiledModule
 from ..config import TPUConfig
 from ..weights.hbm import HbmManager
 from . import attach
-from .plans import PipelinePlan
 
 
 @dataclass(eq=False)
 class Installation:
-    """What `install` made of one pipeline.
+    """What `install` made of one pipeline."""
 
-    Attributes:
-        config: as in use, its mesh in numbers.
-        runners, on_host: of each model, by what runs it.
-        former: of models that the pipeline no longer has.
-        hbm_manager: whose weights are on the chips; one for all pipelines there.
-        leaving: what happens when the pipeline is deleted.
-        not_finite: components whose pictures of the last call had NaN in them.
-        lock: of one call at a time: what a pipeline and its scheduler keep in a call is that call's.
-    """
-
-    config: TPUConfig
-    plan: PipelinePlan
+    config: TPUConfig  # as in use, its mesh in numbers
     original: type
     mesh: Mesh
     glue: str
-    hbm_manager: HbmManager
-    runners: dict[str, CompiledModule] = field(default_factory=dict)
+    hbm_manager: HbmManager  # one for all pipelines on these chips
+    runners: dict[str, CompiledModule] = field(default_factory=dict)  # of each model, by what runs it
     on_host: dict[str, HostModel] = field(default_factory=dict)
-    former: weakref.WeakSet = field(default_factory=weakref.WeakSet)
-    leaving: weakref.finalize | None = None
+    former: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of models that the pipeline no longer has
+    leaving: weakref.finalize | None = None  # what happens when the pipeline is deleted
     depth: int = 0
-    not_finite: list[str] = field(default_factory=list)
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    not_finite: list[str] = field(default_factory=list)  # components whose pictures of the last call had NaN in them
+    lock: threading.RLock = field(default_factory=threading.RLock)  # of one call at a time
 
     @contextlib.contextmanager
     def one_at_a_time(self):
@@ -79,8 +67,8 @@ def modules_of(pipe) -> dict[str, torch.nn.Module]:
 def taken_over(pipe, modules: dict) -> TPUConfig | None:
     """The configuration of the models that are attached already: of another pipeline's, else one that was asked for."""
     shared = {name: attach.runs(m) for name, m in modules.items() if attach.owners(m, but=pipe)}
-    asked = {name: r for name, m in modules.items() if (r := attach.runs(m)) is not None and attach.ownership(r).asked}
-    config = next((runner.config for runner in (*shared.values(), *asked.values())), None)
+    asked = [runner for runner in map(attach.runs, modules.values()) if runner is not None and runner.ownership.asked]
+    config = next((runner.config for runner in (*shared.values(), *asked)), None)
     on_host = tuple(name for name, runner in shared.items() if isinstance(runner, HostModel))
     return config and dataclasses.replace(config, host=on_host)
 
@@ -117,23 +105,17 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
         release(pipe, state, name)
     for name, module in modules.items():
         on_host, runner = name in state.config.host, attach.runs(module)
-        if runner is not None and not _fits(runner, state, on_host):
+        fits = isinstance(runner, HostModel if on_host else CompiledModule) and runner.mesh == state.mesh
+        if not fits or attach.differences(runner.config, state.config):
             attach.detach(module)
-            runner = None
-        if runner is None:
             runner = attach.attach(module, attach.of_model(state.config), state.mesh, state.hbm_manager, on_host)
         if held.get(name, runner) is not runner:
             release(pipe, state, name)
         (state.on_host if on_host else state.runners)[name] = runner
-        attach.ownership(runner).pipelines.add(pipe)
+        runner.ownership.pipelines.add(pipe)
     order = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
     by_use = sorted(state.runners.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
     state.hbm_manager.use(state, by_use, str(pipe.config.get("_name_or_path") or "MODEL"))
-
-
-def _fits(runner: CompiledModule | HostModel, state: Installation, on_host: bool) -> bool:
-    alike = runner.mesh == state.mesh and not attach.differences(runner.config, state.config)
-    return alike and isinstance(runner, HostModel) == on_host
 
 
 def release(pipe, state: Installation, name: str):
@@ -142,7 +124,7 @@ def release(pipe, state: Installation, name: str):
     if runner in state.held().values():  # under another name it still has it
         return
     state.former.add(runner)
-    attach.ownership(runner).pipelines.discard(pipe)
+    runner.ownership.pipelines.discard(pipe)
     _leave_if_free(runner)
 
 
@@ -152,8 +134,7 @@ def deleted(state: Installation):
 
 
 def _leave_if_free(runner: CompiledModule | HostModel):
-    held = attach.ownership(runner)
-    if not [*held.pipelines] and not held.alone:  # its length counts what is just being deleted
+    if not [*runner.ownership.pipelines] and not runner.ownership.alone:  # `len` counts what is just being deleted
         attach.leave_chips(runner)
 
 

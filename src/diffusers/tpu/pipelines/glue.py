@@ -1,8 +1,7 @@
 """Inside of a pipeline's call: what upstream's code handles there, and what the user's code in it gets to see.
 
 A loop on the device ("resident") handles device tensors. Callbacks are the user's code: they run as outside of the call, with host
-tensors, plain torch and torch's random state; what they return or write goes back to the chips. Each tensor that a
-pipeline shows a callback comes to the host for it, about 20 MB for a 720p video's latents.
+tensors, plain torch and torch's random state; what they return or write goes back to the chips.
 """
 
 import contextlib
@@ -53,20 +52,14 @@ def bring_attributes(*objects):
 
 def with_user_callbacks(kwargs: dict) -> dict:
     """Arguments of a call whose callbacks run as the user's code does."""
-    return {
-        name: _as_users(value) if name in CALLBACKS and value is not None else value for name, value in kwargs.items()
-    }
-
-
-def _as_users(callback):
-    if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
-        return _UsersCallbacks(callback)
-
-    @functools.wraps(callback, updated=())
-    def run(*args, **kwargs):
-        return _call_outside(callback, args, kwargs)
-
-    return run
+    kwargs = dict(kwargs)
+    for name in CALLBACKS:
+        callback = kwargs.get(name)
+        if isinstance(callback, (PipelineCallback, MultiPipelineCallbacks)):
+            kwargs[name] = _UsersCallbacks(callback)
+        elif callback is not None:
+            kwargs[name] = functools.wraps(callback, updated=())(functools.partial(_call_outside, callback))
+    return kwargs
 
 
 class _UsersCallbacks(MultiPipelineCallbacks):
@@ -76,10 +69,10 @@ class _UsersCallbacks(MultiPipelineCallbacks):
         super().__init__([callback])
 
     def __call__(self, *args, **kwargs):
-        return _call_outside(self.callbacks[0], args, kwargs)
+        return _call_outside(self.callbacks[0], *args, **kwargs)
 
 
-def _call_outside(callback, args: tuple, kwargs: dict):
+def _call_outside(callback, /, *args, **kwargs):
     env, shown = bridge.environment(), {}
 
     def show(tensor):

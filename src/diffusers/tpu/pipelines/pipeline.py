@@ -1,10 +1,8 @@
 """Install and uninstall the TPU path on one pipeline instance: the one place that knows every other room.
 
-An installed pipeline, modular ones too, is an instance of a subclass of its own class, of the same name, whose `to`,
-`__call__` and device properties are ours; its models' methods are runners. Upstream's `__call__` runs as written: on device
-tensors where the pipeline has a plan (glue "resident", the loop on the device), on host tensors otherwise (glue "host").
-
-A deep copy is installed like the original. A pickle is of upstream's class: what is loaded is on the host until `.to("cuda")`.
+An installed pipeline is an instance of a subclass of its own class, of the same name. Upstream's `__call__` runs as written: on
+device tensors where the pipeline has a plan (glue "resident", the loop on the device), else on host tensors (glue "host").
+A deep copy is installed like the original. A pickle is of upstream's class.
 """
 
 import contextlib
@@ -17,11 +15,11 @@ import weakref
 import torch
 
 from ...schedulers.scheduling_utils import SchedulerMixin
-from ...utils import logging
 from .. import bridge, notices
 from ..chips import hosts
 from ..chips.devices import is_active
-from ..chips.locks import exclusive, held
+from ..chips.locks import exclusive
+from ..chips.mesh import make_mesh
 from ..compile import nans
 from ..compile.explain import lines_of
 from ..compile.module import one_call
@@ -31,21 +29,16 @@ from . import attach, glue
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
 from .moving import ASKED
 from .plans import pipeline_plan
-from .stepping import as_programs
+from .stepping import as_programs, under_its_name
 
 
-logger = logging.get_logger(__name__)
-
-
-@held
+@exclusive
 def install(pipe, config: TPUConfig | None = None):
-    """Route the models of this pipeline instance through JAX; returns the same instance.
+    """Route the models of this pipeline instance through JAX; returns the same instance. Without a `config`, one that shares models with
+    an installed pipeline takes over that one's.
 
-    Without a `config`, one that shares models with an installed pipeline takes over that one's.
-
-    Raises:
-        RuntimeError: the TPU path is off, or JAX has fewer devices than it needs.
-        ValueError: a mesh that does not fit the chips, or models of a pipeline with another configuration.
+    Raises RuntimeError as `attach.target_devices`, ValueError for a mesh that does not fit, or models of a pipeline with another
+    configuration.
     """
     state = installation(pipe)
     if state is not None and config is None:
@@ -61,9 +54,9 @@ def install(pipe, config: TPUConfig | None = None):
     check(pipe, modules, config)
     if state is not None:
         uninstall(pipe)
-    mesh = attach.mesh_of(config, devices)
+    mesh = make_mesh(devices, config.mesh)
     glue = plan.glue if config.glue == "auto" else config.glue
-    state = Installation(config, plan, original, mesh, glue, hbm_manager_of(mesh, config))
+    state = Installation(config, original, mesh, glue, hbm_manager_of(mesh, config))
     attach_all(pipe, state, modules)
     object.__setattr__(pipe, "_tpu", state)
     pipe.__class__ = tpu_class(original)
@@ -72,7 +65,7 @@ def install(pipe, config: TPUConfig | None = None):
     return pipe
 
 
-@held
+@exclusive
 def uninstall(pipe):
     """Undo `install`: upstream's class and methods, no arrays left on the device; returns the same instance."""
     state = installation(pipe)
@@ -103,10 +96,9 @@ def report(pipe) -> dict:
 
 def explain(pipe) -> str:
     """Which rung of the `ladder` every module of every component took, and why, in lines of text."""
-    found = report(pipe)
-    on_host = {name: attach.component_report(model)["rungs"] for name, model in installation(pipe).on_host.items()}
-    by_name = {name: part["rungs"] for name, part in found["components"].items()} | on_host
-    return "\n".join(line for name, rungs in by_name.items() for line in lines_of(name, rungs))
+    report(pipe)  # or raises
+    found = {name: attach.component_report(runner)["rungs"] for name, runner in installation(pipe).held().items()}
+    return "\n".join(line for name, rungs in found.items() for line in lines_of(name, rungs))
 
 
 # What an installed pipeline does differently
@@ -123,28 +115,31 @@ class TPUPipelineMixin:
 
     def to(self, *args, **kwargs):
         """As upstream's: an accelerator's name means the TPU, "cpu" leaves the TPU path, a dtype converts the weights."""
-        device, dtype, rest = _parse_to(args, kwargs)
+        given = (*args, kwargs.get("device"), kwargs.get("dtype"))
+        dtype = next((x for x in given if isinstance(x, torch.dtype)), None)
+        device = next((x for x in given if x is not None and not isinstance(x, torch.dtype)), None)
+        on_tpu = names_accelerator(device)
         if installation(self) is None:
-            if device in ACCELERATORS:
-                install(self)
-            elif device is not None:
+            if not on_tpu and device is not None:
                 return super().to(*args, **kwargs)
+            if on_tpu:
+                install(self)
         if dtype is not None:
-            super().to(dtype, **rest)
-        if device == "cpu":
+            super().to(dtype, **{name: x for name, x in kwargs.items() if name not in ("device", "dtype")})
+        if str(device).partition(":")[0] == "cpu":
             notices.warn_once(
                 "to_cpu",
                 "a pipeline left the TPU path for the CPU, as .to('cpu') says; .to('cuda') or .to('tpu') brings it back",
             )
             return uninstall(self)
-        if device is not None and device not in ACCELERATORS:
-            raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
-        if device is not None:
+        if device is not None and not on_tpu:
+            raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {str(device)!r}")
+        if on_tpu:
             with exclusive:
                 state = installation(self)
                 attach_all(self, state)
                 for runner in state.held().values():
-                    attach.ownership(runner).on_host = False
+                    runner.ownership.on_host = False
                 state.hbm_manager.place_all(state)
         return self
 
@@ -164,21 +159,17 @@ class TPUPipelineMixin:
 
     def enable_model_cpu_offload(self, *args, **kwargs):
         """Not needed: weights are sharded over all chips; models without room wait on the host."""
-        if installation(self) is None:
-            return super().enable_model_cpu_offload(*args, **kwargs)
-        notices.warn_once(
-            "model_offload",
-            "enable_model_cpu_offload: on the TPU path models that have no room on the chips wait on the host",
-        )
+        self._waive("enable_model_cpu_offload", args, kwargs)
 
     def enable_sequential_cpu_offload(self, *args, **kwargs):
-        """Not needed: weights are sharded over all chips; models without room wait on the host."""
+        """Not needed, as `enable_model_cpu_offload`."""
+        self._waive("enable_sequential_cpu_offload", args, kwargs)
+
+    def _waive(self, name: str, args: tuple, kwargs: dict):
         if installation(self) is None:
-            return super().enable_sequential_cpu_offload(*args, **kwargs)
-        notices.warn_once(
-            "sequential_offload",
-            "enable_sequential_cpu_offload: on the TPU path models that have no room on the chips wait on the host",
-        )
+            getattr(super(), name)(*args, **kwargs)
+        else:
+            notices.waived(name)
 
     def __setattr__(self, name: str, value):
         super().__setattr__(name, value)
@@ -207,11 +198,8 @@ def _upstream_state(pipe) -> dict:
 
 @functools.cache
 def tpu_class(cls: type) -> type:
-    """`cls` with the mixin in front, under the same name, so that saving and loading see upstream's class."""
-    if issubclass(cls, TPUPipelineMixin):
-        return cls
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
+    """`cls` with the mixin in front, so that saving and loading see upstream's class."""
+    return cls if issubclass(cls, TPUPipelineMixin) else under_its_name(cls, (TPUPipelineMixin, cls))
 
 
 def self_installing(cls: type, module: str) -> type:
@@ -223,8 +211,7 @@ def self_installing(cls: type, module: str) -> type:
         if is_active():
             install(self)
 
-    namespace = {"__module__": module, "__qualname__": cls.__name__, "__doc__": cls.__doc__, "__init__": __init__}
-    return type(cls.__name__, (TPUPipelineMixin, cls), namespace)
+    return under_its_name(cls, (TPUPipelineMixin, cls), __module__=module, __init__=__init__)
 
 
 # Calls
@@ -240,46 +227,37 @@ def entered(method):
             return method(self, *args, **kwargs)
         with state.one_at_a_time():
             if state.depth == 0 and hosts.process_count() > 1:
-                given = inspect.signature(method).bind(self, *args, **kwargs).arguments
-                hosts.alike(
-                    f"{state.original.__name__}.{method.__name__}", {k: v for k, v in given.items() if k != "self"}
-                )
+                _, *given = inspect.signature(method).bind(self, *args, **kwargs).arguments.items()
+                hosts.alike(f"{state.original.__name__}.{method.__name__}", dict(given))
             with _running(self, state) as noted:
-                args, kwargs = _where_it_runs(self, args, kwargs)
+                there = self._execution_device  # for whatever accelerator the arguments name
+                args = tuple(
+                    there if isinstance(arg, torch.device) and names_accelerator(arg) else arg for arg in args
+                )
+                if names_accelerator(kwargs.get("device")):
+                    kwargs["device"] = there
                 if state.glue == "resident":
                     kwargs = glue.with_user_callbacks(kwargs)
                 output = method(self, *args, **kwargs)
             if state.depth == 0:
-                _tell_of_nans(self, state, noted)
-            return output if state.glue == "host" or state.depth else _leaving_the_call(self, output)
+                runners = state.runners.items()
+                state.not_finite = [name for name, runner in runners if not all(map(bool, noted.get(runner, ())))]
+            if state.depth == 0 and state.not_finite:
+                notices.warn(
+                    f"expected pictures of finite values, got NaN or an infinity from {', '.join(state.not_finite)} of"
+                    f" {type(self).__name__}: diffusers-tpu generate --debug-nans names the first submodule that gives one"
+                )
+            if state.glue == "host" or state.depth:
+                return output
+            glue.bring_attributes(self, *(part for part in _parts(self) if not isinstance(part, torch.nn.Module)))
+            return glue.on_host(output)
 
     return run
 
 
-def _tell_of_nans(pipe, state: Installation, noted: dict):
-    """Pictures that are no numbers come out black: the user is told, and `state.not_finite` says so."""
-    state.not_finite = [name for name, runner in state.runners.items() if not all(map(bool, noted.get(runner, ())))]
-    if state.not_finite:
-        logger.warning(
-            f"expected pictures of finite values, got NaN or an infinity from {', '.join(state.not_finite)} of"
-            f" {type(pipe).__name__}: diffusers-tpu generate --debug-nans names the first submodule that gives one"
-        )
-
-
-def _where_it_runs(pipe, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Arguments of a call with the device where its glue runs, for whatever accelerator they name."""
-    there = pipe._execution_device
-    args = tuple(there if isinstance(arg, torch.device) and names_accelerator(arg) else arg for arg in args)
-    named = kwargs.get("device") is not None and names_accelerator(kwargs["device"])
-    return args, {**kwargs, "device": there} if named else kwargs
-
-
 @contextlib.contextmanager
 def _running(pipe, state: Installation):
-    """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh.
-
-    Gives what `nans` notes of the outermost call.
-    """
+    """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh. Gives what `nans` notes."""
     attach_all(pipe, state)
     if state.depth == 0:
         state.hbm_manager.check_all(state)
@@ -294,7 +272,8 @@ def _running(pipe, state: Installation):
                 stack.enter_context(context)
             if state.depth == 0:
                 stack.enter_context(env)
-                stack.enter_context(as_programs(_schedulers(pipe)))
+                schedulers = [p for p in _parts(pipe) if isinstance(p, SchedulerMixin) and hasattr(p, "step")]
+                stack.enter_context(as_programs(schedulers))
         state.depth += 1
         try:
             yield noted
@@ -302,28 +281,5 @@ def _running(pipe, state: Installation):
             state.depth -= 1
 
 
-def _leaving_the_call(pipe, output):
-    """Device tensors in what leaves the outermost call, and in what the scheduler keeps, come to the host."""
-    glue.bring_attributes(pipe, *(c for c in _parts(pipe) if not isinstance(c, torch.nn.Module)))
-    return glue.on_host(output)
-
-
-def _schedulers(pipe) -> list:
-    return [part for part in _parts(pipe) if isinstance(part, SchedulerMixin) and hasattr(part, "step")]
-
-
 def _parts(pipe) -> list:
     return [part for part in pipe.components.values() if hasattr(part, "__dict__") and not inspect.isclass(part)]
-
-
-def _parse_to(args: tuple, kwargs: dict) -> tuple[str | None, torch.dtype | None, dict]:
-    """(device type, dtype, the rest) of `.to`'s arguments, in any of upstream's forms."""
-    rest = dict(kwargs)
-    device, dtype = rest.pop("device", None), rest.pop("dtype", None)
-    for arg in args:
-        if isinstance(arg, torch.dtype):
-            dtype = arg
-        elif arg is not None:
-            device = arg
-    kind = getattr(device, "type", None) or (str(device).split(":")[0] if device is not None else None)
-    return ("cuda" if isinstance(device, int) else kind), dtype, rest

@@ -4,39 +4,36 @@ A model's plan is `PLAN` of the module beside its own: that of `diffusers.models
 `transformer_wan_flax`, its form in plain JAX, if there is one, in `..._nnx_flax`. Plans of pipelines are rows of `PIPELINES`.
 """
 
+import fnmatch
 import functools
 import importlib.util
 import inspect
+import re
 from dataclasses import dataclass
 
 import torch
+from jax.sharding import PartitionSpec as P
 
+from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
+from ...models._modeling_parallel import ContextParallelInput
 from ...models.modeling_utils import ModelMixin
-from ..chips.sharding import ModelPlan
-from .declared import declared_plan
+from ..chips.sharding import STORAGE_AXES, ModelPlan, Rules
 
 
 VAE_ENTRIES = ("encode", "decode")
-FLAX = (
-    "AutoencoderKLWan",
-    "AutoencoderKLHunyuanVideo15",
-    "AutoencoderKLCogVideoX",
-)  # of these there is a form in plain JAX
+# Of these there is a form in plain JAX.
+FLAX = "AutoencoderKLWan", "AutoencoderKLHunyuanVideo15", "AutoencoderKLCogVideoX"
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """What is special about one pipeline class on the TPU.
+    """What is special about one pipeline class on the TPU."""
 
-    Args:
-        glue: "resident" if upstream's loop is known to run on device tensors.
-        once_per_branch: the denoiser is called once per guidance branch, not with all of them in one batch.
-        guided_in_batch: it is called with all branches in one batch, which `dp` splits as the plan of the model says.
-    """
-
-    glue: str = "host"
-    once_per_branch: bool = False
-    guided_in_batch: bool = False
+    glue: str = "host"  # "resident" if upstream's loop is known to run on device tensors
+    once_per_branch: bool = False  # the denoiser is called once per guidance branch, not with all of them in one batch
+    guided_in_batch: bool = (
+        False  # it is called with all of them in one batch, which `dp` splits as the plan of the model says
+    )
 
     def branches(self, pipe=None) -> int:
         """Guidance branches of a step, which `dp` can hold side by side. A guider says how many; without one two."""
@@ -47,46 +44,27 @@ class PipelinePlan:
         return branches if self.once_per_branch else 1
 
 
-ON_DEVICE = PipelinePlan("resident")
-ONCE_PER_BRANCH = PipelinePlan("resident", once_per_branch=True)
-GUIDED_IN_BATCH = PipelinePlan("resident", guided_in_batch=True)
-
 PIPELINES = {  # of upstream's classes
-    "WanPipeline": ONCE_PER_BRANCH,
-    "WanImageToVideoPipeline": ONCE_PER_BRANCH,
-    "WanVideoToVideoPipeline": ONCE_PER_BRANCH,
-    "WanVACEPipeline": ONCE_PER_BRANCH,
-    "WanAnimatePipeline": ONCE_PER_BRANCH,
-    "HunyuanVideo15Pipeline": ONCE_PER_BRANCH,
-    "HunyuanVideo15ImageToVideoPipeline": ONCE_PER_BRANCH,
-    "CogVideoXPipeline": GUIDED_IN_BATCH,
-    "CogVideoXImageToVideoPipeline": GUIDED_IN_BATCH,
-    "CogVideoXVideoToVideoPipeline": GUIDED_IN_BATCH,
-    "CogVideoXFunControlPipeline": GUIDED_IN_BATCH,
-    "HunyuanVideoPipeline": ON_DEVICE,
-    "HunyuanVideoImageToVideoPipeline": ON_DEVICE,
-    "HunyuanVideoFramepackPipeline": ON_DEVICE,
-    "HunyuanSkyreelsImageToVideoPipeline": ON_DEVICE,
-    "LTXPipeline": GUIDED_IN_BATCH,
-    "LTXImageToVideoPipeline": GUIDED_IN_BATCH,
-    "LTXConditionPipeline": GUIDED_IN_BATCH,
-    "FluxPipeline": ON_DEVICE,
-    "FluxImg2ImgPipeline": ON_DEVICE,
-    "FluxInpaintPipeline": ON_DEVICE,
-    "FluxKontextPipeline": ON_DEVICE,
-    "FluxKontextInpaintPipeline": ON_DEVICE,
-    "FluxFillPipeline": ON_DEVICE,
-    "FluxControlPipeline": ON_DEVICE,
-    "FluxControlImg2ImgPipeline": ON_DEVICE,
-    "FluxControlInpaintPipeline": ON_DEVICE,
-    "FluxControlNetPipeline": ON_DEVICE,
-    "QwenImagePipeline": ONCE_PER_BRANCH,
-    "QwenImageImg2ImgPipeline": ONCE_PER_BRANCH,
-    "QwenImageInpaintPipeline": ONCE_PER_BRANCH,
-    "StableDiffusion3Pipeline": GUIDED_IN_BATCH,
-    "StableDiffusion3Img2ImgPipeline": GUIDED_IN_BATCH,
-    "StableDiffusion3InpaintPipeline": GUIDED_IN_BATCH,
-    "StableDiffusionXLPipeline": ON_DEVICE,
+    f"{name}Pipeline": plan
+    for plan, names in (
+        (
+            PipelinePlan("resident", once_per_branch=True),
+            "Wan WanImageToVideo WanVideoToVideo WanVACE WanAnimate HunyuanVideo15 HunyuanVideo15ImageToVideo"
+            " QwenImage QwenImageImg2Img QwenImageInpaint",
+        ),
+        (
+            PipelinePlan("resident", guided_in_batch=True),
+            "CogVideoX CogVideoXImageToVideo CogVideoXVideoToVideo CogVideoXFunControl LTX LTXImageToVideo LTXCondition"
+            " StableDiffusion3 StableDiffusion3Img2Img StableDiffusion3Inpaint",
+        ),
+        (
+            PipelinePlan("resident"),
+            "HunyuanVideo HunyuanVideoImageToVideo HunyuanVideoFramepack HunyuanSkyreelsImageToVideo Flux FluxImg2Img"
+            " FluxInpaint FluxKontext FluxKontextInpaint FluxFill FluxControl FluxControlImg2Img FluxControlInpaint"
+            " FluxControlNet StableDiffusionXL",
+        ),
+    )
+    for name in names.split()
 }
 
 
@@ -122,7 +100,10 @@ def module_plan(module: torch.nn.Module) -> ModelPlan:
     if plan is not None:
         return plan
     if not isinstance(module, ModelMixin):
-        return ModelPlan(decide=_without_cache if _fills_a_cache(module) else None)
+        parameters = inspect.signature(module.forward).parameters
+        hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        fills_a_cache = "use_cache" in parameters or ("past_key_values" in parameters and hands_on)
+        return ModelPlan(decide=_without_cache if fills_a_cache else None)
     is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
     return ModelPlan(entries=("forward", *VAE_ENTRIES)) if is_autoencoder else declared_plan(module)
 
@@ -133,7 +114,54 @@ def _without_cache(arguments: dict) -> dict:
     return {} if given.get("use_cache") is not None else {"use_cache": False}
 
 
-def _fills_a_cache(module: torch.nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters
-    hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return "use_cache" in parameters or ("past_key_values" in parameters and hands_on)
+# Plans from what upstream's classes declare for other hardware: theirs are the splits, where they lie is ours.
+#
+#    _cp_plan    {path of a module: {argument: split along an axis}}    tokens of what blocks hand on, over `sp`
+#    _tp_plan    {glob of a linear layer: by columns, by rows}          its outputs or its inputs, over `tp`
+#
+# An argument that no repeated block takes, or one that is split in two ways, is left to the compiler.
+
+
+# Of a linear layer's weight [out, in] and bias. Several projections in one weight are cut as one.
+STYLES = {
+    "colwise": {"weight": P("tp", STORAGE_AXES), "bias": P("tp")},
+    "rowwise": {"weight": P(STORAGE_AXES, "tp")},
+}
+PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
+
+
+def declared_plan(module: torch.nn.Module) -> ModelPlan:
+    """What the module's class declares of how chips share its work, and nothing where it declares nothing."""
+    return ModelPlan(rules=_declared_rules(module), carry=_declared_carry(module))
+
+
+def _declared_carry(module: torch.nn.Module) -> dict[str, P] | None:
+    """Arguments of repeated blocks that are declared split, by name; None where there is none.
+
+    An argument of the model is a block's of the same name, and so is one of a block's part: [B, T, C] is split in both.
+    """
+    repeated = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
+    blocks = {type(block) for block in module.modules() if type(block).__name__ in repeated}
+    taken = {name for block in blocks for name in inspect.signature(block.forward).parameters}
+    found = {}
+    for inputs in (getattr(module, "_cp_plan", None) or {}).values():
+        for name, split in inputs.items() if isinstance(inputs, dict) else ():
+            if name in taken and isinstance(split, ContextParallelInput) and split.expected_dims is not None:
+                axes = range(split.expected_dims)  # the batch comes first where it is not what is split
+                spec = P(*("sp" if axis == split.split_dim else "dp" if axis == 0 else None for axis in axes))
+                found.setdefault(name, set()).add(spec)
+    return {name: specs.pop() for name, specs in found.items() if len(specs) == 1} or None
+
+
+def _declared_rules(module: torch.nn.Module) -> Rules:
+    """A rule for each kind of weight that is declared split over `tp`; only of weights that the module has."""
+    declared = getattr(module, "_tp_plan", None) or {}
+    names, rules = {name for name, _ in module.named_parameters()}, []
+    for style, specs in STYLES.items():
+        globs = [glob for glob, what in declared.items() if PACKED.get(type(what), what) == style]
+        for kind, spec in specs.items():
+            # Of a run of blocks a weight's name has `*` or a range in the place of the number.
+            there = [glob for glob in globs if fnmatch.filter(names, f"{glob}.{kind}")]
+            either = "|".join(re.escape(glob).replace(r"\*", r"[^.]+") for glob in there)
+            rules += [(rf"^({either})\.{kind}$", spec)] if there else []
+    return tuple(rules)

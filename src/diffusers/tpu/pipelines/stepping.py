@@ -1,12 +1,8 @@
 """A scheduler's step as one program: upstream's own lines, traced once for each step of a schedule, and found again.
 
-`step` reads its scheduler (counters, tables, what it keeps of steps before) and writes to it. What the host knows of that is the key,
-also of tables and timesteps that are on the chips; other tensors there are arguments; what it leaves on the scheduler is written
-down and put there again each time. Numbers that differ from step to step (sigmas of the schedule) are arguments of the executable:
-all steps that compute alike are one.
-
-A step that draws noise, asks for values on the chips, or writes into what it is given runs operation by operation, as upstream's
-does everywhere else.
+What the host knows of the scheduler (counters, tables, what it keeps of steps before) is the key; other tensors are arguments; what
+`step` leaves on the scheduler is put there again each time. Numbers that differ from step to step are arguments of the executable.
+A step that draws noise, asks for values on the chips, or writes into what it is given runs operation by operation.
 """
 
 import contextlib
@@ -16,21 +12,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...configuration_utils import FrozenDict
 from .. import bridge
+from ..chips import hosts
 from ..chips.locks import exclusive
 from ..compile.lru import LRUCache
 from ..compile.state import InputRef, OutputRef
-from .step_program import program_of
 
 
 LARGEST_TABLE = 1 << 16  # entries of a host tensor that a key holds
 MOST_SIZES = 64  # of what one scheduler steps
 MOST_KEPT = 4096  # steps of one size
+Tree = tuple[list, object]  # leaves, and what holds them
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -40,18 +40,12 @@ class Unlike(Exception):
 
 @dataclass
 class Recorded:
-    """One step, as its key says it is.
+    """One step, as its key says it is."""
 
-    Attributes:
-        run: its executable, with the numbers of this step bound.
-        output: upstream's return value, flattened; of arrays `InputRef` and `OutputRef`.
-        changed: attributes of the scheduler that are others after it, the same way; `gone`: names of those that are no more.
-    """
-
-    run: Callable[[list[jax.Array]], list[jax.Array]]
-    output: tuple[list, object]
-    changed: dict[str, tuple[list, object]]
-    gone: list[str]
+    run: Callable[[list[jax.Array]], list[jax.Array]]  # its executable, with the numbers of this step bound
+    output: Tree  # upstream's return value; arrays in it are `InputRef` and `OutputRef`
+    changed: dict[str, Tree]  # attributes of the scheduler that are others after it
+    gone: list[str]  # names of those that are no more
 
 
 class Steps:
@@ -81,66 +75,74 @@ class Steps:
             for name in recorded.gone:
                 own.pop(name, None)
             for name, tree in recorded.changed.items():
-                _put(own, name, _made(tree, tensors, given, copies))
+                value = _made(tree, tensors, given, copies)
+                if type(value) is list and type(own.get(name)) is list:
+                    own[name][:] = value  # a list that the scheduler has stays itself
+                else:
+                    own[name] = value
             return _made(recorded.output, tensors, given, {})
 
     def _record(self, original, args, kwargs, tensors, arrays) -> Recorded | None:
         scheduler, self.traces = self.scheduler(), self.traces + 1
         own, env = vars(scheduler), bridge.environment()
         before = {name: tree_flatten(value) for name, value in own.items()}
-        drawn, found = env.draws, {}
+        drawn, found = env.draws, []
         numbers = {id(t): n for n, t in enumerate(tensors)}
 
         def step(values):
             there = {n: bridge.to_torch(x) for n, x in zip(arrays, values)}
             there |= {n: bridge.known_apart(t) for n, t in enumerate(tensors) if n not in arrays}
-            held = {n: t.jax() for n, t in there.items()}
+            outputs, *left = _stepped(original, (args, kwargs), own, before, numbers, there)
+            found.extend(left)
+            return outputs
 
-            def mine(tree):
-                leaves, spec = tree
-                return tree_unflatten([there[numbers[id(x)]] if bridge.on_device(x) else x for x in leaves], spec)
-
-            for name, tree in before.items():
-                own[name] = mine(tree)
-            args_there, kwargs_there = mine(tree_flatten((args, kwargs)))
-            output = original(*args_there, **kwargs_there)
-            if any(there[n].jax() is not x for n, x in held.items()):
-                raise Unlike("it writes into what it is given")
-            leave = _Leaving(held)
-            found["output"] = leave.tree(tree_flatten(output))
-            after = {name: leave.tree(tree_flatten(value)) for name, value in own.items()}
-            was = {name: _as_taken(tree, numbers) for name, tree in before.items()}
-            found["changed"] = {
-                name: tree for name, tree in after.items() if name not in was or not _same(tree, was[name])
-            }
-            found["gone"] = [*(before.keys() - own.keys())]
-            return leave.outputs
-
-        try:
-            with exclusive.pinned(), _random_state_kept((args, kwargs)):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(exclusive.pinned())
+            stack.enter_context(torch.random.fork_rng(devices=()))
+            for generator in {leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)}:
+                stack.callback(generator.set_state, generator.get_state())
+            try:
                 closed = jax.make_jaxpr(step)([*arrays.values()])
-        except Exception:  # whatever it is, the operations one by one say it themselves
-            return None
-        finally:
-            for name in [*own]:
-                own.pop(name)
-            own.update((name, tree_unflatten(*tree)) for name, tree in before.items())
+            except Exception:  # whatever it is, the operations one by one say it themselves
+                return None
+            finally:
+                own.clear()
+                own.update((name, tree_unflatten(*tree)) for name, tree in before.items())
         if env.draws != drawn:
             env.draws = drawn
             return None
-        return Recorded(program_of(closed, [*arrays.values()]), **found)
+        return Recorded(program_of(closed, [*arrays.values()]), *found)
 
 
-@contextlib.contextmanager
-def _random_state_kept(call: tuple) -> Iterator[None]:
-    generators = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Generator)]
-    before = torch.get_rng_state(), [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        for generator, state in zip(generators, before[1]):
-            generator.set_state(state)
+def _stepped(original, call: tuple, own: dict, before: dict[str, Tree], numbers: dict[int, int], there: dict) -> tuple:
+    """The arrays that a step makes, and of `Recorded` output, changed and gone. `there`: tensors by number, in the others' place."""
+    held = {n: t.jax() for n, t in there.items()}
+    taken, outputs = {id(x): n for n, x in held.items()}, []
+
+    def mine(leaves, spec):
+        return tree_unflatten([there[numbers[id(x)]] if bridge.on_device(x) else x for x in leaves], spec)
+
+    def reference(array) -> InputRef | OutputRef:
+        if id(array) in taken:
+            return InputRef(taken[id(array)])
+        outputs.append(array)
+        return OutputRef(len(outputs) - 1)
+
+    def left(value) -> Tree:
+        leaves, spec = tree_flatten(value)
+        return [reference(leaf.jax()) if bridge.on_device(leaf) else leaf for leaf in leaves], spec
+
+    own.update((name, mine(*tree)) for name, tree in before.items())
+    args, kwargs = mine(*tree_flatten(call))
+    output = left(original(*args, **kwargs))
+    if any(there[n].jax() is not x for n, x in held.items()):
+        raise Unlike("it writes into what it is given")
+    changed = {name: left(value) for name, value in own.items()}
+    for name, (leaves, spec) in before.items():
+        was = [InputRef(numbers[id(leaf)]) if bridge.on_device(leaf) else leaf for leaf in leaves], spec
+        if name in own and _same(changed[name], was):
+            del changed[name]
+    return outputs, output, changed, [*(before.keys() - own.keys())]
 
 
 _steps: "weakref.WeakKeyDictionary[object, Steps]" = weakref.WeakKeyDictionary()
@@ -148,18 +150,13 @@ _steps: "weakref.WeakKeyDictionary[object, Steps]" = weakref.WeakKeyDictionary()
 
 def steps_of(scheduler) -> Steps:
     """The steps that were recorded of this scheduler."""
-    if scheduler not in _steps:
-        _steps[scheduler] = Steps(scheduler)
-    return _steps[scheduler]
+    return _steps.setdefault(scheduler, Steps(scheduler))
 
 
 @contextlib.contextmanager
 def as_programs(schedulers: list) -> Iterator[None]:
-    """Inside, steps of these schedulers are programs. One whose `step` the user has replaced keeps that.
-
-    By their class: a copy that a pipeline makes of its scheduler steps for itself. One that pipelines of several threads share is
-    upstream's again when the first of them is done.
-    """
+    """Inside, steps of these schedulers are programs, by their class, but of one whose `step` the user has replaced. One that pipelines
+    of several threads share is upstream's again when the first of them is done."""
     for scheduler in schedulers:
         scheduler.__class__ = stepping_class(_upstreams(type(scheduler)))
     try:
@@ -183,8 +180,13 @@ def stepping_class(cls: type) -> type:
         return steps_of(self).run(original, args, kwargs) if bridge.environment().active else original(*args, **kwargs)
 
     step.stepping = cls
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "step": step}
-    return type(cls.__name__, (cls,), namespace)
+    return under_its_name(cls, (cls,), step=step)
+
+
+def under_its_name(cls: type, bases: tuple[type, ...], **attributes) -> type:
+    """A class of these bases that has the name of `cls`, its module and its docstring."""
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, bases, namespace | attributes)
 
 
 # What a step reads
@@ -193,11 +195,7 @@ def stepping_class(cls: type) -> type:
 def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dict[int, jax.Array]]:
     """(the key, the tensors on the chips among the leaves, by their number arrays of those that are arguments). Raises Unlike."""
     tensors, arrays, numbers, words = [], {}, {}, {}
-    leaves, specs = [], []
-    for tree in (call, attributes):
-        some, spec = tree_flatten(tree)
-        leaves += some
-        specs.append(_spec(spec))
+    leaves, spec = tree_flatten((call, attributes))
     for leaf in leaves:
         if bridge.on_device(leaf) and id(leaf) not in numbers:
             number = numbers[id(leaf)] = len(tensors)
@@ -212,32 +210,20 @@ def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dic
         raise Unlike("nothing of it is on the chips")
     with torch._C.DisableTorchFunction():
         key = [numbers[id(leaf)] if id(leaf) in numbers else _static(leaf) for leaf in leaves]
-    return (*specs, *words.values(), *key), tensors, arrays
-
-
-def _spec(spec):
     try:
         hash(spec)
     except TypeError:
-        return repr(spec)
-    return spec
+        spec = repr(spec)
+    return (spec, *words.values(), *key), tensors, arrays
 
 
 def _static(leaf):
-    if isinstance(leaf, torch.Tensor):
-        if leaf.numel() > LARGEST_TABLE or leaf.is_meta:
-            raise Unlike("a large tensor of the host's")
+    if isinstance(leaf, (torch.Tensor, np.ndarray)):
+        if np.prod(leaf.shape) > LARGEST_TABLE or leaf.dtype == object or getattr(leaf, "is_meta", False):
+            raise Unlike("a large tensor or array of the host's")
         return leaf.dtype, leaf.shape, _bytes(leaf)
-    if isinstance(leaf, np.ndarray):
-        if leaf.size > LARGEST_TABLE or leaf.dtype == object:
-            raise Unlike("a large array of the host's")
-        return leaf.dtype.str, leaf.shape, leaf.tobytes()
-    if type(leaf) is float:
-        return float, repr(leaf)
-    if isinstance(leaf, _PLAIN):
-        return type(leaf), leaf
-    if isinstance(leaf, FrozenDict):  # its configuration
-        return repr(leaf)
+    if isinstance(leaf, (float, FrozenDict)):  # its configuration
+        return type(leaf), repr(leaf)
     if isinstance(leaf, torch.Generator):
         return type(leaf)  # one that is drawn from has no program
     try:
@@ -247,68 +233,88 @@ def _static(leaf):
     return type(leaf), leaf
 
 
-def _bytes(tensor: torch.Tensor) -> bytes:
-    """As it is now: numpy may have written to its memory, which torch does not count."""
-    return bridge.as_numpy(tensor).tobytes()
+def _bytes(values: torch.Tensor | np.ndarray) -> bytes:
+    """As they are now: numpy may have written to a tensor's memory, which torch does not count."""
+    return (bridge.as_numpy(values) if isinstance(values, torch.Tensor) else values).tobytes()
 
 
 # What it leaves
 
 
-class _Leaving:
-    """What a traced step leaves. `outputs`: those of its arrays that it has made."""
-
-    def __init__(self, held: dict[int, jax.Array]):
-        self.taken = {id(x): n for n, x in held.items()}
-        self.outputs: list[jax.Array] = []
-
-    def tree(self, tree: tuple[list, object]) -> tuple[list, object]:
-        return [self._leaf(leaf) for leaf in tree[0]], tree[1]
-
-    def _leaf(self, leaf):
-        if not bridge.on_device(leaf):
-            return leaf
-        array = leaf.jax()
-        if id(array) in self.taken:
-            return InputRef(self.taken[id(array)])
-        self.outputs.append(array)
-        return OutputRef(len(self.outputs) - 1)
-
-
-def _as_taken(tree: tuple[list, object], numbers: dict[int, int]) -> tuple[list, object]:
-    """What the step was given, in the form of what it leaves."""
-    return [InputRef(numbers[id(leaf)]) if bridge.on_device(leaf) else leaf for leaf in tree[0]], tree[1]
-
-
-def _same(one: tuple[list, object], other: tuple[list, object]) -> bool:
+def _same(one: Tree, other: Tree) -> bool:
     """Whether two trees hold the same objects; numbers need only be equal."""
-    if len(one[0]) != len(other[0]) or one[1] != other[1]:
-        return False
-    return all(
-        x is y or (type(x) is type(y) and isinstance(x, (*_PLAIN, InputRef)) and x == y)
-        for x, y in zip(one[0], other[0])
-    )
+
+    def same(x, y) -> bool:
+        return x is y or (type(x) is type(y) and isinstance(x, (*_PLAIN, InputRef)) and x == y)
+
+    return len(one[0]) == len(other[0]) and one[1] == other[1] and all(map(same, one[0], other[0]))
 
 
-def _made(tree: tuple[list, object], tensors: list, given: list, copies: dict):
+def _made(tree: Tree, tensors: list, given: list, copies: dict):
     """A tree with tensors in it; those of the host are the scheduler's own from here on: it may write to them."""
     leaves = []
     for leaf in tree[0]:
         if isinstance(leaf, (InputRef, OutputRef)):
             leaf = (tensors if isinstance(leaf, InputRef) else given)[leaf.index]
         elif isinstance(leaf, (torch.Tensor, np.ndarray)):
-            leaf = copies.setdefault(id(leaf), _copy(leaf))
+            if id(leaf) not in copies:
+                copies[id(leaf)] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf.detach().clone()
+            leaf = copies[id(leaf)]
         leaves.append(leaf)
     return tree_unflatten(leaves, tree[1])
 
 
-def _copy(leaf: torch.Tensor | np.ndarray):
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf.detach().clone()
+# A trace as a jitted function whose numbers are arguments
 
 
-def _put(own: dict, name: str, value):
-    """A list that the scheduler has stays itself."""
-    if type(value) is list and type(own.get(name)) is list:
-        own[name][:] = value
-    else:
-        own[name] = value
+def program_of(closed: ClosedJaxpr, arrays: list[jax.Array]) -> Callable:
+    """The program of a trace, its numbers bound: one executable for all traces that differ in numbers alone."""
+    function = _Function(closed)
+    text, where = str(jax.make_jaxpr(function)(function.numbers, arrays)), arrays[0].sharding
+    jitted = jitted_by_text.setdefault(text, jax.jit(function))
+    numbers = [hosts.put(x, where) if where.is_fully_replicated else jnp.asarray(x) for x in function.numbers]
+    return lambda arrays: jitted(numbers, arrays)
+
+
+# As long as a step has it.
+jitted_by_text: "weakref.WeakValueDictionary[str, Callable]" = weakref.WeakValueDictionary()
+
+
+class _Function:
+    """A trace as a function of its numbers, in the order in which they come, and of arrays. Where it takes an entry of a table of the
+    host's, which one is a number too."""
+
+    __name__ = "scheduler_step"
+
+    def __init__(self, closed: ClosedJaxpr):
+        self.jaxpr, self.numbers = closed.jaxpr, [np.asarray(x) for x in closed.consts]
+        for eqn in self.jaxpr.eqns:
+            if _takes_entries(eqn):
+                self.numbers.append(np.asarray(eqn.params["start_indices"], np.int32))
+            self.numbers += [np.asarray(x.val, x.aval.dtype) for x in eqn.invars if _is_number(x)]
+
+    def __call__(self, numbers: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
+        numbers = iter(numbers)
+        known = {var: next(numbers) for var in self.jaxpr.constvars}
+        known.update(zip(self.jaxpr.invars, arrays))
+
+        def value(x):
+            return next(numbers) if _is_number(x) else x.val if isinstance(x, Literal) else known[x]
+
+        for eqn in self.jaxpr.eqns:
+            if _takes_entries(eqn):
+                start, sizes = next(numbers), eqn.outvars[0].aval.shape
+                made = lax.dynamic_slice(value(eqn.invars[0]), [start[n] for n in range(len(sizes))], sizes)
+            else:
+                made = eqn.primitive.bind(*map(value, eqn.invars), **eqn.primitive.get_bind_params(eqn.params))
+            known.update(zip(eqn.outvars, made if eqn.primitive.multiple_results else [made]))
+        return [x.val if isinstance(x, Literal) else known[x] for x in self.jaxpr.outvars]
+
+
+def _is_number(x) -> bool:
+    return isinstance(x, Literal) and not x.aval.shape and x.aval.dtype != jnp.bool_
+
+
+def _takes_entries(eqn) -> bool:
+    """Of a table: a slice of what has one axis."""
+    return eqn.primitive.name == "slice" and eqn.params["strides"] is None and len(eqn.invars[0].aval.shape) == 1

@@ -1,10 +1,7 @@
 """A checkpoint's tensors, converted to the dtype that was asked for when their values are needed, not when they are loaded.
 
-safetensors answers with views of the mapped file, which cost no memory of their own. What costs is the conversion to
-another dtype: a copy of the whole model. A `FileTensor` puts it off. It is a host tensor of the dtype asked for with no
-storage yet; `FileTensor.read(index)` converts a part and keeps nothing, which is how weights go to the chips. Any
-other use of the values converts all of them, once, and from then on it is an ordinary parameter: upstream's code sees
-no difference but the time of the copy.
+A `FileTensor` is a host tensor of that dtype with no storage yet. `FileTensor.read(index)` converts a part of the mapped file and
+keeps nothing: so weights go to the chips. Any other use converts all values, once, to an ordinary parameter.
 """
 
 import contextlib
@@ -70,8 +67,11 @@ class FileTensor(torch.Tensor):
                     storage.resize_(values.nbytes)
                     values.new_empty(0).set_(storage, 0, self.shape, self.stride()).copy_(values)
                     self.source.values = None
-                self.__class__ = torch.nn.Parameter if "_is_param" in vars(self) else torch.Tensor
+                self._become_ordinary()
         return self
+
+    def _become_ordinary(self):
+        self.__class__ = torch.nn.Parameter if "_is_param" in vars(self) else torch.Tensor
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -166,11 +166,7 @@ def _given_data(tensor: FileTensor, data: torch.Tensor):
     if type(data) is FileTensor:
         tensor.source = data.source
     else:
-        tensor.__class__ = torch.nn.Parameter if "_is_param" in vars(tensor) else torch.Tensor
-
-
-def _by_name(dtype: torch.dtype) -> Callable:
-    return lambda tensor, **kwargs: NotImplemented if kwargs else _converted(tensor, dtype)
+        tensor._become_ordinary()
 
 
 _WITHOUT_VALUES = {
@@ -179,9 +175,9 @@ _WITHOUT_VALUES = {
     torch.Tensor.cpu: _same,
     torch.Tensor.__getitem__: _same,
     torch.Tensor.to: _converted,
-    torch.Tensor.float: _by_name(torch.float32),
-    torch.Tensor.half: _by_name(torch.float16),
-    torch.Tensor.bfloat16: _by_name(torch.bfloat16),
+    torch.Tensor.float: functools.partial(_converted, dtype=torch.float32),
+    torch.Tensor.half: functools.partial(_converted, dtype=torch.float16),
+    torch.Tensor.bfloat16: functools.partial(_converted, dtype=torch.bfloat16),
     torch.Tensor.data.__set__: _given_data,
 }
 _ABOUT_SHAPE = {
@@ -203,20 +199,16 @@ _PROPERTIES_WITH_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 
 def is_about_values(func) -> bool:
     """Whether a torch function needs its tensors' values or memory, not shape, dtype and the like alone."""
-    if getattr(func, "__name__", None) == "__get__":
-        return func.__self__.__name__ in _PROPERTIES_WITH_VALUES
-    return func not in _ABOUT_SHAPE
+    is_property = getattr(func, "__name__", None) == "__get__"
+    return func.__self__.__name__ in _PROPERTIES_WITH_VALUES if is_property else func not in _ABOUT_SHAPE
 
 
 # Loading
 
 
 def checked(load: Callable) -> Callable:
-    """A model's `from_pretrained` that fails where weights are missing, and puts conversions off.
-
-    Raises, from the function it returns, ValueError with names of the weights that the checkpoint does not have, and OSError
-    for a file that is cut off.
-    """
+    """A model's `from_pretrained` that puts conversions off. It raises ValueError with names of the weights that the checkpoint does
+    not have, and OSError for a file that is cut off."""
     from transformers import PreTrainedModel, modeling_utils
 
     from ...models.modeling_utils import LegacyModelMixin, ModelMixin
@@ -227,36 +219,32 @@ def checked(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def run(path, **kwargs):
+        folder = os.path.join(path, kwargs.get("subfolder") or "")
         with contextlib.ExitStack() as stack:
             if load.__func__ is loaders[PreTrainedModel] and kwargs.get("quantization_config") is None:
-                stack.enter_context(_opened_by(modeling_utils))
-            stack.enter_context(_whole_files(os.path.join(path, kwargs.get("subfolder") or "")))
-            model, info = load(path, output_loading_info=True, **kwargs)
+                # Transformers' loader has no way of its own to ask for waiting tensors.
+                stack.callback(setattr, modeling_utils, "safe_open", modeling_utils.safe_open)
+                modeling_utils.safe_open = _File
+            try:
+                model, info = load(path, output_loading_info=True, **kwargs)
+            except SafetensorError as error:
+                raise OSError(
+                    f"expected whole safetensors files in {folder}, got one that cannot be read: {error}. It is cut off or"
+                    " damaged: download it again."
+                ) from error
+            except RuntimeError as error:
+                if "ignore_mismatched_sizes" not in str(error):
+                    raise
+                raise ValueError(
+                    f"expected weights of the shapes that the configuration in {folder} says, got others, which transformers"
+                    " listed above. The files are of another model or version: download them again."
+                ) from error
         missing = sorted(set(info.get("missing_keys", ())) & {name for name, _ in model.named_parameters()})
         if missing:
             raise ValueError(missing_message(type(model).__name__, missing, path))
         return model
 
     return run
-
-
-@contextlib.contextmanager
-def _whole_files(folder: str):
-    """The libraries' errors about files, with the way out. Raises OSError and ValueError."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise OSError(
-            f"expected whole safetensors files in {folder}, got one that cannot be read: {error}. It is cut off or damaged:"
-            " download it again."
-        ) from error
-    except RuntimeError as error:
-        if "ignore_mismatched_sizes" not in str(error):
-            raise
-        raise ValueError(
-            f"expected weights of the shapes that the configuration in {folder} says, got others, which transformers listed"
-            " above. The files are of another model or version: download them again."
-        ) from error
 
 
 def missing_message(model: str, names: list[str], path=None) -> str:
@@ -266,16 +254,6 @@ def missing_message(model: str, names: list[str], path=None) -> str:
         f"expected every weight of {model} {where}, found none for {shown}. The files are cut off, of another model or of"
         " another version: download them again, or load the class that they were saved from."
     )
-
-
-@contextlib.contextmanager
-def _opened_by(module):
-    """Files that transformers' loader opens answer with waiting tensors; it has no way of its own to ask for them."""
-    opened, module.safe_open = module.safe_open, _File
-    try:
-        yield
-    finally:
-        module.safe_open = opened
 
 
 class _File:

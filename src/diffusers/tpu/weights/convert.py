@@ -14,11 +14,8 @@ INTEGERS = {1: torch.int8, 2: torch.int16}  # of the size of dtypes that numpy i
 
 
 def as_numpy(t: torch.Tensor, own: bool = False) -> np.ndarray:
-    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits.
-
-    `own`: in memory of their own, for a JAX array of theirs: JAX's CPU backend takes memory as it is, others read it when the call
-    is over, and what is written into the tensor meanwhile would be in the array.
-    """
+    """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits. `own`: in memory of their own,
+    for a JAX array: backends take memory as it is, or read it later, with what is written into the tensor meanwhile."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         t = values(t).clone(memory_format=torch.contiguous_format) if own else values(t).contiguous()
         dtype = _same(t.dtype)
@@ -37,16 +34,11 @@ def _same(dtype: torch.dtype) -> np.dtype:
 
 def from_numpy(x) -> torch.Tensor:
     """A JAX or numpy array as a host tensor of its own; bfloat16 and float8 keep their bits."""
-    values = np.array(whole(_computed(x)))
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_ready():
+        with exclusive.released():  # other threads may launch programs until the chips have computed it
+            x.block_until_ready()
+    values = np.array(whole(x))
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         if values.dtype.isbuiltin == 1:  # 2: registered, as those of ml_dtypes
             return torch.from_numpy(values)
         return torch.from_numpy(values.view(f"i{values.itemsize}")).view(getattr(torch, values.dtype.name))
-
-
-def _computed(x):
-    """The array when the chips have computed it; other threads may launch programs until then."""
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_ready():
-        with exclusive.released():
-            x.block_until_ready()
-    return x

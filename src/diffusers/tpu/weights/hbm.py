@@ -1,14 +1,13 @@
 """Which models' weights are on the chips: all while they fit, else those whose turn it is; the others wait on the host.
 
-Models of one pipeline run one after the other (text encoder, denoiser or two, VAE), so room is made for one by those
-whose turn is longest past. The model that comes next and is like the one that runs (the second of two experts) is made
-ready while that works: compiled, and moved in if both have room.
+The least recently used model makes room. The model that comes next and is like the one that runs (the second of two experts) is
+prefetched while that works: compiled, and moved in if both have room.
 """
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
@@ -67,42 +66,25 @@ def turns(sizes: dict[str, int], limit: int | None) -> dict[str, list[str]]:
 
 
 class HbmManager:
-    """The room on the chips, one for all that runs there: pipelines, and models by themselves.
-
-    Args:
-        hbm: bytes of a chip; None: no limit is known.
-        limit: of them, what weights may take.
-
-    Attributes:
-        orders: of each pipeline its runners by name, in the order in which upstream's pipeline uses them.
-    """
+    """The room on the chips, one for all that runs there: pipelines, and models by themselves. `hbm`: bytes of a chip; `limit`: what
+    weights may take of them; None: not known. `orders`: of each pipeline its runners by name, in the order of their use."""
 
     def __init__(self, hbm: int | None, limit: int | None):
         self.hbm, self.limit = hbm, limit
         self.orders: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-        self._arrived: list[weakref.ref] = []
-        self._marks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-    @property
-    def _placed(self) -> list:
-        """The runners whose weights are there, least recently used first."""
-        return [runner for runner in (reference() for reference in self._arrived) if runner is not None]
-
-    @_placed.setter
-    def _placed(self, runners: list):
-        self._arrived = [weakref.ref(runner) for runner in runners]
+        self._models: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+        # Runners, least recently used first, each with an array that is computed when its programs are.
+        self._placed: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def use(self, owner, runners, model: str = "MODEL"):
         """(name, runner) pairs of a pipeline in its order of use. `model`: what the planner is asked about, in messages."""
-        self.orders[owner] = _Order(model, dict(runners))
+        self.orders[owner] = dict(runners)
+        self._models[owner] = model
 
     def place_all(self, owner):
-        """Weights of a pipeline to the chips, in the order of use, for as long as there is room.
-
-        Raises ValueError as `check_all`, before anything is moved.
-        """
+        """As `place`, of a pipeline, in the order of use. Raises ValueError as `check_all`, before anything is moved."""
         self.check_all(owner)
-        self.place(self.orders[owner].runners.values())
+        self.place(self.orders[owner].values())
 
     def place(self, runners):
         """Weights to the chips, for as long as there is room. Raises ValueError for a model that would not fit even alone."""
@@ -117,7 +99,7 @@ class HbmManager:
 
     def check_all(self, owner):
         """Raises ValueError for a model of the pipeline that lacks weights, and for one that would not fit even alone."""
-        for runner in self.orders[owner].runners.values():
+        for runner in self.orders[owner].values():
             self.check(runner)
 
     def check(self, runner):
@@ -147,17 +129,18 @@ class HbmManager:
         """The runner's weights on the chips and up to date; others leave where it needs their room."""
         if self.limit is not None:
             self.check(runner)
-            last = self._placed[-1:]
-            if last and last[0] is not runner:
-                self._mark(last[0])
-        self._placed = [r for r in self._placed if r is not runner]
+            for last in [*self._placed][-1:]:
+                if last is not runner:  # a chip runs programs in order
+                    self._placed[last] = hosts.put(0, named(last.mesh, PartitionSpec())) + 1
+        self._placed.pop(runner, None)
         self._make_room(_bytes(runner))
-        self._placed = [*self._placed, runner]
+        self._placed[runner] = None
         runner.place()
 
     def kind(self, runner) -> list:
         """The runners of models like this one's in its pipelines, itself among them, in the order of use."""
-        beside = {id(r): r for order in self._orders_of(runner) for r in order.runners.values()} or {0: runner}
+        orders = [order.values() for order in self.orders.values() if any(r is runner for r in order.values())]
+        beside = {id(r): r for order in orders for r in order} or {0: runner}
         same = [r for r in beside.values() if type(r.module) is type(runner.module) and r.plan == runner.plan]
         avals = runner.plan_weights().avals
         return [r for r in same if r is runner or r.plan_weights().avals == avals]
@@ -166,15 +149,13 @@ class HbmManager:
         """The runner works, on calls like these: make the next model of its kind ready, as far as there is room."""
         kind = self.kind(runner)
         after = next(iter(kind[kind.index(runner) + 1 :]), None) if runner in kind else None
-        if after is None:
-            return
-        if calls is not None:
+        if after is not None and calls is not None:
             after.prepare(calls)
-        if after in self._placed or self.limit is None or _bytes(runner) + _bytes(after) > self.limit:
+        if after is None or after in self._placed or self.limit is None or _bytes(runner) + _bytes(after) > self.limit:
             return  # if it is not there it moves in when its turn comes
         self._make_room(_bytes(after), keep=runner)
-        placed = self._placed
-        self._placed = [*placed[:-1], after, *placed[-1:]]
+        for one in (after, *[*self._placed][-1:]):  # before the one that works
+            self._placed[one] = self._placed.pop(one, None)
         after.place()
 
     def ready(self):
@@ -184,23 +165,24 @@ class HbmManager:
     def leave(self, runner):
         """The runner's weights leave the chips, once what uses them there is done."""
         if runner in self._placed:
-            self._drop(runner)
+            jax.block_until_ready(self._placed.pop(runner))
+            runner.drop()
 
     def forget(self, runner):
         """The runner has let go of its weights, for good."""
-        self._marks.pop(runner, None)
-        self._placed = [r for r in self._placed if r is not runner]
-        for order in self._orders_of(runner):
-            order.runners = {name: r for name, r in order.runners.items() if r is not runner}
-
-    def _orders_of(self, runner) -> list["_Order"]:
-        return [order for order in self.orders.values() if any(r is runner for r in order.runners.values())]
+        self._placed.pop(runner, None)
+        for owner, order in self.orders.items():
+            self.orders[owner] = {name: r for name, r in order.items() if r is not runner}
 
     def _name(self, runner) -> tuple[str, str]:
         """Of a runner, its name in a pipeline and what the planner knows that by."""
-        for order in self._orders_of(runner):
-            return next(name for name, r in order.runners.items() if r is runner), order.model
-        return type(runner.module).__name__, "MODEL"
+        found = (
+            (name, self._models[owner])
+            for owner, order in self.orders.items()
+            for name in order
+            if order[name] is runner
+        )
+        return next(found, (type(runner.module).__name__, "MODEL"))
 
     def _free(self) -> float:
         return float("inf") if self.limit is None else self.limit - sum(map(_there, self._placed))
@@ -208,24 +190,9 @@ class HbmManager:
     def _make_room(self, need: int, keep=None):
         if hosts.process_count() > 1 and self._free() < need:
             gc.collect()  # what is there is counted alike in all processes: not by when garbage is found
-        for runner in leaving(self._placed, _there, need, self.limit, keep):
-            self._drop(runner)
+        for runner in leaving([*self._placed], _there, need, self.limit, keep):
+            self.leave(runner)
             logger.info(f"{type(runner.module).__name__} waits on the host: another model needs its room on the chips")
-
-    def _drop(self, runner):
-        jax.block_until_ready(self._marks.pop(runner, None))
-        runner.drop()
-        self._placed = [r for r in self._placed if r is not runner]
-
-    def _mark(self, runner):
-        """Remember where the runner's programs end: a chip runs programs in order, so when this is done, they are."""
-        self._marks[runner] = hosts.put(0, named(runner.mesh, PartitionSpec())) + 1
-
-
-@dataclass
-class _Order:
-    model: str
-    runners: dict[str, object]
 
 
 _managers: "weakref.WeakValueDictionary[tuple, HbmManager]" = weakref.WeakValueDictionary()
@@ -237,18 +204,15 @@ def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
     chip = chip_of_kind(devices[0].device_kind)
     hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
     limit = None if hbm is None else room_for_weights(hbm, config)
-    known = _managers.get((devices, hbm, limit))
-    if known is None:
-        known = _managers[devices, hbm, limit] = HbmManager(hbm, limit)
-    return known
+    return _managers.setdefault((devices, hbm, limit), HbmManager(hbm, limit))
+
+
+_there = operator.attrgetter(
+    "bytes_per_chip"
+)  # nothing where the model's tensors are no longer those that were placed
 
 
 def _bytes(runner) -> int:
     """What the runner's weights will take of a chip."""
     runner.plan_weights()
-    return runner.bytes_per_chip
-
-
-def _there(runner) -> int:
-    """What they take now: nothing where the model's tensors are no longer those that were placed."""
     return runner.bytes_per_chip

@@ -1,30 +1,62 @@
 """Values on their way from host tensors and files to chips: read in parallel, converted, and sent in order.
 
-An array travels in chunks, some layers of a stack or some chips' parts of a tensor. While one is sent, the next are filled
-(`shard_reader`).
-
-Beside the file cache the host holds `STAGED_BYTES` that wait for their transfer and as much that is being read, or one chip's
-part of one tensor where that is more. Simulated chips take the memory that was read to as theirs.
+An array travels in chunks, some layers of a stack or some chips' parts of a tensor; while one is sent, the next are filled. The host
+holds `STAGED_BYTES` that wait for their transfer and as much that is being read, or one chip's part of a tensor where that is more.
 """
 
 import functools
 import math
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import device_put, lax
 from jax.sharding import NamedSharding
 
 from ..chips.figures import MIB
-from .shard_reader import Part, PlacementRequest, ShardReader, aligned
+from .checkpoint import FileTensor, values
+from .convert import as_numpy
+from .disk import fetch
 
 
+READERS = min(8, max(2, os.cpu_count() or 1))
 STAGED_BYTES = 64 * MIB  # of values on their way to the chips
+PIECE_BYTES = 8 * MIB
+SMALL = MIB // 16  # bytes of a tensor that are not worth a request of their own
+ALIGNMENT = 64  # of memory that JAX's CPU backend takes as it is
+Target = tuple[tuple[slice, ...], np.ndarray]  # an index of a tensor, and the array that its values go to
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """An array to be placed."""
+
+    key: str
+    aval: jax.ShapeDtypeStruct  # shape, dtype and sharding
+    tensors: list[
+        torch.Tensor | None
+    ]  # those of a stack, or the only one; None: zeros. A smaller one is filled up with zeros
+    stacked: bool  # the first axis is of tensors
+
+    @property
+    def simulated(self) -> bool:
+        return next(iter(self.aval.sharding.addressable_devices)).platform == "cpu"
+
+
+@dataclass
+class Part:
+    """One index of a chunk, that some chips hold, and its values, which lie at the begin of `buffer`."""
+
+    index: tuple[slice, ...]
+    devices: list
+    buffer: np.ndarray
+    values: np.ndarray
 
 
 @dataclass
@@ -44,19 +76,16 @@ class Chunk:
 
 
 class Transfer:
-    """Arrays placed one after the other, what comes next being read meanwhile. Entered as a context.
-
-    On the way out every transfer is done, and no thread is left.
-    """
+    """A context in which arrays are placed, what comes next being read meanwhile; after it every transfer is done."""
 
     def __enter__(self) -> "Transfer":
         self._waiting: deque[tuple[Part, list[jax.Array]]] = deque()
-        self._buffers = Buffers()
-        self._reader = ShardReader()
+        self._free: list[np.ndarray] = []  # buffers by size; of new memory the kernel clears every page
+        self._pool = ThreadPoolExecutor(READERS, "diffusers-tpu-weights")
         return self
 
     def __exit__(self, *error):
-        self._reader.close()
+        self._pool.shutdown(cancel_futures=True)
         jax.block_until_ready([arrays for _, arrays in self._waiting])
 
     def arrays(self, wanted: Iterable[PlacementRequest]) -> Iterator[tuple[str, jax.Array]]:
@@ -91,6 +120,9 @@ class Transfer:
         yield from reading
 
     def _chunks(self, wanted: PlacementRequest) -> Iterator[Chunk]:
+        def size(item: tuple[tuple, list]) -> int:
+            return _nbytes(item[0], wanted)
+
         layers = _layers_at_once(wanted)
         for start in range(0, len(wanted.tensors), layers):
             shape = (layers, *wanted.aval.shape[1:]) if wanted.stacked else wanted.aval.shape
@@ -98,31 +130,37 @@ class Transfer:
             for device, index in wanted.aval.sharding.addressable_devices_indices_map(shape).items():
                 bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
                 devices_of.setdefault(bounds, []).append(device)
-            groups = list(_groups(devices_of, wanted))
-            for number, group in enumerate(groups, 1):
+            groups = [[]]  # as much together as `STAGED_BYTES` hold
+            for item in devices_of.items():
+                if not wanted.simulated and groups[-1] and sum(map(size, groups[-1])) + size(item) > STAGED_BYTES:
+                    groups.append([])
+                groups[-1].append(item)
+            for group in groups:
                 parts = [self._part(bounds, devices, wanted) for bounds, devices in group]
-                jobs = self._reader.start(wanted, wanted.tensors[start : start + layers], parts)
-                yield Chunk(wanted, start, shape, parts, jobs, is_last=number == len(groups))
+                jobs = fill(self._pool, wanted, wanted.tensors[start : start + layers], parts)
+                yield Chunk(wanted, start, shape, parts, jobs, is_last=group is groups[-1])
 
     def _part(self, bounds: tuple[tuple[int, int], ...], devices: list, wanted: PlacementRequest) -> Part:
-        nbytes, dtype = _nbytes(bounds, wanted), wanted.aval.dtype
-        buffer = aligned(nbytes) if wanted.simulated else self._buffers.take(nbytes)
-        shape = [stop - start for start, stop in bounds]
-        return Part(tuple(slice(*b) for b in bounds), devices, buffer, buffer[:nbytes].view(dtype).reshape(shape))
+        nbytes = _nbytes(bounds, wanted)
+        fits = next((n for n, buffer in enumerate(self._free) if len(buffer) >= nbytes), None)
+        buffer = aligned(nbytes) if wanted.simulated or fits is None else self._free.pop(fits)
+        values = buffer[:nbytes].view(wanted.aval.dtype).reshape([stop - start for start, stop in bounds])
+        return Part(tuple(slice(*b) for b in bounds), devices, buffer, values)
 
     def _send(self, chunk: Chunk) -> list[jax.Array]:
         """The parts on their chips."""
-        theirs = chunk.wanted.simulated  # the memory, which JAX's CPU backend takes as it is
         sent = []
         for part in chunk.parts:
             arrays = [device_put(part.values, device) for device in part.devices]
             sent += arrays
-            if not theirs:
+            if not chunk.wanted.simulated:  # else JAX's CPU backend takes the memory as it is
                 self._waiting.append((part, arrays))
         while sum(part.values.nbytes for part, _ in self._waiting) > STAGED_BYTES:
             part, arrays = self._waiting.popleft()
             jax.block_until_ready(arrays)
-            self._buffers.give(part.buffer)
+            self._free = sorted([*self._free, part.buffer], key=len)
+            while sum(map(len, self._free)) > STAGED_BYTES:
+                self._free.pop(0)
         return sent
 
 
@@ -135,41 +173,8 @@ def _layers_at_once(wanted: PlacementRequest) -> int:
     return max(n for n in range(1, layers + 1) if layers % n == 0 and n <= fit)
 
 
-def _groups(devices_of: dict[tuple, list], wanted: PlacementRequest) -> Iterator[list[tuple[tuple, list]]]:
-    """Bounds with their devices, as many together as `STAGED_BYTES` hold."""
-    group, held = [], 0
-    for item in devices_of.items():
-        size = _nbytes(item[0], wanted)
-        if group and not wanted.simulated and held + size > STAGED_BYTES:
-            yield group
-            group, held = [], 0
-        group.append(item)
-        held += size
-    yield group
-
-
 def _nbytes(bounds: tuple[tuple[int, int], ...], wanted: PlacementRequest) -> int:
     return math.prod(stop - start for start, stop in bounds) * wanted.aval.dtype.itemsize
-
-
-class Buffers:
-    """Memory of the host that is used again: new memory costs the kernel more than what is read into it."""
-
-    def __init__(self):
-        self._free: list[np.ndarray] = []
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """A buffer of at least so many bytes, the smallest of those that are free."""
-        fits = min((len(b) for b in self._free if len(b) >= nbytes), default=None)
-        if fits is None:
-            return aligned(nbytes)
-        return self._free.pop(next(n for n, b in enumerate(self._free) if len(b) == fits))
-
-    def give(self, buffer: np.ndarray):
-        """It is free; of all that are, the largest `STAGED_BYTES` are kept."""
-        self._free = sorted([*self._free, buffer], key=len)
-        while sum(map(len, self._free)) > STAGED_BYTES:
-            self._free.pop(0)
 
 
 @functools.lru_cache(256)
@@ -179,7 +184,73 @@ def _zeros(shape: tuple, dtype: np.dtype, sharding: NamedSharding):
 
 @functools.cache
 def _write(sharding: NamedSharding):
-    def write(stack, layers, start):
-        return lax.dynamic_update_slice_in_dim(stack, layers, start, 0)
-
+    write = functools.partial(lax.dynamic_update_slice_in_dim, axis=0)
     return jax.jit(write, donate_argnums=0, out_shardings=sharding)
+
+
+# Filling parts: by several threads at once, in pieces, which are some rows of a tensor
+
+
+def fill(
+    pool: Executor, wanted: PlacementRequest, tensors: list[torch.Tensor | None], parts: list[Part]
+) -> list[Future]:
+    """Jobs that fill the parts with the tensors' values, the layers of a stack or the only one."""
+    jobs = []
+    shape = wanted.aval.shape[1:] if wanted.stacked else wanted.aval.shape
+    for layer, tensor in enumerate(tensors):
+        targets = [(p.index[1:], p.values[layer]) if wanted.stacked else (p.index, p.values) for p in parts]
+        if tensor is None or tuple(tensor.shape) != shape or not shape:
+            jobs.append(pool.submit(_fill_padded, tensor, targets))
+            continue
+        ranges = zip(*(index for index, _ in targets))
+        rows_of, *box = (slice(min(s.start for s in some), max(s.stop for s in some)) for some in ranges)
+        rows = max(1, PIECE_BYTES * shape[0] // max(1, tensor.nbytes))
+        for first in range(rows_of.start, rows_of.stop, rows):
+            piece = (slice(first, min(first + rows, rows_of.stop)), *box)
+            # Rows that no target wants are of other processes' chips.
+            if any(i[0].start < piece[0].stop and piece[0].start < i[0].stop for i, _ in targets):
+                jobs.append(pool.submit(_fill, wanted.key, tensor, piece, targets))
+    return jobs
+
+
+def _fill(key: str, tensor: torch.Tensor, piece: tuple[slice, ...], targets: list[Target]):
+    """What targets want of the piece."""
+    stored = tensor.source.values if type(tensor) is FileTensor and tensor.source.values is not None else tensor
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        if stored.nbytes >= SMALL and stored.is_contiguous():
+            row = stored.nbytes // len(stored)
+            fetch(stored.data_ptr() + piece[0].start * row, (piece[0].stop - piece[0].start) * row, key)
+    rows = as_numpy(values(tensor, piece))
+    for index, into in targets:
+        common = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(piece, index)]
+        if all(s.start < s.stop for s in common):
+            to = tuple(slice(s.start - i.start, s.stop - i.start) for s, i in zip(common, index))
+            at = tuple(slice(s.start - p.start, s.stop - p.start) for s, p in zip(common, piece))
+            _copy(into[to], rows[at])
+
+
+def aligned(nbytes: int) -> np.ndarray:
+    """Memory of so many bytes, begun where every backend takes it as it is."""
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    skipped = -memory.ctypes.data % ALIGNMENT
+    return memory[skipped : skipped + nbytes]
+
+
+def _fill_padded(tensor: torch.Tensor | None, targets: list[Target]):
+    """Of a tensor that is smaller than its place zeros behind it, of none zeros; also a number by itself."""
+    some = None if tensor is None else as_numpy(tensor)
+    for index, into in targets:
+        into[...] = 0
+        if some is not None and not index:
+            into[...] = some
+        elif some is not None:
+            part = some[tuple(slice(min(s.start, n), min(s.stop, n)) for s, n in zip(index, some.shape))]
+            _copy(into[tuple(map(slice, part.shape))], part)
+
+
+def _copy(into: np.ndarray, values: np.ndarray):
+    """Values of one dtype by their bits: numpy knows those of bfloat16 only one by one."""
+    if into.dtype == values.dtype and into.itemsize in (1, 2, 4, 8):
+        bits = np.dtype(f"u{into.itemsize}")
+        into, values = into.view(bits), values.view(bits)
+    np.copyto(into, values, casting="unsafe")

@@ -1,8 +1,7 @@
 """What all processes of a run have alike: compared through the key-value store of JAX's runtime, or told by the first one.
 
-Each exchange has a number, the same in all processes, as they run the same script: everyone says something, the first one
-gathers it and tells all of them. It waits for those that are slower, and says after a minute for whom; who is dead does not keep
-it waiting (`watch`).
+Each exchange has a number, the same in all processes, as they run the same script. The first one gathers what all say and tells
+them; it waits for those that are slower, not for the dead (`watch`).
 """
 
 import hashlib
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ... import notices
 from . import watch
 
 
@@ -26,16 +26,11 @@ _number, _count, _exchanges = 0, 1, 0
 _names: tuple[str, ...] = ()
 
 
-def start(client, number: int, count: int):
-    """Exchanges go through JAX's client from here on."""
-    global _client, _number, _count, _exchanges
+def start(client, number: int, count: int, own: str | None = None) -> tuple[str, ...]:
+    """Exchanges go through JAX's client from here on; the name of every process, by its number. `own`: this one's."""
+    global _client, _number, _count, _exchanges, _names
     _client, _number, _count, _exchanges = client, number, count, 0
-
-
-def exchange_names(own: str) -> tuple[str, ...]:
-    """The name of every process, by its number; `own` is this one's."""
-    global _names
-    _names = tuple(_exchanged("its name", own))
+    _names = () if own is None else tuple(_exchanged("its name", own))
     return _names
 
 
@@ -45,14 +40,8 @@ def of_first(value: str) -> str:
 
 
 def agree(what: str, parts: Mapping[str, str]):
-    """Compare digests of what all processes are to have alike; nothing where this one is alone.
-
-    Args:
-        what: what every process has come to, such as a call of a pipeline.
-        parts: name -> digest of each thing that must be alike.
-
-    Raises RuntimeError, in all of them: who has what otherwise.
-    """
+    """Compare digests of what all processes are to have alike, by name; nothing where this one is alone. `what`: what every process has
+    come to, such as a call of a pipeline. Raises RuntimeError, in all of them: who has what otherwise."""
     if _client is None:
         return
     said = [json.loads(text) for text in _exchanged(what, json.dumps([what, dict(parts)]))]
@@ -84,15 +73,11 @@ def alike(what: str, arguments: Mapping[str, object]):
 
 def same_draws():
     """The random states of torch, numpy and Python are the first process's from here on."""
-    mine = [torch.get_rng_state().tolist(), _of_numpy(np.random.get_state()), random.getstate()]
-    state, of_numpy, of_python = json.loads(of_first(json.dumps(mine)))
+    mine = [torch.get_rng_state(), np.random.get_state(), random.getstate()]
+    state, of_numpy, of_python = json.loads(of_first(json.dumps(mine, default=lambda values: values.tolist())))
     torch.set_rng_state(torch.tensor(state, dtype=torch.uint8))
-    np.random.set_state((of_numpy[0], np.array(of_numpy[1], np.uint32), *of_numpy[2:]))
+    np.random.set_state(of_numpy)
     random.setstate((of_python[0], tuple(of_python[1]), of_python[2]))
-
-
-def _of_numpy(state: tuple) -> list:
-    return [state[0], state[1].tolist(), *state[2:]]
 
 
 def digest(tree) -> str:
@@ -136,8 +121,6 @@ def _exchanged(what: str, own: str) -> list[str]:
 def _waited_for(key: str, number: int, what: str) -> str:
     import jax
 
-    from ....utils import logging
-
     waited = 0.0
     while True:
         try:
@@ -148,7 +131,7 @@ def _waited_for(key: str, number: int, what: str) -> str:
         waited += ONE_WAIT
         watch.still_there(number, what)
         if waited % WORTH_A_WORD < ONE_WAIT:
-            logging.get_logger(__name__).warning(f"{what}: waits for {_name(number)} since {waited:.0f} s")
+            notices.warn(f"{what}: waits for {_name(number)} since {waited:.0f} s")
 
 
 def _name(number: int) -> str:

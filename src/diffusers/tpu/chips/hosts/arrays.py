@@ -6,10 +6,7 @@ import numpy as np
 
 
 def put(values, sharding):
-    """The array of these values, a numpy or JAX array, where `sharding` says; every process has all of the values.
-
-    Each process sends its own chips their part. JAX's `device_put` would compare the values of all processes first.
-    """
+    """The array of these values, numpy's or JAX's, which every process has; JAX's `device_put` would compare them first."""
     import jax
 
     if sharding.is_fully_addressable:
@@ -32,8 +29,7 @@ def whole(array):
         return array
     if array.is_fully_addressable or array.is_fully_replicated:
         return array
-    mesh = array.sharding.mesh
-    return _laid(jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))(array)
+    return _laid(jax.sharding.NamedSharding(array.sharding.mesh, jax.sharding.PartitionSpec()))(array)
 
 
 @functools.cache

@@ -9,16 +9,17 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from typing import NamedTuple
 
+from ... import notices
 from ...config import Processes, read_processes
 from . import agreement, watch
 
 
-# Seconds. JAX's runtime takes a process for dead after HEARTBEAT without a sign of life, for which a host may stand still while it
-# is moved (PAUSE, the longest that Google announces for maintenance); `watch` knows at once of one that has ended.
+# Seconds. JAX's runtime takes a process for dead after HEARTBEAT without a sign of life; a host may stand still for PAUSE while it is
+# moved, the longest that Google announces for maintenance.
 PAUSE = 60
 HEARTBEAT = 90
 # From the first process that has come to its end until the last: a script may write its results on one of them meanwhile.
@@ -27,30 +28,20 @@ WORTH_A_WORD = 10.0  # of waiting for the others to join
 ASKING = 15.0  # for the metadata server: JAX would ask six times for a minute each
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """A run of several processes that this one is a part of: its `number`, the `names` of all, "process 1 of 2 (HOST, pid 7)"."""
 
     number: int
     names: tuple[str, ...]
-
-    @property
-    def count(self) -> int:
-        return len(self.names)
 
 
 _joined: Run | None = None
 _alone: set[str] = set()  # platforms of which it is known that this process is alone
 
 
-def joined() -> Run | None:
-    """The run of several processes that this one has joined; None: it is alone, or JAX was not asked for devices yet."""
-    return _joined
-
-
 def process_count() -> int:
     """How many processes make this run, as far as it was joined."""
-    return 1 if _joined is None else _joined.count
+    return 1 if _joined is None else len(_joined.names)
 
 
 def number(platform: str) -> int:
@@ -88,56 +79,47 @@ def _of_cluster(number: int | None) -> Processes | None:
     """What JAX finds out where it runs, in its order (JAX 0.10.2, `jax/_src/clusters`); asked once. `number`: as it was given."""
     from jax._src.clusters import ClusterEnv
 
+    count = "several"
     for kind in ClusterEnv._cluster_types:
         try:
             if not kind.opt_in_only_method and _in_time(kind.is_env_present):
                 count = int(_in_time(kind.get_process_count))
-                return Processes(None, count, _number_by(kind, count) if number is None else number)
+                if number is None:
+                    number = 0 if count == 1 else int(_in_time(kind.get_process_id))
+                return Processes(None, count, number)
+        except ValueError as error:
+            raise ValueError(
+                f"expected to hear which of the {count} processes of this run this one is, got nothing from {kind.__name__}"
+                f" ({error}). Set TPU_WORKER_ID (from 0, another on each host) beside TPU_WORKER_HOSTNAMES, or JAX_PROCESS_ID; a"
+                " run of this host alone: JAX_NUM_PROCESSES=1"
+            ) from error
         except (
             OSError,
             RuntimeError,
-        ) as error:  # the metadata server of a TPU VM does not answer: JAX would end the program
-            from ....utils import logging
-
-            logging.get_logger(__name__).warning(
+        ) as error:  # a TPU VM's metadata server does not answer: JAX would end the program
+            notices.warn(
                 f"this host is taken for the only one of the run: {kind.__name__} cannot be asked ({error}). Several: set"
                 " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; one: JAX_NUM_PROCESSES=1"
             )
     return None
 
 
-def _number_by(kind, count: int) -> int:
-    if count == 1:
-        return 0
-    try:
-        return int(_in_time(kind.get_process_id))
-    except ValueError as error:
-        raise ValueError(
-            f"expected to hear which of the {count} processes of this run this one is, got nothing from {kind.__name__} ({error})."
-            " Set TPU_WORKER_ID (from 0, another on each host) beside TPU_WORKER_HOSTNAMES, or JAX_PROCESS_ID; a run of this host"
-            " alone: JAX_NUM_PROCESSES=1"
-        ) from error
-
-
 def _in_time(ask: Callable):
     """What this returns. Raises TimeoutError after `ASKING`; the question goes on in a thread that nobody waits for."""
-    answer = []
+    answer = Future()
 
     def run():
         try:
-            answer.append((ask(), None))
+            answer.set_result(ask())
         except Exception as error:
-            answer.append((None, error))
+            answer.set_exception(error)
 
     thread = threading.Thread(target=run, name="diffusers-tpu asks the cluster", daemon=True)
     thread.start()
     thread.join(ASKING)
-    if not answer:
+    if not answer.done():
         raise TimeoutError(f"no answer within {ASKING:.0f} s")
-    value, error = answer[0]
-    if error is not None:
-        raise error
-    return value
+    return answer.result()
 
 
 def join(platform: str):
@@ -161,7 +143,11 @@ def join(platform: str):
     if state.num_processes == 1:
         _alone.add(platform)
         return
-    _joined = _acquainted(state)
+    own = f"process {state.process_id} of {state.num_processes} ({socket.gethostname()}, pid {os.getpid()})"
+    run = Run(state.process_id, agreement.start(state.client, state.process_id, state.num_processes, own))
+    watch.start(run, state.coordinator_address, agreement.of_first)
+    agreement.same_draws()
+    _joined = run
 
 
 def _initialize(platform: str, found: Processes):
@@ -171,41 +157,25 @@ def _initialize(platform: str, found: Processes):
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It turns SIGTERM into a notice that nobody here reads: a process that is asked to end would go on.
     jax.config.update("jax_enable_preemption_service", False)
-    given, joining = read_processes(), threading.Event()
-    threading.Thread(target=_say_who_is_missing, args=(found, joining), daemon=True).start()
-    try:
-        jax.distributed.initialize(
-            *((given.coordinator, found.count, found.number) if given.any else ()),
-            heartbeat_timeout_seconds=HEARTBEAT,
-            shutdown_timeout_seconds=LEAVING,
-            **({"cluster_detection_method": "deactivate"} if given.complete else {}),
+    given = read_processes()
+
+    def missing(seconds: float) -> str:
+        return (
+            f"process {found.number} waits for the {found.count - 1} other processes of this run since {seconds:.0f} s: each host"
+            " starts the same script. JAX_NUM_PROCESSES=1 runs this host alone"
         )
+
+    try:
+        with notices.warn_while(missing, WORTH_A_WORD):
+            jax.distributed.initialize(
+                *((given.coordinator, found.count, found.number) if given.any else ()),
+                heartbeat_timeout_seconds=HEARTBEAT,
+                shutdown_timeout_seconds=LEAVING,
+                **({"cluster_detection_method": "deactivate"} if given.complete else {}),
+            )
     except RuntimeError as error:
         raise RuntimeError(
             f"expected to join the {found.count} processes of this run as process {found.number}, got: {error} Load the"
             " pipeline before other code starts JAX, see that all processes are started and reach the first one's address, or"
             " set JAX_NUM_PROCESSES=1 for a run of this host alone."
         ) from error
-    finally:
-        joining.set()
-
-
-def _say_who_is_missing(found: Processes, joining: threading.Event):
-    from ....utils import logging
-
-    start = time.monotonic()
-    while not joining.wait(WORTH_A_WORD):
-        logging.get_logger(__name__).warning(
-            f"process {found.number} waits for the {found.count - 1} other processes of this run since"
-            f" {time.monotonic() - start:.0f} s: each host starts the same script. JAX_NUM_PROCESSES=1 runs this host alone"
-        )
-
-
-def _acquainted(state) -> Run:
-    """All processes' names, one seed for what they draw, and each watched by the others."""
-    agreement.start(state.client, state.process_id, state.num_processes)
-    own = f"process {state.process_id} of {state.num_processes} ({socket.gethostname()}, pid {os.getpid()})"
-    run = Run(state.process_id, agreement.exchange_names(own))
-    watch.start(run, state.coordinator_address, agreement.of_first)
-    agreement.same_draws()
-    return run
