@@ -217,7 +217,7 @@ NO_ROOM = {
 
 @fault("out-of-hbm-compiling", "out-of-hbm-running")
 @pytest.mark.parametrize("moment", NO_ROOM)
-def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(saved, here, capsys, monkeypatch, moment):
+def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(saved, here, capsys, monkeypatch, own_store, moment):
     """When the program is compiled, when it is run, and when what it was to give is waited for: dispatch is asynchronous."""
     text, sizes = NO_ROOM[moment]
 

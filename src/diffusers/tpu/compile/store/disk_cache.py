@@ -90,7 +90,8 @@ class DiskCache:
             for path in self.folder.glob(f"{start}*"):
                 with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
                     found.append((path.stat().st_mtime, json.loads(file.readline())))
-        return [head for _, head in sorted(found, key=lambda one: -one[0]) if head.get("key")]
+        heads = (head for _, head in sorted(found, key=lambda one: -one[0]))
+        return [head for head in heads if isinstance(head, dict) and isinstance(head.get("key"), dict)]
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:

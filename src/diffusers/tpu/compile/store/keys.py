@@ -60,7 +60,7 @@ class Key:
             theirs = {name: (head["key"].get(name), here) for name, here in self.of_module.items()}
             theirs = {name: pair for name, pair in theirs.items() if pair[0] != pair[1]}
             if theirs and all(head["key"].get(name) == here for name, here in self.of_call.items()):
-                found.append((theirs, head["ahead"]))
+                found.append((theirs, head.get("ahead", False)))
         if not found:
             return None
         theirs, ahead = min(found, key=lambda one: (not one[1], len(one[0])))
