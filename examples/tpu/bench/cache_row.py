@@ -121,7 +121,7 @@ def main():
             settings = {**settings, "mag_ratios": list(RATIOS), "num_inference_steps": STEPS}
         pipe.transformer.enable_cache(getattr(diffusers, cls)(**settings))
         made = videos()
-        ran = [bool(np.asarray(computed).all()) for computed in runner.kept.decided]
+        ran = [bool(np.asarray(computed).all()) for computed in runner.step_cache.decided]
         assert not runner.eager and len(ran) == 2 * STEPS * len(PROMPTS)
         pipe.transformer.disable_cache()
         always = cls == "FirstBlockCacheConfig"
