@@ -164,21 +164,6 @@ def test_the_reference_is_said_once_where_a_kernel_was_expected(caplog):
     assert any(w.q == q.shape and w.kernel == "reference" and words in w.reason for w in api.explain())
 
 
-def test_what_became_of_calls_can_be_asked(make_mesh):
-    q, k, v = draw(24, 24, heads=3, kv_heads=3, dim=8)
-    before = api.explain()
-    settings = Settings(mesh=make_mesh(2, 4, 1))
-    for _ in range(2):
-        run(settings, q, k, v, mask=np.tri(24, dtype=bool))
-    run(settings, q, k[:, :, :7], v[:, :, :7])
-    new = {way: n - before.get(way, 0) for way, n in api.explain().items() if n != before.get(way, 0)}
-    shape = (2, 3, 24, 8)
-    assert new == {
-        api.Way(shape, shape, "float32", "causal", "reference", "ring 4 x ulysses 1"): 2,
-        api.Way(shape, (2, 3, 7, 8), "float32", "", "reference", "queries over 4, whole keys"): 1,
-    }
-
-
 @pytest.mark.parametrize(
     "change, error, words",
     [

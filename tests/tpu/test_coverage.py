@@ -89,36 +89,3 @@ def test_what_upstream_passes_of_its_own_tests_is_passed_here():
     assert [test for test in lost if upstream_tables.reason(*test[1:]) is None] == []
     kept = re.compile(r"pipelines/(stable_diffusion_xl|wan|cogvideo)/")
     assert any(map(kept.match, record)) and not any(kept.match(file) for file, *_ in lost)
-
-
-FILE = """
-import pytest
-
-def test_right(): pass
-def test_wrong(): raise ValueError("expected more")
-def test_skipped(): pytest.skip("no accelerator")
-def test_unknown(): pytest.exit("never run")
-@pytest.fixture
-def leaving():
-    yield
-    raise KeyError("left")
-def test_leaves(leaving): pass
-"""
-
-
-def test_a_file_of_upstreams_is_judged_by_the_names_that_it_passes(tmp_path):
-    file, results = tmp_path / "test_one.py", tmp_path / "results"
-    names = ["right", "wrong", "skipped", "leaves", "gone"]
-    file.write_text(FILE)
-    results.touch()
-    judge = of_upstream("plugin").Judge([f"test_{name}" for name in names], results)
-    pytest.main(["-q", "-p", "no:cacheprovider", "--no-header", f"--rootdir={tmp_path}", str(file)], plugins=[judge])
-    assert of_upstream("run").judged([f"test_{name}" for name in names], results, 256) == {
-        "passes": 5,
-        "lost": {
-            "test_wrong": "ValueError: expected more",
-            "test_skipped": "skipped: Skipped: no accelerator",
-            "test_leaves": "KeyError: 'left'",
-            "test_gone": "not run: its process ended with 1",
-        },
-    }
