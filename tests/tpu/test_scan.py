@@ -37,10 +37,22 @@ class WithNothing(Block):
         return super().forward(x, context, gain), None, 3
 
 
+class IntoList(Block):
+    def forward(self, x, context, kept):
+        kept[0] = kept[0] + x.sum()
+        return super().forward(x, context)
+
+
+class IntoTensor(Block):
+    def forward(self, x, context, kept):
+        kept += x
+        return super().forward(x, context)
+
+
 class Model(torch.nn.Module):
     """Blocks in a loop, of whose turns these are the lines; then the value of `result`."""
 
-    _repeated_blocks = ["Block", "TwoStreams", "WithNothing"]
+    _repeated_blocks = ["Block", "TwoStreams", "WithNothing", "IntoList", "IntoTensor"]
 
     def __init__(self, lines="x = block(x, context)", result="x", block=Block):
         super().__init__()
@@ -82,6 +94,8 @@ LOOPS = {
     "wide input": ("x = block(x[:1] if n == 0 else x, context)", "x", Block, 1),
     "long skips": (f"{PLAIN}\nkept.append(x)", "x + kept[1] - 2 * kept[3]", Block, 1),
     "skip in the middle": (f"kept.append(x)\n{PLAIN}\nif n == 3: x = x + kept[3] + kept[2]", "x + kept[2]", Block, 1),
+    "into a list": ("if n == 0: kept.append(0)\nx = block(x, context, kept)", "x + kept[0]", IntoList, 0),
+    "into a tensor": ("if n == 0: kept.append(x * 1)\nx = block(x, context, kept[0])", "x + kept[0]", IntoTensor, 0),
     "hints": ("hint, context = block(x, context)\nkept.append(hint)", "sum(n * x for n, x in enumerate(kept)) + context", TwoStreams, 1),
 }  # fmt: skip
 

@@ -9,6 +9,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import operator
 import re
 import weakref
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from ..state import own_forward, signature
 from ..state.adapters import Adapters
 from ..state.watch import ABSENT, replaced
 from .functional import Method, WeightWritten, numbered, set_to, undone_trace, written
-from .results import flattened, unflattened
+from .results import Entangled, flattened, unflattened
 from .scan import Group
 
 
@@ -143,6 +144,7 @@ class BlockRuns:
         self.gives: dict[str, list[tuple[int, dict]]] = {label: [] for label in self.stacks}
         self.run: Run | None = None
         self.condition: jax.Array | None = None
+        self.writing: set[str] = set()  # labels of groups whose blocks write to their arguments
         self.own: dict[int, tuple] = {}  # of a block: where its forward is, under which name, and what was there
 
     @contextlib.contextmanager
@@ -178,14 +180,18 @@ class BlockRuns:
                 return run.make_output(run.outputs)
         self.flush()
         run = Run(group, index, leaves, [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)], spec)
-        if all(isinstance(leaf, _PLAIN) for leaf in leaves):
-            run.traced, avals, run.make_output, _ = self._traced(run, index)
-            run.outputs, self.run = [*map(self._deferred, avals)], run
-            return run.make_output(run.outputs)
-        # An object among the arguments (a key-value cache) may be written to: this block runs here and once.
-        arrays, gives, make_output = self._call(run, index, run.arrays, self._stacked_at(group, index))
-        self._give(group, index, _of_one(gives))
-        return make_output([Tensor(x, environment()) for x in arrays])
+        if group.label not in self.writing and all(isinstance(leaf, _PLAIN) for leaf in leaves):
+            try:
+                run.traced, avals, run.make_output, _ = self._traced(run, index)
+            except Entangled:
+                self.writing.add(group.label)
+            else:
+                run.outputs, self.run = [*map(self._deferred, avals)], run
+                return run.make_output(run.outputs)
+        # A block that writes to its arguments, to an object among them (a key-value cache) say, runs here and once.
+        output, gives = self._run_block(group, index, args, kwargs, self._stacked_at(group, index))
+        self._give(group, index, jax.tree.map(lambda array: array[None], gives))
+        return output
 
     def _alike(self, run: Run, index: int) -> bool:
         """Whether the trace of the run's first block stands for this one of its group too."""
@@ -194,7 +200,10 @@ class BlockRuns:
             return True
         if self.stacks[run.group.label][2]:
             return False  # what a cache keeps of each is beside its trace
-        traced, _, make_output, effects = self._traced(run, index)
+        try:
+            traced, _, make_output, effects = self._traced(run, index)
+        except Entangled:
+            return False
         if effects.persistent or effects.temporary or effects.draws:
             return False  # what it does to its own Python no other block does
         return make_output.args == run.make_output.args and _text_of(traced) == run.text
@@ -225,11 +234,21 @@ class BlockRuns:
     def _call(
         self, run: Run, index: int, arrays: list, own: tuple[dict, dict, dict], filled=None
     ) -> tuple[list[jax.Array], dict, functools.partial]:
-        """A block's own forward on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
-        (weights, numbers, kept), env, tensors, group = own, environment(), iter(arrays), run.group
-        block = group.block(self.model, index)
+        """A block on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
+        env, tensors = environment(), iter(arrays)
         leaves = [Tensor(next(tensors), env) if isinstance(leaf, Tensor) else leaf for leaf in run.leaves]
         args, kwargs = tree_unflatten(leaves, run.spec)
+        output, gives = self._run_block(run.group, index, args, kwargs, own, filled)
+        now, spec = tree_flatten((args, kwargs))
+        given = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+        if spec != run.spec or any(map(operator.is_not, [*now, *(x.jax() for x in given)], [*leaves, *arrays])):
+            raise Entangled("it writes into an argument")
+        tensors, *form = flattened(output)
+        return [x.jax() for x in tensors], gives, functools.partial(unflattened, *form)
+
+    def _run_block(self, group: Group, index: int, args, kwargs, own: tuple[dict, dict, dict], filled=None) -> tuple:
+        """What a block's own forward returns, and what it gives to keep."""
+        (weights, numbers, kept), env, block = own, environment(), group.block(self.model, index)
         weights = {name: Tensor(self.function.gather(f"{group.label}.{name}", w), env) for name, w in weights.items()}
         held, name, forward = self.own[id(block)]
         with (
@@ -246,8 +265,7 @@ class BlockRuns:
             output, changed = written(Method(block, call), weights, args, kwargs)
         if changed:
             raise WeightWritten(", ".join(f"{group.path}.{index}.{name}" for name in changed))
-        tensors, *form = flattened(output)
-        return [x.jax() for x in tensors], gives, functools.partial(unflattened, *form)
+        return output, gives
 
     def flush(self):
         """Compute the run that is open, if any, and give those of its outputs that are held their values."""
@@ -270,7 +288,7 @@ class BlockRuns:
             return self._scan(run, held)
         own = self._stacked_at(run.group, run.start)
         values, gives, _ = self._call(run, run.start, run.arrays, own)
-        return values, _of_one(gives)
+        return values, jax.tree.map(lambda array: array[None], gives)  # as of a scan of one
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
         slots, names, avals = run.slots, run.names(self.model), [output._aval for output in run.outputs]
@@ -294,11 +312,10 @@ class BlockRuns:
             flat = [pinned(x, n) for n, x in enumerate(flat)]
             return flat, ({n: flat[n] for n in numbers}, gives)
 
-        numbers = sorted({n for _, n, _ in held})
-        first, last = run.start - run.group.start, run.stop - run.group.start
-        stacked = self.stacks[run.group.label]
-        if (first, last) != (0, run.group.stop - run.group.start):
-            stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, first, last), stacked)
+        numbers, group = sorted({n for _, n, _ in held}), run.group
+        stacked, part = self.stacks[group.label], (run.start - group.start, run.stop - group.start)
+        if part != (0, group.stop - group.start):
+            stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
         last, (passed, gives) = lax.scan(step, carry, stacked)
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 
@@ -319,11 +336,6 @@ def _text_of(traced: jax.extend.core.ClosedJaxpr) -> tuple[str, list]:
     arrays = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in traced.consts]
     constants = [id(x) if isinstance(x, jax.core.Tracer) else (x.shape, x.dtype.str, x.tobytes()) for x in arrays]
     return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), constants
-
-
-def _of_one(gives: dict) -> dict:
-    """What one block gives, as of a scan of one."""
-    return jax.tree.map(lambda array: array[None], gives)
 
 
 def _filled(array, fill: int):
