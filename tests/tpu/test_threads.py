@@ -55,14 +55,30 @@ def together(calls: list) -> list:
         return [*pool.map(run, calls)]
 
 
-@pytest.mark.parametrize("threads, mesh", [(4, (1, 1, 1)), (2, (2, 1, 1))])
-def test_threads_that_share_models(chips, threads, mesh):
+MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "threads, meshes, rounds",
+    [
+        (4, MESHES[:1], 3),
+        (2, MESHES[2:], 3),
+        *(pytest.param(threads, [mesh], 50, marks=pytest.mark.slow) for threads in (2, 4) for mesh in MESHES),
+        *(pytest.param(threads, MESHES, 50, marks=pytest.mark.slow) for threads in (2, 4)),
+    ],
+)
+def test_threads_that_share_models(chips, threads, meshes, rounds):
+    """On several meshes each round is on the next one, and compiles anew."""
     pipes = pipelines(threads - 1) if threads > 2 else pipelines(threads)
     pipes += pipes[: threads - len(pipes)]  # of more than two threads, two call one pipeline
     alone = [generate(pipe, number) for number, pipe in enumerate(pipes)]
     assert all(np.abs(one - other).max() > 1e-2 for one, other in itertools.combinations(alone, 2))
-    together([lambda pipe=pipe: tpu.install(pipe, tpu.TPUConfig(mesh=mesh)) for pipe in pipes])
-    for _ in range(3):
+    for number in range(rounds):
+        if number == 0 or len(meshes) > 1:
+            config = tpu.TPUConfig(mesh=meshes[number % len(meshes)])
+            for pipe in pipes:
+                tpu.uninstall(pipe)
+            together([lambda pipe=pipe: tpu.install(pipe, config) for pipe in pipes])
         answers = together([lambda n=n, pipe=pipe: generate(pipe, n) for n, pipe in enumerate(pipes)])
         for answer, theirs in zip(answers, alone):
             if isinstance(answer, BaseException):
