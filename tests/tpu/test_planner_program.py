@@ -118,7 +118,7 @@ def product(argument, progress):
     one = jax.sharding.SingleDeviceSharding(compiler.devices[0])
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=one) for shape in ((1024, 2048), (2048, 1024)))
     compiled = compiler.compile(jax.jit(lambda x, w: x @ w).lower(x, w))
-    rows = max(bundles.read(text, bundles.SLOTS["v6e"]).rows for text in compiled.schedules.values())
+    rows = max(bundles.read(text, CHIPS["v6e"].branch_slots).rows for text in compiled.schedules.values())
     timed = timing.time_program(compiled, CHIPS["v6e"], [(0, 0, 0, 0)])["bound"]
     return {"rows": rows, "seconds": timed.seconds["matmul"]}
 
@@ -177,7 +177,7 @@ def attention(argument, progress):
     compiled = compiler.compile(call.lower(q, k, k))
     (name,) = [name for name in compiled.schedules if name.startswith("attention_kernel")]
     timed = timing.time_program(compiled, compiler.topology.chip, [(0, 0, 0, 0)])
-    ways = bundles.read_ways(compiled.schedules[name], bundles.SLOTS["v6e"])
+    ways = bundles.read_ways(compiled.schedules[name], CHIPS["v6e"].branch_slots)
     return {
         "seconds": {way: next(o.seconds for o in of.operations if o.name == name) for way, of in timed.items()},
         "rows": {way: schedule.rows for way, schedule in ways.items()},

@@ -22,7 +22,7 @@ from diffusers.models.autoencoders.autoencoder_kl_cogvideox_nnx_flax import Chun
 from diffusers.models.autoencoders.autoencoder_kl_wan_flax import FlaxAutoencoderKLWan
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.tpu.pipelines.plans import flax_class
-from diffusers.tpu.planner.published import MODELS
+from diffusers.tpu.planner.published import ALIASES, MODELS
 from diffusers.tpu.video.nnx.autoencoder import DiagonalGaussian, _program
 from diffusers.tpu.video.nnx.weights import torch_name
 from diffusers.tpu.video.slabs import over_width
@@ -172,7 +172,7 @@ def test_one_step_whatever_the_number_of_frames(family):
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_the_published_models_weights_and_where_they_lie(family):
     """None is left, and no rule that names them is without use."""
-    name, config = MODELS[PUBLISHED[family]].components["vae"]
+    name, config = MODELS[ALIASES[PUBLISHED[family]]].components["vae"]
     with torch.device("meta"):
         theirs = getattr(diffusers, name)(**config).state_dict()
     ours = flax_class(name).abstract(config, dtype=jnp.bfloat16, mesh=(2, 4, 1))

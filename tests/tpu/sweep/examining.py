@@ -57,7 +57,7 @@ def examine(name: str, more: bool = True) -> dict:
     found["error"] = relative_error(ours, oracle)
     found |= described(pipe)
     found["executables"] = [compiled(pipe)]
-    runners = {key: runner for key, runner in state.runners.items() if runner._denoises}
+    runners = {key: runner for key, runner in state.runners.items() if runner.denoises}
     denoisers = [one for one in calls if one.module in runners and one.entry == "forward"]
     found["denoisers"] = {one.module: of_denoiser(plain, pipe, one) for one in denoisers}
     if more:

@@ -256,19 +256,21 @@ class ModulePrograms(EntryMethods):
         return compiler_options(self.mesh.devices.flat[0], self.config.sparse_cores)
 
     @property
+    def denoises(self) -> bool:
+        """Whether this is a model of the denoising loop: upstream's have an argument that says where in it they are."""
+        parameters = {*inspect.signature(type(self.module).forward).parameters}
+        return not parameters.isdisjoint(("timestep", "timesteps", "timestep_ratio", "t", "r"))
+
+    @property
     def settings(self) -> Settings:
         """How the operations of this module's traces run."""
-        # Upstream's models of the denoising loop have an argument that says where in it they are.
-        denoises = {"timestep", "timesteps", "timestep_ratio", "t", "r"} & {
-            *inspect.signature(type(self.module).forward).parameters
-        }
         return Settings(
             mesh=self.mesh,
             sequence=self.plan.carry is not None,
             kernel=self.config.attention,
             blocks=self.config.attention_blocks,
             smoothing=self.config.attention_smoothing,
-            window=self.config.attention_window if denoises else None,
+            window=self.config.attention_window if self.denoises else None,
             ring=self.config.attention_ring,
             tally=self.tally,
             layers=self.config.layers,

@@ -89,8 +89,8 @@ def runs(module) -> CompiledModule | HostModel | None:
 
 def owners(module, but=None) -> list:
     """The installed pipelines that have this model, `but` left out."""
-    runner = runs(module)
-    return [] if runner is None else [pipe for pipe in runner.ownership.pipelines if pipe is not but]
+    owned = getattr(runs(module), "ownership", None)
+    return [] if owned is None else [pipe for pipe in owned.pipelines if pipe is not but]
 
 
 @exclusive
