@@ -172,7 +172,8 @@ def test_one_step_whatever_the_number_of_frames(family):
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_the_published_models_weights_and_where_they_lie(family):
     """None is left, and no rule that names them is without use."""
-    name, config = MODELS[ALIASES[PUBLISHED[family]]].components["vae"]
+    path, config = MODELS[ALIASES[PUBLISHED[family]]].components["vae"]
+    name = path.removeprefix("diffusers.")
     with torch.device("meta"):
         theirs = getattr(diffusers, name)(**config).state_dict()
     ours = flax_class(name).abstract(config, dtype=jnp.bfloat16, mesh=(2, 4, 1))
