@@ -14,7 +14,7 @@ from diffusers.tpu.kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
 from diffusers.tpu.planner import PLANS, Question, ahead, request_of
 
 from . import cache_row, check_row, host_row, load_row, ready_row
-from .attention_cases import attention_cases, sweep_cases, tune, tuned_table  # noqa: F401 - two for the command line
+from .attention_cases import attention_cases, sweep_cases
 from .calibration import PUBLISHED
 from .cases import AS_THEIRS, KERNELS, VAES, Case
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from .. import bridge, notices
-from .tracing.functional import set_to
+from ..kernels.settings import bound
 
 
 _running: contextvars.ContextVar[tuple["GraphBreaks", ...]] = contextvars.ContextVar("diffusers_tpu_split", default=())
@@ -40,7 +40,7 @@ class GraphBreaks:
         """Calls of the submodules are their runners'. Operators that run on the host are noted."""
         missing = bridge.environment().missing
         before = Counter(missing)
-        with set_to(_running, (*_running.get(), self)), contextlib.ExitStack() as stack:
+        with bound(_running, (*_running.get(), self)), contextlib.ExitStack() as stack:
             for runner in self.runners.values():
                 stack.callback(runner.put_back)
                 runner.replace()

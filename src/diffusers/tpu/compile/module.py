@@ -20,6 +20,7 @@ from ..chips.locks import exclusive
 from ..chips.sharding import ModelPlan, named
 from ..errors import NotFinite
 from ..idioms.refusing import without_gradients
+from ..kernels.settings import bound
 from . import nans, tracing
 from .call import Call, Values, flatten_call, version_of
 from .host import run_on_host
@@ -28,7 +29,6 @@ from .module_programs import ModulePrograms
 from .programs import Program, cached_sharding
 from .state import write_back
 from .state.adapters import scaled_by, take_scale
-from .tracing.functional import set_to
 from .weights import PlacedWeights
 
 
@@ -44,7 +44,7 @@ def one_call(runners):
     for runner in runners:
         runner.look()
     try:
-        with set_to(_in_pipeline, True):
+        with bound(_in_pipeline, True):
             yield
     except BaseException:
         for runner in runners:

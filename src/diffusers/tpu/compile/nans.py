@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from .. import bridge
-from .tracing.functional import set_to
+from ..kernels.settings import bound
 
 
 _debugging = contextvars.ContextVar("diffusers_tpu_debug_nans", default=False)
@@ -27,13 +27,13 @@ is_debugging = _debugging.get
 
 def debugging() -> contextlib.AbstractContextManager:
     """Every model's result is checked, which waits for the chips. Raises NotFinite that names the submodule."""
-    return set_to(_debugging, True)
+    return bound(_debugging, True)
 
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[object, list]]:
     """Flags of what models give while this is open, by runner: whether each tensor is finite."""
-    with set_to(_noted, {}):
+    with bound(_noted, {}):
         yield _noted.get()
 
 

@@ -21,7 +21,7 @@ def run(options, rest: list[str]) -> int:
         )
     if str(BENCH.parent) not in sys.path:
         sys.path.append(str(BENCH.parent))
-    benches = importlib.import_module("bench.benches")
+    benches, attention = (importlib.import_module(f"bench.{name}") for name in ("benches", "attention_cases"))
     filters = [name[2:] for name in TABLE["groups"]["filters"]["options"]]
     filters = {name: value for name in filters if (value := getattr(options, name)) is not None}
     with refusing(ValueError):
@@ -34,10 +34,10 @@ def run(options, rest: list[str]) -> int:
     quiet = Console(stderr=True)
     for number, case in enumerate(cases, 1):
         with quiet.status(f"{number} of {len(cases)}: {', '.join(map(str, case.row.values()))}"):
-            rows.append({**case.row, **_ask(case, benches.tune if options.tune else None)})
+            rows.append({**case.row, **_ask(case, attention.tune if options.tune else None)})
     if options.tune:
         with whole_file(str(TUNED), ".json") as draft:
-            draft.write_text(benches.tuned_table([row for row in rows if "failed" not in row]))
+            draft.write_text(attention.tuned_table([row for row in rows if "failed" not in row]))
     write_json(options.json, rows)
     if options.json != "-":
         names = dict.fromkeys(name for row in rows for name, x in row.items() if not isinstance(x, (dict, list)))

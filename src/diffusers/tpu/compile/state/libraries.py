@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from .watch import dicts_differ, of_class
+from .watch import class_attributes, dicts_differ
 
 
 # Where a development checkout of one of these is installed, it is a library too.
@@ -87,7 +87,7 @@ def _version(thing: type | types.ModuleType, now: dict) -> int:
 
 def class_version(cls: type) -> int:
     """Which of the states that this class's attributes were seen in this is."""
-    return _version(cls, of_class(cls))
+    return _version(cls, class_attributes(cls))
 
 
 def foreign(x) -> bool:

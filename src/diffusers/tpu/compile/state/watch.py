@@ -132,13 +132,13 @@ def _as_dict(pairs: list) -> dict:
     return dict(zip(pairs[:half], pairs[half:]))
 
 
-def of_class(cls: type) -> dict:
+def class_attributes(cls: type) -> dict:
     """The attributes of a class, without those that Python adds when somebody copies an object or asks for annotations."""
     return {name: x for name, x in vars(cls).items() if name not in ON_DEMAND}
 
 
 def _write_class(cls: type, before: list):
-    held, now = _as_dict(before), of_class(cls)
+    held, now = _as_dict(before), class_attributes(cls)
     for name in now.keys() - held.keys():
         delattr(cls, name)
     for name, value in held.items():
@@ -168,7 +168,7 @@ def _fixed(*_):
 OF_MODULE = dict, put_back
 DICT = _pairs, lambda x, before: put_back(x, _as_dict(before))
 SEQUENCE = list, lambda x, before: (x.clear(), (x.update if isinstance(x, set) else x.extend)(before))
-CLASS = lambda cls: _pairs(of_class(cls)), _write_class
+CLASS = lambda cls: _pairs(class_attributes(cls)), _write_class
 CELL = content, _write_cell
 VARIABLE = lambda x: (x.get(ABSENT),), lambda x, before: before[0] is ABSENT or x.set(before[0])
 BYTEARRAY = lambda x: (bytes(x),), lambda x, before: x.__setitem__(slice(None), before[0])

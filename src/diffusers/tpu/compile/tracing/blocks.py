@@ -25,13 +25,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ...bridge import Tensor, View
 from ...bridge.deferred import Deferred
 from ...bridge.environment import environment
-from ...kernels.settings import current, using
+from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
 from ..state.adapters import Adapters
 from ..state.watch import ABSENT, replaced
-from .functional import Method, WeightWritten, numbered, set_to, undone_trace, written
+from .functional import Method, WeightWritten, numbered, undone_trace, written
 from .results import Entangled, flattened, unflattened
-from .scan import Group
+from .scan import Group, of_one
 
 
 _scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
@@ -190,7 +190,7 @@ class BlockRuns:
                 return run.make_output(run.outputs)
         # A block that writes to its arguments, to an object among them (a key-value cache) say, runs here and once.
         output, gives = self._run_block(group, index, args, kwargs, self._stacked_at(group, index))
-        self._give(group, index, jax.tree.map(lambda array: array[None], gives))
+        self._give(group, index, of_one(gives))
         return output
 
     def _alike(self, run: Run, index: int) -> bool:
@@ -288,7 +288,7 @@ class BlockRuns:
             return self._scan(run, held)
         own = self._stacked_at(run.group, run.start)
         values, gives, _ = self._call(run, run.start, run.arrays, own)
-        return values, jax.tree.map(lambda array: array[None], gives)  # as of a scan of one
+        return values, of_one(gives)
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
         slots, names, avals = run.slots, run.names(self.model), [output._aval for output in run.outputs]
@@ -307,7 +307,7 @@ class BlockRuns:
 
         def step(carry, own):
             inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(run.arrays)]
-            with using(settings), set_to(_scanned, (run.start, run.stop)):
+            with using(settings), bound(_scanned, (run.start, run.stop)):
                 flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
             return flat, ({n: flat[n] for n in numbers}, gives)

@@ -17,14 +17,14 @@ from ...bridge.decisions import Decisions, deciding
 from ...bridge.environment import decomposing, environment, on_device, quiet_integers
 from ...chips.sharding import gathered, named
 from ...kernels.linear import LANES
-from ...kernels.settings import Settings, current, using
+from ...kernels.settings import Settings, bound, current, using
 from ...video.slabs import NotOnSlabs
 from ..state import Arguments, opened, read, without_caches
 from ..state.adapters import Adapters
 from ..state.watch import replaced
 from .blocks import BlockRuns
 from .caches import Results, StepCache
-from .functional import Method, WeightWritten, numbered, put, set_to, written
+from .functional import Method, WeightWritten, numbered, put, written
 from .results import TENSOR, Entangled, TraceResult, flattened, plain, refuse_shared, unflattened
 from .scan import Group
 from .scopes import module_scopes
@@ -116,7 +116,7 @@ class PureFunction:
         kept = [Tensor(x, env) for x in inputs[given:]]
         with (
             without_caches(self.module),
-            set_to(_tracing, True),
+            bound(_tracing, True),
             replaced([(vars(env), "one_at_a_time", False)]),
             deciding(decisions),
             replaced(self._by_plan()),
@@ -166,7 +166,7 @@ class PureFunction:
 
     def line_by_line(self, weights: dict[str, jax.Array], args, kwargs, in_parts: bool = False):
         """Upstream's return value for the caller's own tensors, as `eagerly`, where device tensors work already."""
-        with contextlib.nullcontext() if in_parts else set_to(_tracing, True):
+        with contextlib.nullcontext() if in_parts else bound(_tracing, True):
             output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
         for name, weight in changed.items():
             put(self.module, name, weight)

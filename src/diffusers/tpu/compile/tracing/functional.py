@@ -1,7 +1,6 @@
 """Calls of a module's method with other weights and numbers than the module's own."""
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator
 
 import jax
@@ -56,15 +55,6 @@ def undone_trace(module: torch.nn.Module) -> Iterator[Trace]:
     with undone(read(module)) as effects:
         yield effects
     effects.draws += env.draws - drawn
-
-
-@contextlib.contextmanager
-def set_to(variable: contextvars.ContextVar, value):
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
 
 
 def put(module: torch.nn.Module, name: str, weight: torch.Tensor):

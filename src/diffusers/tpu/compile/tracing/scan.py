@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jax
 import torch
 
 from ..state.adapters import Adapters, lacks, lenders, lent
@@ -114,3 +115,8 @@ def structure(block: torch.nn.Module, order: list[str], terms: bool = False) -> 
     ]
     modules = [(name_of(name), type(module)) for name, module in block.named_modules()]
     return tuple(tuple(one for one in some if one[0] is not None) for some in (tensors, modules))
+
+
+def of_one(gives: dict) -> dict:
+    """What one block gives, as of a scan of one."""
+    return jax.tree.map(lambda array: array[None], gives)
