@@ -17,7 +17,7 @@ from conftest import QUICKLY, attention_formula, attention_weights, relative
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.kernel import LOG2_E, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
-from diffusers.tpu.kernels.attention.softmax_modes import WAYS, ModeCounter
+from diffusers.tpu.kernels.attention.softmax_modes import MODES, ModeCounter
 
 
 BLOCKS = [
@@ -31,7 +31,7 @@ SIZES = (4, 2, 300, 700, 64)  # heads of queries and keys, queries, keys, head s
 
 @functools.partial(
     jax.jit,
-    static_argnames=("scale", "blocks", "ways", "smoothing", "tally", "with_lse", "interpret", "generation"),
+    static_argnames=("scale", "blocks", "modes", "smoothing", "tally", "with_lse", "interpret", "generation"),
     compiler_options=QUICKLY,
 )
 def compiled(q, k, v, mask, **more):
@@ -105,8 +105,8 @@ def test_every_mask_of_every_shape(case):
     heads, dim, dtype = 4, case["dim"], jnp.bfloat16 if case["bfloat16"] else jnp.float32
     q, k, v = draw(rng, dtype, heads, heads // case["group"], t, s, dim, case["out_dim"])
     mask, scale, what = make_mask(rng, case["kind"], heads, t, s), dim**-0.5, f"{case}, {t} queries, {s} keys"
-    ways = ONLINE if case["online"] else WAYS
-    more = {"mask": mask, "dtype": dtype, "blocks": blocks, "ways": ways}
+    ways = ONLINE if case["online"] else MODES
+    more = {"mask": mask, "dtype": dtype, "blocks": blocks, "modes": ways}
     out, lse = run(q, k, v, with_lse=True, **more) if case["with_lse"] else (run(q, k, v, **more), None)
     oracle, oracle_lse = attention_formula(q, k, v, scale, mask)
     if dtype == jnp.float32:
@@ -135,14 +135,14 @@ def test_bfloat16_is_as_exact_as_a_plain_attention_in_it(dim, generation):
     """Scores of a deviation of 1, 4 and 10, by the ways that are exact for it. With q times its factor rounded once more it
     would be 1.2, 1.9 and 2.8. Measured: at most 1.00, 1.04 and 0.79."""
     drawn, k, v = draw(np.random.default_rng(), jnp.bfloat16, 2, 1, 200, 700, dim)
-    for deviation, ways in ((1, WAYS), (4, WAYS), (10, ONLINE)):
+    for deviation, ways in ((1, MODES), (4, MODES), (10, ONLINE)):
         q = rounded(drawn * deviation)
         weights, _ = attention_weights(q, k, dim**-0.5)
         values = np.repeat(v, 2, axis=1).astype(np.float64)
         oracle = np.matmul(weights, values)
         theirs = relative(rounded(np.matmul(rounded(weights), values)), oracle)
         for way in ways:
-            error = relative(run(q, k, v, dtype=jnp.bfloat16, ways=(way,), generation=generation), oracle)
+            error = relative(run(q, k, v, dtype=jnp.bfloat16, modes=(way,), generation=generation), oracle)
             assert error < 1.25 * theirs, (way, deviation, error / theirs)
 
 
@@ -155,7 +155,7 @@ def test_first_row_and_first_key_say_where_the_band_lies(band):
         assert_right(ours, attention_formula(q, k, v, 1 / 8, Mask(band=band), *places), str(places))
 
 
-@pytest.mark.parametrize("ways, dtype", [(WAYS, jnp.float32), (ONLINE, jnp.float32), (WAYS, jnp.bfloat16)])
+@pytest.mark.parametrize("ways, dtype", [(MODES, jnp.float32), (ONLINE, jnp.float32), (MODES, jnp.bfloat16)])
 def test_scores_far_below_that_of_padding(dtype, ways):
     """All scores near -100, where a key of zeros would have 0: one of padding, or of a mask, would be the whole sum."""
     q, k, v = draw(np.random.default_rng(), dtype, *SIZES)
@@ -165,7 +165,7 @@ def test_scores_far_below_that_of_padding(dtype, ways):
         oracle = attention_formula(q, k, v, 1 / 8, mask)
         assert oracle[1].max() < -60
         x, y = (k, v) if mask is None else (np.where(hidden[:, None], np.nan, x) for x in (k, v))
-        ours = run(q, x, y, mask, dtype=dtype, ways=ways, with_lse=True)
+        ours = run(q, x, y, mask, dtype=dtype, modes=ways, with_lse=True)
         if dtype == jnp.float32:
             # measured: 4e-6, 1.2e-5; an ulp of 144 is 1.5e-5
             assert_right(ours, oracle, tolerance=1.5e-5, lse_tolerance=5e-5)
@@ -180,8 +180,8 @@ def test_each_head_and_block_of_queries_goes_its_own_way():
     k[:, 1] += 20
     q[:, 1] *= 300
     q[:, 2, 256:] *= 300
-    each = (WAYS, *((way,) for way in WAYS))
-    chosen, bound, centred, online = (run(q, k, v, ways=ways, with_lse=True)[0] for ways in each)
+    each = (MODES, *((way,) for way in MODES))
+    chosen, bound, centred, online = (run(q, k, v, modes=ways, with_lse=True)[0] for ways in each)
     huge, far = (np.zeros((2, 4, 300, 1), bool) for _ in range(2))
     huge[:, 1] = huge[:, 2, 256:] = True
     far[:, 2:] = True
@@ -191,7 +191,7 @@ def test_each_head_and_block_of_queries_goes_its_own_way():
     oracle, _ = attention_formula(q, k, v, 1 / 8)
     assert relative(chosen, oracle) < 1e-4  # scores of a thousand have an ulp of 6e-5
     tally = ModeCounter()
-    run(q, k, v, ways=WAYS, with_lse=True, tally=tally)
+    run(q, k, v, modes=MODES, with_lse=True, tally=tally)
     jax.effects_barrier()
     (shares,) = tally.shares().values()
     assert shares == {"bound": 4 / 16, "centred": 6 / 16, "online": 6 / 16}  # 2 x 4 heads x 2 blocks
@@ -214,11 +214,11 @@ def test_the_largest_bound_and_the_smallest_weights(way, limit, next_way):
     centre = k.mean(2, keepdims=True) if way == "centred" else 0
     radius = np.repeat(np.linalg.norm(k - centre, axis=-1).max(2), 2, axis=1)[..., None, None]
     q *= (limit - 0.5) / (np.linalg.norm(q, axis=-1, keepdims=True) * radius * LOG2_E / 8)
-    ours = run(q, k, v, with_lse=True, ways=WAYS)
+    ours = run(q, k, v, with_lse=True, modes=MODES)
     assert_right(ours, attention_formula(q, k, v, 1 / 8), tolerance=1e-5, lse_tolerance=3e-5)  # measured: 2.6e-6, 5e-6
-    np.testing.assert_array_equal(ours[0], run(q, k, v, ways=(way,), with_lse=True)[0])
+    np.testing.assert_array_equal(ours[0], run(q, k, v, modes=(way,), with_lse=True)[0])
     q[:, :, 100] *= 1.01
-    ours, other = (run(q, k, v, ways=ways, with_lse=True)[0][:, :, :256] for ways in (WAYS, (next_way,)))
+    ours, other = (run(q, k, v, modes=ways, with_lse=True)[0][:, :, :256] for ways in (MODES, (next_way,)))
     np.testing.assert_array_equal(ours, other)  # the block of that query
 
 
@@ -231,7 +231,7 @@ def test_values_so_large_that_sums_of_the_largest_exponentials_would_not_be_fini
     for heads in (slice(0, 2), slice(2, 4)):
         mine, oracle = (tuple(x[:, heads] for x in y) for y in (ours, attention_formula(q, k, v, 1 / 8)))
         assert_right(mine, oracle, tolerance=1e-5, lse_tolerance=3e-5)
-    bound, centred = (run(q, k, v, ways=(way,), with_lse=True)[0] for way in WAYS[:2])
+    bound, centred = (run(q, k, v, modes=(way,), with_lse=True)[0] for way in MODES[:2])
     np.testing.assert_array_equal(ours[0][:, :2], bound[:, :2])
     np.testing.assert_array_equal(ours[0][:, 2:], centred[:, 2:])
     assert not np.isfinite(bound[:, 2:]).all()
@@ -249,8 +249,8 @@ def test_rows_that_see_only_keys_far_below_the_mean(seen):
     for bound in (79.5, 159.5):  # either side of what the way "centred" takes where rows see different keys
         q *= bound / (np.linalg.norm(q, axis=-1, keepdims=True) * radius * LOG2_E / 8)
         oracle = attention_formula(q, k, v, 1 / 8, mask)
-        for ways in (WAYS, WAYS[1:]):
-            ours = run(q, k, v, mask, with_lse=True, ways=ways)
+        for ways in (MODES, MODES[1:]):
+            ours = run(q, k, v, mask, with_lse=True, modes=ways)
             # measured: 6e-6, 1.2e-5 at the larger
             assert_right(ours, oracle, f"{bound}, {ways}", tolerance=5e-5, lse_tolerance=1e-4)
 
@@ -272,8 +272,8 @@ def test_what_random_draws_do_not_have(kind):
         q *= 150 / (np.linalg.norm(q, axis=-1, keepdims=True) * LOG2_E)
         mask = Mask(keys=jnp.asarray(np.arange(700) < 5)[None, None, None])
     oracle, _ = attention_formula(q, k, v, 1 / 8, mask)
-    for ways in (WAYS, ("centred",)) if mask and limit == 1e-5 else (WAYS, ONLINE):
-        assert relative(run(q, k, v, mask, ways=ways, with_lse=True)[0], oracle) < limit, ways
+    for ways in (MODES, ("centred",)) if mask and limit == 1e-5 else (MODES, ONLINE):
+        assert relative(run(q, k, v, mask, modes=ways, with_lse=True)[0], oracle) < limit, ways
 
 
 def test_a_mean_that_lies_beside_all_keys_once_it_is_rounded():
@@ -309,7 +309,7 @@ def test_smoothing_changes_the_way_and_not_the_values(dtype):
     k = rounded(k + 20 * np.random.default_rng().choice([-1, 1], 64))
     oracle, _ = attention_formula(q, k, v, 1 / 8)
     with_it, without, online = (
-        run(q, k, v, dtype=dtype, with_lse=True, **more)[0] for more in ({}, {"smoothing": False}, {"ways": ONLINE})
+        run(q, k, v, dtype=dtype, with_lse=True, **more)[0] for more in ({}, {"smoothing": False}, {"modes": ONLINE})
     )
     np.testing.assert_array_equal(without, online)
     assert (with_it != online).any()

@@ -96,7 +96,7 @@ def pure_function(module, call, given, mesh):
     leaves, spec = torch.utils._pytree.tree_flatten(given)
     specs = {name: jax.sharding.PartitionSpec() for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return tracing.PureFunction(
-        module=module, call=call, spec=spec, leaves=leaves, groups=[], specs=specs, mesh=mesh, carry=None,
+        module=module, call=call, spec=spec, leaves=leaves, groups=[], specs=specs, mesh=mesh, activation_spec=None,
         attention=Settings(), matmul_precision="highest", processors={}, methods={},
     )  # fmt: skip
 

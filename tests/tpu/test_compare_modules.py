@@ -99,7 +99,7 @@ def test_limits_are_wider_by_what_the_chips_float32_is_less_exact(monkeypatch):
 
 
 def test_values_of_a_mesh_are_put_together():
-    """A VAE whose chips hold slabs of the width, in chunks of frames; tokens over chips."""
+    """A VAE whose chips hold shards of the width, in chunks of frames; tokens over chips."""
     for which, kind, mesh, name, chips, spec in (
         (VAE, "nnx", (1, 2, 1), "decoder.conv_out", 2, "a part a chip"),
         (WAN, "scanned", (1, 4, 1), "blocks.1.ffn", 4, "P(-, sp, -)"),
@@ -208,8 +208,8 @@ def test_layouts_are_told_by_shapes():
 
 def test_slabs_and_chunks_are_put_together():
     o = np.random.default_rng(2).normal(size=(1, 3, 4, 2, 6))
-    slabs = np.stack([o[..., :4], o[..., 2:]])  # of two chips, two columns in common
-    assert error_of([Value(slabs, by_chip=True)], Value(o))[0].maximum == 0
+    shards = np.stack([o[..., :4], o[..., 2:]])  # of two chips, two columns in common
+    assert error_of([Value(shards, by_chip=True)], Value(o))[0].maximum == 0
     assert error_of([Value(o[:, :, :1]), Value(o[:, :, 1:])], Value(o))[0].maximum == 0
     assert error_of([Value(o[:, :, 1:]), Value(o[:, :, :1])], Value(o))[0].maximum == 0
 

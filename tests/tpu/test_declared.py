@@ -159,10 +159,10 @@ def test_only_what_can_be_said_is_taken_from_a_declaration():
     }
     model._tp_plan = {"proj": "colwise", "proj_2": "rowwise", "blocks.*": "sequence"}
     plan = declared_plan(model)
-    assert plan.carry == {"hidden_states": P("dp", None, "sp", None)}
+    assert plan.activation_spec == {"hidden_states": P("dp", None, "sp", None)}
     assert [spec for _, spec in plan.rules] == [P("tp", ("dp", "sp")), P("tp")]
     model._cp_plan = {"blocks.*": {"mask": split(0, 1)}}
-    assert declared_plan(model).carry == {"mask": P("sp")}
+    assert declared_plan(model).activation_spec == {"mask": P("sp")}
 
 
 @pytest.mark.parametrize("made", ["chronoedit", "helios", "minimax"])

@@ -20,7 +20,7 @@ from diffusers.tpu.kernels import convolution as convolution_kernel
 from diffusers.tpu.kernels import linear, rotary
 from diffusers.tpu.kernels.attention import exchange, kernel, kernel_body
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
-from diffusers.tpu.kernels.attention.softmax_modes import BOUND, CENTRED, ONLINE, WAYS
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, CENTRED, MODES, ONLINE
 
 
 pytestmark = pytest.mark.slow
@@ -79,14 +79,14 @@ def test_attention(interpreted, kind):
         assert np.abs(wide(lse)[~empty] - oracle_lse[~empty]).max() < (1e-5 if dtype == jnp.float32 else 1e-4), what
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", MODES)
 def test_every_way_of_attention_by_itself(interpreted, way):
     """Keys far from zero and queries so small that each way is exact."""
     rng = np.random.default_rng()
     q, k, v = draw(rng, jnp.bfloat16, (1, 2, 300, 128), (1, 2, 400, 128), (1, 2, 400, 128))
     q, k = q / 8, k + (0 if way == BOUND else 2)
     call = functools.partial(kernel.tpu_attention, q, k, v, scale=128**-0.5, blocks=SMALL)
-    chosen, raced = interpreted(lambda settings: call(interpret=settings, ways={CENTRED: WAYS}.get(way, (way,))))
+    chosen, raced = interpreted(lambda settings: call(interpret=settings, modes={CENTRED: MODES}.get(way, (way,))))
     assert not raced and relative(wide(chosen), attention_formula(*map(wide, (q, k, v)), 128**-0.5)[0]) < 6e-3
     if way != ONLINE:
         return

@@ -177,7 +177,7 @@ def attention(argument, progress):
     compiled = compiler.compile(call.lower(q, k, k))
     (name,) = [name for name in compiled.schedules if name.startswith("attention_kernel")]
     timed = timing.time_program(compiled, compiler.topology.chip, [(0, 0, 0, 0)])
-    ways = bundles.read_ways(compiled.schedules[name], CHIPS["v6e"].branch_slots)
+    ways = bundles.read_modes(compiled.schedules[name], CHIPS["v6e"].branch_slots)
     return {
         "seconds": {way: next(o.seconds for o in of.operations if o.name == name) for way, of in timed.items()},
         "rows": {way: schedule.rows for way, schedule in ways.items()},

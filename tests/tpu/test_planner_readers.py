@@ -94,7 +94,7 @@ def test_a_size_is_no_counter():
 
 
 def test_one_way_at_a_time_of_a_schedule_by_hand():
-    ways = bundles.read_ways(WAYS_SCHEDULE, 0)
+    ways = bundles.read_modes(WAYS_SCHEDULE, 0)
     # Six rounds of eight bundles that every way runs; "centred" is not compiled: such heads go online.
     assert {way: schedule.cycles for way, schedule in ways.items()} == {
         "bound": 1 + 6 * (8 + 2), "centred": 1 + 6 * (8 + 3), "online": 1 + 6 * (8 + 3),

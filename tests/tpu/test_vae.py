@@ -160,7 +160,7 @@ def test_one_step_whatever_the_number_of_frames(chips):
 
 @pytest.mark.parametrize("entry, shape", [("decode", (1, 4, 4, 16)), ("encode", (1, 3, 16, 64))])
 def test_chips_share_the_work(chips, entry, shape):
-    """No chip convolves more than its slab and the columns beside it."""
+    """No chip convolves more than its shard and the columns beside it."""
 
     def convolved(degrees):
         _, _, runner = both("kl", chips, degrees)
@@ -169,7 +169,7 @@ def test_chips_share_the_work(chips, entry, shape):
         assert ("all_reduce" in text) == ("all_gather" in text) == (degrees != (1, 1, 1))
         return sum(math.prod(map(int, size.split("x"))) for size in sizes)
 
-    assert convolved((1, 8, 1)) < convolved((1, 1, 1)) / 4  # measured: 0.17, columns beside slabs included
+    assert convolved((1, 8, 1)) < convolved((1, 1, 1)) / 4  # measured: 0.17, columns beside shards included
 
 
 def test_a_cache_that_grows_is_an_error_that_names_it():

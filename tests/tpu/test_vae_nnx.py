@@ -23,9 +23,9 @@ from diffusers.models.autoencoders.autoencoder_kl_wan_flax import FlaxAutoencode
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.tpu.pipelines.plans import flax_class
 from diffusers.tpu.planner.published import ALIASES, MODELS
+from diffusers.tpu.video.halo import shard_width
 from diffusers.tpu.video.nnx.autoencoder import DiagonalGaussian, _program
 from diffusers.tpu.video.nnx.weights import torch_name
-from diffusers.tpu.video.slabs import over_width
 from vae_families import FAMILIES, both_nnx, decoded, draw, encoded, last, new
 
 
@@ -141,7 +141,7 @@ def test_the_ladder():
         return Chunk(None, [])
 
     rungs = {
-        "convolution": (x, lambda x: mine.conv1(chunk().looking_back(x)), lambda x: resnet.conv1(x)[0]),
+        "convolution": (x, lambda x: mine.conv1(chunk().causal_pad(x)), lambda x: resnet.conv1(x)[0]),
         "group norm": (x, mine.norm1, resnet.norm1),
         "spatial norm": (torch.randn(1, 128, 3, 2, 4), lambda x: own(x, x[..., :16]), lambda x: norm(x, x[:, :16])[0]),
         "residual block": (x, lambda x: mine(x, chunk(), None), lambda x: resnet(x)[0]),
@@ -151,7 +151,7 @@ def test_the_ladder():
     }
     errors = {}
     for name, (given, run, upstreams) in rungs.items():
-        found = nnx.jit(lambda vae, x, run=run: over_width(run, x, axis=3))(ours, jnp.asarray(last(given)))
+        found = nnx.jit(lambda vae, x, run=run: shard_width(run, x, axis=3))(ours, jnp.asarray(last(given)))
         with torch.no_grad():
             errors[name] = relative(found, last(upstreams(given)))
     assert max(errors.values()) < 1e-5, errors

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.kernels.attention.blocks import TUNED, Shape, tuned_key
-from diffusers.tpu.kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES, ONLINE
 from diffusers.tpu.planner import Question
 
 from .cases import KERNELS, Case
@@ -21,7 +21,7 @@ ATTENTION_SHAPES = {
     "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
     "flux-1024": (1, 24, 4608, 4608, 128),
 }
-ATTENTION_PATHS = ("stock", *reversed(WAYS))
+ATTENTION_PATHS = ("stock", *reversed(MODES))
 # Beside JAX's kernel, which is asked as it is fastest: in its best blocks, padded keys not masked.
 COMPARED = [name for name, chip in CHIPS.items() if chip.splash_blocks]
 
@@ -37,11 +37,11 @@ def _attention(chip: str, shape: str, path: str) -> Case:
     request = {"topology": CHIPS[chip].smallest_slice, "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
     if path == "stock":
         request |= {"kernel": "splash", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
-    read = dict if path == "stock" else functools.partial(_of_way, way=path)
+    read = dict if path == "stock" else functools.partial(_of_mode, way=path)
     return Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read)
 
 
-def _of_way(answer: dict, way: str) -> dict:
+def _of_mode(answer: dict, way: str) -> dict:
     """The row of one way; all are of one program."""
     rest = dict(answer)
     return {**rest.pop("by_way")[way], **rest}
@@ -66,7 +66,7 @@ def tune(case: Case, on_progress: Callable) -> dict:
     for blocks in tried:
         answer = Question(KERNELS, {**request, "kernel": "kernel", "blocks": blocks}, 600).answer(on_progress)
         online = answer["by_way"][ONLINE]["bundles_per_mtile"]
-        rows.append({**_of_way(answer, path), "online_bundles_per_mtile": online})
+        rows.append({**_of_mode(answer, path), "online_bundles_per_mtile": online})
     best = min(rows, key=lambda row: row["bundles_per_mtile"] + row["online_bundles_per_mtile"])
     kept = ("blocks", "bundles_per_mtile", "online_bundles_per_mtile", "compile_seconds", "versions")
     return {**case.row, **{name: best[name] for name in kept}}

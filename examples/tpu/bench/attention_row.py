@@ -99,7 +99,7 @@ def answer(request: dict, progress: Callable) -> dict:
         return answered
     timed = timing.time_program(compiled, topology.chip, [(0, 0, 0)])
     scores = batch * heads * q_len * kv_len / 2**20
-    by_way = {way: _kernel_of(of_way, topology.chip.clock / scores) for way, of_way in timed.items()}
+    by_way = {way: _kernel_of(of_mode, topology.chip.clock / scores) for way, of_mode in timed.items()}
     return {**answered, **({"by_way": by_way} if name == "kernel" else by_way[BOUND])}
 
 

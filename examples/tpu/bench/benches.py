@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from diffusers.tpu.chips.figures import CHIPS, find_topology
-from diffusers.tpu.kernels.attention.softmax_modes import BOUND, ONLINE, WAYS
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES, ONLINE
 from diffusers.tpu.planner import PLANS, Question, ahead, request_of
 
 from . import cache_row, check_row, host_row, load_row, ready_row
@@ -42,7 +42,7 @@ def step_cases() -> list[Case]:
     wan, unrolled = ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P), {"scan": False, **AS_COMPILED_BY_OTHERS}
     stock = {"attention": "splash", "attention_blocks": [*CHIPS["v6e"].splash_blocks]}
     cases = [
-        *((*wan, "ours", way, {}) for way in WAYS),
+        *((*wan, "ours", way, {}) for way in MODES),
         (*wan, "stock splash", "", stock),
         (*wan, "the compiler's layers", BOUND, {"layers": "xla"}),
         (*wan, "no SparseCores", BOUND, {"sparse_cores": False}),
@@ -67,7 +67,7 @@ def step_cases() -> list[Case]:
         ("v6e-1", "ltx-video", LTX),
         ("v5e-1", "sdxl", IMAGE),
     ]
-    cases += [(*other, "ours", way, {}) for other in others for way in WAYS]
+    cases += [(*other, "ours", way, {}) for other in others for way in MODES]
     return [_step(*case) for case in cases]
 
 
@@ -77,13 +77,13 @@ def _step(topology: str, model: str, size: dict, variant: str, way: str, config:
     request = request_of(model, topology, arguments=size, config=config, only=DENOISERS, within=within)
 
     def read(answer, as_run):
-        of_way = answer["by_way"][way or BOUND]
+        of_mode = answer["by_way"][way or BOUND]
         return {
-            "seconds_per_step": of_way["seconds"]["total"],
-            "seconds": of_way["seconds"],
-            "slower": of_way["slower"],
+            "seconds_per_step": of_mode["seconds"]["total"],
+            "seconds": of_mode["seconds"],
+            "slower": of_mode["slower"],
             "mesh": answer["mesh"],
-            "mfu": answer["flops_per_step"] / answer["peak_flops"] / of_way["seconds"]["total"],
+            "mfu": answer["flops_per_step"] / answer["peak_flops"] / of_mode["seconds"]["total"],
             "hbm_gib_per_chip": answer["hbm_gib_per_chip"],
             "compile_seconds": as_run["compile_seconds"],
             "trace_seconds": as_run["trace_seconds"],
@@ -110,19 +110,19 @@ def run_cases() -> list[Case]:
         ("v6e-1", "ltx-video", LTX, 20),
         ("v5e-1", "sdxl", IMAGE, 20),
     ]
-    return [_run(*case, way) for case in cases for way in WAYS]
+    return [_run(*case, way) for case in cases for way in MODES]
 
 
 def _run(topology: str, model: str, size: dict, steps: int, way: str) -> Case:
     request = request_of(model, topology, arguments={**size, "num_inference_steps": steps}, everything=True)
 
     def read(answer, as_run):
-        steps, of_way = answer["steps"], answer["by_way"][way]
+        steps, of_mode = answer["steps"], answer["by_way"][way]
         others = [part for part in answer["parts"] if part["stage"] != "denoise"]
         seconds = {f"{part['component']}.{part['entry']}": part["runs"] * part["seconds"] for part in others}
-        seconds["steps"] = steps * of_way["seconds"]["total"]
+        seconds["steps"] = steps * of_mode["seconds"]["total"]
         total = seconds["total"] = sum(seconds.values())
-        waits = sum(part["runs"] * part["timing"]["slower"]["total"] for part in others) + steps * of_way["slower"]
+        waits = sum(part["runs"] * part["timing"]["slower"]["total"] for part in others) + steps * of_mode["slower"]
         before = as_run["trace_seconds"] + as_run["compile_seconds"]
         return {
             "steps": steps,

@@ -18,7 +18,7 @@ import ready_tables
 import upstream_tables
 from coverage_tables import markdown
 
-from diffusers.tpu.kernels.attention.softmax_modes import BOUND, WAYS
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES
 
 
 FOLDER = Path(__file__).resolve().parent
@@ -116,7 +116,7 @@ def _speed(rows: list[dict]) -> list[str]:
     lines = []
     for key in sorted(found, key=lambda key: key[:2]):
         ways = found[key]
-        seconds = (_span(ways[way]["seconds_per_step"], ways[way]["slower"]) for way in WAYS)
+        seconds = (_span(ways[way]["seconds_per_step"], ways[way]["slower"]) for way in MODES)
         lines.append((_work(ways[BOUND]), key[2], *seconds, _gib(ways[BOUND])))
     return markdown(("model and size", "slice", "all heads bounded", "centred", "online", "GiB a chip"), lines)
 
@@ -148,7 +148,7 @@ def _run(rows: list[dict]) -> list[str]:
         "compilation",
         "a first run",
     )
-    online = {(row["model"], row["topology"]): row for row in rows if row["way"] == WAYS[-1]}
+    online = {(row["model"], row["topology"]): row for row in rows if row["way"] == MODES[-1]}
     lines = []
     for row in rows:
         if row["way"] != BOUND:
@@ -164,7 +164,7 @@ def _run(rows: list[dict]) -> list[str]:
 
 def _attention(rows: list[dict]) -> list[str]:
     bundles = {(row["shape"], row["chip"], row["path"]): f"{row['bundles_per_mtile']:.0f}" for row in rows}
-    paths = [*WAYS, *(path for path in attention_cases.ATTENTION_PATHS if path not in WAYS)]
+    paths = [*MODES, *(path for path in attention_cases.ATTENTION_PATHS if path not in MODES)]
     lines = []
     for shape, (_, heads, queries, keys, dim) in attention_cases.ATTENTION_SHAPES.items():
         words = f"{heads} heads x {queries:,}" + (f", {keys:,} keys" if keys != queries else "")

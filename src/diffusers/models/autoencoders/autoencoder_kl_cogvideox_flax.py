@@ -1,8 +1,8 @@
 """CogVideoX's VAE on TPU: upstream's module, its loop over batches of frames as one scan, split over the width of the video.
 
 Upstream decodes two latent frames at a time and encodes eight of the video, the remainder with the first; what its
-convolutions keep goes from batch to batch. Here the batches are one scan (`tracing.scan_batches`), each chip on its slab of the
-width with its neighbours' edge columns (`tracing.over_width`); group norms have the statistics of the whole map. Residual blocks
+convolutions keep goes from batch to batch. Here the batches are one scan (`tracing.scan_batches`), each chip on its shard of the
+width with its neighbours' edge columns (`tracing.shard_width`); group norms have the statistics of the whole map. Residual blocks
 that are alike are scanned too. With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name from here.
 
 The decoder's norms are scaled and shifted by the latents at each position. Upstream makes the latents as fine as the map
@@ -39,9 +39,9 @@ def _convolved(layer, inputs, conv_cache=None):
         return type(layer).forward(layer, inputs, conv_cache)
     if not back:
         return layer.conv(inputs), None
-    from ...tpu.compile.tracing import looking_back
+    from ...tpu.compile.tracing import causal_pad
 
-    inputs = looking_back(inputs, conv_cache, back)
+    inputs = causal_pad(inputs, conv_cache, back)
     return layer.conv(inputs), inputs[:, :, -back:]
 
 
@@ -123,9 +123,9 @@ def _decode(vae, z, return_dict=True):
     """As upstream's: z [B, C, T, H, W] -> the video, wrapped."""
     if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
         return vae.tiled_decode(z, return_dict=return_dict)
-    from ...tpu.compile.tracing import over_width
+    from ...tpu.compile.tracing import shard_width
 
-    return _wrapped(over_width(functools.partial(_decode_map, vae), z), return_dict)
+    return _wrapped(shard_width(functools.partial(_decode_map, vae), z), return_dict)
 
 
 def _decode_map(vae, z):
@@ -143,9 +143,9 @@ def _encode(vae, x):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
     if vae.use_tiling and (x.shape[-1] > vae.tile_sample_min_width or x.shape[-2] > vae.tile_sample_min_height):
         return vae.tiled_encode(x)
-    from ...tpu.compile.tracing import over_width
+    from ...tpu.compile.tracing import shard_width
 
-    return over_width(functools.partial(_encode_map, vae), x, multiple=spatial_ratio(vae))
+    return shard_width(functools.partial(_encode_map, vae), x, multiple=spatial_ratio(vae))
 
 
 def _encode_map(vae, x):
@@ -202,7 +202,7 @@ def _tiling(vae, sizes, results, whole):
 __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
-    spread=True,
+    parallel=True,
     entries=("forward", "encode", "decode"),
     axes=5,
     methods={

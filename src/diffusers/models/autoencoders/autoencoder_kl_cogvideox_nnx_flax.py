@@ -12,7 +12,7 @@ statistics of a batch. The batches are a scan. The rest is what such VAEs share
 import jax.numpy as jnp
 from flax import nnx
 
-from ...tpu.video.chunks import looking_back
+from ...tpu.video.chunks import causal_pad
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
 from ...tpu.video.nnx.layers import Conv, Map, in_chunks, one_after_another, silu
@@ -34,7 +34,7 @@ class Chunk(layers.Chunk):
     """One batch of frames; before the video's first frame is that frame."""
 
     def behind(self, x: Map, frames: int, kept: Map | None) -> Map:
-        return looking_back(x, kept, frames)
+        return causal_pad(x, kept, frames)
 
 
 class GroupNorm(nnx.Module):
@@ -77,7 +77,7 @@ class ResidualBlock(nnx.Module):
     def __call__(self, x: Map, chunk: Chunk, latents: Latents | None) -> Map:
         def half(norm_and_conv, x, chunk):
             norm, conv = norm_and_conv
-            return conv(chunk.looking_back(silu(norm(x, latents))))
+            return conv(chunk.causal_pad(silu(norm(x, latents))))
 
         halves = [(self.norm1, self.conv1), (self.norm2, self.conv2)]
         if self.conv_shortcut is None:
@@ -148,10 +148,10 @@ class Encoder(nnx.Module):
         self.conv_out = Conv(channels, 2 * config.latent_channels, **how)
 
     def __call__(self, x: Map, chunk: Chunk) -> Latents:
-        x = self.conv_in(chunk.looking_back(x))
+        x = self.conv_in(chunk.causal_pad(x))
         for block in (*self.down_blocks, self.mid_block):
             x = block(x, chunk)
-        return self.conv_out(chunk.looking_back(silu(self.norm_out(x))))
+        return self.conv_out(chunk.causal_pad(silu(self.norm_out(x))))
 
 
 class Decoder(nnx.Module):
@@ -171,10 +171,10 @@ class Decoder(nnx.Module):
         self.conv_out = Conv(channels, config.out_channels, **how)
 
     def __call__(self, latents: Latents, chunk: Chunk) -> Map:
-        x = self.conv_in(chunk.looking_back(latents))
+        x = self.conv_in(chunk.causal_pad(latents))
         for block in (self.mid_block, *self.up_blocks):
             x = block(x, chunk, latents)
-        return self.conv_out(chunk.looking_back(silu(self.norm_out(x, latents))))
+        return self.conv_out(chunk.causal_pad(silu(self.norm_out(x, latents))))
 
 
 def _in_time(config) -> int:

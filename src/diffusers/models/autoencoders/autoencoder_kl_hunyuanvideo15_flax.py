@@ -1,7 +1,7 @@
 """HunyuanVideo-1.5's VAE on TPU: upstream's module, its levels that change in time as one scan, split over the width of the video.
 
 Upstream computes all frames at once. Here the levels between the middle block and the video are a scanned step of one latent
-frame (`tracing.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns (`tracing.over_width`): what the
+frame (`tracing.scan_chunks`), each chip on its shard of the width with its neighbours' edge columns (`tracing.shard_width`): what the
 chips hold is a step, whatever the length of the video. The middle block, whose attention sees all frames so far, is computed
 for all of them: at that level they are small. With tiling on, equal tiles are one mapped program and chips share them. The
 same VAE without torch is `FlaxAutoencoderKLHunyuanVideo15`, by name from here.
@@ -105,9 +105,9 @@ def _decode(vae, z):
     """As upstream's: z [B, C, T, H, W] -> the video."""
     if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
         return vae.tiled_decode(z)
-    from ...tpu.compile.tracing import over_width
+    from ...tpu.compile.tracing import shard_width
 
-    return over_width(functools.partial(_decode_map, vae), z)
+    return shard_width(functools.partial(_decode_map, vae), z)
 
 
 def _decode_map(vae, z):
@@ -132,9 +132,9 @@ def _encode(vae, x):
     ratio = vae.spatial_compression_ratio
     if any(size % ratio for size in x.shape[-2:]):
         return type(vae)._encode(vae, x)  # which refuses it
-    from ...tpu.compile.tracing import over_width
+    from ...tpu.compile.tracing import shard_width
 
-    return over_width(functools.partial(_encode_map, vae), x, multiple=ratio)
+    return shard_width(functools.partial(_encode_map, vae), x, multiple=ratio)
 
 
 def _encode_map(vae, x):
@@ -203,7 +203,7 @@ def tile_sizes(vae):
 __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
-    spread=True,
+    parallel=True,
     entries=("forward", "encode", "decode"),
     axes=5,
     methods={

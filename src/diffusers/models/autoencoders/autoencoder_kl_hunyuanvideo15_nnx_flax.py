@@ -15,10 +15,10 @@ others, all of it that frame, and what a layer keeps of it is that frame too.
 import jax.numpy as jnp
 from flax import nnx
 
+from ...tpu.video.halo import attention_by_frame
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
 from ...tpu.video.nnx.layers import Conv, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
-from ...tpu.video.slabs import attention_by_frame
 from .autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from .autoencoder_kl_hunyuanvideo15_flax import decode_tiling, encode_tiling
 
@@ -88,7 +88,7 @@ class Downsample(nnx.Module):
         self.conv = Conv(channels, features // block_size(channels, features, in_time), **how)
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
-        y = self.conv(chunk.looking_back(x))
+        y = self.conv(chunk.causal_pad(x))
         if not self.in_time:
             return packed(y) + averaged(packed(x), self.features)
         first = packed(y[:, -1:])
@@ -106,7 +106,7 @@ class Upsample(nnx.Module):
         self.conv = Conv(channels, features * block_size(features, channels, in_time), **how)
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
-        y = self.conv(chunk.looking_back(x))
+        y = self.conv(chunk.causal_pad(x))
         if not self.in_time:
             return spread(y) + repeated(spread(x), self.features)
         first = spread(y[:, -1:])[..., : self.features] + repeated(spread(x[:, -1:]), self.features)
@@ -164,7 +164,7 @@ class Encoder(nnx.Module):
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
         x = chunk.or_first(x, x[:, -1:])
-        x = self.conv_in(chunk.looking_back(x))
+        x = self.conv_in(chunk.causal_pad(x))
         for block in self.down_blocks:
             x = block(x, chunk)
         return x
@@ -173,7 +173,7 @@ class Encoder(nnx.Module):
         """Of all frames after the levels, twice the latents' channels."""
         x = self.mid_block(x, chunk)
         shortcut = averaged(x, self.conv_out.bias.shape[0])
-        return self.conv_out(chunk.looking_back(silu(self.norm_out(x)))) + shortcut
+        return self.conv_out(chunk.causal_pad(silu(self.norm_out(x)))) + shortcut
 
 
 class Decoder(nnx.Module):
@@ -197,13 +197,13 @@ class Decoder(nnx.Module):
 
     def middle(self, z: Latents, chunk: Chunk) -> Map:
         """Maps of the middle block of all latents."""
-        x = self.conv_in(chunk.looking_back(z))
+        x = self.conv_in(chunk.causal_pad(z))
         return self.mid_block(x + repeated(z, x.shape[-1]), chunk)
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
         for block in self.up_blocks:
             x = block(x, chunk)
-        return self.conv_out(chunk.looking_back(silu(self.norm_out(x))))
+        return self.conv_out(chunk.causal_pad(silu(self.norm_out(x))))
 
 
 def _halvings(config) -> tuple[int, int]:

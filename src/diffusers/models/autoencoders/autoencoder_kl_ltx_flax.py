@@ -1,8 +1,8 @@
 """LTX-Video's VAE on TPU: upstream's module, split over the width of the video, its residual blocks that are alike as scans.
 
 Upstream computes all frames at once, and so does this: a latent is 32 x 32 pixels and 8 frames, so that what a layer gives
-of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its slab of the width with its
-neighbours' edge columns (`tracing.over_width`), whose convolutions run with the columns for their batch. With tiling on, equal
+of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its shard of the width with its
+neighbours' edge columns (`tracing.shard_width`), whose convolutions run with the columns for their batch. With tiling on, equal
 tiles are one mapped program and chips share them. A decoder that draws noise while it computes, as that of 0.9.1, is left to
 upstream: no program can stand for it.
 """
@@ -29,9 +29,9 @@ from .vae import DecoderOutput
 
 def _residual(block, inputs, temb=None, generator=None):
     """As upstream's: norm, SiLU and convolution, twice, beside a shortcut; where no channels change, as one scan."""
-    from ...tpu.compile.tracing import on_a_slab, scan_alike
+    from ...tpu.compile.tracing import on_a_shard, scan_alike
 
-    if not on_a_slab() or block.conv_shortcut is not None:
+    if not on_a_shard() or block.conv_shortcut is not None:
         return type(block).forward(block, inputs, temb, generator)
 
     def half(norm_and_conv, x, modulation):
@@ -53,9 +53,9 @@ def _residual(block, inputs, temb=None, generator=None):
 
 def _level(block, hidden_states, temb=None, generator=None):
     """As upstream's: what resamples and changes channels, before or behind residual blocks, which are one scan."""
-    from ...tpu.compile.tracing import on_a_slab, scan_alike
+    from ...tpu.compile.tracing import on_a_shard, scan_alike
 
-    if not on_a_slab():
+    if not on_a_shard():
         return type(block).forward(block, hidden_states, temb, generator)
     parts = {**block._modules}
     if parts.get("conv_in") is not None:
@@ -80,23 +80,23 @@ def _draws(decoder) -> bool:
 
 def _decoded(decoder, hidden_states, temb=None):
     """As upstream's: latents [B, C, T, H, W] and, of a decoder that is conditioned, timesteps [B] -> the video."""
-    from ...tpu.compile.tracing import on_a_slab, over_width
+    from ...tpu.compile.tracing import on_a_shard, shard_width
 
     decode = functools.partial(type(decoder).forward, decoder)
-    if on_a_slab() or _draws(decoder):
+    if on_a_shard() or _draws(decoder):
         return decode(hidden_states, temb)
-    return over_width(decode, hidden_states, beside=() if temb is None else (temb,))
+    return shard_width(decode, hidden_states, beside=() if temb is None else (temb,))
 
 
 def _encoded(encoder, hidden_states):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
-    from ...tpu.compile.tracing import on_a_slab, over_width
+    from ...tpu.compile.tracing import on_a_shard, shard_width
 
     encode = functools.partial(type(encoder).forward, encoder)
     ratio = spatial_ratio(encoder)
-    if on_a_slab() or hidden_states.shape[-1] % ratio:
+    if on_a_shard() or hidden_states.shape[-1] % ratio:
         return encode(hidden_states)
-    return over_width(encode, hidden_states, multiple=ratio)
+    return shard_width(encode, hidden_states, multiple=ratio)
 
 
 def spatial_ratio(encoder) -> int:
@@ -140,7 +140,7 @@ def encode_tiling(vae, height, width):
 
 
 PLAN = ModelPlan(
-    spread=True,
+    parallel=True,
     entries=("forward", "encode", "decode"),
     axes=5,
     methods={

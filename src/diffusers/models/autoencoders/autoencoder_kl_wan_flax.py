@@ -1,8 +1,8 @@
 """Wan's VAE on TPU: upstream's module with its loop over frames as one scan, split over the width of the video.
 
 Upstream decodes frame by frame and encodes four by four, its convolutions' last frames in a list. Here that is one
-scanned step (`tracing.scan_chunks`), each chip on its slab of the width with its neighbours' edge columns
-(`tracing.over_width`). With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch
+scanned step (`tracing.scan_chunks`), each chip on its shard of the width with its neighbours' edge columns
+(`tracing.shard_width`). With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch
 is `FlaxAutoencoderKLWan`, by name from here.
 
 Upstream's first chunk is one frame, which temporal resampling leaves alone. In a video it is here as long as the others,
@@ -92,9 +92,9 @@ def _decode(vae, z, return_dict=True):
         z.shape[-1] > vae.tile_sample_min_width // ratio or z.shape[-2] > vae.tile_sample_min_height // ratio
     ):
         return vae.tiled_decode(z, return_dict=return_dict)
-    from ...tpu.compile.tracing import over_width
+    from ...tpu.compile.tracing import shard_width
 
-    return _decoded(vae, over_width(functools.partial(_decode_map, vae), z), return_dict)
+    return _decoded(vae, shard_width(functools.partial(_decode_map, vae), z), return_dict)
 
 
 def _decode_map(vae, z):
@@ -115,14 +115,14 @@ def _decoded(vae, sample, return_dict):
 
 def _encode(vae, x):
     """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters. Frames after the last whole four are left out."""
-    from ...tpu.compile.tracing import over_width
+    from ...tpu.compile.tracing import shard_width
 
     height, width = x.shape[-2:]
     patch = _patch(vae)
     x = patchify(x, patch_size=patch)
     if vae.use_tiling and (width > vae.tile_sample_min_width or height > vae.tile_sample_min_height):
         return vae.tiled_encode(x)
-    return over_width(functools.partial(_encode_map, vae), x, multiple=vae.spatial_compression_ratio // patch)
+    return shard_width(functools.partial(_encode_map, vae), x, multiple=vae.spatial_compression_ratio // patch)
 
 
 def _encode_map(vae, x):
@@ -185,7 +185,7 @@ def plan_of_wans(vae: type, resample: type, upsample: type, **more) -> ModelPlan
         (torch.nn.SiLU, "forward"): _activation,
         **more.pop("methods", {}),
     }
-    return ModelPlan(spread=True, entries=("forward", "encode", "decode"), methods=methods, axes=5, **more)
+    return ModelPlan(parallel=True, entries=("forward", "encode", "decode"), methods=methods, axes=5, **more)
 
 
 __getattr__ = upstream_names(__name__)

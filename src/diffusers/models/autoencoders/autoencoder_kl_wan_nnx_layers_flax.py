@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...tpu.kernels.attention.api import attention
+from ...tpu.video.halo import halo_shards
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.layers import HISTORY, Conv, Map, MidBlock, ResidualBlock, RMSNorm, silu
-from ...tpu.video.slabs import slabs
 
 
 NAMES = (
@@ -23,8 +23,8 @@ NAMES = (
 class Chunk(layers.Chunk):
     """One chunk of frames, the first of one frame, its last."""
 
-    def looking_back(self, x: Map, frames: int = HISTORY) -> Map:
-        return super().looking_back(self.only_the_frame(x), frames)
+    def causal_pad(self, x: Map, frames: int = HISTORY) -> Map:
+        return super().causal_pad(self.only_the_frame(x), frames)
 
     def only_the_frame(self, x: Map) -> Map:
         """x; in the first chunk with zeros in place of what is before its frame, the last one."""
@@ -57,7 +57,7 @@ class AttentionBlock(nnx.Module):
         batch, frames, height, width, channels = x.shape
         qkv = self.to_qkv(self.norm(x)).reshape(batch * frames, 1, height * width, 3 * channels)
         q, k, v = jnp.split(qkv, 3, -1)
-        k, v, mask = slabs().everyones(k, v)
+        k, v, mask = halo_shards().everyones(k, v)
         return self.proj(attention(q, k, v, mask=mask).reshape(x.shape)) + x
 
 
@@ -84,12 +84,12 @@ class Resample(nnx.Module):
             x = self._doubled(x, chunk) if in_time else x
             return self.resample_1(x.repeat(2, axis=2).repeat(2, axis=3))
         x = self.resample_1(x)
-        return chunk.or_the_frame(self.time_conv(chunk.looking_back(x, 1)), x) if in_time else x
+        return chunk.or_the_frame(self.time_conv(chunk.causal_pad(x, 1)), x) if in_time else x
 
     def _doubled(self, x: Map, chunk: Chunk) -> Map:
         """Two frames of each one; the video's first frame is no history to the others."""
         batch, frames, *space, channels = x.shape
-        y = self.time_conv(chunk.looking_back(chunk.unless_first(x)))
+        y = self.time_conv(chunk.causal_pad(chunk.unless_first(x)))
         y = jnp.moveaxis(y.reshape(batch, frames, *space, 2, channels), 4, 2)
         return chunk.or_the_frame(y.reshape(batch, 2 * frames, *space, channels), x)
 
@@ -176,11 +176,11 @@ class Encoder(nnx.Module):
         self.conv_out = Conv(dims[-1], 2 * config.z_dim, **how)
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
-        x = self.conv_in(chunk.looking_back(x))
+        x = self.conv_in(chunk.causal_pad(x))
         for block in self.down_blocks:
             x = block(x, chunk)
         x = self.mid_block(x, chunk)
-        return self.conv_out(chunk.looking_back(silu(self.norm_out(x))))
+        return self.conv_out(chunk.causal_pad(silu(self.norm_out(x))))
 
 
 class Decoder(nnx.Module):
@@ -202,7 +202,7 @@ class Decoder(nnx.Module):
         self.conv_out = Conv(dims[-1], config.out_channels, **how)
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
-        x = self.mid_block(self.conv_in(chunk.looking_back(x)), chunk)
+        x = self.mid_block(self.conv_in(chunk.causal_pad(x)), chunk)
         for block in self.up_blocks:
             x = block(x, chunk)
-        return self.conv_out(chunk.looking_back(silu(self.norm_out(x))))
+        return self.conv_out(chunk.causal_pad(silu(self.norm_out(x))))

@@ -49,7 +49,7 @@ __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     rules=RULES,
-    carry=(LATENTS, TEXT),
+    activation_spec=(LATENTS, TEXT),
     processors={CogVideoXAttnProcessor2_0: CogVideoXProcessor},
     methods={(CogVideoXBlock, "forward"): _block},
 )

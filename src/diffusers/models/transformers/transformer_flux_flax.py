@@ -8,7 +8,7 @@ import torch
 
 from ...tpu.chips.sharding import ModelPlan
 from .transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
-from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor, modulation, single_block
+from .two_streams_flax import LATENTS, REPLICATED, RULES, TEXT, TwoStreamProcessor, modulation, single_block
 
 
 class FluxProcessor(TwoStreamProcessor):
@@ -43,7 +43,7 @@ def _within_range(x):
 
 PLAN = ModelPlan(
     rules=RULES,
-    carry=(TEXT, LATENTS),
+    activation_spec=(TEXT, LATENTS),
     batched=(
         "hidden_states",
         "encoder_hidden_states",
@@ -55,6 +55,6 @@ PLAN = ModelPlan(
         "controlnet_single_block_samples",
     ),
     processors={FluxAttnProcessor: FluxProcessor},
-    whole=WHOLE,
+    replicated=REPLICATED,
     methods={(FluxSingleTransformerBlock, "forward"): _single},
 )

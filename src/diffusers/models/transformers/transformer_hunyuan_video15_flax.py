@@ -10,8 +10,8 @@ from ...tpu.chips.sharding import ModelPlan
 from ...tpu.compile.call import asked_once
 from ...tpu.pipelines.exports import upstream_names
 from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15RotaryPosEmbed
-from .transformer_hunyuan_video_flax import CARRY, tables_by_axis
-from .two_streams_flax import RULES, WHOLE, TwoStreamProcessor
+from .transformer_hunyuan_video_flax import ACTIVATION_SPEC, tables_by_axis
+from .two_streams_flax import REPLICATED, RULES, TwoStreamProcessor
 
 
 def decide_is_t2v(arguments: dict) -> dict:
@@ -31,7 +31,7 @@ __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
     rules=RULES,
-    carry=CARRY,
+    activation_spec=ACTIVATION_SPEC,
     batched=(
         "hidden_states",
         "timestep",
@@ -44,6 +44,6 @@ PLAN = ModelPlan(
     ),
     decide=decide_is_t2v,
     processors={HunyuanVideo15AttnProcessor2_0: TwoStreamProcessor},
-    whole=(*WHOLE, r"^image_embedder$"),
+    replicated=(*REPLICATED, r"^image_embedder$"),
     methods={(HunyuanVideo15RotaryPosEmbed, "forward"): tables_by_axis},
 )

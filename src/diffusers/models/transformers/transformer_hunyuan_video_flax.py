@@ -14,7 +14,7 @@ from .transformer_hunyuan_video import (
     HunyuanVideoTokenReplaceSingleTransformerBlock,
     HunyuanVideoTokenReplaceTransformerBlock,
 )
-from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor, modulation, parts_of, single_block
+from .two_streams_flax import LATENTS, REPLICATED, RULES, TEXT, TwoStreamProcessor, modulation, parts_of, single_block
 
 
 class HunyuanVideoProcessor(TwoStreamProcessor):
@@ -74,11 +74,11 @@ def _replaced(norm, temb, replaced, first, tokens) -> tuple:
     return parts_of(norm, torch.where(place < first, own, others))
 
 
-CARRY = LATENTS, TEXT
+ACTIVATION_SPEC = LATENTS, TEXT
 
 PLAN = ModelPlan(
     rules=RULES,
-    carry=CARRY,
+    activation_spec=ACTIVATION_SPEC,
     batched=(
         "hidden_states",
         "timestep",
@@ -92,7 +92,7 @@ PLAN = ModelPlan(
         "latents_history_4x",
     ),
     processors={HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor},
-    whole=WHOLE,
+    replicated=REPLICATED,
     methods={
         (HunyuanVideoRotaryPosEmbed, "forward"): tables_by_axis,
         (HunyuanVideoSingleTransformerBlock, "forward"): _single,

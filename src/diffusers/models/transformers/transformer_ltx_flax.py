@@ -50,7 +50,7 @@ PLAN = ModelPlan(
         (r"(time_embed|caption_projection)\..*linear_2\.weight$", P(STORED, "tp")),
         (r"time_embed\.linear\.weight$", P(STORED, None)),
     ),
-    carry=LATENTS,
+    activation_spec=LATENTS,
     batched=("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "video_coords"),
     processors={LTXVideoAttnProcessor: LTXProcessor},
     methods={(LTXVideoRotaryPosEmbed, "forward"): _tables},

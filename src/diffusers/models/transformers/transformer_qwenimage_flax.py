@@ -109,7 +109,7 @@ def _modulate(block, x, mod_params, index=None):
     from ...tpu.kernels.settings import current
 
     if index is not None:
-        index = torch.nn.functional.pad(index, (0, current().fill)).repeat(x.shape[0] // index.shape[0], 1)
+        index = torch.nn.functional.pad(index, (0, current().pad_tokens)).repeat(x.shape[0] // index.shape[0], 1)
     return type(block)._modulate(block, x, mod_params, index)
 
 
@@ -123,7 +123,7 @@ PLAN = ModelPlan(
         (r"(img|txt)_mlp\.net\.2\.weight$", P(STORED, "tp")),
         (r"(img|txt)_mod\.1\.weight$", P(STORED, None)),
     ),
-    carry=(TEXT, LATENTS),
+    activation_spec=(TEXT, LATENTS),
     batched=(
         "hidden_states",
         "encoder_hidden_states",
@@ -136,7 +136,7 @@ PLAN = ModelPlan(
     ),
     decide=decide_text,
     processors={QwenDoubleStreamAttnProcessor2_0: QwenProcessor},
-    whole=(r"^txt_(norm|in)$", r"\btxt_(norm\d|mlp)$"),
+    replicated=(r"^txt_(norm|in)$", r"\btxt_(norm\d|mlp)$"),
     methods={
         (QwenImageTransformerBlock, "_modulate"): _modulate,
         (QwenEmbedRope, "forward"): _tables,

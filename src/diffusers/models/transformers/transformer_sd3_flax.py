@@ -5,7 +5,7 @@ In 3.5 some blocks attend to the latents a second time, among themselves; in 3 n
 
 from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import JointAttnProcessor2_0
-from .two_streams_flax import LATENTS, RULES, TEXT, WHOLE, TwoStreamProcessor
+from .two_streams_flax import LATENTS, REPLICATED, RULES, TEXT, TwoStreamProcessor
 
 
 class JointProcessor(TwoStreamProcessor):
@@ -29,7 +29,7 @@ class JointProcessor(TwoStreamProcessor):
 
 PLAN = ModelPlan(
     rules=RULES,
-    carry=(TEXT, LATENTS),
+    activation_spec=(TEXT, LATENTS),
     batched=(
         "hidden_states",
         "encoder_hidden_states",
@@ -39,5 +39,5 @@ PLAN = ModelPlan(
         "joint_attention_kwargs",
     ),
     processors={JointAttnProcessor2_0: JointProcessor},
-    whole=WHOLE,
+    replicated=REPLICATED,
 )

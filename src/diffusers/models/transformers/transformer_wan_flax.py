@@ -53,7 +53,7 @@ PLAN = ModelPlan(
         (r"condition_embedder\..*linear_2\.weight$", P(STORED, "tp")),
         (r"condition_embedder\.time_proj\.weight$", P(STORED, None)),
     ),
-    carry=P("dp", "sp", None),
+    activation_spec=P("dp", "sp", None),
     batched=("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"),
     processors={WanAttnProcessor: WanProcessor},
 )

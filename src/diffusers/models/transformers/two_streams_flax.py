@@ -28,7 +28,7 @@ RULES = (
     (r"norm(1|1_context)?\.linear\.weight$", P(STORED, None)),
 )
 
-WHOLE = (r"^context_embedder(_2)?$", r"\bff_context$")  # on every chip, as the text that they are of
+REPLICATED = (r"^context_embedder(_2)?$", r"\bff_context$")  # on every chip, as the text that they are of
 
 
 class TwoStreamProcessor:
@@ -70,7 +70,7 @@ class TwoStreamProcessor:
         return all(getattr(norm, "weight", None) is not None for norm in self._norms(attn))
 
     def tells_fill(self, attn) -> bool:
-        """Whether latents may be followed by some that are none (`Settings.fill`)."""
+        """Whether latents may be followed by some that are none (`Settings.pad_tokens`)."""
         return self.covers(attn)
 
     def _norms(self, attn) -> tuple:
@@ -85,7 +85,11 @@ class TwoStreamProcessor:
         of_pairs = attention_mask is not None and not self.masks_words
         if encoder_hidden_states is None or of_pairs or not self.covers(attn):
             return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        seen = None if attention_mask is None else self.seen(attention_mask, hidden_states.shape[1] - current().fill)
+        seen = (
+            None
+            if attention_mask is None
+            else self.seen(attention_mask, hidden_states.shape[1] - current().pad_tokens)
+        )
         return self.joined(attn, hidden_states, encoder_hidden_states, seen, image_rotary_emb)
 
     def joined(self, attn, hidden_states, encoder_hidden_states, seen, rotary) -> tuple:

@@ -57,10 +57,10 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
 
 
 def filled(table: torch.Tensor) -> torch.Tensor:
-    """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.fill`)."""
+    """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.pad_tokens`)."""
     from ..kernels.settings import current
 
-    return torch.nn.functional.pad(table, (0, 0, 0, current().fill)) if current().fill else table
+    return torch.nn.functional.pad(table, (0, 0, 0, current().pad_tokens)) if current().pad_tokens else table
 
 
 def joint_attention(

@@ -14,8 +14,8 @@ from ..kernels import convolution as convolution_kernel
 from ..kernels.attention.api import attention
 from ..kernels.settings import current
 from ..video.convolution import by_columns
+from ..video.halo import NotByShards, halo_shards
 from ..video.norm import normed
-from ..video.slabs import NotOnSlabs, slabs
 from . import layers, resizing
 from .layers import made_of, operands
 
@@ -78,10 +78,10 @@ def scaled_dot_product_attention(
     q4, k4, v4 = (_four_axes(x, lead) for x in (q, k, v))
     if mask is not None and mask.ndim > 4:
         mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
-    if slabs() is not None:
+    if halo_shards() is not None:
         if mask is not None or is_causal:
-            raise NotOnSlabs("expected attention over a split map without a mask, got one")
-        k4, v4, mask = slabs().everyones(k4, v4)
+            raise NotByShards("expected attention over a split map without a mask, got one")
+        k4, v4, mask = halo_shards().everyones(k4, v4)
     out = attention(q4, k4, v4, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return Tensor(out.reshape(*lead, *q.shape[-3:-1], v.shape[-1]) if q.ndim != 4 else out, env)
 
@@ -114,11 +114,11 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
 
 
 def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
-    """Layer norm over each group of channels of [N, C, ...] in float32; on a slab with the statistics of the whole map."""
+    """Layer norm over each group of channels of [N, C, ...] in float32; on a shard with the statistics of the whole map."""
     shape = input.shape
     if shape[1] % num_groups:
         raise ValueError(f"expected channels that {num_groups} groups divide, got input {list(shape)}")
-    if slabs() is not None:
+    if halo_shards() is not None:
         return Tensor(_normed_slab(input.jax(), num_groups, weight, bias, eps), input._env)
     x = input.jax().astype(jnp.float32).reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
     x = _standardised(x, tuple(range(2, x.ndim)), eps).reshape(shape)
@@ -126,8 +126,8 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
 
 
 def _normed_slab(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Array:
-    """Of a slab [N, C, H, W], of frames of them [N, C, T, H, W], or of its positions one after another [N, C, H * W]."""
-    rows_and_columns = slabs().of_positions(x.shape[2]) if x.ndim == 3 else x.shape[-2:]
+    """Of a shard [N, C, H, W], of frames of them [N, C, T, H, W], or of its positions one after another [N, C, H * W]."""
+    rows_and_columns = halo_shards().of_positions(x.shape[2]) if x.ndim == 3 else x.shape[-2:]
     maps = jnp.moveaxis(x.reshape(*x.shape[:2], -1, *rows_and_columns), 1, -1)
     weight = jnp.ones(x.shape[1]) if weight is None else weight.jax()
     bias = jnp.zeros(x.shape[1]) if bias is None else bias.jax()
@@ -147,12 +147,12 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
     return Tensor(x.astype(input.jax().dtype), input._env)
 
 
-WITH_NEIGHBOURS = "columns of the neighbours stand beside a slab already"
+WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already"
 
 
 def _pad(torchax_pad, input, pad, mode="constant", value=None):
     """Zero padding that a convolution can do by itself; along a split width, neighbours' columns in place of zeros or repeated ones."""
-    x, split = input.jax(), slabs()
+    x, split = input.jax(), halo_shards()
     if split is not None and mode == "replicate" and len(pad) == 2 * (x.ndim - 2) and max(pad[:2]) <= 1:
         widths = [(0, 0)] * 2 + list(zip(pad[-2::-2], pad[-1::-2]))
         padded = split.with_neighbours(x, *widths[-1], repeated=True)
@@ -160,7 +160,7 @@ def _pad(torchax_pad, input, pad, mode="constant", value=None):
         return made_of(Tensor(padded, input._env), WITH_NEIGHBOURS)
     if mode != "constant" or value not in (None, 0) or min(pad, default=0) < 0:
         if split is not None and any(pad[:2]):
-            raise NotOnSlabs(f"expected zeros around a split map, got {pad} of mode {mode!r}, value {value}")
+            raise NotByShards(f"expected zeros around a split map, got {pad} of mode {mode!r}, value {value}")
         return Tensor(torchax_pad(x, pad, mode, value), input._env)
     widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[-2::-2], pad[-1::-2]))
     padded = x if split is None else split.with_neighbours(x, *widths[-1])
@@ -179,10 +179,10 @@ def _convolution(
     """Convolution summed in float32 with its bias and rounded once; transposed ones are torchax's, in float32."""
     x, w = input.jax(), weight.jax()
     b = None if bias is None else bias.jax()
-    split = slabs()
+    split = halo_shards()
     if transposed or x.ndim != w.ndim:
         if split is not None:
-            raise NotOnSlabs("expected a convolution of a split map, got a transposed one")
+            raise NotByShards("expected a convolution of a split map, got a transposed one")
         wide = [None if a is None else a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w, b)]
         result = torchax_convolution(*wide, stride, padding, dilation, transposed, output_padding, groups)
         return Tensor(result.astype(x.dtype), input._env)
@@ -192,7 +192,7 @@ def _convolution(
     widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
     if split is not None and w.shape[-1] > 1 and operands(input, WITH_NEIGHBOURS) is None:
         if widths[-1] == (0, 0):
-            raise NotOnSlabs("expected a convolution of a split map to be padded along the width, got one without")
+            raise NotByShards("expected a convolution of a split map to be padded along the width, got one without")
         x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
     if split is not None and stride == dilation == (1,) * axes and groups == 1:
         return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)

@@ -27,39 +27,39 @@ class ModelPlan:
     Args:
         rules: (regular expression, spec) pairs tried in order against the weight's name, blocks as `blocks.*.`.
             A weight that no rule names is stored over `dp` and `sp` if it is large, else replicated.
-        carry: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
+        activation_spec: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
             the name of the next block's argument, None for one that the compiler may lay as it likes; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.
-        spread: chips share the work of one call, in the plan's own way; true where there is a `carry`.
+        parallel: chips share the work of one call, in the plan's own way; true where there is a `activation_spec`.
         entries: the methods that run on the device.
         decide: bound arguments -> keyword arguments, further ones or other values of given ones: what a forward would read from
             tensor values, passed as static arguments; or inputs of another length that mean the same, so that one program serves.
         processors: class of an attention processor -> what makes the one that is traced in place of one of exactly that class.
-        whole: regular expressions; a part whose name has one of them computes its sequence whole on every chip, not split.
+        replicated: regular expressions; a part whose name has one of them computes its sequence whole on every chip, not split.
         methods: (class of the model or of a part, name) -> the function of (object, arguments) that is traced in place of that method.
         axes: of the first tensor of a call that `methods` stand for; None: of any. Upstream's own lines are traced for others.
         remark: what `diffusers-tpu plan` says of the model.
     """
 
     rules: Rules = ()
-    carry: PartitionSpec | tuple[PartitionSpec | None, ...] | Mapping[str, PartitionSpec] | None = None
+    activation_spec: PartitionSpec | tuple[PartitionSpec | None, ...] | Mapping[str, PartitionSpec] | None = None
     batched: tuple[str, ...] = ()
-    spread: bool = False
+    parallel: bool = False
     entries: tuple[str, ...] = ("forward",)
     decide: Callable[[dict], dict] | None = None
     processors: Mapping[type, Callable] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     methods: Mapping[tuple[type, str], Callable] = field(default_factory=dict)
     axes: int | None = None
     remark: str = ""
 
     def __post_init__(self):
-        object.__setattr__(self, "spread", self.spread or self.carry is not None)
+        object.__setattr__(self, "parallel", self.parallel or self.activation_spec is not None)
 
     @property
-    def by_slabs(self) -> bool:
+    def by_width(self) -> bool:
         """Chips share a map by its columns: `methods` stand for upstream's lines where these read no others."""
-        return self.spread and self.carry is None
+        return self.parallel and self.activation_spec is None
 
 
 @dataclass

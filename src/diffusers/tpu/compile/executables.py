@@ -205,7 +205,7 @@ def module_words(runner) -> dict[str, str]:
         f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in ("mesh", "tally")
     }
     planned = (
-        (plan.carry, plan.batched, plan.whole, plan.axes, plan.decide, runner.within),
+        (plan.activation_spec, plan.batched, plan.replicated, plan.axes, plan.decide, runner.within),
         tuple(plan.processors.items()),
         tuple(plan.methods.items()),
         None if runner.step_cache is None else type(runner.step_cache),

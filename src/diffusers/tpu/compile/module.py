@@ -63,7 +63,7 @@ class CompiledModule(ModulePrograms):
     """
 
     def _submodule(self, module: torch.nn.Module) -> "CompiledModule":
-        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods, spread=self.plan.by_slabs)
+        plan = ModelPlan(processors=self.plan.processors, methods=self.plan.methods, parallel=self.plan.by_width)
         runner = CompiledModule(module, plan, self.mesh, self.config, within=True)
         runner.tally, runner.traced.most_bytes = self.tally, self.traced.most_bytes
         return runner
@@ -161,7 +161,7 @@ class CompiledModule(ModulePrograms):
         """Give the call what its program computes with: placed weights, numbers, its tensors' values."""
         with self._within_hbm(lambda: f"for the weights of {self.name}"):
             self.place() if self.hbm_manager is None else self.hbm_manager.load(self)
-        everywhere, spread = named(self.mesh, PartitionSpec()), self.plan.carry is not None
+        everywhere, spread = named(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
         if self._numbers[0] != of:
             numbers = self.state.numbers(self._placed, call.scale)

@@ -181,14 +181,14 @@ class Rows(NamedTuple):
         rows: of one chip.
         least: the number from which on a kernel is better than the compiler.
         spec: of arrays with these rows.
-        fill: tokens behind the others, so that the chips of `sp` have equally many.
+        pad_tokens: tokens behind the others, so that the chips of `sp` have equally many.
     """
 
     mesh: Mesh | None
     rows: int
     least: int
     spec: P = P()
-    fill: int = 0
+    pad_tokens: int = 0
 
     def run(self, local: Callable, operands: tuple, specs: tuple[P, ...]) -> Array:
         """`local` of every chip's part of the operands: those of this spec are filled up, and the result is cut again."""
@@ -196,13 +196,13 @@ class Rows(NamedTuple):
             return local(*operands)
 
         def filled(x, spec):
-            if x is None or not self.fill or "sp" not in spec:
+            if x is None or not self.pad_tokens or "sp" not in spec:
                 return x
-            return jnp.pad(x, [(0, self.fill if n == tuple(spec).index("sp") else 0) for n in range(x.ndim)])
+            return jnp.pad(x, [(0, self.pad_tokens if n == tuple(spec).index("sp") else 0) for n in range(x.ndim)])
 
         run = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=self.spec, check_vma=False)
         out = run(*(filled(x, spec) for x, spec in zip(operands, specs)))
-        return out[:, : out.shape[1] - self.fill]
+        return out[:, : out.shape[1] - self.pad_tokens]
 
 
 def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
@@ -211,9 +211,9 @@ def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
     if mesh is None or mesh.size == 1:
         return Rows(None, math.prod(shape[:-1]), least)
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
-    if not (settings.sequence or settings.whole) or tp > 1 or len(shape) != 3 or shape[0] % dp:
+    if not (settings.sequence or settings.replicated) or tp > 1 or len(shape) != 3 or shape[0] % dp:
         return None
-    if settings.whole:
+    if settings.replicated:
         return Rows(mesh, shape[0] // dp * shape[1], min(least, LEAST_WHOLE_ROWS), P("dp", None, None))
-    fill = -shape[1] % sp
-    return Rows(mesh, shape[0] // dp * (shape[1] + fill) // sp, least, P("dp", "sp", None), fill)
+    pad_tokens = -shape[1] % sp
+    return Rows(mesh, shape[0] // dp * (shape[1] + pad_tokens) // sp, least, P("dp", "sp", None), pad_tokens)

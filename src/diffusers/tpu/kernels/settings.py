@@ -18,8 +18,8 @@ class Settings:
 
     Attributes:
         sequence: activations are split over `sp` by the sequence.
-        whole: they are whole on every chip of `sp`, and computed there; with `sequence` False.
-        fill: tokens behind the sequence, so that the chips of `sp` have equally many: no attention sees them, and they are cut off.
+        replicated: they are whole on every chip of `sp`, and computed there; with `sequence` False.
+        pad_tokens: tokens behind the sequence, so that the chips of `sp` have equally many: no attention sees them, and they are cut off.
         kernel, blocks, smoothing, window, ring: as `TPUConfig.attention...`; `window` of denoisers only.
         platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
@@ -31,8 +31,8 @@ class Settings:
 
     mesh: Mesh | None = None
     sequence: bool = True
-    whole: bool = False
-    fill: int = 0
+    replicated: bool = False
+    pad_tokens: int = 0
     kernel: str = "auto"
     blocks: tuple[int, int, int] | None = None
     smoothing: bool = True

@@ -132,10 +132,10 @@ PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
 
 def declared_plan(module: torch.nn.Module) -> ModelPlan:
     """What the module's class declares of how chips share its work, and nothing where it declares nothing."""
-    return ModelPlan(rules=_declared_rules(module), carry=_declared_carry(module))
+    return ModelPlan(rules=_declared_rules(module), activation_spec=_declared_activations(module))
 
 
-def _declared_carry(module: torch.nn.Module) -> dict[str, P] | None:
+def _declared_activations(module: torch.nn.Module) -> dict[str, P] | None:
     """Arguments of repeated blocks that are declared split, by name; None where there is none.
 
     An argument of the model is a block's of the same name, and so is one of a block's part: [B, T, C] is split in both.

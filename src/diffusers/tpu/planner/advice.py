@@ -28,12 +28,12 @@ def notes(run: PlannedRun) -> list[str]:
     for part in run.denoise:
         plan = module_plan(modules[part.component])
         heads = sorted({n for _, n, t, s, _ in part.recorded.work.calls if t == s})
-        if sp > 1 and any(n // tp % sp for n in heads) and plan.carry:
+        if sp > 1 and any(n // tp % sp for n in heads) and plan.activation_spec:
             said.append(
                 f"{part.component}: {', '.join(map(str, heads))} heads do not divide by sp {sp}, so keys"
                 " travel around a ring of chips; a mesh whose sp divides them exchanges less"
             )
-        if not plan.spread and run.topology.devices > 1:
+        if not plan.parallel and run.topology.devices > 1:
             said.append(f"{part.component} has no plan yet: the compiler alone decides how chips share its work")
     return [*dict.fromkeys(said)]
 
@@ -66,7 +66,7 @@ def _smallest_slice(planner, run: PlannedRun) -> str | None:
     modules, here = run.recording.modules, run.topology
     weights = sum(w.nbytes for name in {part.component for part in run.parts} for w in modules[name].parameters())
     activations = max(part.activations for part in run.parts)
-    spread = module_plan(modules[run.denoise[0].component]).spread
+    spread = module_plan(modules[run.denoise[0].component]).parallel
     others = sorted(
         (t for t in TOPOLOGIES.values() if t.name != here.name),
         key=lambda t: (t.chip.generation != here.chip.generation, t.devices),

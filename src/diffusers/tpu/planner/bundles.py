@@ -1,7 +1,7 @@
 """Cycles of one operation from its final schedule: a TPU core issues one bundle a cycle, so bundles times how often each runs.
 
 Loops have their trip counts. A guarded piece runs always, but one that a counter's first or last value guards: once per round of that
-counter; or that a way of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
+counter; or that a mode of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
 `Chip.branch_slots` bundles later: those behind it run whether or not it is taken.
 """
 
@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..kernels.attention.softmax_modes import BOUND, CODES, FIRST_CODE, WAYS
+from ..kernels.attention.softmax_modes import BOUND, CODES, FIRST_CODE, MODES
 
 
 LINE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(\w\w)?\s*:")
@@ -54,24 +54,24 @@ class Schedule:
     rows: float = 0.0
 
 
-def read_ways(text: str, slots: int) -> dict[str, Schedule]:
-    """`read` by way."""
+def read_modes(text: str, slots: int) -> dict[str, Schedule]:
+    """`read` by mode."""
     if any(str(code) in text for code in CODES.values()):
-        return {way: read(text, slots, way) for way in WAYS}
-    return dict.fromkeys(WAYS, read(text, slots))
+        return {mode: read(text, slots, mode) for mode in MODES}
+    return dict.fromkeys(MODES, read(text, slots))
 
 
-def read(text: str, slots: int, way: str = BOUND) -> Schedule:
+def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
     """The schedule of a `final_bundles` text.
 
     Args:
         slots: of each branch, `Chip.branch_slots`.
-        way: of the attention kernel, that all heads go, or where it is not compiled the next slower one that is.
+        mode: of the attention kernel, that all heads go, or where it is not compiled the next slower one that is.
     """
     lines, marks = _bundles(text)
     loops, pieces = _branches(lines, slots)
     codes = {piece.value for piece in pieces if piece.of_a_way}
-    code = next((CODES[w] for w in WAYS[WAYS.index(way) :] if CODES[w] in codes), max(codes, default=None))
+    code = next((CODES[w] for w in MODES[MODES.index(mode) :] if CODES[w] in codes), max(codes, default=None))
     weight = [1.0] * len(lines)
     for start, stop, value, only in (piece for piece in pieces if piece.of_a_way):
         if (value == code) != only:
@@ -108,7 +108,7 @@ def read(text: str, slots: int, way: str = BOUND) -> Schedule:
 class _Piece(NamedTuple):
     """What a branch jumps over: from the branch's last slot to its target.
 
-    `value`: of a counter or of a way's code, at which it runs (`only` then) or does not; None: neither is asked.
+    `value`: of a counter or of a mode's code, at which it runs (`only` then) or does not; None: neither is asked.
     """
 
     start: int

@@ -46,7 +46,7 @@ def guess(mesh: tuple[int, int, int], denoiser: Denoiser, topology: Topology) ->
     """Seconds of a step by a cheap model: work over the chips that share it, and bytes over one link of each chip."""
     dp, sp, tp = mesh
     chip, branches = topology.chip, denoiser.branches
-    if denoiser.plan.carry is None:
+    if denoiser.plan.activation_spec is None:
         return branches * denoiser.work.seconds(chip, 1)  # nobody says how its activations lie: every chip does all
     sent = denoiser.weight_bytes * (1 - 1 / (dp * sp)) / tp
     for (batch, heads, queries, keys, size), runs in denoiser.work.calls.items():

@@ -8,7 +8,7 @@ from functools import cached_property
 from ..chips.figures import GIB, Topology
 from ..chips.mesh import AXES
 from ..config import TPUConfig
-from ..kernels.attention.softmax_modes import BOUND, WAYS
+from ..kernels.attention.softmax_modes import BOUND, MODES
 from ..weights.hbm import room_for_weights, turns
 from . import timing
 from .aot import CompiledProgram, OutOfMemory
@@ -184,7 +184,7 @@ class PlannedRun:
                 "seconds": self._of_a_step([part.timed[way].seconds for part in self.denoise]),
                 "slower": self._of_a_step([part.timed[way].slower for part in self.denoise])["total"],
             }
-            for way in (WAYS if known else ())
+            for way in (MODES if known else ())
         }
         per_step = by_way[BOUND]["seconds"] if known else dict.fromkeys((*timing.KINDS, "total"))
         flops = sum(part.recorded.count * part.recorded.work.flops for part in self.denoise) / self.recording.steps

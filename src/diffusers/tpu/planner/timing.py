@@ -10,7 +10,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field, replace
 
 from ..chips.figures import Chip
-from ..kernels.attention.softmax_modes import WAYS
+from ..kernels.attention.softmax_modes import MODES
 from . import bundles, hlo, ici
 from .aot import CompiledProgram
 
@@ -107,13 +107,13 @@ class Timing:
 
 
 def time_program(compiled: CompiledProgram, chip: Chip, places: list[ici.Place]) -> dict[str, Timing]:
-    """The program's time by way of the attention kernel (`attention.ways`), as if all heads went it.
+    """The program's time by mode of the attention kernel (`softmax_modes`), as if all heads went it.
 
     Args:
         places: x, y, z and half of each device in the mesh's order.
     """
     program = hlo.parse(compiled.text)
-    schedules = {name: bundles.read_ways(text, chip.branch_slots) for name, text in compiled.schedules.items()}
+    schedules = {name: bundles.read_modes(text, chip.branch_slots) for name, text in compiled.schedules.items()}
     waiting = replace(
         chip,
         hbm_bandwidth=HBM_REACHED * chip.hbm_bandwidth,
@@ -123,10 +123,10 @@ def time_program(compiled: CompiledProgram, chip: Chip, places: list[ici.Place])
         flops=chip.flops / STALLS,
     )
     timings = {}
-    for way in WAYS:
-        of_way = {name: ways[way] for name, ways in schedules.items()}
-        timings[way], slower = (_Clock(program, of_way, c, places).timing() for c in (chip, waiting))
-        timings[way].slower = slower.seconds
+    for mode in MODES:
+        of_mode = {name: modes[mode] for name, modes in schedules.items()}
+        timings[mode], slower = (_Clock(program, of_mode, c, places).timing() for c in (chip, waiting))
+        timings[mode].slower = slower.seconds
     return timings
 
 

@@ -169,7 +169,7 @@ class Planner:
         part = Part(recorded, branches, runner.plan_weights().coverage.bytes_per_chip, inputs)
         topology, mesh, options = compiler.topology, runner.mesh, runner.compiler_options
         if not (part.stage == "denoise" or self.request.get("everything")):
-            part.shared = topology.devices if runner.plan.spread else 1
+            part.shared = topology.devices if runner.plan.parallel else 1
             part.modelled_seconds = branches * recorded.work.seconds(topology.chip, part.shared)
             return part
         self.progress(f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, mesh.shape.values()))}")

@@ -1,7 +1,7 @@
 """What video VAEs are made of, in JAX: chunks of frames, halo exchange over the width, tiles, Flax NNX modules.
 
 chunks        a causal model's loop over frames as one scan
-slabs         a map over chips, with exact edges; attention in which a frame sees itself and those before it
+shards         a map over chips, with exact edges; attention in which a frame sees itself and those before it
 tiles         a map in overlapping tiles, as upstream's `enable_tiling`
 convolution   in the form that the TPU compiler makes fast
 nnx           Flax NNX modules of all this; imports flax, so that nothing here imports it

@@ -67,7 +67,7 @@ def full_places(frames: int) -> jax.Array | None:
     return first | (jnp.arange(frames) > 0) if longer else None
 
 
-def looking_back(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> jax.Array:
+def causal_pad(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> jax.Array:
     """x with so many frames before it: those `kept` of the batch before, in the first batch its own first frame.
 
     Where its first place is empty, they come before the second.
@@ -87,7 +87,7 @@ def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.
     """`step` of batches of `size` frames of a traced x, one after another, its outputs joined in time.
 
     The first batch holds the remainder as well. For a remainder of one frame, with an even size, the others have an empty place,
-    so that one program computes them all: `looking_back` and `full_places` leave it out. With a longer remainder the
+    so that one program computes them all: `causal_pad` and `full_places` leave it out. With a longer remainder the
     first batch is a program of its own. `step`: (batch, cache, None for the first) -> (output, cache, whose shapes stay).
     """
     frames = x.shape[axis]

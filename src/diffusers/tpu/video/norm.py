@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .chunks import full_places
-from .slabs import slabs
+from .halo import halo_shards
 
 
 Map = Float[Array, "B T H W C"]
@@ -17,7 +17,7 @@ def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G
     Read once: sums are of what is left of x without the mean of its first column, so that they cancel little, and what chips
     and channels have is put together by Chan, Golub and LeVeque's formula for the variance of parts.
     """
-    split, spread = slabs(), (1, 2, 3)
+    split, spread = halo_shards(), (1, 2, 3)
     wide = x.astype(jnp.float32)
     pivot = wide[:, :, :, :1].mean(spread)
     left = wide - pivot[:, None, None, None]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .slabs import as_finer, over_tiles
+from .halo import as_finer, over_tiles
 
 
 @dataclass(frozen=True)

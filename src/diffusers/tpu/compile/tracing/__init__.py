@@ -9,13 +9,13 @@ from .results import Entangled, Opaque, TraceResult
 from .scale import NumberRead
 from .video import (
     attention_by_frame,
+    causal_pad,
     doubled,
     in_tiles,
-    looking_back,
     normed_by_place,
-    on_a_slab,
-    over_width,
+    on_a_shard,
     scan_alike,
     scan_batches,
     scan_chunks,
+    shard_width,
 )

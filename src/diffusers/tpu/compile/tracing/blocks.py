@@ -294,11 +294,11 @@ class BlockRuns:
         slots, names, avals = run.slots, run.names(self.model), [output._aval for output in run.outputs]
         source = {number: slot for slot, number in slots.items()}
         fills = self._fills(run, names)
-        settings = replace(current(), fill=max(fills))
+        settings = replace(current(), pad_tokens=max(fills))
         filled = next(((aval.shape[1] + fill, fill) for aval, fill in zip(avals, fills) if fill), None)
 
         def pinned(array, number: int):
-            return self.function.pin_carry(array, number, names.get(number, ""))
+            return self.function.pin_activations(array, number, names.get(number, ""))
 
         carry = [
             pinned(_filled(run.arrays[source[n]], fills[n]), n) if n in source else jnp.zeros(aval.shape, aval.dtype)
@@ -325,7 +325,7 @@ class BlockRuns:
         processors = [(m, m.processor) for m in modules if hasattr(m, "processor")]
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
         fills = [
-            self.function.fill(output._aval.shape, n, carried[n]) if known and n in carried else 0
+            self.function.padding(output._aval.shape, n, carried[n]) if known and n in carried else 0
             for n, output in enumerate(run.outputs)
         ]
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)

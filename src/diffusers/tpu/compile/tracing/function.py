@@ -18,7 +18,7 @@ from ...bridge.environment import decomposing, environment, on_device, quiet_int
 from ...chips.sharding import gathered, named
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
-from ...video.slabs import NotOnSlabs
+from ...video.halo import NotByShards
 from ..state import Arguments, opened, read, without_caches
 from ..state.adapters import Adapters
 from ..state.watch import replaced
@@ -49,8 +49,8 @@ class PureFunction:
     Args:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
-        carry: spec of what repeated blocks hand on.
-        processors, whole, methods, by_slabs: as in `ModelPlan`.
+        activation_spec: spec of what repeated blocks hand on.
+        processors, replicated, methods, by_width: as in `ModelPlan`.
         kept, kind: a cache that the module has, and the kind of step that the call is: its tensors are the last inputs, what it
             gives the last outputs.
         branches: how many calls are side by side in the batch.
@@ -66,13 +66,13 @@ class PureFunction:
     groups: list[Group]
     specs: dict
     mesh: Mesh
-    carry: object
+    activation_spec: object
     attention: Settings
     matmul_precision: str
     processors: dict
     methods: dict
-    whole: tuple[str, ...] = ()
-    by_slabs: bool = False
+    replicated: tuple[str, ...] = ()
+    by_width: bool = False
     kept: StepCache | None = None
     kind: Hashable = ""
     branches: int = 1
@@ -88,13 +88,13 @@ class PureFunction:
         Args:
             numbers: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
         """
-        if not (self.methods and self.by_slabs):
+        if not (self.methods and self.by_width):
             return self._traced(weights, inputs, numbers or {})
         state, reason = read(self.module), scripted(self.module)
         if reason is None:
             try:
                 return self._traced(weights, inputs, numbers or {})
-            except NotOnSlabs as error:
+            except NotByShards as error:
                 state.restore()
                 reason = str(error)
         name = type(self.module).__name__
@@ -148,7 +148,7 @@ class PureFunction:
                     if name not in vars(m):
                         yield vars(m), name, functools.partial(self.methods[cls, name], m)
         for name, m in self.module.named_modules():
-            if any(re.search(pattern, name) for pattern in self.whole):
+            if any(re.search(pattern, name) for pattern in self.replicated):
                 yield vars(m), "forward", functools.partial(_run_whole, m, vars(m).get("forward"))
 
     def eagerly(
@@ -221,26 +221,26 @@ class PureFunction:
         whole = jax.lax.with_sharding_constraint(array, named(self.mesh, gathered(self.specs[key])))
         return jax.block_until_ready(whole) if environment().waits else whole
 
-    def _carry_spec(self, axes: int, number: int, name: str) -> PartitionSpec | None:
+    def _spec_between(self, axes: int, number: int, name: str) -> PartitionSpec | None:
         """Of output `number` of a block, of so many axes, which is the argument `name` of the next one."""
-        spec = self.carry
+        spec = self.activation_spec
         if isinstance(spec, Mapping):
             spec = spec.get(name)
         elif isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
             spec = spec[number] if number < len(spec) else None
         return None if spec is None or axes != len(spec) else spec
 
-    def pin_carry(self, array, number: int, name: str):
+    def pin_activations(self, array, number: int, name: str):
         """Output `number` of a block, the argument `name` of the next one, where it lies between blocks."""
-        spec = self._carry_spec(array.ndim, number, name)
+        spec = self._spec_between(array.ndim, number, name)
         return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
 
-    def fill(self, shape: tuple[int, ...], number: int, name: str) -> int:
+    def padding(self, shape: tuple[int, ...], number: int, name: str) -> int:
         """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
 
         Whole tiles also where a chip has several sequences: it would move every one to where the one before ends.
         """
-        spec, (dp, sp) = self._carry_spec(len(shape), number, name), (self.mesh.shape[axis] for axis in ("dp", "sp"))
+        spec, (dp, sp) = self._spec_between(len(shape), number, name), (self.mesh.shape[axis] for axis in ("dp", "sp"))
         if spec is None or len(spec) != 3 or spec[1] != "sp":
             return 0
         rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)
@@ -251,7 +251,7 @@ class PureFunction:
 @contextlib.contextmanager
 def on_every_chip():
     """What is computed inside is whole on every chip: no sequence in it is split."""
-    with using(replace(current(), sequence=False, whole=True, fill=0)):
+    with using(replace(current(), sequence=False, replicated=True, pad_tokens=0)):
         yield
 
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from ...bridge import Tensor
 from ...bridge.environment import environment
-from ...video import chunks, norm, slabs, tiles
+from ...video import chunks, halo, norm, tiles
 from ...video.convolution import doubled_by_columns
 from .functional import Method
 
@@ -38,10 +38,10 @@ def _arrays(tree):
     return jax.tree.map(of, tree, is_leaf=lambda leaf: isinstance(leaf, torch.Tensor))
 
 
-attention_by_frame = _lifted(slabs.attention_by_frame)
+attention_by_frame = _lifted(halo.attention_by_frame)
 in_tiles = _lifted(tiles.in_tiles)
-looking_back = _lifted(chunks.looking_back, axis=2)
-over_width = _lifted(slabs.over_width)
+causal_pad = _lifted(chunks.causal_pad, axis=2)
+shard_width = _lifted(halo.shard_width)
 scan_batches = _lifted(chunks.scan_batches, axis=2)
 
 
@@ -93,21 +93,21 @@ def normed_by_place(
 
 
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a slab, or whole where a VAE is in parts.
+    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a shard, or whole where a VAE is in parts.
 
-    Raises NotOnSlabs for a convolution that pads with other than zeros.
+    Raises NotByShards for a convolution that pads with other than zeros.
     """
     if conv.padding_mode != "zeros":
-        raise slabs.NotOnSlabs(f"expected zeros around a map that is doubled, got padding_mode {conv.padding_mode!r}")
+        raise halo.NotByShards(f"expected zeros around a map that is doubled, got padding_mode {conv.padding_mode!r}")
     if x.ndim == 4:  # none of them sees another: as if they were one's frames
         return doubled(conv, x.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
-    array, split = x.jax(), slabs.slabs()
+    array, split = x.jax(), halo.halo_shards()
     padded = jnp.pad(array, [(0, 0)] * 4 + [(1, 1)]) if split is None else split.with_neighbours(array, 1, 1)
     columns = padded.transpose(0, 4, 2, 3, 1)
     out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
     return Tensor(out.transpose(0, 4, 2, 3, 1).astype(array.dtype), x._env)
 
 
-def on_a_slab() -> bool:
+def on_a_shard() -> bool:
     """Whether what is traced here computes a part of a map."""
-    return slabs.slabs() is not None
+    return halo.halo_shards() is not None

@@ -64,10 +64,10 @@ def attention(
     """
     _check(q, k, v, enable_gqa)
     settings = current()
-    if settings.fill:
+    if settings.pad_tokens:
         raise NotImplementedError(
             f"expected attention in which latents that are none can be told apart, got that of q {q.shape} among blocks that"
-            f" are filled up by {settings.fill}"
+            f" are filled up by {settings.pad_tokens}"
         )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     window = settings.window if q.shape[2] == k.shape[2] else None
@@ -98,12 +98,17 @@ def joint(q: Queries, k: Keys, v: Values, text: Text, *, scale: float | None = N
             " is of one sequence; leave it out"
         )
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    mask = joint_mask(k.shape[2] - settings.fill, k.shape[2], text)
+    mask = joint_mask(k.shape[2] - settings.pad_tokens, k.shape[2], text)
     name, local, reason = _local(settings, q, k, v, mask)
     _, chips = _spread(settings, q, k, local)
     both = (*k.shape[:2], k.shape[2] + text.k.shape[2], k.shape[3])
     _note(Way(q.shape, both, str(q.dtype), "joint" if mask is None else f"joint+{mask.kind}", name, chips, reason))
-    options = {"mesh": settings.mesh, "sequence": settings.sequence, "ring": settings.ring, "fill": settings.fill}
+    options = {
+        "mesh": settings.mesh,
+        "sequence": settings.sequence,
+        "ring": settings.ring,
+        "pad_tokens": settings.pad_tokens,
+    }
 
     def scaled_dot_product_attention(q, k, v, *words):
         interpret = _interpret(settings, local)
@@ -115,13 +120,13 @@ def joint(q: Queries, k: Keys, v: Values, text: Text, *, scale: float | None = N
 
 
 def among_latents(q: Queries, k: Keys, v: Values, *, scale: float | None = None) -> Out:
-    """Attention of latents among themselves, whose last may be none of the model's (`Settings.fill`). Raises as `attention` does."""
+    """Attention of latents among themselves, whose last may be none of the model's (`Settings.pad_tokens`). Raises as `attention` does."""
     settings = current()
-    tokens = k.shape[2] - settings.fill
+    tokens = k.shape[2] - settings.pad_tokens
     mask = None
-    if settings.fill:
+    if settings.pad_tokens:
         mask = masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens)
-    with using(replace(settings, fill=0)):
+    with using(replace(settings, pad_tokens=0)):
         return attention(q, k, v, mask=mask, scale=scale)
 
 
@@ -182,7 +187,7 @@ def _stock(settings: Settings):
 # Name -> (attention of one chip with these settings, the reason why it does not take a call).
 KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
     "kernel": _ours,
-    "online": functools.partial(_ours, ways=(ONLINE,)),
+    "online": functools.partial(_ours, modes=(ONLINE,)),
     "splash": _stock,
     "reference": lambda settings: (reference_attention, lambda q, k, v, mask: None),
 }

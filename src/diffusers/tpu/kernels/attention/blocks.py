@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...chips.figures import MIB, chip_of
 from ..pallas import LANES, round_up
-from .softmax_modes import BOUND, WAYS
+from .softmax_modes import BOUND, MODES
 
 
 TUNED = Path(__file__).with_name("tuned.json")
@@ -23,7 +23,7 @@ PER_STEP = 180  # of the grid
 PER_QUERY = 0.25  # before the first key and after the last
 
 MOST_SCORES_ASKED = 5_600_000  # of one piece of code of blocks that were asked for, on any chip
-RARER_SCORES = 4_500_000  # of one piece of code of a way that fewer heads go: what compiles in some 10 s on two cores
+RARER_SCORES = 4_500_000  # of one piece of code of a mode that fewer heads go: what compiles in some 10 s on two cores
 AS_GOOD = 1.005  # of the lowest price: then what compiles sooner is better
 MOST_QUERIES = 8192  # of heads up to 128: what is done to a whole block of them before and after is straight code
 
@@ -44,7 +44,7 @@ class Blocks:
     Attributes:
         queries, keys: of one grid step.
         piece: queries whose tiles, with all keys of the step, are one straight piece of code; pieces are looped over.
-        bound, online: the tiles of the way "bound" and of the two others (see `ways`).
+        bound, online: the tiles of the mode "bound" and of the two others (see `modes`).
     """
 
     queries: int
@@ -53,20 +53,20 @@ class Blocks:
     bound: Tile
     online: Tile
 
-    def tile(self, way: str) -> Tile:
-        """The tiles of this way."""
-        return self.bound if way == BOUND else self.online
+    def tile(self, mode: str) -> Tile:
+        """The tiles of this mode."""
+        return self.bound if mode == BOUND else self.online
 
-    def straight(self, way: str, kv_len: int, cut: bool, cut_at_end: bool) -> tuple[int, int]:
-        """Queries and keys of one straight piece of code of this way; `cut`: masked, as `Call.cut_at_end` says."""
-        tile, keys, share = self.tile(way), self.keys, 1
+    def straight(self, mode: str, kv_len: int, cut: bool, cut_at_end: bool) -> tuple[int, int]:
+        """Queries and keys of one straight piece of code of this mode; `cut`: masked, as `Call.cut_at_end` says."""
+        tile, keys, share = self.tile(mode), self.keys, 1
         if cut and cut_at_end:  # one block of many
             blocks = -(-kv_len // keys)
             keys = round_up(kv_len - (blocks - 1) * keys, tile.keys)
             share = max(-(-2 * keys // self.keys), min(4, blocks // 4))
         elif cut:  # rare: its piece is small, so that its code is
             share = self.piece
-        elif way != BOUND:  # rarer, and the running maximum takes twice the code
+        elif mode != BOUND:  # rarer, and the running maximum takes twice the code
             share = max(2, -(-self.piece * keys // RARER_SCORES))
         tiles = self.piece // tile.queries
         fitting = (n for n in range(1, tiles + 1) if tiles % n == 0 and n * share <= tiles)
@@ -196,14 +196,14 @@ def candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
 def _code(blocks: Blocks, shape: Shape) -> int:
     """Scores of all straight pieces of code that are compiled, where nothing but the end is masked."""
     ends = shape.masked or shape.kv_len % blocks.keys
-    pieces = [blocks.straight(way, shape.kv_len, True, True) for way in WAYS if ends]
+    pieces = [blocks.straight(mode, shape.kv_len, True, True) for mode in MODES if ends]
     if not ends or shape.kv_len > blocks.keys:
-        pieces += [blocks.straight(way, shape.kv_len, False, True) for way in WAYS]
+        pieces += [blocks.straight(mode, shape.kv_len, False, True) for mode in MODES]
     return sum(queries * keys for queries, keys in pieces)
 
 
 def _tiles(shape: Shape, generation: str) -> tuple[Tile, Tile]:
-    """The chip's tiles of the way "bound" and of the others, no larger than the queries and keys there are."""
+    """The chip's tiles of the mode "bound" and of the others, no larger than the queries and keys there are."""
     queries, keys = round_up(shape.q_len, LANES), round_up(shape.kv_len, LANES)
     bound, online = (Tile(min(q, queries), min(k, keys), lag) for q, k, lag in chip_of(generation).tiles)
     return bound, online

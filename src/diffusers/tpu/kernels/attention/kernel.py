@@ -23,7 +23,7 @@ from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask, takes_part
 from .reference import Keys, LogSumExp, Out, Queries, Values
-from .softmax_modes import BOUND, CENTRED, ONLINE, WAYS, ModeCounter
+from .softmax_modes import BOUND, CENTRED, MODES, ONLINE, ModeCounter
 
 
 Operands = dict[str, tuple[Array, pl.BlockSpec]]
@@ -66,7 +66,7 @@ def tpu_attention(
     wanted: tuple[int, int, int] | None = None,
     blocks: Blocks | None = None,
     smoothing: bool = True,
-    ways: tuple[str, ...] = WAYS,
+    modes: tuple[str, ...] = MODES,
     tally: ModeCounter | None = None,
     interpret=False,
 ) -> Out | tuple[Out, LogSumExp]:
@@ -76,9 +76,9 @@ def tpu_attention(
         bounds: of the keys and values that some query sees; None: they are computed.
         generation: of the chip; None: `figures.DEFAULT_GENERATION`.
         wanted, blocks: queries, keys and keys of one product instead of those of `blocks.choose`; or all sizes.
-        smoothing: False: the way "centred" is not compiled, unless it is the only one.
-        ways: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
-        tally: counts the way of each head and block of queries; costs a call to the host.
+        smoothing: False: the mode "centred" is not compiled, unless it is the only one.
+        modes: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
+        tally: counts the mode of each head and block of queries; costs a call to the host.
         interpret: True, or parameters of Pallas's TPU interpreter.
 
     Raises TypeError for another dtype than bfloat16 and float32, and as `blocks.choose`.
@@ -94,11 +94,11 @@ def tpu_attention(
     if scale < 0:
         q, scale = -q, -scale
     if mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_):
-        ways = (ONLINE,)  # what is added to scores has no bound
-    elif not smoothing and len(ways) > 1:
-        ways = tuple(way for way in ways if way != CENTRED)
-    folded = folded_parts(shape, generation) if set(ways) != {BOUND} else 0
-    call = Call(blocks, shape, mask, ways, scale * LOG2_E, folded, q.shape[1], k.shape[1])
+        modes = (ONLINE,)  # what is added to scores has no bound
+    elif not smoothing and len(modes) > 1:
+        modes = tuple(mode for mode in modes if mode != CENTRED)
+    folded = folded_parts(shape, generation) if set(modes) != {BOUND} else 0
+    call = Call(blocks, shape, mask, modes, scale * LOG2_E, folded, q.shape[1], k.shape[1])
     scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret)
     scores = math.prod(q.shape[:3]) * shape.kv_len
     results = call_kernel(
@@ -120,7 +120,7 @@ def tpu_attention(
 
 
 def _outputs(call: Call, q, with_lse: bool, with_way: bool) -> dict:
-    """Name -> (array, the block of a program): the result with tokens minor, the log-sum-exp, the code of the way."""
+    """Name -> (array, the block of a program): the result with tokens minor, the log-sum-exp, the code of the mode."""
     shape, queries, rows = call.shape, call.blocks.queries, q.shape[0] * q.shape[1]
 
     def of_rows(height: int, dtype):
@@ -148,7 +148,7 @@ def _scratch(call: Call, dtype) -> dict:
         "column": pltpu.VMEM((SUBLANES if call.mask.keys is None else keys, LANES), jnp.float32),
         "folded": pltpu.VMEM((dim * call.folded or SUBLANES, queries if call.folded else LANES), dtype),
         "twice": pltpu.VMEM((keys, 2 * dim) if call.twice else (SUBLANES, LANES), dtype),
-        "way": pltpu.SMEM((1,), jnp.int32),
+        "mode": pltpu.SMEM((1,), jnp.int32),
     }
 
 
@@ -174,14 +174,14 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
     * of a mask by key `bias`, in base 2; unless it concerns the last block alone, per row and block of keys `state` (`SKIPPED`,
       `WHOLE` or `MIXED`) and `fetch`, the block to fetch: one that is there already where the step is skipped.
     * a mask `dense`, bool as int8.
-    * for the ways "bound" and "centred", per head of keys, `KeyBounds`.
+    * for the modes "bound" and "centred", per head of keys, `KeyBounds`.
     """
     mask, blocks = call.mask, call.blocks
     seen = keys_seen(mask, shift, q.shape[2], k)
     if seen is not None:  # a weight of zero times NaN would be NaN
         end = mask.whole if call.cut_at_end else 0
         v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))
-    if bounds is None and (CENTRED in call.ways or call.ways[0] == BOUND):
+    if bounds is None and (CENTRED in call.modes or call.modes[0] == BOUND):
         bounds = key_bounds(k, v, seen, interpret=interpret)
     scalars = {}
     if mask.band is not None:
@@ -199,9 +199,9 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
         return call.row_of(mask.dense, h), i, fetched(h, i, j, s)
 
     inputs = _queries_keys_values(call, q, k, v, fetched)
-    if BOUND in call.ways and len(call.ways) > 1:
+    if BOUND in call.modes and len(call.modes) > 1:
         scalars["reach"] = bounds.reach.reshape(-1)
-    if CENTRED in call.ways:
+    if CENTRED in call.modes:
         scalars["radius"] = bounds.radius.reshape(-1)
         rows = bounds.centre.reshape(-1, *bounds.centre.shape[2:])
         inputs["centre"] = rows, pl.BlockSpec((None, *rows.shape[1:]), lambda h, *_: (call.row_of_kv(h), 0, 0))

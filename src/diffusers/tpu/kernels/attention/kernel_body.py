@@ -31,7 +31,7 @@ class Call:
 
     Attributes:
         mask: which parts there are and how they lie; its arrays are not read.
-        ways: those that are compiled (see `softmax_modes`).
+        modes: those that are compiled (see `softmax_modes`).
         factor: scale * log2 e, positive: scores times this are exponents of 2.
         folded: number of matrices of q's dtype, one below the other, that add up to q * factor (to float32, or to 2^-17 of
             it); 0: there is no room for them, and scores are multiplied by the factor instead.
@@ -41,7 +41,7 @@ class Call:
     blocks: Blocks
     shape: Shape
     mask: Mask
-    ways: tuple[str, ...]
+    modes: tuple[str, ...]
     factor: float
     folded: int
     heads: int
@@ -120,7 +120,7 @@ def run(r, call: Call):
         cut.append(j == call.kv_blocks - 1)
 
     def visit(is_cut: bool):
-        _each_way(r, call, lambda way: _visit(r, call, first_query, first_key, way, is_cut))
+        _each_mode(r, call, lambda mode: _visit(r, call, first_query, first_key, mode, is_cut))
 
     if mask.dense is not None or (cut and call.cut_at_end and call.kv_blocks == 1):  # no block is whole
         _when(some, functools.partial(visit, True))
@@ -134,29 +134,29 @@ def run(r, call: Call):
 
 
 def _start(r, call: Call, first_query, kv):
-    """The state before the first key, and which way to go."""
+    """The state before the first key, and which mode to go."""
     r.l[...] = jnp.zeros_like(r.l)
     r.acc[...] = jnp.zeros_like(r.acc)
-    if len(call.ways) > 1:
+    if len(call.modes) > 1:
         norm = _norm(r, call)
         rows = first_query + lax.broadcasted_iota(jnp.int32, norm.shape, 1)
         largest, code = jnp.max(jnp.where(rows < call.shape.q_len, norm, 0.0)), CODES[ONLINE]
-        if CENTRED in call.ways:
+        if CENTRED in call.modes:
             keys = call.mask.keys
             alike = call.mask.band is None and (keys is None or 1 in (keys.shape[1], call.heads // call.kv_heads))
             code = jnp.where(largest * r.radius[kv] <= largest_radius(alike), CODES[CENTRED], code)
-        if BOUND in call.ways:
+        if BOUND in call.modes:
             code = jnp.where(largest * r.reach[kv] <= SMALLEST, CODES[BOUND], code)
-        r.way[0] = code
+        r.mode[0] = code
     if hasattr(r, "went"):
-        r.went[...] = jnp.full(r.went.shape, r.way[0] if len(call.ways) > 1 else CODES[call.ways[0]], jnp.int32)
-    _each_way(r, call, functools.partial(_start_way, r, call, kv))
+        r.went[...] = jnp.full(r.went.shape, r.mode[0] if len(call.modes) > 1 else CODES[call.modes[0]], jnp.int32)
+    _each_mode(r, call, functools.partial(_start_mode, r, call, kv))
 
 
-def _each_way(r, call: Call, run):
-    """`run` of the way that this head and block of queries goes."""
-    for way in call.ways:
-        _when([] if len(call.ways) == 1 else [r.way[0] == CODES[way]], functools.partial(run, way))
+def _each_mode(r, call: Call, run):
+    """`run` of the mode that this head and block of queries goes."""
+    for mode in call.modes:
+        _when([] if len(call.modes) == 1 else [r.mode[0] == CODES[mode]], functools.partial(run, mode))
 
 
 def _when(conditions, run):
@@ -172,12 +172,12 @@ def _norm(r, call: Call):
     return jnp.sqrt((q * q).sum(axis=0, keepdims=True)) * call.factor
 
 
-def _start_way(r, call: Call, kv, way: str):
+def _start_mode(r, call: Call, kv, mode: str):
     """What is subtracted, and q with the factor folded in."""
-    if way == BOUND:
+    if mode == BOUND:
         r.m[...] = jnp.zeros_like(r.m)
         return
-    if way == ONLINE:
+    if mode == ONLINE:
         r.m[...] = jnp.full_like(r.m, LOWEST)
     else:
         mean = product(r.centre[...], r.q[...]).sum(axis=0, keepdims=True)
@@ -192,7 +192,7 @@ def _start_way(r, call: Call, kv, way: str):
             left = left - part.astype(jnp.float32)
 
     if call.folded:
-        _in_steps(call.blocks.queries, call.blocks.tile(way).queries, fold)
+        _in_steps(call.blocks.queries, call.blocks.tile(mode).queries, fold)
 
 
 def _in_steps(length: int, step: int, run):
@@ -208,23 +208,23 @@ def _finish(r):
         r.lse[...] = jnp.where(empty, -jnp.inf, (r.m[:1, :] + jnp.log2(l)) / LOG2_E)
 
 
-def _visit(r, call: Call, first_query, first_key, way: str, cut: bool):
+def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):
     """All queries of the block with all its keys, piece by piece."""
     blocks = call.blocks
 
     def double(keys):  # against what `fold` lays one below the other
         r.twice[keys, :] = jnp.concatenate([r.k[keys, :]] * 2, axis=1)
 
-    if call.twice and way != BOUND:
-        _in_steps(blocks.keys, blocks.tile(way).keys, double)
+    if call.twice and mode != BOUND:
+        _in_steps(blocks.keys, blocks.tile(mode).keys, double)
     if cut:
         _prepare_cut(r, call, first_key)
-    piece, keys = blocks.straight(way, call.shape.kv_len, cut, call.cut_at_end)
+    piece, keys = blocks.straight(mode, call.shape.kv_len, cut, call.cut_at_end)
     masked = functools.partial(_masked, r, call, first_query, first_key) if cut else None
 
     def run(n):
         start = 0 if isinstance(n, int) else pl.multiple_of(n * piece, piece)
-        _piece(r, call, way, masked, start, piece, keys)
+        _piece(r, call, mode, masked, start, piece, keys)
 
     if piece == blocks.queries:
         run(0)
@@ -246,12 +246,12 @@ def _prepare_cut(r, call: Call, first_key):
         r.column[...] = jnp.broadcast_to(r.bias[...], (LANES, call.blocks.keys)).T
 
 
-def _piece(r, call: Call, way: str, masked, start, queries: int, keys: int):
+def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
     """`queries` from `start` on of the block with its first `keys`, straight code: scores of tile t + lag before values of tile t.
 
     The matrix units take work in this order. `masked`: of scores; None: all count as they are.
     """
-    tile, folded, state, waiting = call.blocks.tile(way), call.folded and way != BOUND, {}, deque()
+    tile, folded, state, waiting = call.blocks.tile(mode), call.folded and mode != BOUND, {}, deque()
 
     def queries_of(t: int):
         return pl.ds(start + t * tile.queries, tile.queries)
@@ -276,7 +276,7 @@ def _piece(r, call: Call, way: str, masked, start, queries: int, keys: int):
             s = masked(s * (1.0 if folded else call.factor), queries, keys)
         s = s.reshape(-1, SUBLANES, tile.queries)
         m, rescale = state[t][0], None
-        if way == ONLINE:
+        if mode == ONLINE:
             top = jnp.maximum(m, times_factor(s.max(axis=0).max(axis=0, keepdims=True)))
             rescale = jnp.exp2(m - top)
             state[t][0] = m = top
@@ -284,7 +284,7 @@ def _piece(r, call: Call, way: str, masked, start, queries: int, keys: int):
 
     def values(t: int, c: int, s, m, rescale):
         """Exponentials of a tile's scores, added to its sums."""
-        p = jnp.exp2(times_factor(s) if way == BOUND else times_factor(s) - m[None])
+        p = jnp.exp2(times_factor(s) if mode == BOUND else times_factor(s) - m[None])
         m, l, acc = state[t]  # noqa: E741
         if rescale is not None:
             l, acc = l * rescale, acc * rescale[:1]  # noqa: E741
@@ -294,7 +294,7 @@ def _piece(r, call: Call, way: str, masked, start, queries: int, keys: int):
         state[t] = [m, l, acc]
         if c == keys // tile.keys - 1:
             r.l[:, queries_of(t)], r.acc[:, queries_of(t)] = l, acc
-            if way == ONLINE:
+            if mode == ONLINE:
                 r.m[:, queries_of(t)] = m
 
     for t, c in itertools.product(range(queries // tile.queries), range(keys // tile.keys)):

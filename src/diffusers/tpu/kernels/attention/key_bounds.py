@@ -1,4 +1,4 @@
-"""What the ways of the attention kernel are chosen by (see `softmax_modes`), of the keys and values of each head.
+"""What the modes of the attention kernel are chosen by (see `softmax_modes`), of the keys and values of each head.
 
 A mean, a few maxima: where keys lie split over chips, each takes those of its own, and collectives of a few kilobytes make
 them everyone's. So nothing of the size of the keys is joined for their sake.

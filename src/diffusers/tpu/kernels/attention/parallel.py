@@ -245,7 +245,7 @@ def joint_attention(
     local: Callable,
     ring: int | None = None,
     interpret=None,
-    fill: int = 0,
+    pad_tokens: int = 0,
     sequence: bool = True,
 ) -> tuple[Out, Out]:
     """Attention of latents, split over `sp`, and text in one softmax: results of both, split and whole.
@@ -257,21 +257,21 @@ def joint_attention(
 
     Args:
         mesh, local, ring, interpret: as of `parallel_attention`; `sequence` False: the latents lie anywhere.
-        fill: the last latents, which are none; their results are anything.
+        pad_tokens: the last latents, which are none; their results are anything.
     """
     tokens = q.shape[2]
     if mesh is None or mesh.size == 1 or not sequence or tokens < mesh.shape["sp"]:
         if mesh is not None and mesh.size > 1:
             local = functools.partial(attention_by_heads, mesh=mesh, local=local)
         both = (jnp.concatenate(pair, 2) for pair in ((q, text.q), (k, text.k), (v, text.v)))
-        out = local(*both, mask=joint_mask(tokens - fill, tokens, text), scale=scale)
+        out = local(*both, mask=joint_mask(tokens - pad_tokens, tokens, text), scale=scale)
         return out[:, :, :tokens], _without_padding(out[:, :, tokens:], text)
     split, padded = split_over(mesh, q, k, ring), tokens + -tokens % mesh.shape["sp"]
     spec, whole = split.spec, P(split.dp, split.tp)
     seen = P(split.dp if text.seen is not None and text.seen.shape[0] > 1 else None)
     out, words = jax.shard_map(
         functools.partial(
-            _joint_per_chip, scale=scale, local=local, tokens=tokens - fill, split=split, interpret=interpret
+            _joint_per_chip, scale=scale, local=local, tokens=tokens - pad_tokens, split=split, interpret=interpret
         ),
         mesh=split.mesh,
         in_specs=(spec, spec, spec, Text(whole, whole, whole, None if text.seen is None else seen)),

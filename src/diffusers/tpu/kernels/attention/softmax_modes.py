@@ -1,4 +1,4 @@
-"""The ways of the attention kernel: what it subtracts from scores, so that exponentials are finite and do not all vanish.
+"""The modes of the attention kernel: what it subtracts from scores, so that exponentials are finite and do not all vanish.
 
 Chosen per head and block of queries, on the device, by what scores (here times scale * log2 e) can be at most:
 
@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 
 BOUND, CENTRED, ONLINE = "bound", "centred", "online"
-WAYS = (BOUND, CENTRED, ONLINE)  # the cheapest first
-FIRST_CODE = 1_000_001  # no loop counts so far: `planner.bundles` tells ways and rounds apart in a schedule
-CODES = {way: FIRST_CODE + n for n, way in enumerate(WAYS)}
+MODES = (BOUND, CENTRED, ONLINE)  # the cheapest first
+FIRST_CODE = 1_000_001  # no loop counts so far: `planner.bundles` tells modes and rounds apart in a schedule
+CODES = {mode: FIRST_CODE + n for n, mode in enumerate(MODES)}
 
 FREE = 60.0  # around the mean, exponentials may grow to 2^FREE: sums over 2^20 keys times values of 2^40 stay finite
 SMALLEST = 100.0  # the largest exponential of a row may be 2^-SMALLEST: what is 2^-26 of it is still a normal number
@@ -29,7 +29,7 @@ def largest_radius(alike: bool) -> float:
 
 
 class ModeCounter:
-    """Of the blocks of queries of all heads, how many went each way, by call. A debugging aid."""
+    """Of the blocks of queries of all heads, how many went each mode, by call. A debugging aid."""
 
     def __init__(self):
         self._blocks: dict[str, Counter] = {}
@@ -40,15 +40,15 @@ class ModeCounter:
 
         def add(codes):
             with self._lock:
-                counts = {way: int((codes == code).sum()) for way, code in CODES.items()}
+                counts = {mode: int((codes == code).sum()) for mode, code in CODES.items()}
                 self._blocks.setdefault(called, Counter()).update(counts)
 
         return add
 
     def shares(self) -> dict[str, dict[str, float]]:
-        """Call -> way -> the share of blocks so far."""
+        """Call -> mode -> the share of blocks so far."""
         with self._lock:
             return {
-                called: {way: count / blocks.total() for way, count in blocks.items()}
+                called: {mode: count / blocks.total() for mode, count in blocks.items()}
                 for called, blocks in self._blocks.items()
             }

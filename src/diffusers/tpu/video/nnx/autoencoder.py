@@ -1,6 +1,6 @@
 """The class of video VAEs in Flax NNX, `VideoAutoencoder`: from upstream's config and files, with its results.
 
-One program per shape and settings: each chip computes a slab of the width with a halo of its neighbours' columns, prompts lie
+One program per shape and settings: each chip computes a shard of the width with a halo of its neighbours' columns, prompts lie
 over `dp`. Latents are the model's own, as upstream's: the config has the figures that normalise them.
 """
 
@@ -23,7 +23,7 @@ from ...chips.mesh import AXES, make_mesh, plan_degrees
 from ...chips.sharding import default_spec, fit, named
 from ...config import TPUConfig, parse_mesh, read_environment
 from ...kernels.settings import Settings, using
-from ..slabs import over_width
+from ..halo import shard_width
 from ..tiles import Tiling, in_tiles
 from .weights import load_weights, open_files, open_module, whole_config
 
@@ -199,12 +199,12 @@ class VideoAutoencoder(nnx.Module):
         return named(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
 
     def _in_parts(self, run: Callable, x: jax.Array, tiling: Tiling, patch: int = 1, encode=False) -> jax.Array:
-        """`run` of maps: in tiles where they are on and the map is larger, else a slab a chip. `patch`: pixels of a map's side."""
+        """`run` of maps: in tiles where they are on and the map is larger, else a shard a chip. `patch`: pixels of a map's side."""
         if self.use_tiling and any(n * patch > tile for n, tile in zip(x.shape[2:4], tiling.sizes)):
             if encode:
                 self._check_tiles(x.shape[2:4], tiling, patch)
             return in_tiles(run, x, tiling, axis=3)
-        return over_width(run, x, self.spatial_compression_ratio // patch if encode else 1, axis=3)
+        return shard_width(run, x, self.spatial_compression_ratio // patch if encode else 1, axis=3)
 
     def _check_tiles(self, size: tuple[int, int], tiling: Tiling, patch: int):
         """The last tiles of a video are what its strides leave."""

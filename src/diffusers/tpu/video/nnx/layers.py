@@ -1,7 +1,7 @@
 """Layers of video VAEs in Flax NNX, channels last: maps are [B, T, H, W, C], kernels [T, H, W, I, O].
 
 A weight's path is its name in upstream's files, but for a model's rules (`weights.torch_name`). Time is passed chunk by chunk
-(`in_chunks`), the width may lie over chips: what looks back asks its `Chunk`, what looks sideways asks `slabs()`.
+(`in_chunks`), the width may lie over chips: what looks back asks its `Chunk`, what looks sideways asks `halo_shards()`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from ...kernels.settings import current
 from ..chunks import scan_batches, scan_chunks
 from ..convolution import by_columns, doubled_by_columns
-from ..slabs import slabs
+from ..halo import halo_shards
 
 
 Map = Float[Array, "B T H W C"]
@@ -36,7 +36,7 @@ class Chunk:
         self.number, self.keeps = number, []
         self._kept = iter(kept)
 
-    def looking_back(self, x: Map, frames: int = HISTORY) -> Map:
+    def causal_pad(self, x: Map, frames: int = HISTORY) -> Map:
         """x with so many frames before it: the last ones of the chunk before."""
         x = self.behind(x, frames, self.kept())
         self.keeps.append(x[:, -frames:])
@@ -92,7 +92,7 @@ class Conv(nnx.Module):
     def __call__(self, x: Map) -> Map:
         w, b, (_, *size) = self.kernel[...], self.bias[...], self.kernel.shape[:3]
         rows, columns = ((k // 2, k // 2) if s == 1 else (0, k - s) for k, s in zip(size, self.stride[1:]))
-        padded = slabs().with_neighbours(x, *columns, axis=3, repeated=self.repeated)
+        padded = halo_shards().with_neighbours(x, *columns, axis=3, repeated=self.repeated)
         if self.repeated and any(rows):
             padded = jnp.pad(padded, [(0, 0), (0, 0), rows, (0, 0), (0, 0)], mode="edge")
             rows = 0, 0
@@ -112,7 +112,7 @@ class Conv(nnx.Module):
 
     def doubled(self, x: Map) -> Map:
         """The same of frames each of whose positions has become four; of a kernel [1, 3, 3] with zeros around the map."""
-        padded = slabs().with_neighbours(x, 1, 1, axis=3)
+        padded = halo_shards().with_neighbours(x, 1, 1, axis=3)
         y = doubled_by_columns(padded.transpose(0, 3, 1, 2, 4), self.kernel[0], self.bias[...])
         return y.transpose(0, 2, 3, 1, 4).astype(x.dtype)
 
@@ -146,8 +146,8 @@ class ResidualBlock(nnx.Module):
 
     def __call__(self, x: Map, chunk: Chunk) -> Map:
         shortcut = x if self.conv_shortcut is None else self.conv_shortcut(x)
-        x = self.conv1(chunk.looking_back(silu(self.norm1(x))))
-        return self.conv2(chunk.looking_back(silu(self.norm2(x)))) + shortcut
+        x = self.conv1(chunk.causal_pad(silu(self.norm1(x))))
+        return self.conv2(chunk.causal_pad(silu(self.norm2(x)))) + shortcut
 
 
 class MidBlock(nnx.Module):

@@ -1,6 +1,6 @@
-"""A map split over its width: each chip computes one slab, with a halo of its neighbours' columns where an operator reads beyond.
+"""A map split over its width: each chip computes one shard, with a halo of its neighbours' columns where an operator reads beyond.
 
-Inside of `over_width` padding along the width brings the halo, and attention sees the whole map's keys, by `slabs()`; nothing
+Inside of `shard_width` padding along the width brings the halo, and attention sees the whole map's keys, by `halo_shards()`; nothing
 else may mix columns. A width that the chips do not divide is filled up on the right, tiles below and on the right: no column
 of the map depends on that. `axis` is the width's, the height lies before it.
 """
@@ -24,7 +24,7 @@ from ..kernels.attention.reference import Keys, Out, Queries, Values
 from ..kernels.settings import bound, current, using
 
 
-class NotOnSlabs(NotImplementedError):
+class NotByShards(NotImplementedError):
     """An operator needs the whole map."""
 
 
@@ -38,13 +38,13 @@ def as_finer(own, size: int, became: int):
 
 
 @dataclass(frozen=True)
-class Slabs:
+class HaloShards:
     """How maps are split here.
 
     Attributes:
-        axes: of the mesh, over which `count` chips side by side hold slabs side by side.
+        axes: of the mesh, over which `count` chips side by side hold shards side by side.
         height, width: of the map that was split; other maps are finer or coarser by a power of two.
-        local: the columns of one slab of it.
+        local: the columns of one shard of it.
         own: rows and columns that are not filled up, traced scalars; None: all.
     """
 
@@ -56,26 +56,26 @@ class Slabs:
     own: tuple[jax.Array, jax.Array] | None = None
 
     def columns(self, local: int) -> int:
-        """The width of the map whose slabs have `local` columns."""
+        """The width of the map whose shards have `local` columns."""
         return self.width * local // self.local
 
     @property
     def filled(self) -> bool:
-        """The last slabs hold columns that are not the map's."""
+        """The last shards hold columns that are not the map's."""
         return self.width < self.count * self.local
 
     def with_neighbours(self, x: jax.Array, left: int, right: int, axis: int = -1, repeated=False) -> jax.Array:
-        """A slab with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
+        """A shard with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
-        Rows that are filled up become as what is beyond the map. Raises NotOnSlabs where a neighbour has fewer columns.
+        Rows that are filled up become as what is beyond the map. Raises NotByShards where a neighbour has fewer columns.
         """
         axis %= x.ndim
         local = x.shape[axis]
         if not left and not right:
             return x
         if max(left, right) > local:
-            raise NotOnSlabs(
-                f"expected slabs of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
+            raise NotByShards(
+                f"expected shards of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
             )
         if self.count == 1:
             if self.own is not None:
@@ -84,7 +84,7 @@ class Slabs:
             widths = [(left, right) if a == axis else (0, 0) for a in range(x.ndim)]
             return jnp.pad(x, widths, mode="edge" if repeated else "constant")
         place = lax.axis_index(self.axes)
-        last = self.columns(local) - 1 - place * local  # of the map, seen from this slab
+        last = self.columns(local) - 1 - place * local  # of the map, seen from this shard
         if self.filled:
             x = _filled_up(x, last, axis, repeated)
 
@@ -109,7 +109,7 @@ class Slabs:
         return as_finer(self.own[0], self.height, height), as_finer(self.own[1], self.width, width)
 
     def own_positions(self, height: int, width: int) -> jax.Array | None:
-        """Which positions of a slab of this size are not filled up [height | 1, width]; None: all."""
+        """Which positions of a shard of this size are not filled up [height | 1, width]; None: all."""
         if self.own is None and not self.filled:
             return None
         if self.filled:
@@ -119,7 +119,7 @@ class Slabs:
         return (jnp.arange(height) < rows)[:, None] & (jnp.arange(width) < columns)
 
     def of_positions(self, positions: int) -> tuple[int, int]:
-        """Rows and columns of a slab that has so many positions."""
+        """Rows and columns of a shard that has so many positions."""
         sizes = ((int(self.height * f), int(self.local * f)) for f in FACTORS)
         return next(size for size in sizes if math.prod(size) == positions)
 
@@ -153,29 +153,29 @@ def _filled_up(x: jax.Array, last: jax.Array, axis: int, repeated: bool) -> jax.
     return jnp.where(place <= last, x, beyond)
 
 
-_slabs = contextvars.ContextVar("diffusers_tpu_slabs", default=None)
+_halo_shards = contextvars.ContextVar("diffusers_tpu_halo_shards", default=None)
 
 
-def slabs() -> Slabs | None:
-    """How maps are split where this is traced; None outside of `over_width` and `over_tiles`."""
-    return _slabs.get()
+def halo_shards() -> HaloShards | None:
+    """How maps are split where this is traced; None outside of `shard_width` and `over_tiles`."""
+    return _halo_shards.get()
 
 
 @contextlib.contextmanager
-def _computing(slabs: Slabs):
-    """`slabs()` inside, on one chip; operators spread nothing further."""
-    with bound(_slabs, slabs), using(replace(current(), mesh=None)):
+def _computing(shards: HaloShards):
+    """`halo_shards()` inside, on one chip; operators spread nothing further."""
+    with bound(_halo_shards, shards), using(replace(current(), mesh=None)):
         yield
 
 
-def over_width(
+def shard_width(
     function: Callable, x: jax.Array, multiple: int = 1, axis: int = -1, beside: tuple[jax.Array, ...] = ()
 ) -> jax.Array:
-    """`function(x, *beside)` of a traced map [B, ...], one slab of the width a chip; a batch that `dp` divides lies over it.
+    """`function(x, *beside)` of a traced map [B, ...], one shard of the width a chip; a batch that `dp` divides lies over it.
 
     Args:
-        function: gives a map with f times the columns, for any f, and mixes columns by `slabs()` alone.
-        multiple: of columns, that a slab must have: how often the function halves the width.
+        function: gives a map with f times the columns, for any f, and mixes columns by `halo_shards()` alone.
+        multiple: of columns, that a shard must have: how often the function halves the width.
         beside: further arrays of the batch [B, ...].
     """
     mesh, axis = current().mesh, axis % x.ndim
@@ -185,19 +185,19 @@ def over_width(
     axes = tuple(name for name, size in sizes.items() if name != on_dp and size > 1)
     count = math.prod(sizes[name] for name in axes)
     local = -(-width // (count * multiple)) * multiple if count > 1 else width
-    split = Slabs(axes, count, height, width, local)
+    split = HaloShards(axes, count, height, width, local)
 
-    def one_slab(slab, *beside):
+    def one_shard(shard, *beside):
         with _computing(split):
-            return function(slab, *beside)
+            return function(shard, *beside)
 
     if mesh is None or mesh.size == 1:
-        return one_slab(x, *beside)
+        return one_shard(x, *beside)
     spec = P(on_dp, *(axes if a == axis else None for a in range(1, x.ndim)))
     if split.filled:
         x = jnp.pad(x, [(0, count * local - width) if a == axis else (0, 0) for a in range(x.ndim)])
     specs = spec, *(P(on_dp) for _ in beside)
-    out = jax.shard_map(one_slab, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(x, *beside)
+    out = jax.shard_map(one_shard, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(x, *beside)
     columns = split.columns(out.shape[axis] // count)
     return lax.slice_in_dim(out, 0, columns, axis=axis) if split.filled else out
 
@@ -215,7 +215,7 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
     filled = [jnp.concatenate((a, jnp.broadcast_to(a[-1:], (-len(a) % chips, *a.shape[1:])))) for a in tiles]
 
     def one_tile(tile, own=None):
-        with _computing(Slabs((), 1, height, width, width, None if own is None else tuple(own))):
+        with _computing(HaloShards((), 1, height, width, width, None if own is None else tuple(own))):
             return function(tile)
 
     def some_tiles(*tiles):
@@ -230,11 +230,11 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
 def attention_by_frame(q: Queries, k: Keys, v: Values, frames: int) -> Out:
     """Attention of the positions of `frames` maps, one after another, each to those of its own frame and of the earlier.
 
-    Where a chip has a slab of each map, keys are those of whole maps. Raises as `attention` does.
+    Where a chip has a shard of each map, keys are those of whole maps. Raises as `attention` does.
     """
     seen = None
-    if slabs() is not None:
-        k, v, seen = slabs().everyones(k, v, frames)
+    if halo_shards() is not None:
+        k, v, seen = halo_shards().everyones(k, v, frames)
     if frames == 1 and seen is None:
         return attention(q, k, v)
     frame = q.shape[2] // frames, k.shape[2] // frames
