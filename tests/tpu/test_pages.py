@@ -257,10 +257,10 @@ def test_the_readme_shows_every_command_and_what_ci_runs():
 
 
 def test_the_page_of_the_earlier_scripts_knows_every_flag():
+    known = {"-h", "--help", *re.findall(r"--\w+", (EXAMPLES / "SCRIPTS.md").read_text())}
     for script in SCRIPTS:
         flags = {flag for action in load(script).make_parser()._actions for flag in action.option_strings}
-        page = (EXAMPLES / script).parent / "README.md"
-        assert flags - {"-h", "--help"} <= set(re.findall(r"--\w+", page.read_text())), script
+        assert flags <= known, script
 
 
 # Python
@@ -305,7 +305,7 @@ def test_the_lora_pages_script_makes_a_video_without_a_second_branch(run, tmp_pa
 def test_the_script_of_hunyuan_video15s_page_makes_a_video(run, tmp_path):
     idioms.on()  # as `import diffusers` does where the path is active
     try:
-        pipe = run(EXAMPLES / "hunyuan_video15/README.md")["pipe"]
+        pipe = run(EXAMPLES / "SCRIPTS.md")["pipe"]
     finally:
         idioms.off()
     assert (tmp_path / "boat.mp4").stat().st_size
@@ -328,6 +328,6 @@ def test_the_video_page_encodes_and_decodes(run, monkeypatch):
 
 def test_every_page_with_python_is_run_here():
     ran = {"README_TPU.md", "src/diffusers/tpu/kernels/attention/README.md", "src/diffusers/tpu/video/README.md"}
-    ran |= {"examples/tpu/hunyuan_video15/README.md", "examples/tpu/LORA.md"}
+    ran |= {"examples/tpu/SCRIPTS.md", "examples/tpu/LORA.md"}
     ran |= {"examples/tpu/MIGRATION.md", "examples/tpu/MIGRATION.zh.md"}  # in test_migration.py
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran
