@@ -1,4 +1,4 @@
-"""Where two forms of a component part. Oracle: faults that are planted, whose place is known; a harvest by hand."""
+"""Where two forms of a component part. Oracle: faults that are planted, whose place is known; intermediates by hand."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from diffusers.tpu import compare as fidelity
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.compare import Form, roundings
 from diffusers.tpu.compare.forms import Value
-from diffusers.tpu.compare.harvest import harvest
+from diffusers.tpu.compare.intermediates import with_intermediates
 from diffusers.tpu.compare.matching import error_of, measured
 from diffusers.tpu.compare.modules import compared, graded, innermost
 from diffusers.tpu.compare.roundings import MOST, Widening, widening
@@ -157,7 +157,7 @@ def test_what_cannot_be_run_is_refused_with_the_way_out():
         fidelity.run_form(Decides(), Form("torchax"), fidelity.Call("m", "forward", (torch.ones(2),), {}))
 
 
-def test_harvest_by_hand(chips):
+def test_intermediates_by_hand(chips):
     """Marks in a scan, a compiled part, a part of each chip, a branch and an open loop; the program's own outputs with them."""
     mesh, halves = jax.sharding.Mesh(np.array(chips[:2]), ("sp",)), PartitionSpec("sp")
 
@@ -176,7 +176,7 @@ def test_harvest_by_hand(chips):
     jaxpr, places = jax.jit(program).trace(weights, x).jaxpr, []
 
     def run(*arguments):
-        found = harvest(jaxpr, arguments)
+        found = with_intermediates(jaxpr, arguments)
         places.append(found)
         return found.outputs, found.values
 

@@ -2,7 +2,7 @@
 
 "upstream" is its own module on the host; "torchax" its module traced block by block; "scanned" the same with equal blocks as one scanned
 block, which a pipeline on the TPU path runs; "nnx" its form in plain JAX (`plans.flax_class`), if it has one. A traced form is the
-program that a run compiles, what its submodules take and give beside its outputs (`harvest`).
+program that a run compiles, what its submodules take and give beside its outputs (`intermediates`).
 """
 
 import copy
@@ -26,7 +26,7 @@ from ..compile.tracing.scan import Group
 from ..config import TPUConfig
 from ..pipelines.attach import target_devices
 from ..pipelines.plans import FLAX, module_plan
-from .harvest import CHIPS, Harvest, Place, harvest
+from .intermediates import Axis, Intermediates, Place, with_intermediates
 from .nnx import trace_nnx
 from .pipelines import NARROW, Call, cast_module
 
@@ -112,16 +112,6 @@ class Captured:
             found[call.name].append(call)
         return dict(found)
 
-    @functools.cached_property
-    def kinds(self) -> dict[str, str]:
-        """Class of each submodule."""
-        return {name: type(m).__name__ for name, m in self.module.named_modules()}
-
-
-def forms_of(module: torch.nn.Module) -> tuple[str, ...]:
-    """The kinds of form that a component of this class has."""
-    return KINDS if type(module).__name__ in FLAX else KINDS[:-1]
-
 
 def run_form(module: torch.nn.Module, form: Form, call: Call) -> Captured:
     """What every submodule takes and gives in a call of `module`, which is left as it is.
@@ -135,10 +125,10 @@ def run_form(module: torch.nn.Module, form: Form, call: Call) -> Captured:
         NotImplementedError: the call cannot be traced.
         RuntimeError: the TPU path is off.
     """
-    if form.kind not in forms_of(module):
+    kinds, name = KINDS if type(module).__name__ in FLAX else KINDS[:-1], type(module).__name__
+    if form.kind not in kinds:
         raise ValueError(
-            f"expected a form of {type(module).__name__} ({', '.join(forms_of(module))}), got {form.kind}: in plain JAX there"
-            f" are {', '.join(FLAX)}"
+            f"expected a form of {name} ({', '.join(kinds)}), got {form.kind}: in plain JAX there are {', '.join(FLAX)}"
         )
     exact = form.dtype == torch.float32
     if not exact or any(p.dtype in NARROW for p in module.parameters()):
@@ -198,42 +188,42 @@ def _run_traced(module: torch.nn.Module, form: Form, call: Call) -> Captured:
     return _sorted_out(found, groups, module)
 
 
-def _computed(program, arguments: list, options: dict | None) -> Harvest:
-    """The harvest of a traced program, its values computed."""
+def _computed(program, arguments: list, options: dict | None) -> Intermediates:
+    """Of a traced program, the values computed."""
     kept = []
 
     def run(*arguments):
-        kept.append(harvest(program, arguments))
+        kept.append(with_intermediates(program, arguments))
         return kept[-1].outputs, kept[-1].values
 
     _, values = compile_lowered(jax.jit(run).lower(*arguments), options)(*arguments)
     return dataclasses.replace(kept[-1], values=values)
 
 
-def _sorted_out(found: Harvest, groups: list[Group], module: torch.nn.Module) -> Captured:
+def _sorted_out(found: Intermediates, groups: list[Group], module: torch.nn.Module) -> Captured:
     """Each value of a loop by itself: a scanned block's by the block's number, any other's as one call after another."""
     first = {}
     for place in found.places:
         for axis in place.axes:
-            first[axis.number] = min(first.get(axis.number, place.tag.call), place.tag.call)
+            first[axis] = min(first.get(axis, place.tag.call), place.tag.call)
     calls: dict[tuple, ModuleCall] = {}
     for place, value in zip(found.places, found.values):
-        loops = [axis for axis in place.axes if axis.kind != CHIPS]
+        loops = [axis for axis in place.axes if not axis.of_chips]
         by_chip, chips = len(loops) < len(place.axes), len(value.sharding.device_set)
         spec = "a part a chip" if by_chip else _spec(value, len(loops))
         array = _wide(np.asarray(value))
         if by_chip:
-            array = np.moveaxis(array, [axis.kind for axis in place.axes].index(CHIPS), len(loops))
+            array = np.moveaxis(array, [axis.of_chips for axis in place.axes].index(True), len(loops))
         for steps in np.ndindex(*(axis.size for axis in loops)):
             name = _name(place, steps, loops, groups)
-            order = *((first[axis.number], step) for axis, step in zip(loops, steps)), (place.tag.call, -1)
+            order = *((first[axis], step) for axis, step in zip(loops, steps)), (place.tag.call, -1)
             made = calls.setdefault((order, name), ModuleCall(name))
             values = made.answered if place.tag.given else made.given
             values[place.tag.leaf] = Value(array[steps], by_chip, spec, chips)
     return Captured([calls[key] for key in sorted(calls)], {tag.name for tag in found.lost}, module)
 
 
-def _name(place: Place, steps: tuple, loops: list, groups: list[Group]) -> str:
+def _name(place: Place, steps: tuple, loops: list[Axis], groups: list[Group]) -> str:
     """The name of the submodule, of a scanned block with that block's number."""
     tag = place.tag
     if tag.blocks is None:

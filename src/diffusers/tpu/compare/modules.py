@@ -160,13 +160,14 @@ def compared(
 ) -> Comparison:
     """The comparison of what was captured. `own`: upstream's in the dtype of `found`; `wider`: of the rungs."""
     left_out, rows, last, parted, rungs = {}, {}, 0.0, [], _rungs(oracle.module, wider)
+    kinds = {name: type(part).__name__ for name, part in oracle.module.named_modules()}
     places = {id(c): n for calls in oracle.by_name.values() for n, c in enumerate(calls)}
     for made in oracle.calls:
         name, place, calls = made.name, places[id(made)], len(oracle.by_name[made.name])
         ours, before = found.by_name.get(name, []), rows.get(name)
         reason = _left_out(name, calls, len(ours), found)
         ours = [] if reason else _pieces(ours, calls, place)
-        row = _row(made, ours, oracle.kinds.get(name, ""), rungs.get(name, NORM), last) if ours else None
+        row = _row(made, ours, kinds.get(name, ""), rungs.get(name, NORM), last) if ours else None
         if row is None:
             left_out[name] = reason or f"gives {_shapes(ours[0])}, the oracle {_shapes(made)}"
             continue
@@ -205,11 +206,8 @@ def _rungs(module: torch.nn.Module, wider: Widening) -> dict[str, float]:
 
 def innermost(names: list[str]) -> str | None:
     """The first of these submodules that has none of them inside of it."""
-    return next((name for name in names if not any(_inside(other, name) for other in names)), None)
-
-
-def _inside(name: str, outer: str) -> bool:
-    return name != outer and (not outer or name.startswith(f"{outer}."))
+    inner = {name: f"{name}." if name else "" for name in names}
+    return next((n for n in names if not any(o != n and o.startswith(inner[n]) for o in names)), None)
 
 
 def _left_out(name: str, calls: int, ours: int, found: Captured) -> str | None:

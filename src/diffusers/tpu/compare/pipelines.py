@@ -5,8 +5,8 @@
 Inputs are those of upstream's own run. The result is compared after few steps: after many, samplers tell more of themselves than of models.
 """
 
-import contextlib
 import copy
+import functools
 import inspect
 import os
 import random
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ... import DiffusionPipeline
 from .. import install, uninstall
+from ..compile.state.watch import replaced
 from ..config import TPUConfig
 from ..pipelines.components import modules_of
 from ..pipelines.pipeline import installation
@@ -191,9 +192,8 @@ def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:
     calls: dict[tuple[str, str], Call] = {}
     decoded: dict[str, torch.Tensor] = {}
 
-    def recorder(name, module, entry):
-        method = getattr(module, entry)
-
+    def recorder(name: str, entry: str, method):
+        @functools.wraps(method)
         def run(*args, **kwargs):
             new = (name, entry) not in calls
             if new:
@@ -205,12 +205,8 @@ def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:
 
         return run
 
-    with contextlib.ExitStack() as stack:
-        for name, module in modules_of(pipe).items():
-            for entry in ENTRIES:
-                if hasattr(module, entry):
-                    setattr(module, entry, recorder(name, module, entry))
-                    stack.callback(delattr, module, entry)
+    entries = [(name, m, entry) for name, m in modules_of(pipe).items() for entry in ENTRIES if hasattr(m, entry)]
+    with replaced((vars(m), entry, recorder(name, entry, getattr(m, entry))) for name, m, entry in entries):
         result = run_pipeline(pipe, arguments, seed)
     for name, video in decoded.items():
         if hasattr(modules_of(pipe)[name], "encode"):

@@ -7,12 +7,13 @@ manifest.jsonl    all records, in the prompts' order; there when every prompt ha
 .claims           locks (see `claims`)
 """
 
-import contextlib
-import fcntl
 import json
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
+
+from filelock import FileLock
 
 from ...files import whole_files
 from .prompts import Prompt
@@ -24,14 +25,15 @@ class Directory:
     def __init__(self, path: Path):
         self.path, self.records = path, path / ".records"
         self.records.mkdir(parents=True, exist_ok=True)
+        self._alone = FileLock(path / ".prompts.lock")
 
     def agree(self, prompts: list[Prompt], settings: dict):
         """Write what the directory is for, or hold it against what stands there: more prompts may follow, nothing else differs.
 
         Raises ValueError with what differs.
         """
-        wanted = [{"settings": settings}, *(prompt.as_json() for prompt in prompts)]
-        with self._alone():
+        wanted = [{"settings": settings}, *map(asdict, prompts)]
+        with self._alone:
             file = self.path / "prompts.jsonl"
             there = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
             for old, new in zip(there, map(json.loads, map(json.dumps, wanted))):
@@ -62,7 +64,7 @@ class Directory:
     def write_record(self, prompt: Prompt, **facts):
         """Say what became of a prompt: `files` (names) and `seconds`, or an `error`."""
         with whole_files([self.records / f"{prompt.id}.json"]) as (draft,):
-            draft.write_text(json.dumps({**prompt.as_json(), **facts}) + "\n")
+            draft.write_text(json.dumps({**asdict(prompt), **facts}) + "\n")
 
     def failed(self, prompts: list[Prompt]) -> list[str]:
         """The ids of those that have an error."""
@@ -79,16 +81,9 @@ class Directory:
     def write_manifest(self, prompts: list[Prompt]) -> list[dict]:
         """All records, in a file that is whole or not there; every process that ends may write it, of the same content."""
         records = [self.record(prompt) for prompt in prompts]
-        with self._alone():
+        with self._alone:
             self._write("manifest.jsonl", records)
         return records
-
-    @contextlib.contextmanager
-    def _alone(self):
-        """No other process in here."""
-        with open(self.path / ".prompts.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
 
     def _write(self, name: str, lines: Iterable[dict]):
         for left in self.path.glob(f".{Path(name).stem}.*.jsonl"):  # by a process that died here

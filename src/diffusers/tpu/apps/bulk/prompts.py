@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..generation.call import Request
@@ -24,9 +24,6 @@ class Prompt:
 
     def request(self) -> Request:
         return Request(self.prompt, self.seed, self.arguments)
-
-    def as_json(self) -> dict:
-        return asdict(self)
 
 
 def read(path: Path, seed: int, arguments: dict) -> list[Prompt]:

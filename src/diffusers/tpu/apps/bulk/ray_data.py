@@ -5,6 +5,7 @@ Ray says who makes what; the directory's records and locks hold as without it. A
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 
 import ray
 from ray.data import ActorPoolStrategy, DataContext
@@ -46,7 +47,7 @@ def run(
     try:
         DataContext.get_current().enable_progress_bars = False
         if waiting:
-            items = [{"prompt": prompt.as_json()} for prompt in waiting]
+            items = [{"prompt": asdict(prompt)} for prompt in waiting]
             done = ray.data.from_items(items, override_num_blocks=-(-len(waiting) // batch)).map_batches(
                 Actor,
                 fn_constructor_args=(directory.path.resolve(), load, cls, settings),

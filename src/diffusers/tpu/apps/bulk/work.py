@@ -1,5 +1,6 @@
 """One process at its directory: take a prompt that nobody has, make it, say so; at the end wait for the others."""
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 
@@ -31,17 +32,10 @@ class Work:
     def run(self, prompts: list[Prompt]):
         """Return when every prompt has a record, made by this process or another."""
         for waits in (False, True):
-            group: list[Prompt] = []
-            for prompt in self._taken(prompts, waits):
-                if group and prompt.request().alike() != group[0].request().alike():
+            taken = self._taken(prompts, waits)
+            for _, alike in itertools.groupby(taken, lambda prompt: prompt.request().alike()):
+                while group := [*itertools.islice(alike, self.batch)]:
                     self._make(group, self.batch)
-                    group = []
-                group.append(prompt)
-                if len(group) == self.batch:
-                    self._make(group, self.batch)
-                    group = []
-            if group:
-                self._make(group, self.batch)
 
     def _taken(self, prompts: list[Prompt], waits: bool) -> Iterator[Prompt]:
         """The prompts without a record that this process now has, one by one."""

@@ -4,7 +4,6 @@ The trace is evaluated operation by operation. Marked values of a loop over a kn
 each chip computes for itself by chip, [chips, ...]. Those of a branch, or of a loop whose length is a value, are `lost`.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -17,17 +16,14 @@ from ..compile.tracing import Marked, Tag, capture_p
 
 
 INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")
-LOOP, CHIPS = "loop", "chips"
-_numbers = itertools.count()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Axis:
-    """An axis in front of a marked value's own: the steps of a loop, or the chips. `number` is that of the loop or part."""
+    """An axis in front of a marked value's own: the steps of one loop, or the chips."""
 
-    kind: str
     size: int
-    number: int = field(default_factory=lambda: next(_numbers))
+    of_chips: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +35,7 @@ class Place:
 
 
 @dataclass
-class Harvest:
+class Intermediates:
     """Of one evaluation of a program: its own outputs; places and values of what was marked; tags of what no output can be."""
 
     outputs: list = field(default_factory=list)
@@ -47,19 +43,19 @@ class Harvest:
     values: list = field(default_factory=list)
     lost: list[Tag] = field(default_factory=list)
 
-    def take(self, part: "Harvest", values: list, *axes: Axis):
+    def take(self, part: "Intermediates", values: list, *axes: Axis):
         """What was marked in a part of the program; `values`: as they come out of it, behind these axes."""
         self.places += [replace(place, axes=(*axes, *place.axes)) for place in part.places]
         self.values += values
         self.lost += part.lost
 
 
-def harvest(program: ClosedJaxpr | Jaxpr, arguments: Sequence) -> Harvest:
+def with_intermediates(program: ClosedJaxpr | Jaxpr, arguments: Sequence) -> Intermediates:
     """The program's outputs and marked values for these flat arguments; no mark is left in what is traced meanwhile.
 
     Raises NotImplementedError for a mark inside of an operation that is not known.
     """
-    found, known, jaxpr = Harvest(), {}, getattr(program, "jaxpr", program)
+    found, known, jaxpr = Intermediates(), {}, getattr(program, "jaxpr", program)
     known.update(zip(jaxpr.constvars, getattr(program, "consts", ())))
     known.update(zip(jaxpr.invars, arguments))
 
@@ -90,33 +86,33 @@ def harvest(program: ClosedJaxpr | Jaxpr, arguments: Sequence) -> Harvest:
 # Outputs of an operation that has marks inside of it
 
 
-def _inlined(params: dict, values: list, found: Harvest) -> list:
-    part = harvest(params.get("jaxpr") or params["call_jaxpr"], values)
+def _inlined(params: dict, values: list, found: Intermediates) -> list:
+    part = with_intermediates(params.get("jaxpr") or params["call_jaxpr"], values)
     found.take(part, part.values)
     return part.outputs
 
 
-def _scan(params: dict, values: list, found: Harvest) -> list:
+def _scan(params: dict, values: list, found: Intermediates) -> list:
     consts, carried, inside = params["num_consts"], params["num_carry"], []
 
     def step(carry, xs):
-        part = harvest(params["jaxpr"], [*values[:consts], *carry, *xs])
+        part = with_intermediates(params["jaxpr"], [*values[:consts], *carry, *xs])
         inside.append(part)
         return part.outputs[:carried], (part.outputs[carried:], part.values)
 
     xs = values[consts + carried :]
     how = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (outs, marked) = lax.scan(step, values[consts : consts + carried], xs, **how)
-    found.take(inside[-1], marked, Axis(LOOP, params["length"]))
+    found.take(inside[-1], marked, Axis(params["length"]))
     return [*carry, *outs]
 
 
-def _by_chip(params: dict, values: list, found: Harvest) -> list:
+def _by_chip(params: dict, values: list, found: Intermediates) -> list:
     mesh, inside = params["mesh"], []
     axes = tuple(sorted(params["newly_manual_axes"], key=mesh.axis_names.index))
 
     def local(*values):
-        part = harvest(params["jaxpr"], values)
+        part = with_intermediates(params["jaxpr"], values)
         inside.append(part)
         return part.outputs, [value[None] for value in part.values]
 
@@ -128,33 +124,33 @@ def _by_chip(params: dict, values: list, found: Harvest) -> list:
         check_vma=params["check_vma"],
         axis_names=params["newly_manual_axes"],
     )(*values)
-    found.take(inside[-1], marked, Axis(CHIPS, mesh.size))
+    found.take(inside[-1], marked, Axis(mesh.size, of_chips=True))
     return outs
 
 
-def _unseen(program: ClosedJaxpr, found: Harvest) -> Callable:
+def _unseen(program: ClosedJaxpr, found: Intermediates) -> Callable:
     """The program as a function; what is marked in it is lost."""
 
     def run(*values):
-        part = harvest(program, values)
+        part = with_intermediates(program, values)
         found.lost += [*(place.tag for place in part.places), *part.lost]
         return part.outputs
 
     return run
 
 
-def _branches(params: dict, values: list, found: Harvest) -> list:
+def _branches(params: dict, values: list, found: Intermediates) -> list:
     return lax.switch(values[0], [_unseen(branch, found) for branch in params["branches"]], *values[1:])
 
 
-def _while(params: dict, values: list, found: Harvest) -> list:
+def _while(params: dict, values: list, found: Intermediates) -> list:
     goes_on, body = (_unseen(params[name], found) for name in ("cond_jaxpr", "body_jaxpr"))
     split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     asked, used, carry = values[: split[0]], values[split[0] : split[1]], values[split[1] :]
     return lax.while_loop(lambda carry: goes_on(*asked, *carry)[0], lambda carry: body(*used, *carry), carry)
 
 
-PARTS: dict[str, Callable[[dict, list, Harvest], list]] = {
+PARTS: dict[str, Callable[[dict, list, Intermediates], list]] = {
     **dict.fromkeys(INLINED, _inlined),
     "scan": _scan,
     "shard_map": _by_chip,
