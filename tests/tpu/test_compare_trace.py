@@ -14,7 +14,7 @@ from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.planner.obstacles import SMALL, of_pipeline
+from diffusers.tpu.planner.trace_diagnostics import list_obstacles
 
 
 HUNYUAN = "diffusers.models.transformers.transformer_hunyuan_video15"
@@ -33,7 +33,7 @@ def test_unpatched_hunyuanvideo15_stops_at_the_lines_that_our_patches_replace(ro
     for module in pipe.transformer.modules():
         if type(module).__module__ == transformer_hunyuan_video15.__name__:
             module.__class__ = getattr(theirs, type(module).__name__)
-    (traced,) = of_pipeline(pipe, {**SMALL}, only=["transformer"])
+    (traced,) = list_obstacles(pipe, only=["transformer"])
     assert traced.kind == "HunyuanVideo15Transformer3DModel" and traced.entries == ["forward"] and not traced.stopped
     lines = pristine[FILE].decode().splitlines()
     code = [lines[one.line - 1].strip() for one in traced.obstacles]
@@ -48,7 +48,7 @@ def test_unpatched_hunyuanvideo15_stops_at_the_lines_that_our_patches_replace(ro
 
 def test_the_patched_one_is_stopped_by_nothing_as_a_run_traces_it():
     pipe = tiny.hunyuan15_i2v()
-    (planned,) = of_pipeline(pipe, {**SMALL}, planned=True, only=["transformer"])
+    (planned,) = list_obstacles(pipe, planned=True, only=["transformer"])
     assert not planned.obstacles and not planned.stopped
 
 
@@ -64,7 +64,7 @@ STOPS = {
 def test_what_stops_video_models(name):
     """One line of each transformer, nothing else."""
     arguments, file, code = STOPS[name]
-    found = {traced.component: traced for traced in of_pipeline(getattr(tiny, name)(), {**SMALL, **arguments})}
+    found = {traced.component: traced for traced in list_obstacles(getattr(tiny, name)(), arguments=arguments)}
     assert {"transformer", "vae"} <= found.keys()
     (one,) = found.pop("transformer").obstacles
     assert one.file.endswith(file) and code in one.code and one.function.endswith(("__call__", "forward"))

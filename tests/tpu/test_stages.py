@@ -1,6 +1,7 @@
 """Stages and their files. Oracle: the same call in one run, to the last bit."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -83,7 +84,9 @@ def three_runs(folder: str, call: dict, dtype, place: Path) -> np.ndarray:
     settings, tensors = stages.read(place / "text.safetensors", "text")
     call = {name: stages.unpack(value, tensors) for name, value in settings.call.items()}
     latents = stages.run_denoise(stages.load(folder, "denoise", dtype), call, settings.seed, tensors)
-    stages.save(place / "latents.safetensors", settings.after("denoise"), {stages.LATENTS: latents})
+    stages.save(
+        place / "latents.safetensors", dataclasses.replace(settings, stage="denoise"), {stages.LATENTS: latents}
+    )
     _, tensors = stages.read(place / "latents.safetensors", "denoise")
     assert tensors[stages.LATENTS].dtype == dtype
     return stages.run_decode(stages.load(folder, "decode", dtype), tensors[stages.LATENTS])

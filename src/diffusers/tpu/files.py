@@ -28,6 +28,12 @@ def whole_files(paths: list[Path]):
             signal.signal(signal.SIGTERM, before)
 
 
+def write_whole(path: Path, content: str | bytes):
+    """A file of this content, text as UTF-8; it is replaced when all of the new one is there."""
+    with whole_files([path]) as (draft,):
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
 def _stop(number, frame):
     raise SystemExit(128 + number)
 

@@ -67,18 +67,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that a submodule took or gave.
+    """One tensor that a submodule took or gave."""
 
-    Attributes:
-        array: of float32 or wider; of a value that each chip computed for itself [chips, ...].
-        by_chip: whether it is such a value.
-        spec, chips: how it lay in the program, and on how many chips; upstream's on none.
-    """
-
-    array: np.ndarray
-    by_chip: bool = False
-    spec: str = ""
-    chips: int = 0
+    array: np.ndarray  # of float32 or wider
+    by_chip: bool = False  # each chip computed its own: [chips, ...]
+    spec: str = ""  # how it lay in the program
+    chips: int = 0  # on how many; upstream's on none
 
 
 @dataclass
@@ -92,17 +86,11 @@ class ModuleCall:
 
 @dataclass
 class Captured:
-    """Every call of every submodule; the component itself has no name.
+    """Every call of every submodule of a component, which has no name itself."""
 
-    Attributes:
-        calls: upstream's in the order in which they ended, a program's in that of their calls.
-        lost: names of those that were called where no output of the program can come from.
-        module: the component.
-    """
-
-    calls: list[ModuleCall]
-    lost: set[str]
-    module: torch.nn.Module
+    calls: list[ModuleCall]  # upstream's in the order in which they ended, a program's in that of their calls
+    lost: set[str]  # names of those that were called where no output of the program can come from
+    module: torch.nn.Module  # the component
 
     @functools.cached_property
     def by_name(self) -> dict[str, list[ModuleCall]]:

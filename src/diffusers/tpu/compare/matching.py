@@ -18,20 +18,13 @@ EDGES = (0, 1, 2)  # columns that a chip's part of a map has in common with the 
 
 @dataclass(frozen=True)
 class Error:
-    """How far a tensor x is from the oracle's o.
+    """How far a tensor x is from the oracle's o."""
 
-    Attributes:
-        mean, maximum: of |x - o|.
-        relative: mean |x - o| / mean |o|; mean |x - o| where o is zero.
-        euclidean: |x - o| / |o|, Euclidean norms; |x| where o is zero.
-        cosine: of the angle between both; 1 where both are zero.
-    """
-
-    mean: float
+    mean: float  # of |x - o|, as `maximum`
     maximum: float
-    relative: float
-    euclidean: float
-    cosine: float
+    relative: float  # mean |x - o| / mean |o|; mean |x - o| where o is zero
+    euclidean: float  # |x - o| / |o|, Euclidean norms; |x| where o is zero
+    cosine: float  # of the angle between both; 1 where both are zero
 
 
 def error_of(values: list[Value], oracle: Value) -> tuple[Error, bool] | None:

@@ -36,30 +36,19 @@ GROWTH = 16.0  # of an error in one submodule that does nothing wrong; the guide
 
 @dataclass(frozen=True)
 class ModuleRow:
-    """One submodule, the worst of its calls.
+    """One submodule, the worst of its calls."""
 
-    Attributes:
-        name, kind: in upstream's component, empty for the component itself; its class.
-        calls: how many there were.
-        error: of what it gave.
-        inherited: the largest error of what it took; None where none of that could be compared.
-        own: upstream's error in the dtype compared; None in the oracle's dtype.
-        limit: of `error.relative`.
-        shape, spec, chips: of what it gave first, in the form compared.
-        finite: whether all of that is.
-    """
-
-    name: str
-    kind: str
+    name: str  # in upstream's component, empty for the component itself
+    kind: str  # its class
     calls: int
-    error: Error
-    inherited: float | None
-    own: float | None
-    limit: float
-    shape: tuple[int, ...]
+    error: Error  # of what it gave
+    inherited: float | None  # the largest error of what it took; None where none of that could be compared
+    own: float | None  # upstream's error in the dtype compared; None in the oracle's dtype
+    limit: float  # of `error.relative`
+    shape: tuple[int, ...]  # of what it gave first, in the form compared, as `spec` and `chips`
     spec: str
     chips: int
-    finite: bool
+    finite: bool  # whether all of what it gave is
 
     @property
     def ok(self) -> bool:
@@ -78,23 +67,16 @@ class ModuleRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Every submodule that both forms compute, in the order of the oracle's.
-
-    Attributes:
-        form, against, entry, component: what was compared with what.
-        left_out: submodules that the oracle computes and the form does not show, and why.
-        first: the first that parts by itself; None: none does.
-        not_finite: the first that gives NaN or an infinity, and took none; None: none does.
-    """
+    """Every submodule that both forms compute, in the order of the oracle's."""
 
     component: str
     entry: str
     form: str
     against: str
     rows: list[ModuleRow]
-    left_out: dict[str, str]
-    first: str | None
-    not_finite: str | None
+    left_out: dict[str, str]  # submodules that the oracle computes and the form does not show, and why
+    first: str | None  # that parts by itself; None: none does
+    not_finite: str | None  # the first that gives NaN or an infinity, and took none; None: none does
 
     @property
     def ok(self) -> bool:

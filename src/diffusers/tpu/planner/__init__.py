@@ -2,7 +2,7 @@
 
 A plan is made by `published` and `building` (a pipeline without weights), `recording` (its calls), `work` and `meshes` (counts, guesses),
 `hlo`, `bundles`, `ici`, `timing` (compiled programs read), `kept`, `runs`, `advice`, `worker` (all of it, in the compiler's process) and
-`report`. Beside them `ahead`: executables before a run; `obstacles`: what keeps a model from being compiled; `profile`: a traced run.
+`report`. Beside them `ahead`: executables before a run; `trace_diagnostics`: what keeps a model from being compiled; `profile`: a traced run.
 """
 
 import hashlib
@@ -32,18 +32,12 @@ READER = 1  # of figures: counted up by a change that reads other figures from t
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the compiler's process.
-
-    Attributes:
-        function, request: as `aot.run_in_child` takes them.
-        seconds: the process is stopped after these.
-        schedules: False compiles as a run does, without writing them, for `compile_seconds`; times are worth nothing then.
-    """
+    """A question to the compiler's process: `function` and `request` as `aot.run_in_child` takes them."""
 
     function: str
     request: dict
-    seconds: float = TIME_LIMIT
-    schedules: bool = True
+    seconds: float = TIME_LIMIT  # the process is stopped after these
+    schedules: bool = True  # False compiles as a run does, for `compile_seconds`; times are worth nothing then
 
     def answer(self, on_progress: Callable[[str], None] = lambda text: None) -> dict:
         """From disk if the same code and versions were asked before. Raises as `aot.run_in_child`."""

@@ -56,17 +56,11 @@ class NoCompiler(RuntimeError):
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """What the compiler made of one lowered program, in `seconds`.
+    """What the compiler made of one lowered program, in `seconds`."""
 
-    Attributes:
-        text: the scheduled HLO, with layouts and the compiler's estimates.
-        schedules: operation -> text of its final schedule. Of operations that are alike, one has it.
-        memory: bytes on one chip: `arguments`, `outputs`, `aliased`, `temporaries`, `program`.
-    """
-
-    text: str
-    schedules: dict[str, str]
-    memory: dict[str, int]
+    text: str  # the scheduled HLO, with layouts and the compiler's estimates
+    schedules: dict[str, str]  # operation -> text of its final schedule; of operations that are alike, one has it
+    memory: dict[str, int]  # bytes on one chip: `arguments`, `outputs`, `aliased`, `temporaries`, `program`
     seconds: float
 
     @property

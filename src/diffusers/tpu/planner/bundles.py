@@ -35,23 +35,16 @@ class Loop:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What the schedule of one operation comes to.
+    """What the schedule of one operation comes to."""
 
-    Attributes:
-        cycles: bundles times runs, all pieces together.
-        bundles: of the whole text.
-        loops: outermost first.
-        steps: trips of a kernel's grid (the outermost loop, without the rounds that only fill and drain its pipeline).
-        body: bundles of the largest straight piece, the part that every step runs.
-        rows: of bfloat16 that go through the busiest matrix unit.
-    """
-
-    cycles: float
-    bundles: int
-    loops: tuple[Loop, ...]
-    steps: int
-    body: int
-    rows: float = 0.0
+    cycles: float  # bundles times runs, all pieces together
+    bundles: int  # of the whole text
+    loops: tuple[Loop, ...]  # outermost first
+    steps: (
+        int  # trips of a kernel's grid: the outermost loop, without the rounds that only fill and drain its pipeline
+    )
+    body: int  # bundles of the largest straight piece, the part that every step runs
+    rows: float = 0.0  # of bfloat16 that go through the busiest matrix unit
 
 
 def read_modes(text: str, slots: int) -> dict[str, Schedule]:

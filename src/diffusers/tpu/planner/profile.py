@@ -7,7 +7,7 @@ its own, without those inside of it. Of simulated chips they say which operation
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 from jax.profiler import ProfileData
 
 from . import hlo
+from .report import summed, timed_parts
 from .timing import module_of, short
 
 
@@ -54,7 +55,7 @@ def measured(folder: Path) -> dict:
         raise ValueError(f"expected operations in {traces[-1]}, got none: no program ran while it was traced")
     programs = programs_by_event(facts["programs"], [event for event, _ in events])
     chips = len({event.chip for event, _ in events})
-    modules, operations = defaultdict(float), defaultdict(float)
+    modules, operations = Counter(), Counter()
     for event, seconds in events:
         component, names = programs[event.program] or (GLUE, {})
         name = event.name or names.get(event.operation, "")
@@ -67,8 +68,8 @@ def measured(folder: Path) -> dict:
         "steps": facts["steps"],
         "chips": chips,
         "seconds_per_step": sum(modules.values()),
-        "modules": [{"component": c, "module": m, "measured": s} for (c, m), s in _largest(modules)],
-        "operations": [{"operation": o, "measured": s} for o, s in _largest(operations)],
+        "modules": [{"component": c, "module": m, "measured": s} for (c, m), s in modules.most_common()],
+        "operations": [{"operation": o, "measured": s} for o, s in operations.most_common()],
     }
 
 
@@ -77,17 +78,14 @@ def beside(found: dict, plan: dict) -> dict:
 
     Raises ValueError for a plan whose denoiser was not compiled: it has no seconds.
     """
-    modules, operations = defaultdict(float), defaultdict(float)
-    for part in (part for part in plan["parts"] if part["stage"] == "denoise"):
-        if not part.get("timing"):
-            raise ValueError(
-                f"expected a plan with the seconds of {part['component']}, got one that does not fit its chips"
-            )
-        share = part["runs"] / plan["steps"]
-        for name, seconds in part["timing"]["by_module"].items():
-            modules[part["component"], name] += share * seconds
-        for name, seconds in part["timing"]["by_operation"].items():
-            operations[(name.partition(": ")[2],)] += share * seconds
+    modules, operations = Counter(), Counter()
+    untimed = [p["component"] for p in plan["parts"] if p["stage"] == "denoise" and not p.get("timing")]
+    if untimed:
+        raise ValueError(f"expected a plan with the seconds of {untimed[0]}, got one that does not fit its chips")
+    for part, runs in timed_parts(plan):
+        modules.update({(part["component"], name): runs * s for name, s in part["timing"]["by_module"].items()})
+    for name, seconds in summed(plan, "by_operation"):
+        operations[(name.partition(": ")[2],)] += seconds
     total = plan["seconds_per_step"]["total"]
     return {
         **found,
@@ -107,10 +105,6 @@ def _with_planned(rows: list[dict], names: tuple[str, ...], planned: dict[tuple,
         ratio = ours / theirs if ours and theirs else None
         found.append({**dict(zip(names, key)), "measured": ours, "planned": theirs, "ratio": ratio})
     return found
-
-
-def _largest(sums: dict) -> list[tuple]:
-    return sorted(sums.items(), key=lambda item: -item[1])
 
 
 # The trace

@@ -18,26 +18,22 @@ FOLDER = Path(__file__).with_name("models")
 class Configuration:
     """What a pipeline is made of.
 
-    Attributes:
-        pipeline: its class in diffusers.
-        components: name -> (class, configuration): of a diffusers class as `from_config` takes it, of a transformers
-            model as its `config_class`, of an image processor as its `__init__`. What the model leaves out is not there.
-        settings: further arguments of the pipeline's `__init__`.
-        call: of its model card, without prompt and image; the rest is the pipeline's default.
-        tokens: text tokens that each tokenizer pads to in that call; the limit of one that pads to its longest prompt.
-        tiled: the card's script decodes in tiles.
-        billions: parameters of components, as the authors state them.
-        directory: where it was read from; None: `models/`.
+    `components`: name -> (class, configuration): of a diffusers class as `from_config` takes it, of a transformers model as its
+    `config_class`, of an image processor as its `__init__`. What the model leaves out is not there.
     """
 
-    pipeline: str
+    pipeline: str  # its class in diffusers
     components: dict[str, tuple[str, dict]]
-    settings: dict = field(default_factory=dict)
-    call: dict = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    tiled: bool = False
-    billions: dict[str, float] = field(default_factory=dict)
-    directory: str | None = None
+    settings: dict = field(default_factory=dict)  # further arguments of the pipeline's `__init__`
+    call: dict = field(
+        default_factory=dict
+    )  # of its model card, without prompt and image; the rest is the pipeline's default
+    tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # that tokenizers pad to in it, or at most, to the longest prompt
+    tiled: bool = False  # the card's script decodes in tiles
+    billions: dict[str, float] = field(default_factory=dict)  # parameters of components, as the authors state them
+    directory: str | None = None  # where it was read from; None: `models/`
 
 
 def _resolve(value, parts: dict):

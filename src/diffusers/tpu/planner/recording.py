@@ -65,9 +65,11 @@ class Recording:
     """All calls of one run in the order of their first, the number of scheduler steps, the pipeline and its arguments."""
 
     pipe: object
-    calls: list[RecordedCall]
-    steps: int
+    on_progress: Callable[[str], None]
+    calls: list[RecordedCall] = field(default_factory=list)
+    steps: int = 0
     arguments: dict = field(default_factory=dict)
+    last: tuple[RecordedCall, Call] | None = None  # the call before, of the same step
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -85,53 +87,12 @@ class Recording:
                 finally:
                     runner.detach()
 
-
-def record(
-    pipe, arguments: dict, on_progress: Callable[[str], None] = lambda text: None, runner: type | None = None
-) -> Recording:
-    """The calls of `pipe(**arguments)`. What the pipeline needs and `arguments` do not hold (prompt, image, video) stands in.
-
-    `runner`: what traces a module's calls, a `RecordingRunner`.
-
-    Raises whatever upstream's check of the arguments raises.
-    """
-    recorder = _Recorder(Recording(pipe, [], 0), on_progress)
-    make = runner or RecordingRunner
-    runners = [
-        make(name, module, module_plan(module), recorder) for name, module in recorder.recording.modules.items()
-    ]
-    for one in runners:
-        one.attach()
-    host = property(lambda self: torch.device("cpu"))  # as with installed host glue
-    names = {"__module__": type(pipe).__module__, "_execution_device": host, "device": host}
-    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), names)
-    pipe.set_progress_bar_config(disable=True)
-    for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
-        scheduler.step = recorder.step
-    for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
-        for name in {"postprocess", "postprocess_video"} & {*dir(processor)}:  # pictures stay the decoder's zeros
-            setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))
-    try:
-        pipe(**_complete(pipe, arguments))
-    finally:
-        for one in runners:
-            one.detach()
-    return recorder.recording
-
-
-class _Recorder:
-    """The calls so far. `last`: the one before, of the same step."""
-
-    def __init__(self, recording: Recording, on_progress: Callable[[str], None]):
-        self.recording, self.on_progress, self.last = recording, on_progress, None
-
     def add(self, runner: "RecordingRunner", call: Call) -> RecordedCall:
-        calls = self.recording.calls
-        found = next((r for r in calls if r.component == runner.component and r.call.key == call.key), None)
+        found = next((r for r in self.calls if r.component == runner.component and r.call.key == call.key), None)
         if found is None:
             self.on_progress(f"tracing {runner.component}")
             found = RecordedCall(runner.component, call, runner.trace(call))
-            calls.append(found)
+            self.calls.append(found)
         if self.last is not None and self.last[0] is found and call.batch and self.last[1].pairs_with(call):
             found.groups[-1] += 1
         else:
@@ -141,7 +102,7 @@ class _Recorder:
 
     def step(self, model_output, timestep, sample, *args, return_dict=True, **kwargs):
         """A scheduler's step that hands the latents on."""
-        self.recording.steps += 1
+        self.steps += 1
         self.last = None
         if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM gives its old prediction third
             sample = args[0]
@@ -151,12 +112,45 @@ class _Recorder:
 class RecordingRunner(CompiledModule):
     """Writes calls down in place of running them."""
 
-    def __init__(self, component: str, module: torch.nn.Module, plan: ModelPlan, recorder: _Recorder):
+    def __init__(self, component: str, module: torch.nn.Module, plan: ModelPlan, recording: Recording):
         super().__init__(module, plan, make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), TPUConfig())
-        self.component, self.recorder = component, recorder
+        self.component, self.recording = component, recording
 
     def run(self, entry: str, args: tuple, kwargs: dict):
-        return self.recorder.add(self, self.flatten_call(entry, args, kwargs)).output()
+        return self.recording.add(self, self.flatten_call(entry, args, kwargs)).output()
+
+
+def record(
+    pipe,
+    arguments: dict,
+    on_progress: Callable[[str], None] = lambda text: None,
+    runner: Callable[..., RecordingRunner] = RecordingRunner,
+) -> Recording:
+    """The calls of `pipe(**arguments)`. What the pipeline needs and `arguments` do not hold (prompt, image, video) stands in.
+
+    `runner`: what traces a module's calls, a `RecordingRunner`.
+
+    Raises whatever upstream's check of the arguments raises.
+    """
+    recording = Recording(pipe, on_progress)
+    runners = [runner(name, module, module_plan(module), recording) for name, module in recording.modules.items()]
+    for one in runners:
+        one.attach()
+    host = property(lambda self: torch.device("cpu"))  # as with installed host glue
+    names = {"__module__": type(pipe).__module__, "_execution_device": host, "device": host}
+    pipe.__class__ = type(type(pipe).__name__, (type(pipe),), names)
+    pipe.set_progress_bar_config(disable=True)
+    for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
+        scheduler.step = recording.step
+    for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
+        for name in {"postprocess", "postprocess_video"} & {*dir(processor)}:  # pictures stay the decoder's zeros
+            setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))
+    try:
+        pipe(**_complete(pipe, arguments))
+    finally:
+        for one in runners:
+            one.detach()
+    return recording
 
 
 def _complete(pipe, arguments: dict) -> dict:

@@ -1,13 +1,7 @@
-"""The page: plans of one or several slices (`planner.plan`) as a single HTML file, to read, print or send.
+"""The page: plans of one or several slices (`planner.plan`) as a single HTML file, to read, print or send."""
 
-write(plans, path)     the file, whole or not at all
-page(plans)            its text, of `templates/plan.html`
-"""
+from collections import Counter
 
-from collections import defaultdict
-from pathlib import Path
-
-from ..files import whole_files
 from . import timing
 from .pages import render
 
@@ -29,14 +23,8 @@ def step_ranges(plan: dict) -> str:
     return "; ".join(f"{seconds} with {MODES[way]}" for way, seconds in by_way.items())
 
 
-def write(plans: list[dict], path: Path):
-    """Write the page of `plans`, as `diffusers-tpu plan --json` prints them; `path` is replaced when all of it is there."""
-    with whole_files([path]) as (draft,):
-        draft.write_text(page(plans), encoding="utf-8")
-
-
 def page(plans: list[dict]) -> str:
-    """The whole document. With several plans a comparison comes first, then each plan."""
+    """The document, of `templates/plan.html`, of plans as `diffusers-tpu plan --json` prints them; with several a comparison comes first."""
     models, slices = (", ".join(dict.fromkeys(plan[name] for plan in plans)) for name in ("model", "topology"))
     views = [{**plan, **_view(plan)} for plan in plans]
     fitting = [view for view in views if view["fits"] and view["seconds_per_step"]["total"] is not None]
@@ -66,10 +54,8 @@ def _view(plan: dict) -> dict:
         {**part, "spent": None if part["seconds"] is None else part["runs"] * part["seconds"]}
         for part in sorted(plan["parts"], key=lambda part: rank.get(part["stage"], len(rank)))
     ]
-    timed = [
-        (part, part["runs"] / plan["steps"]) for part in plan["parts"] if part["stage"] == "denoise" and part["timing"]
-    ]
-    by_operation = [(*name.partition(": ")[::-2], seconds) for name, seconds in _summed(timed, "by_operation")]
+    timed = timed_parts(plan)
+    by_operation = [(*name.partition(": ")[::-2], seconds) for name, seconds in summed(plan, "by_operation")]
     return {
         "verdict": "fits" if plan["fits"] else "does not fit",
         "by_how_much": f"{-over:.2f} GiB per chip are free" if plan["fits"] else beyond,
@@ -81,7 +67,7 @@ def _view(plan: dict) -> dict:
         "programs": len(timed),
         "hidden": sum(part["timing"]["hidden_collectives"] * runs for part, runs in timed),
         "by_operation": [(what, kind, kind, seconds) for what, kind, seconds in by_operation],
-        "by_module": [(name, "", "plain", seconds) for name, seconds in _summed(timed, "by_module")],
+        "by_module": [(name, "", "plain", seconds) for name, seconds in summed(plan, "by_module")],
         "kernels": _operations(timed, "kernels"),
         "largest": _operations(timed, "largest"),
     }
@@ -99,24 +85,25 @@ def _makes(plan: dict) -> str:
 def _memory(plan: dict) -> list[tuple[str, str, float]]:
     """(colour, name, GiB) of what a chip holds at its peak."""
     hbm = plan["hbm_gib_per_chip"]
-    weights = {
-        part["component"]: part["hbm_gib"]["weights"]
-        for part in plan["parts"]
-        if part["component"] not in plan["waiting"]
-    }
-    largest = sorted(weights.items(), key=lambda item: -item[1])
+    here = (part for part in plan["parts"] if part["component"] not in plan["waiting"])
+    largest = Counter({part["component"]: part["hbm_gib"]["weights"] for part in here}).most_common()
     items = [(f"weights-{min(n, SHADES - 1)}", f"{name} weights", of) for n, (name, of) in enumerate(largest)]
     items.append(("activations", f"activations of {plan['fullest']}", hbm["activations"]))
     return [*items, ("program", "program", hbm["program"])]
 
 
-def _summed(timed: list[tuple[dict, float]], key: str) -> list[tuple[str, float]]:
-    """Seconds by name of all the denoiser's programs, each as often as it runs in a step; largest first."""
-    sums = defaultdict(float)
-    for part, runs in timed:
-        for name, seconds in part["timing"][key].items():
-            sums[name] += seconds * runs
-    return sorted(sums.items(), key=lambda item: -item[1])
+def timed_parts(plan: dict) -> list[tuple[dict, float]]:
+    """The denoiser's programs that have a time, and how often each runs in a step."""
+    denoise = (part for part in plan["parts"] if part["stage"] == "denoise" and part.get("timing"))
+    return [(part, part["runs"] / plan["steps"]) for part in denoise]
+
+
+def summed(plan: dict, key: str) -> list[tuple[str, float]]:
+    """Seconds of a step by name, "by_module" or "by_operation", of all the denoiser's programs; largest first."""
+    sums = Counter()
+    for part, runs in timed_parts(plan):
+        sums.update({name: seconds * runs for name, seconds in part["timing"][key].items()})
+    return sums.most_common()
 
 
 def _operations(timed: list[tuple[dict, float]], key: str) -> list[tuple[dict, dict, float]]:

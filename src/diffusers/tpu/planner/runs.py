@@ -26,26 +26,19 @@ def stage_of(component: str) -> str:
 
 @dataclass
 class Part:
-    """One program of the run: a component's call, alone or as several guidance branches side by side.
-
-    Attributes:
-        planned_weights, inputs: bytes on a chip.
-        program_name: of what the compiler gets (`kept.name_of`); None: it is modelled.
-        timed: by way of the attention kernel.
-        modelled_seconds, shared: of what is not compiled, and how many chips share it.
-    """
+    """One program of the run: a component's call, alone or as several guidance branches side by side."""
 
     recorded: RecordedCall
     branches: int
-    planned_weights: int
+    planned_weights: int  # bytes on a chip, as `inputs`
     inputs: int
-    program_name: str | None = None
+    program_name: str | None = None  # of what the compiler gets (`kept.name_of`); None: it is modelled
     compiled: CompiledProgram | None = None
-    timed: dict[str, timing.Timing] | None = None
+    timed: dict[str, timing.Timing] | None = None  # by mode of the attention kernel
     refused: OutOfMemory | None = None
-    modelled_seconds: float = 0.0
+    modelled_seconds: float = 0.0  # of what is not compiled
     trace_seconds: float = 0.0
-    shared: int = 1
+    shared: int = 1  # chips that share what is not compiled
 
     @property
     def component(self) -> str:
@@ -100,7 +93,6 @@ class Part:
         work, compiled = self.recorded.work, self.compiled
         hbm = {"weights": self.weights, "activations": self.activations, "program": self.program}
         hbm["peak"] = sum(hbm.values())
-        by_module = sorted(work.by_module.items(), key=lambda item: -item[1])
         return {
             **{name: getattr(self, name) for name in ("component", "stage", "branches", "runs")},
             "entry": self.recorded.call.entry,
@@ -108,7 +100,7 @@ class Part:
             "shapes": [list(t.shape) for t in self.recorded.call.tensors],
             "seconds": None if self.refused else self.seconds,
             "flops": self.branches * work.flops,
-            "flops_by_module": dict(by_module[:LARGEST_MODULES]),
+            "flops_by_module": dict(work.by_module.most_common(LARGEST_MODULES)),
             "hbm_gib": {name: amount / GIB for name, amount in hbm.items()},
             "memory_analysis": compiled.memory if compiled else None,
             "compile_seconds": compiled.seconds if compiled else None,

@@ -6,7 +6,7 @@ one that is started early costs what is left of it where it is waited for.
 """
 
 import re
-from collections import defaultdict
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
 from ..chips.figures import Chip
@@ -34,30 +34,19 @@ LARGEST, DEPTH = 40, 3  # operations that reports have; parts of a module's name
 
 @dataclass
 class Operation:
-    """One operation of the program, all its runs together.
-
-    Attributes:
-        kind: "attention" (a kernel), "matmul", "collectives" (the part that nothing hides) or "other".
-        module: upstream's name of the module it was traced in, blocks as `blocks.*`; "" outside of any.
-        what: JAX's name of the operation.
-        runs: how often it runs.
-        seconds: of all runs; of a collective what the step waits for it, `hidden` the rest.
-        limit: what its time is: "schedule", "memory", "estimate", "links" or, between slices, "network".
-        bytes: to and from HBM in one run; of a collective, sent over links by each chip.
-        steps: of a kernel, the trips of its grid; `body`: bundles that every one of them runs.
-    """
+    """One operation of the program, all its runs together."""
 
     name: str
-    kind: str
-    module: str
-    what: str
+    kind: str  # of `KINDS`; "attention" is a kernel, "collectives" the part that nothing hides
+    module: str  # upstream's name of the module it was traced in, blocks as `blocks.*`; "" outside of any
+    what: str  # JAX's name of the operation
     runs: int
-    seconds: float
-    limit: str
-    bytes: int
+    seconds: float  # of all runs; of a collective what the step waits for it, `hidden` the rest
+    limit: str  # what its time is: "schedule", "memory", "estimate", "links" or, between slices, "network"
+    bytes: int  # to and from HBM in one run; of a collective, sent over links by each chip
     hidden: float = 0.0
-    steps: int = 0
-    body: int = 0
+    steps: int = 0  # of a kernel, the trips of its grid
+    body: int = 0  # bundles that every one of them runs
 
 
 # What a chip may reach of its figures, for the upper end of a range: of HBM and links, as "How To Scale Your Model" says
@@ -87,10 +76,10 @@ class Timing:
         return sum(o.hidden for o in self.operations)
 
     def _sums(self, key) -> dict[str, float]:
-        sums = defaultdict(float)
+        sums = Counter()
         for operation in self.operations:
             sums[key(operation)] += operation.seconds
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+        return dict(sums.most_common())
 
     def as_json(self) -> dict:
         """What reports show of it: sums by kind, by upstream module, by kind and JAX's name of the operation; largest first."""

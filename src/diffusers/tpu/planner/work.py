@@ -5,7 +5,7 @@ products are taken over all queries and keys, whichever kernel does them.
 """
 
 import math
-from collections import defaultdict
+from collections import Counter
 from dataclasses import dataclass, field
 
 import jax
@@ -23,23 +23,17 @@ KEPT_APART = set("reduce_sum reduce_max concatenate pad gather scatter transpose
 
 @dataclass
 class Work:
-    """Of one trace, over all devices.
+    """Of one trace, over all devices."""
 
-    Attributes:
-        products, attention: floating point operations by kind, and `by_module`.
-        padded: of `products`, what the matrix unit does for them when channels are filled up to its side.
-        bytes: read and written by operations that compilers keep apart (products, reductions, moves).
-        calls: of attention: (batch, heads, queries, keys, head size) -> how often.
-        live: the most bytes of intermediate values alive at once.
-    """
-
-    products: float = 0.0
+    products: float = 0.0  # floating point operations, as those of `attention` and `by_module`
     attention: float = 0.0
-    padded: dict[int, float] = field(default_factory=lambda: defaultdict(float))
-    bytes: float = 0.0
-    live: int = 0
-    by_module: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    calls: dict[tuple[int, ...], int] = field(default_factory=lambda: defaultdict(int))
+    padded: Counter[int] = field(
+        default_factory=Counter
+    )  # products when channels are filled up to a matrix unit's side
+    bytes: float = 0.0  # read and written by operations that compilers keep apart (products, reductions, moves)
+    live: int = 0  # the most bytes of intermediate values alive at once
+    by_module: Counter[str] = field(default_factory=Counter)
+    calls: Counter[tuple[int, ...]] = field(default_factory=Counter)  # (batch, heads, queries, keys, head size)
 
     @property
     def flops(self) -> float:

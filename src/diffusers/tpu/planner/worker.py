@@ -153,14 +153,9 @@ class Planner:
         compiler = Compiler(topology)
         jax_mesh, made = make_mesh(compiler.devices, mesh), []
         for name, runner, calls in self.recording.runners(jax_mesh, self.config):
-            if (
-                self.request.get("only")
-                and name not in self.request["only"]
-                or stages
-                and stage_of(name) not in stages
-            ):
-                continue
-            made += [self._part(recorded, runner, compiler) for recorded in calls]
+            stage = stage_of(name)
+            if name in (self.request.get("only") or [name]) and stage in (stages or [stage]):
+                made += [self._part(recorded, runner, compiler) for recorded in calls]
         return PlannedRun(topology, mesh, made, self.recording, self.config)
 
     def _part(self, recorded: RecordedCall, runner: CompiledModule, compiler: Compiler) -> Part:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ...files import whole_files
+from ...files import write_whole
 from .prompts import Prompt
 
 
@@ -63,8 +63,7 @@ class Directory:
 
     def write_record(self, prompt: Prompt, **facts):
         """Say what became of a prompt: `files` (names) and `seconds`, or an `error`."""
-        with whole_files([self.records / f"{prompt.id}.json"]) as (draft,):
-            draft.write_text(json.dumps({**asdict(prompt), **facts}) + "\n")
+        write_whole(self.records / f"{prompt.id}.json", json.dumps({**asdict(prompt), **facts}) + "\n")
 
     def failed(self, prompts: list[Prompt]) -> list[str]:
         """The ids of those that have an error."""
@@ -88,5 +87,4 @@ class Directory:
     def _write(self, name: str, lines: Iterable[dict]):
         for left in self.path.glob(f".{Path(name).stem}.*.jsonl"):  # by a process that died here
             left.unlink()
-        with whole_files([self.path / name]) as (draft,):
-            draft.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_whole(self.path / name, "".join(json.dumps(line) + "\n" for line in lines))

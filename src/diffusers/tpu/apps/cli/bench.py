@@ -5,12 +5,13 @@ import sys
 
 from rich.console import Console
 
+from ...files import write_whole
 from ...kernels.attention.blocks import TUNED
 from ...planner import BENCH
 from ...planner.aot import ChildError, NoCompiler
 from . import TABLE
 from .errors import BadInput, one_line, refusing
-from .output import table, whole_file, write_json
+from .output import table, write_json
 
 
 def run(options, rest: list[str]) -> int:
@@ -36,8 +37,7 @@ def run(options, rest: list[str]) -> int:
         with quiet.status(f"{number} of {len(cases)}: {', '.join(map(str, case.row.values()))}"):
             rows.append({**case.row, **_ask(case, attention.tune if options.tune else None)})
     if options.tune:
-        with whole_file(str(TUNED), ".json") as draft:
-            draft.write_text(attention.tuned_table([row for row in rows if "failed" not in row]))
+        write_whole(TUNED, attention.tuned_table([row for row in rows if "failed" not in row]))
     write_json(options.json, rows)
     if options.json != "-":
         names = dict.fromkeys(name for row in rows for name, x in row.items() if not isinstance(x, (dict, list)))

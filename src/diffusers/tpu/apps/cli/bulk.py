@@ -22,9 +22,8 @@ class Loader:
     options: argparse.Namespace
 
     def __call__(self):
-        options, target = self.options, session.choose_target(self.options.device)
-        pipe = session.load(options.model, session.dtype_of(options.dtype))
-        pipe = session.placed(pipe, options, target, session.mesh_of(options.mesh, target))
+        target = session.choose_target(self.options.device)
+        pipe = session.load(self.options, target, session.mesh_of(self.options.mesh, target))
         pipe.set_progress_bar_config(disable=True)
         if target is not None:
             import jax

@@ -12,10 +12,11 @@ from rich.box import SIMPLE
 from rich.console import Console
 from tqdm import tqdm
 
+from ...files import write_whole
 from . import session
 from .arguments import flag, numbers
 from .errors import PACKAGE, BadInput, calling, refusing
-from .output import check_writable, table, whole_file
+from .output import check_writable, table
 
 
 DEPTH = 2
@@ -101,8 +102,7 @@ def _submodules(options, target, cls: type, call: dict, seed: int) -> int:
     if options.report:
         from ...compare.page import page
 
-        with whole_file(options.report, ".html") as draft:
-            draft.write_text(page(options.model, found), encoding="utf-8")
+        write_whole(Path(options.report), page(options.model, found))
         Console(stderr=options.json).print(f"wrote {options.report}", soft_wrap=True)
     return 0 if all(comparison.ok for comparison in found) else 1
 
@@ -165,13 +165,13 @@ def trace(options, rest: list[str]) -> int:
         raise BadInput(f"expected --dtype once with --trace, got {options.dtype}")
     arguments = numbers(options, rest)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here stays free
-    from ...planner import obstacles
+    from ...planner.trace_diagnostics import list_obstacles
 
     quiet = Console(stderr=True)
     dtype = getattr(torch, (options.dtype or ["bfloat16"])[0])
     only = [options.component] if options.component else None
     with quiet.status(f"tracing {options.model}") as status, refusing(ValueError, TypeError):
-        found = obstacles.list_obstacles(options.model, dtype, arguments, options.planned, only, status.update)
+        found = list_obstacles(options.model, dtype, arguments, options.planned, only, status.update)
     if options.json:
         print(json.dumps([dataclasses.asdict(traced) for traced in found], indent=2))
     else:

@@ -24,8 +24,7 @@ def run(options, rest: list[str]) -> int:
     arguments.require(cls, [*call, *extra])
     steps = _profiled_steps(options, cls, call, target)
     path = output.output_path(options.output, call.get("prompt"))
-    pipe = session.load(options.model, session.dtype_of(options.dtype))
-    pipe = session.placed(pipe, options, target, mesh)
+    pipe = session.load(options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
     with contextlib.ExitStack() as stack:

@@ -1,6 +1,5 @@
 """What a command gives: tables, JSON, and files, of which it is said before the work if they cannot be written."""
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Sequence
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ...files import whole_files
+from ...files import write_whole
 from .errors import BadInput
 
 
@@ -68,19 +67,11 @@ def check_writable(wanted: str | None, suffix: str):
         raise BadInput(f"expected a file that ends in {suffix}, in a writable folder that is there, got {wanted!r}")
 
 
-@contextlib.contextmanager
-def whole_file(wanted: str, suffix: str):
-    """A hidden file beside `wanted` to write to, which gets its name at the end. Raises as `check_writable`."""
-    check_writable(wanted, suffix)
-    with whole_files([Path(wanted)]) as (draft,):
-        yield draft
-
-
 def write_json(wanted: str | None, value):
-    """`--json`: to the output where it is "-", to a file where it is one; None: not asked for."""
+    """`--json`: to the output where it is "-", to a file where it is one; None: not asked for. Raises as `check_writable`."""
     text = json.dumps(value, indent=1)
     if wanted == "-":
         print(text)
     elif wanted:
-        with whole_file(wanted, ".json") as draft:
-            draft.write_text(text + "\n")
+        check_writable(wanted, ".json")
+        write_whole(Path(wanted), text + "\n")

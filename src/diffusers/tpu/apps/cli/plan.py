@@ -2,7 +2,6 @@
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +10,10 @@ from rich.console import Console
 from ... import planner
 from ...chips.figures import find_topology
 from ...config import parse_mesh, read_environment
+from ...files import write_whole
 from ...planner import ahead
 from ...planner.aot import NoCompiler
-from ...planner.report import step_ranges, write
+from ...planner.report import page, step_ranges, summed
 from .arguments import numbers
 from .errors import BadInput, refusing
 from .output import check_writable, table, write_json
@@ -49,7 +49,7 @@ def run(options, rest: list[str]) -> int:
             _show(plans[-1], console)
     write_json(options.json, plans[0] if len(plans) == 1 else plans)
     if options.report:
-        write(plans, Path(options.report))
+        write_whole(Path(options.report), page(plans))
     for file in (options.json, options.report):
         if file not in (None, "-"):
             console.print(f"wrote {file}", soft_wrap=True)
@@ -139,13 +139,9 @@ def _lines(plan: dict) -> Iterator[str]:
 
 def _times(plan: dict) -> Iterator[tuple | None]:
     """Rows of name, seconds and share: by kind of operation, then by module, the longest six."""
-    step, modules = plan["seconds_per_step"], Counter()
-    for part in plan["parts"]:
-        if part["stage"] == "denoise" and part["timing"]:
-            for module, seconds in part["timing"]["by_module"].items():
-                modules[module] += seconds * part["runs"] / plan["steps"]
+    step, modules = plan["seconds_per_step"], summed(plan, "by_module")[:6]
     kinds = [(kind, step[kind]) for kind in ("attention", "matmul", "other", "collectives")]
-    longest = [(m, seconds) for m, seconds in modules.most_common(6) if not math.isclose(seconds, 0, abs_tol=1e-4)]
+    longest = [(module, seconds) for module, seconds in modules if not math.isclose(seconds, 0, abs_tol=1e-4)]
     for rows in (kinds, longest):
         yield from ((name, f"{seconds:.3f}", f"{seconds / step['total']:.0%}") for name, seconds in rows)
         yield None

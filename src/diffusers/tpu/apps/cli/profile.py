@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ...compile.state.watch import replaced
-from ...files import whole_files
+from ...files import write_whole
 from ...planner.profile import PROGRAMS, beside, measured
 from .errors import BadInput, refusing
 from .output import table, write_json
@@ -124,5 +124,4 @@ def _write_programs(pipe, file: Path, steps: int):
         for program in one.programs.values()
     ]
     device, mesh = state.mesh.devices.flat[0].device_kind, dict(state.mesh.shape)
-    with whole_files([file]) as (draft,):
-        draft.write_text(json.dumps({"steps": steps, "device": device, "mesh": mesh, "programs": programs}))
+    write_whole(file, json.dumps({"steps": steps, "device": device, "mesh": mesh, "programs": programs}))

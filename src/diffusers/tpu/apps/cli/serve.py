@@ -50,8 +50,7 @@ def run(options, rest: list[str]) -> int:
         console.print(f"serving {settings.model} at {address}", markup=False, highlight=False, soft_wrap=True)
 
     with bound:
-        pipe = session.load(options.model, session.dtype_of(options.dtype))
-        pipe = session.placed(pipe, options, target, mesh)
+        pipe = session.load(options, target, mesh)
         pipe.set_progress_bar_config(disable=True)
         with calling():
             server.run(pipe, settings, bound, told)

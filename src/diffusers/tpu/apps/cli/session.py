@@ -100,18 +100,15 @@ def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | N
     return None if text is None else degrees
 
 
-def load(model: str, dtype=None):
-    """The pipeline as `from_pretrained` gives it, on the TPU path where that is active."""
+def load(options, target: Target | None, mesh):
+    """The pipeline as `from_pretrained` gives it, on the TPU path where that is active, its weights where they will be used."""
     with loading():
-        return diffusers.DiffusionPipeline.from_pretrained(model, **({} if dtype is None else {"dtype": dtype}))
-
-
-def dtype_of(name: str | None) -> torch.dtype | None:
-    return name and getattr(torch, name)
+        dtype = {"dtype": getattr(torch, options.dtype)} if options.dtype else {}
+        pipe = diffusers.DiffusionPipeline.from_pretrained(options.model, **dtype)
+    return placed(pipe, options, target, mesh)
 
 
 def placed(pipe, options, target: Target | None, mesh):
-    """The pipeline, its weights where they will be used."""
     if target is None:
         return pipe.to("cuda" if torch.cuda.is_available() else "cpu")
     if not tpu.is_main_process():

@@ -1,5 +1,6 @@
 """`diffusers-tpu generate --stage`: one of three runs, with files between them. See the room `stages`."""
 
+import dataclasses
 import functools
 import time
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ def run(options, rest: list[str]) -> int:
     if options.input is not None and path.exists() and path.samefile(options.input):
         raise BadInput(f"expected --output to be another file than --input, got {path} twice")
     with loading():
-        dtypes = map(session.dtype_of, (settings.dtype, settings.vae_dtype))
+        dtypes = (name and getattr(torch, name) for name in (settings.dtype, settings.vae_dtype))
         pipe = stages.load(options.model, options.stage, *dtypes)
     pipe = session.placed(pipe, options, target, mesh)
     load_seconds = time.perf_counter() - start
@@ -46,7 +47,7 @@ def run(options, rest: list[str]) -> int:
         if options.stage == "text" and isinstance(pipe.vae, torch.nn.Module):
             changes["vae_dtype"] = str(pipe.vae.dtype).removeprefix("torch.")
         kept = {**tensors, **result} if options.stage == "text" else result
-        stages.save(path, settings.after(options.stage, **changes), kept)
+        stages.save(path, dataclasses.replace(settings, stage=options.stage, **changes), kept)
         files = [path]
     generate.tell(stopwatch, load_seconds, f"stage {options.stage}; {ran}; seed {settings.seed}", files)
     for place in elsewhere:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .... import __version__
-from ...files import whole_files
+from ...files import write_whole
 
 
 FORMAT = 1
@@ -41,18 +41,13 @@ class Settings:
     package: str = __version__
     format: int = FORMAT
 
-    def after(self, stage: str, **changes) -> "Settings":
-        """The settings of the file that `stage` writes."""
-        return dataclasses.replace(self, stage=stage, **changes)
-
 
 def save(path, settings: Settings, tensors: dict[str, torch.Tensor]):
     """Write the file, whole or not at all."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     described = {name: _description(tensor) for name, tensor in tensors.items()}
     metadata = {METADATA: json.dumps({**dataclasses.asdict(settings), "tensors": described})}
-    with whole_files([Path(path)]) as (draft,):  # save_file would make it readable to its owner only
-        draft.write_bytes(safetensors.torch.save(tensors, metadata))
+    write_whole(Path(path), safetensors.torch.save(tensors, metadata))  # save_file's is readable to its owner only
 
 
 def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ... import notices
 from ...config import read_environment
-from ...files import make_room, whole_files
+from ...files import make_room, write_whole
 
 
 MOST_BYTES = 8 << 30  # of one folder; the least recently used files are removed
@@ -72,8 +72,7 @@ class DiskCache:
         head = json.dumps({"key": key, "sha256": hashlib.sha256(body).hexdigest(), **facts})
         with self._writing():
             self.folder.mkdir(parents=True, exist_ok=True)
-            with whole_files([self.folder / name]) as (draft,):
-                draft.write_bytes(head.encode() + b"\n" + body)
+            write_whole(self.folder / name, head.encode() + b"\n" + body)
             make_room(self.folder, MOST_BYTES)
 
     def check_writable(self):

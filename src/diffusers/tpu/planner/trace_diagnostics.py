@@ -1,4 +1,4 @@
-"""What stops the components of a model from becoming programs: `list_obstacles`, before any weight is loaded.
+"""Trace diagnostics: what stops the components of a model from becoming programs, before any weight is loaded.
 
 Every call of one small run is traced twice, truth values of tensors assumed false and then true; what stops a trace is noted and passed
 (`bridge.assuming`). Components are traced as upstream wrote them, or as a run traces them, with their plans.
@@ -9,6 +9,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import torch
 
 from ..bridge import Obstacle, assuming, line_of
 from ..chips.sharding import ModelPlan
@@ -35,39 +37,29 @@ class Traced:
 
 
 def list_obstacles(
-    model: str,
-    dtype,
+    model,
+    dtype: torch.dtype | None = None,
     arguments: dict | None = None,
     planned: bool = False,
     only: list[str] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Traced]:
-    """Of a directory, a model in the hub's cache or a published one, see `of_pipeline`; `dtype` is torch's.
-
-    Raises ValueError for a model that is not known, components that it does not have, arguments that its pipeline refuses.
-    """
-    configuration = configuration_of(model)
-    on_progress(f"building {model} without weights")
-    pipe = build(configuration, dtype)
-    return of_pipeline(pipe, {**configuration.call, **SMALL, **(arguments or {})}, planned, only, on_progress)
-
-
-def of_pipeline(
-    pipe,
-    arguments: dict,
-    planned: bool = False,
-    only: list[str] | None = None,
-    on_progress: Callable[[str], None] = lambda text: None,
-) -> list[Traced]:
-    """Of a pipeline that is not on the TPU path: its components, in the order of their first calls. Its weights are not read.
+    """The components of a model in the order of their first calls.
 
     Args:
-        arguments: of its call; names that it does not take are left out.
+        model: a directory, a model in the hub's cache, a published one, or a pipeline that is not on the TPU path; weights are not read.
+        dtype: of one that is no pipeline yet.
+        arguments: of the call, over its card's and `SMALL`; names that the pipeline does not take are left out.
         planned: trace as a run does, with what our plans put in the place of upstream's methods.
         only: names of components; the others are traced as a run does, and not listed.
 
-    Raises ValueError for components that it does not have.
+    Raises ValueError for a model that is not known, components that it does not have, arguments that its pipeline refuses.
     """
+    pipe, arguments = model, {**SMALL, **(arguments or {})}
+    if isinstance(model, str):
+        configuration = configuration_of(model)
+        on_progress(f"building {model} without weights")
+        pipe, arguments = build(configuration, dtype), {**configuration.call, **arguments}
     unknown = set(only or ()) - pipe.components.keys()
     if unknown:
         raise ValueError(
@@ -88,13 +80,11 @@ class _Stopped(Exception):
 class _TracingRunner(RecordingRunner):
     """Traces every call with answers assumed, and writes down in `found` what they were asked for."""
 
-    def __init__(
-        self, found: dict[str, Traced], planned: bool, only, component: str, module, plan: ModelPlan, recorder
-    ):
+    def __init__(self, found: dict[str, Traced], planned: bool, only, component: str, module, plan, recording):
         listed = only is None or component in only
         if listed and not planned and model_plan(type(module)) is not None:
             plan = ModelPlan(entries=plan.entries)
-        super().__init__(component, module, plan, recorder)
+        super().__init__(component, module, plan, recording)
         self.found = found if listed else {}
 
     def trace(self, call: Call, branches: int = 1) -> Program:
