@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import numpy as np
 import psutil
 from PIL import Image
 
+import tiny
 from diffusers.tpu.apps.bulk import prompts as prompt_files
 from diffusers.tpu.apps.bulk.directory import Directory
 
@@ -30,6 +32,7 @@ RESULT = ROOT / "examples/tpu/results/bulk.json"
 COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.apps.cli import main; sys.exit(main())"]
 ARGUMENTS = {"height": 16, "width": 16, "num_inference_steps": 4, "max_sequence_length": 8}
 WORDS = "a red circle moving left"
+COUNT, KILLS = 200, 3
 PATIENCE = 540  # seconds
 
 
@@ -48,18 +51,17 @@ def actors_of(command: subprocess.Popen) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in psutil.Process(command.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "ray::" in (process.cmdline() or [""])[0] and "Actor" in process.cmdline()[0]:
-                    found.append(process)
+                found += [process] * bool(re.search("ray::.*Actor", " ".join(process.cmdline()[:1])))
     return found
 
 
-def run(folder: Path, count: int, kills: int, seed: int, ray: bool) -> dict:
+def run(folder: Path, ray: bool) -> dict:
     """Facts about the directory when all commands have ended."""
-    draw = random.Random(seed)
+    draw = random.Random(1)
     out, prompts, model = folder / "out", folder / "prompts.jsonl", folder / "model"
-    lines = ({"prompt": " ".join(draw.sample(WORDS.split(), 3)), "id": f"p{n:03d}"} for n in range(count))
+    lines = ({"prompt": " ".join(draw.sample(WORDS.split(), 3)), "id": f"p{n:03d}"} for n in range(COUNT))
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    at = sorted(draw.sample(range(count // 20, count * 9 // 10), kills))
+    at = sorted(draw.sample(range(COUNT // 20, COUNT * 9 // 10), KILLS))
     begun, first, remade, killed = time.monotonic(), {}, set(), 0
     with open(folder / "log.txt", "w") as log:
         commands = [start(model, prompts, out, log, ray) for _ in range(1 if ray else 2)]
@@ -87,7 +89,7 @@ def run(folder: Path, count: int, kills: int, seed: int, ray: bool) -> dict:
                 command.wait()
     return {
         "by": "two actors of Ray Data" if ray else "two processes",
-        "prompts": count,
+        "prompts": COUNT,
         "killed": killed,
         "exit_statuses": [command.returncode for command in commands],
         "records_written_again": len(remade),
@@ -98,19 +100,13 @@ def run(folder: Path, count: int, kills: int, seed: int, ray: bool) -> dict:
 
 def what_stands(out: Path, prompts: Path) -> dict:
     """Counts of a directory: outputs, drafts left, lines of the manifest, torn or wrong pictures (against the pipeline by hand)."""
-    import torch
-
-    import tiny
-
     listed = prompt_files.read(prompts, 1, ARGUMENTS)
     pictures = sorted(path.name for path in out.glob("*.png") if not path.name.startswith("."))
     drafts = [p.name for p in out.rglob(".*.*.*") if p.is_file() and p.name != ".prompts.lock"]
     manifest = [json.loads(line) for line in (out / "manifest.jsonl").read_text().splitlines()]
     pipe, wrong = tiny.flux(), 0
     for prompt in listed:
-        expected = pipe(
-            prompt.prompt, generator=torch.Generator().manual_seed(prompt.seed), **prompt.arguments
-        ).images[0]
+        expected = pipe(prompt.prompt, generator=tiny.fresh(prompt.seed), **prompt.arguments).images[0]
         with Image.open(out / f"{prompt.id}.png") as found:
             found.load()
             wrong += int(np.abs(np.asarray(found, int) - np.asarray(expected, int)).max() > 1)
@@ -124,30 +120,25 @@ def what_stands(out: Path, prompts: Path) -> dict:
     }
 
 
-def holds(facts: dict, count: int, kills: int) -> bool:
-    whole = all(facts[name] == count for name in ("outputs", "outputs_of_prompts", "manifest"))
+def holds(facts: dict) -> bool:
+    whole = all(facts[name] == COUNT for name in ("outputs", "outputs_of_prompts", "manifest"))
     none = not any(facts[name] for name in ("drafts_left", "wrong_or_torn", "records_written_again"))
-    return whole and none and facts["killed"] == kills and not any(facts["exit_statuses"])
+    return whole and none and facts["killed"] == KILLS and not any(facts["exit_statuses"])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--prompts", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--seed", type=int, default=0, help="of the kills")
     parser.add_argument("--ray", action="store_true", help="by two actors of Ray Data")
     parser.add_argument("--record", action="store_true", help=f"write to {RESULT.relative_to(ROOT)}")
     options = parser.parse_args()
-    import tiny
-
     with tempfile.TemporaryDirectory() as folder:
         tiny.flux().save_pretrained(Path(folder) / "model")
-        facts = run(Path(folder), options.prompts, options.kills, options.seed, options.ray)
+        facts = run(Path(folder), options.ray)
     print(json.dumps(facts, indent=2))
     if options.record:
         there = json.loads(RESULT.read_text()) if RESULT.exists() else {}
         RESULT.write_text(json.dumps({**there, "ray" if options.ray else "processes": facts}, indent=2) + "\n")
-    return 0 if holds(facts, options.prompts, options.kills) else 1
+    return 0 if holds(facts) else 1
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ The scripts are those that upstream's installed files carry in their docstrings,
 them is changed for the TPU path; the surroundings are:
 
 - `requests.get` answers every address with a picture or a clip made here;
-- every pipeline's `__call__` is told at most `Limits`: height, width, frames, steps, and pictures in the arguments no larger;
+- every pipeline's `__call__` is told at most `LIMITS`: height, width, frames, steps, and pictures in the arguments no larger;
 - `cv2` is a stand-in with edges enough for `Canny` where it is not installed.
 
 The same script without the path (`without_path`) is the oracle: there "cuda" means "cpu", and what needs a GPU is left out.
@@ -44,34 +44,27 @@ NEED_A_GPU = {"enable_model_cpu_offload", "enable_xformers_memory_efficient_atte
 OWN_CHOICE = {"use_resolution_binning": False, "_auto_resize": False, "max_area": 64 * 96}
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The most that a pipeline's call is asked for; `pixels` of a side of a picture among its arguments."""
-
-    height: int = 64
-    width: int = 96
-    num_frames: int = 9
-    num_inference_steps: int = 4
-    pixels: int = 96
+# The most that a pipeline's call is asked for; `pixels` of a side of a picture among its arguments.
+LIMITS = {"height": 64, "width": 96, "num_frames": 9, "num_inference_steps": 4, "pixels": 96}
 
 
 @dataclass(frozen=True)
 class Card:
-    """One script.
+    """Script `number` of upstream's file `source` below `diffusers`.
 
     Args:
-        source: of upstream's file below `diffusers`; `number`: which of its scripts.
         renamed: of the checkpoints that the script's comments name, the one to take instead.
         after: what is added where a docstring ends before the pipeline is called.
-        given: what a script uses and does not define.
+        given: names that a script uses and does not define.
+        limits: where they are not `LIMITS`.
     """
 
     source: str
     number: int = 0
     renamed: dict = field(default_factory=dict)
     after: str = ""
-    given: dict = field(default_factory=dict)
-    limits: Limits = Limits()
+    given: tuple = ()
+    limits: dict = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -88,11 +81,8 @@ class Card:
 @functools.cache
 def scripts(path: Path) -> list[str]:
     """The scripts in the strings of a Python file: fenced code that loads something, its prompts taken off."""
-    strings = [
-        node
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "from_pretrained" in node.value
-    ]
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+    strings = [node for node in nodes if isinstance(node.value, str) and "from_pretrained" in node.value]
     found = []
     for string in sorted(strings, key=lambda node: node.lineno):
         for fence in re.findall(r"```py(?:thon)?\n(.*?)```", string.value, re.DOTALL):
@@ -102,18 +92,9 @@ def scripts(path: Path) -> list[str]:
     return found
 
 
-def _given(name: str):
-    """What a script uses and does not define."""
-    return torch if name == "torch" else getattr(diffusers.utils, name)
-
-
-def _card(source: str, facts: dict = {}) -> Card:
-    given = {name: _given(name) for name in facts.get("given", ())}
-    return Card(source, **{**facts, "given": given, "limits": Limits(**facts.get("limits", {}))})
-
-
 # Which scripts are run: of upstream's installed files, video first.
-CARDS = [_card(*row) for row in json.loads(Path(__file__).with_suffix(".json").read_text())]
+ROWS = json.loads(Path(__file__).with_suffix(".json").read_text())
+CARDS = [Card(source, **(facts[0] if facts else {})) for source, *facts in ROWS]
 # In the fast set: a video and a picture, of those that are compiled soonest (Wan's takes 20 s).
 FAST = [card for card in CARDS if card.name in ("ltx", "flux")]
 
@@ -153,17 +134,17 @@ def in_float32(script: str) -> str:
     return re.sub(r"torch\.b?float16\b", "torch.float32", script)
 
 
-def _smaller(value, limits: Limits):
+def _smaller(value, limits: dict):
     """A picture, or a clip of pictures, among a call's arguments, of sides and length within the limits."""
-    if isinstance(value, PIL.Image.Image) and max(value.size) > limits.pixels:
-        scale = limits.pixels / max(value.size)
+    if isinstance(value, PIL.Image.Image) and max(value.size) > limits["pixels"]:
+        scale = limits["pixels"] / max(value.size)
         return value.resize([max(32, round(side * scale) // 32 * 32) for side in value.size])
     if isinstance(value, list) and value and isinstance(value[0], PIL.Image.Image):
-        return [_smaller(picture, limits) for picture in value[: limits.num_frames]]
+        return [_smaller(picture, limits) for picture in value[: limits["num_frames"]]]
     return value
 
 
-def _limited(call, limits: Limits):
+def _limited(call, limits: dict):
     """A pipeline's `__call__` within the limits: where a script leaves a size to the model, the limit is what it gets."""
     parameters = inspect.signature(call).parameters
 
@@ -171,13 +152,11 @@ def _limited(call, limits: Limits):
     def limited(self, *args, **kwargs):
         bound = inspect.signature(call).bind(self, *args, **kwargs)
         arguments = {name: _smaller(value, limits) for name, value in bound.arguments.items()}
-        for name in ("height", "width", "num_frames", "num_inference_steps"):
-            if name in parameters:
-                asked = arguments.get(name, parameters[name].default)
-                arguments[name] = min(asked, getattr(limits, name)) if asked else getattr(limits, name)
+        for name in parameters.keys() & limits.keys():
+            asked = arguments.get(name, parameters[name].default)
+            arguments[name] = min(asked, limits[name]) if asked else limits[name]
         arguments |= {name: value for name, value in OWN_CHOICE.items() if name in parameters}
-        bound.arguments.clear()
-        bound.arguments.update({name: arguments[name] for name in parameters if name in arguments})
+        bound.arguments = {name: arguments[name] for name in parameters if name in arguments}
         return call(*bound.args, **bound.kwargs)
 
     limited.limits = limits
@@ -190,11 +169,8 @@ def _values(value) -> list:
         return [value.detach().cpu().float().numpy()]
     if isinstance(value, (PIL.Image.Image, np.ndarray)):
         return [np.asarray(value)]
-    if isinstance(value, BaseOutput):
-        return [array for part in value.to_tuple() for array in _values(part)]
-    if isinstance(value, (list, tuple)):
-        return [array for part in value for array in _values(part)]
-    return []
+    value = value.to_tuple() if isinstance(value, BaseOutput) else value
+    return [array for part in value for array in _values(part)] if isinstance(value, (list, tuple)) else []
 
 
 @dataclass
@@ -215,19 +191,18 @@ class Ran:
 
 def distance(ours: Ran, oracle: Ran) -> float:
     """The largest |ours - oracle| / |oracle| of what both left (Euclidean norms); NaN if any is. Of bytes, beyond one level."""
-    assert len(ours.exact()) == len(oracle.exact()) > 0
     worst = 0.0
+    assert ours.exact()
     for x, y in zip(ours.exact(), oracle.exact(), strict=True):
-        apart, size = np.abs(x.astype(np.float64) - y), np.linalg.norm(y.astype(np.float64))
-        if x.dtype == np.uint8:
-            apart = np.maximum(apart - 1, 0)
-        apart = np.linalg.norm(apart)
+        apart = np.abs(x.astype(np.float64) - y)
+        apart = np.linalg.norm(np.maximum(apart - 1, 0) if x.dtype == np.uint8 else apart)
+        size = np.linalg.norm(y.astype(np.float64))
         worst = np.maximum(worst, apart / size if size else (np.inf if apart else 0.0))  # NaN stays
     return float(worst)
 
 
 @contextlib.contextmanager
-def surroundings(monkeypatch, limits: Limits, pixels: list):
+def surroundings(monkeypatch, limits: dict, pixels: list):
     """What scripts find: addresses that answer, pipelines within the limits; float pictures are kept in `pixels`."""
     for file in ROOT.glob("pipelines/*/*_flax.py"):  # first: they keep the calls of those that they stand for
         importlib.import_module(f"diffusers.pipelines.{file.parent.name}.{file.stem}")
@@ -266,8 +241,9 @@ def run(script: str, card: Card, monkeypatch, folder: Path, seed: int) -> Ran:
     (folder / "snowy_mountains.png").write_bytes(web.picture("snowy_mountains.png"))
     before, pixels = os.listdir(folder), []
     torch.manual_seed(seed)
-    names = {"__name__": "__main__", **card.given}
-    with surroundings(monkeypatch, card.limits, pixels):
+    names = {"__name__": "__main__"}
+    names |= {name: torch if name == "torch" else getattr(diffusers.utils, name) for name in card.given}
+    with surroundings(monkeypatch, LIMITS | card.limits, pixels):
         monkeypatch.chdir(folder)
         exec(compile(script, card.name, "exec"), names)
     values = {name: _values(value) for name, value in names.items()}

@@ -1,12 +1,10 @@
 """A hub cache of tiny random models under published names, so that scripts' own `from_pretrained` finds them offline.
 
-It is laid out as huggingface_hub keeps what it downloaded (`models--ORG--NAME/{refs,snapshots,blobs}`). `hub.json` says which
+It is laid out as huggingface_hub keeps what it downloaded (`models--ORG--NAME/{refs,snapshots}`). `hub.json` says which
 entry of `tiny.json`, or which writer of files here, stands for which names; it is made once for all of them.
 """
 
-import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ from diffusers import StableDiffusionXLPipeline, WanPipeline
 MAKERS = {
     repo: kind for kind, repos in json.loads(Path(__file__).with_suffix(".json").read_text()).items() for repo in repos
 }
+COMMIT = "0" * 40
 HALVES = ("stabilityai/stable-diffusion-xl-base-1.0", "stabilityai/stable-video-diffusion-img2vid-xt")
 
 
@@ -56,19 +55,11 @@ class Hub:
         """Put what the repository `repo` stands for into the cache. Raises KeyError for a name that stands for nothing."""
         made = self._make(MAKERS[repo], halves=repo in HALVES)
         home = self.cache / repo_folder_name(repo_id=repo, repo_type="model")
-        if home.exists():
-            return
-        commit = hashlib.sha1(repo.encode()).hexdigest()
-        for file in sorted(path for path in made.rglob("*") if path.is_file()):
-            blob = home / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
-            pointer = home / "snapshots" / commit / file.relative_to(made)
-            for path in (blob, pointer):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            if not blob.exists():
-                os.link(file, blob)
-            pointer.symlink_to(os.path.relpath(blob, pointer.parent))
-        (home / "refs").mkdir()
-        (home / "refs" / "main").write_text(commit)
+        if not home.exists():
+            (home / "snapshots").mkdir(parents=True)
+            (home / "snapshots" / COMMIT).symlink_to(made)
+            (home / "refs").mkdir()
+            (home / "refs" / "main").write_text(COMMIT)
 
     def _make(self, kind: str, halves: bool) -> Path:
         """The folder of a pipeline, a model, components by name, or what a writer writes."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import attention_masks
 from bench import calibration, exp2
 from conftest import QUICKLY, attention_formula, relative
 from diffusers.tpu import notices
@@ -24,8 +25,7 @@ KERNEL = Settings(kernel="kernel", blocks=(128, 256, 128), interpret=True)
 
 
 def draw(t, s, heads=4, kv_heads=4, dim=64, dtype=jnp.float32):
-    shapes = (2, heads, t, dim), (2, kv_heads, s, dim), (2, kv_heads, s, dim)
-    return [jnp.asarray(np.random.default_rng().standard_normal(shape), dtype) for shape in shapes]
+    return [jnp.asarray(x, dtype) for x in attention_masks.draw(heads, kv_heads, t, s, dim)]
 
 
 def run(settings, *operands, **arguments):
@@ -40,11 +40,12 @@ def run(settings, *operands, **arguments):
 
 def formula(q, k, v, mask=None, scale=None):
     """With a mask as upstream gives it."""
-    whole = None if mask is None else np.broadcast_to(mask, (*q.shape[:3], k.shape[2]))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return attention_formula(
-        *(x.astype(jnp.float32) for x in (q, k, v)), scale, whole if whole is None else Mask(dense=whole)
-    )[0]
+    mask = None if mask is None else Mask(dense=np.broadcast_to(mask, (*q.shape[:3], k.shape[2])))
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    return attention_formula(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, mask)[0]
+
+
+KINDS = "none/true/prefix/keys, expanded/key bias/outer/triangle/band, padded/dense/bias".split("/")
 
 
 def given(kind, t, s):
@@ -68,10 +69,7 @@ def given(kind, t, s):
     }[kind]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["none", "true", "prefix", "keys, expanded", "key bias", "outer", "triangle", "band, padded", "dense", "bias"],
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_masks_as_given_by_the_kernel(kind):
     """Traced, and with values that are known, both in one program."""
     t, s = np.random.default_rng().integers(1, 600, 2)
@@ -100,10 +98,9 @@ def test_causality_and_the_window_of_the_settings():
 
 
 @pytest.mark.parametrize("kernel", ["kernel", "splash"])
-@pytest.mark.parametrize("degrees", [(2, 4, 1)])
-def test_a_kernel_is_split_by_heads_where_nobody_lays_out(degrees, kernel, make_mesh):
+def test_a_kernel_is_split_by_heads_where_nobody_lays_out(kernel, make_mesh):
     """Eight heads, or as many chips as divide six; the kernel in interpret mode, as on a TPU inside shard_map."""
-    settings = Settings(mesh=make_mesh(*degrees), sequence=False, kernel=kernel, interpret=True)
+    settings = Settings(mesh=make_mesh(2, 4, 1), sequence=False, kernel=kernel, interpret=True)
     heads, masked = np.random.default_rng().permutation([8, 6]), np.random.default_rng().permutation([True, False])
     for n, padded in zip(heads, masked):
         q, k, v = draw(40, 130, n, n)
@@ -139,16 +136,17 @@ def test_the_kernel_that_others_measured_runs_where_ours_would(degrees, make_mes
         ("splash", {"mask": np.tri(5, 6, 1, dtype=bool)}, "'splash' does not take a window"),
         ("splash", {"mask": np.zeros((5, 6), np.float32) + np.arange(6)}, "'splash' does not take a bias"),
         ("splash", {"mask": np.random.default_rng().standard_normal((4, 5, 6))}, "differs between queries or heads"),
-        ("splash", {"k": 2}, "'splash' does not take 4 query heads over 2 key heads"),
+        ("splash", {"kv_heads": 2}, "'splash' does not take 4 query heads over 2 key heads"),
         ("kernel", {"dtype": jnp.float16}, "'kernel' does not take float16"),
         ("online", {"dtype": jnp.float16}, "'online' does not take float16"),
     ],
 )
 def test_a_kernel_by_name_takes_the_call_or_says_why_not(kernel, call, words):
-    q, k, v = draw(5, 6, kv_heads=call.get("k", 4), dim=call.get("dim", 64), dtype=call.get("dtype", jnp.float32))
-    settings = Settings(kernel=kernel, platform="tpu", generation="v6e")
-    with using(settings), pytest.raises(NotImplementedError, match=words):
-        api.attention(q, k, v, mask=call.get("mask"), enable_gqa=True)
+    sizes = {**call}
+    mask = sizes.pop("mask", None)
+    with using(Settings(kernel=kernel, platform="tpu", generation="v6e")):
+        with pytest.raises(NotImplementedError, match=words):
+            api.attention(*draw(5, 6, **sizes), mask=mask, enable_gqa=True)
 
 
 def test_the_reference_is_said_once_where_a_kernel_was_expected(caplog):
@@ -164,24 +162,22 @@ def test_the_reference_is_said_once_where_a_kernel_was_expected(caplog):
     assert any(w.q == q.shape and w.kernel == "reference" and words in w.reason for w in api.explain())
 
 
+SHAPE = (1, 2, 5, 8)
+
+
 @pytest.mark.parametrize(
     "change, error, words",
     [
-        ({"k": jnp.zeros((1, 3, 5, 8)), "v": jnp.zeros((1, 3, 5, 8))}, ValueError, "2 query and 3 key heads"),
-        ({"k": jnp.zeros((1, 1, 5, 8)), "v": jnp.zeros((1, 1, 5, 8))}, ValueError, "1 key heads, enable_gqa=False"),
-        (
-            {"v": jnp.zeros((1, 2, 6, 8))},
-            ValueError,
-            r"expected q .* got \(1, 2, 4, 8\), \(1, 2, 5, 8\), \(1, 2, 6, 8\)",
-        ),
-        ({"q": jnp.zeros((1, 2, 4, 9))}, ValueError, r"got \(1, 2, 4, 9\), \(1, 2, 5, 8\)"),
-        ({"k": jnp.zeros((1, 2, 5, 8), jnp.bfloat16)}, TypeError, "q float32, k bfloat16"),
-        ({"q": jnp.zeros((2, 4, 8))}, ValueError, "four axes"),
+        ({"k": (1, 3, 5, 8), "v": (1, 3, 5, 8)}, ValueError, "2 query and 3 key heads"),
+        ({"k": (1, 1, 5, 8), "v": (1, 1, 5, 8)}, ValueError, "1 key heads, enable_gqa=False"),
+        ({"v": (1, 2, 6, 8)}, ValueError, r"expected q .* got \(1, 2, 4, 8\), \(1, 2, 5, 8\), \(1, 2, 6, 8\)"),
+        ({"q": (1, 2, 4, 9)}, ValueError, r"got \(1, 2, 4, 9\), \(1, 2, 5, 8\)"),
+        ({"k_dtype": jnp.bfloat16}, TypeError, "q float32, k bfloat16"),
+        ({"q": (2, 4, 8)}, ValueError, "four axes"),
     ],
 )
 def test_bad_calls_are_refused(change, error, words):
-    call = {"q": jnp.zeros((1, 2, 4, 8)), "k": jnp.zeros((1, 2, 5, 8)), "v": jnp.zeros((1, 2, 5, 8)), **change}
+    q, k, v = (jnp.zeros(change.get(name, shape)) for name, shape in (("q", (1, 2, 4, 8)), ("k", SHAPE), ("v", SHAPE)))
     for kernel in ("reference", "kernel"):
-        arguments = dict(call)
         with using(Settings(kernel=kernel)), pytest.raises(error, match=words):
-            api.attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+            api.attention(q, k.astype(change.get("k_dtype", k.dtype)), v)

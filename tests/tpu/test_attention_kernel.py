@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attention_masks import KINDS, make_mask
+import attention_masks
+from attention_masks import KINDS, assert_right, make_mask
 from conftest import QUICKLY, attention_formula, attention_weights, relative
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.kernel import LOG2_E, tpu_attention
@@ -55,21 +56,9 @@ def plain(q, k, v, scale, mask=None):
     return np.matmul(rounded(attention_weights(q, k, scale, mask)[0]), np.repeat(v, q.shape[1] // v.shape[1], axis=1))
 
 
-def draw(rng, dtype, heads, kv_heads, t, s, dim, out_dim=None):
-    shapes = (2, heads, t, dim), (2, kv_heads, s, dim), (2, kv_heads, s, out_dim or dim)
-    drawn = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+def draw(dtype, *sizes) -> list[np.ndarray]:
+    drawn = attention_masks.draw(*sizes)
     return [rounded(x) for x in drawn] if dtype == jnp.bfloat16 else drawn
-
-
-def assert_right(ours, oracle, what="", tolerance=3e-6, lse_tolerance=1e-5):
-    """Out by its norm, lse by its largest difference; zeros and -inf exactly. Measured: 6e-7, 2e-6."""
-    out, lse = ours
-    empty = np.isneginf(oracle[1])
-    np.testing.assert_array_equal(np.isneginf(lse), empty, err_msg=what)
-    assert np.isfinite(out).all() and not out[empty].any(), what
-    if not empty.all():
-        assert relative(out, oracle[0]) < tolerance, what
-        assert np.abs(lse[~empty] - oracle[1][~empty]).max() < lse_tolerance, what
 
 
 def cases():
@@ -103,7 +92,7 @@ def test_every_mask_of_every_shape(case):
     blocks = BLOCKS[case["blocks"]]
     t, s = length(rng, case["q_len"], blocks.queries), length(rng, case["kv_len"], blocks.keys)
     heads, dim, dtype = 4, case["dim"], jnp.bfloat16 if case["bfloat16"] else jnp.float32
-    q, k, v = draw(rng, dtype, heads, heads // case["group"], t, s, dim, case["out_dim"])
+    q, k, v = draw(dtype, heads, heads // case["group"], t, s, dim, case["out_dim"])
     mask, scale, what = make_mask(rng, case["kind"], heads, t, s), dim**-0.5, f"{case}, {t} queries, {s} keys"
     ways = ONLINE if case["online"] else MODES
     more = {"mask": mask, "dtype": dtype, "blocks": blocks, "modes": ways}
@@ -134,7 +123,7 @@ def test_every_mask_of_every_shape(case):
 def test_bfloat16_is_as_exact_as_a_plain_attention_in_it(dim, generation):
     """Scores of a deviation of 1, 4 and 10, by the ways that are exact for it. With q times its factor rounded once more it
     would be 1.2, 1.9 and 2.8. Measured: at most 1.00, 1.04 and 0.79."""
-    drawn, k, v = draw(np.random.default_rng(), jnp.bfloat16, 2, 1, 200, 700, dim)
+    drawn, k, v = draw(jnp.bfloat16, 2, 1, 200, 700, dim)
     for deviation, ways in ((1, MODES), (4, MODES), (10, ONLINE)):
         q = rounded(drawn * deviation)
         weights, _ = attention_weights(q, k, dim**-0.5)
@@ -149,7 +138,7 @@ def test_bfloat16_is_as_exact_as_a_plain_attention_in_it(dim, generation):
 @pytest.mark.parametrize("band", [(None, 0), (70, 300), (0, None)])
 def test_first_row_and_first_key_say_where_the_band_lies(band):
     """They are arrays, as on a ring. Far apart no row sees a key, or all rows see all of them."""
-    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    q, k, v = draw(jnp.float32, *SIZES)
     for places in [(600, 0), (0, 100), (1000, 700), (5000, 0), (0, 5000)]:
         ours = run(q, k, v, Mask(band=band), first_row=places[0], first_key=places[1], with_lse=True)
         assert_right(ours, attention_formula(q, k, v, 1 / 8, Mask(band=band), *places), str(places))
@@ -158,7 +147,7 @@ def test_first_row_and_first_key_say_where_the_band_lies(band):
 @pytest.mark.parametrize("ways, dtype", [(MODES, jnp.float32), (ONLINE, jnp.float32), (MODES, jnp.bfloat16)])
 def test_scores_far_below_that_of_padding(dtype, ways):
     """All scores near -100, where a key of zeros would have 0: one of padding, or of a mask, would be the whole sum."""
-    q, k, v = draw(np.random.default_rng(), dtype, *SIZES)
+    q, k, v = draw(dtype, *SIZES)
     q, k = (rounded(x / 4 + side) for x, side in ((q, -3.5), (k, 3.5)))
     hidden = np.arange(700) >= 610
     for mask in (Mask(keys=jnp.asarray(~hidden)[None, None, None]), None):
@@ -176,7 +165,7 @@ def test_scores_far_below_that_of_padding(dtype, ways):
 def test_each_head_and_block_of_queries_goes_its_own_way():
     """Head 1, and the second block of queries of head 2, are huge; the keys of heads 2 and 3 lie far from zero. To the last
     bit it is seen which way was taken, and a tally counts them."""
-    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    q, k, v = draw(jnp.float32, *SIZES)
     k[:, 1] += 20
     q[:, 1] *= 300
     q[:, 2, 256:] *= 300
@@ -204,7 +193,7 @@ def test_each_head_and_block_of_queries_goes_its_own_way():
 def test_the_largest_bound_and_the_smallest_weights(way, limit, next_way):
     """One key so far off, at right angles, that the bound is of no use. Of the others one query's scores are all -99.9, whose
     weights lie near 2^-100 by the way "bound"; by "centred" all do."""
-    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    q, k, v = draw(jnp.float32, *SIZES)
     q[..., 0], k[..., 0] = 0, 0
     k /= 10
     k[:, :, 33, 0] = 100
@@ -223,7 +212,7 @@ def test_the_largest_bound_and_the_smallest_weights(way, limit, next_way):
 
 
 def test_values_so_large_that_sums_of_the_largest_exponentials_would_not_be_finite():
-    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    q, k, v = draw(jnp.float32, *SIZES)
     q, k = 1 + q / 100, 1 + k / 100
     q *= 95 / (np.linalg.norm(q, axis=-1, keepdims=True) * np.linalg.norm(k, axis=-1).max() * LOG2_E / 8)
     v[:, 1] *= 2.0**40
@@ -240,7 +229,7 @@ def test_values_so_large_that_sums_of_the_largest_exponentials_would_not_be_fini
 @pytest.mark.parametrize("seen", ["causal", "by head"])
 def test_rows_that_see_only_keys_far_below_the_mean(seen):
     """The first five keys lie opposite to all others, as far as the bound allows, and some rows see only those."""
-    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    q, k, v = draw(jnp.float32, *SIZES)
     q, k = q / 1000 + 1, k / 1000
     k[:, :, :5] -= 5 / 8
     radius = np.repeat(np.linalg.norm(k - k.mean(2, keepdims=True), axis=-1).max(2), 2, axis=1)[..., None, None]
@@ -259,7 +248,7 @@ def test_rows_that_see_only_keys_far_below_the_mean(seen):
 def test_what_random_draws_do_not_have(kind):
     """Equal keys, whose values' mean is the answer; 300 more for one key, which no bound knows; five small keys that are seen, where
     with the hidden ones in the mean all weights would vanish, 150 below it."""
-    q, k, v = draw(np.random.default_rng(), jnp.float32, *SIZES)
+    q, k, v = draw(jnp.float32, *SIZES)
     mask, limit = None, 1e-6  # 2.2e-7
     if kind == "equal keys":
         k = np.broadcast_to(1000 * k[:, :, :1], k.shape)
@@ -289,7 +278,7 @@ def test_what_masked_keys_hold_changes_nothing(kind):
     """NaN, infinities, or one another's values: to the last bit."""
     rng, order = np.random.default_rng(), np.arange(700)
     dtype = jnp.bfloat16 if kind == "prefix" else jnp.float32
-    q, k, v = draw(rng, dtype, *SIZES)
+    q, k, v = draw(dtype, *SIZES)
     # the last of 300 rows sees 300 keys beyond its own
     hidden = order >= 600 if kind in ("prefix", "band") else rng.random(700) < 0.5
     seen = ~hidden & (rng.random((1, 4, 300 if kind == "dense" else 1, 700)) < (1 if kind == "prefix" else 0.8))
@@ -305,7 +294,7 @@ def test_what_masked_keys_hold_changes_nothing(kind):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_smoothing_changes_the_way_and_not_the_values(dtype):
     """Keys far from zero: around their mean, or online."""
-    q, k, v = draw(np.random.default_rng(), dtype, *SIZES)
+    q, k, v = draw(dtype, *SIZES)
     k = rounded(k + 20 * np.random.default_rng().choice([-1, 1], 64))
     oracle, _ = attention_formula(q, k, v, 1 / 8)
     with_it, without, online = (

@@ -1,12 +1,12 @@
 """Many prompts into one directory. Oracle: the pipeline called by hand; files and records counted; owners that are killed."""
 
+import contextlib
 import functools
 import json
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -85,16 +85,15 @@ BAD_FILES = [
 ]
 
 
-@pytest.mark.parametrize("lines, message", BAD_FILES)
-def test_a_file_that_is_none_is_refused_with_its_line(write, lines, message):
-    with pytest.raises(ValueError, match=message):
-        prompt_files.read(write(*lines), 0, {})
+def test_a_file_that_is_none_is_refused_with_its_line(write):
+    for lines, message in BAD_FILES:
+        with pytest.raises(ValueError, match=message):
+            prompt_files.read(write(*lines), 0, {})
 
 
 def test_arguments_are_held_against_the_pipelines_signature():
-    check_arguments(
-        WanPipeline, {"height": 64, "guidance_scale": 5, "negative_prompt": ["x"], "guidance_scale_2": None}
-    )
+    good = {"height": 64, "guidance_scale": 5, "negative_prompt": ["x"], "guidance_scale_2": None}
+    check_arguments(WanPipeline, good)
     for arguments in ({"sharpness": 3}, {"height": "tall"}, {"height": True}, {"num_frames": 1.5}, {"generator": 1}):
         with pytest.raises(ValueError, match=f"expected.*{[*arguments][0]}"):
             check_arguments(WanPipeline, arguments)
@@ -126,40 +125,55 @@ def test_another_list_of_prompts_is_refused_with_what_differs_and_a_longer_one_i
             agree(*lines, **settings)
 
 
+# Takes prompts; when a file is there it writes the record of prompt 0 and ends.
 OWNER = """
-import pathlib, sys
-sys.path.insert(0, sys.argv[2])
+import pathlib, sys, time
+room, folder, until, *places = sys.argv[1:]
+sys.path.insert(0, room)
 import claims
-mine = claims.Claims(pathlib.Path(sys.argv[1]))
-print(mine.take(0), mine.take(1), flush=True)
-sys.stdin.read()
+mine = claims.Claims(pathlib.Path(folder))
+print(*(mine.take(int(place)) for place in places), flush=True)
+while not pathlib.Path(until).exists():
+    time.sleep(0.01)
+pathlib.Path(folder, ".records", "00000.json").write_text('{"files": []}')
 """
 
 
+@contextlib.contextmanager
+def owner(folder, until, *places: str):
+    """Another process that has the prompts at these places of the directory."""
+    command = [
+        sys.executable,
+        "-c",
+        OWNER,
+        str(ROOT / "src/diffusers/tpu/apps/bulk"),
+        str(folder),
+        str(until),
+        *places,
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().split() == ["True"] * len(places)
+        yield process
+
+
 def test_a_prompt_is_its_owners_until_the_owner_is_killed(tmp_path):
-    room = ROOT / "src/diffusers/tpu/apps/bulk"
-    command = [sys.executable, "-c", OWNER, str(tmp_path), str(room)]
-    owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert owner.stdout.readline() == "True True\n"
-    claims = Claims(tmp_path)
-    assert [claims.take(place) for place in range(3)] == [False, False, True]
-    owner.send_signal(signal.SIGKILL)
-    claims.wait(0)
-    owner.wait()
-    assert claims.take(1)
-    claims.close()
-    owner.stdin.close()
-    owner.stdout.close()
+    with owner(tmp_path, tmp_path / "never", "0", "1") as process:
+        claims = Claims(tmp_path)
+        assert [claims.take(place) for place in range(3)] == [False, False, True]
+        process.send_signal(signal.SIGKILL)
+        claims.wait(0)
+        process.wait()
+        assert claims.take(1)
+        claims.close()
 
 
 # Work
 
 
-def work(pipe, folder, prompts, cls=FluxPipeline, **settings) -> list[dict]:
-    directory = Directory(folder)
+def work(pipe, folder, prompts, **settings) -> list[dict]:
+    directory, told = Directory(folder), []
     directory.agree(prompts, SETTINGS)
-    told = []
-    mine = Work(directory, lambda: pipe, cls, told=told.append, **settings)
+    mine = Work(directory, lambda: pipe, type(pipe), told=told.append, **settings)
     mine.run(prompts)
     mine.claims.close()
     directory.write_manifest(prompts)
@@ -212,7 +226,7 @@ def test_a_picture_to_start_from_is_named_by_its_file(flux, write, tmp_path):
     files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png")]
     prompts = prompt_files.read(write(*({"prompt": "a", "image": file} for file in files)), 0, SIZE)
     pipe = FluxImg2ImgPipeline(**flux.components)
-    told = work(pipe, tmp_path / "out", prompts, cls=FluxImg2ImgPipeline)
+    told = work(pipe, tmp_path / "out", prompts)
     assert [record.get("error", "")[:10] for record in told] == ["", "ValueError", "ValueError"]
     expected = by_hand(pipe, "a", 0, image=Image.open(files[0]))
     np.testing.assert_array_equal(picture(tmp_path / "out/00000.png"), expected)
@@ -257,43 +271,17 @@ def test_a_prompt_that_another_process_has_is_waited_for_and_not_made_again(flux
     prompts = prompt_files.read(write(*({"prompt": text} for text in "ab")), 0, SIZE)
     directory = Directory(tmp_path / "out")
     directory.agree(prompts, SETTINGS)
-    script = f"""
-        import pathlib, sys, time
-        sys.path.insert(0, {str(ROOT / "src/diffusers/tpu/apps/bulk")!r})
-        import claims
-        mine = claims.Claims(pathlib.Path({str(directory.path)!r}))
-        print(mine.take(0), flush=True)
-        second = pathlib.Path({str(directory.records / "00001.json")!r})
-        while not second.exists():
-            time.sleep(0.01)
-        pathlib.Path({str(directory.records / "00000.json")!r}).write_text('{{"files": []}}')
-    """
-    other = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-    assert other.stdout.readline() == "True\n"
-    assert [record["id"] for record in work(flux, tmp_path / "out", prompts)] == ["00001"]
-    assert directory.record(prompts[0]) == {"files": []}
-    assert other.wait() == 0
-    other.stdout.close()
+    with owner(directory.path, directory.records / "00001.json", "0") as other:
+        assert [record["id"] for record in work(flux, tmp_path / "out", prompts)] == ["00001"]
+        assert directory.record(prompts[0]) == {"files": []}
+        assert other.wait() == 0
 
 
-# The command
-
-
-@pytest.fixture(scope="module")
-def model(flux, tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("flux")
-    flux.save_pretrained(folder)
-    return str(folder)
-
-
-def test_the_command_makes_goes_on_and_says_what_failed(flux, model, write, tmp_path, monkeypatch, capsys):
+def test_the_command_makes_goes_on_and_says_what_failed(flux, write, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    flux.save_pretrained(model := tmp_path / "model")
     path = write({"prompt": "a red circle"}, {"prompt": "moving", "strength": 1})
-    words = [
-        "generate",
-        model,
-        *f"--prompts {path} --output out --seed 4 --device upstream --height 16 --width 16".split(),
-    ]
+    words = f"generate {model} --prompts {path} --output out --seed 4 --device upstream --height 16 --width 16".split()
     words += "--num-inference-steps 2 --max-sequence-length 8".split()
     for _ in range(2):
         assert main(words) == 1

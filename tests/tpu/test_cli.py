@@ -19,11 +19,7 @@ from diffusers.tpu.apps.cli import arguments, main
 from diffusers.tpu.apps.cli.errors import BadInput
 
 
-CALL = [
-    "--prompt",
-    "a red circle moving left",
-    *"--height 32 --width 48 --num-frames 5 --num-inference-steps 3".split(),
-]
+CALL = "--height 32 --width 48 --num-frames 5 --num-inference-steps 3 --prompt".split() + [tiny.WORDS]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,7 @@ def test_bad_input_is_one_line_and_status_2(bare, model, capsys, words):
 
 def test_nonsense_in_the_environment_is_refused_with_the_list(bare, model, capsys, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU", "nonsense")
-    for words in (["env"], ["generate", model, "--prompt", "x"]):
+    for words in (["env"], ["generate", model, *CALL]):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and all(mode in error for mode in ("auto", "off", "cpu", "nonsense"))
@@ -85,8 +81,10 @@ def test_an_error_of_our_own_keeps_its_traceback(bare, model, monkeypatch):
         main(["generate", model, *CALL, "--device", "upstream"])
 
 
-def test_generate_on_simulated_chips(chips, bare, model, capsys, monkeypatch):
-    monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
+def test_env_and_generate_on_simulated_chips(bare, chips, model, capsys):
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    assert "8, simulated on the CPU" in out and "2,4,1" in out and "attention" in out
     assert main(["generate", model, *CALL, "--mesh", "2,4,1", "--seed", "1"]) == 0
     out = capsys.readouterr().out
     parts = ("load", "compile transformer", "compile vae.decode", "text encode", "first step", "VAE decode", "total")
@@ -109,12 +107,6 @@ def test_env_without_a_tpu_imports_no_jax(root):
     assert facts["settings"]["DIFFUSERS_TPU"] == "off"
     listed = [line for line in (root / "patches/series").read_text().split() if line.endswith(".patch")]
     assert [name[:4] for name in listed] == list(facts["patches"])
-
-
-def test_env_on_simulated_chips(chips, capsys):
-    assert main(["env"]) == 0
-    out = capsys.readouterr().out
-    assert "8, simulated on the CPU" in out and "2,4,1" in out and "attention" in out
 
 
 def test_arguments_follow_the_signature():

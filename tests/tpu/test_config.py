@@ -19,16 +19,14 @@ from diffusers.tpu.kernels.settings import Settings
 
 
 @pytest.mark.parametrize(
-    "variable, value, words",
+    "name, value, words",
     [
-        ("DIFFUSERS_TPU", "nonsense", "auto .*off .*cpu .*'nonsense'"),
-        ("DIFFUSERS_TPU_DEVICES", "0", "positive integer"),
-        ("DIFFUSERS_TPU_DEVICES", "eight", "positive integer"),
-        ("DIFFUSERS_TPU_MESH", "2,4", "dp,sp,tp"),
+        ("", "nonsense", "auto .*off .*cpu .*'nonsense'"), ("_DEVICES", "0", "positive integer"),
+        ("_DEVICES", "eight", "positive integer"), ("_MESH", "2,4", "dp,sp,tp"),
     ],
-)
-def test_environment_is_checked(monkeypatch, variable, value, words):
-    monkeypatch.setenv(variable, value)
+)  # fmt: skip
+def test_environment_is_checked(monkeypatch, name, value, words):
+    monkeypatch.setenv(f"DIFFUSERS_TPU{name}", value)
     with pytest.raises(ValueError, match=words):
         read_environment()
 
@@ -58,12 +56,11 @@ def test_config_is_checked_when_made(name):
 
 
 def test_a_mesh_is_planned_or_refused():
-    assert plan_degrees(8, None, branches=2) == (2, 4, 1)
-    assert plan_degrees(8, None) == (1, 8, 1)
-    assert plan_degrees(8, None, branches=3) == (1, 8, 1)
-    assert plan_degrees(1, None, branches=2) == (1, 1, 1)
-    assert plan_degrees(8, (1, 3, 1), branches=2) == (1, 3, 1)
-    assert plan_degrees(8, (2, 2, 2), branches=2) == (2, 2, 2)
+    planned = {
+        (8, None, 2): (2, 4, 1), (8, None, 1): (1, 8, 1), (8, None, 3): (1, 8, 1), (1, None, 2): (1, 1, 1),
+        (8, (1, 3, 1), 2): (1, 3, 1), (8, (2, 2, 2), 2): (2, 2, 2),
+    }  # fmt: skip
+    assert {given: plan_degrees(*given) for given in planned} == planned
     with pytest.raises(ValueError, match="8 chips here, got 2,4,2 = 16"):
         plan_degrees(8, (2, 4, 2), branches=2)
 
@@ -83,18 +80,21 @@ def test_a_tpu_is_found_on_the_pci_bus(tmp_path, monkeypatch):
     assert devices.device_nodes(str(tmp_path)) == [str(tmp_path / "accel3"), str(tmp_path / "vfio/0")]
 
 
+NODE = "/dev/vfio/0"
+
+
 @pytest.mark.parametrize(
     "mode, platforms, generation, nodes, found",
     [
-        ("", "", "v6e", ["/dev/vfio/0"], Target("tpu", "v6e")),
+        ("", "", "v6e", [NODE], Target("tpu", "v6e")),
         ("auto", "tpu,cpu", "v6e", ["/dev/accel0"], Target("tpu", "v6e")),
-        ("off", "", "v6e", ["/dev/vfio/0"], "DIFFUSERS_TPU=off"),
-        ("", "cpu", "v6e", ["/dev/vfio/0"], "JAX_PLATFORMS=cpu"),
+        ("off", "", "v6e", [NODE], "DIFFUSERS_TPU=off"),
+        ("", "cpu", "v6e", [NODE], "JAX_PLATFORMS=cpu"),
         ("", "", "v6e", [], "a TPU v6e on the bus of this host, but no /dev/vfio/N or /dev/accelN"),
         ("", "", None, [], "no TPU on this host"),
         ("tpu", "", None, [], Target("tpu")),
         ("tpu", "tpu", "v5e", [], Target("tpu", "v5e")),
-        ("tpu", "cpu", "v5e", ["/dev/vfio/0"], ValueError),
+        ("tpu", "cpu", "v5e", [NODE], ValueError),
     ],
 )
 def test_what_a_host_shows_of_a_tpu(monkeypatch, mode, platforms, generation, nodes, found):
@@ -106,10 +106,10 @@ def test_what_a_host_shows_of_a_tpu(monkeypatch, mode, platforms, generation, no
     if found is ValueError:
         with pytest.raises(ValueError, match="expected JAX_PLATFORMS to name tpu, .* got 'cpu'"):
             is_active()
-        return
-    assert find_target(read_environment()) == (found if isinstance(found, Target) else None)
-    assert is_active() == isinstance(found, Target)
-    if not is_active():
+    elif isinstance(found, Target):
+        assert is_active() and find_target(read_environment()) == found
+    else:
+        assert not is_active() and find_target(read_environment()) is None
         assert devices.why_off(read_environment()).startswith(found)
 
 
@@ -123,13 +123,11 @@ def test_a_tpu_that_the_bus_does_not_show_is_named_by_jax(monkeypatch):
     assert chips.name() == "TPU v6e" and chips.bytes_in_all() == 4 * figures.CHIPS["v6e"].hbm_bytes
 
 
-def test_more_chips_than_jax_was_started_with(chips):
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v9"])
+def test_chips_that_are_not_there_are_refused_where_they_would_run(chips, kind, monkeypatch):
+    """More than JAX was started with, or of another generation."""
     with pytest.raises(RuntimeError, match="16 simulated chips, got 8"):
         devices.jax_devices(Target("cpu", simulated=16))
-
-
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU v9"])
-def test_a_tpu_of_another_generation_is_refused_where_it_would_run(kind, monkeypatch):
     device = SimpleNamespace(platform="tpu", device_kind=kind)
     monkeypatch.setattr(jax, "devices", lambda platform: [device])
     words = f"among v5e v5p v6e v7x, got .*{kind[-2:]}.*DIFFUSERS_TPU=off"
@@ -157,16 +155,14 @@ def test_specs_fit_their_weights(make_mesh):
     assert default_spec((511, 1021), mesh) == P() and default_spec((8, 8), mesh) == P()
 
 
-def test_a_weight_that_peft_wraps_keeps_its_rule(make_mesh):
+def test_weights_by_rules(make_mesh):
+    """What peft wraps keeps its rule; replication is reported, dead rules are refused."""
+    rule, mesh = (r"to_q\.weight$", P(None, ("dp", "sp"))), make_mesh(2, 4, 1)
     shapes = {"to_q.base_layer.weight": ((512, 512), 1 << 20), "to_q.lora_A.default.weight": ((8, 512), 1 << 14)}
-    specs, _ = plan_weights(shapes, ((r"to_q\.weight$", P(None, ("dp", "sp"))),), make_mesh(2, 4, 1))
-    assert specs == {"to_q.base_layer.weight": P(None, ("dp", "sp")), "to_q.lora_A.default.weight": P()}
-
-
-def test_dead_rules_are_refused_and_replication_is_reported(make_mesh):
+    assert [*plan_weights(shapes, (rule,), mesh)[0].values()] == [rule[1], P()]
     shapes = {"blocks.*.to_q.weight": ((512, 512), 4 << 20), "odd.weight": ((511, 1021), 2 << 20), "b": ((4,), 16)}
-    _, coverage = plan_weights(shapes, ((r"to_q\.weight$", P(("dp", "sp"))),), make_mesh(2, 4, 1))
+    _, coverage = plan_weights(shapes, (rule,), mesh)
     assert coverage.replicated == {"odd.weight": 2 << 20}
     assert coverage.bytes_per_chip == (4 << 20) // 8 + (2 << 20) + 16
     with pytest.raises(ValueError, match="dead rules"):
-        plan_weights(shapes, ((r"to_qkv\.weight$", P("tp")),), make_mesh(2, 4, 1))
+        plan_weights(shapes, ((r"to_qkv\.weight$", P("tp")),), mesh)

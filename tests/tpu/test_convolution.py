@@ -34,18 +34,16 @@ def rounding(exact) -> float:
 @pytest.mark.parametrize(
     "taps, width, blocks, bias",
     [
-        (3, 32, None, True),
-        (3, 16, Blocks(2, 128, 1), False),
-        (5, None, Blocks(8, 128, 4), True),
+        (3, 32, None, True), (3, 16, Blocks(2, 128, 1), False), (5, None, Blocks(8, 128, 4), True),
         (1, None, Blocks(8, 128, 8), True),
     ],
-)
+)  # fmt: skip
 def test_any_map(taps, width, blocks, bias):
     """Any heights, whole registers of columns and any, rows and features that blocks do not divide, maps smaller than their windows."""
     rng = np.random.default_rng()
-    width = width or int(rng.integers(1, 40))
-    batch, height = int(rng.integers(1, 3)), int(rng.integers(3, 14))
-    channels, features = 64 * int(rng.integers(1, 3)), 64 * int(rng.integers(1, 4))
+    bounds = ((1, 3), (3, 14), (1, 40), (1, 3), (1, 4))
+    batch, height, drawn, channels, features = (int(rng.integers(*pair)) for pair in bounds)
+    width, channels, features = width or drawn, 64 * channels, 64 * features
     x, w, b = draw(batch, channels, height, width), draw(features, channels, taps, taps), draw(features)
     exact = F.conv2d(x.double(), w.double(), b.double() if bias else None, padding=taps // 2)
     blocks = blocks or choose(height, width, channels, features, taps)
@@ -72,7 +70,7 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, given):
     """The others are the compiler's; all have torch's values."""
     given, runs, run = dict(given), [], tpu_convolution
     monkeypatch.setattr(convolution_kernel, "tpu_convolution", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
-    x, w, b = draw(2, 128, 9, 11), draw(64, 128 // given.get("groups", 1), 3, 3), given.pop("bias", draw(64))
+    x, w, b = draw(2, 128, 9, 11), draw(64, 128 // given.get("groups", 1), 3, 3), draw(64)
     padded = given.pop("padded", None)
 
     def convolved(x, w, b):
@@ -80,10 +78,9 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, given):
 
     def ours(*tensors):
         with using(KERNEL), bridge.quiet_integers(), bridge.environment():
-            return convolved(*map(bridge.to_torch, tensors), *[None] * (3 - len(tensors))).jax()
+            return convolved(*map(bridge.to_torch, tensors)).jax()
 
-    exact = convolved(*(None if t is None else t.double() for t in (x, w, b)))
-    found = jax.jit(ours)(*arrays(*(t for t in (x, w, b) if t is not None)))
+    exact, found = convolved(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
     assert bool(runs) == taken
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 

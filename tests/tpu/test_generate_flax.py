@@ -13,19 +13,15 @@ import denoisers
 import flags
 import tiny
 from conftest import ROOT, relative
-from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline, HunyuanVideo15Transformer3DModel
+from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline
 from diffusers.tpu import TPUConfig
 from diffusers.tpu.planner.published import MODELS
 
 
 EXAMPLES = ROOT / "examples/tpu"
-LAID_OUT = (  # scripts with the flags for chips and attention
-    "wan/generate_flax.py",
-    "hunyuan_video15/generate_diffusers_flax.py",
-    "hunyuan_video15/dit_flax.py",
-    "cogvideox/generate_flax.py",
-    "cogvideox/dit_flax.py",
-)
+# Scripts with the flags for chips and attention.
+LAID_OUT = [f"hunyuan_video15/{name}.py" for name in ("generate_diffusers_flax", "dit_flax")]
+LAID_OUT = ["wan/generate_flax.py", *LAID_OUT, *(f"cogvideox/{name}.py" for name in ("generate_flax", "dit_flax"))]
 WAN, HUNYUAN, DIT, COG, COG_DIT = LAID_OUT
 COG_VAE = "cogvideox/vae_flax.py"
 SCRIPTS = (*LAID_OUT, COG_VAE)
@@ -118,111 +114,13 @@ def test_without_a_tpu(run, monkeypatch, capsys):
         assert "DIFFUSERS_TPU=cpu" in capsys.readouterr().err
 
 
-def upstreams(folder, monkeypatch):
-    """The pipeline in `folder`, without the TPU path."""
-    monkeypatch.setenv("DIFFUSERS_TPU", "off")
-    pipe = DiffusionPipeline.from_pretrained(folder)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def test_wan_gives_upstreams_frames_and_a_trace(run, written, monkeypatch):
-    words = f"--model_id {WAN_SHAPES} --width 32 --height 48 --frames 5 --fps 8 --num_inference_steps 3"
-    words += " --guidance_scale 2 --seed 6 --dtype float32 --flow_shift 2 --profile trace"
-    words += " --bqsize 256 --bkvsize 256 --bkvcomputesize 128"
-    prompt = "a red circle moving right"
-    out = run(load(WAN), words, "--prompt", prompt)
-    assert "mesh dp 2, sp 4, tp 1" in out and "reference" in out and "traced steps 2 to 3 into trace" in out
-    assert Path("output.mp4").stat().st_size and list(Path("trace").rglob("*.xplane.pb"))
-
-    pipe = upstreams(WAN_SHAPES, monkeypatch)
-    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=2.0)
-    theirs = pipe(
-        prompt, height=48, width=32, num_frames=5, num_inference_steps=3, guidance_scale=2.0,
-        generator=torch.Generator().manual_seed(6),
-    ).frames[0]  # fmt: skip
-    assert np.shape(theirs) == (5, 48, 32, 3)
-    assert relative(written[0], theirs) < 1e-5  # 2e-6
-
-
 @pytest.fixture
-def hunyuan(monkeypatch, tmp_path):
-    """A function from a task to a folder with a tiny HunyuanVideo-1.5 and the arguments of a small call."""
+def folder(run, monkeypatch, tmp_path):
+    """A function from a kind to a folder with a tiny pipeline of it."""
     tiny.short_texts(monkeypatch)
 
-    def save(task: str):
-        pipe, call = tiny.staged(f"hunyuan_{task}_to_video")
-        pipe.save_pretrained(tmp_path / task)
-        return tmp_path / task, call
-
-    return save
-
-
-def run_and_look(run, script, monkeypatch, words: str, prompts: dict, output: str, batch: bool, runs: int):
-    """Runs a script; the pipeline that it made. Looks at the mesh, times, trace and file."""
-    seen, where = [], script.where
-    monkeypatch.setattr(script, "where", lambda pipe, target: seen.append(pipe) or where(pipe, target))
-    given = [word for name, text in prompts.items() for word in (f"--{name}", text)]
-    out = run(script, f"{words} --num_inference_steps 3 --seed 6 --fps 8 --dtype float32 {output} video.mp4", *given)
-    assert ("mesh dp 2, sp 4, tp 1" if batch else "mesh dp 1, sp 8, tp 1") in out
-    assert out.count("a step after the first") == runs
-    traced = "--profile" in words
-    assert ("traced steps 2 to 3 into trace" in out) == bool(list(Path("trace").rglob("*.xplane.pb"))) == traced
-    assert Path("video.mp4").stat().st_size and seen[0].vae.use_tiling == ("--disable_vae_tiling" not in words)
-
-
-@pytest.mark.parametrize(
-    "task, words, guidance",
-    [
-        ("text", "--height 32 --width 48 --guidance_scale 2.5 --disable_vae_tiling --num_iterations 2 --profile trace", 2.5),
-        pytest.param("image", "--image first.png --guidance_scale 1 --num_iterations 1 --use_dp False", None, marks=pytest.mark.slow),
-    ],
-    ids=["text", "image"],
-)  # fmt: skip
-def test_hunyuan_video_gives_upstreams_frames(run, written, hunyuan, monkeypatch, task, words, guidance):
-    folder, call = hunyuan(task)
-    if task == "image":
-        call["image"].save("first.png")
-    words += f" --model_id {folder} --num_frames 5"
-    prompts = {"prompt": 'a circle with "left" on it', "negative_prompt": "blurred"}
-    script, batch = load(HUNYUAN), guidance is not None
-    run_and_look(run, script, monkeypatch, words, prompts, "--output_path", batch, 2 if batch else 1)
-    with pytest.raises(SystemExit):  # the other task
-        run(script, f"--model_id {folder}" + (" --image x.png" if task == "text" else ""))
-
-    pipe = upstreams(folder, monkeypatch)
-    pipe.guider = pipe.guider.new(guidance_scale=guidance) if guidance else pipe.guider.new(enabled=False)
-    theirs = pipe(**{**call, **prompts}, generator=torch.Generator().manual_seed(6)).frames[0]
-    assert relative(written[0], theirs) < 1e-5
-
-
-def test_the_transformer_by_itself_gives_upstreams_answer(run, hunyuan, monkeypatch):
-    folder, _ = hunyuan("text")
-    script, answers = load(DIT), []
-    monkeypatch.setattr(script, "SIZES", {"480p": (48, 80)})
-    for name, count in {"TEXT": 11, "GLYPHS": 5, "IMAGE": 3}.items():
-        monkeypatch.setattr(script, name, count)
-    once = script.run
-    monkeypatch.setattr(script, "run", lambda *args: answers.append(once(*args)) or answers[-1])
-    words = f"--model_path {folder} --resolution 480p --frames 5 --num_runs 2 --enable_cfg --seed 3 --dtype float32"
-    out = run(script, words + " --profile trace")
-    assert "mesh dp 2, sp 4, tp 1" in out and "480p, 5 frames, batch 2: 30 tokens and 19 of text" in out
-    assert "2 runs: mean" in out and list(Path("trace").rglob("*.xplane.pb")) and len(answers) == 3
-
-    monkeypatch.setenv("DIFFUSERS_TPU", "off")
-    model = HunyuanVideo15Transformer3DModel.from_pretrained(folder, subfolder="transformer")
-    inputs = script.make_inputs(model.config, 5, "480p", 2, 3, torch.float32)
-    assert inputs["hidden_states"].shape == (2, model.config.in_channels, 2, 3, 5)
-    theirs = once(model, inputs)
-    assert all(relative(answer, theirs) < 1e-5 for answer in answers)
-
-
-@pytest.fixture
-def cogvideox(monkeypatch, tmp_path):
-    """A function from a published kind to a folder with a tiny CogVideoX."""
-
     def save(kind: str) -> Path:
-        pipe = getattr(tiny, f"cogvideox_{kind}")()
+        pipe = tiny.make(kind)
         for module in pipe.components.values():
             if isinstance(module, torch.nn.Module):
                 tiny.with_uneven_norms(module)
@@ -232,45 +130,103 @@ def cogvideox(monkeypatch, tmp_path):
     return save
 
 
+def with_shift(pipe):
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=2.0)
+
+
+def with_guider(**settings):
+    return lambda pipe: setattr(pipe, "guider", pipe.guider.new(**settings))
+
+
+PROMPTS = {"prompt": 'a red circle with "left" on it', "negative_prompt": "a circle moving left"}
+BLOCK_FLAGS = "--bqsize 256 --bkvsize 256 --bkvcomputesize 128"
+TWICE = "--num_iterations 2 --profile trace"  # traced once
+ONCE = "--num_iterations 1 --use_dp False"
+# Kind: script, its flags, what upstream's pipeline is told, what is changed in that.
+VIDEOS = {
+    "wan": (
+        WAN, f"--width 32 --height 48 --frames 5 --guidance_scale 2 --flow_shift 2 {BLOCK_FLAGS} --profile trace",
+        {"height": 48, "width": 32, "num_frames": 5, "guidance_scale": 2.0}, with_shift,
+    ),
+    "hunyuan15": (
+        HUNYUAN, f"--height 32 --width 48 --num_frames 5 --guidance_scale 2.5 --disable_vae_tiling {TWICE} --output_path a.mp4",
+        {"height": 32, "width": 48, "num_frames": 5}, with_guider(guidance_scale=2.5),
+    ),
+    "hunyuan15_i2v": (
+        HUNYUAN, f"--image first.png --num_frames 5 --guidance_scale 1 {ONCE}",
+        {"image": tiny.picture(32, 48), "num_frames": 5}, with_guider(enabled=False),
+    ),
+    "cogvideox_2b": (
+        COG, f"--height 16 --width 32 --frames 9 --guidance_scale 2.5 {TWICE} --output a.mp4",
+        {"height": 16, "width": 32, "num_frames": 9, "guidance_scale": 2.5}, lambda pipe: None,
+    ),
+    "cogvideox_5b": (  # of its own size
+        COG, f"--use_dynamic_cfg --disable_vae_tiling {ONCE}",
+        {"guidance_scale": 6.0, "use_dynamic_cfg": True}, lambda pipe: None,
+    ),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "kind, words, call",
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "hunyuan15_i2v")) for kind in VIDEOS]
+)
+def test_a_script_gives_upstreams_frames_and_a_trace(run, written, folder, monkeypatch, kind):
+    name, words, call, change = VIDEOS[kind]
+    script, model, seen = load(name), WAN_SHAPES if kind == "wan" else folder(kind), []
+    where = script.where
+    monkeypatch.setattr(script, "where", lambda pipe, target: seen.append(pipe) or where(pipe, target))
+    if "image" in call:
+        call["image"].save("first.png")
+    prompts = [word for key, text in PROMPTS.items() for word in (f"--{key}", text)]
+    common = f"--model_id {model} --num_inference_steps 3 --seed 6 --fps 8 --dtype float32"
+    out = run(script, f"{common} {words}", *prompts)
+    assert ("mesh dp 1, sp 8, tp 1" if ONCE in words else "mesh dp 2, sp 4, tp 1") in out
+    assert ("reference" in out) == (kind == "wan")
+    assert out.count("a step after the first") == (2 if TWICE in words else 1)
+    traced = "traced steps 2 to 3 into trace" in out
+    assert traced == bool(list(Path("trace").rglob("*.xplane.pb"))) == ("--profile" in words)
+    (video,) = Path().glob("*.mp4")
+    assert video.stat().st_size and (video.name == "a.mp4") == ("a.mp4" in words)
+    assert seen[0].vae.use_tiling == (kind != "wan" and "--disable_vae_tiling" not in words)
+    if name == HUNYUAN:
+        with pytest.raises(SystemExit):  # the other task
+            run(script, f"--model_id {model}" + ("" if "image" in call else " --image x.png"))
+
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")
+    pipe = DiffusionPipeline.from_pretrained(model)
+    pipe.set_progress_bar_config(disable=True)
+    change(pipe)
+    seed = torch.Generator().manual_seed(6)
+    theirs = pipe(**PROMPTS, num_inference_steps=3, output_type="np", generator=seed, **call).frames[0]
+    assert np.shape(written[0]) == np.shape(theirs) and relative(written[0], theirs) < 1e-5  # 2e-6
+
+
+# 1.5 of CogVideoX has two frames of latents in a token: the five of 17 frames are filled up to six.
+@pytest.mark.parametrize(
+    "make, name, size, frames, words",
     [
-        ("2b", "--height 16 --width 32 --frames 9 --guidance_scale 2.5 --num_iterations 2 --profile trace",
-         {"height": 16, "width": 32, "num_frames": 9, "guidance_scale": 2.5}),
-        ("5b", "--use_dynamic_cfg --disable_vae_tiling --num_iterations 1 --use_dp False", {"use_dynamic_cfg": True}),
+        (lambda: tiny.hunyuan15().transformer, DIT, (48, 80), 5, "30 tokens and 19 of text"),
+        (lambda: denoisers.built("cogvideox 1.5"), COG_DIT, (64, 48), 17, f"36 tokens and {denoisers.WORDS} of text"),
     ],
-    ids=["2b", "5b-of-its-own-size"],
-)  # fmt: skip
-def test_cogvideox_gives_upstreams_frames(run, written, cogvideox, monkeypatch, kind, words, call):
-    folder, first = cogvideox(kind), kind == "2b"
-    prompts = {"prompt": "a red circle", "negative_prompt": "a circle moving left"}
-    run_and_look(
-        run, load(COG), monkeypatch, f"{words} --model_id {folder}", prompts, "--output", first, 2 if first else 1
-    )
-    pipe = upstreams(folder, monkeypatch)
-    call = {"guidance_scale": 6.0, "num_inference_steps": 3, "output_type": "np", **prompts, **call}
-    theirs = pipe(**call, generator=torch.Generator().manual_seed(6)).frames[0]
-    assert relative(written[0], theirs) < 1e-5
-
-
-@pytest.mark.parametrize("kind, frames, tokens", [("1.5", 17, 36)])
-def test_cogvideoxs_transformer_by_itself_gives_upstreams_answer(run, monkeypatch, tmp_path, kind, frames, tokens):
-    """1.5 has two frames of latents in a token: the five of 17 frames are filled up to six."""
-    model = denoisers.built(f"cogvideox {kind}")
-    model.save_pretrained(tmp_path / "model/transformer")
-    script, answers = load(COG_DIT), []
-    monkeypatch.setattr(script, "SIZES", {"480p": (64, 48)})
+    ids=["hunyuan", "cogvideox1.5"],
+)
+def test_a_transformer_by_itself_gives_upstreams_answer(run, monkeypatch, make, name, size, frames, words):
+    script, model, answers = load(name), make(), []
+    model.save_pretrained("model/transformer")
+    monkeypatch.setattr(script, "SIZES", {"480p": size})
+    for tokens, count in {"TEXT": 11, "GLYPHS": 5, "IMAGE": 3}.items():
+        if name == DIT:
+            monkeypatch.setattr(script, tokens, count)
     once = script.run
     monkeypatch.setattr(script, "run", lambda *args: answers.append(once(*args)) or answers[-1])
-    words = (
+    given = (
         f"--model_path model --resolution 480p --frames {frames} --num_runs 2 --enable_cfg --seed 3 --dtype float32"
     )
-    out = run(script, words + " --profile trace")
-    assert "mesh dp 2, sp 4, tp 1" in out and f"{tokens} tokens and {denoisers.WORDS} of text" in out
+    out = run(script, f"{given} --profile trace")
+    assert "mesh dp 2, sp 4, tp 1" in out and f"480p, {frames} frames, batch 2: {words}" in out
     assert "2 runs: mean" in out and list(Path("trace").rglob("*.xplane.pb")) and len(answers) == 3
-
-    inputs = script.make_inputs(model, frames, "480p", 2, 3, torch.float32)
-    theirs = once(model, inputs)
+    config = model.config if name == DIT else model
+    theirs = once(model, script.make_inputs(config, frames, "480p", 2, 3, torch.float32))
     assert all(relative(answer, theirs) < 1e-5 for answer in answers)
 
 
@@ -283,8 +239,8 @@ def test_cogvideoxs_transformer_by_itself_gives_upstreams_answer(run, monkeypatc
     ],
     ids=["both", "decode", "flax"],
 )
-def test_cogvideoxs_vae_by_itself_gives_upstreams_answer(run, cogvideox, monkeypatch, words, shapes):
-    folder, script, calls = cogvideox("2b"), load(COG_VAE), []
+def test_cogvideoxs_vae_by_itself_gives_upstreams_answer(run, folder, monkeypatch, words, shapes):
+    model, script, calls = folder("cogvideox_2b"), load(COG_VAE), []
     for form in ("upstreams", "in_flax"):
         once = getattr(script, form)
 
@@ -294,7 +250,7 @@ def test_cogvideoxs_vae_by_itself_gives_upstreams_answer(run, cogvideox, monkeyp
             return answer
 
         monkeypatch.setattr(script, form, noted)
-    words += f" --model_id {folder} --height 16 --width 32 --num_runs 1 --seed 4 --dtype float32"
+    words += f" --model_id {model} --height 16 --width 32 --num_runs 1 --seed 4 --dtype float32"
     out = run(script, words)
     assert ("Flax NNX" in out) == ("--flax" in words) and "mesh dp 1, sp 8, tp 1; " in out
     for shape in shapes:
@@ -305,7 +261,7 @@ def test_cogvideoxs_vae_by_itself_gives_upstreams_answer(run, cogvideox, monkeyp
     if "--profile" in words:
         assert all(list(Path("trace", entry).rglob("*.xplane.pb")) for entry in script.ENTRIES)
 
-    vae = AutoencoderKLCogVideoX.from_pretrained(folder, subfolder="vae")
+    vae = AutoencoderKLCogVideoX.from_pretrained(model, subfolder="vae")
     if "--enable_tiling" in words:
         vae.enable_tiling()
     with torch.no_grad():

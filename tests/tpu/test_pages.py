@@ -275,7 +275,7 @@ def run(chips, monkeypatch, tmp_path):
 
     def run(page, **given) -> dict:
         names = {"__name__": "__main__", **given}
-        limits = cards.Limits(height=16, width=16, num_frames=1, num_inference_steps=1)
+        limits = cards.LIMITS | {"height": 16, "width": 16, "num_frames": 1, "num_inference_steps": 1}
         with cards.surroundings(monkeypatch, limits, []):
             for code in blocks(page, "python"):
                 for repository in cards.repositories(code):

@@ -82,7 +82,9 @@ def parallel_attention(
     padded = q_len + -q_len % mesh.shape["sp"]
     q = padded_to(q, 2, padded)
     k, v = (padded_to(x, 2, padded if split_keys else kv_len) for x in (k, v))
-    mask = jax.tree.map(lambda x: padded_to(x, 2, padded) if x.shape[2] > 1 else x, mask)
+    # Rows of padding see no key either: one that no query sees may hold NaN.
+    hidden = lambda x: padded_to(x, 2, padded, 0 if x.dtype == bool else -jnp.inf)  # noqa: E731
+    mask = jax.tree.map(lambda x: hidden(x) if x.shape[2] > 1 else x, mask)
     if split_keys and split.ring > 1:
         mask = jax.tree.map(lambda x: padded_to(x, 3, padded), mask)
     kv_spec = split.spec if split_keys else P(split.dp, split.tp)

@@ -102,10 +102,10 @@ def reference_attention(
     return jax.tree.map(lambda x: x.reshape(batch, heads, *x.shape[3:]), out)
 
 
-def padded_to(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """x with zeros behind it, `size` along the axis."""
+def padded_to(x: jax.Array, axis: int, size: int, value: float = 0) -> jax.Array:
+    """x with this value behind it, `size` along the axis."""
     widths = [(0, size - n if a == axis else 0) for a, n in enumerate(x.shape)]
-    return jnp.pad(x, widths) if size != x.shape[axis] else x
+    return jnp.pad(x, widths, constant_values=value) if size != x.shape[axis] else x
 
 
 def _grouped(values: jax.Array, kv_heads: int, groups: int, q_padded: int, s_padded: int) -> jax.Array:
