@@ -279,7 +279,8 @@ def _block_to_fetch(call: Call, scalars: dict, h, i, j):
     """The block of keys of step j; one that is there already where the step is skipped."""
     keys, mask = call.blocks.keys, call.mask
     if mask.band is not None:
-        low, high = _ends_of_rows(mask, scalars["shift"][0], i * call.blocks.queries, call.blocks.queries)
+        first = i * call.blocks.queries
+        low, high = _ends_of_rows(mask, scalars["shift"][0], first, call.blocks.queries)
         j = j if low is None else jnp.maximum(j, lax.div(jnp.maximum(low, 0), keys))
         j = j if high is None else jnp.minimum(j, lax.div(jnp.maximum(high, 0), keys))
         j = jnp.clip(j, 0, call.kv_blocks - 1)
