@@ -1,20 +1,17 @@
 """CogVideoX's VAE on TPU: upstream's module, its loop over batches of frames as one scan, split over the width of the video.
 
 Upstream decodes two latent frames at a time and encodes eight of the video, the remainder with the first; what its
-convolutions keep goes from batch to batch. Here the batches are one scan (`tracing.scan_batches`), each chip on its shard of the
-width with its neighbours' edge columns (`tracing.shard_width`); group norms have the statistics of the whole map. Residual blocks
-that are alike are scanned too. With tiling on, equal tiles are one mapped program and chips share them. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name from here.
+convolutions keep goes from batch to batch. Here the batches are one scan (`tracing.scan_batches`); group norms have the statistics of
+the whole map. Residual blocks that are alike are scanned too. The same VAE without torch is `FlaxAutoencoderKLCogVideoX`, by name
+from here.
 
 The decoder's norms are scaled and shifted by the latents at each position. Upstream makes the latents as fine as the map
 and convolves them then; here they are convolved, which sees one position at a time, and what comes of it is made finer.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 
-from ...tpu.chips.sharding import ModelPlan
 from ...tpu.pipelines.exports import upstream_names
 from ..downsampling import CogVideoXDownsample3D
 from ..upsampling import CogVideoXUpsample3D
@@ -28,8 +25,7 @@ from .autoencoder_kl_cogvideox import (
     CogVideoXSpatialNorm3D,
     CogVideoXUpBlock3D,
 )
-from .autoencoder_kl_hunyuanvideo15_flax import tile_sizes
-from .vae import DecoderOutput
+from .vae_maps_flax import Maps, overlapping_tiles, spatial_ratio
 
 
 def _convolved(layer, inputs, conv_cache=None):
@@ -119,97 +115,39 @@ def _downsampled(layer, x):
     return maps.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
 
 
-def _decode(vae, z, return_dict=True):
-    """As upstream's: z [B, C, T, H, W] -> the video, wrapped."""
-    if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
-        return vae.tiled_decode(z, return_dict=return_dict)
-    from ...tpu.compile.tracing import shard_width
+class _Maps(Maps):
+    def decode(self, vae, z):
+        from ...tpu.compile.tracing import scan_batches
 
-    return _wrapped(shard_width(functools.partial(_decode_map, vae), z), return_dict)
+        def step(latents, cache):
+            if vae.post_quant_conv is not None:
+                latents = vae.post_quant_conv(latents)
+            return vae.decoder(latents, conv_cache=cache)
 
+        return scan_batches(step, z, vae.num_latent_frames_batch_size)
 
-def _decode_map(vae, z):
-    from ...tpu.compile.tracing import scan_batches
+    def encode(self, vae, x):
+        from ...tpu.compile.tracing import scan_batches
 
-    def step(latents, cache):
-        if vae.post_quant_conv is not None:
-            latents = vae.post_quant_conv(latents)
-        return vae.decoder(latents, conv_cache=cache)
+        def step(frames, cache):
+            moments, cache = vae.encoder(frames, conv_cache=cache)
+            return moments if vae.quant_conv is None else vae.quant_conv(moments), cache
 
-    return scan_batches(step, z, vae.num_latent_frames_batch_size)
+        return scan_batches(step, x, vae.num_sample_frames_batch_size)
 
-
-def _encode(vae, x):
-    """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
-    if vae.use_tiling and (x.shape[-1] > vae.tile_sample_min_width or x.shape[-2] > vae.tile_sample_min_height):
-        return vae.tiled_encode(x)
-    from ...tpu.compile.tracing import shard_width
-
-    return shard_width(functools.partial(_encode_map, vae), x, multiple=spatial_ratio(vae))
+    @staticmethod
+    def tiling(vae, height, width, encode=False):
+        """Upstream's tiles, the same for every form of this VAE."""
+        factors = vae.tile_overlap_factor_height, vae.tile_overlap_factor_width
+        return overlapping_tiles(vae, factors, spatial_ratio(vae), height, width, encode)
 
 
-def _encode_map(vae, x):
-    from ...tpu.compile.tracing import scan_batches
-
-    def step(frames, cache):
-        moments, cache = vae.encoder(frames, conv_cache=cache)
-        return moments if vae.quant_conv is None else vae.quant_conv(moments), cache
-
-    return scan_batches(step, x, vae.num_sample_frames_batch_size)
-
-
-def _wrapped(sample, return_dict):
-    return DecoderOutput(sample=sample) if return_dict else (sample,)
-
-
-def tiled_decode(vae, z, return_dict=True):
-    """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
-    from ...tpu.compile.tracing import in_tiles
-
-    tiling = decode_tiling(vae, *z.shape[-2:])
-    return _wrapped(in_tiles(functools.partial(_decode_map, vae), z, tiling), return_dict)
-
-
-def tiled_encode(vae, x):
-    """As upstream's."""
-    from ...tpu.compile.tracing import in_tiles
-
-    return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
-
-
-def spatial_ratio(vae) -> int:
-    return 2 ** (len(vae.config.block_out_channels) - 1)
-
-
-def decode_tiling(vae, height, width):
-    """Upstream's tiles for latents of this size; the same for every form of this VAE."""
-    ratio, (video, latents) = spatial_ratio(vae), tile_sizes(vae)
-    return _tiling(vae, latents, video, (height * ratio, width * ratio))
-
-
-def encode_tiling(vae, height, width):
-    """Upstream's tiles for a video of this size."""
-    ratio, (video, latents) = spatial_ratio(vae), tile_sizes(vae)
-    return _tiling(vae, video, latents, (-(-height // ratio), -(-width // ratio)))
-
-
-def _tiling(vae, sizes, results, whole):
-    from ...tpu.video.tiles import Tiling
-
-    return Tiling.overlapping(sizes, results, (vae.tile_overlap_factor_height, vae.tile_overlap_factor_width), whole)
-
-
+tiling = _Maps.tiling
 __getattr__ = upstream_names(__name__)
 
-PLAN = ModelPlan(
-    parallel=True,
-    entries=("forward", "encode", "decode"),
-    axes=5,
+PLAN = _Maps().plan(
+    AutoencoderKLCogVideoX,
     methods={
-        (AutoencoderKLCogVideoX, "_decode"): _decode,
-        (AutoencoderKLCogVideoX, "_encode"): _encode,
-        (AutoencoderKLCogVideoX, "tiled_decode"): tiled_decode,
-        (AutoencoderKLCogVideoX, "tiled_encode"): tiled_encode,
         (CogVideoXCausalConv3d, "forward"): _convolved,
         (CogVideoXSafeConv3d, "forward"): _not_in_parts,
         (CogVideoXSpatialNorm3D, "forward"): _spatial_norm,

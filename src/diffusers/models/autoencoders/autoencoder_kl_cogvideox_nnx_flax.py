@@ -9,6 +9,8 @@ statistics of a batch. The batches are a scan. The rest is what such VAEs share
 (`tpu/video/nnx/`). A caller that needs latents normalised uses `config.scaling_factor`.
 """
 
+import functools
+
 import jax.numpy as jnp
 from flax import nnx
 
@@ -17,8 +19,9 @@ from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
 from ...tpu.video.nnx.layers import Conv, Map, in_chunks, one_after_another, silu
 from ...tpu.video.norm import normed, normed_by_place, repeated_in_time
+from ...tpu.video.tiles import tiles_meet
 from .autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
-from .autoencoder_kl_cogvideox_flax import decode_tiling, encode_tiling, spatial_ratio
+from .autoencoder_kl_cogvideox_flax import spatial_ratio, tiling
 
 
 NAMES = (  # from a weight's path to its name in upstream's files
@@ -115,13 +118,8 @@ class Upsample(nnx.Module):
         return repeated_in_time(y, 2 * frames - frames % 2) if self.in_time else y
 
 
-class Level(nnx.Module):
-    """Residual blocks at one size, and the module that resamples what they give, if any."""
-
-    def __init__(self, channels: int, features: int, blocks: int, resampler: nnx.Module | None, *norm, **how):
-        sizes = [channels, *(features,) * blocks]
-        self.resnets = nnx.List([ResidualBlock(*pair, *norm, **how) for pair in zip(sizes, sizes[1:])])
-        self.resamplers = nnx.List([] if resampler is None else [resampler])
+class Level(layers.Level):
+    """Residual blocks at one size, all but a first of other channels as one scan, then what resamples."""
 
     def __call__(self, x: Map, chunk: Chunk, latents: Latents | None = None) -> Map:
         resnets = list(self.resnets)
@@ -136,15 +134,16 @@ class Encoder(nnx.Module):
 
     def __init__(self, config, **how):
         dims, channels = config.block_out_channels, config.block_out_channels[0]
-        norm = config.norm_num_groups, config.norm_eps, 0
+        block = functools.partial(ResidualBlock, groups=config.norm_num_groups, latents=0, **how)
         self.conv_in = Conv(config.in_channels, channels, **how)
         self.down_blocks = nnx.List([])
         for level, features in enumerate(dims):
             resampler = Downsample(features, level < _in_time(config), **how) if level < len(dims) - 1 else None
-            self.down_blocks.append(Level(channels, features, config.layers_per_block, resampler, *norm, **how))
+            make = functools.partial(block, eps=config.norm_eps)
+            self.down_blocks.append(Level(make, channels, features, config.layers_per_block, resampler))
             channels = features
-        self.mid_block = Level(channels, channels, 2, None, norm[0], NORM_EPS, 0, **how)
-        self.norm_out = GroupNorm(channels, norm[0], NORM_EPS, dtype=how["dtype"])
+        self.mid_block = Level(functools.partial(block, eps=NORM_EPS), channels, channels, 2, None)
+        self.norm_out = GroupNorm(channels, config.norm_num_groups, NORM_EPS, dtype=how["dtype"])
         self.conv_out = Conv(channels, 2 * config.latent_channels, **how)
 
     def __call__(self, x: Map, chunk: Chunk) -> Latents:
@@ -159,15 +158,16 @@ class Decoder(nnx.Module):
 
     def __init__(self, config, **how):
         dims, latents = config.block_out_channels[::-1], config.latent_channels
-        channels, norm = dims[0], (config.norm_num_groups, NORM_EPS, latents)
+        channels, groups = dims[0], config.norm_num_groups
+        block = functools.partial(ResidualBlock, groups=groups, eps=NORM_EPS, latents=latents, **how)
         self.conv_in = Conv(latents, channels, **how)
-        self.mid_block = Level(channels, channels, 2, None, *norm, **how)
+        self.mid_block = Level(block, channels, channels, 2, None)
         self.up_blocks = nnx.List([])
         for level, features in enumerate(dims):
             resampler = Upsample(features, level < _in_time(config), **how) if level < len(dims) - 1 else None
-            self.up_blocks.append(Level(channels, features, config.layers_per_block + 1, resampler, *norm, **how))
+            self.up_blocks.append(Level(block, channels, features, config.layers_per_block + 1, resampler))
             channels = features
-        self.norm_out = SpatialNorm(channels, norm[0], latents, **how)
+        self.norm_out = SpatialNorm(channels, groups, latents, **how)
         self.conv_out = Conv(channels, config.out_channels, **how)
 
     def __call__(self, latents: Latents, chunk: Chunk) -> Map:
@@ -190,7 +190,7 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
     that cannot be.
     """
 
-    upstream, names = AutoencoderKLCogVideoX, NAMES
+    upstream, names, tiling = AutoencoderKLCogVideoX, NAMES, tiling
 
     def __init__(self, config: dict, *, rngs: nnx.Rngs, **settings):
         super().__init__(config, **settings)
@@ -233,10 +233,7 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
         )
         ratio = self.spatial_compression_ratio
         for size, factor in zip(sizes, factors):
-            latents = size // ratio
-            strides = int(size * (1 - factor)), ratio * int(latents * (1 - factor))
-            kept = size - int(size * factor), ratio * (latents - int(latents * factor))
-            if size % ratio or not 0 < strides[0] or len({*strides, *kept}) > 1:
+            if size % ratio or not tiles_meet(size, ratio, factor):
                 raise ValueError(
                     f"expected tiles of multiples of {ratio} pixels and overlap factors of whole latents, got {size} pixels and"
                     f" {factor:.3g}: it would leave gaps between tiles"
@@ -245,12 +242,6 @@ class FlaxAutoencoderKLCogVideoX(VideoAutoencoder):
         self.tile_sample_min_height, self.tile_sample_min_width = sizes
         self.tile_overlap_factor_height, self.tile_overlap_factor_width = factors
         self._set_latent_tiles()
-
-    def _decode(self, z: Latents) -> Video:
-        return self._in_parts(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
-
-    def _encode(self, x: Video) -> Latents:
-        return self._in_parts(self._encode_map, x, encode_tiling(self, *x.shape[2:4]), encode=True)
 
     def _decode_map(self, z: Latents) -> Video:
         return in_chunks(self.decoder, z, self.num_latent_frames_batch_size, Chunk, batches=True)

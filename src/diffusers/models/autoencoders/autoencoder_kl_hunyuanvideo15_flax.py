@@ -1,23 +1,20 @@
 """HunyuanVideo-1.5's VAE on TPU: upstream's module, its levels that change in time as one scan, split over the width of the video.
 
 Upstream computes all frames at once. Here the levels between the middle block and the video are a scanned step of one latent
-frame (`tracing.scan_chunks`), each chip on its shard of the width with its neighbours' edge columns (`tracing.shard_width`): what the
-chips hold is a step, whatever the length of the video. The middle block, whose attention sees all frames so far, is computed
-for all of them: at that level they are small. With tiling on, equal tiles are one mapped program and chips share them. The
-same VAE without torch is `FlaxAutoencoderKLHunyuanVideo15`, by name from here.
+frame (`tracing.scan_chunks`): what the chips hold is a step, whatever the length of the video. The middle block, whose attention
+sees all frames so far, is computed for all of them: at that level they are small. The same VAE without torch is
+`FlaxAutoencoderKLHunyuanVideo15`, by name from here.
 
 Upstream's first chunk is one frame, repeated before itself wherever a layer looks back. In a video it is here as long as the
 others, all of it that frame, and what a layer keeps of it is that frame too.
 """
 
 import contextvars
-import functools
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from ...tpu.chips.sharding import ModelPlan
 from ...tpu.kernels.settings import bound
 from ...tpu.pipelines.exports import upstream_names
 from .autoencoder_kl_hunyuanvideo15 import (
@@ -27,6 +24,7 @@ from .autoencoder_kl_hunyuanvideo15 import (
     HunyuanVideo15Downsample,
     HunyuanVideo15Upsample,
 )
+from .vae_maps_flax import Maps, overlapping_tiles
 
 
 @dataclass
@@ -101,116 +99,66 @@ def _attended(block, x):
     return block.proj_out(out.squeeze(1).transpose(1, 2).reshape(x.shape)) + x
 
 
-def _decode(vae, z):
-    """As upstream's: z [B, C, T, H, W] -> the video."""
-    if vae.use_tiling and (z.shape[-1] > vae.tile_latent_min_width or z.shape[-2] > vae.tile_latent_min_height):
-        return vae.tiled_decode(z)
-    from ...tpu.compile.tracing import shard_width
+class _Maps(Maps):
+    def decode(self, vae, z):
+        from ...tpu.compile.tracing import scan_chunks
 
-    return shard_width(functools.partial(_decode_map, vae), z)
+        decoder = vae.decoder
 
+        def step(hidden, cache, number):
+            with bound(_chunk, None if number is None else Chunk(number, cache)):
+                for block in decoder.up_blocks:
+                    hidden = block(hidden)
+                return decoder.conv_out(decoder.conv_act(decoder.norm_out(hidden)))
 
-def _decode_map(vae, z):
-    from ...tpu.compile.tracing import scan_chunks
+        hidden = decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1)
+        return scan_chunks(step, decoder.mid_block(hidden), 1, _that_keep(decoder))
 
-    decoder = vae.decoder
+    def encode(self, vae, x):
+        from ...tpu.compile.tracing import scan_chunks
 
-    def step(hidden, cache, number):
-        with bound(_chunk, None if number is None else Chunk(number, cache)):
-            for block in decoder.up_blocks:
-                hidden = block(hidden)
-            return decoder.conv_out(decoder.conv_act(decoder.norm_out(hidden)))
+        encoder = vae.encoder
 
-    hidden = decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1)
-    return scan_chunks(step, decoder.mid_block(hidden), 1, _that_keep(decoder))
+        def step(frames, cache, number):
+            chunk = None if number is None else Chunk(number, cache)
+            frames = frames if chunk is None else chunk.or_first(frames, frames[:, :, -1:])
+            with bound(_chunk, chunk):
+                hidden = encoder.conv_in(frames)
+                for block in encoder.down_blocks:
+                    hidden = block(hidden)
+                return hidden
 
+        hidden = encoder.mid_block(scan_chunks(step, x, vae.temporal_compression_ratio, _that_keep(encoder)))
+        shortcut = hidden.unflatten(1, (-1, encoder.group_size)).mean(2)
+        return encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden))) + shortcut
 
-def _encode(vae, x):
-    """As upstream's: a video [B, 3, T, H, W] -> the posterior's parameters."""
-    if vae.use_tiling and (x.shape[-1] > vae.tile_sample_min_width or x.shape[-2] > vae.tile_sample_min_height):
-        return vae.tiled_encode(x)
-    ratio = vae.spatial_compression_ratio
-    if any(size % ratio for size in x.shape[-2:]):
-        return type(vae)._encode(vae, x)  # which refuses it
-    from ...tpu.compile.tracing import shard_width
+    @staticmethod
+    def tiling(vae, height, width, encode=False):
+        """Upstream's tiles, the same for every form of this VAE."""
+        factors = vae.tile_overlap_factor, vae.tile_overlap_factor
+        return overlapping_tiles(vae, factors, vae.spatial_compression_ratio, height, width, encode)
 
-    return shard_width(functools.partial(_encode_map, vae), x, multiple=ratio)
+    def ratio(self, vae):
+        return vae.spatial_compression_ratio
 
+    def takes(self, vae, x, encode):
+        """Upstream refuses a video that is no whole number of latents."""
+        return not encode or all(size % vae.spatial_compression_ratio == 0 for size in x.shape[-2:])
 
-def _encode_map(vae, x):
-    from ...tpu.compile.tracing import scan_chunks
-
-    encoder = vae.encoder
-
-    def step(frames, cache, number):
-        chunk = None if number is None else Chunk(number, cache)
-        frames = frames if chunk is None else chunk.or_first(frames, frames[:, :, -1:])
-        with bound(_chunk, chunk):
-            hidden = encoder.conv_in(frames)
-            for block in encoder.down_blocks:
-                hidden = block(hidden)
-            return hidden
-
-    hidden = encoder.mid_block(scan_chunks(step, x, vae.temporal_compression_ratio, _that_keep(encoder)))
-    shortcut = hidden.unflatten(1, (-1, encoder.group_size)).mean(2)
-    return encoder.conv_out(encoder.conv_act(encoder.norm_out(hidden))) + shortcut
+    def output(self, vae, sample, tiled):
+        return sample
 
 
 def _that_keep(model) -> int:
     return sum(isinstance(module, HunyuanVideo15CausalConv3d) for module in model.modules())
 
 
-def tiled_decode(vae, z):
-    """As upstream's: overlapping tiles decoded by themselves, blended where they overlap."""
-    from ...tpu.compile.tracing import in_tiles
-
-    return in_tiles(functools.partial(_decode_map, vae), z, decode_tiling(vae, *z.shape[-2:]))
-
-
-def tiled_encode(vae, x):
-    """As upstream's."""
-    from ...tpu.compile.tracing import in_tiles
-
-    return in_tiles(functools.partial(_encode_map, vae), x, encode_tiling(vae, *x.shape[-2:]))
-
-
-def decode_tiling(vae, height, width):
-    """Upstream's tiles for latents of this size; the same for every form of this VAE."""
-    ratio = vae.spatial_compression_ratio
-    return _tiling(vae, *tile_sizes(vae)[::-1], (height * ratio, width * ratio))
-
-
-def encode_tiling(vae, height, width):
-    """Upstream's tiles for a video of this size."""
-    ratio = vae.spatial_compression_ratio
-    return _tiling(vae, *tile_sizes(vae), (height // ratio, width // ratio))
-
-
-def _tiling(vae, sizes, results, whole):
-    from ...tpu.video.tiles import Tiling
-
-    return Tiling.overlapping(sizes, results, (vae.tile_overlap_factor,) * 2, whole)
-
-
-def tile_sizes(vae):
-    """Of the video, of the latents."""
-    return (
-        (vae.tile_sample_min_height, vae.tile_sample_min_width),
-        (vae.tile_latent_min_height, vae.tile_latent_min_width),
-    )
-
-
+tiling = _Maps.tiling
 __getattr__ = upstream_names(__name__)
 
-PLAN = ModelPlan(
-    parallel=True,
-    entries=("forward", "encode", "decode"),
-    axes=5,
+PLAN = _Maps().plan(
+    AutoencoderKLHunyuanVideo15,
     methods={
-        (AutoencoderKLHunyuanVideo15, "_decode"): _decode,
-        (AutoencoderKLHunyuanVideo15, "_encode"): _encode,
-        (AutoencoderKLHunyuanVideo15, "tiled_decode"): tiled_decode,
-        (AutoencoderKLHunyuanVideo15, "tiled_encode"): tiled_encode,
         (HunyuanVideo15CausalConv3d, "forward"): _convolved,
         (HunyuanVideo15Upsample, "forward"): _upsampled,
         (HunyuanVideo15Downsample, "forward"): _downsampled,

@@ -12,15 +12,19 @@ Upstream's first chunk is one frame, repeated before itself wherever a layer loo
 others, all of it that frame, and what a layer keeps of it is that frame too.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 
 from ...tpu.video.halo import attention_by_frame
 from ...tpu.video.nnx import layers
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
-from ...tpu.video.nnx.layers import Conv, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
+from ...tpu.video.nnx.layers import Conv, Level, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
+from ...tpu.video.tiles import tiles_meet
 from .autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
-from .autoencoder_kl_hunyuanvideo15_flax import decode_tiling, encode_tiling
+from .autoencoder_kl_hunyuanvideo15_flax import tiling
 
 
 NAMES = (  # from a weight's path to its name in upstream's files
@@ -129,18 +133,17 @@ class AttentionBlock(nnx.Module):
         return self.proj_out(attention_by_frame(q, k, v, frames).reshape(x.shape)) + x
 
 
-class Level(nnx.Module):
-    """Residual blocks at one size, and the module that resamples what they give, if any."""
-
-    def __init__(self, channels: int, features: int, blocks: int, resampler: nnx.Module | None, **how):
-        sizes = [channels, *(features,) * blocks]
-        self.resnets = nnx.List([ResidualBlock(*pair, **how) for pair in zip(sizes, sizes[1:])])
-        self.resamplers = nnx.List([] if resampler is None else [resampler])
-
-    def __call__(self, x: Map, chunk: Chunk) -> Map:
-        for layer in (*self.resnets, *self.resamplers):
-            x = layer(x, chunk)
-        return x
+def levels(dims, blocks: int, resampled: int, matched: bool, make: Callable, **how) -> nnx.List:
+    """A level of each width. The first `resampled` end with `make`(level, channels, features), which are the next one's if `matched`."""
+    found, channels = nnx.List([]), dims[0]
+    for level, features in enumerate(dims):
+        resampler, after = None, features
+        if level < resampled:
+            after = dims[level + 1] if matched else features
+            resampler = make(level, features, after)
+        found.append(Level(functools.partial(ResidualBlock, **how), channels, features, blocks, resampler))
+        channels = after
+    return found
 
 
 class Encoder(nnx.Module):
@@ -150,14 +153,12 @@ class Encoder(nnx.Module):
         dims, latents = config.block_out_channels, 2 * config.latent_channels
         halvings, in_time = _halvings(config)
         self.conv_in = Conv(config.in_channels, dims[0], **how)
-        self.down_blocks, channels = nnx.List([]), dims[0]
-        for level, features in enumerate(dims):
-            resampler, after = None, features
-            if level < halvings:
-                after = dims[level + 1] if config.downsample_match_channel else features
-                resampler = Downsample(features, after, level >= halvings - in_time, **how)
-            self.down_blocks.append(Level(channels, features, config.layers_per_block, resampler, **how))
-            channels = after
+
+        def halved(level, channels, features):
+            return Downsample(channels, features, level >= halvings - in_time, **how)
+
+        matched = config.downsample_match_channel
+        self.down_blocks = levels(dims, config.layers_per_block, halvings, matched, halved, **how)
         self.mid_block = MidBlock(dims[-1], AttentionBlock, **how)
         self.norm_out = RMSNorm(dims[-1], dtype=how["dtype"])
         self.conv_out = Conv(dims[-1], latents, **how)
@@ -184,14 +185,12 @@ class Decoder(nnx.Module):
         doublings, in_time = _halvings(config)
         self.conv_in = Conv(config.latent_channels, dims[0], **how)
         self.mid_block = MidBlock(dims[0], AttentionBlock, **how)
-        self.up_blocks, channels = nnx.List([]), dims[0]
-        for level, features in enumerate(dims):
-            resampler, after = None, features
-            if level < doublings:
-                after = dims[level + 1] if config.upsample_match_channel else features
-                resampler = Upsample(features, after, level < in_time, **how)
-            self.up_blocks.append(Level(channels, features, config.layers_per_block + 1, resampler, **how))
-            channels = after
+
+        def doubled(level, channels, features):
+            return Upsample(channels, features, level < in_time, **how)
+
+        matched = config.upsample_match_channel
+        self.up_blocks = levels(dims, config.layers_per_block + 1, doublings, matched, doubled, **how)
         self.norm_out = RMSNorm(dims[-1], dtype=how["dtype"])
         self.conv_out = Conv(dims[-1], config.out_channels, **how)
 
@@ -220,7 +219,7 @@ class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
     cannot be.
     """
 
-    upstream, names = AutoencoderKLHunyuanVideo15, NAMES
+    upstream, names, tiling = AutoencoderKLHunyuanVideo15, NAMES, tiling
 
     def __init__(self, config: dict, *, rngs: nnx.Rngs, **settings):
         super().__init__(config, **settings)
@@ -263,9 +262,7 @@ class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
                     f"expected tiles of {ratio} pixels to each of their latents, got {size} pixels and {latent} latents:"
                     " enable_tiling(...) takes sizes of both"
                 )
-            strides = int(size * (1 - factor)), ratio * int(latent * (1 - factor))
-            kept = size - int(size * factor), ratio * (latent - int(latent * factor))
-            if not 0 < strides[0] or len({*strides, *kept}) > 1:
+            if not tiles_meet(size, ratio, factor):
                 raise ValueError(
                     f"expected a tile_overlap_factor of whole latents, below all {latent} of a tile, got {factor}: it would"
                     " leave gaps between tiles"
@@ -279,12 +276,6 @@ class FlaxAutoencoderKLHunyuanVideo15(VideoAutoencoder):
         ratio = self.temporal_compression_ratio
         if (frames - 1) % ratio:
             raise ValueError(f"expected one frame and a multiple of {ratio} more, got {frames} frames")
-
-    def _decode(self, z: Latents) -> Video:
-        return self._in_parts(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
-
-    def _encode(self, x: Video) -> Latents:
-        return self._in_parts(self._encode_map, x, encode_tiling(self, *x.shape[2:4]), encode=True)
 
     def _decode_map(self, z: Latents) -> Video:
         return in_chunks(self.decoder, self.decoder.middle(z, Chunk(None, [])), 1, Chunk)

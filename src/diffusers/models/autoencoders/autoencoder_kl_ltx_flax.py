@@ -1,10 +1,9 @@
 """LTX-Video's VAE on TPU: upstream's module, split over the width of the video, its residual blocks that are alike as scans.
 
 Upstream computes all frames at once, and so does this: a latent is 32 x 32 pixels and 8 frames, so that what a layer gives
-of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its shard of the width with its
-neighbours' edge columns (`tracing.shard_width`), whose convolutions run with the columns for their batch. With tiling on, equal
-tiles are one mapped program and chips share them. A decoder that draws noise while it computes, as that of 0.9.1, is left to
-upstream: no program can stand for it.
+of a whole video is 0.76 GB at the most (121 frames of 512 x 768, bfloat16). Each chip has its shard of the width
+(`tracing.shard_width`), equal tiles are one mapped program. A decoder that draws noise while it computes, as that of 0.9.1, is left
+to upstream: no program can stand for it.
 """
 
 import functools
@@ -13,6 +12,7 @@ import math
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
+from ...tpu.video.tiles import Tiling
 from .autoencoder_kl_ltx import (
     AutoencoderKLLTXVideo,
     LTXVideo095DownBlock3D,
@@ -111,7 +111,7 @@ def tiled_decode(vae, z, temb=None, return_dict=True):
 
     if _draws(vae.decoder):
         return type(vae).tiled_decode(vae, z, temb, return_dict)
-    sample = in_tiles(lambda tile: vae.decoder(tile, temb), z, decode_tiling(vae, *z.shape[-2:]))
+    sample = in_tiles(lambda tile: vae.decoder(tile, temb), z, Tiling.by_strides(vae, z.shape[-2:]))
     return DecoderOutput(sample=sample) if return_dict else (sample,)
 
 
@@ -119,24 +119,10 @@ def tiled_encode(vae, x):
     """As upstream's. Tiles that do not begin and end with latents are upstream's own work, one by one."""
     from ...tpu.compile.tracing import in_tiles
 
-    tiling = encode_tiling(vae, *x.shape[-2:])
+    tiling = Tiling.by_strides(vae, x.shape[-2:], encode=True)
     if any(size % spatial_ratio(vae.encoder) for size in (*tiling.sizes, *tiling.strides, *x.shape[-2:])):
         return type(vae).tiled_encode(vae, x)
     return in_tiles(vae.encoder, x, tiling)
-
-
-def decode_tiling(vae, height, width):
-    """Upstream's tiles for latents of this size."""
-    from ...tpu.video.tiles import Tiling
-
-    return Tiling.by_strides(vae, (height, width))
-
-
-def encode_tiling(vae, height, width):
-    """Upstream's tiles for a video of this size."""
-    from ...tpu.video.tiles import Tiling
-
-    return Tiling.by_strides(vae, (height, width), encode=True)
 
 
 PLAN = ModelPlan(

@@ -15,7 +15,7 @@ from flax import nnx
 from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
 from ...tpu.video.nnx.layers import Conv, in_chunks
 from .autoencoder_kl_wan import AutoencoderKLWan
-from .autoencoder_kl_wan_flax import FRAMES, decode_tiling, encode_tiling
+from .autoencoder_kl_wan_flax import FRAMES, tiling
 from .autoencoder_kl_wan_nnx_layers_flax import NAMES, Chunk, Decoder, Encoder
 
 
@@ -26,7 +26,7 @@ class FlaxAutoencoderKLWan(VideoAutoencoder):
     decoded to 4 f - 3 frames in [-1, 1]. Arguments: `VideoAutoencoder`'s. Raises ValueError for a config that cannot be.
     """
 
-    upstream, names = AutoencoderKLWan, NAMES
+    upstream, names, tiling = AutoencoderKLWan, NAMES, tiling
 
     def __init__(self, config: dict, *, rngs: nnx.Rngs, **settings):
         super().__init__(config, **settings)
@@ -75,12 +75,10 @@ class FlaxAutoencoderKLWan(VideoAutoencoder):
         self.tile_sample_stride_height, self.tile_sample_stride_width = strides
 
     def _decode(self, z: Latents) -> Video:
-        x = self._in_parts(self._decode_map, z, decode_tiling(self, *z.shape[2:4]))
-        return jnp.clip(_from_patches(x, self.patch), -1, 1)
+        return jnp.clip(_from_patches(super()._decode(z), self.patch), -1, 1)
 
     def _encode(self, x: Video) -> Latents:
-        x = _to_patches(x, self.patch)
-        return self._in_parts(self._encode_map, x, encode_tiling(self, *x.shape[2:4]), self.patch, encode=True)
+        return super()._encode(_to_patches(x, self.patch))
 
     def _decode_map(self, z: Latents) -> jax.Array:
         return in_chunks(self.decoder, self.post_quant_conv(z), 1, Chunk)

@@ -20,6 +20,7 @@ class Tiling:
         kept: of what becomes of a tile, this much is put beside the next.
         overlaps: of what becomes of tiles, over which one fades into the next.
         whole: of the result.
+        largest: of a map that is not cut.
     """
 
     sizes: tuple[int, int]
@@ -27,6 +28,7 @@ class Tiling:
     kept: tuple[int, int]
     overlaps: tuple[int, int]
     whole: tuple[int, int]
+    largest: tuple[int, int]
 
     @classmethod
     def overlapping(cls, sizes, results, factors: tuple[float, float], whole) -> "Tiling":
@@ -38,6 +40,7 @@ class Tiling:
             kept=tuple(size - overlap for size, overlap in zip(results, overlaps)),
             overlaps=overlaps,
             whole=whole,
+            largest=sizes,
         )
 
     @classmethod
@@ -53,7 +56,22 @@ class Tiling:
             kept=tuple(n // of_result for n in strides),
             overlaps=tuple(size // of_result - stride // of_result for size, stride in zip(sizes, strides)),
             whole=tuple(n // of_result if encode else n * ratio // patch for n in size),
+            largest=tuple(
+                n // patch if encode else n // ratio for n in sizes
+            ),  # a video's tiles are larger in patches
         )
+
+    def cuts(self, height: int, width: int) -> bool:
+        """Whether a map of this size is cut."""
+        return height > self.largest[0] or width > self.largest[1]
+
+
+def tiles_meet(size: int, ratio: int, factor: float) -> bool:
+    """Whether tiles of a video, of `size` pixels each `factor` over the one before, and those of its latents leave no gaps."""
+    latents = size // ratio
+    strides = int(size * (1 - factor)), ratio * int(latents * (1 - factor))
+    kept = size - int(size * factor), ratio * (latents - int(latents * factor))
+    return strides[0] > 0 and len({*strides, *kept}) == 1
 
 
 def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -> jax.Array:

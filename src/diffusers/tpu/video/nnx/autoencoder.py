@@ -25,7 +25,7 @@ from ...config import TPUConfig, parse_mesh, read_environment
 from ...kernels.settings import Settings, using
 from ..halo import shard_width
 from ..tiles import Tiling, in_tiles
-from .weights import load_weights, open_files, open_module, whole_config
+from .weights import load_weights, open_files, whole_config
 
 
 Video = Float[Array, "B F H W 3"]
@@ -63,7 +63,7 @@ class DiagonalGaussian:
 
 
 class VideoAutoencoder(nnx.Module):
-    """A VAE of videos. A model's own class makes `encoder` and `decoder`, and has `_encode` and `_decode`.
+    """A VAE of videos. A model's own class makes `encoder` and `decoder`; its `_encode_map` and `_decode_map` say what becomes of a map.
 
     Args:
         config: as in upstream's config.json; what is left out is upstream's default.
@@ -77,12 +77,16 @@ class VideoAutoencoder(nnx.Module):
         names: from a weight's path to its name in upstream's files, as `torch_name` takes them.
         spatial_compression_ratio, temporal_compression_ratio: pixels and, after the first, frames to one of the latents.
         in_multiples: heights and widths of a video, and of its tiles, are multiples of the ratio.
+        tiling: (the VAE, height, width, encode) -> `Tiling`, of latents of this size; to `encode`, of a video in its patches.
+        patch: pixels of a patch's side.
 
     Raises ValueError for a config, dtype, mesh or precision that cannot be.
     """
 
     upstream: ClassVar[type]
     names: ClassVar[tuple[tuple[str, str], ...]]
+    tiling: ClassVar[Callable]
+    patch: int = 1
 
     def __init__(
         self,
@@ -140,7 +144,7 @@ class VideoAutoencoder(nnx.Module):
     def from_torch(cls, vae: torch.nn.Module, **settings) -> Self:
         """The VAE with the weights of upstream's. `settings` as for `from_pretrained`."""
         ours = cls.abstract(dict(vae.config), **settings)
-        return load_weights(ours, cls.names, open_module(vae), type(vae).__name__)
+        return load_weights(ours, cls.names, vae.state_dict(), type(vae).__name__)
 
     def disable_tiling(self):
         self.use_tiling = False
@@ -198,17 +202,24 @@ class VideoAutoencoder(nnx.Module):
         """An input's width over all chips where they divide it."""
         return named(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
 
-    def _in_parts(self, run: Callable, x: jax.Array, tiling: Tiling, patch: int = 1, encode=False) -> jax.Array:
-        """`run` of maps: in tiles where they are on and the map is larger, else a shard a chip. `patch`: pixels of a map's side."""
-        if self.use_tiling and any(n * patch > tile for n, tile in zip(x.shape[2:4], tiling.sizes)):
-            if encode:
-                self._check_tiles(x.shape[2:4], tiling, patch)
-            return in_tiles(run, x, tiling, axis=3)
-        return shard_width(run, x, self.spatial_compression_ratio // patch if encode else 1, axis=3)
+    def _decode(self, z: Latents) -> jax.Array:
+        """A map of latents in tiles where they are on and it is larger, else a shard a chip."""
+        tiling = self.tiling(*z.shape[2:4])
+        if self.use_tiling and tiling.cuts(*z.shape[2:4]):
+            return in_tiles(self._decode_map, z, tiling, axis=3)
+        return shard_width(self._decode_map, z, axis=3)
 
-    def _check_tiles(self, size: tuple[int, int], tiling: Tiling, patch: int):
+    def _encode(self, x: jax.Array) -> Latents:
+        """As `_decode`, of a video in its patches."""
+        tiling = self.tiling(*x.shape[2:4], encode=True)
+        if self.use_tiling and tiling.cuts(*x.shape[2:4]):
+            self._check_tiles(x.shape[2:4], tiling)
+            return in_tiles(self._encode_map, x, tiling, axis=3)
+        return shard_width(self._encode_map, x, self.spatial_compression_ratio // self.patch, axis=3)
+
+    def _check_tiles(self, size: tuple[int, int], tiling: Tiling):
         """The last tiles of a video are what its strides leave."""
-        ratio = self.spatial_compression_ratio // patch
+        patch, ratio = self.patch, self.spatial_compression_ratio // self.patch
         rests = [(length - 1) % stride + 1 for length, stride in zip(size, tiling.strides)]
         if min(rests) < ratio or (self.in_multiples and any(n % ratio for n in (*rests, *tiling.sizes))):
             multiples = "multiples of" if self.in_multiples else "at least"

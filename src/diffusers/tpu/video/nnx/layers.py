@@ -150,6 +150,20 @@ class ResidualBlock(nnx.Module):
         return self.conv2(chunk.causal_pad(silu(self.norm2(x)))) + shortcut
 
 
+class Level(nnx.Module):
+    """Residual blocks at one size, each `make`(channels, features), and the module that resamples what they give, if any."""
+
+    def __init__(self, make: Callable, channels: int, features: int, blocks: int, resampler: nnx.Module | None):
+        sizes = [channels, *(features,) * blocks]
+        self.resnets = nnx.List([make(*pair) for pair in zip(sizes, sizes[1:])])
+        self.resamplers = nnx.List([] if resampler is None else [resampler])
+
+    def __call__(self, x: Map, chunk: Chunk) -> Map:
+        for layer in (*self.resnets, *self.resamplers):
+            x = layer(x, chunk)
+        return x
+
+
 class MidBlock(nnx.Module):
     """A residual block, a model's `attention` (a map to a map), another residual block."""
 

@@ -4,8 +4,6 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -43,20 +41,8 @@ def whole_config(upstream: type, config: dict) -> Config:
     return Config(json.loads(json.dumps({**known, **given})))
 
 
-class Tensor(NamedTuple):
-    """A tensor that has not been read."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-
-
-def open_module(vae: torch.nn.Module) -> dict[str, Tensor]:
-    """The tensors of upstream's module by name."""
-    return {name: Tensor(tuple(t.shape), lambda t=t: t) for name, t in vae.state_dict().items()}
-
-
 def open_files(upstream: type, path, subfolder: str | None, variant: str | None, hub: dict) -> tuple[dict, dict]:
-    """(config, `Tensor` by name) of a directory or of a hub's repository, as upstream's class saves them.
+    """(config, tensors by name, mapped and not read) of a directory or of a hub's repository, as upstream's class saves them.
 
     Raises ValueError for a file that is no safetensors file, OSError for what is not there.
     """
@@ -75,9 +61,7 @@ def open_files(upstream: type, path, subfolder: str | None, variant: str | None,
             raise ValueError(
                 f"expected {file} to be a safetensors file, got one that cannot be read ({error}): fetch it again"
             ) from error
-        for name in opened.keys():
-            shape = tuple(opened.get_slice(name).get_shape())
-            tensors[name] = Tensor(shape, lambda name=name, opened=opened: opened.get_tensor(name))
+        tensors |= {name: opened.get_tensor(name) for name in opened.keys()}
     return config, tensors
 
 
@@ -102,9 +86,9 @@ def torch_name(path: tuple, names: tuple[tuple[str, str], ...]) -> str:
 
 
 def load_weights(vae: nnx.Module, names: tuple[tuple[str, str], ...], tensors: dict, source: str) -> nnx.Module:
-    """The abstract module with these weights (`Tensor` by name), each placed as its shape says. `names`: as of `torch_name`.
+    """The abstract module with these weights by name, each placed as its shape says. `names`: as of `torch_name`.
 
-    Raises ValueError for names that are missing or not known, and for shapes that differ, before anything is read.
+    Raises ValueError for names that are missing or not known, and for shapes that differ, before anything is placed.
     """
     state = [(path, torch_name(path, names), v.get_value()) for path, v in nnx.to_flat_state(nnx.state(vae))]
     wanted = {name: value for _, name, value in state}
@@ -120,7 +104,7 @@ def load_weights(vae: nnx.Module, names: tuple[tuple[str, str], ...], tensors: d
             f"expected the {len(wanted)} weights that the config asks for in {source}, got {problems}."
             " Are config and weights of one model?"
         )
-    flat = [(path, nnx.Param(_placed(value, tensors[name].read()))) for path, name, value in state]
+    flat = [(path, nnx.Param(_placed(value, tensors[name]))) for path, name, value in state]
     nnx.update(vae, nnx.from_flat_state(flat))
     return vae
 
@@ -130,7 +114,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _misfit(name: str, wanted: jax.ShapeDtypeStruct, tensor: Tensor) -> str | None:
+def _misfit(name: str, wanted: jax.ShapeDtypeStruct, tensor: torch.Tensor) -> str | None:
     """In words, where a tensor does not have the shape, in torch's order, of what it is to become."""
     shape = wanted.shape
     if len(shape) == 5:  # a convolution of maps has no time
@@ -138,7 +122,7 @@ def _misfit(name: str, wanted: jax.ShapeDtypeStruct, tensor: Tensor) -> str | No
         fits = [(features, channels, time, height, width)] + [(features, channels, height, width)] * (time == 1)
     else:
         fits = [(*shape, *(1,) * axes) for axes in (range(2, 4) if name.endswith("gamma") else [0])]
-    return None if tensor.shape in fits else f"{name} {list(tensor.shape)} instead of {list(fits[-1])}"
+    return None if tuple(tensor.shape) in fits else f"{name} {list(tensor.shape)} instead of {list(fits[-1])}"
 
 
 def _placed(wanted: jax.ShapeDtypeStruct, tensor: torch.Tensor) -> jax.Array:
