@@ -3,7 +3,7 @@
     compare, compare_each     every module of a pipeline, and its whole result (`pipelines`)
     compare_component         one component, every submodule of it: where two forms of it part (`modules`)
 
-Of the second, in the order that it is made: `forms` and `nnx` (how a component is run, its submodules' values with it), `intermediates`
+Of the second, in the order that it is made: `forms` and `nnx` (how a component is run, values of submodules with it), `intermediates`
 (values out of a traced program), `matching` (one layout, the same calls), `modules` (errors and the ladder), `page` (the report). Of
 both: `roundings` (how much wider limits are on a TPU).
 """

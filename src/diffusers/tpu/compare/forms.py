@@ -53,8 +53,7 @@ class Form:
             raise ValueError(f"expected no mesh of upstream's own form, which runs on the host, got {self.mesh}")
         if self.kind in ("upstream", "nnx") and self.attention != "auto":
             raise ValueError(
-                f"expected no attention of the form {self.kind}, which has its own, got {self.attention}: torchax and scanned"
-                " take one"
+                f"expected no attention of the form {self.kind}, got {self.attention}: torchax and scanned take one"
             )
 
     def __str__(self):

@@ -75,8 +75,7 @@ def with_intermediates(program: ClosedJaxpr | Jaxpr, arguments: Sequence) -> Int
                 outputs = PARTS[primitive.name](equation.params, values, found)
             else:
                 raise NotImplementedError(
-                    f"expected submodules to be called in loops, branches and parts of chips, got one in {primitive.name}: compare"
-                    " a form that has none there"
+                    f"expected submodules in loops, branches or shards, got one in {primitive.name}: compare another form"
                 )
         known.update(zip(equation.outvars, outputs if primitive.multiple_results else [outputs]))
     found.outputs = [read(v) for v in jaxpr.outvars]

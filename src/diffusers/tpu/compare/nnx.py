@@ -24,9 +24,7 @@ def trace_nnx(
 ) -> tuple[jax.extend.core.ClosedJaxpr, list]:
     """The program of a call of a VAE, and its flat arguments. Raises ValueError for an entry that this form does not have."""
     if call.entry not in VAE_ENTRIES:
-        raise ValueError(
-            f"expected an entry that the form in plain JAX has ({', '.join(VAE_ENTRIES)}), got {call.entry}"
-        )
+        raise ValueError(f"expected an entry of the form in plain JAX ({', '.join(VAE_ENTRIES)}), got {call.entry}")
     vae = flax_class(type(module).__name__).from_torch(module, dtype=str(dtype).removeprefix("torch."), mesh=mesh)
     for name in vars(vae):
         if name == "use_tiling" or name.startswith("tile_sample_"):

@@ -118,7 +118,7 @@ def load(model, dtype: torch.dtype) -> DiffusionPipeline:
         pipe = uninstall(DiffusionPipeline.from_pretrained(model, dtype=dtype))
     elif installation(model) is not None:
         raise ValueError(
-            "expected a pipeline without the TPU path, got one with it: diffusers.tpu.uninstall(pipe) first"
+            "expected a pipeline without the TPU path, got one with it: call diffusers.tpu.uninstall(pipe)"
         )
     else:
         pipe = copy.deepcopy(model)

@@ -119,18 +119,8 @@ def lines(data: ProfileData) -> Iterator[list[Event]]:
             yield [_of_chip(plane.name, event, around) for event in found.get(OPERATIONS, ())]
         elif plane.name == HOST:
             for line in plane.lines:
-                some = ((_span(event), dict(event.stats)) for event in line.events)
-                yield [
-                    Event(
-                        f"simulated {stats.get('device_ordinal', 0)}",
-                        (stats.get("hlo_module", ""), stats.get("program_id")),
-                        str(stats["hlo_op"]),
-                        "",
-                        *span,
-                    )
-                    for span, stats in some
-                    if "hlo_op" in stats
-                ]
+                some = ((event, dict(event.stats)) for event in line.events)
+                yield [_of_thread(event, stats) for event, stats in some if "hlo_op" in stats]
 
 
 def _of_chip(chip: str, event, around: list[tuple]) -> Event:
@@ -140,6 +130,11 @@ def _of_chip(chip: str, event, around: list[tuple]) -> Event:
     operation = str(stats.get("hlo_op") or event.name.split(" = ")[0].lstrip("%"))
     name = str(stats.get("tf_op", "")).rstrip(":")
     return Event(chip, (program.partition("(")[0], program), operation, name, start, stop)
+
+
+def _of_thread(event, stats: dict) -> Event:
+    program = stats.get("hlo_module", ""), stats.get("program_id")
+    return Event(f"simulated {stats.get('device_ordinal', 0)}", program, str(stats["hlo_op"]), "", *_span(event))
 
 
 def _span(event) -> tuple[float, float]:

@@ -24,7 +24,7 @@ def step_ranges(plan: dict) -> str:
 
 
 def page(plans: list[dict]) -> str:
-    """The document, of `templates/plan.html`, of plans as `diffusers-tpu plan --json` prints them; with several a comparison comes first."""
+    """The document, of `templates/plan.html`, of plans as `planner.plan` returns them; with several a comparison is first."""
     models, slices = (", ".join(dict.fromkeys(plan[name] for plan in plans)) for name in ("model", "topology"))
     views = [{**plan, **_view(plan)} for plan in plans]
     fitting = [view for view in views if view["fits"] and view["seconds_per_step"]["total"] is not None]

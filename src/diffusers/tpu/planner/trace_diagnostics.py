@@ -47,7 +47,7 @@ def list_obstacles(
     """The components of a model in the order of their first calls.
 
     Args:
-        model: a directory, a model in the hub's cache, a published one, or a pipeline that is not on the TPU path; weights are not read.
+        model: a directory, a model in the hub's cache, a published one, or a pipeline that is not on the TPU path.
         dtype: of one that is no pipeline yet.
         arguments: of the call, over its card's and `SMALL`; names that the pipeline does not take are left out.
         planned: trace as a run does, with what our plans put in the place of upstream's methods.

@@ -49,9 +49,7 @@ def read(path: Path, seed: int, arguments: dict) -> list[Prompt]:
         place, own_id, own_seed = len(found), one.pop("id", f"{len(found):05d}"), one.pop("seed", seed + len(found))
         own_id = str(own_id) if type(own_id) is int else own_id
         if not isinstance(own_id, str) or not ID.fullmatch(own_id):
-            raise ValueError(
-                f"expected an id of letters, digits, - and _ (up to 100) in line {number}, got {own_id!r}"
-            )
+            raise ValueError(f"expected an id of letters, digits, - or _ (up to 100) in line {number}, got {own_id!r}")
         if type(own_seed) is not int or own_seed not in SEEDS:
             raise ValueError(f"expected a seed from 0 to 2**63 - 1 in line {number}, got {own_seed!r}")
         if own_id in ids:

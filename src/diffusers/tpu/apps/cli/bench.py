@@ -17,9 +17,7 @@ from .output import table, write_json
 def run(options, rest: list[str]) -> int:
     """Run the command; exit status 1 if a row could not be had (it then says why)."""
     if not BENCH.is_dir():
-        raise BadInput(
-            "expected a checkout of the repository: benchmarks are part of it (examples/tpu/bench), not of the wheel"
-        )
+        raise BadInput("expected a checkout of the repository: no wheel has benchmarks (examples/tpu/bench)")
     if str(BENCH.parent) not in sys.path:
         sys.path.append(str(BENCH.parent))
     benches, attention = (importlib.import_module(f"bench.{name}") for name in ("benches", "attention_cases"))

@@ -47,34 +47,34 @@ def _modules(options, target, cls: type, call: dict, seed: int) -> int:
     dtypes = [getattr(torch, name) for name in options.dtype or []] or compare.DTYPES
     drawn = {**compare.draw_arguments(cls, seed), **call}
     said = {n: v for n, v in drawn.items() if isinstance(v, (int, float, str)) and n != "output_type"}
-    rows = []
     with tqdm(total=len(meshes) * len(dtypes), desc="compare", unit="mesh") as bar, calling():
+        groups = []
         for group in compare.compare_each(options.model, meshes, dtypes, call, seed):
-            rows += group
+            groups.append(group)
             bar.update()
+    rows = [row for group in groups for row in group]
     if options.json:
         found = [{**dataclasses.asdict(row), "ok": row.ok} for row in rows]
         print(json.dumps({"seed": seed, "arguments": said, "rows": found}, indent=2))
     else:
         console = Console()
-        console.print(as_table(rows))
+        console.print(_table(groups))
         console.print(f"inputs: seed {seed}, " + ", ".join(f"{n} {v!r}" for n, v in said.items()), soft_wrap=True)
         console.print(f"{sum(row.ok for row in rows)} of {len(rows)} rows within their limits", soft_wrap=True)
     return 0 if all(row.ok for row in rows) else 1
 
 
-def as_table(rows):
+def _table(groups):
     """One line a module, entry, dtype and mesh."""
-    lines, before = [], None
-    for row in rows:
-        if before not in (None, (row.dtype, row.mesh)):
-            lines.append(None)
-        before = row.dtype, row.mesh
-        name = row.module if row.entry == "forward" else f"{row.module}.{row.entry}"
-        upstream = "" if row.upstream_error is None else f"{row.upstream_error:.1e}"
-        verdict = "[green]ok[/]" if row.ok else "[bold red]too far[/]"
-        mesh = ",".join(map(str, row.mesh))
-        lines.append((name, row.dtype, mesh, f"{row.error:.1e}", upstream, f"{row.limit:.1e}", verdict))
+    lines = []
+    for group in groups:
+        for row in group:
+            name = row.module if row.entry == "forward" else f"{row.module}.{row.entry}"
+            upstream = "" if row.upstream_error is None else f"{row.upstream_error:.1e}"
+            verdict = "[green]ok[/]" if row.ok else "[bold red]too far[/]"
+            mesh = ",".join(map(str, row.mesh))
+            lines.append((name, row.dtype, mesh, f"{row.error:.1e}", upstream, f"{row.limit:.1e}", verdict))
+        lines.append(None)
     names = ("module", "dtype", "dp,sp,tp", "ours", "upstream", "limit", "")
     return table(names, lines, 3, wrap=False, title="relative error against upstream in float32")
 

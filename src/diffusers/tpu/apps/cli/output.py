@@ -68,7 +68,7 @@ def check_writable(wanted: str | None, suffix: str):
 
 
 def write_json(wanted: str | None, value):
-    """`--json`: to the output where it is "-", to a file where it is one; None: not asked for. Raises as `check_writable`."""
+    """`--json`: to the output where it is "-", else to a file; None: not asked for. Raises as `check_writable`."""
     text = json.dumps(value, indent=1)
     if wanted == "-":
         print(text)

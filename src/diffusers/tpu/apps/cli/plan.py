@@ -71,15 +71,10 @@ def make_executables(options, rest: list[str]) -> int:
     write_json(options.json, made)
     if options.json != "-":
         console = Console()
-        rows = (
-            (
-                p["name"],
-                p["branches"],
-                "was there" if p["was_there"] else f"{p['seconds']:.1f}",
-                f"{p['bytes'] / 1e6:.1f}",
-            )
-            for p in made["programs"]
-        )
+        rows = []
+        for program in made["programs"]:
+            seconds = "was there" if program["was_there"] else f"{program['seconds']:.1f}"
+            rows.append((program["name"], program["branches"], seconds, f"{program['bytes'] / 1e6:.1f}"))
         title = f"{options.model} for {options.topology}"
         console.print(table(("program", "branches", "seconds", "MB"), rows, title=title))
         console.print(f"{made['bytes'] / 1e6:.1f} MB in {folder}", soft_wrap=True)
@@ -91,18 +86,12 @@ def make_executables(options, rest: list[str]) -> int:
 def _show(plan: dict, console: Console):
     for line in _lines(plan):
         console.print(line, soft_wrap=True)
-    rows = (
-        (
-            f"{part['component']}.{part['entry']}{f' x{n}' if (n := part['branches']) > 1 else ''}",
-            part["how"],
-            part["runs"],
-            "-" if part["seconds"] is None else f"{part['seconds']:.3f}",
-            f"{part['hbm_gib']['weights']:.2f}",
-            f"{part['hbm_gib']['activations']:.2f}",
-            f"{part['flops'] / 1e12:.4g}",
-        )
-        for part in plan["parts"]
-    )
+    rows = []
+    for part in plan["parts"]:
+        name = f"{part['component']}.{part['entry']}" + (f" x{part['branches']}" if part["branches"] > 1 else "")
+        seconds = "-" if part["seconds"] is None else f"{part['seconds']:.3f}"
+        sizes = (f"{part['hbm_gib'][kind]:.2f}" for kind in ("weights", "activations"))
+        rows.append((name, part["how"], part["runs"], seconds, *sizes, f"{part['flops'] / 1e12:.4g}"))
     names = ("part", "how", "runs", "s each", "weights", "activations", "TFLOP")
     console.print(table(names, rows, 2, title="per chip"))
     if plan["seconds_per_step"]["total"] is not None:

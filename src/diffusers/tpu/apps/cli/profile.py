@@ -54,9 +54,7 @@ def _plan(path: str) -> dict:
     if isinstance(found, list) and len(found) == 1:
         found = found[0]
     if not isinstance(found, dict) or not {"parts", "steps", "seconds_per_step"} <= found.keys():
-        raise ValueError(
-            f"expected --plan of one plan, as diffusers-tpu plan --json FILE writes for one slice, got {path}"
-        )
+        raise ValueError(f"expected --plan of one plan, of diffusers-tpu plan --json FILE for one slice, got {path}")
     return found
 
 

@@ -75,9 +75,7 @@ def begin(options, rest: list[str]) -> tuple:
 def pipeline_class(model: str) -> type:
     """The class that the model's `model_index.json` names; only that file is read."""
     if not Path(model).is_dir() and not HUB_ID.fullmatch(model):
-        raise BadInput(
-            f"expected a model directory or a hub id (name/model), got {model!r}: there is no such directory"
-        )
+        raise BadInput(f"expected a model directory or a hub id (name/model), got {model!r}: no such directory")
     with loading():
         name = diffusers.DiffusionPipeline.load_config(model).get("_class_name")
     found = getattr(diffusers, name, None) if isinstance(name, str) else None
@@ -101,7 +99,7 @@ def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | N
 
 
 def load(options, target: Target | None, mesh):
-    """The pipeline as `from_pretrained` gives it, on the TPU path where that is active, its weights where they will be used."""
+    """The pipeline of `from_pretrained`, on the TPU path where that is active, its weights where they will be used."""
     with loading():
         dtype = {"dtype": getattr(torch, options.dtype)} if options.dtype else {}
         pipe = diffusers.DiffusionPipeline.from_pretrained(options.model, **dtype)

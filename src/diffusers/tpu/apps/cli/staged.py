@@ -77,8 +77,7 @@ def _next(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
     settings, tensors = stages.read(options.input, BEFORE[options.stage])
     if stages.fingerprint(options.model) != settings.fingerprint:
         raise BadInput(
-            f"expected the model that {options.input} was made with, {settings.model}, got {options.model}, whose"
-            " configuration is another"
+            f"expected the model of {options.input}, {settings.model}, got {options.model}, whose configuration is another"
         )
     extra = generate.call_extras(cls, options, settings.seed)
     kept = {n: p.default for n, p in arguments.parameters_of(cls).items()} | settings.call

@@ -35,8 +35,7 @@ def check_arguments(pipeline_class: type, arguments: dict):
         if not types:
             known = [n for n, p in parameters.items() if types_of(p) and n not in OF_BATCHES]
             raise ValueError(
-                f"expected arguments that {pipeline_class.__name__} takes as text or numbers"
-                f" ({', '.join(known)}), got {name!r}"
+                f"expected what {pipeline_class.__name__} takes as text or numbers ({', '.join(known)}), got {name!r}"
             )
         as_is = value is None and parameters[name].default is None
         if not as_is and not _fits(value, types, "list" in str(parameters[name].annotation)):

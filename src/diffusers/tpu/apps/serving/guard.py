@@ -63,9 +63,7 @@ class Guard:
     def _check(self, path: str, headers: Headers):
         host = urlsplit(f"//{headers.get('host', '')}").hostname
         if self.loopback and not is_loopback(host):
-            raise Refused(
-                403, f"expected a local host name, as this server is bound to loopback, got {host!r}", code="host"
-            )
+            raise Refused(403, f"expected a local host name of a server bound to loopback, got {host!r}", code="host")
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             raise Refused(403, f"expected a page of this server, got one of {origin!r}", code="origin")

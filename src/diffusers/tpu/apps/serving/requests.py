@@ -20,6 +20,7 @@ from .sizes import Sizes
 
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 MOST_FIELDS = 32
+OF_PIPELINE = {"negative_prompt", "num_inference_steps", "guidance_scale"}
 
 
 class Wanted(BaseModel):
@@ -87,12 +88,10 @@ class Reader:
         is_video = isinstance(wanted, WantedVideo)
         size = self.sizes.choose(wanted.size, *((wanted.seconds, wanted.num_frames) if is_video else ()))
         arguments = {**self.defaults, **size.arguments()}
-        for name in ("negative_prompt", "num_inference_steps", "guidance_scale"):
-            value = getattr(wanted, name)
-            if value is not None:
-                if name not in self.takes:
-                    raise Refused(400, f"expected no {name}: {self.model} takes none, got {value!r}", param=name)
-                arguments[name] = value
+        for name, value in wanted.model_dump(include=OF_PIPELINE, exclude_none=True).items():
+            if name not in self.takes:
+                raise Refused(400, f"expected no {name}: {self.model} takes none, got {value!r}", param=name)
+            arguments[name] = value
         if is_video and (wanted.input_reference is not None or "image" in self.takes):
             arguments["image"] = self._image(wanted.input_reference)
         seed = random.randrange(2**31) if wanted.seed is None else wanted.seed

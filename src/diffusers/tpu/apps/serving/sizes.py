@@ -77,9 +77,7 @@ def default_size(pipe) -> Size:
     if not all(isinstance(side, int) for side in sides):
         side, scale = (getattr(pipe, name, None) for name in ("default_sample_size", "vae_scale_factor"))
         if not isinstance(side, int) or not isinstance(scale, int):
-            raise ValueError(
-                f"expected sizes to serve: {type(pipe).__name__} tells no default; name them with --sizes"
-            )
+            raise ValueError(f"expected --sizes to serve: {type(pipe).__name__} tells no default")
         sides = [side * scale] * 2
     return Size(*sides, default_frames(type(pipe)))
 
@@ -155,8 +153,6 @@ class Settings:
 
     def __post_init__(self):
         if not is_loopback(self.host) and not self.token:
-            raise ValueError(
-                f"expected a token to be reached from elsewhere: --token or DIFFUSERS_TPU_TOKEN, got none with --host {self.host}"
-            )
+            raise ValueError(f"expected a token (--token or DIFFUSERS_TPU_TOKEN) with --host {self.host}, got none")
         if self.max_batch < 1 or self.fps < 1 or self.grace < 0:
             raise ValueError("expected max_batch and fps of at least 1, and grace of at least 0")

@@ -66,7 +66,7 @@ def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
         ) from error
     if not isinstance(found, dict):
         raise StageFileError(
-            f"expected {path} to be a file of the stage {stage}, got safetensors that no stage wrote; {again}"
+            f"expected a file of the stage {stage}, got {path}, safetensors that no stage wrote; {again}"
         )
     for name, wanted in (("format", FORMAT), ("package", __version__), ("stage", stage)):
         if found.get(name) != wanted:
@@ -78,9 +78,7 @@ def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
     described = found.pop("tensors")
     there = {name: _description(tensor) for name, tensor in tensors.items()}
     if described != there:
-        raise StageFileError(
-            f"expected the tensors that {path} names, {described}, got {there}: it was changed; {again}"
-        )
+        raise StageFileError(f"expected in {path} tensors {described}, got {there}: it was changed; {again}")
     return Settings(**found), tensors
 
 
@@ -106,8 +104,7 @@ def pack(name: str, value, tensors: dict[str, torch.Tensor]):
     else:
         got = f"a picture of mode {value.mode}" if isinstance(value, PIL.Image.Image) else type(value).__name__
         raise TypeError(
-            f"expected {name} of numbers, words, arrays or pictures ({', '.join(MODES)}), got {got}: a stage file cannot"
-            " hold it"
+            f"expected {name} of numbers, words, arrays or {'/'.join(MODES)} pictures, got {got}: a stage file cannot hold it"
         )
     tensors[name] = tensor
     values = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -55,7 +55,7 @@ def load(model: str, stage: str, dtype: torch.dtype | None = None, vae_dtype: to
     name, there = index["_class_name"], _components(index)
     if name not in STAGED:
         raise NotImplementedError(
-            f"expected a pipeline that can run in stages, {', '.join(STAGED)}, got {name}: leave --stage out"
+            f"expected a pipeline that can run in stages ({', '.join(STAGED)}), got {name}: leave --stage out"
         )
     cls = getattr(diffusers, name)
     needed = components_of(cls, stage)

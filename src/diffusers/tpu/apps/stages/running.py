@@ -20,33 +20,25 @@ LATENTS = "latents"  # what `vae.decode` takes
 def run_text(pipe, call: dict, seed: int) -> dict[str, torch.Tensor]:
     """What the encoders of this call answer, on the host: embeddings [B, T, C], masks [B, T], encoded pixels [B, 2C, F, H, W]."""
     kept: dict[str, torch.Tensor] = {}
-    prompts, pixels = itertools.count(), itertools.count()
 
-    def keep_prompt(answer):
-        names = _prompts(pipe, next(prompts))
-        kept.update((name, _on_host(x)) for name, x in zip(names, answer, strict=True) if x is not None)
+    def watched(owner, method: str, tensors_of):
+        theirs, numbers = getattr(owner, method), itertools.count()
 
-    def keep_image(answer):
-        kept[IMAGE] = _on_host(answer)
-
-    def keep_pixels(answer):
-        kept[f"{ENCODED}.{next(pixels)}"] = _on_host(answer.latent_dist.parameters)
-
-    def watched(method, keep):
         def run(*args, **kwargs):
-            answer = method(*args, **kwargs)
-            keep(answer)
+            answer = theirs(*args, **kwargs)
+            names = _names(pipe, method, next(numbers))
+            tensors = zip(names, tensors_of(answer), strict=True)
+            kept.update((name, _on_host(x)) for name, x in tensors if x is not None)
             return answer
 
-        return run
+        return vars(owner), method, run
 
     encoders = (
-        (pipe, "encode_prompt", keep_prompt),
-        (pipe, "encode_image", keep_image),
-        (pipe.vae, "encode", keep_pixels),
+        (pipe, "encode_prompt", tuple),
+        (pipe, "encode_image", lambda answer: [answer]),
+        (pipe.vae, "encode", lambda answer: [answer.latent_dist.parameters]),
     )
-    encoders = [place for place in encoders if hasattr(*place[:2])]
-    with replaced((vars(owner), name, watched(getattr(owner, name), keep)) for owner, name, keep in encoders):
+    with replaced(watched(*encoder) for encoder in encoders if hasattr(*encoder[:2])):
         _until_cut(pipe, call, seed)
     return kept
 
@@ -58,32 +50,31 @@ def run_denoise(pipe, call: dict, seed: int, kept: dict[str, torch.Tensor]) -> t
 
     Raises ValueError where guidance asks for a prompt that `run_text` did not encode.
     """
-    prompts, pixels = itertools.count(), itertools.count()
 
-    def there(name: str):
-        return kept[name].to(pipe._execution_device) if name in kept else None
+    def from_file(owner, method: str, answer_of):
+        numbers = itertools.count()
 
-    def prompt(*args, **kwargs):
-        names = _prompts(pipe, next(prompts))
-        if not kept.keys() & set(names):
-            raise ValueError(
-                f"expected {', '.join(names)} from the stage text, got {', '.join(kept)}: its guidance was another; run it"
-                " again with the guider that this pipeline has"
-            )
-        return tuple(map(there, names))
+        def run(*args, **kwargs):
+            names = _names(pipe, method, next(numbers))
+            if not kept.keys() & set(names):
+                raise ValueError(
+                    f"expected {', '.join(names)} from the stage text, got {', '.join(kept)}: its guidance was another; run it"
+                    " again with the guider that this pipeline has"
+                )
+            return answer_of(*(kept[name].to(pipe._execution_device) if name in kept else None for name in names))
 
-    def encoded(*args, **kwargs):
-        parameters = there(f"{ENCODED}.{next(pixels)}")
-        return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(parameters))
+        return vars(owner), method, run
 
     def cut(latents, *args, **kwargs):
         raise Reached(latents)
 
-    def image(*args, **kwargs):
-        return there(IMAGE)
-
-    places = [(vars(pipe), "encode_prompt", prompt), (vars(pipe), "encode_image", image)]
-    with replaced([*places, (vars(pipe.vae), "encode", encoded), (vars(pipe.vae), "decode", cut)]):
+    places = (
+        from_file(pipe, "encode_prompt", lambda *tensors: tensors),
+        from_file(pipe, "encode_image", lambda tensor: tensor),
+        from_file(pipe.vae, "encode", lambda x: AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(x))),
+        (vars(pipe.vae), "decode", cut),
+    )
+    with replaced(places):
         return _on_host(_until_cut(pipe, call, seed))
 
 
@@ -111,9 +102,11 @@ def _decoded(pipe, latents: torch.Tensor, output_type: str):
     return pipe.video_processor.postprocess_video(video, output_type)
 
 
-def _prompts(pipe, number: int) -> list[str]:
-    """Names of what `encode_prompt` answers in its call of this number: 0 for both prompts or the first, 1 for the other."""
-    return [f"{name}.{number}" if number else name for name in STAGED[type(pipe).__name__]]
+def _names(pipe, method: str, number: int) -> list[str]:
+    """Names of the tensors of a method's call; of `encode_prompt` 0 is for both prompts or the first, 1 for the other."""
+    if method == "encode_prompt":
+        return [f"{name}.{number}" if number else name for name in STAGED[type(pipe).__name__]]
+    return [IMAGE] if method == "encode_image" else [f"{ENCODED}.{number}"]
 
 
 def _until_cut(pipe, call: dict, seed: int):

@@ -1,7 +1,7 @@
 """What submodules take and give while a module is traced, as marks in its program: `capture` says that a value is one of them.
 
 A mark is an operation without results that no pass removes, in a scanned block too. A program with marks is not compiled
-as it is: `compare.intermediates` makes of each mark an output of the program. Without `capturing` around a trace there are none.
+as it is: `compare.intermediates` makes each an output of the program. Without `capturing` around a trace there are none.
 """
 
 import contextlib
