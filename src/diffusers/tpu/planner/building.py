@@ -70,10 +70,10 @@ def _read(directory: Path) -> Configuration:
     return Configuration(name, components, settings, directory=str(directory))
 
 
-def build(configuration: Configuration, dtype: torch.dtype):
+def build(configuration: Configuration, dtype: torch.dtype, tiled: bool | None = None):
     """The pipeline; its models' weights are views of one zero each, on the host, of the dtype they would be loaded in.
 
-    Raises ValueError for a class that diffusers or transformers do not have.
+    `tiled`: the VAE works in tiles; None: as the configuration says. Raises ValueError for a class that diffusers or transformers do not have.
     """
     cls = getattr(diffusers, configuration.pipeline, None)
     if cls is None:
@@ -87,7 +87,7 @@ def build(configuration: Configuration, dtype: torch.dtype):
     given = {**made, **configuration.settings}
     known = {name: value for name, value in given.items() if name in expected | settings}
     pipe = cls(**known, **missing)  # without what it does not take, as from_pretrained does
-    if configuration.tiled:
+    if configuration.tiled if tiled is None else tiled:
         vae = getattr(pipe, "vae", None)
         if not hasattr(vae, "enable_tiling"):
             raise ValueError(f"expected a pipeline whose VAE can work in tiles, got {configuration.pipeline}")

@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -64,9 +63,7 @@ def recording_of(request: dict, progress: Callable) -> Recording:
     progress(f"building {request['model']} without weights")
     try:
         configuration = configuration_of(request["model"])
-        if request.get("tiling") is not None:
-            configuration = replace(configuration, tiled=request["tiling"])
-        pipe = build(configuration, getattr(torch, request["dtype"]))
+        pipe = build(configuration, getattr(torch, request["dtype"]), request.get("tiling"))
         arguments = {**configuration.call, **request["arguments"]}
         if request["batch"] > 1:
             arguments["prompt"] = ["word"] * request["batch"]

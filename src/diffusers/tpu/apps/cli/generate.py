@@ -13,7 +13,7 @@ from ...errors import NotFinite
 from ..generation import media
 from . import arguments, output, session
 from .errors import BadInput, calling
-from .timing import Stopwatch
+from .timing import Stopwatch, wait
 
 
 def run(options, rest: list[str]) -> int:
@@ -37,7 +37,9 @@ def run(options, rest: list[str]) -> int:
             from .profile import traced
 
             stack.enter_context(traced(pipe, options.profile, steps))
-        result = stopwatch.call({**call, **extra}, "callback_on_step_end" in arguments.parameters_of(cls))
+        with stopwatch.running():
+            result = pipe(**{**call, **extra, **stopwatch.callback})
+            wait([*vars(result).values()])
     if not first:
         return 0
     with calling():

@@ -1,9 +1,7 @@
 """`diffusers-tpu generate --stage`: one of three runs, with files between them. See the room `stages`."""
 
 import dataclasses
-import functools
 import time
-from types import SimpleNamespace
 
 import torch
 
@@ -32,16 +30,14 @@ def run(options, rest: list[str]) -> int:
     pipe = session.placed(pipe, options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
-    with calling():
+    with calling(), stopwatch.running(whole=False):
         result = _run(options.stage, stopwatch, settings, tensors)
     ran = f"{generate.where(pipe, target)}; attention {options.attention}"
     elsewhere = [f"stage {stage} ran on {place}" for stage, place in settings.ran.items() if place != ran]
     if not first:
         return 0
     if options.stage == "decode":
-        with calling():
-            frames = media.pictures(SimpleNamespace(frames=result))
-        files = media.write(*frames, path, options.fps)
+        files = media.write(result, True, path, options.fps)
     else:
         changes = {"ran": {**settings.ran, options.stage: ran}}
         if options.stage == "text" and isinstance(pipe.vae, torch.nn.Module):
@@ -104,13 +100,9 @@ def _run(stage: str, stopwatch: Stopwatch, settings: stages.Settings, tensors: d
     """What the stage makes: tensors by name, or frames."""
     pipe = stopwatch.pipe
     if stage == "decode":
-        given = {"latents": tensors[stages.LATENTS], "output_type": "pil"}
-        return stopwatch.call(given, False, functools.partial(stages.run_decode, pipe))
+        return stages.run_decode(pipe, tensors[stages.LATENTS], "pil")
     call = {name: stages.unpack(value, tensors) for name, value in settings.call.items()}
     if stage == "text":
-        return stopwatch.call(call, False, lambda **call: stages.run_text(pipe, call, settings.seed))
-    takes_callback = "callback_on_step_end" in arguments.parameters_of(type(pipe))
-    latents = stopwatch.call(
-        call, takes_callback, lambda **call: stages.run_denoise(pipe, call, settings.seed, tensors)
-    )
+        return stages.run_text(pipe, call, settings.seed)
+    latents = stages.run_denoise(pipe, {**call, **stopwatch.callback}, settings.seed, tensors)
     return {stages.LATENTS: latents}

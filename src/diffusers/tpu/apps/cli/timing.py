@@ -1,5 +1,6 @@
 """How long the parts of one call take, each counted when the device has finished it; compilation is counted apart."""
 
+import contextlib
 import functools
 import statistics
 import time
@@ -11,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from .... import tpu
 from ...compile.state.watch import replaced
+from ..generation.signature import parameters_of
 
 
 PARTS = {"encode_prompt": "text encode", "encode": "VAE encode", "decode": "VAE decode"}
@@ -39,24 +41,27 @@ def compile_seconds(pipe) -> Counter[str]:
 
 
 class Stopwatch:
-    """Times one call of `pipe`: seconds of `parts` and of each of its `steps` without compilation, `total` with it."""
+    """Times a call of `pipe`: seconds of `parts` and of each of its `steps` without compilation, `total` with it."""
 
     def __init__(self, pipe):
         self.pipe, self.parts, self.steps, self.total = pipe, Counter(), [], 0.0
         self._last, self._last_compile = 0.0, 0.0
 
-    def call(self, arguments: dict, takes_callback: bool, run=None):
-        """The pipeline's output, or that of `run`, a part of its call. `takes_callback`: it takes `callback_on_step_end`."""
-        if takes_callback:
-            arguments = {**arguments, "callback_on_step_end": self._step_ends}
+    @property
+    def callback(self) -> dict:
+        """The argument of the pipeline's call that tells of its steps, where it takes one."""
+        takes = "callback_on_step_end" in parameters_of(type(self.pipe))
+        return {"callback_on_step_end": self._step_ends} if takes else {}
+
+    @contextlib.contextmanager
+    def running(self, whole: bool = True) -> Iterator[None]:
+        """Times what runs in here: the pipeline's call, or a part of it."""
         start, vae = time.perf_counter(), getattr(self.pipe, "vae", None)
         owners = [(o, n) for o, n in ((self.pipe, "encode_prompt"), (vae, "encode"), (vae, "decode")) if hasattr(o, n)]
-        with replaced((vars(o), n, self._timed(getattr(o, n), PARTS[n], run is None)) for o, n in owners):
+        with replaced((vars(o), n, self._timed(getattr(o, n), PARTS[n], whole)) for o, n in owners):
             self._mark()
-            output = (run or self.pipe)(**arguments)
-            wait(list(vars(output).values()) if hasattr(output, "__dict__") else output)
+            yield
         self.total = time.perf_counter() - start
-        return output
 
     def rows(self, load_seconds: float) -> Iterator[tuple[str, float]]:
         """Names and seconds in the order of a run; an empty name before the total."""
