@@ -160,7 +160,9 @@ def test_other_requests_that_nothing_answers(idle):
     refuses(idle.post("/gradio_api/upload", files={"files": b"x"}), 404, "the page takes none")
     refuses(idle.get("/nothing"), 404, "GET /nothing")
     refuses(idle.get("/health", headers={"host": "elsewhere.example"}), 403, "local host name.*'elsewhere.example'")
-    refuses(idle.get("/health", headers={"origin": "http://elsewhere.example"}), 403, "a page of this server")
+    refuses(idle.get("/health", headers={"host": "[::1"}), 403, r"local host name.*'\[::1'")
+    for origin in ("http://elsewhere.example", "http://[", "null"):
+        refuses(idle.get("/health", headers={"origin": origin}), 403, "a page of this server")
     in_parts = idle.post(IMAGES, content=iter([b"a" * 40000] * 2), headers={"content-type": "application/json"})
     refuses(in_parts, 413, "and more")
     full = idle.post(IMAGES, json={"prompt": "a", "n": 3})

@@ -3,11 +3,12 @@
 import gc
 import json
 from collections.abc import Callable
+from pkgutil import resolve_name
 
 import jax
 
 from diffusers.tpu.planner import Question
-from diffusers.tpu.planner.aot import BadRequest, function_of, run_in_child
+from diffusers.tpu.planner.aot import BadRequest, run_in_child
 
 
 def programs_of(
@@ -31,7 +32,7 @@ def names(request: dict, progress: Callable) -> dict:
     for number, (function, asked) in enumerate(request["questions"], 1):
         progress(f"{number} of {len(request['questions'])}: {function} {asked}")
         try:
-            named.append(function_of(function)({**asked, "named": True}, lambda text: None))
+            named.append(resolve_name(function)({**asked, "named": True}, lambda text: None))
         except BadRequest:
             named.append(None)
         jax.clear_caches()

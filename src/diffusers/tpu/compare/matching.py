@@ -4,6 +4,7 @@ Shapes tell layouts: channels last or first, frames in the batch or on an axis, 
 in chunks. Along one axis a form may have more than the oracle (frames before the first, padding); of several layouts the nearest counts.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -75,12 +76,9 @@ def arranged(values: list[Value], shape: tuple[int, ...]) -> Iterator[tuple[np.n
 
 def _cut(x: np.ndarray, axes: list[int], shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """The first and the last part of each of these axes."""
-    if not axes:
-        yield x
-        return
-    axis, *rest = axes
-    for start in (0, x.shape[axis] - shape[axis]):
-        yield from _cut(np.take(x, range(start, start + shape[axis]), axis), rest, shape)
+    for starts in itertools.product(*((0, x.shape[axis] - shape[axis]) for axis in axes)):
+        first = dict(zip(axes, starts))
+        yield x[tuple(slice(first.get(axis, 0), first.get(axis, 0) + size) for axis, size in enumerate(shape))]
 
 
 def _joined(values: list[Value]) -> Iterator[tuple[np.ndarray, bool]]:

@@ -5,7 +5,6 @@ function compiles with: it keeps the program's text, its memory and each operati
 """
 
 import contextlib
-import importlib
 import importlib.util
 import json
 import os
@@ -19,6 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 
 from ..chips.devices import compile_lowered, flags_of_jax
 from ..chips.figures import Topology
@@ -174,12 +174,6 @@ def _environment(work: Path | None) -> dict[str, str]:
     }
 
 
-def function_of(name: str) -> Callable:
-    """Of "module:name"."""
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
-
-
 # In the child
 
 
@@ -267,7 +261,7 @@ def main(function: str):
     # The parent keeps our standard input open while it lives; a compilation takes minutes and hears no exception of Python's.
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     try:
-        result = function_of(function)(argument, lambda value: say("progress", value))
+        result = resolve_name(function)(argument, lambda value: say("progress", value))
     except OutOfMemory as error:
         say("out of memory", [str(error), error.asked, error.limit])
     except BadRequest as error:

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import time
 from collections.abc import Callable
+from pkgutil import resolve_name
 
 import torch
 
@@ -12,7 +13,7 @@ from ..chips.mesh import AXES, make_mesh, plan_degrees
 from ..compile.module import CompiledModule
 from ..config import TPUConfig
 from ..pipelines.plans import module_plan, pipeline_plan
-from . import READER, advice, aot, ici, kept, meshes, sources, timing
+from . import READER, advice, ici, kept, meshes, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of
 from .recording import RecordedCall, Recording, record
@@ -33,7 +34,7 @@ def answer(request: dict, progress: Callable) -> dict:
     """
     topology = find_topology(request["topology"])
     recording = recording_of(request, progress)
-    with aot.function_of(request["within"])() if request.get("within") else contextlib.nullcontext():
+    with resolve_name(request["within"])() if request.get("within") else contextlib.nullcontext():
         planner = Planner(request, topology, recording, progress)
         if request.get("named"):  # not for mesh "auto", which the compiler chooses
             mesh = tuple(request["mesh"] or planner.default_mesh(topology))

@@ -59,7 +59,7 @@ def _add_options(parser, table: dict):
 
 def _check(options: argparse.Namespace):
     """Raises BadInput for flags that a rule of the command refuses beside the others."""
-    given = {n: v for n, v in vars(options).items() if v not in (None, False, DEFAULTS.get(n))}
+    given = {n: v for n, v in vars(options).items() if v is not None and v is not False and v != DEFAULTS.get(n)}
     for rule in TABLE["commands"][options.command].get("rules", ()):
         refused = all(
             (name in given) is wanted if isinstance(wanted, bool) else given.get(name) in wanted

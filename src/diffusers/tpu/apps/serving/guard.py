@@ -20,6 +20,14 @@ def same(token: str, given: str) -> bool:
     return hmac.compare_digest(token.encode(), given.encode())
 
 
+def _name(host: str) -> str | None:
+    """Of a header `Host`, without the port; None for what is none."""
+    try:
+        return urlsplit(f"//{host}").hostname
+    except ValueError:
+        return None
+
+
 class Guard:
     """An ASGI application around another.
 
@@ -61,11 +69,10 @@ class Guard:
         await self.app(scope, limited, counted)
 
     def _check(self, path: str, headers: Headers):
-        host = urlsplit(f"//{headers.get('host', '')}").hostname
-        if self.loopback and not is_loopback(host):
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self.loopback and not is_loopback(_name(host)):
             raise Refused(403, f"expected a local host name of a server bound to loopback, got {host!r}", code="host")
-        origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        if origin is not None and origin.partition("://")[2] != host:
             raise Refused(403, f"expected a page of this server, got one of {origin!r}", code="origin")
         if path.startswith(UPLOAD):  # Gradio's, whether or not a page has a place for files
             raise Refused(404, f"expected no files at {UPLOAD}: the page takes none", code="not_found")
