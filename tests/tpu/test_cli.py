@@ -17,6 +17,7 @@ from conftest import relative
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.tpu.apps.cli import arguments, main
 from diffusers.tpu.apps.cli.errors import BadInput
+from diffusers.tpu.apps.cli.output import say
 
 
 CALL = "--height 32 --width 48 --num-frames 5 --num-inference-steps 3 --prompt".split() + [tiny.WORDS]
@@ -37,6 +38,12 @@ def bare(monkeypatch, tmp_path):
     monkeypatch.setattr(diffusers.tpu.chips.devices, "_generation_on_this_host", lambda: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_a_line_is_printed_as_it_is(capsys):
+    """Brackets of a prompt are no markup."""
+    say("a [red] circle [/b]")
+    assert capsys.readouterr().out == "a [red] circle [/b]\n"
 
 
 BAD = {

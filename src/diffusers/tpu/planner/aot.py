@@ -50,7 +50,7 @@ class BadRequest(ValueError):
     """What was asked for cannot be done; the caller of `run_in_child` gets it as ValueError."""
 
 
-class NoCompiler(RuntimeError):
+class NoCompiler(NotImplementedError):
     """libtpu is not installed."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...chips import hosts
 from ...config import ATTENTIONS
 from ...errors import Failure
-from .errors import BadInput
+from .errors import BadInput, is_bad_input, one_line
 
 
 TABLE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
@@ -90,9 +90,11 @@ def main(argv: list[str] | None = None) -> int:
         _check(options)
         module, name = _function(options)
         return getattr(importlib.import_module(f".{module}", __package__), name)(options, rest)
-    except BadInput as error:
-        print(f"diffusers-tpu: {error}", file=sys.stderr)
-        hosts.failed(str(error), 2)
+    except (ValueError, NotImplementedError) as error:
+        if not is_bad_input(error):
+            raise
+        print(f"diffusers-tpu: {one_line(error)}", file=sys.stderr)
+        hosts.failed(one_line(error), 2)
         return 2
     except Failure as error:
         print(f"diffusers-tpu: {error}", file=sys.stderr)

@@ -2,17 +2,15 @@
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 from pathlib import Path
-
-from rich.console import Console
 
 from ..bulk import prompts as prompt_files
 from ..bulk.directory import Directory
 from ..bulk.work import Work
 from . import session
 from .errors import BadInput, loading
+from .output import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +45,6 @@ def run(options, rest: list[str]) -> int:
         prompts = prompt_files.read(Path(options.prompts), options.seed or 0, call)
         directory = Directory(Path(options.output or Path("out") / Path(options.prompts).stem))
         directory.agree(prompts, {"model": options.model, "dtype": options.dtype, "fps": options.fps})
-    console = Console()
-    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
     def told(record: dict):
         what = record["error"] if "error" in record else f"{', '.join(record['files'])}, {record['seconds']} s"
@@ -68,7 +64,7 @@ def run(options, rest: list[str]) -> int:
         say(f"{record['id']}: {record['error']}")
     again = " says what became of each; --retry makes the others again" if errors else ""
     made = f"{len(records) - len(errors)} of {len(records)} prompts made"
-    console.print(f"{made}; {directory.path / 'manifest.jsonl'}{again}", soft_wrap=True)
+    say(f"{made}; {directory.path / 'manifest.jsonl'}{again}")
     return 1 if errors else 0
 
 

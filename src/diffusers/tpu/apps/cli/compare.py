@@ -15,8 +15,8 @@ from tqdm import tqdm
 from ...files import write_whole
 from . import session
 from .arguments import flag, numbers
-from .errors import PACKAGE, BadInput, calling, refusing
-from .output import check_writable, table
+from .errors import PACKAGE, BadInput, refusing
+from .output import check_writable, say, table
 
 
 DEPTH = 2
@@ -47,7 +47,7 @@ def _modules(options, target, cls: type, call: dict, seed: int) -> int:
     dtypes = [getattr(torch, name) for name in options.dtype or []] or compare.DTYPES
     drawn = {**compare.draw_arguments(cls, seed), **call}
     said = {n: v for n, v in drawn.items() if isinstance(v, (int, float, str)) and n != "output_type"}
-    with tqdm(total=len(meshes) * len(dtypes), desc="compare", unit="mesh") as bar, calling():
+    with tqdm(total=len(meshes) * len(dtypes), desc="compare", unit="mesh") as bar:
         groups = []
         for group in compare.compare_each(options.model, meshes, dtypes, call, seed):
             groups.append(group)
@@ -57,10 +57,9 @@ def _modules(options, target, cls: type, call: dict, seed: int) -> int:
         found = [{**dataclasses.asdict(row), "ok": row.ok} for row in rows]
         print(json.dumps({"seed": seed, "arguments": said, "rows": found}, indent=2))
     else:
-        console = Console()
-        console.print(_table(groups))
-        console.print(f"inputs: seed {seed}, " + ", ".join(f"{n} {v!r}" for n, v in said.items()), soft_wrap=True)
-        console.print(f"{sum(row.ok for row in rows)} of {len(rows)} rows within their limits", soft_wrap=True)
+        Console().print(_table(groups))
+        say(f"inputs: seed {seed}, " + ", ".join(f"{n} {v!r}" for n, v in said.items()))
+        say(f"{sum(row.ok for row in rows)} of {len(rows)} rows within their limits")
     return 0 if all(row.ok for row in rows) else 1
 
 
@@ -87,54 +86,49 @@ def _submodules(options, target, cls: type, call: dict, seed: int) -> int:
         return compare.Form(kind, getattr(torch, dtype or "float32"), mesh, attention or "auto")
 
     dtype, mesh = ((given or [None])[0] for given in (options.dtype, options.mesh))
-    with calling():
-        ours = form(options.form or "scanned", dtype, mesh, options.attention)
-        against = options.against_dtype, options.against_mesh, options.against_attention
-        theirs = form(options.against or "upstream", *against)
-        found = [*compare.compare_component(options.model, options.component, ours, theirs, options.entry, call, seed)]
+    ours = form(options.form or "scanned", dtype, mesh, options.attention)
+    against = options.against_dtype, options.against_mesh, options.against_attention
+    theirs = form(options.against or "upstream", *against)
+    found = [*compare.compare_component(options.model, options.component, ours, theirs, options.entry, call, seed)]
     if options.json:
         print(json.dumps({"seed": seed, "comparisons": [comparison.as_dict() for comparison in found]}, indent=2))
     else:
-        console = Console()
         for comparison in found:
-            show(comparison, options, console)
-        console.print(f"inputs: seed {seed}", soft_wrap=True)
+            show(comparison, options)
+        say(f"inputs: seed {seed}")
     if options.report:
         from ...compare.page import page
 
         write_whole(Path(options.report), page(options.model, found))
-        Console(stderr=options.json).print(f"wrote {options.report}", soft_wrap=True)
+        say(f"wrote {options.report}", stderr=options.json)
     return 0 if all(comparison.ok for comparison in found) else 1
 
 
-def show(comparison, options, console: Console):
+def show(comparison, options):
     """The tables of one comparison, and what they come to."""
     depth = DEPTH if options.depth is None else options.depth
     shown = [row for row in comparison.rows if not row.ok or (row.name.count(".") < depth)]
-    console.print(_errors(comparison, shown))
+    Console().print(_errors(comparison, shown))
     if options.debug_sharding:
-        console.print(_shardings(comparison))
+        Console().print(_shardings(comparison))
     hidden = len(comparison.rows) - len(shown)
     if hidden:
-        console.print(
-            f"{hidden} more submodules, deeper and within their limits: --depth, --report or --json show them",
-            soft_wrap=True,
-        )
+        say(f"{hidden} more submodules, deeper and within their limits: --depth, --report or --json show them")
     reasons: dict[str, list[str]] = {}
     for name, reason in comparison.left_out.items():
         reasons.setdefault(reason, []).append(name)
     for reason, names in reasons.items():
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        console.print(f"not compared: {', '.join(names[:4])}{more}: {reason}", soft_wrap=True, markup=False)
+        say(f"not compared: {', '.join(names[:4])}{more}: {reason}")
 
     first, not_finite = (
         "none" if name is None else f"{comparison.component}.{name}".rstrip(".")
         for name in (comparison.first, comparison.not_finite)
     )
     parts = f"{len(comparison.rows)} submodules, none parts by itself"
-    console.print(parts if comparison.first is None else f"[bold red]parts first[/]: {first}", soft_wrap=True)
+    say(parts if comparison.first is None else f"[bold red]parts first[/]: {first}", markup=True)
     if options.debug_nans or comparison.not_finite is not None:
-        console.print(f"first NaN or infinity: {not_finite}", soft_wrap=True)
+        say(f"first NaN or infinity: {not_finite}")
 
 
 def _errors(comparison, rows):
@@ -176,7 +170,7 @@ def trace(options, rest: list[str]) -> int:
         print(json.dumps([dataclasses.asdict(traced) for traced in found], indent=2))
     else:
         for line in _obstacles(found):
-            Console().print(line, soft_wrap=True, markup=False, highlight=False)
+            say(line)
     return 0 if not any(traced.obstacles or traced.stopped for traced in found) else 1
 
 

@@ -13,7 +13,6 @@ import diffusers
 
 from ...chips.devices import find_target, why_off
 from ...config import Environment, read_environment
-from .errors import loading
 from .output import table
 
 
@@ -36,8 +35,7 @@ def run(options, rest: list[str]) -> int:
 
 def gather() -> dict[str, dict[str, str]]:
     """Facts by group: versions, chips, settings, patches."""
-    with loading():
-        environment = read_environment()
+    environment = read_environment()
     return {
         "versions": {"python": platform.python_version(), **{name: installed_version(name) for name in PACKAGES}},
         "chips": chips(environment),
@@ -65,9 +63,8 @@ def chips(environment: Environment) -> dict[str, str]:
     from ...chips.devices import jax_devices
     from ...chips.mesh import plan_degrees
 
-    with loading():
-        count, kind = len(jax_devices(target)), "simulated on the CPU" if target.simulated else str(target)
-        guided, single = (",".join(map(str, plan_degrees(count, environment.mesh, n))) for n in (2, 1))
+    count, kind = len(jax_devices(target)), "simulated on the CPU" if target.simulated else str(target)
+    guided, single = (",".join(map(str, plan_degrees(count, environment.mesh, n))) for n in (2, 1))
     other = "" if guided == single else f" where a pipeline calls its model once per guidance branch, else {single}"
     return {"TPU path": "on", "chips": f"{count}, {kind}", "default mesh dp,sp,tp": guided + other}
 

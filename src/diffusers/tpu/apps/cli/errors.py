@@ -9,13 +9,21 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[3]
 
 
-class BadInput(Exception):
+class BadInput(ValueError):
     """What the user gave cannot be done; the message says what was expected, what came and the way out."""
+
+
+def is_bad_input(error: Exception) -> bool:
+    """Whether it is about an argument, and raised by code of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, (ValueError, NotImplementedError)) and frames[-1].filename.startswith(
+        f"{PACKAGE}{os.sep}"
+    )
 
 
 @contextlib.contextmanager
 def refusing(*kinds: type[Exception]):
-    """Errors of these classes as BadInput."""
+    """Errors of these classes as BadInput, whoever raises them."""
     try:
         yield
     except kinds as error:
@@ -25,18 +33,6 @@ def refusing(*kinds: type[Exception]):
 def loading():
     """Upstream's errors about a model directory or hub id, wherever they are raised, as BadInput."""
     return refusing(OSError, ValueError, NotImplementedError)
-
-
-@contextlib.contextmanager
-def calling():
-    """Errors about arguments, raised by code of this package, as BadInput; the same classes from elsewhere pass."""
-    try:
-        yield
-    except (ValueError, NotImplementedError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if not frames or not frames[-1].filename.startswith(f"{PACKAGE}{os.sep}"):
-            raise
-        raise BadInput(one_line(error)) from error
 
 
 def one_line(error: Exception) -> str:

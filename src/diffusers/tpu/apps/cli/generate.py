@@ -12,7 +12,7 @@ from ...chips import hosts
 from ...errors import NotFinite
 from ..generation import media
 from . import arguments, output, session
-from .errors import BadInput, calling
+from .errors import BadInput
 from .timing import Stopwatch, wait
 
 
@@ -28,7 +28,6 @@ def run(options, rest: list[str]) -> int:
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(calling())
         if options.debug_nans:
             from ...compile import nans
 
@@ -42,8 +41,7 @@ def run(options, rest: list[str]) -> int:
             wait([*vars(result).values()])
     if not first:
         return 0
-    with calling():
-        made = media.pictures(result)
+    made = media.pictures(result)
     check_finite(pipe, target)
     files = media.write(*made, path, options.fps)
     tell(stopwatch, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
@@ -82,11 +80,10 @@ def check_finite(pipe, target):
 
 def tell(stopwatch: Stopwatch, load_seconds: float, ran: str, files: list):
     """Print the times of a run, where it ran and what it wrote."""
-    console = Console()
     rows = ((part, f"{seconds:.3f}") if part else None for part, seconds in stopwatch.rows(load_seconds))
-    console.print(output.table(("part", "seconds"), rows, title="times"))
-    console.print(ran, soft_wrap=True)
-    console.print("wrote " + ", ".join(map(str, files)), soft_wrap=True)
+    Console().print(output.table(("part", "seconds"), rows, title="times"))
+    output.say(ran)
+    output.say("wrote " + ", ".join(map(str, files)))
 
 
 def call_extras(cls: type, options, seed: int) -> dict:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
 from ...files import write_whole
@@ -12,6 +13,11 @@ from .errors import BadInput
 
 
 SUFFIXES = (".mp4", ".png")
+
+
+def say(text: str, stderr: bool = False, markup: bool = False):
+    """Print one line; brackets in it are rich's markup only if that is said: a prompt may have some."""
+    Console(stderr=stderr).print(text, soft_wrap=True, markup=markup, highlight=False)
 
 
 def table(

@@ -12,11 +12,10 @@ from ...chips.figures import find_topology
 from ...config import parse_mesh, read_environment
 from ...files import write_whole
 from ...planner import ahead
-from ...planner.aot import NoCompiler
 from ...planner.report import page, step_ranges, summed
 from .arguments import numbers
-from .errors import BadInput, refusing
-from .output import check_writable, table, write_json
+from .errors import BadInput
+from .output import check_writable, say, table, write_json
 
 
 def _asked(options, rest: list[str]) -> dict:
@@ -34,25 +33,23 @@ def _asked(options, rest: list[str]) -> dict:
 
 def run(options, rest: list[str]) -> int:
     """Run the command; exit status 1 if the model fits none of the slices that were named."""
-    with refusing(ValueError):
-        topologies = [find_topology(name).name for word in options.topology for name in word.split(",") if name]
-        mesh = options.mesh if options.mesh in (None, "auto") else parse_mesh(options.mesh)
+    topologies = [find_topology(name).name for word in options.topology for name in word.split(",") if name]
+    mesh = options.mesh if options.mesh in (None, "auto") else parse_mesh(options.mesh)
     settings = {**_asked(options, rest), "mesh": mesh, "everything": options.everything, "seconds": options.time_limit}
     check_writable(options.report, ".html")
     check_writable(options.json, ".json")
-    console, quiet = Console(stderr=options.json == "-"), Console(stderr=True)
-    plans = []
+    quiet, plans = Console(stderr=True), []
     for name in topologies:
-        with quiet.status(f"asking the compiler about {name}") as status, refusing(ValueError, NoCompiler):
+        with quiet.status(f"asking the compiler about {name}") as status:
             plans.append(planner.plan(options.model, name, on_progress=status.update, **settings))
         if options.json != "-":
-            _show(plans[-1], console)
+            _show(plans[-1])
     write_json(options.json, plans[0] if len(plans) == 1 else plans)
     if options.report:
         write_whole(Path(options.report), page(plans))
     for file in (options.json, options.report):
         if file not in (None, "-"):
-            console.print(f"wrote {file}", soft_wrap=True)
+            say(f"wrote {file}", stderr=options.json == "-")
     return 0 if any(plan["fits"] for plan in plans) else 1
 
 
@@ -63,29 +60,27 @@ def make_executables(options, rest: list[str]) -> int:
         raise BadInput("expected --output DIR where DIFFUSERS_TPU_CACHE=off keeps nothing")
     settings = _asked(options, rest)
     check_writable(options.json, ".json")
-    with refusing(ValueError, NoCompiler):
-        mesh = options.mesh and parse_mesh(options.mesh)
-        request = planner.request_of(options.model, options.topology, mesh=mesh, **settings)
-        with Console(stderr=True).status(f"compiling for {options.topology}") as status:
-            made = ahead.make(request, Path(folder).absolute(), status.update)
+    mesh = options.mesh and parse_mesh(options.mesh)
+    request = planner.request_of(options.model, options.topology, mesh=mesh, **settings)
+    with Console(stderr=True).status(f"compiling for {options.topology}") as status:
+        made = ahead.make(request, Path(folder).absolute(), status.update)
     write_json(options.json, made)
     if options.json != "-":
-        console = Console()
         rows = []
         for program in made["programs"]:
             seconds = "was there" if program["was_there"] else f"{program['seconds']:.1f}"
             rows.append((program["name"], program["branches"], seconds, f"{program['bytes'] / 1e6:.1f}"))
         title = f"{options.model} for {options.topology}"
-        console.print(table(("program", "branches", "seconds", "MB"), rows, title=title))
-        console.print(f"{made['bytes'] / 1e6:.1f} MB in {folder}", soft_wrap=True)
+        Console().print(table(("program", "branches", "seconds", "MB"), rows, title=title))
+        say(f"{made['bytes'] / 1e6:.1f} MB in {folder}")
     for reason in made["left"]:
         print(f"diffusers-tpu: not kept: {reason}", file=sys.stderr)
     return 1 if made["left"] else 0
 
 
-def _show(plan: dict, console: Console):
+def _show(plan: dict):
     for line in _lines(plan):
-        console.print(line, soft_wrap=True)
+        say(line, markup=True)
     rows = []
     for part in plan["parts"]:
         name = f"{part['component']}.{part['entry']}" + (f" x{part['branches']}" if part["branches"] > 1 else "")
@@ -93,19 +88,19 @@ def _show(plan: dict, console: Console):
         sizes = (f"{part['hbm_gib'][kind]:.2f}" for kind in ("weights", "activations"))
         rows.append((name, part["how"], part["runs"], seconds, *sizes, f"{part['flops'] / 1e12:.4g}"))
     names = ("part", "how", "runs", "s each", "weights", "activations", "TFLOP")
-    console.print(table(names, rows, 2, title="per chip"))
+    Console().print(table(names, rows, 2, title="per chip"))
     if plan["seconds_per_step"]["total"] is not None:
-        console.print(table(("a step", "seconds", "share"), _times(plan), title="where the time goes"))
+        Console().print(table(("a step", "seconds", "share"), _times(plan), title="where the time goes"))
     for text in plan["ranking"]:
         shape = ",".join(str(degree) for degree in text["mesh"].values())
         exact = "" if text["seconds_per_step"] is None else f", compiled {text['seconds_per_step']:.3f} s"
         guessed = f"guessed {text['guessed_seconds_per_step']:.3f} s per step"
-        console.print(f"mesh {shape}: {guessed}{exact}", soft_wrap=True)
+        say(f"mesh {shape}: {guessed}{exact}")
     for note in plan["notes"]:
-        console.print(f"note: {note}", soft_wrap=True)
+        say(f"note: {note}")
     for advice in plan["advice"]:
-        console.print(f"[bold]what would fit[/]: {advice}", soft_wrap=True)
-    console.print("Compiled, not measured: see examples/tpu/PLANNING.md for how near the sum comes to hardware.\n")
+        say(f"[bold]what would fit[/]: {advice}", markup=True)
+    say("Compiled, not measured: see examples/tpu/PLANNING.md for how near the sum comes to hardware.\n")
 
 
 def _lines(plan: dict) -> Iterator[str]:

@@ -16,7 +16,7 @@ from ...compile.state.watch import replaced
 from ...files import write_whole
 from ...planner.profile import PROGRAMS, beside, measured
 from .errors import BadInput, refusing
-from .output import table, write_json
+from .output import say, table, write_json
 from .timing import wait
 
 
@@ -32,7 +32,6 @@ def run(options, rest: list[str]) -> int:
     write_json(options.json, found)
     if options.json == "-":
         return 0
-    console = Console()
     seconds = ("measured", "planned", "ratio") if options.plan else ("measured",)
     for kind, names in (("modules", ("component", "module")), ("operations", ("operation",))):
         longest = sorted(found[kind], key=lambda row: -(row["measured"] or 0.0))[:SHOWN]
@@ -41,11 +40,11 @@ def run(options, rest: list[str]) -> int:
             for row in longest
         )
         columns = (*names, *seconds)
-        console.print(table(columns, rows, len(columns), title=f"{kind}, seconds a step"))
+        Console().print(table(columns, rows, len(columns), title=f"{kind}, seconds a step"))
     said = f"{found['seconds_per_step']:.4g} s a step of a chip; {found['steps']} steps, {found['chips']} chips: {found['device']}"
     if options.plan:
         said += f"; planned {found['planned_seconds_per_step']:.4g} s, measured is {found['ratio']:.3g} of that"
-    console.print(said, soft_wrap=True)
+    say(said)
     return 0
 
 

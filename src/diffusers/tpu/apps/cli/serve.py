@@ -4,11 +4,10 @@ import importlib.util
 import os
 from pathlib import Path
 
-from rich.console import Console
-
 from . import session
 from .arguments import flag
-from .errors import BadInput, calling, loading
+from .errors import BadInput
+from .output import say
 
 
 TOKEN = "DIFFUSERS_TPU_TOKEN"
@@ -32,26 +31,19 @@ def run(options, rest: list[str]) -> int:
         raise BadInput("expected Gradio for the page, it is not installed: pip install '.[serve]', or --no-page")
     from ..serving import server, sizes
 
-    with loading():
-        limits = {n: value for n in sizes.Limits.__annotations__ if (value := getattr(options, n)) is not None}
-        texts = [text for texts in options.sizes or [] for text in texts.split(",")]
-        settings = sizes.Settings(
-            model=options.name or Path(options.model).name,
-            defaults=call,
-            sizes=tuple(sizes.parse(text, sizes.default_frames(cls)) for text in texts),
-            token=options.token or os.environ.get(TOKEN) or None,
-            limits=sizes.Limits(**limits),
-            **{name: getattr(options, name) for name in SETTINGS},
-        )
-        bound = server.bind(settings.host, settings.port)  # before minutes of compiling
-    console = Console()
-
-    def told(address: str):
-        console.print(f"serving {settings.model} at {address}", markup=False, highlight=False, soft_wrap=True)
-
+    limits = {n: value for n in sizes.Limits.__annotations__ if (value := getattr(options, n)) is not None}
+    texts = [text for texts in options.sizes or [] for text in texts.split(",")]
+    settings = sizes.Settings(
+        model=options.name or Path(options.model).name,
+        defaults=call,
+        sizes=tuple(sizes.parse(text, sizes.default_frames(cls)) for text in texts),
+        token=options.token or os.environ.get(TOKEN) or None,
+        limits=sizes.Limits(**limits),
+        **{name: getattr(options, name) for name in SETTINGS},
+    )
+    bound = server.bind(settings.host, settings.port)  # before minutes of compiling
     with bound:
         pipe = session.load(options, target, mesh)
         pipe.set_progress_bar_config(disable=True)
-        with calling():
-            server.run(pipe, settings, bound, told)
+        server.run(pipe, settings, bound, lambda address: say(f"serving {settings.model} at {address}"))
     return 0

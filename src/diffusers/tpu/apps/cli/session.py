@@ -15,7 +15,7 @@ from ...chips import hosts
 from ...chips.devices import Target, find_target, jax_devices, why_off
 from ...config import TPUConfig, parse_mesh, read_environment
 from . import arguments
-from .errors import BadInput, calling, loading
+from .errors import BadInput, loading
 
 
 MODES = {"auto": None, "tpu": "auto", "simulated": "cpu", "upstream": "off"}
@@ -30,8 +30,7 @@ def choose_target(device: str) -> Target | None:
     forced = device == os.environ.get("DIFFUSERS_TPU", "").strip().lower() == "tpu"
     if MODES[device] is not None and not forced:
         os.environ["DIFFUSERS_TPU"] = MODES[device]
-    with loading():
-        environment = read_environment()
+    environment = read_environment()
     target = find_target(environment)
     if target is None and environment.mode == "auto":
         raise BadInput(
@@ -45,8 +44,7 @@ def is_first(target: Target | None) -> bool:
     """Whether this process is the one of its run that writes and tells, the others say errors only; processes join here."""
     if target is None:
         return True
-    with loading():
-        hosts.join(target.platform)
+    hosts.join(target.platform)
     first = hosts.is_main(target.platform)
     if not first:
         for library in (diffusers, transformers):
@@ -85,16 +83,15 @@ def pipeline_class(model: str) -> type:
 
 
 def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | None:
-    """`--mesh` as degrees, or None where none is given. Raises BadInput where it or the environment's does not fit the chips."""
+    """`--mesh` as degrees, or None where none is given. Raises ValueError where it or the environment's does not fit the chips."""
     if target is None and text is None:
         return None
     if target is None:
         raise BadInput("expected no --mesh without the TPU path: plain diffusers has none")
     from ...chips.mesh import plan_degrees
 
-    with loading():
-        wanted = read_environment().mesh if text is None else parse_mesh(text)
-        degrees = plan_degrees(len(jax_devices(target)), wanted)
+    wanted = read_environment().mesh if text is None else parse_mesh(text)
+    degrees = plan_degrees(len(jax_devices(target)), wanted)
     return None if text is None else degrees
 
 
@@ -113,9 +110,8 @@ def placed(pipe, options, target: Target | None, mesh):
         pipe.set_progress_bar_config(disable=True)
     from ...pipelines.pipeline import installation
 
-    with calling():
-        if mesh is not None or options.attention != "auto":
-            tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
-        pipe.to("tpu")
+    if mesh is not None or options.attention != "auto":
+        tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
+    pipe.to("tpu")
     installation(pipe).hbm_manager.ready()
     return pipe

@@ -8,7 +8,7 @@ import torch
 from .. import stages
 from ..generation import media
 from . import arguments, generate, output, session
-from .errors import BadInput, calling, loading
+from .errors import BadInput, loading
 from .timing import Stopwatch
 
 
@@ -19,7 +19,7 @@ OUTPUTS = {"text": ((".safetensors",), "-text"), "denoise": ((".safetensors",), 
 def run(options, rest: list[str]) -> int:
     start = time.perf_counter()
     target, first, mesh, cls, call = session.begin(options, rest)
-    with loading(), calling():
+    with loading():
         settings, tensors = (_first if options.stage == "text" else _next)(options, cls, call)
     path = output.output_path(options.output, settings.call.get("prompt"), *OUTPUTS[options.stage])
     if options.input is not None and path.exists() and path.samefile(options.input):
@@ -30,7 +30,7 @@ def run(options, rest: list[str]) -> int:
     pipe = session.placed(pipe, options, target, mesh)
     load_seconds = time.perf_counter() - start
     stopwatch = Stopwatch(pipe)
-    with calling(), stopwatch.running(whole=False):
+    with stopwatch.running(whole=False):
         result = _run(options.stage, stopwatch, settings, tensors)
     ran = f"{generate.where(pipe, target)}; attention {options.attention}"
     elsewhere = [f"stage {stage} ran on {place}" for stage, place in settings.ran.items() if place != ran]
