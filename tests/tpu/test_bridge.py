@@ -9,6 +9,7 @@ import torch
 from conftest import relative
 from diffusers import AutoencoderKLWan
 from diffusers.tpu import bridge
+from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import tracing
 from diffusers.tpu.kernels.settings import Settings
 
@@ -96,8 +97,8 @@ def pure_function(module, call, given, mesh):
     leaves, spec = torch.utils._pytree.tree_flatten(given)
     specs = {name: jax.sharding.PartitionSpec() for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return tracing.PureFunction(
-        module=module, call=call, spec=spec, leaves=leaves, groups=[], specs=specs, mesh=mesh, activation_spec=None,
-        attention=Settings(), matmul_precision="highest", processors={}, methods={},
+        module=module, call=call, spec=spec, leaves=leaves, groups=[], specs=specs, plan=ModelPlan(),
+        attention=Settings(mesh=mesh), matmul_precision="highest",
     )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def test_a_trace_leaves_no_tracer_in_the_module(make_mesh):
         return arrays
 
     with tracing.undone_trace(vae):
-        (ours,) = jax.jit(run)(weights, [jnp.asarray(z.numpy())])
+        (ours,) = jax.jit(run)(weights, [jnp.asarray(z.numpy())], {})
     assert {name: set(vars(m)) for name, m in vae.named_modules()} == before
     with torch.no_grad():
         assert relative(ours, vae.decode(z).sample) < 1e-5
@@ -127,7 +128,7 @@ def test_an_output_that_hides_tensors_is_refused(make_mesh):
     odd = torch.nn.Module()
     function = pure_function(odd, lambda x: (x, np.random.default_rng()), ((tracing.INPUT,), {}), make_mesh(1, 1, 1))
     with pytest.raises(NotImplementedError, match="Generator"):
-        jax.eval_shape(function, {}, [jnp.ones(2)])
+        jax.eval_shape(function, {}, [jnp.ones(2)], {})
 
 
 def test_a_device_tensor_shares_no_memory_with_the_hosts(env, make_mesh):

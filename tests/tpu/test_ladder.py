@@ -208,7 +208,7 @@ def test_scanned_blocks_decide_once_and_by_the_values_of_the_call(make_mesh):
         assert relative(ours(x, mask), theirs(x, mask)) < 1e-6
         assert programs_of(runner) == n + 1
     (program, *_) = runner.programs.values()
-    assert len(runner.guards.known) == 1 and program.compiled.as_text().count("while(") == 1
+    assert len(runner.known) == 1 and program.compiled.as_text().count("while(") == 1
     env = bridge.environment()
     with env.override_property(mesh=runner.mesh), env:
         on_chips = env.moved(mask)
@@ -225,7 +225,7 @@ def test_what_is_no_small_input_is_not_asked_before_each_call(make_mesh):
     runner = attached(module(lambda self, x: x if x.sum() > 0 else -x), make_mesh(1, 1, 1))
     for sign in (1, -1):
         assert runner.module(torch.full((MOST_ENTRIES + 1,), float(sign))).min() == 1
-    assert rungs(runner) == {"": "parts"} and not runner.guards.known
+    assert rungs(runner) == {"": "parts"} and not runner.known
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
 from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.compile.state import undo as tracing
+from diffusers.tpu.compile.state import state as tracing
 from diffusers.tpu.compile.tracing import blocks
 
 

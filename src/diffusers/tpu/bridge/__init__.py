@@ -6,6 +6,10 @@ from accelerate.hooks import ModelHook
 
 from ..chips.hosts import put
 from ..idioms import overloads
+from ..kernels import rotary
+from ..kernels.attention.api import among_latents, joint
+from ..kernels.attention.parallel import Text
+from ..kernels.settings import choosing, current
 from ..weights.convert import as_numpy, from_numpy, numpy_dtype
 
 
@@ -16,23 +20,21 @@ import torchax.ops.jaten
 from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
-from .decisions import Decisions, Guard
+from .decisions import Decisions, Guard, deciding
 from .deferred import Deferred
 from .diagnostics import Obstacle, assuming
 from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
-from .host_twin import READS, ValueRead
-from .host_values import DEVICE_TENSORS, plain
+from .host_values import DEVICE_TENSORS, READS, ValueRead, plain
 from .host_values import apart as known_apart
 from .host_values import of_tensor as known_values
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
-from .refusals import is_refused
+from .on_host import is_refused
+from .operators import scaled_dot_product_attention
 
 
 def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:
     """A device tensor's array, or a host tensor's values as they are now, placed by `sharding`."""
-    if isinstance(tensor, (Tensor, View)):
-        return put(tensor.jax(), sharding)
-    return put(as_numpy(tensor, own=True), sharding)
+    return put(tensor.jax() if on_device(tensor) else as_numpy(tensor, own=True), sharding)
 
 
 def to_torch(array: jax.Array) -> torch.Tensor:
@@ -45,21 +47,16 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
 
     `norm`: RMS or layer norm over all of C, or of the entries of a head; `apart`: pairs are half a head apart, not neighbours.
     """
-    from ..kernels.rotary import Norm, normed_and_rotated
-    from ..kernels.settings import current
-
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
     centred = isinstance(norm, torch.nn.LayerNorm)
-    ours = Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)
+    ours = rotary.Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)
     tables = tuple(table.jax()[0, :, 0] for table in tables)
-    return Tensor(normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
+    return Tensor(rotary.normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
 
 
 def filled(table: torch.Tensor) -> torch.Tensor:
     """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.pad_tokens`)."""
-    from ..kernels.settings import current
-
     return torch.nn.functional.pad(table, (0, 0, 0, current().pad_tokens)) if current().pad_tokens else table
 
 
@@ -70,10 +67,6 @@ def joint_attention(
 
     `seen`: tokens of the text that are no padding [B, L]; `backend`: of the dispatcher, in place of `TPUConfig.attention`.
     """
-    from ..kernels.attention.api import joint
-    from ..kernels.attention.parallel import Text
-    from ..kernels.settings import choosing
-
     (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in stream] for stream in (latents, text))
     kernel = str(getattr(backend, "value", backend or "")).removeprefix("tpu").lstrip("_") or None
     with choosing(kernel):
@@ -83,8 +76,6 @@ def joint_attention(
 
 def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Latents among themselves, q, k and v [B, T, N, D] of a trace; so is the answer."""
-    from ..kernels.attention.api import among_latents
-
     answer = among_latents(*(x.jax().swapaxes(1, 2) for x in (q, k, v)))
     return Tensor(answer.swapaxes(1, 2), environment())
 
@@ -129,13 +120,8 @@ def dispatched_attention(
 
     `kernel` as `TPUConfig.attention`. Raises NotImplementedError for `return_lse`, RuntimeError for host tensors.
     """
-    from ..kernels.settings import choosing
-    from .operators import scaled_dot_product_attention
-
     if return_lse:
-        raise NotImplementedError(
-            "the TPU attention backend does not return the log-sum-exp; expected return_lse=False"
-        )
+        raise NotImplementedError("expected return_lse=False: the TPU attention backend gives no log-sum-exp")
     if not on_device(query):
         raise RuntimeError(
             f"expected tensors on the TPU path, got {query.device}: run the model through a pipeline on the TPU path, or"

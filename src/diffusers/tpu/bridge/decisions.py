@@ -7,7 +7,7 @@ of masks, lengths and the like, and of no weight. Its answers with each call's o
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import DynamicJaxprTracer
 
+from ..kernels.settings import bound
 from .lines import Line, asking_line
 
 
@@ -73,14 +74,9 @@ class Decisions:
 _open: contextvars.ContextVar[Decisions | None] = contextvars.ContextVar("diffusers_tpu_decisions", default=None)
 
 
-@contextlib.contextmanager
-def deciding(decisions: Decisions) -> Iterator[Decisions]:
+def deciding(decisions: Decisions) -> contextlib.AbstractContextManager:
     """While this is open, what a trace of these inputs asks for is decided where it can be."""
-    token = _open.set(decisions)
-    try:
-        yield decisions
-    finally:
-        _open.reset(token)
+    return bound(_open, decisions)
 
 
 def decided(array: jax.Array) -> np.ndarray | None:

@@ -7,8 +7,6 @@ import torch
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
-from .host_twin import written
-
 
 class Deferred(Tensor):
     """`compute()` gives it its value by `settle(value)`, perhaps others too. Everything else is torchax's tensor."""
@@ -18,33 +16,22 @@ class Deferred(Tensor):
         return Tensor.__new__(cls, aval, env)
 
     def __init__(self, aval: jax.ShapeDtypeStruct, env, compute: Callable[[], None]):
-        self._aval, self._env, self._compute, self._value = aval, env, compute, None
-
-    @property
-    def _elem(self) -> jax.Array:
-        compute = self._compute  # before its value: another thread may settle it meanwhile
-        if self._value is None:
-            compute()
-        return self._value if vars(self).get("_twin") is None else written(self, self._value)
-
-    @_elem.setter
-    def _elem(self, value: jax.Array):
-        self._value, self._twin = value, None
+        self._aval, self._env, self._compute, self._array = aval, env, compute, None
 
     @property
     def waits(self) -> bool:
         """Whether nobody has asked for its value yet."""
-        return self._value is None
+        return self._array is None
 
     def settle(self, value: jax.Array):
-        self._value, self._compute = value, None
+        self._array, self._compute = value, None
 
     @property
     def shape(self):
-        return torch.Size(self._aval.shape if self._value is None else self._value.shape)
+        return torch.Size((self._aval if self.waits else self._array).shape)
 
     ndim = property(lambda self: len(self.shape))
 
     @property
     def dtype(self):
-        return mappings.j2t_dtype(self._aval.dtype if self._value is None else self._value.dtype)
+        return mappings.j2t_dtype((self._aval if self.waits else self._array).dtype)

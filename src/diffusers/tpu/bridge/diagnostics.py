@@ -5,7 +5,6 @@ truth value, the number one, every entry of an index, else zeros of the shape th
 """
 
 import contextlib
-import sys
 import traceback
 import types
 from collections import Counter
@@ -20,30 +19,28 @@ from torchax import view
 from torchax.tensor import OperatorNotFound, Tensor
 
 from ..weights.convert import numpy_dtype
-from .draws import is_draw
 from .environment import environment
-from .host_twin import READS
-from .host_values import DEVICE_TENSORS, plain
-from .lines import Line, foreign, line_of_frame
+from .host_values import ASKING, DEVICE_TENSORS, READS, plain
+from .lines import Line, frames_to_asker, line_of_frame
+from .on_host import is_draw
 
 
 aten = torch.ops.aten
-VALUES = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default}
-VALUE_METHODS = ("item", "__bool__", "__int__", "__float__", "__index__")
 IN_WORDS = {
     aten.nonzero.default: "the places of entries that are not zero (nonzero)",
     aten.masked_select.default: "the entries where a mask is true (masked_select)",
     aten._to_copy.default: "a copy to the host",
     **dict.fromkeys((aten.index.Tensor, torch.Tensor.__getitem__), "a boolean index"),
-    **dict.fromkeys(
-        (aten.index_put.default, aten.index_put_.default, torch.Tensor.__setitem__),
-        "a boolean index that is written to",
-    ),
+    **dict.fromkeys((aten.index_put.default, aten.index_put_.default), "a boolean index that is written to"),
+    torch.Tensor.__setitem__: "a boolean index that is written to",
 }
 UNIQUE = {aten._unique2.default, aten.unique_consecutive.default}
 WHOLE = {
-    **{"tolist": ".tolist()", "numpy": ".numpy()"},
-    **{"__format__": "in a text", "__repr__": "a text", "__str__": "a text"},
+    "tolist": ".tolist()",
+    "numpy": ".numpy()",
+    "__format__": "in a text",
+    "__repr__": "a text",
+    "__str__": "a text",
 }
 PATIENCE = 100  # answers at one line, after which they alternate: a loop waits for another one
 
@@ -73,12 +70,7 @@ def assuming(answer: bool) -> Iterator["Obstacles"]:
 
 
 class Obstacles:
-    """Those of one trace: the environment's `dispatch`, and what takes the place of what it cannot do.
-
-    Attributes:
-        found: each once, in the order in which the trace came to them.
-        answer: what a question for a truth value is answered with.
-    """
+    """Those of one trace, `found` in its order: the environment's `dispatch`, and what takes the place of what it cannot do."""
 
     def __init__(self, env, answer: bool):
         self.env, self.answer = env, answer
@@ -87,13 +79,9 @@ class Obstacles:
 
     def add(self, what: str) -> int:
         """Record the obstacle at the line that the trace has come to; how often it came there."""
-        frame, again = sys._getframe(1), False
-        # The innermost frame that is no library's and not ours; without one the outermost.
-        while frame.f_back is not None and foreign(frame.f_code.co_filename):
-            again |= _uses_a_view(frame)
-            frame = frame.f_back
+        *inner, frame = frames_to_asker()
         line = line_of_frame(frame)
-        if not again:
+        if not any(map(_uses_a_view, inner)):
             self.found[Obstacle(**vars(line), what=what)] = None
         self.asked[line.file, line.line] += 1
         return self.asked[line.file, line.line]
@@ -125,7 +113,7 @@ class Obstacles:
         return read
 
     def _unread(self, func, args, kwargs):
-        if func in VALUES or getattr(func, "__name__", "") in VALUE_METHODS:
+        if func in ASKING:
             dtype = args[0].dtype
             if dtype == torch.bool:
                 asked = self.add("a truth value of a tensor (a branch, .item())")

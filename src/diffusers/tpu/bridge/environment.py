@@ -19,15 +19,13 @@ from ..chips.hosts import process_count, put
 from ..idioms.devices import inside
 from ..weights.checkpoint import is_about_values, settled
 from ..weights.convert import as_numpy, from_numpy
-from . import host_values
+from . import host_values, operators
 from .decisions import decided
 from .deferred import Deferred
-from .draws import drawn, is_draw
-from .host_twin import READS, usable_outside
-from .host_values import DEVICE_TENSORS, plain
+from .host_values import DEVICE_TENSORS, READS, plain, usable_outside
 from .layers import cast
 from .lines import asking_line
-from .refusals import refusal
+from .on_host import drawn, is_draw, refusal
 
 
 DEVICE = torch.device("jax")
@@ -43,10 +41,9 @@ def on_device(x) -> bool:
 class Environment(_Environment):
     """torchax's environment, entered around glue and traces.
 
-    - A host tensor that meets a device tensor is moved to the device, whatever its size; torchax fails deep inside.
+    - A host tensor that meets a device tensor is moved to all chips of the mesh in use, whatever its size; torchax fails deep inside.
       Written into, a host tensor stays one: the destination decides. So does one made of a list of device tensors.
     - Random draws come from torch's CPU generators, so that seeds give the noise they give everywhere else.
-    - Host tensors that are moved land on all chips of the mesh in use.
 
     Attributes:
         draws: random draws so far. A trace that changes it has drawn numbers which its program would repeat in every call.
@@ -127,8 +124,7 @@ class Environment(_Environment):
             if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(DEVICE_TENSORS, self.host, (args, kwargs)))
             # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
-            promoted = tree_map_only(torch.Tensor, lambda t: t if t.ndim == 0 else self.moved(t), (args, kwargs))
-            args, kwargs = promoted
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t if t.ndim == 0 else self.moved(t), (args, kwargs))
         try:
             result = self.with_decided(functools.partial(super().dispatch, func, types), args, kwargs)
         except OperatorNotFound:
@@ -258,9 +254,7 @@ def decomposing():
 @functools.cache
 def environment() -> Environment:
     """The one environment of this process, our operators in it."""
-    from .operators import register
-
     env = Environment()
-    register(env)
+    operators.register(env)
     usable_outside()
     return env

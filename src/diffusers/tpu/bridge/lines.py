@@ -40,12 +40,17 @@ def line_of_frame(frame: types.FrameType, number: int | None = None) -> Line:
     return Line(code.co_filename, number, text, code.co_qualname)
 
 
+def frames_to_asker() -> list[types.FrameType]:
+    """From here out to the model's own code; without any on the stack, to the outermost frame."""
+    frames = [sys._getframe(1)]
+    while frames[-1].f_back is not None and foreign(frames[-1].f_code.co_filename):
+        frames.append(frames[-1].f_back)
+    return frames
+
+
 def asking_line() -> Line:
-    """Where the model's own code is now; without any on the stack, the outermost frame."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and foreign(frame.f_code.co_filename):
-        frame = frame.f_back
-    return line_of_frame(frame)
+    """Where the model's own code is now."""
+    return line_of_frame(frames_to_asker()[-1])
 
 
 def line_of(error: BaseException) -> Line:

@@ -18,17 +18,14 @@ from .state import Unread, of_object, opened
 
 
 _HASHABLE = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
-PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)  # hides no tensors
 
 
 @dataclass
 class Values:
     """What a call computes with: immutable arrays, so that it may wait while upstream's code writes to its tensors.
 
-    Attributes:
-        weights: of the module by key; `placement` changes when they do.
-        numbers: LoRA scales by key.
-        versions: of the tensors that `inputs` were made of.
+    `weights` are the module's by key, `placement` changes when they do; `numbers` LoRA scales by key; `versions` those of the tensors
+    that `inputs` were made of.
     """
 
     weights: dict[str, jax.Array]
@@ -46,12 +43,10 @@ class Call:
         leaves, spec: its flattened (args, kwargs); `tensors` are those leaves that are.
         key: tells calls apart but for their tensors' values.
         batched: flags the tensors whose first axis is the batch.
-        state: the key of the module's state when it was made.
+        state, guards: the module's state when it was made, and values of guards, which its program's key has too.
         scale: what the scales of LoRA layers are multiplied by.
         step: what it does of a step cache that the module has, if any.
-        guards: values of the guards of its program.
-        given: the caller's own args and kwargs.
-        unread: why no key can be made of what it is given.
+        given: the caller's own args and kwargs; `unread`: why no key can be made of them.
     """
 
     entry: str
@@ -76,7 +71,7 @@ class Call:
     @property
     def others(self) -> list:
         """What may hide tensors among its leaves: all but tensors and plain values."""
-        return [leaf for leaf in self.leaves if not isinstance(leaf, PLAIN)]
+        return [leaf for leaf in self.leaves if not isinstance(leaf, tracing.PLAIN)]
 
     def become(self, step: tracing.Step):
         """The call is this step of a step cache."""

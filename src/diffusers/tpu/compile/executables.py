@@ -1,10 +1,8 @@
 """Executables of a module's programs on disk: another process finds them without tracing.
 
 The key is everything that the trace read, as strings (`store`). A trace's guards lie there too, by the values before them, and marks of
-what it found out: a search goes from one to the next, as the trace did. Of several processes each has a cache, or all have one:
-what not all of them find, all compile.
-
-Not cached: programs that call the host back (`TPUConfig.attention_tally`), and those of code without a stable key (a script's).
+what it found out. What not all processes of a run find, all compile. Not cached: programs that call the host back
+(`TPUConfig.attention_tally`), and those of code without a stable key (a script's).
 """
 
 import concurrent.futures
@@ -31,9 +29,8 @@ from .lru import LRUCache
 from .programs import Program
 from .state import process_key
 from .store.disk_cache import DiskCache
-from .store.keys import Key
+from .store.keys import Key, StableKey
 from .store.sources import NotPortable, library_words, our_words
-from .store.stable_key import StableKey
 
 
 logger = logging.get_logger(__name__)
@@ -51,12 +48,8 @@ _loaded: "weakref.WeakValueDictionary[str, jax.stages.Compiled]" = weakref.WeakV
 
 
 class Executables:
-    """Of one runner. `reason`: why programs of the module as it is are not cached, if they are not.
-
-    Attributes:
-        ahead: loading before a call looks for them, by name.
-        off: nothing is found or cached: the caller needs the trace itself.
-    """
+    """Of one runner. `reason`: why programs of the module as it is are not cached, if they are not; `off`: nothing is found or cached,
+    the caller needs the trace itself; `ahead`: loading before a call looks for them, by name."""
 
     def __init__(self, runner):
         self.runner, self.off = runner, False
@@ -139,12 +132,9 @@ class Executables:
                 function = export.deserialize(bytearray(found.compute))
                 return dataclasses.replace(found, compute=jax.jit(function.call))
             if isinstance(found, Program):
-                found.mesh, devices, compiled = (
-                    self.runner.mesh,
-                    [*self.runner.mesh.devices.flat],
-                    _loaded.get(key.name),
-                )
+                found.mesh, compiled = self.runner.mesh, _loaded.get(key.name)
                 if compiled is None:
+                    devices = [*found.mesh.devices.flat]
                     compiled = serialize_executable.deserialize_and_load(*found.compiled, devices[0].client, devices)
                 found.compiled = _loaded[key.name] = compiled
             return found
@@ -179,9 +169,8 @@ class Executables:
         def make() -> Program:
             compiled = serialize_executable.serialize(program.compiled)
             _loaded[program.key.name] = program.compiled
-            return dataclasses.replace(
-                program, mesh=None, options={}, compiled=compiled, calls=0, key=None, recalled=True
-            )
+            stored = {"mesh": None, "options": {}, "calls": 0, "key": None, "recalled": True}
+            return dataclasses.replace(program, compiled=compiled, **stored)
 
         self.keep(program.key, make, ahead)
 
@@ -201,9 +190,8 @@ def module_words(runner) -> dict[str, str]:
     """The parts of a key that are of a module as it is, of its chips, of versions and sources. Raises NotPortable."""
     words, placed, plan, settings = StableKey(), runner.plan_weights(), runner.plan, runner.settings
     weights = [(name, a.shape, a.dtype.name, repr(a.sharding.spec)) for name, a in placed.avals.items()]
-    fixed = {
-        f.name: getattr(settings, f.name) for f in dataclasses.fields(settings) if f.name not in ("mesh", "tally")
-    }
+    names = [f.name for f in dataclasses.fields(settings) if f.name not in ("mesh", "tally")]
+    fixed = {name: getattr(settings, name) for name in names}
     planned = (
         (plan.activation_spec, plan.batched, plan.replicated, plan.axes, plan.decide, runner.within),
         tuple(plan.processors.items()),
@@ -211,7 +199,7 @@ def module_words(runner) -> dict[str, str]:
         None if runner.step_cache is None else type(runner.step_cache),
         tuple((group.label, group.path, group.start, group.stop) for group in placed.groups),
     )
-    numbers = runner.state.numbers(placed)
+    numbers, of_jax = runner.state.numbers(placed), [repr(getattr(jax.config, name, None)) for name in OF_JAX]
     return {
         "state": words.of((runner.state.read, process_key())),
         "weights": repr(sorted(weights)),
@@ -219,9 +207,7 @@ def module_words(runner) -> dict[str, str]:
         "plan": words.of(planned),
         "settings": repr((fixed, runner.config.matmul_precision)),
         "mesh": _mesh_words(runner.mesh),
-        "compiler": repr(
-            (sorted(runner.compiler_options.items()), _flags(), [repr(getattr(jax.config, n, None)) for n in OF_JAX])
-        ),
+        "compiler": repr((sorted(runner.compiler_options.items()), _flags(), of_jax)),
         "versions": _versions(),
         "sources": f"{our_words()} {library_words(runner.state.now.libraries)}",
     }

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from ..bridge import Guard
 from .host import HostModel
 from .module import CompiledModule
 
@@ -27,7 +28,7 @@ def _rungs(runner: CompiledModule | HostModel, name: str) -> Iterator[tuple[str,
         for path, submodule in split.runners.items():
             yield from _rungs(submodule, f"{name}.{path}".lstrip("."))
     else:
-        lines = [str(guard.line) for guard in runner.guards.known.values()]
+        lines = [str(guard.line) for guard in runner.known.values() if isinstance(guard, Guard)]
         if runner.programs:
             yield name, "decided" if lines else "compiled", lines
         if runner.modes.eager:

@@ -5,7 +5,6 @@ A `CompiledModule` and a `HostModel` both stand in for methods of a module (`for
 
 import functools
 import inspect
-from collections.abc import Callable
 
 import torch
 from jax.sharding import Mesh, PartitionSpec
@@ -22,8 +21,8 @@ class EntryMethods:
 
     NAME: str
 
-    def __init__(self, module: torch.nn.Module, entries: tuple[str, ...]):
-        self.module, self.entries = module, entries
+    def __init__(self, module: torch.nn.Module, entries: tuple[str, ...], mesh: Mesh):
+        self.module, self.entries, self.mesh = module, entries, mesh
         self._replaced: dict[str, object] = {}  # what stood there on the instance; None: the class's
         self._signatures: dict[str, inspect.Signature] = {}
 
@@ -62,6 +61,18 @@ class EntryMethods:
         own = self._replaced[name]
         return getattr(type(self.module), name).__get__(self.module) if own is None else own
 
+    def on_host(self, name: str, args: tuple, kwargs: dict):
+        """The original's return value in plain torch; on the chips again where glue handles device tensors."""
+        env = bridge.environment()
+        settled(list(self.module.parameters()), list(self.module.buffers()))
+        args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, env.host, (args, kwargs))
+        with env.left(), torch.inference_mode(False), torch.no_grad():
+            output = self.original(name)(*args, **kwargs)
+        if not env.active:
+            return output
+        everywhere = named(self.mesh, PartitionSpec())
+        return tree_map_only(torch.Tensor, lambda t: bridge.to_torch(bridge.to_jax(t, everywhere)), output)
+
     def _entry(self, name: str):
         @functools.wraps(self.original(name))
         def run(*args, **kwargs):
@@ -76,23 +87,4 @@ class HostModel(EntryMethods):
     """Runs a module in plain torch: device tensors among its arguments come to the host, its results go to the chips."""
 
     NAME = "_tpu_host"
-
-    def __init__(self, module: torch.nn.Module, entries: tuple[str, ...], mesh: Mesh):
-        super().__init__(module, entries)
-        self.mesh = mesh
-
-    def called(self, name: str, args: tuple, kwargs: dict):
-        return run_on_host(self.module, self.original(name), args, kwargs, self.mesh)
-
-
-def run_on_host(module: torch.nn.Module, method: Callable, args: tuple, kwargs: dict, mesh: Mesh):
-    """The method's return value in plain torch; on the chips again where glue handles device tensors."""
-    env = bridge.environment()
-    settled(list(module.parameters()), list(module.buffers()))
-    args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, env.host, (args, kwargs))
-    with env.left(), torch.inference_mode(False), torch.no_grad():
-        output = method(*args, **kwargs)
-    if not env.active:
-        return output
-    everywhere = named(mesh, PartitionSpec())
-    return tree_map_only(torch.Tensor, lambda t: bridge.to_torch(bridge.to_jax(t, everywhere)), output)
+    called = EntryMethods.on_host

@@ -1,23 +1,16 @@
 """A dict that evicts what was least recently used: for what grows with each new size or state that a process meets."""
 
 import math
-from collections.abc import Callable
 
 
 class LRUCache(dict):
     """At most `most` entries, and `most_bytes` of `bytes_of(value)` in all; what was last set stays, however large.
 
     Setting, `[]`, `get` and `setdefault` count as use; iteration is in the order of use. Not for threads without a lock.
-    `on_evict` is called for each evicted entry; `evicted` counts them.
+    `on_evict()` is called for each evicted entry; `evicted` counts them.
     """
 
-    def __init__(
-        self,
-        most: int,
-        most_bytes: float | None = None,
-        bytes_of: Callable[[object], int] = lambda value: 0,
-        on_evict: Callable[[], None] = lambda: None,
-    ):
+    def __init__(self, most: int, most_bytes: float | None = None, bytes_of=lambda value: 0, on_evict=lambda: None):
         super().__init__()
         self.most, self.most_bytes, self.bytes_of, self.on_evict = most, most_bytes, bytes_of, on_evict
         self.evicted = 0

@@ -1,23 +1,24 @@
 """In which mode the calls of a module run, and why.
 
 COMPILED   one program a call, or one for each value of its guards
-SPLIT      its own lines run eagerly on the chips, its submodules in modes of their own (`graph_breaks`)
+SPLIT      its own lines run eagerly on the chips, its submodules in modes of their own (`GraphBreaks`)
 EAGER      all of it runs on the chips operation by operation: it draws numbers, keeps something or writes weights
 HOST       it runs on the host
 """
 
 import contextlib
+import contextvars
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import jax
 import torch
 
 from .. import bridge, notices
+from ..kernels.settings import bound
 from . import tracing
 from .call import Call, goes_on_from
-from .graph_breaks import GraphBreaks
-from .guards import Guards
 from .lru import LRUCache
 from .state import State, Trace
 
@@ -27,16 +28,8 @@ ANY_STATE = "any state"  # of a module that each call changes, in place of its s
 LEAVES = "a call sees what the one before left in {}"
 KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
-
-
-NO_PROGRAM = (
-    tracing.WeightWritten,
-    bridge.OperatorNotFound,
-    tracing.Entangled,
-    tracing.Opaque,
-    tracing.NotOnce,
-    *bridge.READS,
-)
+NO_PROGRAM = (tracing.NoProgram, bridge.OperatorNotFound, *bridge.READS)
+_running: contextvars.ContextVar[tuple["GraphBreaks", ...]] = contextvars.ContextVar("diffusers_tpu_split", default=())
 
 
 class Mode(enum.Enum):
@@ -46,12 +39,66 @@ class Mode(enum.Enum):
     HOST = enum.auto()
 
 
-class Modes:
-    """Of one module.
+class GraphBreaks:
+    """A module that cannot be traced, split at its submodules for a `reason`: its own lines run eagerly, meanwhile `runners`, which `make`
+    gives, stand for its submodules' `forward`. One that cannot be traced either is split in turn.
 
-    Args:
-        make: submodule -> its runner.
-        most: states and kinds of calls that are remembered; `on_evict` is called for each kind that is not any more.
+    Attributes:
+        missing: operators that its own lines run on the host, as torchax lacks them.
+        host: why the module runs on the host as a whole; None: it does not.
+        ran: a call of the split module has returned.
+    """
+
+    def __init__(self, module: torch.nn.Module, make: Callable, reason: str):
+        self.runners = {name: make(submodule) for name, submodule in submodules(module)}
+        self.reason, self.host, self.ran = reason, None, False
+        self.missing: dict[str, None] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Calls of the submodules are their runners'. Operators that run on the host are noted."""
+        missing = bridge.environment().missing
+        before = Counter(missing)
+        with bound(_running, (*_running.get(), self)), contextlib.ExitStack() as stack:
+            for runner in self.runners.values():
+                stack.callback(runner.put_back)
+                runner.replace()
+            try:
+                yield
+            finally:
+                theirs = {what for runner in self.runners.values() if runner.split for what in runner.split.missing}
+                self.missing |= dict.fromkeys(what for what in missing - before if what not in theirs)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the module's own lines are running: a method of the module that they call is a part of that call."""
+        return self in _running.get()
+
+    def move_to_host(self, name: str, error: Exception):
+        """The module runs on the host from here on, as its own lines failed on the chips."""
+        self.host = f"{type(error).__name__} ({bridge.line_of(error)}): {error}".splitlines()[0]
+        words = f"{name} runs on the host: on the chips its own lines end in {self.host}"
+        notices.warn_once(f"host {name} {self.host}", words)
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Whether none of the module's submodules was replaced, by its like either."""
+        now = {name: id(submodule) for name, submodule in submodules(module)}
+        return now == {name: id(runner.module) for name, runner in self.runners.items()}
+
+
+def submodules(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Submodules that can be called, outermost ones, each once; a list of modules is no module to call."""
+    met = set()
+    for name, child in module.named_children():
+        inner = submodules(child) if type(child).forward is torch.nn.Module.forward else [("", child)]
+        for path, submodule in inner:
+            if id(submodule) not in met:
+                met.add(id(submodule))
+                yield f"{name}.{path}".rstrip("."), submodule
+
+
+class Modes:
+    """Of one module. `make`: submodule -> its runner; `most` states and kinds of calls are remembered, `on_evict` is called for others.
 
     Attributes:
         split: how the module is split in its state of now; None: it is not.
@@ -155,10 +202,10 @@ class Modes:
                 self.split = None
             raise
 
-    def runs_once(self, kind: tuple, call: Call, programs: dict, guards: Guards) -> bool:
+    def runs_once(self, kind: tuple, call: Call, programs: dict, known: dict) -> bool:
         """Whether the last programs for calls like this one ran once each, so that this one would too: the module is split."""
         alike = [one for (*other, values), one in programs.items() if values and tuple(other) == kind]
-        guard = guards.known.get((kind, ()))
+        guard = known.get((*kind, ()))
         if guard is not None and len(alike) >= MOST_RUN_ONCE and all(p.calls <= 1 for p in alike[-MOST_RUN_ONCE:]):
             self.split_up(f"its answers are others in each call ({guard.line})")
             return True
@@ -220,11 +267,7 @@ def from_libraries(error: Exception) -> bool:
 
 def reason_of(error: Exception) -> str:
     """Why a trace that ended in this error makes no program."""
-    if isinstance(error, tracing.WeightWritten):
-        return f"it writes into {error}"
-    if isinstance(error, tracing.Opaque):
-        return "it answers with more than tensors and plain values"
-    if isinstance(error, tracing.Entangled):
+    if isinstance(error, tracing.NoProgram):
         return str(error)
     if isinstance(error, bridge.OperatorNotFound):
         return f"torchax lacks an operator ({bridge.line_of(error)})"

@@ -23,7 +23,6 @@ from ..idioms.refusing import without_gradients
 from ..kernels.settings import bound
 from . import nans, tracing
 from .call import Call, Values, flatten_call, version_of
-from .host import run_on_host
 from .modes import Mode, from_libraries
 from .module_programs import ModulePrograms
 from .programs import Program, cached_sharding
@@ -119,7 +118,7 @@ class CompiledModule(ModulePrograms):
             mode = self.modes.of(call, self.within)
             if mode is Mode.COMPILED and entry == "forward" and self.step_cache is not None:
                 call.become(self.step_cache.step())
-            with call.step.undone_on_error():
+            try:
                 program = self.find_program(call) if mode is Mode.COMPILED else None
                 if program is None:
                     mode = self.modes.fallback if mode is Mode.COMPILED else mode
@@ -131,6 +130,8 @@ class CompiledModule(ModulePrograms):
                 else:
                     call.step.undo()
                     return self.run(entry, args, kwargs)
+            finally:
+                call.step.undo()  # of a call that has failed
             return self._finite(result, entry, args, kwargs)
 
     def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
@@ -208,7 +209,7 @@ class CompiledModule(ModulePrograms):
         """In one of the other modes; a split module runs on the host from here on if its own lines fail on the chips."""
         self.branches.finish()
         if mode is Mode.HOST:
-            return self._run_on_host(entry, args, kwargs)
+            return self.on_host(entry, args, kwargs)
         self.current()  # with a step cache that was left the state is another one
         call, split = self.flatten_call(entry, args, kwargs), self.split
         self.take_values(call)
@@ -225,7 +226,7 @@ class CompiledModule(ModulePrograms):
                     raise
                 failed = error
             self.state.now.restore()
-            result = self._run_on_host(entry, args, kwargs)
+            result = self.on_host(entry, args, kwargs)
         split.move_to_host(f"{self.name}.{entry}", failed)
         return result
 
@@ -236,9 +237,6 @@ class CompiledModule(ModulePrograms):
             return function.line_by_line(weights, args, kwargs, split)
         outputs, result = function.eagerly(weights, call.values.inputs, split)
         return self._output(result, outputs, call)
-
-    def _run_on_host(self, entry: str, args: tuple, kwargs: dict):
-        return run_on_host(self.module, self.original(entry), args, kwargs, self.mesh)
 
     def _finite(self, result, entry: str, args: tuple, kwargs: dict):
         """The result. Raises NotFinite where NaN is searched for and found; of pictures it is noted for the end of the pipeline's call."""

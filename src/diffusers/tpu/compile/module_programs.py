@@ -7,10 +7,11 @@ import inspect
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 import torch
 from jax.sharding import Mesh
 
-from .. import bridge
+from .. import bridge, notices
 from ..chips.devices import compiler_options
 from ..chips.figures import generation_of
 from ..chips.locks import exclusive
@@ -23,7 +24,6 @@ from ..weights.hbm import HbmManager, room_for_programs
 from . import tracing
 from .call import Call, values_of
 from .executables import ALONE, NUMBERS_ARE_READ, Executables
-from .guards import Guards
 from .guidance import GuidanceBatcher
 from .host import EntryMethods
 from .lru import LRUCache
@@ -32,6 +32,9 @@ from .module_state import ModuleState
 from .programs import Program, announce, clear_jax_caches, trace_program
 from .state import Trace
 from .weights import PlacedWeights, plan_placement
+
+
+MOST_GUARDS = 8  # of a program, where all have as many
 
 
 @contextlib.contextmanager
@@ -47,7 +50,12 @@ def random_state_kept(call: Call):
 
 
 class ModulePrograms(EntryMethods):
-    """Of one module as it is, `within`: a submodule of a split one."""
+    """Of one module as it is, `within`: a submodule of a split one.
+
+    Attributes:
+        traced: programs, by call and state: kind of call (key, branches side by side, state) and the values of its guards.
+        known: by kind and the values so far, the guard that follows, or the mark that calls of this kind run alone.
+    """
 
     NAME = "_tpu_runner"
 
@@ -60,8 +68,8 @@ class ModulePrograms(EntryMethods):
         hbm_manager: HbmManager | None = None,
         within: bool = False,
     ):
-        super().__init__(module, plan.entries)
-        self.plan, self.mesh, self.config, self.hbm_manager, self.within = plan, mesh, config, hbm_manager, within
+        super().__init__(module, plan.entries, mesh)
+        self.plan, self.config, self.hbm_manager, self.within = plan, config, hbm_manager, within
         self.name = type(module).__name__
         room = room_for_programs(hbm_manager and hbm_manager.hbm, config)
         evicted = functools.partial(clear_jax_caches, config.programs)
@@ -70,7 +78,7 @@ class ModulePrograms(EntryMethods):
         )
         self.state = ModuleState(module, config.programs)
         self.modes = Modes(module, self._submodule, config.programs, evicted)
-        self.guards = Guards(self.name, config.programs)
+        self.known: dict[tuple, bridge.Guard | str] = LRUCache(MOST_GUARDS * config.programs)
         self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self._execute)
         self.executables = Executables(self)
         self._placed: PlacedWeights | None = None
@@ -152,34 +160,44 @@ class ModulePrograms(EntryMethods):
     def find_program(self, call: Call) -> Program | None:
         """The program of calls like this one, from memory, from disk, or traced now; None: it runs in another mode.
 
-        What is found may be a guard, whose value joins the key, or a mark of an earlier trace: the search goes on with the new key.
+        What is found may be a guard, a branch on small inputs whose value joins the key, or a mark of an earlier trace: the search
+        goes on with the new key.
         """
-        branches = self.branches.side_by_side(call) if bridge.environment().active else 1
+        branches, values = self.branches.side_by_side(call) if bridge.environment().active else 1, ()
         while True:
-            call.state = self.state_key
-            if self.guards.alone.get((call.key, branches, call.state)):
-                branches = 1
+            call.state, call.guards = self.state_key, values
             kind = (call.key, branches, call.state)
-            call.guards = self.guards.values(kind, call)
-            key = (*kind, call.guards)
+            key = (*kind, values)
             if key in self.modes.eager:
                 return None
             if key in self.traced:
                 return self.traced[key]
-            found = self.executables.recall(self.executables.key(call, branches, call.guards), call)
-            if found is None and self.modes.runs_once(kind, call, self.traced, self.guards):
+            found = self.known.get(key) or self.executables.recall(self.executables.key(call, branches, values), call)
+            if found is None and self.modes.runs_once(kind, call, self.traced, self.known):
                 return None
             found = found or self._new_program(call, branches, kind)
-            if found is None or isinstance(found, Program):
-                if found is not None:
-                    self.traced[*kind, call.guards] = found
+            if found is None:
+                return None
+            if isinstance(found, Program):
+                self.traced[*kind, call.guards] = found
                 return found
             if found == NUMBERS_ARE_READ:
-                self.state.numbers_are_static = True
+                self.state.numbers_are_static, values = True, ()
             elif found == ALONE:
-                self.guards.alone[kind] = True
+                self.known[key], branches, values = ALONE, 1, ()
             else:
-                self.guards.know(kind, call.guards, found)
+                self._know(key, found)
+                values += (_hashable(found.value(lambda number: values_of(call.tensors[number]))),)
+
+    def _know(self, key: tuple, guard: bridge.Guard):
+        """The guard that follows on the values in the key."""
+        if key not in self.known:
+            self.known[key] = guard
+            notices.warn_once(
+                f"decided {self.name} {guard.line}",
+                f"{self.name}.{key[0][0]} asks for values ({guard.line}): they are decided before each call, from its small"
+                " inputs, and each answer has a program of its own",
+            )
 
     def _new_program(self, call: Call, branches: int, kind: tuple) -> Program | str | None:
         """Traced now, or the mark of what the trace found out; None: no program stands for the call."""
@@ -202,12 +220,11 @@ class ModulePrograms(EntryMethods):
             return mark
         if not self.modes.has_program(error, effects, call, (*kind, call.guards)):
             return None
-        decisions, program.result.decisions = program.result.decisions, None  # of this trace
-
-        def keep(values, guard):
-            self.executables.keep_guard(self.executables.key(call, branches, values), guard, call)
-
-        call.guards = self.guards.learn(kind, decisions, keep)
+        decisions, program.result.decisions, call.guards = program.result.decisions, None, ()  # of this trace
+        for guard, value in decisions.made.items():
+            self._know((*kind, call.guards), guard)
+            self.executables.keep_guard(self.executables.key(call, branches, call.guards), guard, call)
+            call.guards += (_hashable(value),)
         program.key = self.executables.key(call, branches, call.guards)
         return program
 
@@ -280,7 +297,11 @@ class ModulePrograms(EntryMethods):
         )
 
     def function(self, call: Call) -> tracing.PureFunction:
-        placed = self.plan_weights()
+        placed, without = self.plan_weights(), {}
+        if self.config.layers == "xla":
+            without["processors"] = {}
+        if self.plan.axes not in (None, *(t.ndim for t in call.tensors[:1])):
+            without["methods"] = {}
         return tracing.PureFunction(
             module=self.module,
             call=self.original(call.entry),
@@ -288,15 +309,14 @@ class ModulePrograms(EntryMethods):
             leaves=[tracing.INPUT if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
             groups=placed.groups,
             specs=placed.specs,
-            mesh=self.mesh,
-            activation_spec=self.plan.activation_spec,
+            plan=dataclasses.replace(self.plan, **without),
             attention=self.settings,
             matmul_precision=self.config.matmul_precision,
             part=self.within,
-            processors={} if self.config.layers == "xla" else self.plan.processors,
-            replicated=self.plan.replicated,
-            by_width=self.plan.by_width,
-            methods=self.plan.methods if self.plan.axes in (None, *(t.ndim for t in call.tensors[:1])) else {},
             kept=None if call.step.kind is None else self.step_cache,
             kind=call.step.kind,
         )
+
+
+def _hashable(value: np.ndarray) -> tuple:
+    return value.shape, value.dtype.str, value.tobytes()

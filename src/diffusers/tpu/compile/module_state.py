@@ -11,10 +11,9 @@ from .weights import PlacedWeights, stack_numbers
 
 
 class ModuleState:
-    """Of one module; `most`: states that are remembered.
+    """Of one module, `now` as last read; `most` states are remembered.
 
     Attributes:
-        now: as last read.
         step_cache: the upstream cache on the module whose steps programs stand for; None: there is none, or its hooks run by themselves.
         numbers_are_static: a trace has read the scales of LoRA layers: they are in the key, not arguments.
     """

@@ -6,8 +6,7 @@ submodule gives: a submodule that gives NaN and took none is the first.
 
 import contextlib
 import contextvars
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import bridge
 from ..kernels.settings import bound
+from .tracing.intermediates import watching
 
 
 _debugging = contextvars.ContextVar("diffusers_tpu_debug_nans", default=False)
@@ -30,11 +30,9 @@ def debugging() -> contextlib.AbstractContextManager:
     return bound(_debugging, True)
 
 
-@contextlib.contextmanager
-def noting() -> Iterator[dict[object, list]]:
+def noting() -> contextlib.AbstractContextManager[dict[object, list]]:
     """Flags of what models give while this is open, by runner: whether each tensor is finite."""
-    with bound(_noted, {}):
-        yield _noted.get()
+    return bound(_noted, {})
 
 
 def note(runner, result):
@@ -62,27 +60,19 @@ def _all_finite(array: jax.Array) -> jax.Array:
 
 def first_not_finite(model: torch.nn.Module, run: Callable[[], object]) -> str | None:
     """The submodule that first gives NaN or an infinity of finite inputs while `run` runs the model's lines; None: none does."""
-    found: list[str] = []
+    names, found = {id(module): name for name, module in model.named_modules() if name}, []
 
-    def check(name, module, args, kwargs, result):
-        if not found and not are_finite(result) and are_finite((args, kwargs)):
+    def check(name: str, call: int, given: tuple, result):
+        if not found and not are_finite(result) and are_finite(given):
             found.append(name)
 
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name:
-                hook = functools.partial(check, name)
-                stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
+    with watching(lambda module: names.get(id(module)), check):
         run()
     return next(iter(found), None)
 
 
 def message(component: str, name: str | None, entry: str) -> str:
-    first = (
-        f"the first submodule that gives one is {name}"
-        if name
-        else "no submodule by itself gives one, its own lines do"
-    )
+    first = f"the first submodule that gives one is {name}" if name else "its own lines give one, no submodule does"
     return (
         f"expected finite values from {component}.{entry}, got NaN or an infinity: {first}. Load the model in bfloat16 or float32"
         " (float16 overflows), or compare it with upstream: diffusers-tpu compare MODEL --component NAME --debug-nans"

@@ -148,7 +148,7 @@ def trace_program(
     """
     start, mesh, branches, name = time.perf_counter(), placed.mesh, function.branches, type(function.module).__name__
     everywhere, by_batch = named(mesh, PartitionSpec()), named(mesh, PartitionSpec("dp"))
-    cached = functools.partial(cached_sharding, mesh, function.activation_spec is not None)
+    cached = functools.partial(cached_sharding, mesh, function.plan.activation_spec is not None)
     split = call.batch is not None and (branches * call.batch) % mesh.shape["dp"] == 0
     found = []
 

@@ -22,7 +22,6 @@ from ..chips.sharding import Coverage, ModelPlan, named, plan_weights
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
 from ..weights.transfer import PlacementRequest, Transfer
-from .graph_breaks import is_within
 from .state import Number
 from .state.adapters import Adapters
 from .tracing.scan import Group, find_groups
@@ -63,21 +62,17 @@ class PlacedWeights:
     samples: dict[str, torch.Tensor] = field(default_factory=dict)
     watched: tuple[dict, dict, tuple] | None = None
     placement: int = -1
-    terms: frozenset[str] = frozenset()
+    terms: set[str] = field(default_factory=set)
 
     def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
         """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
 
         Places what is new or was changed there since, if they are; `place=False` only tells.
         """
-        stale, given = {}, tensors
-        if (
-            self.watched is not None
-            and given is self.watched[0]
-            and quick_versions(self.watched[1]) == self.watched[2]
-        ):
+        stale, given, known = {}, tensors, self.watched
+        if known is not None and given is known[0] and quick_versions(known[1]) == known[2]:
             return False
-        tensors = {name: t for name, t in given.items() if not is_within(name, self.planned_for[1])}
+        tensors = {name: t for name, t in given.items() if not _is_within(name, self.planned_for[1])}
         with torch._C.DisableTorchFunction():  # no detour for tensors of a file, nor by the glue around the call
             for key, names in self._named():
                 if any(name not in tensors for name in names):
@@ -153,9 +148,8 @@ class PlacedWeights:
 
         def request(key: str) -> PlacementRequest:
             self.arrays.pop(key, None)  # first: the old and the new need not both have room
-            return PlacementRequest(
-                key, self.avals[key], [tensors.get(n) for n in self.sources[key]], _is_stacked(key)
-            )
+            given = [tensors.get(name) for name in self.sources[key]]
+            return PlacementRequest(key, self.avals[key], given, _is_stacked(key))
 
         nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in stale)
         bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
@@ -179,11 +173,10 @@ def plan_placement(
 ) -> PlacedWeights:
     """Where every weight of the module will lie, those of submodules `without` left out; nothing is moved yet.
 
-    Raises ValueError where weights have no values, because the checkpoint did not have them, and NotImplementedError for
-    quantized ones.
+    Raises ValueError for weights that the checkpoint had no values of, NotImplementedError for quantized ones.
     """
     adapters, model = Adapters(module), type(module).__name__
-    tensors = {name: t for name, t in named_tensors(module).items() if not is_within(name, without)}
+    tensors = {name: t for name, t in named_tensors(module).items() if not _is_within(name, without)}
     missing = sorted(name for name, t in tensors.items() if t.is_meta)
     if missing:
         raise ValueError(missing_message(model, missing))
@@ -195,9 +188,7 @@ def plan_placement(
     if half > sum(t.nbytes for t in tensors.values()) / 2:
         notices.warn_once("float16", FLOAT16.format(model))
     groups = find_groups(module) if scan and not without else []
-    sources = {
-        f"{group.label}.{name}": names for group in groups for name, names in group.sources(module, adapters).items()
-    }
+    sources = {key: names for group in groups for key, names in group.sources(module, adapters).items()}
     taken = {name for names in sources.values() for name in names}
     seen = ((key, name) for key, name in adapters.tensors(module).items() if name in tensors)
     sources.update({key: [name] for key, name in seen if name not in taken})
@@ -212,9 +203,7 @@ def plan_placement(
         stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
         dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
-    terms = frozenset(
-        key for key, names in sources.items() if any(name and adapters.in_a_term(name) for name in names)
-    )
+    terms = {key for key, names in sources.items() if any(map(adapters.in_a_term, filter(None, names)))}
     return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, (scan, without), terms=terms)
 
 
@@ -260,12 +249,16 @@ def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
         return one.shape == other.shape and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+def _is_within(name: str, submodules: tuple[str, ...]) -> bool:
+    """Whether a tensor of this name is of one of the submodules."""
+    return any(name.startswith(f"{submodule}.") for submodule in submodules)
+
+
 def _is_stacked(key: str) -> bool:
     return "*" in key or "[" in key
 
 
 def _version(tensors: dict, names: list[str]) -> tuple:
     """Changes when a tensor is replaced, written to, or given other data (as `module.to(dtype)` does)."""
-    return tuple(
-        (id(t), t._version, t.dtype, t.data_ptr(), vars(t).get("source")) for t in (tensors[name] for name in names)
-    )
+    held = (tensors[name] for name in names)
+    return tuple((id(t), t._version, t.dtype, t.data_ptr(), vars(t).get("source")) for t in held)

@@ -73,7 +73,7 @@ def bound(variable: contextvars.ContextVar, value):
     """Inside, the variable has this value."""
     token = variable.set(value)
     try:
-        yield
+        yield value
     finally:
         variable.reset(token)
 

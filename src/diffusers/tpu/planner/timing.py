@@ -120,7 +120,7 @@ def time_program(compiled: CompiledProgram, chip: Chip, places: list[ici.Place])
 
 
 def module_of(op_name: str) -> str:
-    """Upstream's module in an operation's name (`bridge/scopes.py` writes it): `blocks.*.attn1.to_q`."""
+    """Upstream's module in an operation's name (`compile/tracing/scopes.py` writes it): `blocks.*.attn1.to_q`."""
     name = ".".join(re.findall(r"(?:^|/)\[([^\]]+)\]", op_name.split(";")[0]))
     return name.rpartition("..")[2].lstrip(".")
 

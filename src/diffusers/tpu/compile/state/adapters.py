@@ -29,14 +29,8 @@ def is_tuner(module: torch.nn.Module) -> bool:
 
 
 class Adapters:
-    """The adapters that forwards of a module add.
-
-    Args:
-        order: names of adapters by their place; without it, in the order in which the module's layers add them.
-
-    Attributes:
-        layers: path of a LoRA layer -> adapters that its forward adds.
-    """
+    """The adapters that forwards of a module add: `layers`, by path of the LoRA layer; `order`, their names by place: without one, in the
+    order in which the layers add them."""
 
     def __init__(self, module: torch.nn.Module, order: Sequence[str] | None = None):
         found = ((path, _terms(m)) for path, m in module.named_modules() if is_tuner(m))

@@ -4,6 +4,7 @@ A trace gets a copy of every list, dict and object among the arguments, a key-va
 (`Written`), and put into the caller's own after each run.
 """
 
+import functools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,11 +54,9 @@ register_pytree_node(Opened, lambda held: ([*held.parts.values()], (held.type, t
 
 
 def opened(tree, classes: set[type] | None = None, closed: Callable = lambda x: False):
-    """The tree with every object in it open. Raises Unread for one that it has twice.
+    """The tree with every object in it open, and `classes` filled with theirs. Raises Unread for one that it has twice.
 
-    Args:
-        classes: filled with theirs.
-        closed: whether a part of the tree stays as it is.
+    `closed`: whether a part of the tree stays as it is.
     """
     met: set[int] = set()
 
@@ -69,10 +68,8 @@ def opened(tree, classes: set[type] | None = None, closed: Callable = lambda x: 
         met.add(id(leaf))
         if classes is not None:
             classes.add(type(leaf))
-        parts = {
-            n: tree_map(lambda x: open_(x, depth + 1), value, is_leaf=closed) for n, value in _content(leaf).items()
-        }
-        return Opened(leaf, parts)
+        deeper = functools.partial(open_, depth=depth + 1)
+        return Opened(leaf, {n: tree_map(deeper, value, is_leaf=closed) for n, value in _content(leaf).items()})
 
     return tree_map(open_, tree, is_leaf=closed)
 

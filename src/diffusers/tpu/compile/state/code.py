@@ -88,10 +88,8 @@ def impure(module: str, names: frozenset[str]) -> str | None:
 class CodeReader:
     """A walk's code. `values.Reader` has the rest: `value`, `type`, `attributes_of`, `watch`, `unread`, `fresh`, `state` and `at`.
 
-    Attributes:
-        names: that code of the user's asks for.
-        made: classes that it may make objects of.
-        pending: (what reads it, the thing, where it was met, what was read of it), read behind all else.
+    `names` are those that code of the user's asks for, `made` the classes that it may make objects of. `pending` is read behind all else:
+    (what reads it, the thing, where it was met, what was read of it).
     """
 
     def __init__(self):

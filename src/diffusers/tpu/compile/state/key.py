@@ -1,7 +1,7 @@
 """A module's Python state as a key: equal keys, equal traces. One walk over everything that a trace may read.
 
 The walk starts at the attributes, hooks and classes of the module and its submodules; how it goes on is `values.Reader`'s. The same
-key in words that mean the same in every process is `store.stable_key`'s.
+key in words that mean the same in every process is `store.keys`'.
 """
 
 import operator

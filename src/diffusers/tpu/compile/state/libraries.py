@@ -103,19 +103,13 @@ def foreign(x) -> bool:
 @functools.lru_cache(maxsize=16384)
 def put_into(cls: type, version: int) -> tuple[str, ...]:
     """Names of a library's class that need reading: what is not the library's, and what can change in place."""
-    return tuple(
-        name
-        for name, x in vars(cls).items()
-        if (isinstance(x, (dict, list, set)) and name[:2] != "__") or (not isinstance(x, type) and foreign(x))
-    )
+    changing = {name for name, x in vars(cls).items() if isinstance(x, (dict, list, set)) and name[:2] != "__"}
+    return tuple(name for name, x in vars(cls).items() if name in changing or (not isinstance(x, type) and foreign(x)))
 
 
 class Libraries:
-    """Functions and classes that stand in the modules of upstream's that code of these modules may run.
-
-    Attributes:
-        key: which of the states that each was seen in it is in now.
-    """
+    """Functions and classes that stand in the modules of upstream's that code of these modules may run; `key`: in which of its states
+    each is."""
 
     def __init__(self, names: set[str]):
         self.modules = _reached(frozenset(name for name in names if name.startswith(READ)))

@@ -74,12 +74,9 @@ ASKED_BY_NAME = (
 
 
 class Reader(CodeReader):
-    """One walk. An object met again is named by when it was met first, so that equal structures have equal keys.
+    """One walk, which fills `state`. An object met again is named by when it was met first: equal structures have equal keys.
 
-    Args:
-        state: filled with what is read.
-        paths: names of the model's modules by their ids.
-        apart: objects that are not read.
+    `paths`: names of the model's modules by their ids; `apart`: objects that are not read.
     """
 
     def __init__(self, state: State, paths: dict[int, str], apart: tuple = ()):
@@ -172,9 +169,8 @@ class Reader(CodeReader):
             values = flat.view(torch.int16) if x.dtype == torch.bfloat16 else flat
             values = flat.view(torch.uint8) if "float8" in str(x.dtype) else values
             if x.nbytes > LARGEST:
-                return self.unread(
-                    f"a tensor of {x.nbytes >> 20} MiB that is no parameter and no buffer: register_buffer it"
-                )
+                size = f"{x.nbytes >> 20} MiB"
+                return self.unread(f"a tensor of {size} that is no parameter and no buffer: register_buffer it")
             memory = values.numpy()
 
         def place() -> int:
@@ -306,9 +302,8 @@ def is_ours(value) -> bool:
 @functools.lru_cache(maxsize=16384)
 def slots_of(cls: type) -> tuple[str, ...]:
     """Names of attributes that instances have without a dict; members of types written in C are read by what they are."""
-    found = {
-        name: x for base in cls.__mro__ for name, x in vars(base).items() if type(x) is types.MemberDescriptorType
-    }
+    held = (item for base in cls.__mro__ for item in vars(base).items())
+    found = {name: x for name, x in held if type(x) is types.MemberDescriptorType}
     return tuple(sorted(name for name, x in found.items() if x.__objclass__.__flags__ & (1 << 9)))
 
 

@@ -1,1 +1,1 @@
-"""Values that outlive their process: `disk_cache` keeps them, `keys` names executables, `stable_key` and `sources` write keys as strings."""
+"""Values that outlive their process: `disk_cache` keeps them, `keys` names executables by words, those of code are in `sources`."""

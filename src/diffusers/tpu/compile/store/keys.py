@@ -1,10 +1,26 @@
-"""The key of an executable on disk: named strings, so that two keys can be compared part by part."""
+"""Keys of executables on disk: named strings that mean the same in every process and on every machine, compared part by part.
 
-import hashlib
+In a process keys are of objects (`state`): a class is itself. Here a class is its name and where the code of its methods stands,
+a function its code, a tensor its values. What has no such words (code of a script, a lock, a model from elsewhere) is
+`NotPortable`: its program is not cached for other processes, as nobody could say whether it is still theirs.
+"""
+
+import enum
+import functools
 import json
+import types
 from dataclasses import dataclass
 
+import numpy as np
+import torch
+from jax.sharding import PartitionSpec
+from torch.utils._pytree import TreeSpec
+
+from ...chips.figures import MIB
+from ...weights.checkpoint import FileTensor, values
+from ..state import Held, Module, Number, class_version
 from .disk_cache import DiskCache
+from .sources import NotPortable, code_words, digest, function_of, held_words
 
 
 SUFFIX = ".executable"
@@ -19,16 +35,24 @@ PARTS = {
     "versions": "versions",
     "sources": "the code of diffusers or transformers",
 }  # of a key, for those who read of it
+# What configurations say of where they came from and who wrote them, not of what a forward computes.
+ORIGIN = frozenset(
+    "_name_or_path name_or_path _commit_hash _diffusers_version transformers_version _use_default_values architectures"
+    " _attn_implementation_autoset _from_model_config".split()
+)
+LARGEST_CONSTANT = 256 * MIB
+_PLAIN = (bool, int, complex, str, bytes, type(None), range, slice)
+_PLAIN += (torch.dtype, torch.device, torch.Size, torch.layout)
+_OF_CLASSES = frozenset(
+    "__dict__ __weakref__ __doc__ __module__ __qualname__ __annotations__ __abstractmethods__ __parameters__ __orig_bases__"
+    " __hash__ __match_args__ __dataclass_fields__ __dataclass_params__ __annotate__ _abc_impl __static_attributes__"
+    " __slotnames__ __annotations_cache__ __annotate_func__ __firstlineno__".split()
+)
 
 
 @dataclass(frozen=True)
 class Key:
-    """The cache key of an executable.
-
-    Attributes:
-        of_module: part -> its words, of the module as it is now, of chips and versions.
-        of_call: the same of the call.
-    """
+    """The cache key of an executable: part -> its words, of the module as it is now, of chips and versions, and of the call."""
 
     model: str
     of_module: dict[str, str]
@@ -68,7 +92,7 @@ class Key:
 
 
 def _digest(parts: dict[str, str]) -> str:
-    return hashlib.sha256(json.dumps(sorted(parts.items())).encode()).hexdigest()[:16]
+    return digest(json.dumps(sorted(parts.items())).encode())
 
 
 def _named(part: str, there: str | None, here: str) -> str:
@@ -79,3 +103,87 @@ def _named(part: str, there: str | None, here: str) -> str:
     names = [name for name in {**former, **now} if former.get(name) != now.get(name)]
     differences = (f"{name} {former.get(name, 'none')} there, {now.get(name, 'none')} here" for name in names)
     return f"versions ({', '.join(differences)})"
+
+
+class StableKey:
+    """The words of one key."""
+
+    def __init__(self):
+        self._known: dict[int, tuple[tuple, str]] = {}
+
+    def of(self, x) -> str:
+        """Equal for what is equal, also between processes. Raises NotPortable."""
+        if isinstance(x, enum.Enum):
+            return f"{_class_words(type(x))}.{x.name}"
+        if type(x) is float or isinstance(x, _PLAIN):
+            return repr(x)
+        if isinstance(x, tuple):
+            return self._tuple(x)
+        if isinstance(x, (frozenset, set)):
+            return "{" + ", ".join(sorted(map(self.of, x))) + "}"
+        if isinstance(x, list):
+            return "[" + ", ".join(map(self.of, x)) + "]"
+        if isinstance(x, dict):
+            return "{" + ", ".join(f"{self.of(k)}: {self.of(v)}" for k, v in x.items()) + "}"
+        if isinstance(x, Held):
+            return self.of(x.thing)
+        if isinstance(x, type):
+            return _class_words(x)
+        if isinstance(x, types.CodeType):
+            return code_words(x)
+        if isinstance(x, functools.partial):
+            return f"partial({self.of(x.func)}, {self.of(x.args)}, {self.of(x.keywords)})"
+        if isinstance(x, (np.ndarray, np.generic)):
+            return f"array({x.dtype.str}, {x.shape}, {digest(x.tobytes())})"
+        if isinstance(x, torch.Tensor):
+            return _tensor(x)
+        if isinstance(x, (torch.Generator, Number)):
+            return f"{type(x).__name__}({x.device if isinstance(x, torch.Generator) else x})"
+        if isinstance(x, (TreeSpec, PartitionSpec, types.BuiltinFunctionType)) and " at 0x" not in repr(x):
+            return repr(x)
+        found = function_of(x)  # its defaults are left out: they are read apart where they count
+        if found is None:
+            raise NotPortable(f"a {type(x).__module__}.{type(x).__qualname__}: {x!r:.80}")
+        return code_words(found.__code__)
+
+    def _tuple(self, x: tuple) -> str:
+        if id(x) not in self._known:
+            # The number beside a class or a module says which of this process's states it has.
+            if len(x) == 2 and isinstance(x[0], Held) and isinstance(x[0].thing, type):
+                text = _class_words(x[0].thing)
+            elif len(x) == 2 and isinstance(x[0], Module):
+                text = str(x[0])
+            else:
+                text = "(" + ", ".join(self.of(item) for item in x if not _names_origin(item)) + ")"
+            if len(text) > 200:  # of a class, say, which comes again with every module
+                text = digest(text.encode())
+            self._known[id(x)] = x, text  # with x, so that nothing else gets its id
+        return self._known[id(x)][1]
+
+
+def _names_origin(item) -> bool:
+    """Whether an item of a configuration (name, value) is of where it came from; names are ("name") or (str, "name")."""
+    if not isinstance(item, tuple) or len(item) != 2:
+        return False
+    name = item[0][1] if isinstance(item[0], tuple) and len(item[0]) == 2 and item[0][0] is str else item[0]
+    return isinstance(name, str) and name in ORIGIN
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    if tensor.is_meta or tensor.device.type != "cpu" or tensor.nbytes > LARGEST_CONSTANT:
+        raise NotPortable(f"a tensor {[*tensor.shape]} on {tensor.device}")
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FileTensor):
+        raise NotPortable(f"a {type(tensor).__name__}")
+    raw = values(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"tensor({tensor.dtype}, {[*tensor.shape]}, {digest(raw)})"
+
+
+def _class_words(cls: type) -> str:
+    return _words_of(cls, class_version(cls))
+
+
+@functools.cache
+def _words_of(cls: type, version: int) -> str:
+    """A class by name, and a digest of what it holds. `version`: which of the states that its attributes have had this is."""
+    held = [(name, held_words(value)) for name, value in sorted(vars(cls).items()) if name not in _OF_CLASSES]
+    return f"{cls.__module__}.{cls.__qualname__}<{digest(repr(held).encode())}>"

@@ -1,12 +1,11 @@
 """A torch module's method as a pure function of (weights, inputs, numbers), all JAX arrays; equal blocks as one scanned block."""
 
-from .caches import NotOnce, Step, StepCache, kept_by
+from .caches import Step, StepCache, kept_by
 from .function import INPUT, PureFunction, on_every_chip, tracing
-from .functional import WeightWritten, undone_trace
+from .functional import NumberRead, undone_trace
 from .intermediates import Marked, Tag, capture, capture_p, capturing
 from .previous_call import depends_on_previous_call
-from .results import Entangled, Opaque, TraceResult
-from .scale import NumberRead
+from .results import PLAIN, NoProgram, TraceResult, WeightWritten
 from .video import (
     attention_by_frame,
     causal_pad,

@@ -22,20 +22,17 @@ import torch
 from jax import lax
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ...bridge import Tensor, View
-from ...bridge.deferred import Deferred
-from ...bridge.environment import environment
+from ...bridge import Deferred, Tensor, View, environment
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
 from ..state.adapters import Adapters
 from ..state.watch import ABSENT, replaced
-from .functional import Method, WeightWritten, numbered, undone_trace, written
-from .results import Entangled, flattened, unflattened
+from .functional import Method, numbered, undone_trace, written
+from .results import PLAIN, Entangled, WeightWritten, flattened, unflattened
 from .scan import Group, of_one
 
 
 _scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
-_PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 def scanned() -> tuple[int, int] | None:
@@ -132,8 +129,7 @@ class BlockRuns:
     Attributes:
         stacks: by group label the stacked weights, numbers, and what a cache keeps of the blocks.
         condition: where it is set, runs are computed only if it holds: else nothing of what they give may be used.
-        keeping: (what is kept of one block, tokens of its stream that is filled: all, those beyond its own) -> a context around
-            the block's call, of a dict of what it shall keep.
+        keeping: (what is kept of one block, its filled stream's tokens: all, those beyond its own) -> a context of what it shall keep.
         gives: by group label, of each run the first block's number and what its blocks shall keep.
     """
 
@@ -180,7 +176,7 @@ class BlockRuns:
                 return run.make_output(run.outputs)
         self.flush()
         run = Run(group, index, leaves, [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)], spec)
-        if group.label not in self.writing and all(isinstance(leaf, _PLAIN) for leaf in leaves):
+        if group.label not in self.writing and all(isinstance(leaf, PLAIN) for leaf in leaves):
             try:
                 run.traced, avals, run.make_output, _ = self._traced(run, index)
             except Entangled:
@@ -190,7 +186,7 @@ class BlockRuns:
                 return run.make_output(run.outputs)
         # A block that writes to its arguments, to an object among them (a key-value cache) say, runs here and once.
         output, gives = self._run_block(group, index, args, kwargs, self._stacked_at(group, index))
-        self._give(group, index, of_one(gives))
+        self.gives[group.label].append((index, of_one(gives)))
         return output
 
     def _alike(self, run: Run, index: int) -> bool:
@@ -223,17 +219,13 @@ class BlockRuns:
     def _deferred(self, aval) -> Deferred:
         return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), environment(), self.flush)
 
-    def _give(self, group: Group, start: int, gives: dict):
-        if gives:
-            self.gives[group.label].append((start, gives))
-
     def _stacked_at(self, group: Group, index: int) -> tuple[dict, dict, dict]:
         """Weights and numbers of one block, and what is kept of it."""
         return jax.tree.map(lambda array: array[index - group.start], self.stacks[group.label])
 
     def _call(
-        self, run: Run, index: int, arrays: list, own: tuple[dict, dict, dict], filled=None
-    ) -> tuple[list[jax.Array], dict, functools.partial]:
+        self, run: Run, index: int, arrays: list, own: tuple, filled=None
+    ) -> tuple[list, dict, functools.partial]:
         """A block on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
         env, tensors = environment(), iter(arrays)
         leaves = [Tensor(next(tensors), env) if isinstance(leaf, Tensor) else leaf for leaf in run.leaves]
@@ -264,7 +256,8 @@ class BlockRuns:
             call = block.forward if forward is ABSENT else forward
             output, changed = written(Method(block, call), weights, args, kwargs)
         if changed:
-            raise WeightWritten(", ".join(f"{group.path}.{index}.{name}" for name in changed))
+            names = (f"{group.path}.{index}.{name}" for name in changed)
+            raise WeightWritten(f"it writes into {', '.join(names)}")
         return output, gives
 
     def flush(self):
@@ -276,7 +269,7 @@ class BlockRuns:
         outputs = [*run.outputs, *(output for *_, output in held)]
         if self.condition is None:
             values, gives = self._values(run, held)
-            self._give(run.group, run.start, gives)
+            self.gives[run.group.label].append((run.start, gives))
         else:
             values = lax.cond(self.condition, lambda: self._values(run, held)[0], lambda: run.unchanged(outputs))
         for output, value in zip(outputs, values):
@@ -324,10 +317,9 @@ class BlockRuns:
         modules = run.group.block(self.model, run.start).modules()
         processors = [(m, m.processor) for m in modules if hasattr(m, "processor")]
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
-        fills = [
-            self.function.padding(output._aval.shape, n, carried[n]) if known and n in carried else 0
-            for n, output in enumerate(run.outputs)
-        ]
+        fills = [0] * len(run.outputs)
+        for number, name in carried.items() if known else ():
+            fills[number] = self.function.padding(run.outputs[number]._aval.shape, number, name)
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
 
 

@@ -9,13 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from ... import notices
-from ...bridge import Tensor
-from ...bridge.decisions import Decisions, deciding
-from ...bridge.environment import decomposing, environment, on_device, quiet_integers
-from ...chips.sharding import gathered, named
+from ...bridge import Decisions, Tensor, deciding, decomposing, environment, on_device, quiet_integers
+from ...chips.sharding import ModelPlan, gathered, named
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
 from ...video.halo import NotByShards
@@ -24,8 +22,8 @@ from ..state.adapters import Adapters
 from ..state.watch import replaced
 from .blocks import BlockRuns
 from .caches import Results, StepCache
-from .functional import Method, WeightWritten, numbered, put, written
-from .results import TENSOR, Entangled, TraceResult, flattened, plain, refuse_shared, unflattened
+from .functional import Method, numbered, put, written
+from .results import TENSOR, Entangled, TraceResult, WeightWritten, flattened, plain, refuse_shared, unflattened
 from .scan import Group
 from .scopes import module_scopes
 from .user_code import is_watched_inside, scripted
@@ -34,6 +32,8 @@ from .user_code import is_watched_inside, scripted
 MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
 
 INPUT = TENSOR
+Arrays = dict[str, jax.Array]
+Traced = tuple[list[jax.Array], TraceResult]
 _tracing = contextvars.ContextVar("diffusers_tpu_tracing", default=False)
 
 
@@ -49,14 +49,11 @@ class PureFunction:
     Args:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
         specs: storage spec of each weight by its key; groups' keys start with the group's label.
-        activation_spec: spec of what repeated blocks hand on.
-        processors, replicated, methods, by_width: as in `ModelPlan`.
-        kept, kind: a cache that the module has, and the kind of step that the call is: its tensors are the last inputs, what it
-            gives the last outputs.
+        attention: settings of the trace, the mesh among them; `settings`: of each block, read once.
+        kept, kind: a cache that the module has, and the call's kind of step: its tensors are the last inputs, what it gives the last outputs.
         branches: how many calls are side by side in the batch.
         part: of a model whose own lines run one by one: it must not share memory with them.
         values: number of a tensor of the call -> its values, by which a trace decides (`TraceResult.decisions`); None: it cannot.
-        settings: of each block, read once.
     """
 
     module: torch.nn.Module
@@ -65,14 +62,9 @@ class PureFunction:
     leaves: list
     groups: list[Group]
     specs: dict
-    mesh: Mesh
-    activation_spec: object
+    plan: ModelPlan
     attention: Settings
     matmul_precision: str
-    processors: dict
-    methods: dict
-    replicated: tuple[str, ...] = ()
-    by_width: bool = False
     kept: StepCache | None = None
     kind: Hashable = ""
     branches: int = 1
@@ -80,34 +72,27 @@ class PureFunction:
     values: Callable | None = None
     settings: dict = field(default_factory=dict)
 
-    def __call__(
-        self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array] | None = None
-    ) -> tuple[list[jax.Array], TraceResult]:
+    def __call__(self, weights: Arrays, inputs: list[jax.Array], numbers: Arrays) -> Traced:
         """Flat output arrays, and what they are. What the module's own Python does to its state stays: see `undone_trace`.
 
-        Args:
-            numbers: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
+        `numbers`: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
         """
-        if not (self.methods and self.by_width):
-            return self._traced(weights, inputs, numbers or {})
+        if not (self.plan.methods and self.plan.by_width):
+            return self._traced(weights, inputs, numbers)
         state, reason = read(self.module), scripted(self.module)
         if reason is None:
             try:
-                return self._traced(weights, inputs, numbers or {})
+                return self._traced(weights, inputs, numbers)
             except NotByShards as error:
                 state.restore()
                 reason = str(error)
         name = type(self.module).__name__
-        if self.mesh.size > 1:
-            notices.warn_once(
-                f"whole {name} {reason}",
-                f"every chip computes all of {name}, whose maps are split over the chips else: {reason}",
-            )
-        return replace(self, methods={})._traced(weights, inputs, numbers or {})
+        if self.attention.mesh.size > 1:
+            words = f"every chip computes all of {name}, whose maps are split over the chips else: {reason}"
+            notices.warn_once(f"whole {name} {reason}", words)
+        return replace(self, plan=replace(self.plan, methods={}))._traced(weights, inputs, numbers)
 
-    def _traced(
-        self, weights: dict[str, jax.Array], inputs: list[jax.Array], numbers: dict[str, jax.Array]
-    ) -> tuple[list[jax.Array], TraceResult]:
+    def _traced(self, weights: Arrays, inputs: list[jax.Array], numbers: Arrays) -> Traced:
         env = environment()
         stacked, single = self._split(weights)
         stacked_numbers, single_numbers = self._split(numbers)
@@ -139,32 +124,30 @@ class PureFunction:
 
     def _by_plan(self) -> Iterator[tuple]:
         """Processors, methods and replicated parts of the plan, but not in the place of what the user or a hook has put there."""
+        plan = self.plan
         for m in self.module.modules():
-            kind, methods = type(getattr(m, "processor", None)), [k for k in self.methods if k[0] is type(m)]
-            if (kind in self.processors or methods) and not is_watched_inside(m, self.apart):
-                if kind in self.processors:
-                    yield vars(m), "processor", self.processors[kind](m.processor)
+            kind, methods = type(getattr(m, "processor", None)), [k for k in plan.methods if k[0] is type(m)]
+            if (kind in plan.processors or methods) and not is_watched_inside(m, self.apart):
+                if kind in plan.processors:
+                    yield vars(m), "processor", plan.processors[kind](m.processor)
                 for cls, name in methods:
                     if name not in vars(m):
-                        yield vars(m), name, functools.partial(self.methods[cls, name], m)
+                        yield vars(m), name, functools.partial(plan.methods[cls, name], m)
         for name, m in self.module.named_modules():
-            if any(re.search(pattern, name) for pattern in self.replicated):
+            if any(re.search(pattern, name) for pattern in plan.replicated):
                 yield vars(m), "forward", functools.partial(_run_whole, m, vars(m).get("forward"))
 
-    def eagerly(
-        self, weights: dict[str, jax.Array], inputs: list[jax.Array], in_parts: bool = False
-    ) -> tuple[list[jax.Array], TraceResult]:
+    def eagerly(self, weights: Arrays, inputs: list[jax.Array], in_parts: bool = False) -> Traced:
         """As a trace, operation by operation: upstream's Python runs, hooks see values, what it keeps stays.
 
         `in_parts`: submodules that have a runner answer through it, on weights of their own.
         """
         waits = vars(environment()), "one_at_a_time", self.attention.platform == "cpu"
         with self._computing(), replaced([waits]):
-            return self._run(
-                inputs, functools.partial(self.line_by_line, weights, in_parts=in_parts), lambda leaf: leaf
-            )
+            forward = functools.partial(self.line_by_line, weights, in_parts=in_parts)
+            return self._run(inputs, forward, lambda leaf: leaf)
 
-    def line_by_line(self, weights: dict[str, jax.Array], args, kwargs, in_parts: bool = False):
+    def line_by_line(self, weights: Arrays, args, kwargs, in_parts: bool = False):
         """Upstream's return value for the caller's own tensors, as `eagerly`, where device tensors work already."""
         with contextlib.nullcontext() if in_parts else bound(_tracing, True):
             output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
@@ -175,16 +158,16 @@ class PureFunction:
     @contextlib.contextmanager
     def _computing(self):
         with jax.default_matmul_precision(self.matmul_precision), using(self.attention), quiet_integers():
-            with decomposing(), environment().override_property(mesh=self.mesh), environment():
+            with decomposing(), environment().override_property(mesh=self.attention.mesh), environment():
                 yield
 
-    def _forward(self, weights: dict[str, jax.Array], args, kwargs):
+    def _forward(self, weights: Arrays, args, kwargs):
         output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
         if changed:
-            raise WeightWritten(", ".join(changed))
+            raise WeightWritten(f"it writes into {', '.join(changed)}")
         return output
 
-    def _run(self, inputs: list[jax.Array], forward: Callable, plain: Callable) -> tuple[list[jax.Array], TraceResult]:
+    def _run(self, inputs: list[jax.Array], forward: Callable, plain: Callable) -> Traced:
         """Flat output arrays of `forward(args, kwargs)`, and what they are. `plain`: what becomes of a part that is no tensor."""
         given = [Tensor(array, environment()) for array in inputs]
         args, kwargs = unflattened(self.spec, self.leaves, given)
@@ -218,12 +201,12 @@ class PureFunction:
 
     def gather(self, key: str, array):
         """A weight whole on every chip, but for the axes that it is computed on."""
-        whole = jax.lax.with_sharding_constraint(array, named(self.mesh, gathered(self.specs[key])))
+        whole = jax.lax.with_sharding_constraint(array, named(self.attention.mesh, gathered(self.specs[key])))
         return jax.block_until_ready(whole) if environment().waits else whole
 
     def _spec_between(self, axes: int, number: int, name: str) -> PartitionSpec | None:
         """Of output `number` of a block, of so many axes, which is the argument `name` of the next one."""
-        spec = self.activation_spec
+        spec = self.plan.activation_spec
         if isinstance(spec, Mapping):
             spec = spec.get(name)
         elif isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
@@ -233,14 +216,15 @@ class PureFunction:
     def pin_activations(self, array, number: int, name: str):
         """Output `number` of a block, the argument `name` of the next one, where it lies between blocks."""
         spec = self._spec_between(array.ndim, number, name)
-        return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.mesh, spec))
+        return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.attention.mesh, spec))
 
     def padding(self, shape: tuple[int, ...], number: int, name: str) -> int:
         """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
 
         Whole tiles also where a chip has several sequences: it would move every one to where the one before ends.
         """
-        spec, (dp, sp) = self._spec_between(len(shape), number, name), (self.mesh.shape[axis] for axis in ("dp", "sp"))
+        spec, lengths = self._spec_between(len(shape), number, name), self.attention.mesh.shape
+        dp, sp = lengths["dp"], lengths["sp"]
         if spec is None or len(spec) != 3 or spec[1] != "sp":
             return 0
         rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)

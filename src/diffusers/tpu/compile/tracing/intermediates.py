@@ -17,8 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from torch.utils._pytree import tree_leaves
 
-from ...bridge import Tensor, View
-from ...bridge.deferred import Deferred
+from ...bridge import Deferred, Tensor, View
 from .blocks import scanned
 from .functional import Method
 from .scan import Group

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 import torch
+from jax._src.core import jaxprs_in_params  # which JAX has no public name for
 from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 from torch.utils._pytree import tree_leaves
 
-from ...bridge.host_twin import DEVICE_TENSORS
-from ...weights.convert import as_numpy
+from ...bridge import DEVICE_TENSORS, as_numpy
 from ..state import Trace, read, undone
 from .function import PureFunction
 
@@ -75,10 +75,8 @@ def _operations(jaxpr) -> Iterator[tuple]:
     """Names of all operations, those inside of others too, each with the numbers that it is given."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name, *(str(x) for x in eqn.invars if isinstance(x, Literal))
-        inner = jax.tree.leaves([*eqn.params.values()], is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr"))
-        for program in (getattr(x, "jaxpr", x) for x in inner):
-            if hasattr(program, "eqns"):
-                yield from _operations(program)
+        for program in jaxprs_in_params(eqn.params):
+            yield from _operations(program)
 
 
 def _alike(one: list, two: list) -> bool:

@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 import jax
+import torch
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from ....models.autoencoders.vae import DiagonalGaussianDistribution
-from ...bridge import Tensor, View
-from ...bridge.decisions import Decisions
-from ...bridge.environment import on_device
+from ...bridge import Decisions, Tensor, View, on_device
 from ..state import Written, opened
 from ..state.arguments import pickled, unpickled
 
@@ -21,6 +20,7 @@ class _Leaf(enum.Enum):
 
 
 TENSOR = _Leaf.TENSOR  # among static leaves, where a tensor is
+PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)  # hides no tensors
 
 
 def flattened(tree, plain: Callable = lambda leaf: leaf) -> tuple[list[Tensor | View], TreeSpec, tuple]:
@@ -67,8 +67,16 @@ def _result_of(spec: tuple | None, *rest) -> TraceResult:
     return TraceResult(unpickled(spec), *rest)
 
 
-class Entangled(Exception):
-    """A part of a model shares memory with who calls it: its message says how."""
+class NoProgram(NotImplementedError):
+    """No program stands for what was traced: the message says why."""
+
+
+class WeightWritten(NoProgram):
+    """The trace wrote into a parameter or buffer."""
+
+
+class Entangled(NoProgram):
+    """A part of a model shares memory with who calls it."""
 
 
 def refuse_shared(given: list[Tensor], arrays: list[jax.Array], output):
@@ -76,23 +84,16 @@ def refuse_shared(given: list[Tensor], arrays: list[jax.Array], output):
     if any(tensor.jax() is not array for tensor, array in zip(given, arrays)):
         raise Entangled("it writes into an argument")
     own = {id(array) for array in arrays}
-    if any(
-        id(x.source_jax() if isinstance(x, View) else x.jax()) in own
-        for x in tree_leaves(opened(output))
-        if on_device(x)
-    ):
+    answers = (x for x in tree_leaves(opened(output)) if on_device(x))
+    if any(id(x.source_jax() if isinstance(x, View) else x.jax()) in own for x in answers):
         raise Entangled("it answers with an argument")
-
-
-class Opaque(NotImplementedError):
-    """A model's answer has parts whose tensors nobody finds."""
 
 
 def plain(leaf):
     """A static part of a return value; an object that may hide tensors is refused, its values would be lost."""
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
-    raise Opaque(
+    raise NoProgram(
         f"expected tensors, plain values or pytrees of them in a model's output, got {type(leaf).__name__}; register it with"
         " torch.utils._pytree"
     )

@@ -1,8 +1,8 @@
 """Equal blocks of a ModuleList, found and stacked: what one scanned block needs in place of L unrolled ones.
 
 A group is a run of neighbours whose modules and weights have the same names, classes, shapes and dtypes, but for LoRA layers
-(`adapters`); its weights travel stacked, [L, ...], under names with `*` for the index: `blocks.*.attn1.to_q.weight`. Which of a group's blocks one trace stands
-for is another question, asked for every trace: their settings must agree too (`state.signature`).
+(`adapters`); its weights travel stacked, [L, ...], under names with `*` for the index: `blocks.*.attn1.to_q.weight`. One trace stands
+for those of a group's blocks whose settings agree too (`state.signature`).
 """
 
 import itertools
@@ -23,8 +23,7 @@ MIN_BLOCKS = 2
 class Group:
     """Blocks `start` to `stop` of the ModuleList called `path` in its model.
 
-    Attributes:
-        layers: (path in a block, number of the block whose LoRA layer there has the terms of all of them), where not all have.
+    `layers`: (path in a block, number of the block whose LoRA layer there has the terms of all of them), where not all have.
     """
 
     path: str
@@ -48,15 +47,12 @@ class Group:
         return (self.label, path) if self.start <= int(number) < self.stop else None
 
     def sources(self, model: torch.nn.Module, adapters: Adapters) -> dict[str, list[str | None]]:
-        """Of each weight of a block its names in the model, first block first; None: the block lacks it, it adds nothing there."""
-        of_blocks = [Adapters(block, adapters.order).tensors(block) for block in self.blocks(model)]
-        return {
-            weight: [
-                f"{self.path}.{index}.{names[weight]}" if weight in names else None
-                for index, names in enumerate(of_blocks, self.start)
-            ]
-            for weight in dict.fromkeys(weight for names in of_blocks for weight in names)
-        }
+        """Of each stacked weight its names in the model, first block first; None: the block lacks it, it adds nothing there."""
+        found, names = [Adapters(block, adapters.order).tensors(block) for block in self.blocks(model)], {}
+        for weight in dict.fromkeys(itertools.chain.from_iterable(found)):
+            of_blocks = [(index, block.get(weight)) for index, block in enumerate(found, self.start)]
+            names[f"{self.label}.{weight}"] = [own and f"{self.path}.{index}.{own}" for index, own in of_blocks]
+        return names
 
     def lent(self, model: torch.nn.Module, block: torch.nn.Module):
         """While this is open, the block of this group has the terms of all of them."""
@@ -110,9 +106,8 @@ def structure(block: torch.nn.Module, order: list[str], terms: bool = False) -> 
     """What must agree between two blocks for their weights to be stacked. `terms`: what their adapters add too."""
     adapters = Adapters(block, order)
     name_of = adapters.seen if terms else adapters.bare
-    tensors = [
-        (name_of(name), tuple(t.shape), t.dtype) for name, t in (*block.named_parameters(), *block.named_buffers())
-    ]
+    named = (*block.named_parameters(), *block.named_buffers())
+    tensors = [(name_of(name), tuple(t.shape), t.dtype) for name, t in named]
     modules = [(name_of(name), type(module)) for name, module in block.named_modules()]
     return tuple(tuple(one for one in some if one[0] is not None) for some in (tensors, modules))
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import torch
 from jax import lax
 
-from ...bridge import Tensor
-from ...bridge.environment import environment
+from ...bridge import Tensor, environment
 from ...video import chunks, halo, norm, tiles
 from ...video.convolution import doubled_by_columns
 from .functional import Method
@@ -46,11 +45,9 @@ scan_batches = _lifted(chunks.scan_batches, axis=2)
 
 
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:
-    """`chunks.scan_chunks` of x [B, C, T, H, W].
+    """`chunks.scan_chunks` of x [B, C, T, H, W], by `step(chunk, cache, number)` -> output.
 
-    Args:
-        step: (chunk, cache, number) -> output. The cache is a list of `slots` entries that the step changes: in each None
-            for good, or frames that a layer keeps for the next chunk.
+    The cache is a list of `slots` entries that the step changes: in each None for good, or frames that a layer keeps for the next chunk.
     """
 
     def one(chunk, cache, number):
@@ -64,9 +61,7 @@ def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch
 def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, own) -> tuple[torch.Tensor, object]:
     """Modules of one kind one after another, traced once and scanned: (what the last gives, what each keeps, stacked).
 
-    Args:
-        call: (module, x, what is its own) -> (x for the next, what it keeps: any structure of tensors).
-        own: None, or the structures of all of them, stacked.
+    `call(module, x, own)` gives x for the next and what the module keeps, any structure of tensors; `own`: None, or those of all, stacked.
     """
     weights = [dict(module.state_dict(keep_vars=True)) for module in modules]
     stacked = {name: jnp.stack([tensors[name].jax() for tensors in weights]) for name in weights[0]}

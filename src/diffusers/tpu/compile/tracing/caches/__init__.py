@@ -14,7 +14,6 @@ import torch
 
 from ..scan import Group
 from .counted import PyramidAttentionBroadcast, TaylorSeer
-from .modules import NotOnce
 from .step_cache import Results, Step, StepCache
 from .whole import FirstBlockCache, MagCache
 

@@ -6,9 +6,7 @@ from collections.abc import Hashable
 import jax.numpy as jnp
 import torch
 
-from ....bridge import Tensor
-from ....bridge.environment import DEVICE, environment
-from ....weights.convert import numpy_dtype
+from ....bridge import DEVICE, Tensor, environment, numpy_dtype
 from ...state.watch import replaced
 from ..results import flattened, unflattened
 from .modules import Given, Held, Modules, Part

@@ -13,17 +13,13 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 import torch
 
-from ....bridge import Tensor
-from ....bridge.environment import environment
+from ....bridge import Tensor, environment
 from ...state.watch import replaced
 from ..blocks import BlockRuns, cut
-from ..scale import Elapsed
+from ..functional import Elapsed
+from ..results import NoProgram
 from ..scan import Group
 from .step_cache import Results, Step, StepCache
-
-
-class NotOnce(Exception):
-    """A trace called a module that a cache counts more than once, or not in every block."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ class _Trace:
         """In the place of a hooked module's forward."""
         scope = self.scopes[-1 if place.label else 0]
         if place.path in scope.gives:
-            raise NotOnce(f"{place.path} is called more than once, its cache counts each")
+            raise NoProgram(f"{place.path} is called more than once, its cache counts each")
         tensors, scope.gives[place.path] = scope.given[place.path], []
         if scope.filled is None:  # a block by itself, or to see what it gives
             tensors = [*map(cut, tensors, part.fills)]
@@ -190,9 +186,7 @@ class Modules(StepCache):
         setattr(state, self.KEPT, held)
 
     @contextlib.contextmanager
-    def traced(
-        self, kind: tuple[Part, ...], tensors: list[Tensor], runs: BlockRuns, branches: int
-    ) -> Iterator[Results]:
+    def traced(self, kind: tuple[Part, ...], tensors: list, runs: BlockRuns, branches: int) -> Iterator[Results]:
         results, trace, rest, stand_ins = Results(), _Trace(self, branches), iter(tensors), []
         for place, part in zip(self.places, kind):
             given = [*itertools.islice(rest, len(part.fills))]
@@ -240,5 +234,6 @@ def _joined(pieces: list[tuple[int, dict[str, list]]], place: Place) -> list[Ten
     lists = [given[place.path] for _, given in sorted(pieces, key=lambda piece: piece[0]) if place.path in given]
     blocks = sum(arrays[0].shape[0] for arrays in lists if arrays)
     if blocks not in (0, len(place.hooks)):
-        raise NotOnce(f"{place.path} is called in {blocks} of {len(place.hooks)} blocks, its cache counts them alike")
+        times = f"{blocks} of {len(place.hooks)} blocks"
+        raise NoProgram(f"{place.path} is called in {times}, its cache counts them alike")
     return [Tensor(jnp.moveaxis(jnp.concatenate(arrays), 0, 1), environment()) for arrays in zip(*lists)]

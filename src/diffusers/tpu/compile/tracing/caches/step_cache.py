@@ -1,6 +1,5 @@
 """One of upstream's caches as a program sees it: a step for each call, whose tensors are arguments and results."""
 
-import contextlib
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -41,20 +40,11 @@ class Step:
         self.keeping(results, form)
 
     def undo(self):
-        """The call runs otherwise, or has failed: the states are what they were."""
+        """The states are what they were, if the call runs otherwise or has failed; nothing once it is `over`."""
         if not self.over:
             self.over = True
             for state, attributes in self.before:
                 vars(state).update(attributes)
-
-    @contextlib.contextmanager
-    def undone_on_error(self):
-        """Upstream's hooks count no call that fails before it comes to them."""
-        try:
-            yield
-        except BaseException:
-            self.undo()
-            raise
 
 
 class StepCache:

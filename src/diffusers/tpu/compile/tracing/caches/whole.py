@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ....bridge import Tensor
-from ....bridge.environment import environment
+from ....bridge import Tensor, environment
 from ...state import own_forward
 from ...state.watch import replaced
 from ..scan import Group
@@ -124,10 +123,8 @@ class FirstBlockCache(Blocks):
             return output
 
         forward = self.tail.fn_ref.forward
-        stand_ins = [
-            (vars(self.head), "_should_compute_remaining_blocks", decide),
-            (vars(self.tail.fn_ref), "forward", last),
-        ]
+        head = vars(self.head), "_should_compute_remaining_blocks", decide
+        stand_ins = [head, (vars(self.tail.fn_ref), "forward", last)]
         with replaced(stand_ins + self._state(state)):
             yield results
 
@@ -179,14 +176,9 @@ class MagCache(Blocks):
         state, results = self.manager._state_cls(), Results()
         state.previous_residual = tensors[0] if tensors else None
         always = {"mag_ratios": (1.0,), "retention_ratio": 0.0, "threshold": math.inf, "max_skip_steps": math.inf}
-        configs = [
-            (
-                vars(self.head),
-                "config",
-                SimpleNamespace(calibrate=kind == "computed", num_inference_steps=0, **always),
-            ),
-            (vars(self.tail), "config", SimpleNamespace(calibrate=False, num_inference_steps=math.inf)),
-        ]
+        head = SimpleNamespace(calibrate=kind == "computed", num_inference_steps=0, **always)
+        tail = SimpleNamespace(calibrate=False, num_inference_steps=math.inf)
+        configs = [(vars(self.head), "config", head), (vars(self.tail), "config", tail)]
         with replaced(configs + self._state(state)):
             yield results
         if kind == "computed":

@@ -1,0 +1,120 @@
+"""torch's own operators on the host, in the place of the chips': random draws, and errors of what torch does not take either.
+
+Draws come from torch's CPU generators, wherever the tensors lie, so that a seed gives the noise it gives everywhere. An operator that
+fails on the chips is asked again on the host: torch's own error is raised at upstream's line.
+"""
+
+import functools
+import re
+
+import jax
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torchax.tensor import Tensor
+from torchax.view import View
+
+from ..weights.convert import from_numpy
+from .host_values import DEVICE_TENSORS, HOST, plain
+from .lines import raised_inside
+
+
+# torch marks its operators that draw; marked too are attention and layers that would in training, by other operators.
+_NOT_A_DRAW = (
+    "attention|sdp|^_cudnn|^_lstm|^lstm$|^gru$|_rnn|^rnn_|^rrelu$|^(alpha_|feature_|feature_alpha_)?dropout_?$"
+)
+
+
+def _draws(func: torch._ops.OpOverload) -> bool:
+    name = func._schema.name.removeprefix("aten::")
+    return torch.Tag.nondeterministic_seeded in func.tags and not re.search(_NOT_A_DRAW, name)
+
+
+@functools.cache
+def is_draw(func) -> bool:
+    """Whether a function or operator of torch's draws random numbers."""
+    if isinstance(func, torch._ops.OpOverload):
+        return _draws(func)
+    packet = getattr(torch.ops.aten, getattr(func, "__name__", "?"), None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    return any(_draws(getattr(packet, name)) for name in packet.overloads())
+
+
+def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
+    """What the operator gives, drawn or otherwise computed on the host; in the place of a tensor that it writes to, that tensor.
+
+    `on_host(func, args, kwargs)` runs torch's own. While a model is traced its tensors have no values, and zeros stand for
+    them: who traces looks at `env.draws` afterwards, and does not keep such a program.
+    """
+    owners: dict[int, torch.Tensor] = {}
+
+    def lowered(t):
+        array = t.jax()
+        with plain():
+            empty = isinstance(array, jax.core.Tracer)
+            host = torch.zeros(array.shape, dtype=t.dtype) if empty else from_numpy(array)
+        owners[id(host)] = t
+        return host
+
+    device = kwargs.get("device")
+    args, kwargs = tree_map_only(DEVICE_TENSORS, lowered, (args, kwargs))
+    if device is not None:
+        kwargs["device"] = HOST
+    result = on_host(func, args, kwargs)
+    stays = not owners or (device is not None and not env._should_use_torchax_tensor(device))
+
+    def raised(t):
+        owner = owners.get(id(t))
+        if owner is None:
+            return t if stays else Tensor(env.t2j_copy(t), env)
+        if isinstance(owner, View):
+            owner.update(env.t2j_copy(t))
+        else:
+            owner._elem = env.t2j_copy(t)
+        return owner
+
+    return tree_map_only(torch.Tensor, raised, result)
+
+
+def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
+    """torch's own error for these arguments of `func`, which has `failed`; None: torch takes them, or cannot be asked.
+
+    Tensors of a trace have no values. Zeros stand for them, and only if torch's meta device, which computes nothing, refuses
+    their shapes and dtypes too.
+    """
+    # An operator of ours that took for a tensor what is none fails at its array.
+    another_type = isinstance(failed, AttributeError) and failed.name in ("jax", "_env")
+    if not (is_refused(failed) or raised_inside(failed) or another_type) or is_draw(func):
+        return None
+    arrays = [t.jax() for t in tree_leaves((args, kwargs)) if isinstance(t, DEVICE_TENSORS)]
+    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    error = None
+    for device in (torch.device("meta"), HOST) if traced else (HOST,):
+        try:
+            with plain():
+                given, named = tree_map_only(torch.Tensor, functools.partial(_like, device), (args, kwargs))
+                func(*given, **({**named, "device": device} if named.get("device") is not None else named))
+        except NotImplementedError:  # by its values
+            return None
+        except Exception as refused:
+            error = refused
+        else:
+            return None
+    error.refused_by_torch = True
+    return error
+
+
+def _like(device: torch.device, t: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape, dtype and, where it has them, values, on the host or on the meta device."""
+    array = t.jax() if isinstance(t, DEVICE_TENSORS) else None
+    dtype = torch.int64 if array is not None and t.dtype == torch.int32 else t.dtype  # as upstream has it
+    if device.type == "meta" or (array is None and t.is_meta):
+        return torch.empty(tuple(t.shape), dtype=dtype, device="meta")
+    if isinstance(array, jax.core.Tracer):
+        return torch.zeros(array.shape, dtype=dtype)
+    return t.clone() if array is None else from_numpy(array).to(dtype)
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether this is an error that `refusal` gave."""
+    return getattr(error, "refused_by_torch", False)
