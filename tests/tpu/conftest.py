@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib.util
+import logging
 import os
 import random
 import sys
@@ -161,6 +162,15 @@ def fork(root, tmp_path):
     return make_fork(root, tmp_path / "fork")
 
 
+@pytest.fixture(scope="session")
+def wan_folder(tmp_path_factory) -> str:
+    """A folder with a tiny Wan, which nobody changes."""
+    import tiny
+
+    tiny.wan().save_pretrained(folder := tmp_path_factory.mktemp("wan"))
+    return str(folder)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled_programs(tmp_path_factory) -> str:
     """The cache of this run, as a user has one: the same tiny program is compiled once, whatever test or worker asks."""
@@ -209,21 +219,33 @@ def idioms():
         notices.forget()
 
 
-@pytest.fixture
-def said(idioms) -> list:
-    """What is said from here on, as if nothing had been."""
-    import logging
+@contextlib.contextmanager
+def warnings_of(*names: str):
+    """A list that is filled with the warnings of these loggers."""
+    sentences, loggers, handler = [], [logging.getLogger(name) for name in names], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: sentences.append(record.getMessage())
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield sentences
+    for logger in loggers:
+        logger.removeHandler(handler)
 
+
+@pytest.fixture
+def warned():
+    """What diffusers and JAX warn of."""
+    with warnings_of("diffusers", "jax") as sentences:
+        yield sentences
+
+
+@pytest.fixture
+def said(idioms):
+    """What is said from here on, as if nothing had been."""
     from diffusers.tpu import notices
 
     notices.forget()
-    sentences = []
-    logger = logging.getLogger("diffusers.tpu.notices")
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: sentences.append(record.getMessage())
-    logger.addHandler(handler)
-    yield sentences
-    logger.removeHandler(handler)
+    with warnings_of("diffusers.tpu.notices") as sentences:
+        yield sentences
 
 
 @pytest.fixture

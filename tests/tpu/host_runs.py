@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -23,28 +24,30 @@ from diffusers.tpu.pipelines import attach
 from diffusers.tpu.weights import transfer
 
 
-CALL = {
-    "height": 64,
-    "width": 64,
-    "num_frames": 9,
-    "num_inference_steps": 2,
-    "guidance_scale": 2.0,
-    "output_type": "np",
-}
+CALL = dict(height=64, width=64, num_frames=9, num_inference_steps=2, guidance_scale=2.0, output_type="np")
 PROMPT = "a red circle moving right"
 
 
 class Process:
     def __init__(self, model: str, folder: str):
         self.model, self.folder = model, Path(folder)
-        self.pipe = diffusers.DiffusionPipeline.from_pretrained(model, dtype=torch.bfloat16)
-        self.pipe.set_progress_bar_config(disable=True)
+        self.load()
         self.number = hosts.number("cpu")
         assert is_main_process() == (self.number == 0)
 
+    def load(self):
+        self.pipe = diffusers.DiffusionPipeline.from_pretrained(self.model, dtype=torch.bfloat16)
+        self.pipe.set_progress_bar_config(disable=True)
+
+    def install(self, degrees: str):
+        install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
+
+    def tell(self, name: str, facts):
+        (self.folder / f"{name}-{self.number}.json").write_text(json.dumps(facts))
+
     def video(self, degrees: str, name: str = "video", **changes):
         """The frames of a call on this mesh."""
-        install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
+        self.install(degrees)
         given = {"prompt": PROMPT, "generator": torch.Generator().manual_seed(6), **CALL, **changes}
         frames = self.pipe(**given).frames
         np.save(self.folder / f"{name}-{degrees}-{self.number}.npy", np.asarray(frames, np.float32))
@@ -56,16 +59,11 @@ class Process:
     def again(self, degrees: str):
         """A pipeline that finds the programs of the last one as another run does."""
         executables._loaded.clear()
-        self.pipe = diffusers.DiffusionPipeline.from_pretrained(self.model, dtype=torch.bfloat16)
-        self.pipe.set_progress_bar_config(disable=True)
+        self.load()
         self.video(degrees, "again", output_type="latent")
         runners = [runner for runner in map(attach.runs, self.pipe.components.values()) if runner is not None]
-        counts = {
-            "traces": sum(runner.traces for runner in runners),
-            "compilations": sum(runner.compilations for runner in runners),
-            "programs": sum(len(runner.programs) for runner in runners),
-        }
-        (self.folder / f"again-{self.number}.json").write_text(json.dumps(counts))
+        counts = {name: sum(getattr(runner, name) for runner in runners) for name in ("traces", "compilations")}
+        self.tell("again", counts | {"programs": sum(len(runner.programs) for runner in runners)})
 
     def unseeded(self, degrees: str):
         """Each process is somewhere else with its random numbers, and a call has no generator."""
@@ -74,9 +72,9 @@ class Process:
 
     def read(self, degrees: str):
         """Bytes of the denoiser's weights that are read, and those that its own chips have."""
-        model, read = self.pipe.transformer, []
-        install(self.pipe, TPUConfig(mesh=tuple(map(int, degrees.split(",")))))
-        runner, fill, fill_padded = attach.runs(model), transfer._fill, transfer._fill_padded
+        read, fill, fill_padded = [], transfer._fill, transfer._fill_padded
+        self.install(degrees)
+        runner = attach.runs(self.pipe.transformer)
 
         def counted(key, tensor, piece, targets):
             read.append(math.prod(s.stop - s.start for s in piece) * targets[0][1].itemsize)
@@ -86,14 +84,11 @@ class Process:
             read.append(0 if tensor is None else tensor.numel() * targets[0][1].itemsize)
             return fill_padded(tensor, targets)
 
-        transfer._fill, transfer._fill_padded = counted, counted_padded
-        runner.place()
-        transfer._fill, transfer._fill_padded = fill, fill_padded
+        with mock.patch.multiple(transfer, _fill=counted, _fill_padded=counted_padded):
+            runner.place()
         arrays = runner.plan_weights().arrays.values()
         own = sum(sum({str(s.index): s.data.nbytes for s in a.addressable_shards}.values()) for a in arrays)
-        (self.folder / f"read-{self.number}.json").write_text(
-            json.dumps([sum(read), own, sum(a.nbytes for a in arrays)])
-        )
+        self.tell("read", [sum(read), own, sum(a.nbytes for a in arrays)])
 
     def other_seed(self, degrees: str):
         self.video(degrees, generator=torch.Generator().manual_seed(6 + self.number))

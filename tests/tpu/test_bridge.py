@@ -29,11 +29,11 @@ def on_host(t: torch.Tensor) -> torch.Tensor:
     return bridge.from_numpy(t.jax())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.uint8, torch.int64])
-def test_values_cross_and_come_back(chips, dtype):
-    t = torch.randint(0, 2, (3, 5)).to(dtype) if dtype in (torch.bool,) else (torch.rand(5, 3) * 9).to(dtype).t()
-    back = bridge.from_numpy(jnp.asarray(bridge.as_numpy(t)))
-    assert torch.equal(back.to(dtype), t) and (back.dtype == dtype or dtype is torch.int64)
+def test_values_cross_and_come_back(chips):
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.bool, torch.uint8, torch.int64):
+        t = (torch.rand(5, 3) * 9 - 4 * (dtype == torch.bool)).clamp(min=0).to(dtype).t()
+        back = bridge.from_numpy(jnp.asarray(bridge.as_numpy(t)))
+        assert torch.equal(back.to(dtype), t) and (back.dtype == dtype or dtype is torch.int64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -53,13 +53,8 @@ def test_values_that_the_host_knows(env, dtype):
         whole < 0.1,
         -whole,
     ]
-    numbers = [
-        t - 0.3,
-        t * 0.1,
-        t * t,
-        t >= t[3],
-        t == 0.1,
-    ]  # with 16 bits the chips round numbers first, torch does not
+    # With 16 bits the chips round numbers first, torch does not.
+    numbers = [t - 0.3, t * 0.1, t * t, t >= t[3], t == 0.1]
     for one in [*parts, *made, *([] if half else numbers)]:
         values = bridge.known_values(one)
         assert np.array_equal(values, np.asarray(one.jax()), equal_nan=True) and values.dtype == one.jax().dtype
@@ -74,8 +69,8 @@ def test_values_that_the_host_knows(env, dtype):
     t[3] = 7
     assert float(t[3]) == float(entry) == 7 and float(t[2]) == float(table[2])
     t.add_(1)
-    assert float(t[3]) == 8
     with env.left():
+        assert float(t[3]) == 8
         t[3] = 5
     assert float(t[3]) == 5
 

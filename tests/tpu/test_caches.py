@@ -155,7 +155,7 @@ def pair(mesh):
     theirs = denoisers.built("cogvideox 5b")
     ours = copy.deepcopy(theirs)
     install(ours, TPUConfig(mesh=mesh))
-    return theirs, ours, denoisers.inputs("cogvideox 5b", theirs, 2)
+    return theirs, ours, denoisers.inputs("cogvideox 5b", 2)
 
 
 def stepped(models, given, scale: float) -> float:

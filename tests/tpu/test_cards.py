@@ -108,7 +108,7 @@ def test_scripts_are_read_from_docstrings_as_python():
     text = "\n".join(card.script() for card in CARDS)
     for idiom in ('.to("cuda")', 'Generator("cuda")', "enable_model_cpu_offload", "torch.float16", 'variant="fp16"'):
         assert idiom in text
-    assert "'cuda'" not in cards.without_path(text) and "float16" not in cards.without_path(text, float32=True)
+    assert '"cuda"' not in cards.without_path(text) and "float16" not in cards.without_path(text, float32=True)
 
 
 def test_distance_by_hand():

@@ -69,21 +69,38 @@ class Model(torch.nn.Module):
         return self.dropped(x) * self.gain
 
 
+class Both:
+    """A model on the chips, and the same one in torch."""
+
+    def __init__(self, mesh, plan: ModelPlan = ModelPlan()):
+        self.theirs = Model().eval()
+        self.ours = copy.deepcopy(self.theirs)
+        self.runner = CompiledModule(self.ours, plan, mesh, TPUConfig())
+        self.runner.attach()
+
+    def __iter__(self):
+        return iter((self.ours, self.theirs))
+
+    def change(self, change):
+        for model in self:
+            change(model)
+
+    def error(self) -> float:
+        """The difference on fresh inputs, from one seed."""
+        x, c, state = torch.randn(2, 3, WIDTH), torch.randn(WIDTH), torch.get_rng_state()
+        answers = []
+        for model in self:
+            torch.set_rng_state(state)
+            with torch.no_grad():
+                answers.append(model(x, c))
+        return relative(*answers)
+
+
 @pytest.fixture
 def both(make_mesh):
-    """A model on the chips, the same one in torch, and a function that calls both on fresh inputs: their difference."""
-    theirs = Model().eval()
-    ours = copy.deepcopy(theirs)
-    runner = CompiledModule(ours, ModelPlan(), make_mesh(2, 2, 2), TPUConfig())
-    runner.attach()
-
-    def differ() -> float:
-        x, c = torch.randn(2, 3, WIDTH), torch.randn(WIDTH)
-        with torch.no_grad():
-            return relative(ours(x, c), theirs(x, c))
-
-    assert differ() < 1e-6
-    return ours, theirs, runner, differ
+    both = Both(make_mesh(2, 2, 2))
+    assert both.error() < 1e-6
+    return both
 
 
 # Lines that change a model `m`.
@@ -113,35 +130,30 @@ CHANGES = {
 @pytest.mark.idiom("processors", "attributes", "data-writes", "hooks")
 def test_every_change_after_a_first_call_is_seen(both):
     """One after the other, on the same model."""
-    ours, theirs, runner, differ = both
     for name, lines in CHANGES.items():
-        for model in (ours, theirs):
-            exec(lines, {**globals(), "m": model})
-        assert differ() < 1e-6 and differ() < 1e-6, name
-    assert not runner.eager
+        both.change(lambda model: exec(lines, {**globals(), "m": model}))
+        assert both.error() < 1e-6 and both.error() < 1e-6, name
+    assert not both.runner.eager
 
 
 @pytest.mark.idiom("layerwise-casting")
 def test_weights_that_hooks_cast_for_each_call(both):
-    ours, theirs, runner, differ = both
-    for model in (ours, theirs):
-        apply_layerwise_casting(model, torch.float8_e4m3fn, torch.float32)
-    assert max(differ() for _ in range(3)) < 1e-6
-    assert {one.dtype for name, one in ours.named_parameters() if "to_q" in name} == {torch.float8_e4m3fn}
-    assert not runner.eager
+    both.change(lambda model: apply_layerwise_casting(model, torch.float8_e4m3fn, torch.float32))
+    assert max(both.error() for _ in range(3)) < 1e-6
+    assert {one.dtype for name, one in both.ours.named_parameters() if "to_q" in name} == {torch.float8_e4m3fn}
+    assert not both.runner.eager
 
 
 @pytest.mark.idiom("own-forward")
 def test_a_method_replaced_on_the_class_is_seen(both, monkeypatch):
-    ours, theirs, runner, differ = both
-    block_forward = Block.forward
-    monkeypatch.setattr(Block, "forward", lambda self, x, c: x * c)
-    assert differ() < 1e-6
-    monkeypatch.setattr(Block, "forward", block_forward)
-    monkeypatch.setattr(torch.nn.SiLU, "forward", torch.nn.Tanh.forward)
-    assert differ() < 1e-6
-    monkeypatch.setattr(Model, "forward", lambda self, hidden_states, context: hidden_states + context)
-    assert differ() < 1e-6
+    for cls, forward in (
+        (Block, lambda self, x, c: x * c),
+        (Block, Block.forward),
+        (torch.nn.SiLU, torch.nn.Tanh.forward),
+        (Model, lambda self, hidden_states, context: hidden_states + context),
+    ):
+        monkeypatch.setattr(cls, "forward", forward)
+        assert both.error() < 1e-6
 
 
 class Keeping:
@@ -158,19 +170,14 @@ class Keeping:
 
 @pytest.mark.idiom("stores")
 def test_what_is_kept_from_call_to_call_is_the_values_and_each_call_sees_the_last(both):
-    ours, theirs, runner, differ = both
-    stores = [Keeping(), Keeping()]
-    for m, store in zip((ours, theirs), stores):
-        m.blocks[1].attn.processor = store
-    compiled = runner.compilations
-    for _ in range(3):
-        assert differ() < 1e-6
-    assert [store.calls for store in stores] == [3, 3] and runner.compilations == compiled
+    both.change(lambda model: setattr(model.blocks[1].attn, "processor", Keeping()))
+    stores, compiled = [model.blocks[1].attn.processor for model in both], both.runner.compilations
+    assert max(both.error() for _ in range(3)) < 1e-6
+    assert [store.calls for store in stores] == [3, 3] and both.runner.compilations == compiled
     for kept, oracle in zip(*(store.kept for store in stores)):
         assert relative(bridge.from_numpy(kept.jax()) if bridge.on_device(kept) else kept, oracle) < 1e-6
-    for m in (ours, theirs):
-        m.blocks[1].attn.processor = Processor()
-    assert differ() < 1e-6 and runner.compilations == compiled  # as before: the first program again
+    both.change(lambda model: setattr(model.blocks[1].attn, "processor", Processor()))
+    assert both.error() < 1e-6 and both.runner.compilations == compiled  # as before: the first program again
 
 
 class Deciding:
@@ -182,22 +189,12 @@ class Deciding:
 
 @pytest.mark.idiom("decisions", "random-inside")
 def test_a_decision_by_a_value_and_random_numbers_run_eagerly(both):
-    ours, theirs, runner, differ = both
-    for m in (ours, theirs):
-        m.blocks[0].attn.processor = Deciding()
-    for _ in range(4):
-        assert differ() < 1e-6
-    assert "decides by a value (test_changes.py, line" in runner.eager[0]
-    for m in (ours, theirs):
-        m.blocks[0].forward = lambda x, c: x + torch.randn(x.shape, device=x.device)
-    for _ in range(2):
-        x, c = torch.randn(2, 3, WIDTH), torch.randn(WIDTH)
-        results = []
-        for m in (ours, theirs):
-            torch.manual_seed(5)
-            with torch.no_grad():
-                results.append(m(x, c))
-        assert relative(*results) < 1e-6
+    both.change(lambda model: setattr(model.blocks[0].attn, "processor", Deciding()))
+    assert max(both.error() for _ in range(4)) < 1e-6
+    assert "decides by a value (test_changes.py, line" in both.runner.eager[0]
+    drawing = lambda x, c: x + torch.randn(x.shape, device=x.device)  # noqa: E731
+    both.change(lambda model: setattr(model.blocks[0], "forward", drawing))
+    assert both.error() < 1e-6 and both.error() < 1e-6
 
 
 # LoRA, through peft
@@ -221,25 +218,19 @@ def set_scale(model, scale: float):
 
 @pytest.mark.idiom("lora-layers")
 def test_lora(both):
-    ours, theirs, runner, differ = both
-    for m in (ours, theirs):
-        adapted(m, "a", ["to_q"], 1)
-        adapted(m, "b", ["blocks.1.attn.to_q"], 2)
-        set_scale(m, 1.0)
-        m.eval()
-    assert differ() < 1e-6
-    compiled = runner.compilations
-    for scale in (0.25, 0.0, -2.0, 1.5):
-        for m in (ours, theirs):
-            set_scale(m, scale)
-        assert differ() < 1e-6 and runner.compilations == compiled, scale
-    for m in (ours, theirs):  # of one block
-        layers(m)[2].set_scale("a", 3.0)
-    assert differ() < 1e-6 and runner.compilations == compiled
-    for m in (ours, theirs):  # hot-swap: other weights of the same shape
-        for layer in layers(m):
-            layer.lora_B["a"].weight.data.copy_(layer.lora_B["a"].weight.flip(0))
-    assert differ() < 1e-6 and runner.compilations == compiled
+    both.change(lambda model: adapted(model, "a", ["to_q"], 1))
+    both.change(lambda model: adapted(model, "b", ["blocks.1.attn.to_q"], 2))
+    both.change(lambda model: set_scale(model.eval(), 1.0))
+    assert both.error() < 1e-6
+    compiled = both.runner.compilations
+    for change in (
+        *(functools.partial(set_scale, scale=scale) for scale in (0.25, 0.0, -2.0, 1.5)),
+        lambda model: layers(model)[2].set_scale("a", 3.0),  # of one block
+        # Hot-swap: other weights of the same shape.
+        lambda model: [one.lora_B["a"].weight.data.copy_(one.lora_B["a"].weight.flip(0)) for one in layers(model)],
+    ):
+        both.change(change)
+        assert both.error() < 1e-6 and both.runner.compilations == compiled
     for change in (
         lambda layer: layer.enable_adapters(False),
         lambda layer: layer.enable_adapters(True),
@@ -249,28 +240,21 @@ def test_lora(both):
         lambda layer: layer.delete_adapter("b"),
         lambda layer: layer.scale_layer(0.5),
     ):
-        for m in (ours, theirs):
-            for layer in layers(m):
-                change(layer)
-        assert differ() < 1e-6
+        both.change(lambda model: [change(layer) for layer in layers(model)])
+        assert both.error() < 1e-6
 
 
 def test_a_number_that_decides_is_a_constant(both):
-    ours, theirs, runner, differ = both
-
     def forward(self, x):
         scale = self.scaling["a"]
         return self.base_layer(x) * (scale if scale > 0.5 else 2.0)
 
-    for m in (ours, theirs):
-        adapted(m, "a", ["to_q"], 1)
-        for layer in layers(m):
-            layer.forward = functools.partial(forward, layer)
-        m.eval()
+    both.change(lambda model: adapted(model, "a", ["to_q"], 1))
+    for layer in (layer for model in both for layer in layers(model.eval())):
+        layer.forward = functools.partial(forward, layer)
     for scale in (0.1, 0.7, 0.1):
-        for m in (ours, theirs):
-            set_scale(m, scale)
-        assert differ() < 1e-6
+        both.change(functools.partial(set_scale, scale=scale))
+        assert both.error() < 1e-6
 
 
 # Values that wait
@@ -297,25 +281,19 @@ def resident(runner):
 @pytest.mark.idiom("guidance")
 @pytest.mark.parametrize("dp, skips", [(2, True), (3, False), (3, True)])
 def test_three_branches(make_mesh, dp, skips):
-    theirs = Model().eval()
-    ours = copy.deepcopy(theirs)
-    runner = CompiledModule(ours, ModelPlan(batched=("hidden_states", "context")), make_mesh(dp, 1, 1), TPUConfig())
-    runner.attach()
+    both = Both(make_mesh(dp, 1, 1), ModelPlan(batched=("hidden_states", "context")))
     for _ in range(2):
         x, c = torch.randn(1, 3, WIDTH), torch.randn(1, 1, WIDTH)
         with torch.no_grad():
-            oracle = guided(theirs, skips, x, c)
-        with resident(runner) as env:
-            result = bridge.from_numpy(guided(ours, skips, env.moved(x), env.moved(c)).jax())
+            oracle = guided(both.theirs, skips, x, c)
+        with resident(both.runner) as env:
+            result = bridge.from_numpy(guided(both.ours, skips, env.moved(x), env.moved(c)).jax())
         assert relative(result, oracle) < 1e-6
-    assert runner.compilations == 1 + skips
+    assert both.runner.compilations == 1 + skips
 
 
 def test_writes_in_place_while_a_call_waits(make_mesh):
-    theirs = Model().eval()
-    ours = copy.deepcopy(theirs)
-    runner = CompiledModule(ours, ModelPlan(batched=("hidden_states",)), make_mesh(2, 1, 1), TPUConfig())
-    runner.attach()
+    both = Both(make_mesh(2, 1, 1), ModelPlan(batched=("hidden_states",)))
     x, c = torch.randn(1, 3, WIDTH), torch.randn(WIDTH)
 
     def twice(module, x, c):
@@ -325,8 +303,8 @@ def test_writes_in_place_while_a_call_waits(make_mesh):
         return a, module(x, c)
 
     with torch.no_grad():
-        oracles = twice(theirs, x.clone(), c.clone())
-    with resident(runner) as env:
+        oracles = twice(both.theirs, x.clone(), c.clone())
+    with resident(both.runner) as env:
         for made in (lambda t: env.moved(t.clone()), torch.clone):  # on the chips, and on the host
-            for result, oracle in zip(twice(ours, made(x), made(c)), oracles):
+            for result, oracle in zip(twice(both.ours, made(x), made(c)), oracles):
                 assert relative(bridge.from_numpy(result.jax()), oracle) < 1e-6

@@ -23,14 +23,6 @@ from diffusers.tpu.apps.cli.output import say
 CALL = "--height 32 --width 48 --num-frames 5 --num-inference-steps 3 --prompt".split() + [tiny.WORDS]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    """A directory with a tiny Wan in it."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.wan().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
     """A host without a TPU and without settings; the working directory is empty."""
@@ -62,37 +54,37 @@ BAD = {
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_line_and_status_2(bare, model, capsys, words):
+def test_bad_input_is_one_line_and_status_2(bare, wan_folder, capsys, words):
     """Further rows in test_faults.py."""
     capsys.readouterr()
-    assert main(["generate", model, *words.split()]) == 2
+    assert main(["generate", wan_folder, *words.split()]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("diffusers-tpu: ") and BAD[words] in error
     assert not list(bare.rglob("*.mp4"))
 
 
-def test_nonsense_in_the_environment_is_refused_with_the_list(bare, model, capsys, monkeypatch):
+def test_nonsense_in_the_environment_is_refused_with_the_list(bare, wan_folder, capsys, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU", "nonsense")
-    for words in (["env"], ["generate", model, *CALL]):
+    for words in (["env"], ["generate", wan_folder, *CALL]):
         assert main(words) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and all(mode in error for mode in ("auto", "off", "cpu", "nonsense"))
 
 
-def test_an_error_of_our_own_keeps_its_traceback(bare, model, monkeypatch):
+def test_an_error_of_our_own_keeps_its_traceback(bare, wan_folder, monkeypatch):
     def fails(*args, **kwargs):
         raise ValueError("inside")
 
     monkeypatch.setattr(WanPipeline, "encode_prompt", fails)
     with pytest.raises(ValueError, match="inside"):
-        main(["generate", model, *CALL, "--device", "upstream"])
+        main(["generate", wan_folder, *CALL, "--device", "upstream"])
 
 
-def test_env_and_generate_on_simulated_chips(bare, chips, model, capsys):
+def test_env_and_generate_on_simulated_chips(bare, chips, wan_folder, capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     assert "8, simulated on the CPU" in out and "2,4,1" in out and "attention" in out
-    assert main(["generate", model, *CALL, "--mesh", "2,4,1", "--seed", "1"]) == 0
+    assert main(["generate", wan_folder, *CALL, "--mesh", "2,4,1", "--seed", "1"]) == 0
     out = capsys.readouterr().out
     parts = ("load", "compile transformer", "compile vae.decode", "text encode", "first step", "VAE decode", "total")
     assert all(part in out for part in parts)
@@ -126,14 +118,14 @@ def test_arguments_follow_the_signature():
         arguments.require(WanPipeline, ["image"])
 
 
-def test_the_example_gives_upstreams_frames(chips, root, model, tmp_path, monkeypatch):
+def test_the_example_gives_upstreams_frames(chips, root, wan_folder, tmp_path, monkeypatch):
     script = root / "examples/tpu/wan/text_to_video.py"
     assert not re.search(r"\b(tpu|jax|torchax)\b", script.read_text(), re.IGNORECASE)
     videos = {}
     monkeypatch.setattr(diffusers.utils, "export_to_video", lambda frames, path, fps: videos.update({path: frames}))
     for mode, device in (("cpu", "cuda"), ("off", "cpu")):
         monkeypatch.setenv("DIFFUSERS_TPU", mode)
-        words = ["--model", model, "--output", mode, *CALL, "--dtype", "float32", "--device", device]
+        words = ["--model", wan_folder, "--output", mode, *CALL, "--dtype", "float32", "--device", device]
         monkeypatch.setattr(sys, "argv", [str(script), *words])
         runpy.run_path(str(script), run_name="__main__")
     assert videos["cpu"].shape == (5, 32, 48, 3)

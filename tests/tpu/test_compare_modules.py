@@ -11,11 +11,12 @@ import pytest
 import torch
 from jax import lax
 from jax.sharding import PartitionSpec
+from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 import tiny
-from compare_faults import FAULTS, VAE, WAN
 from diffusers import tpu
-from diffusers.models.transformers import transformer_wan_flax
+from diffusers.models.transformers import transformer_wan, transformer_wan_flax
+from diffusers.tpu import bridge
 from diffusers.tpu import compare as fidelity
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.compare import Form, roundings
@@ -27,43 +28,115 @@ from diffusers.tpu.compare.roundings import MOST, Widening, widening
 from diffusers.tpu.compile.tracing import Tag, capture
 from diffusers.tpu.pipelines.components import modules_of
 from diffusers.tpu.video.convolution import PRODUCTS, as_bfloat16_products
+from diffusers.tpu.video.nnx.layers import RMSNorm
 
 
 pytestmark = pytest.mark.usefixtures("chips")
+
+
+def not_finite(module, patch):
+    module.blocks[1].ffn.net[2].weight.data[0, 0] = torch.nan
+
+
+def norm_over(axis: int, norm: type, entry: str, **keep):
+    """A norm of another axis."""
+    changed = lambda self, x: (x - x.mean(axis, **keep)) / x.std(axis, **keep)  # noqa: E731
+    return lambda module, patch: patch.setattr(norm, entry, changed)
+
+
+def swapped_pairs(module, patch):
+    """Entries half a head apart are rotated in place of neighbours, or the other way round."""
+    ours = bridge.normed_and_rotated
+    patch.setattr(bridge, "normed_and_rotated", lambda x, norm, *t, apart=False: ours(x, norm, *t, apart=not apart))
+
+
+def masked_key(module, patch):
+    """The last key is left out."""
+    theirs = transformer_wan.dispatch_attention_fn
+    without = lambda q, k, v, *args, **more: theirs(q, k[:, :-1], v[:, :-1], *args, **more)  # noqa: E731
+    patch.setattr(transformer_wan, "dispatch_attention_fn", without)
+
+
+def masked_text(module, patch):
+    """The first token of the text is left out of a softmax over two streams."""
+    ours = bridge.joint_attention
+
+    def joint(latents, text, seen, backend=None):
+        seen = torch.ones(text[1].shape[:2], dtype=torch.bool, device=text[1].device) if seen is None else seen.bool()
+        return ours(latents, text, seen & (torch.arange(seen.shape[1], device=seen.device) > 0), backend)
+
+    patch.setattr(bridge, "joint_attention", joint)
+
+
+def masked_word(module, patch):
+    """No token attends to the first one."""
+    forward = UMT5Attention.forward
+
+    def masked(attention, hidden_states, *args, attention_mask=None, **more):
+        keys = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        return forward(attention, hidden_states, *args, attention_mask=attention_mask - 1e9 * (keys == 0), **more)
+
+    patch.setattr(UMT5Attention, "forward", masked)
+
+
+def transposed_kernel(module, patch):
+    weight = module.transformer_blocks[1].attn1.to_q.weight
+    weight.data = weight.data.T.contiguous()
+
+
+# A fault is a function of a copy of the module and of pytest's monkeypatch.
+WAN, HUNYUAN, COG = ("wan", "transformer"), ("hunyuan15", "transformer"), ("cogvideox", "transformer")
+TEXT, VAE = ("wan", "text_encoder"), ("wan", "vae", "decode")
+FAULTS = [  # one of each kind and of each component
+    (WAN, "scanned", swapped_pairs, "blocks.0.attn1"),
+    (WAN, "scanned", masked_key, "blocks.0.attn2"),
+    (WAN, "torchax", lambda module, _: module.blocks[1].attn2.to_q.bias.data.zero_(), "blocks.1.attn2.to_q"),
+    (WAN, "scanned", not_finite, "blocks.1.ffn.net.2"),
+    (
+        HUNYUAN, "scanned", norm_over(1, torch.nn.LayerNorm, "forward", keepdim=True),
+        "context_embedder.token_refiner.refiner_blocks.0.norm1",
+    ),
+    (HUNYUAN, "scanned", masked_text, "transformer_blocks.0.attn"),
+    (COG, "scanned", transposed_kernel, "transformer_blocks.1.attn1.to_q"),
+    (TEXT, "scanned", masked_word, "encoder.block.0.layer.0.SelfAttention"),
+    (VAE, "nnx", norm_over(2, RMSNorm, "__call__", keepdims=True), "decoder.mid_block.resnets.0.norm1"),
+]  # fmt: skip
 
 
 @functools.cache
 def recorded(name: str, component: str, entry: str = "forward"):
     """(the component of a tiny pipeline, a call of it, what upstream's gives, submodule by submodule)."""
     pipe = fidelity.load(tiny.make(name), torch.float32)
-    arguments = {
-        key: value for key, value in tiny.arguments(name, num_inference_steps=1).items() if key != "generator"
-    }
-    calls, _ = fidelity.record(pipe, arguments, 5)
+    calls, _ = fidelity.record(pipe, tiny.arguments(name, num_inference_steps=1, generator=None), 5)
     call = next(call for call in calls if (call.module, call.entry) == (component, entry))
     module = modules_of(pipe)[component]
     return module, call, fidelity.run_form(module, Form("upstream"), call)
 
 
+def comparison_of(which, kind: str, ours=None, **form):
+    """Of a form of the component, or of `ours` in its place, with what upstream's gives."""
+    module, call, oracle = recorded(*which)
+    found = fidelity.run_form(ours or module, Form(kind, **form), call)
+    return compared(oracle, found, None, call, kind, "upstream")
+
+
 @pytest.mark.parametrize("which, kind, plant, name", FAULTS, ids=[f"{f[0][0]}-{f[1]}-{f[3]}" for f in FAULTS])
 def test_the_submodule_with_a_planted_fault_is_named_first(which, kind, plant, name, monkeypatch):
-    module, call, oracle = recorded(*which)
-    ours = copy.deepcopy(module)
+    ours = copy.deepcopy(recorded(*which)[0])
     plant(ours, monkeypatch)
-    comparison = compared(oracle, fidelity.run_form(ours, Form(kind), call), None, call, kind, "upstream")
+    comparison = comparison_of(which, kind, ours)
     assert comparison.first == name and not comparison.ok
+    assert plant is not not_finite or comparison.not_finite == name
     grade = graded(next(row for row in comparison.rows if row.name == name).error.relative)
     assert grade in ("attention", "severe", "warning")
 
 
 def test_equal_weights_part_nowhere_and_every_scanned_block_is_there():
     for which, kind in ((WAN, "scanned"), (WAN, "torchax"), (VAE, "nnx")):
-        module, call, oracle = recorded(*which)
-        found = fidelity.run_form(module, Form(kind), call)
-        comparison = compared(oracle, found, None, call, kind, "upstream")
+        comparison = comparison_of(which, kind)
         assert comparison.ok and max(row.error.relative for row in comparison.rows) < 3e-6, comparison.first  # 1.2e-6
         if which is WAN:
-            blocks = {name.split(".")[1] for name in found.by_name if name.startswith("blocks.")}
+            blocks = {row.name.split(".")[1] for row in comparison.rows if row.name.startswith("blocks.")}
             assert blocks == {"0", "1", "2"} and len(comparison.rows) == 86
             assert {*comparison.left_out} == {f"blocks.{n}.attn1.norm_{x}" for n in range(3) for x in "qk"}
 
@@ -104,42 +177,27 @@ def test_values_of_a_mesh_are_put_together():
         (VAE, "nnx", (1, 2, 1), "decoder.conv_out", 2, "a part a chip"),
         (WAN, "scanned", (1, 4, 1), "blocks.1.ffn", 4, "P(-, sp, -)"),
     ):
-        module, call, oracle = recorded(*which)
-        found = fidelity.run_form(module, Form(kind, mesh=mesh), call)
-        comparison = compared(oracle, found, None, call, kind, "upstream")
+        comparison = comparison_of(which, kind, mesh=mesh)
         (row,) = [row for row in comparison.rows if row.name == name]
         assert comparison.ok and (row.chips, row.spec) == (chips, spec)
 
 
 def test_a_component_whose_program_is_kept_is_traced_all_the_same():
     """A run before has left its program in the store, which has no values of submodules."""
-    module, call, oracle = recorded(*WAN)
-    ran = tpu.install(copy.deepcopy(module), tpu.TPUConfig(mesh=(1, 1, 1)))
-    ran(*call.args, **call.kwargs)
-    found = fidelity.run_form(module, Form("scanned"), call)
-    assert compared(oracle, found, None, call, "scanned", "upstream").ok
+    module, call, _ = recorded(*WAN)
+    tpu.install(copy.deepcopy(module), tpu.TPUConfig(mesh=(1, 1, 1)))(*call.args, **call.kwargs)
+    assert comparison_of(WAN, "scanned").ok
 
 
 def test_bfloat16_is_held_to_upstreams_own_error_in_each_submodule():
     pipe = tiny.wan()
-    arguments = {
-        key: value for key, value in tiny.arguments("wan", num_inference_steps=1).items() if key != "generator"
-    }
+    arguments = tiny.arguments("wan", num_inference_steps=1, generator=None)
     form = Form("scanned", torch.bfloat16)
     (comparison,) = fidelity.compare_component(pipe, "transformer", form, arguments=arguments, seed=5)
     rows = {row.name: row for row in comparison.rows}
     assert comparison.ok and all(row.own is not None for row in comparison.rows)
     assert 1e-3 < rows["blocks.1.ffn.net.2"].own < 2e-2 and rows["blocks.1.ffn.net.2"].limit > 1e-3
     assert pipe.transformer.patch_embedding.weight.dtype == torch.float32  # the pipeline is left as it is
-
-
-def test_the_first_submodule_that_is_not_finite_is_named():
-    module, call, oracle = recorded(*WAN)
-    ours = copy.deepcopy(module)
-    ours.blocks[1].ffn.net[2].weight.data[0, 0] = torch.nan
-    found = fidelity.run_form(ours, Form("scanned"), call)
-    comparison = compared(oracle, found, None, call, "scanned", "upstream")
-    assert comparison.not_finite == comparison.first == "blocks.1.ffn.net.2" and not comparison.ok
 
 
 def test_what_cannot_be_run_is_refused_with_the_way_out():
@@ -232,15 +290,8 @@ def test_errors_by_hand():
 CALL = "--prompt red --height 32 --width 48 --num-frames 5 --num-inference-steps 1".split()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    tiny.wan().save_pretrained(folder)
-    return str(folder)
-
-
-def test_the_command_prints_writes_and_answers(model, tmp_path, capsys, monkeypatch):
-    words = ["compare", model, "--component", "transformer", "--seed", "1", *CALL]
+def test_the_command_prints_writes_and_answers(wan_folder, tmp_path, capsys, monkeypatch):
+    words = ["compare", wan_folder, "--component", "transformer", "--seed", "1", *CALL]
     report = tmp_path / "r.html"
     assert main([*words, "--debug-nans", "--debug-sharding", "--report", str(report)]) == 0
     out = capsys.readouterr().out
@@ -277,7 +328,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_line_and_status_2(model, capsys, words):
-    assert main(["compare", model, *words.split(), *CALL]) == 2
+def test_bad_input_is_one_line_and_status_2(wan_folder, capsys, words):
+    assert main(["compare", wan_folder, *words.split(), *CALL]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("diffusers-tpu: ") and BAD[words] in error

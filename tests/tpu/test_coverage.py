@@ -1,8 +1,8 @@
 """Oracle: upstream in float32, same weights and inputs. Some pipelines of the sweep anew, and what its record says of all; upstream's own tests."""
 
-import importlib.util
 import json
 import re
+import runpy
 import sys
 
 import pytest
@@ -32,11 +32,10 @@ def test_a_pipeline_is_upstreams(chips, name):
     assert all(one["error"] <= coverage_tables.DENOISER_LIMIT for one in found["denoisers"].values())
 
 
-@pytest.mark.parametrize("name", ["StableDiffusion"])
-def test_a_second_size_has_two_more_programs_a_second_prompt_and_the_first_size_none(chips, name):
+def test_a_second_size_has_two_more_programs_a_second_prompt_and_the_first_size_none(chips):
     """The denoiser's and the VAE's; text is as long as before, whatever the prompt, and each call has a generator of its own."""
-    name = f"{name}Pipeline"
-    pipe, counts = install(build(name)), []
+    name, counts = "StableDiffusionPipeline", []
+    pipe = install(build(name))
     for changes in ({}, {"size": SECOND_SIZE}, {"prompt": PROMPTS[1]}, {}):
         given = arguments(name, **changes)
         run_pipeline(pipe, given, len(counts))
@@ -44,12 +43,8 @@ def test_a_second_size_has_two_more_programs_a_second_prompt_and_the_first_size_
     assert [after - before for before, after in zip(counts, counts[1:])] == [2, 0, 0]
 
 
-@pytest.fixture(scope="module")
-def record() -> dict:
-    return json.loads((ROOT / "examples/tpu/results/coverage.json").read_text())
-
-
-def test_what_runs_upstream_runs_here_and_is_right(record):
+def test_what_runs_upstream_runs_here_and_is_right():
+    record = json.loads((ROOT / "examples/tpu/results/coverage.json").read_text())
     ran = {name: found for name, found in record.items() if coverage_tables.ran(found)}
     assert set(record) == set(exported())
     assert [name for name, found in record.items() if found["status"] == "not"] == []
@@ -70,20 +65,9 @@ def test_nothing_of_the_sweeps_tables_is_dead():
     assert {*BY_CLASS, *BY_NAME} - words == set()
 
 
-# Upstream's own tests
-
-
-def of_upstream(name: str):
-    """A module of tests/tpu/upstream/."""
-    spec = importlib.util.spec_from_file_location(f"upstream_{name}", ROOT / "tests/tpu/upstream" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_what_upstream_passes_of_its_own_tests_is_passed_here():
     record = json.loads((ROOT / "examples/tpu/results/upstream.json").read_text())
-    passes = of_upstream("run").passing()
+    passes = runpy.run_path(str(ROOT / "tests/tpu/upstream/run.py"))["passing"]()
     assert sum(map(len, passes.values())) == 3502 and set(record) <= set(passes)
     lost = [(file, name, end) for file in record for name, end in record[file]["lost"].items()]
     assert [test for test in lost if upstream_tables.reason(*test[1:]) is None] == []

@@ -41,7 +41,7 @@ def path(tmp_path):
     return tmp_path / "model.safetensors"
 
 
-def test_a_mapped_file_is_what_safetensors_reads(path, tmp_path):
+def test_a_mapped_file_is_what_safetensors_reads_and_a_cut_one_is_refused(path, tmp_path):
     ours, theirs = disk.load_file(path), safetensors.torch.load_file(path)
     assert list(ours) == list(theirs)
     for name, tensor in theirs.items():
@@ -51,6 +51,9 @@ def test_a_mapped_file_is_what_safetensors_reads(path, tmp_path):
         assert ours[name].untyped_storage().nbytes() == tensor.untyped_storage().nbytes()
     safetensors.torch.save_file(ours, tmp_path / "again.safetensors", {"format": "pt"})  # which refuses shared memory
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
+    os.truncate(tmp_path / "again.safetensors", path.stat().st_size - 1)
+    with pytest.raises(SafetensorError):
+        disk.load_file(tmp_path / "again.safetensors")
 
 
 def test_a_file_whose_tensors_lie_across_their_size_is_the_librarys(tmp_path):
@@ -60,12 +63,6 @@ def test_a_file_whose_tensors_lie_across_their_size_is_the_librarys(tmp_path):
     values = np.arange(3, dtype=np.float32)
     (tmp_path / "odd.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + values.tobytes())
     assert disk.load_file(tmp_path / "odd.safetensors")["x"].tolist() == [0, 1, 2]
-
-
-def test_a_cut_file_is_refused_before_anything_is_mapped(path):
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(SafetensorError):
-        disk.load_file(path)
 
 
 @pytest.mark.fault("weights-cut-while-read")
@@ -80,41 +77,37 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_leaves_no_thread(pa
     assert not [t for t in threading.enumerate() if t.name.startswith("diffusers-tpu-weights")]
 
 
-def as_for_real_chips(monkeypatch):
-    """Values are copied to chips, and the host's memory is used again."""
-    monkeypatch.setattr(PlacementRequest, "simulated", False)
-    monkeypatch.setattr(transfer, "device_put", lambda values, device: jax.device_put(np.array(values), device))
-
-
 @pytest.mark.parametrize(
     "spec, dtype, simulated",
     [
-        ((), None, False),
-        (("sp",), torch.bfloat16, True),
-        ((None, "sp"), None, True),
+        ((), None, False), (("sp",), torch.bfloat16, True), ((None, "sp"), None, True),
         (("dp", None, "tp"), torch.bfloat16, False),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch, spec, dtype, simulated):
     monkeypatch.setattr(transfer, "SMALL", 0)
     monkeypatch.setattr(transfer, "PIECE_BYTES", 5 * 40 * 33 * 4)  # five rows: pieces end within parts
     if not simulated:
+        # As for real chips: values are copied to them, and the host's memory is used again.
         monkeypatch.setattr(transfer, "STAGED_BYTES", 70_000)
-        as_for_real_chips(monkeypatch)
+        monkeypatch.setattr(PlacementRequest, "simulated", False)
+        monkeypatch.setattr(transfer, "device_put", lambda values, device: jax.device_put(np.array(values), device))
     stored = disk.load_file(path)["float"][:, :, :32].contiguous() if "tp" in spec else disk.load_file(path)["float"]
     expected = stored if dtype is None else stored.half().to(dtype)  # each conversion rounds
     tensor = stored if dtype is None else FileTensor.of(stored, torch.float16, dtype)
     short = torch.ones(2, *stored.shape[1:], dtype=expected.dtype)
     kind = np.dtype(np.float32 if dtype is None else jax.numpy.bfloat16)
     mesh = make_mesh(2, 2, 2)
-    one = jax.ShapeDtypeStruct(stored.shape, kind, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
-    stack = jax.ShapeDtypeStruct((4, *stored.shape), kind, sharding=NamedSharding(mesh, PartitionSpec(None, *spec)))
+
+    def aval(shape, *axes):
+        return jax.ShapeDtypeStruct(shape, kind, sharding=NamedSharding(mesh, PartitionSpec(*axes, *spec)))
+
+    asked = [
+        PlacementRequest("one", aval(stored.shape), [tensor], False),
+        PlacementRequest("stack", aval((4, *stored.shape), None), [tensor, None, short, tensor], True),
+    ]
     with Transfer() as some:
-        asked = [
-            PlacementRequest("one", one, [tensor], False),
-            PlacementRequest("stack", stack, [tensor, None, short, tensor], True),
-        ]
         arrays = dict(some.arrays(asked))
     padded = torch.cat([short, torch.zeros(len(stored) - 2, *stored.shape[1:], dtype=expected.dtype)])
     for name, oracle in (("one", expected), ("stack", torch.stack([expected, 0 * expected, padded, expected]))):

@@ -1,7 +1,7 @@
 """Rows of `examples/tpu/FAULTS.md` about caches, memory and chips, injected. Oracles: messages and counts by hand."""
 
+import contextlib
 import errno
-import logging
 import os
 import subprocess
 import time
@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from diffusers.tpu import errors as failures
 from diffusers.tpu import planner
@@ -53,17 +54,21 @@ def asked(request, tmp_path, monkeypatch):
     return lambda: (planner.Question(planner.PLANS, {"model": "wan-1.3b"}).answer()["steps"], len(children))
 
 
-@pytest.fixture
-def warned() -> list:
-    sentences = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: sentences.append(record.getMessage())
-    loggers = [logging.getLogger(name) for name in ("diffusers", "jax")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    yield sentences
-    for logger in loggers:
-        logger.removeHandler(handler)
+@contextlib.contextmanager
+def set_for_jax(**settings):
+    """JAX with these settings, and an empty cache in memory."""
+    before = {name: getattr(jax.config, name) for name in settings}
+
+    def take(values: dict):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    take(settings)
+    try:
+        yield
+    finally:
+        take(before)
 
 
 @fault("planner-entry-corrupt")
@@ -120,13 +125,9 @@ def test_a_cache_that_is_a_file_is_said_and_not_used(asked, tmp_path, monkeypatc
     (tmp_path / "cache").write_text("a file")
     assert asked() == ("text", 1) and "cache" in warned[0]
     assert asked() == ("text", 2) and len(warned) == 1
-    before = jax.config.jax_compilation_cache_dir
-    try:
-        jax.config.update("jax_compilation_cache_dir", None)
+    with set_for_jax(jax_compilation_cache_dir=None):
         keep_compiled_programs(str(tmp_path / "cache"))
         assert jax.config.jax_compilation_cache_dir is None and "DIFFUSERS_TPU_CACHE" in warned[-1]
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
     assert (tmp_path / "cache").read_text() == "a file"
 
 
@@ -140,18 +141,11 @@ def test_a_plan_that_cannot_be_kept_is_said_before_it_is_asked(tmp_path, monkeyp
 
 @fault("program-entry-corrupt")
 def test_a_corrupt_entry_of_jaxs_cache_is_compiled_again(chips, tmp_path):
-    from jax.experimental.compilation_cache import compilation_cache
+    def compute():
+        return jax.jit(lambda x: jnp.sin(x) * 17 + 3)(jnp.ones(5)).tolist()
 
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    try:
-        jax.config.update(names[1], 0.0)
-        jax.config.update(names[0], str(tmp_path))
-        compilation_cache.reset_cache()
-
-        def compute():
-            return jax.jit(lambda x: jnp.sin(x) * 17 + 3)(jnp.ones(5)).tolist()
-
+    kept = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    with set_for_jax(**kept):
         expected = compute()
         entries = [path for path in tmp_path.iterdir() if path.name.endswith("-cache")]
         assert entries
@@ -160,10 +154,6 @@ def test_a_corrupt_entry_of_jaxs_cache_is_compiled_again(chips, tmp_path):
         jax.clear_caches()
         with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
             assert compute() == expected
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()
 
 
 CORE = {  # of libtpu 0.0.42.1

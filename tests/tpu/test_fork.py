@@ -3,14 +3,14 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
-import types
 
-import diffusers.tpu
+import pytest
+
 import laying
 import series
-from diffusers import DDPMPipeline, DDPMScheduler, UNet2DModel
 from upstream import digest, read_pin
 
 
@@ -32,17 +32,27 @@ def test_the_tree_is_upstream_the_series_and_an_overlay(root, pristine):
     assert ours and not [name for name in ours if name in pristine]  # the overlay shadows nothing
 
 
-# In a process of its own, on a host without a TPU: what runs and what is imported in each mode.
+# In a process of its own, on a host without a TPU: what is touched, what runs and what is imported in each mode.
 WITHOUT_A_TPU = """
-import json, os, sys, tempfile
+import json, os, sys, tempfile, time, torch
+names = ("Generator", "randn", "cuda", "device", "compile", "load", "tensor")
+before = {name: getattr(torch, name) for name in names}, dict(vars(torch.cuda)), dict(vars(torch.Tensor))
+modes = torch.autograd.grad_mode.inference_mode.__enter__, torch.amp.autocast_mode.autocast.__init__
+import diffusers
+for old, now in zip(before, (torch, torch.cuda, torch.Tensor)):
+    assert all(getattr(now, name) is value or vars(now)[name] is value for name, value in old.items())
+assert len(before[2]) == len(vars(torch.Tensor))
+assert modes == (torch.autograd.grad_mode.inference_mode.__enter__, torch.amp.autocast_mode.autocast.__init__)
+began = time.perf_counter()
+diffusers.tpu.activate()
+assert time.perf_counter() - began < 0.005
+assert not torch.cuda.is_available() and not [m for m in sys.modules if m.startswith("diffusers.tpu.idioms")]
+
 sys.path.insert(0, sys.argv[1])
-import torch
-import diffusers.tpu
 import tiny
 from diffusers import WanPipeline
 from diffusers.models import attention_dispatch
 from diffusers.tpu.chips import devices
-
 devices._generation_on_this_host = lambda: None
 registry = attention_dispatch._AttentionBackendRegistry
 by_variable, registry._active_backend = registry._active_backend, attention_dispatch.AttentionBackendName.NATIVE
@@ -64,28 +74,16 @@ print(json.dumps(facts))
 """
 
 
-def test_without_a_tpu_pipelines_run_without_jax(root):
+@pytest.mark.idiom("nothing-touched")
+def test_without_a_tpu_nothing_of_torch_is_touched_and_pipelines_run_without_jax(root):
     """Also says that the variable of upstream's dispatcher, read at its import, selects the TPU's attention."""
-    given = {"PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": "auto", "DIFFUSERS_ATTN_BACKEND": "tpu"}
-    command = [sys.executable, "-c", WITHOUT_A_TPU, str(root / "tests" / "tpu")]
+    given = {"PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": "off", "DIFFUSERS_ATTN_BACKEND": "tpu"}
+    command = [sys.executable, "-X", "importtime", "-c", WITHOUT_A_TPU, str(root / "tests" / "tpu")]
     result = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0, result.stderr[-2000:]
     facts = json.loads(result.stdout.splitlines()[-1])
     assert facts["auto"] == facts["off"] == [False, []]
     assert "'tpu' expects the TPU path, which is off here" in facts["tpu attention"]
-
-
-def test_a_loaded_pipeline_passes_the_seams(monkeypatch, tmp_path):
-    sizes = {"sample_size": 8, "block_out_channels": (8,), "norm_num_groups": 4, "layers_per_block": 1}
-    model = UNet2DModel(**sizes, down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",))
-    DDPMPipeline(model, DDPMScheduler()).save_pretrained(tmp_path)
-    seen, moved = [], types.SimpleNamespace(to=lambda *args, **kwargs: (args, kwargs))
-    monkeypatch.setattr(diffusers.tpu, "resolve_device_map", lambda device_map: (None, device_map == "cuda"))
-    monkeypatch.setattr(diffusers.tpu, "handles_device", lambda *args, **kwargs: args == ("cuda",))
-    monkeypatch.setattr(diffusers.tpu, "install", lambda pipe: seen.append(pipe) or moved)
-    assert DDPMPipeline.from_pretrained(tmp_path) and seen == []
-    pipe = DDPMPipeline.from_pretrained(tmp_path, device_map="cuda")
-    assert seen == [pipe]
-    assert pipe.to("cpu") is pipe
-    assert pipe.to("cuda", silence_dtype_warnings=True) == (("cuda",), {"silence_dtype_warnings": True})
-    assert seen == [pipe, pipe]
+    imports = re.findall(r"\| +(\d+) \| +(diffusers[.\w]*)$", result.stderr, re.M)
+    microseconds = {name: int(time) for time, name in imports}
+    assert microseconds["diffusers.tpu"] < 0.05 * microseconds["diffusers"]

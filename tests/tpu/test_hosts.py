@@ -26,24 +26,19 @@ LIMIT = 30.0  # seconds within which the death of one ends the others
 SILENT = run.HEARTBEAT + LIMIT  # the same of one that says nothing
 
 
-def start(count: int, chips: int, command: list[str], folder: Path, cache: str, **more) -> list[subprocess.Popen]:
+def start(count: int, chips: int, command: list[str], folder: Path, cache: str) -> list[subprocess.Popen]:
     """The processes of a run on loopback; their output is in FOLDER/NUMBER.txt."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
-    common = {
-        "DIFFUSERS_TPU": "cpu",
-        "DIFFUSERS_TPU_DEVICES": str(chips),
-        "DIFFUSERS_TPU_CACHE": cache,
-        "XLA_FLAGS": " ".join(flags),
-        "NPROC": "8",  # threads, as the process of the tests has
-    }
+    common = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(chips), "DIFFUSERS_TPU_CACHE": cache}
+    common |= {"XLA_FLAGS": " ".join(flags), "NPROC": "8"}  # threads, as the process of the tests has
     if count > 1:
         common |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
     started = []
     for number in range(count):
-        given = {**os.environ, **common, **more, **({"JAX_PROCESS_ID": str(number)} if count > 1 else {})}
+        given = {**os.environ, **common, **({"JAX_PROCESS_ID": str(number)} if count > 1 else {})}
         with open(folder / f"{number}.txt", "w") as output:
             started.append(subprocess.Popen([sys.executable, *command], env=given, stdout=output, stderr=output))
     return started
@@ -105,41 +100,38 @@ def test_two_processes_give_what_one_gives_read_their_bytes_and_end_together(chi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, own", [(4, 2)])
-def test_eight_chips_of_several_processes_are_as_eight_of_one(compiled_programs, tmp_path, count, own):
+def test_eight_chips_of_four_processes_are_as_eight_of_one(compiled_programs, tmp_path):
     """dp from process to process, sp too, and tp inside of them: to the last bit."""
     meshes = [f"video:{degrees}" for degrees in ("2,4,1", "1,8,1", "2,2,2", "4,2,1")]
     alone, several = tmp_path / "alone", tmp_path / "several"
-    for folder, processes, chips in ((alone, 1, 8), (several, count, own)):
+    for folder, processes in ((alone, 1), (several, 4)):
         folder.mkdir()
-        started = start(processes, chips, steps(folder, *meshes, "read:1,8,1"), folder, compiled_programs)
+        made = steps(folder, *meshes, "read:1,8,1")
+        started = start(processes, 8 // processes, made, folder, compiled_programs)
         assert ended(started) == [0] * processes, text(folder, 0)[-3000:]
-    for made in alone.glob("video-*.npy"):
-        for number in range(count):
+    for number in range(4):
+        for made in alone.glob("video-*.npy"):
             theirs = np.load(several / made.name.replace("-0.npy", f"-{number}.npy"))
             np.testing.assert_array_equal(theirs, np.load(made), err_msg=made.name)
-    read = [json.loads((several / f"read-{number}.json").read_text()) for number in range(count)]
-    assert all(one == own for one, own, _ in read)
+        read, own, _ = json.loads((several / f"read-{number}.json").read_text())
+        assert read == own
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "count, victim, how, why",
     [
-        (2, 0, "SIGKILL", "it was killed"),
-        (2, 1, "SIGTERM", "it was killed"),
+        (2, 0, "SIGKILL", "it was killed"), (2, 1, "SIGTERM", "it was killed"),
         (4, 3, "raise", "ValueError: no room\n  on the disk"),
     ],
-)
+)  # fmt: skip
 def test_who_ends_ends_the_others_with_its_name(compiled_programs, tmp_path, count, victim, how, why):
-    processes = start(
-        count, 4 // count, steps(tmp_path, "latents:2,2,1", f"end:{victim}:{how}"), tmp_path, compiled_programs
-    )
+    made = steps(tmp_path, "latents:2,2,1", f"end:{victim}:{how}")
+    processes = start(count, 4 // count, made, tmp_path, compiled_programs)
     statuses = ended(processes)
     after = time.time()
     assert all(statuses), statuses
-    others = [number for number in range(count) if number != victim]
-    for number in others:
+    for number in {*range(count)} - {victim}:
         assert_named(tmp_path, number, victim, processes[victim].pid, why)
         assert after - float(re.search("ends at ([0-9.]+)", text(tmp_path, number)).group(1)) < LIMIT
 

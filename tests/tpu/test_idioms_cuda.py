@@ -55,17 +55,14 @@ def alone():
 
 @idiom("distributed", "device-mesh", "accelerate-processes")
 @pytest.mark.parametrize(
-    "given, launched",
-    [
-        ({"backend": "nccl", "device_id": torch.device("cuda", 0)}, True),
-        ({}, False),
-        ({"backend": "cuda:nccl,cpu:gloo"}, False),
-    ],
+    "given",
+    [{"backend": "nccl", "device_id": torch.device("cuda", 0)}, {}, {"backend": "cuda:nccl,cpu:gloo"}],
+    ids=str,
 )
-def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, launched, given):
+def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, given):
     from accelerate import PartialState
 
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if launched else ():  # as torchrun --nproc-per-node 1
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if "device_id" in given else ():  # as torchrun --nproc-per-node 1
         alone.setenv(name, "1")
     dist.init_process_group(**given)
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
@@ -89,10 +86,9 @@ def test_one_of_several_processes_is_told_to_start_one(alone, said):
         dist.init_process_group("nccl", rank=0, world_size=8)
     for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
         alone.setenv(name, value)
-    with pytest.raises(RuntimeError, match="one of 8: one process has all chips.*python script.py"):
-        dist.init_process_group("nccl")
-    with pytest.raises(RuntimeError, match="one of 8: one process has all chips.*python script.py"):
-        tpu.install(torch.nn.Linear(1, 1))
+    for started in (lambda: dist.init_process_group("nccl"), lambda: tpu.install(torch.nn.Linear(1, 1))):
+        with pytest.raises(RuntimeError, match="one of 8: one process has all chips.*python script.py"):
+            started()
     assert not said and not dist.is_initialized()
 
 
@@ -151,14 +147,13 @@ def test_time_between_two_events_is_that_of_the_work():
 @idiom("cuda-seed")
 def test_seeds_of_an_accelerator_are_the_cpu_generators():
     torch.cuda.manual_seed_all(3)
-    first = torch.randn(2, device="cuda")
-    torch.manual_seed(3)
-    assert_same(torch.randn(2), first)
-    state = torch.cuda.get_rng_state()
+    first, state = torch.randn(2, device="cuda"), torch.cuda.get_rng_state()
     with torch.random.fork_rng():
         second = torch.randn(2, device="cuda")
     torch.cuda.set_rng_state(state)
     assert_same(torch.randn(2), second)
+    torch.manual_seed(3)
+    assert_same(torch.randn(2), first)
 
 
 @idiom("cuda-flags", "cuda-graph")
@@ -181,12 +176,9 @@ def test_settings_that_mean_nothing_here_are_taken():
 @idiom("autocast")
 def test_autocast_leaves_models_in_their_own_dtype(said):
     x = torch.randn(2, 2)
-    with (
-        torch.autocast("cuda", dtype=torch.bfloat16),
-        torch.amp.autocast("cuda"),
-        torch.autocast("tpu", torch.bfloat16),
-    ):
-        assert (x @ x).dtype == torch.float32
+    for cast in (torch.autocast("cuda", dtype=torch.bfloat16), torch.amp.autocast("cuda"), torch.autocast("tpu")):
+        with cast:
+            assert (x @ x).dtype == torch.float32
     with torch.autocast("cuda", enabled=False):
         pass
     assert len(said) == 1 and "own dtype" in said[0]

@@ -1,10 +1,12 @@
 """Idioms of scripts for CUDA around models and pipelines. Oracle: upstream's pipeline of the same weights in this process."""
 
+import functools
 import gc
 from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from transformers import T5EncoderModel
 
 import tiny
@@ -45,16 +47,15 @@ def pipe(folder):
 @pytest.fixture(scope="module")
 def upstream(idioms):
     """A function from changed arguments to what upstream's pipeline of the same weights gives."""
-    theirs = tiny.pixart()
-    return lambda **changes: call(theirs, **changes)
+    return functools.partial(call, tiny.pixart())
 
 
 @pytest.fixture
 def right(pipe, upstream):
     """A check that a call of the pipeline gives what upstream's does."""
 
-    def check(using=pipe, **changes):
-        assert relative(call(using, **changes), upstream(**changes)) < 1e-5
+    def check(**changes):
+        assert relative(call(pipe, **changes), upstream(**changes)) < 1e-5
 
     return check
 
@@ -97,16 +98,13 @@ def test_a_call_as_scripts_make_it(pipe, right, upstream):
 
 @idiom("inference-lora")
 def test_inference_mode_and_lora(folder):
-    from peft import LoraConfig, inject_adapter_in_model
-
-    config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
     theirs = tiny.pixart()
     with torch.inference_mode():
         ours = PixArtSigmaPipeline.from_pretrained(folder).to("cuda")
-        torch.manual_seed(3)
-        inject_adapter_in_model(config, ours.transformer)
-        torch.manual_seed(3)
-        inject_adapter_in_model(config, theirs.transformer)
+        for made in (ours, theirs):
+            torch.manual_seed(3)
+            config = LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+            inject_adapter_in_model(config, made.transformer)
         x = inputs()
         assert relative(ours.transformer(**x)[0], theirs.transformer(**x)[0]) < 1e-5
 
@@ -131,11 +129,8 @@ def test_models_are_not_torchs_to_compile(pipe, said, right):
         return pipe.transformer(**kwargs)
 
     class Studio:
-        def __init__(self):
-            self.pipe = pipe
-
         def decode(self, z):
-            return self.pipe.vae.decode(z)
+            return pipe.vae.decode(z)
 
     assert not hasattr(denoise, "_torchdynamo_orig_callable")
     assert torch.compile(Studio().decode).__func__ is Studio.decode
@@ -200,15 +195,20 @@ def test_attention_backends_of_packages_for_gpus(pipe, said, monkeypatch):
     assert tpu.attention_backend("flash") == "flash"
 
 
-@idiom("float16")
-def test_float16_weights_are_told_of_bfloat16_once(said):
+@idiom("device-map", "float16")
+def test_a_model_on_a_device_map_and_float16_weights_that_are_told_of_bfloat16_once(said, folder):
+    model, ids = (
+        T5EncoderModel.from_pretrained(folder, subfolder="text_encoder", device_map="auto"),
+        torch.tensor([[3, 4, 1]]),
+    )
+    assert relative(model(ids.to("cuda"))[0], tiny.pixart().text_encoder(ids)[0]) < 1e-5
     tiny.pixart().to("cuda", torch.bfloat16)
     assert not said
     given, theirs = inputs(), tiny.pixart().transformer
     made = tiny.pixart().to(torch.float16).to("cuda")
     half = {name: given[name].half() for name in ("hidden_states", "encoder_hidden_states")}
     assert relative(made.transformer(**{**given, **half})[0], theirs(**given)[0]) < 3e-3
-    made.text_encoder(torch.tensor([[3, 4, 1]]))
+    made.text_encoder(ids)
     assert len(said) == 1 and "torch_dtype=torch.bfloat16" in said[0]
 
 
@@ -234,17 +234,19 @@ def test_what_is_about_one_gpus_memory_is_waived(pipe, said, right):
 def test_quantization_that_needs_a_gpu_is_refused_first(folder):
     from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig
 
-    with pytest.raises(
-        NotImplementedError, match="needs a GPU: load the model without quantization_config, in bfloat16"
-    ):
-        BitsAndBytesConfig(load_in_4bit=True)
-    config = SimpleNamespace(quant_method="modelopt")
-    with pytest.raises(NotImplementedError, match="'modelopt', which needs a GPU"):
-        PixArtTransformer2DModel.from_pretrained(folder, subfolder="transformer", quantization_config=config)
+    def load(cls, config, **more):
+        return lambda: cls.from_pretrained(folder, quantization_config=config, **more)
+
     given = {"quant_kwargs": {"load_in_4bit": True}, "components_to_quantize": ["text_encoder"]}
-    config = PipelineQuantizationConfig(quant_backend="bitsandbytes_4bit", **given)
-    with pytest.raises(NotImplementedError, match="'bitsandbytes', which needs a GPU"):
-        PixArtSigmaPipeline.from_pretrained(folder, quantization_config=config)
+    own = PipelineQuantizationConfig(quant_backend="bitsandbytes_4bit", **given)
+    other = SimpleNamespace(quant_method="modelopt")
+    for asked, words in (
+        (lambda: BitsAndBytesConfig(load_in_4bit=True), ": load the model without quantization_config, in bfloat16"),
+        (load(PixArtTransformer2DModel, other, subfolder="transformer"), "'modelopt', which needs a GPU"),
+        (load(PixArtSigmaPipeline, own), "'bitsandbytes', which needs a GPU"),
+    ):
+        with pytest.raises(NotImplementedError, match=f".*{words}"):
+            asked()
 
 
 class Quantized(torch.Tensor):
@@ -272,9 +274,8 @@ def test_quantized_weights_are_refused_where_they_would_go_to_the_chips(when):
         made.to("cuda")
         made.transformer(**inputs())
     block.to_q.weight = torch.nn.Parameter(Quantized(block.to_q.weight.detach()), requires_grad=False)
-    with pytest.raises(
-        NotImplementedError, match="transformer_blocks.1.attn1.to_q.weight of class Quantized.*bfloat16"
-    ):
+    named = "transformer_blocks.1.attn1.to_q.weight of class Quantized.*bfloat16"
+    with pytest.raises(NotImplementedError, match=named):
         made.to("cuda")
         made.transformer(**inputs())
 
@@ -298,10 +299,3 @@ def test_gradients_are_refused_and_a_forgotten_no_grad_is_as_upstream(pipe):
     pipe.transformer.requires_grad_(False)
     assert not pipe.transformer(**given)[0].requires_grad
     pipe.transformer.requires_grad_(True)
-
-
-@idiom("device-map")
-def test_a_transformers_model_on_a_device_map(folder):
-    model = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder", device_map="auto")
-    ids = torch.tensor([[3, 4, 1]])
-    assert relative(model(ids.to("cuda"))[0], tiny.pixart().text_encoder(ids)[0]) < 1e-5

@@ -1,7 +1,9 @@
 """Device tensors in the hands of a script. Oracle: the same lines on host tensors, with the same seed."""
 
+import contextlib
 import copy
 import io
+import threading
 
 import numpy as np
 import pytest
@@ -72,27 +74,19 @@ USES = {
 }
 
 
-def computed(x):
-    return x.cpu() if isinstance(x, torch.Tensor) else x
-
-
 @idiom("tensor-read", "tensor-print", "tensor-save")
 def test_a_device_tensor_can_be_read_printed_and_saved(pair, env):
     device, host = pair
     for name, use in USES.items():
         with env:
-            inside = computed(use(device))
+            inside = use(device)
+            inside = inside.cpu() if isinstance(inside, torch.Tensor) else inside
         same(inside, use(host))
         same(use(device), use(host))
-    for inside in (True, False):
-        if inside:
-            env.enable_torch_modes()
-        try:
+    for where in (env, contextlib.nullcontext()):
+        with where:
             shown, file = repr(device), io.BytesIO()
             torch.save({"latents": device}, file)
-        finally:
-            if inside:
-                env.disable_torch_modes()
         assert shown == repr(host)[:-1] + ", device='jax:0')"
         file.seek(0)
         assert_same(torch.load(file)["latents"], host)
@@ -110,9 +104,13 @@ OPERATIONS = {
 }
 
 
-@idiom("tensor-compute")
-def test_outside_a_device_tensor_is_a_host_tensor_to_torch(pair):
+@idiom("tensor-compute", "tensor-picture")
+def test_outside_a_device_tensor_is_a_host_tensor_to_torch(pair, env):
     device, host = pair
+    with env:
+        pictures = [x.float().sigmoid().expand(1, 3, 2, 3) for x in pair]
+    ours, theirs = (VaeImageProcessor().postprocess(x, output_type="pil")[0] for x in pictures)
+    assert ours.tobytes() == theirs.tobytes()
     other = torch.randn(2, 3).to(host.dtype)
     for operation in OPERATIONS.values():
         ours = operation(device, other)
@@ -141,42 +139,20 @@ def test_outside_what_is_written_stays(pair, env):
         same(device.cpu(), host)
 
 
-@idiom("tensor-picture")
-def test_a_picture_of_a_device_tensor(env):
-    host = torch.rand(1, 3, 4, 4)
-    with env:
-        device = env.moved(host)
-    ours, theirs = (VaeImageProcessor().postprocess(x, output_type="pil")[0] for x in (device, host))
-    assert ours.tobytes() == theirs.tobytes()
-
-
 # Random draws
 
 
 def _chain(x, g):
     return [
-        torch.randn_like(x),
-        torch.rand_like(x),
-        torch.randint_like(x, 0, 100),
-        x.clone().normal_(1, 2, generator=g),
-        torch.stack([x[1].normal_(), x[1]]),
-        x.clone().uniform_(-1, 1),
-        torch.bernoulli(x.sigmoid()),
-        x.clone().bernoulli_(0.3, generator=g),
-        x.clone().exponential_(),
-        x.clone().random_(0, 50),
-        x.clone().log_normal_(),
-        x.clone().cauchy_(),
-        torch.normal(x, 0.5, generator=g),
-        torch.normal(x, x.abs()),
-        torch.multinomial(x.abs() + 0.1, 2, generator=g),
-        torch.poisson(x.abs() * 3),
-        torch.nn.functional.dropout(x, 0.5, training=True),
-        torch.nn.functional.dropout(x, 0.5, training=False),
-        torch.randn(2, device=x.device),
-        torch.randperm(6, device=x.device),
+        torch.randn_like(x), torch.rand_like(x), torch.randint_like(x, 0, 100), x.clone().normal_(1, 2, generator=g),
+        torch.stack([x[1].normal_(), x[1]]), x.clone().uniform_(-1, 1), torch.bernoulli(x.sigmoid()),
+        x.clone().bernoulli_(0.3, generator=g), x.clone().exponential_(), x.clone().random_(0, 50),
+        x.clone().log_normal_(), x.clone().cauchy_(), torch.normal(x, 0.5, generator=g), torch.normal(x, x.abs()),
+        torch.multinomial(x.abs() + 0.1, 2, generator=g), torch.poisson(x.abs() * 3),
+        torch.nn.functional.dropout(x, 0.5, training=True), torch.nn.functional.dropout(x, 0.5, training=False),
+        torch.randn(2, device=x.device), torch.randperm(6, device=x.device),
         torch.rand(2, generator=g, device=x.device),
-    ]
+    ]  # fmt: skip
 
 
 @idiom("draws")
@@ -185,13 +161,10 @@ def test_draws_on_device_tensors_are_those_of_the_cpu_generators(env):
     for inside in (True, False):
         torch.manual_seed(5)
         g = torch.Generator("cuda").manual_seed(8)
-        if inside:
-            with env:
-                before = env.draws
-                drawn.append([x.cpu() for x in _chain(env.moved(host), g)])
-                assert env.draws - before >= len(drawn[0]) - 1
-        else:
-            drawn.append(_chain(host, g))
+        with env if inside else contextlib.nullcontext():
+            before = env.draws
+            drawn.append([x.cpu() for x in _chain(env.moved(host) if inside else host, g)])
+            assert not inside or env.draws - before >= len(drawn[0]) - 1
         drawn[-1].append(torch.randn(1))
     for ours, theirs in zip(*drawn):
         assert_same(ours.to(theirs.dtype), theirs)
@@ -202,21 +175,15 @@ def test_a_trace_says_that_it_drew(env):
 
     from diffusers.tpu import bridge
 
-    def traced(array, draw):
-        with env:
-            x = bridge.to_torch(array)
-            return (x + draw(x)).jax()
-
     for draw, draws in ((torch.randn_like, True), (lambda x: torch.bernoulli(x.sigmoid()), True), (torch.sin, False)):
         before = env.draws
-        jax.eval_shape(lambda array: traced(array, draw), jax.ShapeDtypeStruct((2, 3), "float32"))
+        with env:
+            jax.eval_shape(lambda x: draw(bridge.to_torch(x)).jax(), jax.ShapeDtypeStruct((2, 3), "float32"))
         assert (env.draws > before) == draws
 
 
 @idiom("threads")
 def test_a_thread_beside_a_call_computes_on_the_host(env):
-    import threading
-
     made = []
     with env:
         thread = threading.Thread(target=lambda: made.append(torch.ones(2, device="cuda") * 2))

@@ -67,7 +67,7 @@ def mochi_inputs(model, mask) -> dict:
 
 
 def framepack_inputs(model, mask) -> dict:
-    given = denoisers.inputs("framepack", model, len(mask))
+    given = denoisers.inputs("framepack", len(mask))
     return given | {"encoder_attention_mask": mask.to(torch.bfloat16)}  # as its pipeline gives it
 
 
