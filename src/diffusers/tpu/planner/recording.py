@@ -88,6 +88,7 @@ class Recording:
                     runner.detach()
 
     def add(self, runner: "RecordingRunner", call: Call) -> RecordedCall:
+        """The call among those of its kind, whose first is traced."""
         found = next((r for r in self.calls if r.component == runner.component and r.call.key == call.key), None)
         if found is None:
             self.on_progress(f"tracing {runner.component}")

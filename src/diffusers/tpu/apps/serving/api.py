@@ -5,9 +5,9 @@ import base64
 import contextlib
 import time
 from collections.abc import AsyncIterator
-from typing import Annotated
+from typing import Annotated, Literal
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.sse import EventSourceResponse, ServerSentEvent
@@ -16,12 +16,13 @@ from starlette.exceptions import HTTPException
 
 from .errors import Refused
 from .jobs import CANCELLED, COMPLETED, FAILED, Job, Jobs, Metrics
-from .requests import Reader, WantedImages, WantedVideo
+from .requests import Reader, WantedImages, WantedVideo, refusal
 from .worker import Worker
 
 
 LOOKS_FOR_CLIENT = 1.0  # seconds between looks whether one that waits for images is still there
-VARIANTS = {"video": ".mp4", "spritesheet": ".png"}
+Listed = Annotated[int, Query(ge=1, le=100)]  # videos in one answer
+SUFFIXES = {"video": ".mp4", "spritesheet": ".png"}  # of variants
 
 
 def make_app(jobs: Jobs, worker: Worker, reader: Reader, metrics: Metrics) -> FastAPI:
@@ -65,9 +66,7 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         headers = {name.replace("-", "_"): value for name, value in (error.headers or {}).items()}
         error = Refused(error.status_code, f"{error.detail}: {request.method} {request.url.path}", **headers)
     elif isinstance(error, RequestValidationError):
-        first = error.errors()[0]
-        param = str(first["loc"][-1])
-        error = Refused(400, f"expected {param}: {first['msg']}, got {first['input']!r}", param=param)
+        error = refusal(error.errors()[0])
     elif not isinstance(error, Refused):
         error = Refused(500, f"an error of the server: {type(error).__name__}")
     return error.response()
@@ -139,9 +138,7 @@ def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader):
         return _shown(job, jobs, reader)
 
     @app.get("/v1/videos")
-    async def listed(limit: int = 20, after: str | None = None, order: str = "desc"):
-        if not 1 <= limit <= 100 or order not in ("asc", "desc"):
-            raise Refused(400, f"expected limit of 1 to 100 and order asc or desc, got {limit} and {order!r}")
+    async def listed(limit: Listed = 20, after: str | None = None, order: Literal["asc", "desc"] = "desc"):
         videos = [job for job in jobs.all() if job.kind == "video"][:: 1 if order == "desc" else -1]
         if after is not None:
             videos = videos[videos.index(_video(after, jobs)) + 1 :]
@@ -161,12 +158,10 @@ def _add_one_video(app: FastAPI, jobs: Jobs, reader: Reader):
         return _shown(job, jobs, reader)
 
     @app.get("/v1/videos/{video_id}/content")
-    async def content(job: Found, variant: str = "video"):
-        if variant not in VARIANTS:
-            raise Refused(400, f"expected variant {' or '.join(VARIANTS)}, got {variant!r}", param="variant")
+    async def content(job: Found, variant: Literal["video", "spritesheet"] = "video"):
         if job.state != COMPLETED:
             raise Refused(409, f"expected a completed video, got one that is {job.state}", code="not_completed")
-        (file,) = (file for file in job.files if file.suffix == VARIANTS[variant])
+        (file,) = (file for file in job.files if file.suffix == SUFFIXES[variant])
         try:
             stat = file.stat()
         except FileNotFoundError:

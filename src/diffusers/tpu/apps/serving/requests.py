@@ -67,7 +67,7 @@ class Reader:
         try:
             wanted = kind.model_validate(fields)
         except ValidationError as error:
-            raise _refused(error.errors()[0], kind) from error
+            raise refusal(error.errors()[0], kind) from error
         if wanted.model not in (None, self.model):
             raise Refused(
                 404, f"expected the model {self.model!r}, got {wanted.model!r}", param="model", code="model_not_found"
@@ -137,8 +137,9 @@ async def _fields(http: HTTPRequest) -> dict:
     )
 
 
-def _refused(error: dict, kind: type[Wanted]) -> Refused:
-    param, got = ".".join(map(str, error["loc"])) or "body", repr(error["input"])
+def refusal(error: dict, kind: type[BaseModel] = Wanted) -> Refused:
+    """Of what pydantic says of one field of a request."""
+    param, got = str(error["loc"][-1]) if error["loc"] else "body", repr(error["input"])
     got = got if len(got) <= 100 else got[:97] + "..."
     words = f"expected a valid {param} ({error['msg'][:1].lower()}{error['msg'][1:]}), got {got}"
     if error["type"] == "missing":
