@@ -8,7 +8,6 @@ import torch
 
 import diffusers.tpu
 from diffusers import CogVideoXPipeline
-from diffusers.tpu.apps.cli.errors import BadInput
 from diffusers.tpu.apps.cli.generate import where
 from diffusers.tpu.apps.cli.session import pipeline_class
 
@@ -61,7 +60,7 @@ def main():
     output = flags.output_file(parser, "--output", args.output)
     try:
         check(args)
-    except (ValueError, BadInput) as error:
+    except ValueError as error:
         parser.error(str(error))
 
     pipe = CogVideoXPipeline.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))

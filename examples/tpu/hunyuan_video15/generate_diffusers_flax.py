@@ -9,7 +9,6 @@ import torch
 import diffusers.tpu
 from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from diffusers.tpu.apps.cli.arguments import parameters_of
-from diffusers.tpu.apps.cli.errors import BadInput
 from diffusers.tpu.apps.cli.generate import where
 from diffusers.tpu.apps.cli.session import pipeline_class
 from diffusers.utils import load_image
@@ -74,7 +73,7 @@ def main():
     output = flags.output_file(parser, "--output_path", args.output_path)
     try:
         cls = pipeline_of(args)
-    except (ValueError, BadInput) as error:
+    except ValueError as error:
         parser.error(str(error))
 
     pipe = cls.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))
