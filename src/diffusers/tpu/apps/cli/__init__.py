@@ -13,7 +13,7 @@ from pathlib import Path
 from ...chips import hosts
 from ...config import ATTENTIONS
 from ...errors import Failure
-from .errors import BadInput, is_bad_input, one_line
+from .errors import one_line, raised_here
 
 
 TABLE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
@@ -24,10 +24,10 @@ TYPES = {"int": int, "float": float}
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, with errors as BadInput in place of the whole usage and an exit."""
+    """argparse, with errors as ValueError in place of the whole usage and an exit."""
 
     def error(self, message):
-        raise BadInput(f"{message}. {self.prog} --help lists what there is.")
+        raise ValueError(f"{message}. {self.prog} --help lists what there is.")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -58,7 +58,7 @@ def _add_options(parser, table: dict):
 
 
 def _check(options: argparse.Namespace):
-    """Raises BadInput for flags that a rule of the command refuses beside the others."""
+    """Raises ValueError for flags that a rule of the command refuses beside the others."""
     given = {n: v for n, v in vars(options).items() if v is not None and v is not False and v != DEFAULTS.get(n)}
     for rule in TABLE["commands"][options.command].get("rules", ()):
         refused = all(
@@ -68,7 +68,7 @@ def _check(options: argparse.Namespace):
         for name in rule["flags"]:
             if refused and name in given:
                 flag = f"--{name.replace('_', '-')}"
-                raise BadInput(rule["message"].format(flag=flag, **vars(options)))
+                raise ValueError(rule["message"].format(flag=flag, **vars(options)))
 
 
 def _function(options: argparse.Namespace) -> tuple[str, str]:
@@ -86,12 +86,12 @@ def main(argv: list[str] | None = None) -> int:
         options, rest = make_parser().parse_known_args(argv)
         groups = TABLE["commands"][options.command].get("groups", ())
         if rest and not {"pipeline", "plan"} & {*groups}:
-            raise BadInput(f"expected no further arguments of {options.command}, got {' '.join(rest)}")
+            raise ValueError(f"expected no further arguments of {options.command}, got {' '.join(rest)}")
         _check(options)
         module, name = _function(options)
         return getattr(importlib.import_module(f".{module}", __package__), name)(options, rest)
     except (ValueError, NotImplementedError) as error:
-        if not is_bad_input(error):
+        if not raised_here(error):
             raise
         print(f"diffusers-tpu: {one_line(error)}", file=sys.stderr)
         hosts.failed(one_line(error), 2)

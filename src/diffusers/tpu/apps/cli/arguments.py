@@ -4,7 +4,6 @@ import inspect
 
 from ..generation.signature import OURS, parameters_of, types_of
 from . import TABLE
-from .errors import BadInput
 
 
 OF_PIPELINES = tuple(name[2:].replace("-", "_") for name in TABLE["groups"]["pipeline"]["options"])
@@ -22,7 +21,7 @@ def given_arguments(options, rest: list[str]) -> dict[str, list[str]]:
             given.setdefault(name, []).extend([value] if equals else [])
             name = None if equals else name
         elif name is None:
-            raise BadInput(f"expected --name value, got {word!r} with no name before it")
+            raise ValueError(f"expected --name value, got {word!r} with no name before it")
         else:
             given[name].append(word)
             name = None
@@ -34,7 +33,7 @@ def numbers(options, rest: list[str]) -> dict:
     found = {}
     for name, words in given_arguments(options, rest).items():
         if len(words) != 1:
-            raise BadInput(f"expected {flag(name)} once with a value, got {words}")
+            raise ValueError(f"expected {flag(name)} once with a value, got {words}")
         found[name] = next((x for kind in (int, float) if (x := _number(kind, words[0])) is not None), words[0])
     return found
 
@@ -42,21 +41,21 @@ def numbers(options, rest: list[str]) -> dict:
 def call_arguments(pipeline_class: type, given: dict[str, list[str]]) -> dict:
     """Arguments for the pipeline's `__call__`.
 
-    Raises BadInput for a name it does not take, a value of another type, or a type that no command line can give.
+    Raises ValueError for a name it does not take, a value of another type, or a type that no command line can give.
     """
     parameters = parameters_of(pipeline_class)
     return {name: _value(pipeline_class, name, words, parameters) for name, words in given.items()}
 
 
 def require(pipeline_class: type, names):
-    """Raises BadInput if the pipeline takes no argument of one of these names, or needs one that is not among them."""
+    """Raises ValueError if the pipeline takes no argument of one of these names, or needs one that is not among them."""
     parameters = parameters_of(pipeline_class)
     for name in names:
         if name not in parameters:
-            raise BadInput(unknown(pipeline_class, name))
+            raise ValueError(unknown(pipeline_class, name))
     missing = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in names]
     if missing:
-        raise BadInput(f"{pipeline_class.__name__} needs {', '.join(map(flag, missing))}")
+        raise ValueError(f"{pipeline_class.__name__} needs {', '.join(map(flag, missing))}")
 
 
 def unknown(pipeline_class: type, name: str) -> str:
@@ -70,20 +69,20 @@ def flag(name: str) -> str:
 
 def _value(pipeline_class: type, name: str, words: list[str], parameters: dict):
     if name not in parameters:
-        raise BadInput(unknown(pipeline_class, name))
+        raise ValueError(unknown(pipeline_class, name))
     types, annotation = types_of(parameters[name]), parameters[name].annotation
     if not types:
         reason = "is set by the command itself" if name in OURS else "is nothing that a command line can give"
-        raise BadInput(f"{flag(name)} of {pipeline_class.__name__} ({annotation}) {reason}")
+        raise ValueError(f"{flag(name)} of {pipeline_class.__name__} ({annotation}) {reason}")
     if not words:
         if "bool" not in types:
-            raise BadInput(f"expected a value after {flag(name)}")
+            raise ValueError(f"expected a value after {flag(name)}")
         return True
     if "list" in str(annotation) and "str" not in types:
         return [_converted(name, part, types) for word in words for part in word.split(",")]
     values = [_converted(name, word, types) for word in words]
     if len(values) > 1 and name not in ("prompt", "negative_prompt"):
-        raise BadInput(f"expected {flag(name)} once, got it {len(values)} times")
+        raise ValueError(f"expected {flag(name)} once, got it {len(values)} times")
     return values if len(values) > 1 else values[0]
 
 
@@ -95,7 +94,7 @@ def _converted(name: str, word: str, types: list[str]):
     for kind in (int, float):
         if kind.__name__ in types and (value := _number(kind, word)) is not None:
             return value
-    raise BadInput(f"expected {flag(name)} of type {' or '.join(dict.fromkeys(types))}, got {word!r}")
+    raise ValueError(f"expected {flag(name)} of type {' or '.join(dict.fromkeys(types))}, got {word!r}")
 
 
 def _number(kind: type, word: str):

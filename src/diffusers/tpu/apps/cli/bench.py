@@ -10,14 +10,14 @@ from ...kernels.attention.blocks import TUNED
 from ...planner import BENCH
 from ...planner.aot import ChildError
 from . import TABLE
-from .errors import BadInput, one_line, refusing
+from .errors import one_line, refusing
 from .output import table, write_json
 
 
 def run(options, rest: list[str]) -> int:
     """Run the command; exit status 1 if a row could not be had (it then says why)."""
     if not BENCH.is_dir():
-        raise BadInput("expected a checkout of the repository: no wheel has benchmarks (examples/tpu/bench)")
+        raise ValueError("expected a checkout of the repository: no wheel has benchmarks (examples/tpu/bench)")
     if str(BENCH.parent) not in sys.path:
         sys.path.append(str(BENCH.parent))
     benches, attention = (importlib.import_module(f"bench.{name}") for name in ("benches", "attention_cases"))
@@ -28,7 +28,7 @@ def run(options, rest: list[str]) -> int:
     if options.tune:
         cases = [case for case in cases if case.row.get("path") == "bound"]
         if not cases:
-            raise BadInput(f"expected --tune with attention and no --path but bound, got {options.kind}")
+            raise ValueError(f"expected --tune with attention and no --path but bound, got {options.kind}")
     rows = []
     quiet = Console(stderr=True)
     for number, case in enumerate(cases, 1):

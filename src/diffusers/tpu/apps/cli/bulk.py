@@ -9,7 +9,7 @@ from ..bulk import prompts as prompt_files
 from ..bulk.directory import Directory
 from ..bulk.work import Work
 from . import session
-from .errors import BadInput, loading
+from .errors import loading
 from .output import say
 
 
@@ -28,7 +28,7 @@ class Loader:
 
             # Each process decides for itself which prompt is next: those of one slice could not run one program together.
             if jax.process_count() > 1:
-                raise BadInput(
+                raise ValueError(
                     f"expected a slice of one host for each process with --prompts, got one of {jax.process_count()} processes of"
                     " a slice. Start one command a host, each on its own chips, or --ray with one actor a host"
                 )
@@ -69,18 +69,18 @@ def run(options, rest: list[str]) -> int:
 
 
 def _checked(options) -> dict[str, float]:
-    """`--ray-resources` as numbers by name. Raises BadInput for flags that do not go together."""
+    """`--ray-resources` as numbers by name. Raises ValueError for flags that do not go together."""
     if options.batch < 1 or (options.ray is not None and options.ray < 1):
-        raise BadInput("expected --batch and --ray of at least 1")
+        raise ValueError("expected --batch and --ray of at least 1")
     if options.output is not None and Path(options.output).suffix:
-        raise BadInput(f"expected --output to be a directory with --prompts, got {options.output!r}")
+        raise ValueError(f"expected --output to be a directory with --prompts, got {options.output!r}")
     if options.ray is not None and None in map(importlib.util.find_spec, ("ray", "pyarrow")):
-        raise BadInput("expected Ray Data with --ray, it is not installed: pip install '.[ray]'")
+        raise ValueError("expected Ray Data with --ray, it is not installed: pip install '.[ray]'")
     found = {}
     for text in options.ray_resources or []:
         name, _, count = text.partition("=")
         try:
             found[name] = float(count)
         except ValueError:
-            raise BadInput(f"expected --ray-resources NAME=COUNT, such as TPU=8, got {text!r}") from None
+            raise ValueError(f"expected --ray-resources NAME=COUNT, such as TPU=8, got {text!r}") from None
     return found

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from ...files import write_whole
 from . import session
 from .arguments import flag, numbers
-from .errors import PACKAGE, BadInput, refusing
+from .errors import PACKAGE, refusing
 from .output import check_writable, say, table
 
 
@@ -27,10 +27,10 @@ def run(options, rest: list[str]) -> int:
     """The command; exit status 1 if a row fails: a module is too far off, a submodule parts or gives what is not finite."""
     for name in ("mesh", "dtype"):
         if options.component and len(getattr(options, name) or []) > 1:
-            raise BadInput(f"expected {flag(name)} once with --component, got {getattr(options, name)}")
+            raise ValueError(f"expected {flag(name)} once with --component, got {getattr(options, name)}")
     target = session.choose_target("auto")
     if target is None:
-        raise BadInput("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
+        raise ValueError("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
     cls, call = session.asked(options, rest)
     check_writable(options.report, ".html")
     seed = random.randrange(2**31) if options.seed is None else options.seed
@@ -156,7 +156,7 @@ def _shardings(comparison):
 def trace(options, rest: list[str]) -> int:
     """`--trace`; exit status 1 if there is an obstacle to compiling, or a trace did not come to its end."""
     if len(options.dtype or []) > 1:
-        raise BadInput(f"expected --dtype once with --trace, got {options.dtype}")
+        raise ValueError(f"expected --dtype once with --trace, got {options.dtype}")
     arguments = numbers(options, rest)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a TPU that is here stays free
     from ...planner.trace_diagnostics import list_obstacles

@@ -1,4 +1,7 @@
-"""Which errors are the user's to mend: they are told in one line, every other one with its traceback."""
+"""Which errors are the user's to mend: ValueError and NotImplementedError that are `raised_here`, told in one line.
+
+Every other one is shown with its traceback.
+"""
 
 import contextlib
 import os
@@ -9,29 +12,22 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[3]
 
 
-class BadInput(ValueError):
-    """What the user gave cannot be done; the message says what was expected, what came and the way out."""
-
-
-def is_bad_input(error: Exception) -> bool:
-    """Whether it is about an argument, and raised by code of this package."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, (ValueError, NotImplementedError)) and frames[-1].filename.startswith(
-        f"{PACKAGE}{os.sep}"
-    )
+def raised_here(error: Exception) -> bool:
+    """Whether code of this package raised it: what it says was expected, what came and the way out."""
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(f"{PACKAGE}{os.sep}")
 
 
 @contextlib.contextmanager
 def refusing(*kinds: type[Exception]):
-    """Errors of these classes as BadInput, whoever raises them."""
+    """Errors of these classes as ValueError, whoever raises them."""
     try:
         yield
     except kinds as error:
-        raise BadInput(one_line(error)) from error
+        raise ValueError(one_line(error)) from error
 
 
 def loading():
-    """Upstream's errors about a model directory or hub id, wherever they are raised, as BadInput."""
+    """Upstream's errors about a model directory or hub id, wherever they are raised, as ValueError."""
     return refusing(OSError, ValueError, NotImplementedError)
 
 

@@ -12,7 +12,6 @@ from ...chips import hosts
 from ...errors import NotFinite
 from ..generation import media
 from . import arguments, output, session
-from .errors import BadInput
 from .timing import Stopwatch, wait
 
 
@@ -49,15 +48,15 @@ def run(options, rest: list[str]) -> int:
 
 
 def _profiled_steps(options, cls: type, call: dict, target) -> range | None:
-    """The steps of `--profile`, None without. Raises BadInput for these flags where they say nothing."""
+    """The steps of `--profile`, None without. Raises ValueError for these flags where they say nothing."""
     if options.debug_nans and target is None:
-        raise BadInput(
+        raise ValueError(
             "expected no --debug-nans without the TPU path; diffusers-tpu compare looks at upstream's modules"
         )
     if options.profile is None:
         return None
     if target is None:
-        raise BadInput("expected no --profile without the TPU path")
+        raise ValueError("expected no --profile without the TPU path")
     from . import profile
 
     asked = arguments.parameters_of(cls).get("num_inference_steps")
@@ -93,14 +92,14 @@ def call_extras(cls: type, options, seed: int) -> dict:
     if "generator" in takes:
         extra["generator"] = torch.Generator().manual_seed(seed)
     elif options.seed is not None:
-        raise BadInput(arguments.unknown(cls, "seed"))
+        raise ValueError(arguments.unknown(cls, "seed"))
     if "output_type" in takes:
         extra["output_type"] = "pil"
     if options.image is not None:
         try:
             extra["image"] = load_image(options.image)
         except (OSError, ValueError) as error:
-            raise BadInput(f"expected --image to be a picture, got {options.image!r}: {error}") from error
+            raise ValueError(f"expected --image to be a picture, got {options.image!r}: {error}") from error
     return extra
 
 

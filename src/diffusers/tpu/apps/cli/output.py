@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from ...files import write_whole
-from .errors import BadInput
 
 
 SUFFIXES = (".mp4", ".png")
@@ -44,33 +43,33 @@ def table(
 def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES, kind: str = "") -> Path:
     """Where to write, of these suffixes; its folder is made. Without `wanted`: out/, named after the prompt and `kind`.
 
-    Raises BadInput for another suffix or a folder that cannot be written to.
+    Raises ValueError for another suffix or a folder that cannot be written to.
     """
     words = prompt[0] if isinstance(prompt, list) else prompt or ""
     words = "-".join("".join(c if c.isalnum() else " " for c in words.lower()).split())[:60].strip("-")
     path = Path(wanted) if wanted else Path("out") / ((words or "generated") + kind + suffixes[0])
     if not path.name or path.is_dir():
-        raise BadInput(f"expected --output to be a file, got the folder {str(path)!r}")
+        raise ValueError(f"expected --output to be a file, got the folder {str(path)!r}")
     path = path if path.suffix else path.with_suffix(suffixes[0])
     if path.suffix not in suffixes:
-        raise BadInput(f"expected --output to end in {' or '.join(suffixes)}, got {wanted!r}")
+        raise ValueError(f"expected --output to end in {' or '.join(suffixes)}, got {wanted!r}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         words = f"expected to write into {path.parent}, got {error.strerror}; choose another --output"
-        raise BadInput(words) from error
+        raise ValueError(words) from error
     if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise BadInput(f"expected --output to be a file in a writable folder, got {str(path)!r}")
+        raise ValueError(f"expected --output to be a file in a writable folder, got {str(path)!r}")
     return path
 
 
 def check_writable(wanted: str | None, suffix: str):
-    """Raises BadInput, before minutes of work, for another suffix or a folder that is not there or cannot be written to."""
+    """Raises ValueError, before minutes of work, for another suffix or a folder that is not there or cannot be written to."""
     if wanted in (None, "-"):
         return
     path = Path(wanted)
     if path.suffix != suffix or path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise BadInput(f"expected a file that ends in {suffix}, in a writable folder that is there, got {wanted!r}")
+        raise ValueError(f"expected a file that ends in {suffix}, in a writable folder that is there, got {wanted!r}")
 
 
 def write_json(wanted: str | None, value):

@@ -14,14 +14,13 @@ from ...files import write_whole
 from ...planner import ahead
 from ...planner.report import page, step_ranges, summed
 from .arguments import numbers
-from .errors import BadInput
 from .output import check_writable, say, table, write_json
 
 
 def _asked(options, rest: list[str]) -> dict:
     """What the planner is asked with, beside model, slice and mesh."""
     if options.batch < 1:
-        raise BadInput(f"expected --batch of at least 1, got {options.batch}")
+        raise ValueError(f"expected --batch of at least 1, got {options.batch}")
     return {
         "dtype": options.dtype,
         "batch": options.batch,
@@ -57,7 +56,7 @@ def make_executables(options, rest: list[str]) -> int:
     """`diffusers-tpu compile`, on any machine: a run's executables made before it; exit status 1 if one is not kept."""
     folder = options.output or read_environment().cache_dir
     if folder is None:
-        raise BadInput("expected --output DIR where DIFFUSERS_TPU_CACHE=off keeps nothing")
+        raise ValueError("expected --output DIR where DIFFUSERS_TPU_CACHE=off keeps nothing")
     settings = _asked(options, rest)
     check_writable(options.json, ".json")
     mesh = options.mesh and parse_mesh(options.mesh)

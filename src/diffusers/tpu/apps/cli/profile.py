@@ -15,7 +15,7 @@ from rich.console import Console
 from ...compile.state.watch import replaced
 from ...files import write_whole
 from ...planner.profile import PROGRAMS, beside, measured
-from .errors import BadInput, refusing
+from .errors import refusing
 from .output import say, table, write_json
 from .timing import wait
 
@@ -58,13 +58,13 @@ def _plan(path: str) -> dict:
 
 
 def steps_of(text: str, count: int | None) -> range:
-    """`--profile-steps`, "2:4" for steps 2 and 3 counted from 0. `count`: how many there are, where that is known. Raises BadInput."""
+    """`--profile-steps`, "2:4" for steps 2 and 3 counted from 0. `count`: how many there are, where that is known. Raises ValueError."""
     match = re.fullmatch(r"(\d+):(\d+)", text)
     steps = range(int(match[1]), int(match[2])) if match else range(0)
     if not steps:
-        raise BadInput(f"expected --profile-steps FIRST:END counted from 0, such as {STEPS}, got {text!r}")
+        raise ValueError(f"expected --profile-steps FIRST:END counted from 0, such as {STEPS}, got {text!r}")
     if count is not None and steps.stop > count:
-        raise BadInput(
+        raise ValueError(
             f"expected --profile-steps within the {count} steps of --num-inference-steps, got {text}: ask for more steps, or others"
         )
     return steps
@@ -79,7 +79,7 @@ def traced(pipe, folder: str, steps: range) -> Iterator[None]:
     """
     scheduler = getattr(pipe, "scheduler", None)
     if scheduler is None:
-        raise BadInput(f"expected --profile with a pipeline that has a scheduler, got {type(pipe).__name__}")
+        raise ValueError(f"expected --profile with a pipeline that has a scheduler, got {type(pipe).__name__}")
     step, done = scheduler.step, 0
     import jax
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from . import session
 from .arguments import flag
-from .errors import BadInput
 from .output import say
 
 
@@ -20,15 +19,15 @@ def run(options, rest: list[str]) -> int:
     """The command; returns its exit status, 0 when it was asked to end."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise BadInput(f"expected what serving needs, {', '.join(missing)} is not installed: pip install '.[serve]'")
+        raise ValueError(f"expected what serving needs, {', '.join(missing)} is not installed: pip install '.[serve]'")
     target = session.choose_target(options.device)
     mesh = session.mesh_of(options.mesh, target)
     cls, call = session.asked(options, rest)
     for name in OF_REQUESTS:
         if name in call:
-            raise BadInput(f"expected no {flag(name)}: requests say it; sizes are given with --sizes")
+            raise ValueError(f"expected no {flag(name)}: requests say it; sizes are given with --sizes")
     if options.page and importlib.util.find_spec("gradio") is None:
-        raise BadInput("expected Gradio for the page, it is not installed: pip install '.[serve]', or --no-page")
+        raise ValueError("expected Gradio for the page, it is not installed: pip install '.[serve]', or --no-page")
     from ..serving import server, sizes
 
     limits = {n: value for n in sizes.Limits.__annotations__ if (value := getattr(options, n)) is not None}

@@ -15,7 +15,7 @@ from ...chips import hosts
 from ...chips.devices import Target, find_target, jax_devices, why_off
 from ...config import TPUConfig, parse_mesh, read_environment
 from . import arguments
-from .errors import BadInput, loading
+from .errors import loading
 
 
 MODES = {"auto": None, "tpu": "auto", "simulated": "cpu", "upstream": "off"}
@@ -25,7 +25,7 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def choose_target(device: str) -> Target | None:
     """What this process runs on, None for plain upstream; sets DIFFUSERS_TPU for the rest of the process.
 
-    Raises BadInput where a TPU is wanted, or nothing was said, and there is none.
+    Raises ValueError where a TPU is wanted, or nothing was said, and there is none.
     """
     forced = device == os.environ.get("DIFFUSERS_TPU", "").strip().lower() == "tpu"
     if MODES[device] is not None and not forced:
@@ -33,7 +33,7 @@ def choose_target(device: str) -> Target | None:
     environment = read_environment()
     target = find_target(environment)
     if target is None and environment.mode == "auto":
-        raise BadInput(
+        raise ValueError(
             f"expected a TPU, found none ({why_off(environment)}). DIFFUSERS_TPU=cpu (or --device simulated) runs the same path on"
             " simulated chips, slowly: for small models and checks. --device upstream runs plain diffusers."
         )
@@ -73,12 +73,12 @@ def begin(options, rest: list[str]) -> tuple:
 def pipeline_class(model: str) -> type:
     """The class that the model's `model_index.json` names; only that file is read."""
     if not Path(model).is_dir() and not HUB_ID.fullmatch(model):
-        raise BadInput(f"expected a model directory or a hub id (name/model), got {model!r}: no such directory")
+        raise ValueError(f"expected a model directory or a hub id (name/model), got {model!r}: no such directory")
     with loading():
         name = diffusers.DiffusionPipeline.load_config(model).get("_class_name")
     found = getattr(diffusers, name, None) if isinstance(name, str) else None
     if found is None:
-        raise BadInput(f"expected model_index.json of {model} to name a pipeline of diffusers, got {name!r}")
+        raise ValueError(f"expected model_index.json of {model} to name a pipeline of diffusers, got {name!r}")
     return found
 
 
@@ -87,7 +87,7 @@ def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | N
     if target is None and text is None:
         return None
     if target is None:
-        raise BadInput("expected no --mesh without the TPU path: plain diffusers has none")
+        raise ValueError("expected no --mesh without the TPU path: plain diffusers has none")
     from ...chips.mesh import plan_degrees
 
     wanted = read_environment().mesh if text is None else parse_mesh(text)

@@ -8,7 +8,7 @@ import torch
 from .. import stages
 from ..generation import media
 from . import arguments, generate, output, session
-from .errors import BadInput, loading
+from .errors import loading
 from .timing import Stopwatch
 
 
@@ -23,7 +23,7 @@ def run(options, rest: list[str]) -> int:
         settings, tensors = (_first if options.stage == "text" else _next)(options, cls, call)
     path = output.output_path(options.output, settings.call.get("prompt"), *OUTPUTS[options.stage])
     if options.input is not None and path.exists() and path.samefile(options.input):
-        raise BadInput(f"expected --output to be another file than --input, got {path} twice")
+        raise ValueError(f"expected --output to be another file than --input, got {path} twice")
     with loading():
         dtypes = (name and getattr(torch, name) for name in (settings.dtype, settings.vae_dtype))
         pipe = stages.load(options.model, options.stage, *dtypes)
@@ -69,10 +69,10 @@ def _first(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
 
 
 def _next(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
-    """Settings and tensors of the file that the stage before wrote. Raises BadInput for flags that contradict them."""
+    """Settings and tensors of the file that the stage before wrote. Raises ValueError for flags that contradict them."""
     settings, tensors = stages.read(options.input, BEFORE[options.stage])
     if stages.fingerprint(options.model) != settings.fingerprint:
-        raise BadInput(
+        raise ValueError(
             f"expected the model of {options.input}, {settings.model}, got {options.model}, whose configuration is another"
         )
     extra = generate.call_extras(cls, options, settings.seed)
@@ -80,7 +80,7 @@ def _next(options, cls: type, call: dict) -> tuple[stages.Settings, dict]:
     for name, value in [*_packed(call, extra, {}).items(), ("seed", options.seed), ("dtype", options.dtype)]:
         there = getattr(settings, name) if name in ("seed", "dtype") else kept[name]
         if value is not None and value != there:
-            raise BadInput(
+            raise ValueError(
                 f"expected {arguments.flag(name)} as in {options.input}, {_shown(there)}, got {_shown(value)}: leave it"
                 " out, or begin with the stage text"
             )
