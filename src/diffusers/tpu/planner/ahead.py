@@ -21,15 +21,15 @@ from .recording import RecordedCall
 from .worker import recording_of
 
 
-MAKE = f"{__name__}:make_here"
 TIME_LIMIT = 3600.0
 
 
 def make(request: dict, folder: Path, on_progress: Callable[[str], None] = lambda text: None) -> dict:
     """What `make_here` returns, from a process of its own, whose store is in this folder. Raises as `aot.run_in_child`."""
     settings = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_CACHE": str(folder)}
+    function = f"{__name__}:make_here"
     return run_in_child(
-        MAKE, request, seconds=TIME_LIMIT, schedules=False, on_progress=on_progress, environment=settings
+        function, request, seconds=TIME_LIMIT, schedules=False, on_progress=on_progress, environment=settings
     )
 
 

@@ -1,7 +1,7 @@
 """`diffusers-tpu generate --prompts`: every prompt of a file into a directory, see the room `bulk`."""
 
 import argparse
-import dataclasses
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -13,26 +13,21 @@ from .errors import loading
 from .output import say
 
 
-@dataclasses.dataclass(frozen=True)
-class Loader:
-    """Loads the command's pipeline, in this process or in an actor's."""
+def _load(options: argparse.Namespace):
+    """The command's pipeline, in this process or in an actor's."""
+    target = session.choose_target(options.device)
+    pipe = session.load(options, target, session.mesh_of(options.mesh, target))
+    pipe.set_progress_bar_config(disable=True)
+    if target is not None:
+        import jax
 
-    options: argparse.Namespace
-
-    def __call__(self):
-        target = session.choose_target(self.options.device)
-        pipe = session.load(self.options, target, session.mesh_of(self.options.mesh, target))
-        pipe.set_progress_bar_config(disable=True)
-        if target is not None:
-            import jax
-
-            # Each process decides for itself which prompt is next: those of one slice could not run one program together.
-            if jax.process_count() > 1:
-                raise ValueError(
-                    f"expected a slice of one host for each process with --prompts, got one of {jax.process_count()} processes of"
-                    " a slice. Start one command a host, each on its own chips, or --ray with one actor a host"
-                )
-        return pipe
+        # Each process decides for itself which prompt is next: those of one slice could not run one program together.
+        if jax.process_count() > 1:
+            raise ValueError(
+                f"expected a slice of one host for each process with --prompts, got one of {jax.process_count()} processes of"
+                " a slice. Start one command a host, each on its own chips, or --ray with one actor a host"
+            )
+    return pipe
 
 
 def run(options, rest: list[str]) -> int:
@@ -51,13 +46,14 @@ def run(options, rest: list[str]) -> int:
         say(f"{record['place'] + 1} of {len(prompts)}: {what}")
 
     retry = directory.failed(prompts) if options.retry else []
+    load = functools.partial(_load, options)
     settings = {"batch": options.batch, "fps": options.fps, "retry": retry}
     if options.ray is None:
-        Work(directory, Loader(options), cls, told=told, **settings).run(prompts)
+        Work(directory, load, cls, told=told, **settings).run(prompts)
     else:
         from ..bulk import ray_data
 
-        ray_data.run(directory, Loader(options), cls, prompts, options.ray, resources, **settings)
+        ray_data.run(directory, load, cls, prompts, options.ray, resources, **settings)
     records = directory.write_manifest(prompts)
     errors = [record for record in records if "error" in record]
     for record in errors:

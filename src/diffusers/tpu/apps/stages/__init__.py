@@ -7,6 +7,6 @@ Each stage is upstream's own `__call__` with the same arguments, cut where it wo
     decode    `vae.decode` and what follows          VAE
 """
 
-from .file import Settings, StageFileError, pack, read, save, unpack
+from .file import Settings, pack, read, save, unpack
 from .loading import STAGED, STAGES, fingerprint, load
 from .running import LATENTS, run_decode, run_denoise, run_text

@@ -21,10 +21,6 @@ METADATA = "diffusers-tpu stage"
 MODES = ("L", "RGB", "RGBA")  # of pictures: those whose values are bytes
 
 
-class StageFileError(ValueError):
-    """A stage file that the stage asked for cannot take."""
-
-
 @dataclass(frozen=True)
 class Settings:
     """What a run is made of, and how far it got; each as JSON in the file."""
@@ -53,7 +49,7 @@ def save(path, settings: Settings, tensors: dict[str, torch.Tensor]):
 def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
     """Settings and tensors of the file that `stage` wrote.
 
-    Raises StageFileError: no such file, cut off, not a stage's, of another stage, format or package, or changed since.
+    Raises ValueError: no such file, cut off, not a stage's, of another stage, format or package, or changed since.
     """
     again = f"run the stage {stage} again"
     try:
@@ -61,24 +57,20 @@ def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
             found = json.loads((file.metadata() or {}).get(METADATA, "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise StageFileError(
-            f"expected {path} to be a whole file of the stage {stage}, got {error}; {again}"
-        ) from error
+        raise ValueError(f"expected {path} to be a whole file of the stage {stage}, got {error}; {again}") from error
     if not isinstance(found, dict):
-        raise StageFileError(
-            f"expected a file of the stage {stage}, got {path}, safetensors that no stage wrote; {again}"
-        )
+        raise ValueError(f"expected a file of the stage {stage}, got {path}, safetensors that no stage wrote; {again}")
     for name, wanted in (("format", FORMAT), ("package", __version__), ("stage", stage)):
         if found.get(name) != wanted:
             way_out = "give that stage's file" if name == "stage" else f"{again} with this version"
-            raise StageFileError(f"expected {path} of {name} {wanted}, got {found.get(name)}; {way_out}")
+            raise ValueError(f"expected {path} of {name} {wanted}, got {found.get(name)}; {way_out}")
     names = {f.name for f in dataclasses.fields(Settings)} | {"tensors"}
     if set(found) != names:
-        raise StageFileError(f"expected {path} to hold {sorted(names)}, got {sorted(found)}; {again}")
+        raise ValueError(f"expected {path} to hold {sorted(names)}, got {sorted(found)}; {again}")
     described = found.pop("tensors")
     there = {name: _description(tensor) for name, tensor in tensors.items()}
     if described != there:
-        raise StageFileError(f"expected in {path} tensors {described}, got {there}: it was changed; {again}")
+        raise ValueError(f"expected in {path} tensors {described}, got {there}: it was changed; {again}")
     return Settings(**found), tensors
 
 
