@@ -4,12 +4,9 @@
     latents = vae.encode(video).mode()      # video [B, 4 f - 3, H, W, 3] in [-1, 1]
     video = vae.decode(latents)             # latents [B, f, H / 16, W / 16, 32]
 
-What lies between the middle block and the video is a scan, one latent frame a step; the middle block, whose attention sees all
-frames so far, is computed for all of them: at that level they are small. The rest is what such VAEs share
+What lies between the middle block and the video is a scan, one latent frame a step; the middle block is computed for all frames, and
+the first chunk is as long as the others, as in `autoencoder_kl_hunyuanvideo15_flax`. The rest is what such VAEs share
 (`tpu/video/nnx/`). A caller that needs latents normalised uses `config.scaling_factor`.
-
-Upstream's first chunk is one frame, repeated before itself wherever a layer looks back. In a video it is here as long as the
-others, all of it that frame, and what a layer keeps of it is that frame too.
 """
 
 import functools
