@@ -111,7 +111,7 @@ def test_a_kernel_is_split_by_heads_where_nobody_lays_out(kernel, make_mesh):
         q, k, v = draw(40, 130, n, n)
         mask = np.arange(130) < np.array([130, 77]).reshape(2, 1, 1, 1) if padded else None
         assert relative(run(settings, q, k, v, mask=mask), formula(q, k, v, mask)) < 3e-6, (n, padded)
-    way = api.Way((2, n, 40, 64), (2, n, 130, 64), "float32", "keys" if padded else "", kernel, "by heads")
+    way = api.Dispatch((2, n, 40, 64), (2, n, 130, 64), "float32", "keys" if padded else "", kernel, "by heads")
     assert api.explain()[way] > 0
 
 
@@ -235,7 +235,7 @@ def installed(root, dtype, **config):
 @pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_the_kernel_gives_the_video_of_the_reference(chips, root, ring):
     seed, made, tallies = int(np.random.default_rng().integers(1 << 31)), [], []
-    api._ways.clear()
+    api._dispatched.clear()
     for config in (
         {"attention": "kernel", "attention_ring": ring, "attention_tally": True},
         {"attention": "reference"},

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_activations_in_the_block_are_split_over_the_sequence(program):
 @pytest.mark.parametrize("latents", [LATENTS, SMALLER])
 def test_two_streams_exchange_heads_and_text_alone(program, latents, monkeypatch):
     """Queries, keys, values and the answer of latents trade rows for heads; of text only the answer's heads are joined."""
-    monkeypatch.setattr(api, "_ways", {})
+    monkeypatch.setattr(api, "_dispatched", Counter())
     hlo = program(1, 8, 1, latents=latents, made=hunyuan15)
     tokens = latents[0] * latents[1] * latents[2] // 4
     assert loops(hlo) == [LAYERS]

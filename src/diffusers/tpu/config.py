@@ -76,7 +76,7 @@ class TPUConfig:
             maximum too. Values are the same either way.
         attention_window: (left, right): in the denoiser's self-attention, queries see only so many tokens before and after them.
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
-        attention_tally: `report(pipe)` says which ways of the kernel heads went; each call of attention then waits for the host.
+        attention_tally: `report(pipe)` says which softmax modes heads took; each call of attention then waits for the host.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also elsewhere,
             interpreted; "xla": the compiler's, and upstream's attention processors.
         sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core computes.

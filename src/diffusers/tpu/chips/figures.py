@@ -24,7 +24,7 @@ class Chip:
     said there. `matrix_units`: of the same pages. `vmem_bytes` of one core: JAX 0.10.2, `jax/_src/pallas/mosaic/tpu_info.py`.
     `pci_devices`, `kinds`: how the bus and JAX name it (JAX 0.10.2, `jax/_src/hardware_utils.py`). `slices`: their chips along x, y
     and perhaps z; a slice's name counts `cores` a chip, and JAX sees `devices` a chip. `aliases`: other names of the generation.
-    `tiles`: of the attention kernel, queries, keys and `lag` of the way "bound" and of the others, by schedules of head size 128;
+    `tiles`: of the attention kernel, queries, keys and `lag` of the mode "bound" and of the others, by schedules of head size 128;
     `branch_slots`: bundles until a branch takes effect. `splash_blocks`: of JAX's attention kernel, queries, keys, keys computed at once,
     the largest usual ones that compile, for benchmarks; none: not compared there.
     `most_scores` of one piece of its code: as many as compile in some 10 s on two cores.

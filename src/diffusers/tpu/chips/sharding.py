@@ -120,11 +120,11 @@ def plan_weights(
         label, spec = next((rule for rule in rules if re.search(rule[0], plain)), ("(no rule)", None))
         spec = default_spec(shape, mesh, inside) if spec is None else fit(gathered(spec, inside), shape, mesh)
         specs[name] = spec
-        ways = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
+        parts = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
         coverage.total_bytes += size_bytes
-        coverage.bytes_per_chip += size_bytes // ways
+        coverage.bytes_per_chip += size_bytes // parts
         coverage.bytes_by_rule[label] = coverage.bytes_by_rule.get(label, 0) + size_bytes
-        if ways == 1 and math.prod(shape) >= LARGE_ELEMENTS and mesh.size > 1:
+        if parts == 1 and math.prod(shape) >= LARGE_ELEMENTS and mesh.size > 1:
             coverage.replicated[name] = size_bytes
     if dead := [pattern for pattern, _ in rules if pattern not in coverage.bytes_by_rule]:
         raise ValueError(

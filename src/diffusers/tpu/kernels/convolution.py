@@ -29,9 +29,7 @@ from .settings import Settings
 SUBLANES = 16  # of bfloat16: the columns of a map are whole registers of them
 PIECE = 256  # positions of one piece of straight code, where the map's rows are no longer
 MOST_POSITIONS = 2048  # of one step
-MOST_WORK = (
-    3_000_000  # taps x channels x features of a block, which compile in 3 s of a core; twice as much is no faster
-)
+MOST_WORK = 3_000_000  # taps x channels x features of a block: 3 s of a core to compile; twice as much is no faster
 LEAST_CHANNELS = 64
 
 

@@ -27,18 +27,7 @@ def cost(*arrays, flops: float = 0, transcendentals: float = 0) -> pl.CostEstima
 
 
 def call_kernel(
-    kernel,
-    name: str,
-    grid,
-    operands,
-    outputs,
-    *,
-    parallel: int,
-    work,
-    interpret,
-    vmem_bytes=None,
-    scalars={},
-    scratch={},
+    kernel, name: str, grid, operands, outputs, *, parallel, work, interpret, vmem_bytes=None, scalars={}, scratch={}
 ) -> dict[str, Array]:
     """Name -> array of the outputs of `kernel`, whose one argument has all references by name.
 

@@ -93,10 +93,8 @@ def _of_cluster(number: int | None) -> Processes | None:
                 f" ({error}). Set TPU_WORKER_ID (from 0, another on each host) beside TPU_WORKER_HOSTNAMES, or JAX_PROCESS_ID; a"
                 " run of this host alone: JAX_NUM_PROCESSES=1"
             ) from error
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # a TPU VM's metadata server does not answer: JAX would end the program
+        except (OSError, RuntimeError) as error:
+            # A TPU VM's metadata server does not answer: JAX would end the program.
             notices.warn(
                 f"this host is taken for the only one of the run: {kind.__name__} cannot be asked ({error}). Several: set"
                 " JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID; one: JAX_NUM_PROCESSES=1"

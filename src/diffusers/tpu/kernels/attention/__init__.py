@@ -1,1 +1,1 @@
-"""Attention: one function (`api.attention`), what masks are, kernels for one chip, and the ways over a mesh."""
+"""Attention: one function (`api.attention`), what masks are, kernels for one chip, and attention over a mesh."""

@@ -5,6 +5,7 @@ The chips and the kernel are no arguments: `kernels.settings` has them for a tra
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -20,7 +21,7 @@ from .softmax_modes import ONLINE
 
 
 @dataclass(frozen=True)
-class Way:
+class Dispatch:
     """How attention calls of one shape are computed.
 
     Attributes:
@@ -40,12 +41,12 @@ class Way:
     reason: str = ""
 
 
-_ways: dict[Way, int] = {}
+_dispatched: Counter[Dispatch] = Counter()
 
 
-def explain() -> dict[Way, int]:
+def explain() -> dict[Dispatch, int]:
     """How attention calls were computed in this process, and how often each was traced or called."""
-    return dict(_ways)
+    return dict(_dispatched)
 
 
 def attention(
@@ -73,8 +74,8 @@ def attention(
     window = settings.window if q.shape[2] == k.shape[2] else None
     if not isinstance(mask, masks.Mask):
         mask = masks.classify(mask, *q.shape[:3], k.shape[2], is_causal, window)
-    run, *way = _chosen(settings, q, k, v, mask)
-    _note(Way(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, *way))
+    run, how = _dispatch(settings, q, k, v, mask)
+    _record(how)
     if not isinstance(q, jax.core.Tracer):
         return _program(settings, scale)(q, k, v, mask)
 
@@ -84,8 +85,8 @@ def attention(
     return jax.jit(scaled_dot_product_attention)(q, k, v)  # one named call in the trace: what the planner counts
 
 
-def joint(q: Queries, k: Keys, v: Values, text: Text, *, scale: float | None = None) -> tuple[Out, Out]:
-    """(result of the latents, of the text), both in one softmax. `scale`: 1/sqrt(D) if None.
+def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
+    """(result of the latents, of the text), both in one softmax, with a scale of 1/sqrt(D).
 
     Raises as `attention` does, and NotImplementedError for a window.
     """
@@ -97,55 +98,49 @@ def joint(q: Queries, k: Keys, v: Values, text: Text, *, scale: float | None = N
             f"expected no attention_window for attention of latents and text in one softmax, got {settings.window}: a window"
             " is of one sequence; leave it out"
         )
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
     mask = joint_mask(k.shape[2] - settings.pad_tokens, k.shape[2], text)
     name, local, reason = _local(settings, q, k, v, mask)
     _, chips = _spread(settings, q, k, local)
     both = (*k.shape[:2], k.shape[2] + text.k.shape[2], k.shape[3])
-    _note(Way(q.shape, both, str(q.dtype), "joint" if mask is None else f"joint+{mask.kind}", name, chips, reason))
-    options = {
-        "mesh": settings.mesh,
-        "sequence": settings.sequence,
-        "ring": settings.ring,
-        "pad_tokens": settings.pad_tokens,
-    }
+    kind = "joint" if mask is None else f"joint+{mask.kind}"
+    _record(Dispatch(q.shape, both, str(q.dtype), kind, name, chips, reason))
+
+    how = {"scale": 1 / math.sqrt(q.shape[-1]), "pad_tokens": settings.pad_tokens, "sequence": settings.sequence}
+    how |= _over_mesh(settings, local)
 
     def scaled_dot_product_attention(q, k, v, *words):
-        interpret = _interpret(settings, local)
-        return joint_attention(
-            q, k, v, Text(*words, text.seen), scale=scale, local=local, interpret=interpret, **options
-        )
+        return joint_attention(q, k, v, Text(*words, text.seen), **how)
 
     return jax.jit(scaled_dot_product_attention)(q, k, v, text.q, text.k, text.v)
 
 
-def among_latents(q: Queries, k: Keys, v: Values, *, scale: float | None = None) -> Out:
+def among_latents(q: Queries, k: Keys, v: Values) -> Out:
     """Attention of latents among themselves, whose last may be none of the model's (`Settings.pad_tokens`). Raises as `attention` does."""
-    settings = current()
+    settings, mask = current(), None
     tokens = k.shape[2] - settings.pad_tokens
-    mask = None
     if settings.pad_tokens:
         mask = masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens)
     with using(replace(settings, pad_tokens=0)):
-        return attention(q, k, v, mask=mask, scale=scale)
+        return attention(q, k, v, mask=mask)
 
 
-def _note(way: Way):
-    _ways[way] = _ways.get(way, 0) + 1
-    if way.reason:
-        warn_once(f"attention: {way.reason}; such calls run the slower {way.kernel}")
+def _record(how: Dispatch):
+    _dispatched[how] += 1
+    if how.reason:
+        warn_once(f"attention: {how.reason}; such calls run the slower {how.kernel}")
 
 
-def _interpret(settings: Settings, local):
-    """The interpret mode of kernels around this attention of one chip; None: it is not our kernel."""
-    return settings.interpreted if getattr(local, "func", None) is kernel.tpu_attention else None
+def _over_mesh(settings: Settings, local) -> dict:
+    """What attention over chips takes, of the attention of one chip and the settings. Kernels around another than ours: none."""
+    interpret = settings.interpreted if getattr(local, "func", None) is kernel.tpu_attention else None
+    return {"mesh": settings.mesh, "local": local, "ring": settings.ring, "interpret": interpret}
 
 
-def _chosen(settings: Settings, q, k, v, mask) -> tuple[Callable, str, str, str]:
-    """(attention of all chips; `Way.kernel`, `chips` and `reason`)."""
+def _dispatch(settings: Settings, q, k, v, mask) -> tuple[Callable, Dispatch]:
+    """Attention of all chips, and how it is computed."""
     name, local, reason = _local(settings, q, k, v, mask)
     run, chips = _spread(settings, q, k, local)
-    return run, name, chips, reason
+    return run, Dispatch(q.shape, k.shape, str(q.dtype), "" if mask is None else mask.kind, name, chips, reason)
 
 
 @functools.lru_cache(maxsize=256)
@@ -153,7 +148,7 @@ def _program(settings: Settings, scale: float):
     """Attention outside of a trace, compiled once for arguments of one kind."""
 
     def scaled_dot_product_attention(q, k, v, mask):
-        run, *_ = _chosen(settings, q, k, v, mask)
+        run, _ = _dispatch(settings, q, k, v, mask)
         return run(q, k, v, mask=mask, scale=scale)
 
     return jax.jit(scaled_dot_product_attention)
@@ -194,14 +189,13 @@ KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
 
 
 def _spread(settings: Settings, q, k, local):
-    """(attention of all chips, `Way.chips`)."""
+    """(attention of all chips, `Dispatch.chips`)."""
     mesh = settings.mesh
     if mesh is None or mesh.size == 1:
         return local, "one chip"
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
-    interpret = _interpret(settings, local)
-    spread = functools.partial(parallel_attention, mesh=mesh, local=local, ring=settings.ring, interpret=interpret)
+    spread = functools.partial(parallel_attention, **_over_mesh(settings, local))
     if q.shape[2] != k.shape[2]:
         return spread, f"queries over {mesh.shape['sp']}, whole keys"
     split = split_over(mesh, q, k, settings.ring)

@@ -25,22 +25,22 @@ VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the com
 
 @dataclass(frozen=True)
 class Exchange:
-    """How the tensors of one attention call are exchanged over `ways` chips of the axis "ulysses".
+    """How the tensors of one attention call are exchanged over the `chips` of the axis "ulysses".
 
     Attributes:
         in_order: rows must stay in the order of the sequence. They need not where nothing tells them apart but what they hold.
         interpret: how the kernels run that lay out what is sent and what comes; None: XLA does.
     """
 
-    ways: int
+    chips: int
     in_order: bool
     interpret: object
 
     @classmethod
-    def of(cls, q, k, v, ways: int, in_order: bool, interpret) -> "Exchange":
+    def of(cls, q, k, v, chips: int, in_order: bool, interpret) -> "Exchange":
         """For these tensors, by kernels where they take all of them: the rows of all come in one order."""
-        taken = all(takes(x, ways, in_order) for x in (q, k, v))
-        return cls(ways, in_order, interpret if taken else None)
+        taken = all(takes(x, chips, in_order) for x in (q, k, v))
+        return cls(chips, in_order, interpret if taken else None)
 
     def to_heads(
         self, x: Float[Array, "B N T D"], turned: bool = False, behind: Float[Array, "B N/W L D"] | None = None
@@ -53,15 +53,15 @@ class Exchange:
         """
         batch, heads, _, dim = x.shape
         behind = None if behind is None else by_token(behind)
-        x, heads = by_token(x), heads // self.ways
+        x, heads = by_token(x), heads // self.chips
         if self.interpret is not None:
-            pieces = self._traded(cut(x, self.ways, self.interpret))
+            pieces = self._traded(cut(x, self.chips, self.interpret))
             x = join(pieces, turned, self.interpret, behind)
             if turned:
                 return jnp.swapaxes(x.reshape(batch, heads, dim, -1), 2, 3)
         else:
             # Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
-            x = self._joined(self._traded(jnp.stack(jnp.split(x, self.ways, 2))))
+            x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
             x = x if behind is None else jnp.concatenate([x, behind], 1)
         return jnp.swapaxes(x.reshape(batch, -1, heads, dim), 1, 2)
 
@@ -71,14 +71,14 @@ class Exchange:
         tokens -= behind
         if self.interpret is not None:
             turned = jnp.swapaxes(x, 2, 3).reshape(batch, heads * dim, -1)
-            pieces = part(turned, self.ways, tokens // self.ways, self.interpret)
+            pieces = part(turned, self.chips, tokens // self.chips, self.interpret)
             x = paste(self._traded(pieces), self.interpret)
         else:
             x = self._traded(self._parted(by_token(x[:, :, :tokens])))
             x = jnp.concatenate(list(x), 2)
         # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
         x = lax.optimization_barrier(x)
-        return jnp.swapaxes(x.reshape(batch, tokens // self.ways, self.ways * heads, dim), 1, 2)
+        return jnp.swapaxes(x.reshape(batch, tokens // self.chips, self.chips * heads, dim), 1, 2)
 
     def _traded(self, pieces):
         return lax.all_to_all(pieces, "ulysses", split_axis=0, concat_axis=0, tiled=True)
@@ -89,52 +89,52 @@ class Exchange:
         Chips' rows one after another would each begin within a tile: a copy that shifts them takes the compiler 25 s a
         tensor (v6e, 18,900 rows).
         """
-        ways, batch, tokens, width = x.shape
+        chips, batch, tokens, width = x.shape
         fill = self._fill(tokens)
-        last = jnp.moveaxis(x[:, :, fill:], 0, 1).reshape(batch, ways * (tokens - fill), width)
+        last = jnp.moveaxis(x[:, :, fill:], 0, 1).reshape(batch, chips * (tokens - fill), width)
         return jnp.concatenate([*x[:, :, :fill], last], 1)
 
     def _parted(self, x):
         """The way back of `_joined`."""
-        ways, (batch, tokens, width) = self.ways, x.shape
-        tokens = tokens // ways
+        chips, (batch, tokens, width) = self.chips, x.shape
+        tokens = tokens // chips
         fill = self._fill(tokens)
-        last = x[:, ways * fill :].reshape(batch, ways, tokens - fill, width)
-        return jnp.stack([jnp.concatenate([x[:, i * fill : (i + 1) * fill], last[:, i]], 1) for i in range(ways)])
+        last = x[:, chips * fill :].reshape(batch, chips, tokens - fill, width)
+        return jnp.stack([jnp.concatenate([x[:, i * fill : (i + 1) * fill], last[:, i]], 1) for i in range(chips)])
 
     def _fill(self, tokens: int) -> int:
         """How many of a chip's rows are joined with the others' one chip after the other."""
         return tokens if self.in_order or tokens < TILE_ROWS else tokens - tokens % TILE_ROWS
 
 
-def takes(x: Float[Array, "B N T D"], ways: int, in_order: bool) -> bool:
+def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
     """Whether heads [B, N, T, D] can go this way: whole tiles, and an order of tokens that may be changed or is not."""
     _, heads, tokens, dim = x.shape
-    return heads // ways * dim % LANES == 0 and tokens >= LANES and not (in_order and tokens % LANES)
+    return heads // chips * dim % LANES == 0 and tokens >= LANES and not (in_order and tokens % LANES)
 
 
-def cut(x: Float[Array, "B T C"], ways: int, interpret) -> Float[Array, "W B T C/W"]:
-    """Columns in `ways` pieces."""
+def cut(x: Float[Array, "B T C"], chips: int, interpret) -> Float[Array, "W B T C/W"]:
+    """Columns in pieces, one a chip."""
     batch, tokens, columns = x.shape
-    return _columns(x, (ways, batch, tokens, columns // ways), interpret, "exchange_cut")
+    return _columns(x, (chips, batch, tokens, columns // chips), interpret, "exchange_cut")
 
 
 def paste(pieces: Float[Array, "W B T C"], interpret) -> Float[Array, "B T W*C"]:
     """The way back of `cut`."""
-    ways, batch, tokens, width = pieces.shape
-    return _columns(pieces, (batch, tokens, ways * width), interpret, "exchange_paste")
+    chips, batch, tokens, width = pieces.shape
+    return _columns(pieces, (batch, tokens, chips * width), interpret, "exchange_paste")
 
 
 def _columns(x, shape: tuple[int, ...], interpret, name: str) -> Array:
     """x [B, T, C] as pieces [W, B, T, C / W], or pieces as x: whichever has this shape."""
     cuts = len(shape) == 4
-    ways, batch, tokens, width = shape if cuts else x.shape
-    rows = max(16, BLOCK_BYTES // (ways * width * x.dtype.itemsize) // LANES * LANES)
-    whole = pl.BlockSpec((None, rows, ways * width), lambda b, t: (b, t, 0))
-    pieces = pl.BlockSpec((ways, None, rows, width), lambda b, t: (0, b, t, 0))
+    chips, batch, tokens, width = shape if cuts else x.shape
+    rows = max(16, BLOCK_BYTES // (chips * width * x.dtype.itemsize) // LANES * LANES)
+    whole = pl.BlockSpec((None, rows, chips * width), lambda b, t: (b, t, 0))
+    pieces = pl.BlockSpec((chips, None, rows, width), lambda b, t: (0, b, t, 0))
 
     def kernel(r):
-        for n in range(ways):
+        for n in range(chips):
             columns = slice(n * width, (n + 1) * width)
             if cuts:
                 r.o[n] = r.x[:, columns]
@@ -147,13 +147,13 @@ def _columns(x, shape: tuple[int, ...], interpret, name: str) -> Array:
 
 def join(pieces: Float[Array, "W B T C"], turned, interpret, behind: Float[Array, "B L C"] | None = None) -> Array:
     """Tokens of all chips and `behind` them others, [B, W T + L, C], or [B, C, W T + L] if they are turned to lanes."""
-    ways, batch, tokens, width = pieces.shape
+    chips, batch, tokens, width = pieces.shape
     rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)
-    rest = ways * rest + (0 if behind is None else behind.shape[1])
+    rest = chips * rest + (0 if behind is None else behind.shape[1])
     last = -(-rest // rows)  # blocks of what is left
 
     def place(b, i):
-        i = jnp.minimum(i, ways * whole - 1)
+        i = jnp.minimum(i, chips * whole - 1)
         return lax.div(i, whole), b, lax.rem(i, whole), 0
 
     def turn(shape):
@@ -168,7 +168,7 @@ def join(pieces: Float[Array, "W B T C"], turned, interpret, behind: Float[Array
         left = jnp.moveaxis(pieces[:, :, whole * rows :], 0, 1).reshape(batch, -1, width)
         left = left if behind is None else jnp.concatenate([left, behind], 1)
         left = jnp.pad(left, ((0, 0), (0, last * rows - rest), (0, 0)))
-        spec = of_tokens(lambda i: jnp.maximum(i - ways * whole, 0))
+        spec = of_tokens(lambda i: jnp.maximum(i - chips * whole, 0))
         operands["left"] = jnp.swapaxes(left, 1, 2) if turned else left, spec
 
     def kernel(r):
@@ -178,21 +178,21 @@ def join(pieces: Float[Array, "W B T C"], turned, interpret, behind: Float[Array
         own = functools.partial(_turn, r.x, r.o) if turned else functools.partial(take, r.x)
         if not rest:
             return own()
-        pl.when(pl.program_id(1) < ways * whole)(own)
-        pl.when(pl.program_id(1) >= ways * whole)(functools.partial(take, r.left))
+        pl.when(pl.program_id(1) < chips * whole)(own)
+        pl.when(pl.program_id(1) >= chips * whole)(functools.partial(take, r.left))
 
-    shape, grid = turn((batch, ways * whole * rows + rest, width)), (batch, ways * whole + last)
+    shape, grid = turn((batch, chips * whole * rows + rest, width)), (batch, chips * whole + last)
     return _call(kernel, "exchange_join", grid, operands, shape, of_tokens(lambda i: i), interpret)
 
 
-def part(x: Float[Array, "B C W*T+L"], ways: int, tokens: int, interpret) -> Float[Array, "W B T C"]:
+def part(x: Float[Array, "B C W*T+L"], chips: int, tokens: int, interpret) -> Float[Array, "W B T C"]:
     """The way back of `join`, turned, for `tokens` of each chip; what stood behind them is left."""
     batch, width, _ = x.shape
     rows, whole, rest = _blocks(tokens, width * x.dtype.itemsize)
     spec = pl.BlockSpec((None, width, rows), lambda w, b, i: (b, 0, w * whole + jnp.minimum(i, whole - 1)))
     operands = {"x": (x, spec)}
     if rest:
-        left = x[:, :, ways * whole * rows : ways * tokens].reshape(batch, width, ways, rest).transpose(2, 0, 3, 1)
+        left = x[:, :, chips * whole * rows : chips * tokens].reshape(batch, width, chips, rest).transpose(2, 0, 3, 1)
         operands["left"] = left, pl.BlockSpec((None, None, rest, width), lambda w, b, i: (w, b, 0, 0))
 
     def kernel(r):
@@ -204,7 +204,7 @@ def part(x: Float[Array, "B C W*T+L"], ways: int, tokens: int, interpret) -> Flo
         pl.when(pl.program_id(2) < whole)(functools.partial(_turn, r.x, r.o))
         pl.when(pl.program_id(2) == whole)(take)
 
-    shape, grid = (ways, batch, tokens, width), (ways, batch, whole + bool(rest))
+    shape, grid = (chips, batch, tokens, width), (chips, batch, whole + bool(rest))
     out_spec = pl.BlockSpec((None, None, rows, width), lambda w, b, i: (w, b, i, 0))
     return _call(kernel, "exchange_part", grid, operands, shape, out_spec, interpret)
 

@@ -119,7 +119,7 @@ def tpu_attention(
     return _as_asked(q.shape, mask, results["o"], results.get("lse"))
 
 
-def _outputs(call: Call, q, with_lse: bool, with_way: bool) -> dict:
+def _outputs(call: Call, q, with_lse: bool, with_mode: bool) -> dict:
     """Name -> (array, the block of a program): the result with tokens minor, the log-sum-exp, the code of the mode."""
     shape, queries, rows = call.shape, call.blocks.queries, q.shape[0] * q.shape[1]
 
@@ -130,7 +130,7 @@ def _outputs(call: Call, q, with_lse: bool, with_way: bool) -> dict:
     outputs = {"o": of_rows(shape.out_dim, jnp.float32 if with_lse else q.dtype)}
     if with_lse:
         outputs["lse"] = of_rows(1, jnp.float32)
-    if with_way:
+    if with_mode:
         spec = pl.BlockSpec((None, None, 1, LANES), lambda h, i, j, *s: (h, i, 0, 0))
         went = jax.ShapeDtypeStruct((rows, pl.cdiv(shape.q_len, queries), 1, LANES), jnp.int32)
         outputs["went"] = went, spec

@@ -10,6 +10,7 @@ An equation not known here gives a Part that varies along all its axes: never wr
 nothing; `Part.make` does, from small ancestors. The compiler drops the large array, which nothing uses then.
 """
 
+import contextlib
 from collections.abc import Callable
 
 import jax
@@ -48,15 +49,10 @@ class _Reader:
         if known is not None:  # a number, an array, or a value of the trace around this one
             return self.tracer(known) if isinstance(known, jax.core.Tracer) else constant(known, x.dtype)
         if id(x) not in self.values:
-            try:  # without an equation it is an argument
-                value = (
-                    self.equation(x.parent, x.parent.outvars.index(x.val), self.tracer)
-                    if x.parent is not None
-                    else leaf(x)
-                )
-            except _Unknown:
-                value = leaf(x)
-            self.values[id(x)] = value
+            self.values[id(x)] = leaf(x)
+            if x.parent is not None:  # without an equation it is an argument
+                with contextlib.suppress(_Unknown):
+                    self.values[id(x)] = self.equation(x.parent, x.parent.outvars.index(x.val), self.tracer)
         return self.values[id(x)]
 
     def equation(self, eqn, number: int, operand: Callable) -> Value:
