@@ -38,9 +38,9 @@ MOST_GUARDS = 8  # of a program, where all have as many
 
 
 @contextlib.contextmanager
-def random_state_kept(call: Call):
-    """What a trace draws is drawn again by the call itself."""
-    generators = [torch.default_generator, *(leaf for leaf in call.leaves if isinstance(leaf, torch._C.Generator))]
+def random_state_kept(leaves: list):
+    """What a trace of a call draws is drawn again by the call itself. `leaves`: of its arguments."""
+    generators = [torch.default_generator, *(leaf for leaf in leaves if isinstance(leaf, torch._C.Generator))]
     states = [generator.get_state() for generator in generators]
     try:
         yield
@@ -205,7 +205,7 @@ class ModulePrograms(EntryMethods):
         if branches == 1:
             function.values = lambda number: values_of(call.tensors[number])
         try:
-            with random_state_kept(call), bridge.whole_tracebacks():
+            with random_state_kept(call.leaves), bridge.whole_tracebacks():
                 with tracing.undone_trace(self.module) as effects:
                     program = self._trace(call, branches, function)
                 if effects.temporary and not (effects.persistent or effects.draws):

@@ -201,9 +201,8 @@ def explain(module: torch.nn.Module) -> str:
 
 def component_report(runner: CompiledModule | HostModel) -> dict:
     """Programs (module, entry, shapes, branches, seconds, calls, whether another process has compiled it), compilations, programs
-    let go of, traces, why calls run eagerly, why programs are not kept for other processes, which rung of the
-    `ladder` every module took, bytes per chip and whether there, and with `TPUConfig.attention_tally` the shares of the ways
-    that heads went."""
+    let go of, traces, why calls run eagerly, why programs are not kept for other processes, which rung every module took, bytes
+    per chip and whether there, and with `TPUConfig.attention_tally` the shares of the softmax modes."""
     if isinstance(runner, HostModel):
         return {"rungs": rungs(runner)}
     facts = "entry", "branches", "compile_seconds", "recalled", "calls"
@@ -213,11 +212,8 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
         for name, one in runner.nested()
         for program in one.programs.values()
     ]
-    placed, tally = runner._placed, {}
-    if runner.tally is not None:
-        jax.effects_barrier()  # what programs have run, they have also said
-        tally = {"attention_ways": runner.tally.shares()}
-    return {
+    placed = runner._placed
+    found = {
         "compilations": runner.compilations,
         "evicted": runner.evicted,
         "traces": sum(one.traces for _, one in runner.nested()),
@@ -227,8 +223,11 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
         "rungs": rungs(runner),
         "weights": placed and placed.coverage,
         "on_chips": bool(placed and placed.arrays),
-        **tally,
     }
+    if runner.tally is not None:
+        jax.effects_barrier()  # what programs have run, they have also said
+        found["attention_ways"] = runner.tally.shares()
+    return found
 
 
 # Copies

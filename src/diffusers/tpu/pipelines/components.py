@@ -30,8 +30,7 @@ class Installation:
     mesh: Mesh
     glue: str
     hbm_manager: HbmManager  # one for all pipelines on these chips
-    runners: dict[str, CompiledModule] = field(default_factory=dict)  # of each model, by what runs it
-    on_host: dict[str, HostModel] = field(default_factory=dict)
+    held: dict[str, CompiledModule | HostModel] = field(default_factory=dict)  # what runs each model, by name
     former: weakref.WeakSet = field(default_factory=weakref.WeakSet)  # of models that the pipeline no longer has
     leaving: weakref.finalize | None = None  # what happens when the pipeline is deleted
     depth: int = 0
@@ -50,9 +49,10 @@ class Installation:
         finally:
             self.lock.release()
 
-    def held(self) -> dict[str, CompiledModule | HostModel]:
-        """What runs each model, by name."""
-        return {**self.runners, **self.on_host}
+    @property
+    def runners(self) -> dict[str, CompiledModule]:
+        """Of the models that are not kept on the host."""
+        return {name: runner for name, runner in self.held.items() if isinstance(runner, CompiledModule)}
 
 
 def installation(pipe) -> Installation | None:
@@ -100,8 +100,7 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
     if modules is None:
         modules = modules_of(pipe)
         check(pipe, modules, state.config)
-    held = state.held()
-    for name in held.keys() - modules.keys():
+    for name in state.held.keys() - modules.keys():
         release(pipe, state, name)
     for name, module in modules.items():
         on_host, runner = name in state.config.host, attach.runs(module)
@@ -109,9 +108,9 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
         if not fits or attach.differences(runner.config, state.config):
             attach.detach(module)
             runner = attach.attach(module, attach.of_model(state.config), state.mesh, state.hbm_manager, on_host)
-        if held.get(name, runner) is not runner:
+        if state.held.get(name, runner) is not runner:
             release(pipe, state, name)
-        (state.on_host if on_host else state.runners)[name] = runner
+        state.held[name] = runner
         runner.ownership.pipelines.add(pipe)
     order = (getattr(pipe, "model_cpu_offload_seq", None) or "").split("->")
     by_use = sorted(state.runners.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order))
@@ -120,8 +119,8 @@ def attach_all(pipe, state: Installation, modules: dict | None = None):
 
 def release(pipe, state: Installation, name: str):
     """The pipeline has this model no more: it leaves the chips, unless it is someone else's too."""
-    runner = state.runners.pop(name, None) or state.on_host.pop(name)
-    if runner in state.held().values():  # under another name it still has it
+    runner = state.held.pop(name)
+    if runner in state.held.values():  # under another name it still has it
         return
     state.former.add(runner)
     runner.ownership.pipelines.discard(pipe)
@@ -130,7 +129,7 @@ def release(pipe, state: Installation, name: str):
 
 def deleted(state: Installation):
     """The pipeline is gone; its models may be someone's still."""
-    exclusive.soon(lambda: [_leave_if_free(runner) for runner in state.held().values()])
+    exclusive.soon(lambda: [_leave_if_free(runner) for runner in state.held.values()])
 
 
 def _leave_if_free(runner: CompiledModule | HostModel):
@@ -141,6 +140,6 @@ def _leave_if_free(runner: CompiledModule | HostModel):
 def replaced(pipe, name: str, value):
     """An attribute has changed: a model that was there leaves the chips now, not at the next call."""
     state = installation(pipe)
-    if state is not None and (runner := state.held().get(name)) is not None and attach.runs(value) is not runner:
+    if state is not None and (runner := state.held.get(name)) is not None and attach.runs(value) is not runner:
         with exclusive:
             release(pipe, state, name)

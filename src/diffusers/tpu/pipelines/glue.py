@@ -4,7 +4,6 @@ A loop on the device ("resident") handles device tensors. Callbacks are the user
 tensors, plain torch and torch's random state; what they return or write goes back to the chips.
 """
 
-import contextlib
 import contextvars
 import functools
 
@@ -16,6 +15,7 @@ from ...callbacks import MultiPipelineCallbacks, PipelineCallback
 from .. import bridge
 from ..chips.hosts import whole
 from ..chips.locks import exclusive
+from ..kernels.settings import bound
 
 
 CALLBACKS = ("callback_on_step_end", "callback")
@@ -27,14 +27,9 @@ def in_a_call() -> bool:
     return _inside.get()
 
 
-@contextlib.contextmanager
 def inside(value: bool = True):
-    """In a pipeline's call; False: out of it for a while, in the user's code."""
-    token = _inside.set(value)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
+    """A context in a pipeline's call; False: out of it for a while, in the user's code."""
+    return bound(_inside, value)
 
 
 def on_host(tree):

@@ -21,7 +21,7 @@ from ..chips.devices import is_active
 from ..chips.locks import exclusive
 from ..chips.mesh import make_mesh
 from ..compile import nans
-from ..compile.explain import lines_of
+from ..compile.explain import lines_of, rungs
 from ..compile.module import one_call
 from ..config import ACCELERATORS, TPUConfig, names_accelerator
 from ..weights.hbm import hbm_manager_of
@@ -72,7 +72,7 @@ def uninstall(pipe):
     if state is None:
         return pipe
     state.leaving.detach()
-    for runner in (*state.held().values(), *state.former):
+    for runner in (*state.held.values(), *state.former):
         if attach.runs(runner.module) is runner:  # another pipeline that shares it may have uninstalled it
             attach.detach(runner.module)
     state.hbm_manager.orders.pop(state, None)
@@ -90,15 +90,16 @@ def report(pipe) -> dict:
         "mesh": dict(state.mesh.shape),
         "glue": state.glue,
         "components": {name: attach.component_report(runner) for name, runner in state.runners.items()},
-        "on_host": [*state.on_host],
+        "on_host": [name for name in state.held if name not in state.runners],
     }
 
 
 def explain(pipe) -> str:
     """Which rung of the `ladder` every module of every component took, and why, in lines of text."""
     report(pipe)  # or raises
-    found = {name: attach.component_report(runner)["rungs"] for name, runner in installation(pipe).held().items()}
-    return "\n".join(line for name, rungs in found.items() for line in lines_of(name, rungs))
+    return "\n".join(
+        line for name, runner in installation(pipe).held.items() for line in lines_of(name, rungs(runner))
+    )
 
 
 # What an installed pipeline does differently
@@ -138,7 +139,7 @@ class TPUPipelineMixin:
             with exclusive:
                 state = installation(self)
                 attach_all(self, state)
-                for runner in state.held().values():
+                for runner in state.held.values():
                     runner.ownership.on_host = False
                 state.hbm_manager.place_all(state)
         return self
@@ -159,17 +160,15 @@ class TPUPipelineMixin:
 
     def enable_model_cpu_offload(self, *args, **kwargs):
         """Not needed: weights are sharded over all chips; models without room wait on the host."""
-        self._waive("enable_model_cpu_offload", args, kwargs)
+        if installation(self) is None:
+            return super().enable_model_cpu_offload(*args, **kwargs)
+        notices.waived("enable_model_cpu_offload")
 
     def enable_sequential_cpu_offload(self, *args, **kwargs):
         """Not needed, as `enable_model_cpu_offload`."""
-        self._waive("enable_sequential_cpu_offload", args, kwargs)
-
-    def _waive(self, name: str, args: tuple, kwargs: dict):
         if installation(self) is None:
-            getattr(super(), name)(*args, **kwargs)
-        else:
-            notices.waived(name)
+            return super().enable_sequential_cpu_offload(*args, **kwargs)
+        notices.waived("enable_sequential_cpu_offload")
 
     def __setattr__(self, name: str, value):
         super().__setattr__(name, value)
@@ -226,28 +225,28 @@ def entered(method):
         if state is None:
             return method(self, *args, **kwargs)
         with state.one_at_a_time():
-            if state.depth == 0 and hosts.process_count() > 1:
+            outermost = state.depth == 0
+            if outermost and hosts.process_count() > 1:
                 _, *given = inspect.signature(method).bind(self, *args, **kwargs).arguments.items()
                 hosts.alike(f"{state.original.__name__}.{method.__name__}", dict(given))
             with _running(self, state) as noted:
                 there = self._execution_device  # for whatever accelerator the arguments name
-                args = tuple(
-                    there if isinstance(arg, torch.device) and names_accelerator(arg) else arg for arg in args
-                )
+                args = [there if isinstance(a, torch.device) and names_accelerator(a) else a for a in args]
                 if names_accelerator(kwargs.get("device")):
                     kwargs["device"] = there
                 if state.glue == "resident":
                     kwargs = glue.with_user_callbacks(kwargs)
                 output = method(self, *args, **kwargs)
-            if state.depth == 0:
-                runners = state.runners.items()
-                state.not_finite = [name for name, runner in runners if not all(map(bool, noted.get(runner, ())))]
-            if state.depth == 0 and state.not_finite:
+            if not outermost:
+                return output
+            runners = state.runners.items()
+            state.not_finite = [name for name, runner in runners if not all(map(bool, noted.get(runner, ())))]
+            if state.not_finite:
                 notices.warn(
                     f"expected pictures of finite values, got NaN or an infinity from {', '.join(state.not_finite)} of"
                     f" {type(self).__name__}: diffusers-tpu generate --debug-nans names the first submodule that gives one"
                 )
-            if state.glue == "host" or state.depth:
+            if state.glue == "host":
                 return output
             glue.bring_attributes(self, *(part for part in _parts(self) if not isinstance(part, torch.nn.Module)))
             return glue.on_host(output)
@@ -259,21 +258,20 @@ def entered(method):
 def _running(pipe, state: Installation):
     """The environment of a call: new components get runners; device tensors work, on the pipeline's mesh. Gives what `nans` notes."""
     attach_all(pipe, state)
-    if state.depth == 0:
-        state.hbm_manager.check_all(state)
-    env = bridge.environment()
+    env, noted, outermost = bridge.environment(), None, state.depth == 0
     with contextlib.ExitStack() as stack:
         stack.enter_context(glue.inside())
-        if state.depth == 0:
+        if outermost:
+            state.hbm_manager.check_all(state)
             stack.enter_context(one_call(state.runners.values()))
-        noted = stack.enter_context(nans.noting()) if state.depth == 0 else None
+            noted = stack.enter_context(nans.noting())
         if state.glue == "resident":
             for context in (env.override_property(mesh=state.mesh), bridge.quiet_integers(), bridge.decomposing()):
                 stack.enter_context(context)
-            if state.depth == 0:
-                stack.enter_context(env)
-                schedulers = [p for p in _parts(pipe) if isinstance(p, SchedulerMixin) and hasattr(p, "step")]
-                stack.enter_context(as_programs(schedulers))
+        if state.glue == "resident" and outermost:
+            stack.enter_context(env)
+            schedulers = [p for p in _parts(pipe) if isinstance(p, SchedulerMixin) and hasattr(p, "step")]
+            stack.enter_context(as_programs(schedulers))
         state.depth += 1
         try:
             yield noted

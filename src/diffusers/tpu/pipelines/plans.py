@@ -9,7 +9,7 @@ import functools
 import importlib.util
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jax.sharding import PartitionSpec as P
@@ -31,9 +31,7 @@ class PipelinePlan:
 
     glue: str = "host"  # "resident" if upstream's loop is known to run on device tensors
     once_per_branch: bool = False  # the denoiser is called once per guidance branch, not with all of them in one batch
-    guided_in_batch: bool = (
-        False  # it is called with all of them in one batch, which `dp` splits as the plan of the model says
-    )
+    guided_in_batch: bool = False  # it is called with all of them in one batch, which `dp` splits
 
     def branches(self, pipe=None) -> int:
         """Guidance branches of a step, which `dp` can hold side by side. A guider says how many; without one two."""
@@ -44,26 +42,19 @@ class PipelinePlan:
         return branches if self.once_per_branch else 1
 
 
+RESIDENT = PipelinePlan("resident")
+PER_BRANCH, IN_BATCH = replace(RESIDENT, once_per_branch=True), replace(RESIDENT, guided_in_batch=True)
 PIPELINES = {  # of upstream's classes
     f"{name}Pipeline": plan
-    for plan, names in (
-        (
-            PipelinePlan("resident", once_per_branch=True),
-            "Wan WanImageToVideo WanVideoToVideo WanVACE WanAnimate HunyuanVideo15 HunyuanVideo15ImageToVideo"
-            " QwenImage QwenImageImg2Img QwenImageInpaint",
-        ),
-        (
-            PipelinePlan("resident", guided_in_batch=True),
-            "CogVideoX CogVideoXImageToVideo CogVideoXVideoToVideo CogVideoXFunControl LTX LTXImageToVideo LTXCondition"
-            " StableDiffusion3 StableDiffusion3Img2Img StableDiffusion3Inpaint",
-        ),
-        (
-            PipelinePlan("resident"),
-            "HunyuanVideo HunyuanVideoImageToVideo HunyuanVideoFramepack HunyuanSkyreelsImageToVideo Flux FluxImg2Img"
-            " FluxInpaint FluxKontext FluxKontextInpaint FluxFill FluxControl FluxControlImg2Img FluxControlInpaint"
-            " FluxControlNet StableDiffusionXL",
-        ),
-    )
+    for plan, names in {
+        PER_BRANCH: "Wan WanImageToVideo WanVideoToVideo WanVACE WanAnimate HunyuanVideo15 HunyuanVideo15ImageToVideo QwenImage"
+        " QwenImageImg2Img QwenImageInpaint",
+        IN_BATCH: "CogVideoX CogVideoXImageToVideo CogVideoXVideoToVideo CogVideoXFunControl LTX LTXImageToVideo LTXCondition"
+        " StableDiffusion3 StableDiffusion3Img2Img StableDiffusion3Inpaint",
+        RESIDENT: "HunyuanVideo HunyuanVideoImageToVideo HunyuanVideoFramepack HunyuanSkyreelsImageToVideo Flux FluxImg2Img"
+        " FluxInpaint FluxKontext FluxKontextInpaint FluxFill FluxControl FluxControlImg2Img FluxControlInpaint FluxControlNet"
+        " StableDiffusionXL",
+    }.items()
     for name in names.split()
 }
 

@@ -24,6 +24,7 @@ from .. import bridge
 from ..chips import hosts
 from ..chips.locks import exclusive
 from ..compile.lru import LRUCache
+from ..compile.module_programs import random_state_kept
 from ..compile.state import InputRef, OutputRef
 
 
@@ -96,11 +97,7 @@ class Steps:
             found.extend(left)
             return outputs
 
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(exclusive.pinned())
-            stack.enter_context(torch.random.fork_rng(devices=()))
-            for generator in {leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)}:
-                stack.callback(generator.set_state, generator.get_state())
+        with exclusive.pinned(), random_state_kept(tree_leaves((args, kwargs))):
             try:
                 closed = jax.make_jaxpr(step)([*arrays.values()])
             except Exception:  # whatever it is, the operations one by one say it themselves

@@ -176,13 +176,11 @@ class HbmManager:
 
     def _name(self, runner) -> tuple[str, str]:
         """Of a runner, its name in a pipeline and what the planner knows that by."""
-        found = (
-            (name, self._models[owner])
-            for owner, order in self.orders.items()
-            for name in order
-            if order[name] is runner
-        )
-        return next(found, (type(runner.module).__name__, "MODEL"))
+        for owner, order in self.orders.items():
+            for name, other in order.items():
+                if other is runner:
+                    return name, self._models[owner]
+        return type(runner.module).__name__, "MODEL"
 
     def _free(self) -> float:
         return float("inf") if self.limit is None else self.limit - sum(map(_there, self._placed))
@@ -207,9 +205,8 @@ def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
     return _managers.setdefault((devices, hbm, limit), HbmManager(hbm, limit))
 
 
-_there = operator.attrgetter(
-    "bytes_per_chip"
-)  # nothing where the model's tensors are no longer those that were placed
+# Nothing where the model's tensors are no longer those that were placed.
+_there = operator.attrgetter("bytes_per_chip")
 
 
 def _bytes(runner) -> int:

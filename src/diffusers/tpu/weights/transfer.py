@@ -39,9 +39,7 @@ class PlacementRequest:
 
     key: str
     aval: jax.ShapeDtypeStruct  # shape, dtype and sharding
-    tensors: list[
-        torch.Tensor | None
-    ]  # those of a stack, or the only one; None: zeros. A smaller one is filled up with zeros
+    tensors: list[torch.Tensor | None]  # of a stack, or the only one; None: zeros, which also fill up smaller ones
     stacked: bool  # the first axis is of tensors
 
     @property
