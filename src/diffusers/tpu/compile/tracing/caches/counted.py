@@ -9,7 +9,7 @@ import torch
 from ....bridge import DEVICE, Tensor, environment, numpy_dtype
 from ...state.watch import replaced
 from ..results import flattened, unflattened
-from .modules import Given, Held, Modules, Part
+from .modules import Held, Modules, Part
 
 
 class PyramidAttentionBroadcast(Modules):
@@ -41,12 +41,12 @@ class PyramidAttentionBroadcast(Modules):
     def _give_back(self, state, form: Hashable, tensors: list[torch.Tensor]):
         state.cache = unflattened(*form, tensors)
 
-    def _run(self, hook, part: Part, output, given: Given) -> tuple[list, Hashable]:
+    def _run(self, hook, held: Held, output) -> tuple[list, Hashable]:
         tensors, *form = flattened(output)
         return tensors, tuple(form)
 
-    def _output_of(self, hook, part: Part, given: Given):
-        return unflattened(*part.form, given.tensors)
+    def _output_of(self, hook, held: Held):
+        return unflattened(*held.form, held.tensors)
 
 
 class TaylorSeer(Modules):
@@ -91,34 +91,34 @@ class TaylorSeer(Modules):
             orders, state.module_dtypes = form
             state.taylor_factors = _by_order(orders, tensors)
 
-    def _run(self, hook, part: Part, output, given: Given) -> tuple[list, Hashable]:
-        state = self._traced(hook, part, given)
+    def _run(self, hook, held: Held, output) -> tuple[list, Hashable]:
+        state = self._traced(hook, held)
         outputs = [output] if isinstance(output, torch.Tensor) else [*output]
         if state.is_inactive:
-            return [], tuple(((x.shape[0] // given.branches, *x.shape[1:]), x.dtype) for x in outputs)
+            return [], tuple(((x.shape[0] // held.branches, *x.shape[1:]), x.dtype) for x in outputs)
         state.update(tuple(outputs))
         factors = [[*state.taylor_factors[n].values()] for n in range(len(outputs))]
         return sum(factors, []), (tuple(map(len, factors)), state.module_dtypes)
 
-    def _output_of(self, hook, part: Part, given: Given):
-        _, form = part.form
-        state = self._traced(hook, part, given)
+    def _output_of(self, hook, held: Held):
+        _, form = held.form
+        state = self._traced(hook, held)
         if form is not None and state.is_inactive:
-            zeros = [jnp.zeros((given.branches * rows, *shape), numpy_dtype(dtype)) for (rows, *shape), dtype in form]
+            zeros = [jnp.zeros((held.branches * rows, *shape), numpy_dtype(dtype)) for (rows, *shape), dtype in form]
             outputs = [Tensor(x, environment()) for x in zeros]
         else:  # upstream's error, where nothing is kept
             _, state.module_dtypes = form or ((), ())
             outputs = state.predict()
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _traced(self, hook, part: Part, given: Given):
+    def _traced(self, hook, held: Held):
         """A state of upstream's with what a program is given in it."""
-        settings, form = part.form
+        settings, form = held.form
         state = hook.state_manager._state_cls(**dict(settings))
         state.current_step = 0
-        if given.elapsed is not None:
-            state.taylor_factors = _by_order(form[0], given.tensors)
-            state.current_step, state.last_update_step = given.elapsed, 0
+        if held.elapsed is not None:
+            state.taylor_factors = _by_order(form[0], held.tensors)
+            state.current_step, state.last_update_step = held.elapsed, 0
         return state
 
 

@@ -51,21 +51,15 @@ class Part:
 class Held:
     """What is kept of a place: tensors, the batch first, and what is static of them. Stands in upstream's states.
 
-    `fills`: how many of each tensor's tokens are not the model's (`BlockRuns`).
+    `fills`: how many of each tensor's tokens are not the model's (`BlockRuns`). In a trace, where one module is given it, also the steps
+    that have `elapsed` since the tensors were made, and how many `branches` are side by side.
     """
 
     tensors: list[torch.Tensor]
     form: Hashable
     fills: tuple[int, ...] = ()
-
-
-@dataclass
-class Given:
-    """What one module is given in a trace: its tensors, the steps since they were made, and how many calls are side by side."""
-
-    tensors: list[Tensor]
-    elapsed: Elapsed | None
-    branches: int
+    elapsed: Elapsed | None = None
+    branches: int = 1
 
 
 @dataclass
@@ -104,17 +98,17 @@ class _Trace:
         tensors, scope.gives[place.path] = scope.given[place.path], []
         if scope.filled is None:  # a block by itself, or to see what it gives
             tensors = [*map(cut, tensors, part.fills)]
-        given = Given(tensors, elapsed, self.branches)
+        held = Held(tensors, part.form, part.fills, elapsed, self.branches)
         if not part.runs:
             self.forms[id(place)] = (), part.form
-            return self.cache._output_of(hook, part, given)
+            return self.cache._output_of(hook, held)
         output = hook.fn_ref.original_forward(*args, **kwargs)
         if place.label:
-            made, form = self.cache._run(hook, part, output, given)
+            made, form = self.cache._run(hook, held, output)
             self.forms[id(place)] = tuple(_fill(x, scope.filled) for x in made), form
             scope.gives[place.path] = [t.jax() for t in made]
         else:
-            self.outputs[id(place)] = given, output
+            self.outputs[id(place)] = held, output
         return output
 
 
@@ -125,8 +119,8 @@ class Modules(StepCache):
     _state(hook), _states(hook): upstream's state of the calls of now, and of all kinds of calls.
     _decide(hook): counts a call; whether the module runs.
     _part(hook, runs): the step of a place, by its first hook, and the tensors that it is given.
-    _run(hook, part, output, given): in a trace, what is kept of a module's output, and its form.
-    _output_of(hook, part, given): in a trace, what stands for the output of a module that does not run.
+    _run(hook, held, output): in a trace, what is kept of a module's output, and its form.
+    _output_of(hook, held): in a trace, what stands for the output of a module that does not run.
     _give_back(state, form, tensors): the state is as upstream's hook leaves it, with the tensors of one module.
     """
 
@@ -201,10 +195,9 @@ class Modules(StepCache):
         with replaced(stand_ins):
             yield results
         runs.flush()
-        for place, part in zip(self.places, kind):
+        for place in self.places:
             if id(place) in trace.outputs:  # outside of blocks: its output has a value now
-                given, output = trace.outputs[id(place)]
-                made, form = self._run(place.hooks[0], part, output, given)
+                made, form = self._run(place.hooks[0], *trace.outputs[id(place)])
                 trace.forms[id(place)] = (0,) * len(made), form
                 results += made
             elif place.label:
