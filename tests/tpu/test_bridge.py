@@ -82,7 +82,7 @@ def test_a_deferred_tensor_is_computed_once_and_only_when_used(env):
         calls.append(1)
         x.settle(jnp.ones((2, 3), jnp.bfloat16))
 
-    x = bridge.deferred(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), compute)
+    x = bridge.Deferred(jax.ShapeDtypeStruct((2, 3), jnp.bfloat16), compute)
     assert (x.shape, x.ndim, x.dtype, x.device.type, calls) == ((2, 3), 2, torch.bfloat16, "jax", [])
     y = x.chunk(3, dim=1)[2] + x.unflatten(0, (1, 2)).sum()
     assert float(on_host(y).float()[0, 0]) == 7 and calls == [1]

@@ -40,7 +40,7 @@ def pair(request, env):
         device = env.moved(torch.stack([host, host + 1]))[0] if request.param == "view" else env.moved(host)
     if request.param == "deferred":
         array = device.jax()
-        device = bridge.deferred(jax.ShapeDtypeStruct(array.shape, array.dtype), lambda: device.settle(array))
+        device = bridge.Deferred(jax.ShapeDtypeStruct(array.shape, array.dtype), lambda: device.settle(array))
     assert bridge.on_device(device)
     return device, host
 

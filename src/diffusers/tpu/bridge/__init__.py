@@ -21,9 +21,8 @@ from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
 from .decisions import Decisions, Guard, deciding
-from .deferred import Deferred
 from .diagnostics import Obstacle, assuming
-from .environment import DEVICE, decomposing, environment, on_device, quiet_integers
+from .environment import DEVICE, Deferred, decomposing, environment, on_device, quiet_integers
 from .host_values import DEVICE_TENSORS, READS, ValueRead, plain
 from .host_values import apart as known_apart
 from .host_values import of_tensor as known_values
@@ -96,11 +95,6 @@ def write(tensor: torch.Tensor, value: torch.Tensor):
     else:
         with plain(), torch.no_grad():
             tensor.copy_(value if not on_device(value) else from_numpy(value.jax()))
-
-
-def deferred(aval: jax.ShapeDtypeStruct, compute) -> Deferred:
-    """A device tensor of this shape and dtype; `compute()` is called when its value is first needed, and settles it."""
-    return Deferred(aval, environment(), compute)
 
 
 def dispatched_attention(

@@ -5,6 +5,7 @@ truth value, the number one, every entry of an index, else zeros of the shape th
 """
 
 import contextlib
+import functools
 import traceback
 import types
 from collections import Counter
@@ -22,7 +23,7 @@ from ..weights.convert import numpy_dtype
 from .environment import environment
 from .host_values import ASKING, DEVICE_TENSORS, READS, plain
 from .lines import Line, frames_to_asker, line_of_frame
-from .on_host import is_draw
+from .on_host import META, is_draw, stand_in
 
 
 aten = torch.ops.aten
@@ -58,15 +59,13 @@ def assuming(answer: bool) -> Iterator["Obstacles"]:
     env = environment()
     obstacles = Obstacles(env, answer)
     before = [(cls, name, getattr(cls, name)) for cls in DEVICE_TENSORS for name in WHOLE]
-    env.dispatch = obstacles.dispatch
-    for cls, name, method in before:
-        setattr(cls, name, obstacles.read_whole(name, method))
-    try:
-        yield obstacles
-    finally:
-        del env.dispatch
+    with contextlib.ExitStack() as stack:
+        env.dispatch = obstacles.dispatch
+        stack.callback(delattr, env, "dispatch")
         for cls, name, method in before:
-            setattr(cls, name, method)
+            stack.callback(setattr, cls, name, method)
+            setattr(cls, name, obstacles.read_whole(name, method))
+        yield obstacles
 
 
 class Obstacles:
@@ -136,13 +135,13 @@ class Obstacles:
         """Zeros of the shapes that torch's meta device gives; a boolean index takes every entry. Where it cannot: the first tensor."""
         first = next((x for x in args if isinstance(x, torch.Tensor)), None)
         with plain():
-            args, kwargs = tree_map_only(torch.Tensor, _meta, (args, kwargs))
+            args, kwargs = tree_map_only(torch.Tensor, functools.partial(stand_in, META), (args, kwargs))
             if func is torch.Tensor.__getitem__:
                 args = args[0], _whole(args[1])
             elif func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
                 args = args[0], list(_whole(tuple(args[1]))), *args[2:]
             if "device" in kwargs:
-                kwargs["device"] = "meta"
+                kwargs["device"] = META
             try:
                 result = func(*args, **kwargs)
             except (NotImplementedError, RuntimeError):
@@ -158,16 +157,12 @@ def _uses_a_view(frame: types.FrameType) -> bool:
     return frame.f_code.co_filename == view.__file__ and frame.f_code.co_name in ("transform_tensor", "update_tensor")
 
 
-def _meta(t: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")
-
-
 def _whole(key):
     """The key of an index, in place of a boolean one the places of all its entries."""
     keys = []
     for part in key if isinstance(key, tuple) else (key,):
         if isinstance(part, torch.Tensor) and part.dtype == torch.bool:
-            keys += [torch.empty(part.shape.numel(), dtype=torch.int64, device="meta")] * part.ndim
+            keys += [torch.empty(part.shape.numel(), dtype=torch.int64, device=META)] * part.ndim
         else:
             keys.append(part)
     return tuple(keys)

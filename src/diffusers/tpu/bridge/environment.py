@@ -11,6 +11,7 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torchax.ops import mappings
 from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
 
@@ -21,7 +22,6 @@ from ..weights.checkpoint import is_about_values, settled
 from ..weights.convert import as_numpy, from_numpy
 from . import host_values, operators
 from .decisions import decided
-from .deferred import Deferred
 from .host_values import DEVICE_TENSORS, READS, plain, usable_outside
 from .layers import cast
 from .lines import asking_line
@@ -36,6 +36,35 @@ _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem
 
 def on_device(x) -> bool:
     return isinstance(x, DEVICE_TENSORS)
+
+
+class Deferred(Tensor):
+    """A device tensor of a known shape and dtype: when its value is first needed, `compute()` gives it that by `settle(value)`."""
+
+    @staticmethod
+    def __new__(cls, aval: jax.ShapeDtypeStruct, compute: Callable[[], None]):
+        return Tensor.__new__(cls, aval, environment())
+
+    def __init__(self, aval: jax.ShapeDtypeStruct, compute: Callable[[], None]):
+        self._aval, self._env, self._compute, self._array = aval, environment(), compute, None
+
+    @property
+    def waits(self) -> bool:
+        """Whether nobody has asked for its value yet."""
+        return self._array is None
+
+    def settle(self, value: jax.Array):
+        self._array, self._compute = value, None
+
+    @property
+    def shape(self):
+        return torch.Size((self._aval if self.waits else self._array).shape)
+
+    ndim = property(lambda self: len(self.shape))
+
+    @property
+    def dtype(self):
+        return mappings.j2t_dtype((self._aval if self.waits else self._array).dtype)
 
 
 class Environment(_Environment):
@@ -181,14 +210,11 @@ class Environment(_Environment):
     @contextlib.contextmanager
     def left(self):
         """Plain torch for a while: its operators, on host tensors."""
-        depth = inside.depth
-        for _ in range(depth):
-            self.disable_torch_modes()
-        try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(inside.depth):
+                self.disable_torch_modes()
+                stack.callback(self.enable_torch_modes)
             yield
-        finally:
-            for _ in range(depth):
-                self.enable_torch_modes()
 
     @staticmethod
     def _on_host(func, args, kwargs):

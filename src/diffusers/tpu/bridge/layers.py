@@ -60,11 +60,10 @@ def linear(input, weight, bias=None):
     return Tensor(result.astype(dtype), input._env)
 
 
-def _gelu(*, approximate="none") -> str:
-    return "gelu_tanh" if approximate == "tanh" else ""
-
-
-ACTIVATIONS = {aten.silu.default: lambda: "silu", aten.gelu.default: _gelu}  # to names of `linear.ACTIVATIONS`
+ACTIVATIONS = {  # to names of `linear.ACTIVATIONS`
+    aten.silu.default: lambda: "silu",
+    aten.gelu.default: lambda *, approximate="none": "gelu_tanh" if approximate == "tanh" else "",
+}
 
 
 def activated(overload, plain, x, *args, **kwargs):
@@ -72,7 +71,7 @@ def activated(overload, plain, x, *args, **kwargs):
     layer, activation = operands(x, linear), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
     if layer is None or not activation:
         return plain(x, *args, **kwargs)
-    return Tensor(_again(layer, activation), x._env)
+    return Tensor(_again(layer, activation=activation), x._env)
 
 
 def cast(x, result):
@@ -89,7 +88,7 @@ def cast(x, result):
     if _holds(result.jax().dtype, x.jax().dtype):
         return made_of(result, cast, x.jax(), operands(x, linear))
     total = operands(x, _added)
-    whole = _with_residual(*total) if total is not None and result.dtype == torch.bfloat16 else None
+    whole = _again(*total) if total is not None and result.dtype == torch.bfloat16 else None
     return result if whole is None else Tensor(whole, result._env)
 
 
@@ -137,18 +136,13 @@ def _added(result, x, residual):
     if result.dtype == torch.float32:
         narrow, _ = operands(residual, cast) or (None, None)
         return None if narrow is None else made_of(result, _added, layer, gate, narrow)
-    whole = _with_residual(layer, gate, residual.jax())
+    whole = _again(layer, gate, residual.jax())
     return None if whole is None else Tensor(whole, result._env)
 
 
-def _with_residual(layer, gate, residual) -> jax.Array | None:
-    x, *_ = layer
-    if residual.dtype != x.dtype:
-        return None
-    return _again(layer, "", gate, residual)
-
-
-def _again(layer: tuple, activation: str, gate=None, residual=None) -> jax.Array | None:
-    """A layer with what follows it, on the chips where it was."""
+def _again(layer: tuple, gate=None, residual=None, activation: str = "") -> jax.Array | None:
+    """A layer with what follows it, on the chips where it was; None where the kernel does not take it."""
     x, w, b, settings = layer
+    if residual is not None and residual.dtype != x.dtype:
+        return None
     return fast_linear(x, w, b, activation, settings, gate, residual)

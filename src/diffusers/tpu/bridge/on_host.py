@@ -18,26 +18,20 @@ from .host_values import DEVICE_TENSORS, HOST, plain
 from .lines import raised_inside
 
 
+META = torch.device("meta")  # which computes shapes and dtypes alone
 # torch marks its operators that draw; marked too are attention and layers that would in training, by other operators.
-_NOT_A_DRAW = (
-    "attention|sdp|^_cudnn|^_lstm|^lstm$|^gru$|_rnn|^rnn_|^rrelu$|^(alpha_|feature_|feature_alpha_)?dropout_?$"
-)
-
-
-def _draws(func: torch._ops.OpOverload) -> bool:
-    name = func._schema.name.removeprefix("aten::")
-    return torch.Tag.nondeterministic_seeded in func.tags and not re.search(_NOT_A_DRAW, name)
+_NOT_A_DRAW = "attention|sdp|^_cudnn|^_lstm|^lstm$|^gru$|_rnn|^rnn_|^rrelu$|^(feature_)?(alpha_)?dropout_?$"
 
 
 @functools.cache
 def is_draw(func) -> bool:
     """Whether a function or operator of torch's draws random numbers."""
     if isinstance(func, torch._ops.OpOverload):
-        return _draws(func)
+        name = func._schema.name.removeprefix("aten::")
+        return torch.Tag.nondeterministic_seeded in func.tags and not re.search(_NOT_A_DRAW, name)
     packet = getattr(torch.ops.aten, getattr(func, "__name__", "?"), None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return False
-    return any(_draws(getattr(packet, name)) for name in packet.overloads())
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    return any(is_draw(getattr(packet, name)) for name in overloads)
 
 
 def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
@@ -89,10 +83,10 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
     arrays = [t.jax() for t in tree_leaves((args, kwargs)) if isinstance(t, DEVICE_TENSORS)]
     traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
     error = None
-    for device in (torch.device("meta"), HOST) if traced else (HOST,):
+    for device in (META, HOST) if traced else (HOST,):
         try:
             with plain():
-                given, named = tree_map_only(torch.Tensor, functools.partial(_like, device), (args, kwargs))
+                given, named = tree_map_only(torch.Tensor, functools.partial(stand_in, device), (args, kwargs))
                 func(*given, **({**named, "device": device} if named.get("device") is not None else named))
         except NotImplementedError:  # by its values
             return None
@@ -104,15 +98,16 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
     return error
 
 
-def _like(device: torch.device, t: torch.Tensor) -> torch.Tensor:
+def stand_in(device: torch.device, t: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, dtype and, where it has them, values, on the host or on the meta device."""
-    array = t.jax() if isinstance(t, DEVICE_TENSORS) else None
-    dtype = torch.int64 if array is not None and t.dtype == torch.int32 else t.dtype  # as upstream has it
-    if device.type == "meta" or (array is None and t.is_meta):
-        return torch.empty(tuple(t.shape), dtype=dtype, device="meta")
+    ours = isinstance(t, DEVICE_TENSORS)
+    dtype = torch.int64 if ours and t.dtype == torch.int32 else t.dtype  # as upstream has it
+    if device == META or (not ours and t.is_meta):
+        return torch.empty(tuple(t.shape), dtype=dtype, device=META)
+    array = t.jax() if ours else None
     if isinstance(array, jax.core.Tracer):
         return torch.zeros(array.shape, dtype=dtype)
-    return t.clone() if array is None else from_numpy(array).to(dtype)
+    return from_numpy(array).to(dtype) if ours else t.clone()
 
 
 def is_refused(error: BaseException) -> bool:

@@ -109,9 +109,6 @@ class Executables:
             self.ahead |= {key.name: pool.submit(self._find, key) for key in keys}
             pool.shutdown(wait=False)  # its threads end with their work
 
-    def forget_expected(self):
-        self.ahead.clear()
-
     def recall(self, key: Key | None, call: Call) -> "Program | bridge.Guard | str | None":
         """What is cached for this key: a program, a guard or a mark. None where not all processes of the run find it."""
         found = None

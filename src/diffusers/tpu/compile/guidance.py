@@ -50,7 +50,7 @@ class GuidanceBatcher:
             return self._execute(program, self.waiting, call)[-1]
         one = Waiting(call, program)
         compute = functools.partial(self._needed, one, self.waiting)
-        one.outputs = [bridge.deferred(aval, compute) for aval in program.avals]
+        one.outputs = [bridge.Deferred(aval, compute) for aval in program.avals]
         self.waiting.append(one)
         return one.outputs
 

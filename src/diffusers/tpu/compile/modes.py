@@ -30,13 +30,7 @@ KEEPS = "hooks, processors or counters keep something from call to call"
 DRAWS = "it draws random numbers"
 NO_PROGRAM = (tracing.NoProgram, bridge.OperatorNotFound, *bridge.READS)
 _running: contextvars.ContextVar[tuple["GraphBreaks", ...]] = contextvars.ContextVar("diffusers_tpu_split", default=())
-
-
-class Mode(enum.Enum):
-    COMPILED = enum.auto()
-    SPLIT = enum.auto()
-    EAGER = enum.auto()
-    HOST = enum.auto()
+Mode = enum.Enum("Mode", "COMPILED SPLIT EAGER HOST")
 
 
 class GraphBreaks:

@@ -51,7 +51,7 @@ def one_call(runners):
         raise
     finally:
         for runner in runners:
-            runner.executables.forget_expected()
+            runner.executables.ahead.clear()
 
 
 class CompiledModule(ModulePrograms):

@@ -41,12 +41,10 @@ MOST_GUARDS = 8  # of a program, where all have as many
 def random_state_kept(leaves: list):
     """What a trace of a call draws is drawn again by the call itself. `leaves`: of its arguments."""
     generators = [torch.default_generator, *(leaf for leaf in leaves if isinstance(leaf, torch._C.Generator))]
-    states = [generator.get_state() for generator in generators]
-    try:
+    with contextlib.ExitStack() as stack:
+        for generator in generators:
+            stack.callback(generator.set_state, generator.get_state())
         yield
-    finally:
-        for generator, state in zip(generators, states):
-            generator.set_state(state)
 
 
 class ModulePrograms(EntryMethods):

@@ -207,18 +207,14 @@ def without_caches(module: torch.nn.Module):
     owners = {base for base in bases if base.__module__ not in ("builtins", "torch")}
     owners |= {value for name, value in sys.modules.items() if name.startswith("diffusers.models.")}
     owners |= {sys.modules[o.__module__] for o in owners if isinstance(o, type) and o.__module__ in sys.modules}
-    replaced = []
-    try:
+    with contextlib.ExitStack() as stack:
         for owner in owners:
             for name, value in list(vars(owner).items()):
                 plain = _uncached(value)
                 if plain is not None:
-                    replaced.append((owner, name, value))
+                    stack.callback(setattr, owner, name, value)
                     setattr(owner, name, plain)
         yield
-    finally:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
 
 
 def _uncached(value) -> Callable | None:

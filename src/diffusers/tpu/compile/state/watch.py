@@ -105,15 +105,11 @@ def put_back(container: dict, before: dict):
 @contextlib.contextmanager
 def replaced(places: Iterable[tuple[dict, Hashable, object]]):
     """While this is open, each of the dicts holds a value under a key, or nothing (ABSENT)."""
-    before = []
-    try:
+    with contextlib.ExitStack() as stack:
         for held, key, value in places:
-            before.append((held, key, held.get(key, ABSENT)))
+            stack.callback(_put, held, key, held.get(key, ABSENT))
             _put(held, key, value)
         yield
-    finally:
-        for place in reversed(before):
-            _put(*place)
 
 
 def _put(held: dict, key: Hashable, value):

@@ -217,7 +217,7 @@ class BlockRuns:
         return traced, avals, found["make_output"], effects
 
     def _deferred(self, aval) -> Deferred:
-        return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), environment(), self.flush)
+        return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.flush)
 
     def _stacked_at(self, group: Group, index: int) -> tuple[dict, dict, dict]:
         """Weights and numbers of one block, and what is kept of it."""

@@ -17,9 +17,7 @@ from .scan import Group
 @contextlib.contextmanager
 def around_forwards(enter: Callable, leave: Callable, **how):
     """While this is open, every module's forward runs between `enter(module, args)` and `leave(module, args, output)`."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(register_module_forward_hook(leave, **how).remove)
-        stack.callback(register_module_forward_pre_hook(enter).remove)
+    with register_module_forward_hook(leave, **how), register_module_forward_pre_hook(enter):
         yield
 
 
