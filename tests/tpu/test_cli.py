@@ -15,7 +15,7 @@ import diffusers.utils
 import tiny
 from conftest import relative
 from diffusers import WanImageToVideoPipeline, WanPipeline
-from diffusers.tpu.apps.cli import arguments, main
+from diffusers.tpu.apps.cli import arguments, env, main
 from diffusers.tpu.apps.cli.output import say
 
 
@@ -29,6 +29,13 @@ def bare(monkeypatch, tmp_path):
     monkeypatch.setattr(diffusers.tpu.chips.devices, "_generation_on_this_host", lambda: None)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def test_an_error_that_nobody_worded_keeps_its_traceback(monkeypatch):
+    """A ValueError of a builtin, at a line of the package that raises none itself."""
+    monkeypatch.setattr(env, "version", int)
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["env"])
 
 
 def test_a_line_is_printed_as_it_is(capsys):

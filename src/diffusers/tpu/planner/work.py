@@ -27,9 +27,7 @@ class Work:
 
     products: float = 0.0  # floating point operations, as those of `attention` and `by_module`
     attention: float = 0.0
-    padded: Counter[int] = field(
-        default_factory=Counter
-    )  # products when channels are filled up to a matrix unit's side
+    padded: Counter[int] = field(default_factory=Counter)  # products with channels filled up to a matrix unit's side
     bytes: float = 0.0  # read and written by operations that compilers keep apart (products, reductions, moves)
     live: int = 0  # the most bytes of intermediate values alive at once
     by_module: Counter[str] = field(default_factory=Counter)

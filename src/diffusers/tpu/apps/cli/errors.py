@@ -13,8 +13,9 @@ PACKAGE = Path(__file__).parents[3]
 
 
 def raised_here(error: Exception) -> bool:
-    """Whether code of this package raised it: what it says was expected, what came and the way out."""
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(f"{PACKAGE}{os.sep}")
+    """Whether a `raise` of this package's did, which says what was expected, what came and the way out."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return frame.filename.startswith(f"{PACKAGE}{os.sep}") and frame.line.startswith("raise ")
 
 
 @contextlib.contextmanager
