@@ -77,6 +77,12 @@ def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_leaves_no_thread(pa
     assert not [t for t in threading.enumerate() if t.name.startswith("diffusers-tpu-weights")]
 
 
+def as_for_real_chips(monkeypatch):
+    """Values are copied to chips, and the host's memory is used again."""
+    monkeypatch.setattr(PlacementRequest, "simulated", False)
+    monkeypatch.setattr(transfer, "device_put", lambda values, device: jax.device_put(np.array(values), device))
+
+
 @pytest.mark.parametrize(
     "spec, dtype, simulated",
     [
@@ -89,10 +95,8 @@ def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch,
     monkeypatch.setattr(transfer, "SMALL", 0)
     monkeypatch.setattr(transfer, "PIECE_BYTES", 5 * 40 * 33 * 4)  # five rows: pieces end within parts
     if not simulated:
-        # As for real chips: values are copied to them, and the host's memory is used again.
         monkeypatch.setattr(transfer, "STAGED_BYTES", 70_000)
-        monkeypatch.setattr(PlacementRequest, "simulated", False)
-        monkeypatch.setattr(transfer, "device_put", lambda values, device: jax.device_put(np.array(values), device))
+        as_for_real_chips(monkeypatch)
     stored = disk.load_file(path)["float"][:, :, :32].contiguous() if "tp" in spec else disk.load_file(path)["float"]
     expected = stored if dtype is None else stored.half().to(dtype)  # each conversion rounds
     tensor = stored if dtype is None else FileTensor.of(stored, torch.float16, dtype)
