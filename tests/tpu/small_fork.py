@@ -20,11 +20,7 @@ def a_diff(old: bytes = b"line 9\n", new: bytes = b"line nine\n") -> bytes:
     return unified.make("pkg/a.py", LINES, LINES.replace(old, new))
 
 
-FILES = {
-    "diffusers/__init__.py": b"",
-    "diffusers/a.py": LINES,
-    "diffusers/sub/b.py": b"one\ntwo\nthree\nfour\n",
-}
+FILES = {"diffusers/__init__.py": b"", "diffusers/a.py": LINES, "diffusers/sub/b.py": b"one\ntwo\nthree\nfour\n"}
 METADATA = b"Metadata-Version: 2.1\nName: diffusers\nVersion: %b\n"
 
 

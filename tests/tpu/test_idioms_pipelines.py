@@ -10,12 +10,7 @@ import torch
 
 import tiny
 from conftest import relative
-from diffusers import (
-    AutoencoderKLWan,
-    StableDiffusionXLControlNetPipeline,
-    WanPipeline,
-    tpu,
-)
+from diffusers import AutoencoderKLWan, StableDiffusionXLControlNetPipeline, WanPipeline, tpu
 from diffusers.tpu.pipelines import attach
 
 
@@ -60,19 +55,10 @@ def pictures(sdxl):
     return sdxl(**tiny.arguments("sdxl")).images
 
 
-@pytest.fixture
-def one_chip(monkeypatch):
-    monkeypatch.setenv("DIFFUSERS_TPU_MESH", "1,1,1")
-
-
 @pytest.fixture(scope="module")
-def sdxl_twin(idioms):
-    return tiny.sdxl()
-
-
-@pytest.fixture
-def sdxl_installed(sdxl_twin, one_chip):
-    return tpu.install(sdxl_twin)
+def sdxl_installed(idioms):
+    """Its twin, on one chip."""
+    return tpu.install(tiny.sdxl(), tpu.TPUConfig(mesh=(1, 1, 1)))
 
 
 def call(**changes):
@@ -169,12 +155,8 @@ def test_a_models_own_device_map(plain, tmp_path):
 
 @idiom("other-modules")
 def test_other_modules_stay_on_the_host_and_it_is_said(plain, said):
-    class Upscaler(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Linear(3, 3)
-
-    upscaler, x = Upscaler(), torch.randn(2, 3)
+    upscaler, x = type("Upscaler", (torch.nn.Module,), {})(), torch.randn(2, 3)
+    upscaler.layer = torch.nn.Linear(3, 3)
     expected = upscaler.layer(x)
     for _ in range(2):
         assert upscaler.to("cuda") is upscaler and torch.equal(upscaler.layer(x), expected)
@@ -222,10 +204,8 @@ def test_components_that_are_moved_and_the_device_that_a_script_asked_for(plain,
     pipe.to("cuda")
     assert devices() == ["cuda"] * 4 and torch.device("cuda:0") == pipe.device == pipe.transformer.device
     pipe.text_encoder.to("cpu")  # as scripts do when the prompt is encoded
-    assert devices() == ["cuda", "cpu", "cuda", "cuda"] and on_chips(pipe.text_encoder, pipe.transformer) == [
-        False,
-        True,
-    ]
+    assert devices() == ["cuda", "cpu", "cuda", "cuda"]
+    assert on_chips(pipe.text_encoder, pipe.transformer) == [False, True]
     pipe.text_encoder.to(pipe.device)
     pipe.vae.to(torch.float32), pipe.vae.to("cuda", torch.float32)
     assert relative(pipe(**call(callback_on_step_end=callback)).frames, theirs) < FP32
@@ -264,12 +244,14 @@ def test_pipelines_that_share_models_have_one_configuration(plain):
     config = tpu.TPUConfig(mesh=(1, 2, 1), attention="reference", host=("text_encoder",), glue="host")
     parts = copy.deepcopy(plain.components)
     first, second = tpu.install(WanPipeline(**parts), config), WanPipeline(**parts)
-    for other in (tpu.TPUConfig(mesh=(1, 2, 1)), tpu.TPUConfig(mesh=(2, 1, 1), attention="reference")):
-        with pytest.raises(ValueError, match=r"one TPUConfig.*(auto.*reference|\(2, 1, 1\).*\(1, 2, 1\)).*without"):
-            tpu.install(second, other)
-    assert type(second) is WanPipeline
-    with pytest.raises(ValueError, match="for text_encoder, from another .* the chips"):
-        tpu.install(second, tpu.TPUConfig(mesh=(1, 2, 1), attention="reference"))
+    for mesh, changes, words in (
+        ((1, 2, 1), {}, "one TPUConfig.*auto.*reference.*without"),
+        ((2, 1, 1), {"attention": "reference"}, r"one TPUConfig.*\(2, 1, 1\).*\(1, 2, 1\).*without"),
+        ((1, 2, 1), {"attention": "reference"}, "for text_encoder, from another .* the chips"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            tpu.install(second, tpu.TPUConfig(mesh=mesh, **changes))
+        assert type(second) is WanPipeline
     tpu.install(second)
     assert second._tpu.config.attention == "reference" and tpu.report(second)["mesh"]["sp"] == 2
     assert second._tpu.glue == "resident" and tpu.report(second)["on_host"] == ["text_encoder"]
