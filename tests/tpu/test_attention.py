@@ -22,10 +22,17 @@ from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.reference import reference_attention
 from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.utils import logging
+from test_attention_masks import KNOWN, LOWEST
 
 
-LOWEST = float(np.finfo(np.float32).min)
-BY_VALUES = ("true", "keys, expanded", "outer", "triangle", "band, padded")  # otherwise taken apart than traced ones
+BY_VALUES = [
+    "true",
+    "keys, expanded",
+    "outer",
+    "causal",
+    "window",
+    "causal, padded",
+]  # otherwise taken apart than traced ones
 KERNEL = Settings(kernel="kernel", blocks=(128, 256, 128), interpret=True)
 
 
@@ -50,31 +57,16 @@ def formula(q, k, v, mask=None, scale=None):
     return attention_formula(q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, mask)[0]
 
 
-KINDS = "none/true/prefix/keys, expanded/key bias/outer/triangle/band, padded/dense/bias".split("/")
-
-
 def given(kind, t, s):
     """A mask as upstream gives it."""
-    rng = np.random.default_rng()
-    keys = np.arange(s) < rng.integers(1, s + 1, 2)[:, None]
-    some, rows = rng.random((2, 1, 1, s)) < 0.6, rng.random((2, 1, t, 1)) < 0.7
-    bias = rng.standard_normal((1, 4, t, s)).astype(np.float32)
+    if kind in KNOWN:
+        return KNOWN[kind][0](2, 4, t, s)
+    bias = np.random.default_rng().standard_normal((1, 4, 1 if kind == "key bias" else t, s)).astype(np.float32)
     bias[:, :, : t // 2, s // 2 :] = LOWEST
-    return {
-        "none": None,
-        "true": np.ones((t, s), bool),
-        "prefix": keys[:, None, None],
-        "keys, expanded": np.broadcast_to(some, (2, 4, t, s)),
-        "key bias": bias[:, :, -1:],
-        "outer": rows & some,
-        "triangle": np.tri(t, s, dtype=bool),
-        "band, padded": np.tri(t, s, 7, dtype=bool) & ~np.tri(t, s, -300, dtype=bool) & some,
-        "dense": rng.random((2, 1, t, s)) < 0.5,
-        "bias": bias,
-    }[kind]
+    return None if kind == "none" else bias
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*BY_VALUES, "none", "keys", "key bias", "dense", "bias"])
 def test_masks_as_given_by_the_kernel(kind):
     """Traced, and with values that are known, both in one program."""
     t, s = np.random.default_rng().integers(1, 600, 2)
@@ -115,7 +107,7 @@ def test_a_kernel_is_split_by_heads_where_nobody_lays_out(kernel, make_mesh):
     assert api.explain()[way] > 0
 
 
-@pytest.mark.parametrize("heads, kind", [(2, "none"), (1, "triangle")])
+@pytest.mark.parametrize("heads, kind", [(2, "none"), (1, "causal")])
 def test_the_kernel_around_a_ring(make_mesh, heads, kind):
     """Parts of the keys are merged by the kernel's own lse; the last chip holds padding."""
     t = 251

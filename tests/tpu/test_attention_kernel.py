@@ -63,20 +63,20 @@ def draw(dtype, *sizes) -> list[np.ndarray]:
 
 def cases():
     """Every kind of mask twice, once of them slow; every value of every other column, in an order that is new in each run."""
-    rng = np.random.default_rng()
-    rows = [*KINDS, *KINDS]
+    rng, lengths = np.random.default_rng(), ("1", "7", "-1", "0", "+1", "+")
 
     def column(*values):
-        return rng.permutation(list(itertools.islice(itertools.cycle(rng.permutation(values)), len(rows)))).tolist()
+        every = itertools.islice(itertools.cycle(rng.permutation(values)), 2 * len(KINDS))
+        return rng.permutation(list(every)).tolist()
 
-    dims, out_dims = column(64, 72, 80, 96, 128, 256), column(0, 0, 0, 40)
-    blocks, groups, bfloat16 = column(0, 1, 2), column(1, 2, 4), column(False, True)
-    lengths = column("1", "7", "-1", "0", "+1", "+"), column("1", "7", "-1", "0", "+1", "+")
-    ways, lse = column(False, False, True), column(False, True)
-    names = ("kind", "dim", "out_dim", "blocks", "group", "bfloat16", "q_len", "kv_len", "online", "with_lse")
-    columns = (rows, dims, out_dims, blocks, groups, bfloat16, *lengths, ways, lse)
+    columns = {
+        "kind": [*KINDS, *KINDS], "dim": column(64, 72, 80, 96, 128, 256), "out_dim": column(0, 0, 0, 40),
+        "blocks": column(0, 1, 2), "group": column(1, 2, 4), "bfloat16": column(False, True), "q_len": column(*lengths),
+        "kv_len": column(*lengths), "online": column(False, False, True), "with_lse": column(False, True),
+    }  # fmt: skip
+    rows = [dict(zip(columns, row)) for row in zip(*columns.values())]
     marks = [[]] * len(KINDS) + [[pytest.mark.slow]] * len(KINDS)
-    return [pytest.param(dict(zip(names, row)), id=row[0], marks=mark) for *row, mark in zip(*columns, marks)]
+    return [pytest.param(row, id=row["kind"], marks=mark) for row, mark in zip(rows, marks)]
 
 
 def length(rng, word: str, block: int) -> int:

@@ -109,12 +109,3 @@ def test_scripts_are_read_from_docstrings_as_python():
     for idiom in ('.to("cuda")', 'Generator("cuda")', "enable_model_cpu_offload", "torch.float16", 'variant="fp16"'):
         assert idiom in text
     assert '"cuda"' not in cards.without_path(text) and "float16" not in cards.without_path(text, float32=True)
-
-
-def test_distance_by_hand():
-    def ran(*pixels):
-        return cards.Ran({}, [np.asarray(p) for p in pixels], {})
-
-    assert cards.distance(ran([3.0, 4.5], [0.0]), ran([3.0, 4.0], [0.0])) == pytest.approx(0.1)
-    assert np.isnan(cards.distance(ran([np.nan, 4.0]), ran([3.0, 4.0])))
-    assert cards.distance(ran([0.0, 1.0]), ran([0.0, 0.0])) == np.inf

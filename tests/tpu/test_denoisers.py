@@ -17,11 +17,7 @@ from denoisers import WIDTH, built, inputs
 from diffusers import Flux2Transformer2DModel, HeliosTransformer3DModel, LTXVideoTransformer3DModel, tpu
 from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
-from diffusers.models.transformers.transformer_flux import (
-    FluxAttention,
-    FluxAttnProcessor,
-    FluxIPAdapterAttnProcessor,
-)
+from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis

@@ -1,5 +1,6 @@
 """Oracle: the same model traced and compiled here; counted traces. Another process is a model and a runner of their own."""
 
+import contextlib
 import copy
 import os
 import re
@@ -12,6 +13,7 @@ import pytest
 import torch
 from jax import export
 
+import diffusers.tpu
 import test_ladder
 import tiny
 from conftest import relative
@@ -20,10 +22,12 @@ from diffusers.tpu import bridge, notices
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import executables
 from diffusers.tpu.compile.module import CompiledModule
+from diffusers.tpu.compile.store import disk_cache
 from diffusers.tpu.compile.store.disk_cache import DiskCache
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.plans import module_plan
 from diffusers.tpu.planner import aot
+from diffusers.tpu.planner.building import build, configuration_of
 
 
 @pytest.fixture
@@ -32,26 +36,31 @@ def store(own_store) -> DiskCache:
     return DiskCache("executables", own_store)
 
 
+@contextlib.contextmanager
+def running(model, plan: ModelPlan, mesh, config: TPUConfig = TPUConfig()):
+    """The model's runner, as in a process of its own."""
+    executables._loaded.clear()
+    runner = CompiledModule(model, plan, mesh, config)
+    runner.attach()
+    yield runner
+    runner.detach()
+
+
 @pytest.fixture
 def run(make_mesh, store):
     """A function: a tiny Wan transformer's answer as of a process of its own, and its runner."""
-    attached = []
+    with contextlib.ExitStack() as attached:
 
-    def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=None):
-        executables._loaded.clear()
-        model = tiny.wan_transformer(seed=seed, num_layers=2)
-        change(model)
-        want = model(**inputs(frames))[0]
-        runner = CompiledModule(model, module_plan(model), make_mesh(*mesh), config or TPUConfig())
-        runner.attach()
-        attached.append(runner)
-        got = model(**inputs(frames))[0]
-        assert relative(got, want.detach()) < 1e-5
-        return got, runner
+        def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=TPUConfig()):
+            model = tiny.wan_transformer(seed=seed, num_layers=2)
+            change(model)
+            want = model(**inputs(frames))[0]
+            runner = attached.enter_context(running(model, module_plan(model), make_mesh(*mesh), config))
+            got = model(**inputs(frames))[0]
+            assert relative(got, want.detach()) < 1e-5
+            return got, runner
 
-    yield answer
-    for runner in attached:
-        runner.detach()
+        yield answer
 
 
 def inputs(frames):
@@ -234,8 +243,6 @@ def test_a_folder_that_cannot_be_written_to_is_said_once(run, store, caplog):
 
 
 def test_the_longest_unused_go(run, store, monkeypatch):
-    from diffusers.tpu.compile.store import disk_cache
-
     run()
     (first,) = store.folder.iterdir()
     monkeypatch.setattr(disk_cache, "MOST_BYTES", int(first.stat().st_size * 2.5))
@@ -260,14 +267,11 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkey
     monkeypatch.setattr(DiskCache, "keep", noting)
 
     def traces(*lengths):
-        executables._loaded.clear()
         ours = copy.deepcopy(model)
-        runner = CompiledModule(ours, ModelPlan(), make_mesh(1, 1, 1), TPUConfig())
-        runner.attach()
-        for length in lengths:
-            given = test_ladder.mochi_inputs(model, test_ladder.first(length))
-            assert relative(ours(**given)[0].detach(), model(**given)[0].detach()) < 1e-5
-        runner.detach()
+        with running(ours, ModelPlan(), make_mesh(1, 1, 1)) as runner:
+            for length in lengths:
+                given = test_ladder.mochi_inputs(model, test_ladder.first(length))
+                assert relative(ours(**given)[0].detach(), model(**given)[0].detach()) < 1e-5
         return runner.traces
 
     assert [traces(3), traces(3), traces(4), traces(4), traces(3, 4)] == [1, 0, 1, 0, 0]
@@ -280,9 +284,6 @@ def test_questions_lead_to_the_program_of_their_answers(make_mesh, store, monkey
 @pytest.mark.parametrize("name", ["wan", "hunyuan15_i2v", "cogvideox"])
 def test_a_model_without_weights_has_the_words_of_the_one_that_is_loaded(make_mesh, tmp_path, name):
     """So that a run finds what `compile` made: everything of the key but the call."""
-    import diffusers
-    from diffusers.tpu.planner.building import build, configuration_of
-
     tiny.make(name).save_pretrained(tmp_path)
     loaded = diffusers.DiffusionPipeline.from_pretrained(tmp_path, dtype=torch.bfloat16)
     built = build(configuration_of(str(tmp_path)), torch.bfloat16)
@@ -291,10 +292,8 @@ def test_a_model_without_weights_has_the_words_of_the_one_that_is_loaded(make_me
         words = []
         for pipe in (loaded, built):
             module = getattr(pipe, component)
-            runner = CompiledModule(module, module_plan(module), make_mesh(1, 2, 1), TPUConfig())
-            runner.attach()
-            runner.current()
-            words.append(executables.module_words(runner))
-            runner.detach()
+            with running(module, module_plan(module), make_mesh(1, 2, 1)) as runner:
+                runner.current()
+                words.append(executables.module_words(runner))
         differing = {part: [w[part][:300] for w in words] for part in words[0] if words[0][part] != words[1][part]}
         assert not differing, (component, differing)

@@ -1,4 +1,4 @@
-"""The laid tree, and what it costs without a TPU. Oracle: the pinned release, byte for byte; patches/UPSTREAM's digest."""
+"""The laid tree, what it costs without a TPU, and what stands beside it. Oracle: the pinned release, byte for byte; patches/UPSTREAM's digest."""
 
 import hashlib
 import json
@@ -75,9 +75,10 @@ print(json.dumps(facts))
 
 
 @pytest.mark.idiom("nothing-touched")
-def test_without_a_tpu_nothing_of_torch_is_touched_and_pipelines_run_without_jax(root):
+@pytest.mark.parametrize("at_import", ["auto", "off"])
+def test_without_a_tpu_nothing_of_torch_is_touched_and_pipelines_run_without_jax(root, at_import):
     """Also says that the variable of upstream's dispatcher, read at its import, selects the TPU's attention."""
-    given = {"PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": "off", "DIFFUSERS_ATTN_BACKEND": "tpu"}
+    given = {"PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": at_import, "DIFFUSERS_ATTN_BACKEND": "tpu"}
     command = [sys.executable, "-X", "importtime", "-c", WITHOUT_A_TPU, str(root / "tests" / "tpu")]
     result = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -87,3 +88,42 @@ def test_without_a_tpu_nothing_of_torch_is_touched_and_pipelines_run_without_jax
     imports = re.findall(r"\| +(\d+) \| +(diffusers[.\w]*)$", result.stderr, re.M)
     microseconds = {name: int(time) for time, name in imports}
     assert microseconds["diffusers.tpu"] < 0.05 * microseconds["diffusers"]
+
+
+BESIDE_US = """
+import sys
+import diffusers
+assert not {"jax", "torchax", "torch_xla"} & {*sys.modules}
+from diffusers.pipelines.wan import pipeline_wan
+import accelerate, torch, transformers
+assert not pipeline_wan.XLA_AVAILABLE and not accelerate.utils.is_torch_xla_available()
+assert not transformers.utils.is_torch_xla_available() and "torch_xla" not in sys.modules
+try:
+    torch.ops.aten.prod.dim_Dimname
+except AttributeError:
+    import torchax
+    try:
+        torch.ops.aten.prod.dim_Dimname
+    except AttributeError:
+        print("as it was")
+torch.cuda.synchronize()
+assert torch.cuda.memory_allocated() == 0  # JAX is imported: asked for its arrays, it would start with one chip
+from diffusers.tpu.chips.devices import find_target, jax_devices
+from diffusers.tpu.config import read_environment
+assert len(jax_devices(find_target(read_environment()))) == 8
+"""
+
+
+@pytest.mark.idiom("torch-xla", "torchax-import")
+def test_torch_xla_is_left_out_and_torchax_can_be_imported(tmp_path):
+    """A stub that cannot be imported stands for torch_xla, in a process that asks for nothing but the path."""
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla" / "__init__.py").write_text("raise RuntimeError('torch_xla is imported')")
+    (tmp_path / "torch_xla-2.8.0.dist-info").mkdir()
+    (tmp_path / "torch_xla-2.8.0.dist-info" / "METADATA").write_text("Name: torch_xla\nVersion: 2.8.0\n")
+    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "8", "PYTHONPATH": str(tmp_path)}
+    environment.pop("USE_TORCH_XLA", None)
+    command = [sys.executable, "-c", BESIDE_US]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() == "as it was", done.stderr[-2000:]
+    assert done.stderr.count("torch_xla: on the TPU path") == 1

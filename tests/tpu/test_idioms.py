@@ -1,28 +1,26 @@
-"""Idioms of scripts for CUDA that are torch's alone. Oracle: the same line without the device, and torch's own objects.
+"""Idioms of scripts for CUDA that are torch's alone. Oracle: the same line without the device, with the same seed, and torch's own objects.
 
 Every row of `examples/tpu/IDIOMS.md` is proved by a test marked with its id, in any of the test files (test_faults.py looks).
 """
 
+import contextlib
 import copy
 import io
-import os
 import pickle
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import assert_same
+from diffusers.image_processor import VaeImageProcessor
 
 
 pytestmark = pytest.mark.usefixtures("idioms")
 idiom = pytest.mark.idiom
-HERE = Path(__file__).parent
 ACCELERATORS = ["cuda", "cuda:0", "tpu", "tpu:0", "xla", "jax", 0]
 
 
@@ -149,40 +147,177 @@ def test_off_puts_back_what_on_replaced(idioms):
     idioms.on()
 
 
-BESIDE_US = """
-import sys
-import diffusers
-assert not {"jax", "torchax", "torch_xla"} & {*sys.modules}
-from diffusers.pipelines.wan import pipeline_wan
-import accelerate, torch, transformers
-assert not pipeline_wan.XLA_AVAILABLE and not accelerate.utils.is_torch_xla_available()
-assert not transformers.utils.is_torch_xla_available() and "torch_xla" not in sys.modules
-try:
-    torch.ops.aten.prod.dim_Dimname
-except AttributeError:
-    import torchax
-    try:
-        torch.ops.aten.prod.dim_Dimname
-    except AttributeError:
-        print("as it was")
-torch.cuda.synchronize()
-assert torch.cuda.memory_allocated() == 0  # JAX is imported: asked for its arrays, it would start with one chip
-from diffusers.tpu.chips.devices import find_target, jax_devices
-from diffusers.tpu.config import read_environment
-assert len(jax_devices(find_target(read_environment()))) == 8
-"""
+# Device tensors in the hands of a script
 
 
-@idiom("torch-xla", "torchax-import")
-def test_torch_xla_is_left_out_and_torchax_can_be_imported(tmp_path):
-    """A stub that cannot be imported stands for torch_xla, in a process that asks for nothing but the path."""
-    (tmp_path / "torch_xla").mkdir()
-    (tmp_path / "torch_xla" / "__init__.py").write_text("raise RuntimeError('torch_xla is imported')")
-    (tmp_path / "torch_xla-2.8.0.dist-info").mkdir()
-    (tmp_path / "torch_xla-2.8.0.dist-info" / "METADATA").write_text("Name: torch_xla\nVersion: 2.8.0\n")
-    environment = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "8", "PYTHONPATH": str(tmp_path)}
-    environment.pop("USE_TORCH_XLA", None)
-    command = [sys.executable, "-c", BESIDE_US]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "as it was", done.stderr[-2000:]
-    assert done.stderr.count("torch_xla: on the TPU path") == 1
+@pytest.fixture(scope="module")
+def env(idioms):
+    from diffusers.tpu import bridge
+
+    return bridge.environment()
+
+
+KINDS = ["tensor", "view", "bfloat16", "deferred"]
+
+
+@pytest.fixture(params=KINDS)
+def pair(request, env):
+    """A device tensor [2, 3] and a host tensor of the same values."""
+    import jax
+
+    from diffusers.tpu import bridge
+
+    host = torch.randn(2, 3)
+    host = host.bfloat16() if request.param == "bfloat16" else host
+    with env:
+        device = env.moved(torch.stack([host, host + 1]))[0] if request.param == "view" else env.moved(host)
+    if request.param == "deferred":
+        array = device.jax()
+        device = bridge.Deferred(jax.ShapeDtypeStruct(array.shape, array.dtype), lambda: device.settle(array))
+    assert bridge.on_device(device)
+    return device, host
+
+
+def same(ours, theirs):
+    ours, theirs = (x.cpu() if isinstance(x, torch.Tensor) else x for x in (ours, theirs))
+    if isinstance(theirs, torch.Tensor):
+        assert_same(ours.clone(), theirs.clone())
+    elif isinstance(theirs, np.ndarray):
+        np.testing.assert_array_equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+USES = {
+    "format": lambda x: f"{x.sum():.2f} {x[0, 0]:+.3e}",
+    "float": lambda x: float(x[1, 2]),
+    "int": lambda x: int(x[1, 2] * 100),
+    "item": lambda x: x.flatten()[3].item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.cpu().float().numpy(),
+    "asarray": lambda x: np.asarray(x.float()),
+    "cpu": lambda x: x.cpu(),
+    "to": lambda x: x.to("cpu", torch.float64),
+    "cuda": lambda x: x.cuda().to("cuda").cpu(),
+    "compare": lambda x: bool((x > 0).any()) or bool(torch.allclose(x, x)),
+    "iterate": lambda x: [row.tolist() for row in x] + [len(x)],
+    "detach": lambda x: x.detach().clone().data.cpu(),
+    "deepcopy": lambda x: copy.deepcopy({"x": x})["x"].cpu(),
+    "shape": lambda x: (x.shape, x.dtype, x.numel(), x.dim(), x.is_floating_point(), x.requires_grad),
+}
+
+
+@idiom("tensor-read", "tensor-print", "tensor-save")
+def test_a_device_tensor_can_be_read_printed_and_saved(pair, env):
+    device, host = pair
+    for name, use in USES.items():
+        with env:
+            inside = use(device)
+            inside = inside.cpu() if isinstance(inside, torch.Tensor) else inside
+        same(inside, use(host))
+        same(use(device), use(host))
+    for where in (env, contextlib.nullcontext()):
+        with where:
+            shown, file = repr(device), io.BytesIO()
+            torch.save({"latents": device}, file)
+        assert shown == repr(host)[:-1] + ", device='jax:0')"
+        file.seek(0)
+        assert_same(torch.load(file)["latents"], host)
+
+
+OPERATIONS = {
+    "mean": lambda x, y: x.float().mean((0, 1)),
+    "matmul": lambda x, y: x @ y.T,
+    "mixed": lambda x, y: torch.cat([x, y]) - torch.stack([y, y]).sum(0).repeat(2, 1),
+    "index": lambda x, y: x[:, [0, 2]] + y[..., 1:],
+    "select": lambda x, y: torch.where(x > y, x, torch.zeros_like(x)),
+    "new": lambda x, y: x.new_ones(2) + torch.ones(2, device=x.device, dtype=x.dtype),
+    "like": lambda x, y: y.to(x) + y.type_as(x),
+    "norm": lambda x, y: torch.nn.functional.layer_norm(x, (3,)),
+}
+
+
+@idiom("tensor-compute", "tensor-picture")
+def test_outside_a_device_tensor_is_a_host_tensor_to_torch(pair, env):
+    device, host = pair
+    with env:
+        pictures = [x.float().sigmoid().expand(1, 3, 2, 3) for x in pair]
+    ours, theirs = (VaeImageProcessor().postprocess(x, output_type="pil")[0] for x in pictures)
+    assert ours.tobytes() == theirs.tobytes()
+    other = torch.randn(2, 3).to(host.dtype)
+    for operation in OPERATIONS.values():
+        ours = operation(device, other)
+        assert type(ours) is torch.Tensor and ours.device.type == "cpu"
+        assert_same(ours, operation(host, other))
+
+
+@idiom("tensor-write")
+def test_outside_what_is_written_stays(pair, env):
+    device, host = pair
+    with env:
+        before = device + 0
+    for x in (device, host):
+        assert x.add_(1) is x
+        row = x[1]
+        row.mul_(3)
+        x[0, 1] = 9
+        x[:, 2] *= 2
+        torch.clamp(x, max=5, out=x)
+    same(device, host)
+    with env:
+        same((device + before).cpu(), host + before.cpu())
+        device.mul_(2)
+    same(device.cpu(), host * 2)
+    with pytest.raises(AssertionError):
+        same(device.cpu(), host)
+
+
+def _chain(x, g):
+    return [
+        torch.randn_like(x), torch.rand_like(x), torch.randint_like(x, 0, 100), x.clone().normal_(1, 2, generator=g),
+        torch.stack([x[1].normal_(), x[1]]), x.clone().uniform_(-1, 1), torch.bernoulli(x.sigmoid()),
+        x.clone().bernoulli_(0.3, generator=g), x.clone().exponential_(), x.clone().random_(0, 50),
+        x.clone().log_normal_(), x.clone().cauchy_(), torch.normal(x, 0.5, generator=g), torch.normal(x, x.abs()),
+        torch.multinomial(x.abs() + 0.1, 2, generator=g), torch.poisson(x.abs() * 3),
+        torch.nn.functional.dropout(x, 0.5, training=True), torch.nn.functional.dropout(x, 0.5, training=False),
+        torch.randn(2, device=x.device), torch.randperm(6, device=x.device),
+        torch.rand(2, generator=g, device=x.device),
+    ]  # fmt: skip
+
+
+@idiom("draws")
+def test_draws_on_device_tensors_are_those_of_the_cpu_generators(env):
+    host, drawn = torch.randn(2, 3), []
+    for inside in (True, False):
+        torch.manual_seed(5)
+        g = torch.Generator("cuda").manual_seed(8)
+        with env if inside else contextlib.nullcontext():
+            before = env.draws
+            drawn.append([x.cpu() for x in _chain(env.moved(host) if inside else host, g)])
+            assert not inside or env.draws - before >= len(drawn[0]) - 1
+        drawn[-1].append(torch.randn(1))
+    for ours, theirs in zip(*drawn):
+        assert_same(ours.to(theirs.dtype), theirs)
+
+
+def test_a_trace_says_that_it_drew(env):
+    import jax
+
+    from diffusers.tpu import bridge
+
+    for draw, draws in ((torch.randn_like, True), (lambda x: torch.bernoulli(x.sigmoid()), True), (torch.sin, False)):
+        before = env.draws
+        with env:
+            jax.eval_shape(lambda x: draw(bridge.to_torch(x)).jax(), jax.ShapeDtypeStruct((2, 3), "float32"))
+        assert (env.draws > before) == draws
+
+
+@idiom("threads")
+def test_a_thread_beside_a_call_computes_on_the_host(env):
+    made = []
+    with env:
+        thread = threading.Thread(target=lambda: made.append(torch.ones(2, device="cuda") * 2))
+        thread.start()
+        thread.join()
+        assert type(torch.ones(2, device="cuda")) is not torch.Tensor
+    assert_same(made[0], torch.full((2,), 2.0))

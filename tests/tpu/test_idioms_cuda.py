@@ -176,7 +176,11 @@ def test_settings_that_mean_nothing_here_are_taken():
 @idiom("autocast")
 def test_autocast_leaves_models_in_their_own_dtype(said):
     x = torch.randn(2, 2)
-    for cast in (torch.autocast("cuda", dtype=torch.bfloat16), torch.amp.autocast("cuda"), torch.autocast("tpu")):
+    for cast in (
+        torch.autocast("cuda", dtype=torch.bfloat16),
+        torch.amp.autocast("cuda"),
+        torch.autocast("tpu", torch.bfloat16),
+    ):
         with cast:
             assert (x @ x).dtype == torch.float32
     with torch.autocast("cuda", enabled=False):
