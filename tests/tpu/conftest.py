@@ -151,6 +151,18 @@ def attention_backend_as_before(monkeypatch):
         monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
 
 
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def needs(*packages: str):
+    """Skips the module, or the test, without these packages."""
+    for package in packages:
+        pytest.importorskip(package, reason="the extras serve and ray are not installed")
+
+
 def assert_same(ours, theirs):
     """Equal to the last bit, NaN where the other has NaN, of one dtype."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -248,6 +260,22 @@ def said(idioms):
         yield sentences
 
 
+@pytest.fixture(scope="module")
+def wan():
+    """One tiny Wan for a module's tests; each leaves it without the TPU path."""
+    import tiny
+
+    return tiny.wan()
+
+
+@pytest.fixture(scope="module")
+def flux():
+    """A tiny Flux, as upstream runs it."""
+    import tiny
+
+    return tiny.flux()
+
+
 @pytest.fixture
 def make_mesh(chips):
     """A function from degrees dp, sp, tp to a mesh of simulated chips."""
@@ -256,9 +284,29 @@ def make_mesh(chips):
     return lambda *degrees: mesh.make_mesh(chips, degrees)
 
 
+@pytest.fixture
+def attach(make_mesh):
+    """A function that compiles a module: to its runner on a mesh of these degrees, with these fields of TPUConfig."""
+    from diffusers.tpu.chips.sharding import ModelPlan
+    from diffusers.tpu.compile.module import CompiledModule
+    from diffusers.tpu.config import TPUConfig
+
+    def attach(module, *degrees, plan=ModelPlan(), **settings):
+        runner = CompiledModule(module.eval(), plan, make_mesh(*degrees), TPUConfig(**settings))
+        runner.attach()
+        return runner
+
+    return attach
+
+
+def wide(x) -> np.ndarray:
+    """A tensor or an array in float64."""
+    return np.asarray(x.detach().double() if isinstance(x, torch.Tensor) else x, np.float64)
+
+
 def relative(ours, oracle) -> float:
     """|ours - oracle| / |oracle| in the Euclidean norm, in float64."""
-    ours, oracle = (np.asarray(x.detach() if isinstance(x, torch.Tensor) else x, np.float64) for x in (ours, oracle))
+    ours, oracle = wide(ours), wide(oracle)
     return float(np.linalg.norm(ours - oracle) / np.linalg.norm(oracle))
 
 

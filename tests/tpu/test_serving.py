@@ -1,6 +1,7 @@
 """`diffusers-tpu serve`. Oracles: the pipeline called by hand; OpenAI's forms by hand; threads, files and jobs counted."""
 
 import base64
+import contextlib
 import getopt
 import io
 import json
@@ -11,20 +12,17 @@ import time
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 import tiny
-from conftest import ROOT
+from conftest import ROOT, needs
 
 
-pytest.importorskip("fastapi.sse", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("uvicorn")
+needs("fastapi.sse", "prometheus_client", "uvicorn")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from diffusers import FluxPipeline  # noqa: E402
+from diffusers import FluxPipeline, tpu  # noqa: E402
 from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
 from diffusers.tpu.apps.serving.sizes import Limits, Size  # noqa: E402
 
@@ -35,35 +33,22 @@ HERE = "http://127.0.0.1"
 IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
 
 
-@pytest.fixture(scope="module")
-def flux():
-    return tiny.flux()
-
-
-@pytest.fixture(scope="module")
-def wan():
-    pipe = tiny.wan()
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+@contextlib.contextmanager
+def client_of(pipe, sizes=(SIZE,), start=True, defaults=DEFAULTS, **settings):
+    service = Service(pipe, Settings("tiny", defaults, sizes, page=False, **settings))
+    if start:
+        service.start()
+    client = TestClient(service.app, HERE, raise_server_exceptions=False)
+    client.service, client.jobs = service, service.jobs
+    yield client
+    service.end()
 
 
 @pytest.fixture
 def serving():
     """A function from a pipeline and settings to a client of a service that has started, which ends with the test."""
-    ended = []
-
-    def serving(pipe, sizes=(SIZE,), start=True, defaults=DEFAULTS, **settings):
-        service = Service(pipe, Settings("tiny", defaults, sizes, page=False, **settings))
-        ended.append(service.end)
-        if start:
-            service.start()
-        client = TestClient(service.app, HERE, raise_server_exceptions=False)
-        client.service, client.jobs = service, service.jobs
-        return client
-
-    yield serving
-    for end in ended:
-        end()
+    with contextlib.ExitStack() as services:
+        yield lambda *given, **settings: services.enter_context(client_of(*given, **settings))
     assert not [thread for thread in threading.enumerate() if thread.name == "diffusers-tpu-worker"]
 
 
@@ -79,8 +64,8 @@ def picture(answer: dict) -> np.ndarray:
 
 
 def by_hand(pipe, prompt: str, seed: int, **changes) -> np.ndarray:
-    arguments = {**SIZE.arguments(), **DEFAULTS, **changes}
-    return np.asarray(pipe(prompt, generator=torch.Generator().manual_seed(seed), **arguments).images[0], int)
+    made = pipe(prompt, generator=tiny.fresh(seed), **SIZE.arguments(), **DEFAULTS, **changes)
+    return np.asarray(made.images[0], int)
 
 
 # Images
@@ -127,12 +112,8 @@ BAD = [  # body, status, what is said
 @pytest.fixture(scope="module")
 def idle(flux):
     """A client of a service whose worker has not started: nothing that is refused gets that far."""
-    limits = Limits(prompt_characters=100, body_bytes=65536, queue=2)
-    service = Service(flux, Settings("tiny", DEFAULTS, (SIZE,), page=False, limits=limits))
-    client = TestClient(service.app, HERE, raise_server_exceptions=False)
-    client.service, client.jobs = service, service.jobs
-    yield client
-    service.end()
+    with client_of(flux, start=False, limits=Limits(prompt_characters=100, body_bytes=65536, queue=2)) as client:
+        yield client
 
 
 def test_what_no_job_can_be_is_refused_with_what_was_expected(idle):
@@ -234,7 +215,16 @@ def test_a_video_from_its_creation_to_its_end(wan, serving):
     refuses(client.post(VIDEOS, files=picture), 400, "no input_reference: tiny takes none")
 
 
-def test_a_running_job_ends_after_the_step_in_which_it_is_cancelled_and_the_next_is_right(wan, serving, monkeypatch):
+@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2, 1), marks=pytest.mark.slow)])
+def test_a_running_job_ends_after_the_step_in_which_it_is_cancelled_and_the_next_is_right(
+    request, wan, serving, monkeypatch, mesh
+):
+    """On chips the worker's thread calls a pipeline that this one made; the call ends in the middle of its steps."""
+    if mesh is not None:
+        request.getfixturevalue("chips")
+        wan = tpu.install(tiny.wan(), tpu.TPUConfig(mesh=mesh))
+    arguments = {"num_inference_steps": 2, "output_type": "pil", **SMALL.arguments()}
+    expected = wan("a red circle", generator=tiny.fresh(1), **arguments).frames[0]
     client = serving(wan, (SMALL,), start=False, defaults={"num_inference_steps": 50})
     held, go = threading.Event(), threading.Event()
 
@@ -247,7 +237,7 @@ def test_a_running_job_ends_after_the_step_in_which_it_is_cancelled_and_the_next
     running = client.jobs.get(job["id"])
     running.watchers.add(lambda: at_step(running))
     client.service.worker.start()
-    assert held.wait(20)
+    assert held.wait(60)
     path = f"{VIDEOS}/{job['id']}"
     assert client.get(path).json()["progress"] == 4
     refuses(client.get(f"{path}/content"), 409, "completed video, got one that is in_progress")
@@ -258,11 +248,7 @@ def test_a_running_job_ends_after_the_step_in_which_it_is_cancelled_and_the_next
     frames, write = [], "diffusers.tpu.apps.generation.media.write"
     monkeypatch.setattr(write, lambda values, *rest: frames.append(values[0]) or [])
     again = client.post(VIDEOS, json={"prompt": "a red circle", "seed": 1, "num_inference_steps": 2}).json()
-    wait(lambda: client.jobs.get(again["id"]).finished)
-    expected = wan(
-        "a red circle", generator=torch.Generator().manual_seed(1), num_inference_steps=2, output_type="pil",
-        **SMALL.arguments(),
-    ).frames[0]  # fmt: skip
+    wait(lambda: client.jobs.get(again["id"]).finished, 60)
     np.testing.assert_array_equal(np.stack(frames[0]), np.stack(expected))
 
 

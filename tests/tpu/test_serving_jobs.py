@@ -7,48 +7,19 @@ import time
 import pytest
 
 import tiny
+from conftest import needs
+from diffusers import FluxPipeline
 
 
-pytest.importorskip("fastapi.sse", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client")
-pytest.importorskip("uvicorn")
+needs("fastapi.sse", "prometheus_client", "uvicorn")
 
-from diffusers import FluxPipeline  # noqa: E402
 from diffusers.tpu.apps.cli import main, serve  # noqa: E402
 from diffusers.tpu.apps.generation.call import Request  # noqa: E402
 from diffusers.tpu.apps.serving.errors import Refused  # noqa: E402
 from diffusers.tpu.apps.serving.jobs import CANCELLED, COMPLETED, IN_PROGRESS, Job, Jobs  # noqa: E402
 from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
 from diffusers.tpu.apps.serving.sizes import Limits, Size, Sizes, default_size, parse  # noqa: E402
-
-
-SIZE = Size(16, 16)
-DEFAULTS = {"num_inference_steps": 2, "max_sequence_length": 8}
-
-
-@pytest.fixture(scope="module")
-def flux():
-    return tiny.flux()
-
-
-def wait(holds, seconds=20):
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < seconds
-        time.sleep(0.01)
-
-
-def slowed(monkeypatch, cls, gate: threading.Event, started: threading.Event):
-    """Calls of this class wait at their start until the gate is open."""
-    call = cls.__call__
-
-    @functools.wraps(call)
-    def run(self, *args, **kwargs):
-        started.set()
-        assert gate.wait(20)
-        return call(self, *args, **kwargs)
-
-    monkeypatch.setattr(cls, "__call__", run)
+from test_serving import DEFAULTS, SIZE, wait  # noqa: E402
 
 
 # Jobs
@@ -109,9 +80,16 @@ def test_a_job_that_waits_is_cancelled_at_once_and_one_that_is_done_too_late_lea
 
 @pytest.mark.parametrize("seconds, state", [(20.0, COMPLETED), (0.05, CANCELLED)])
 def test_the_end_cancels_what_waits_and_lets_what_runs_finish_for_a_while(flux, monkeypatch, seconds, state):
-    gate, started = threading.Event(), threading.Event()
+    gate, started, call = threading.Event(), threading.Event(), FluxPipeline.__call__
+
+    @functools.wraps(call)
+    def slowed(self, *args, **kwargs):
+        started.set()
+        assert gate.wait(20)
+        return call(self, *args, **kwargs)
+
+    monkeypatch.setattr(FluxPipeline, "__call__", slowed)
     service = Service(flux, Settings("tiny", DEFAULTS, (SIZE,), page=False))
-    slowed(monkeypatch, FluxPipeline, gate, started)
     runs, waits = (Job("image", Request("a", 0, {**DEFAULTS, **SIZE.arguments()}), SIZE) for _ in range(2))
     service.jobs.submit(runs, waits)
     service.worker.start()

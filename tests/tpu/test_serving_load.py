@@ -1,83 +1,129 @@
-"""Serving and bulk under load, as their scripts do it: minutes each. Oracles: those of serve_load.py and bulk_kills.py."""
+"""The page and the process of `diffusers-tpu serve`, and serving and bulk under load: minutes each. Oracles: what a browser shows and asks; exit statuses; those of load.py."""
 
 import base64
 import importlib.util
 import io
-import json
 import os
+import signal
+import subprocess
 import sys
+import threading
 import time
-import urllib.request
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
-import torch
-from PIL import Image
+import requests
 
-import bulk_kills
-import serve_load
+import load
 import tiny
-from conftest import ROOT
+from browser import browser
+from conftest import ROOT, needs
 
 
-SERVED = ("fastapi.sse", "uvicorn", "prometheus_client", "python_multipart")
+PLAYS = """(async () => {
+  const video = document.querySelector("#result video");
+  if (!video) return null;
+  if (video.readyState < 2) await new Promise(done => { video.onloadeddata = done; video.onerror = done; video.load(); });
+  return [video.videoWidth, video.videoHeight, video.error && video.error.message];
+})()"""
 
 
-def read(name: str) -> dict:
-    return json.loads((ROOT / "examples/tpu/results" / name).read_text())
+def make_a_video(page, prompt: str) -> tuple[list, set[str]]:
+    """Type, click, look: (width, height and error of the video that is shown, what the status said on the way)."""
+    page.type("#prompt textarea", prompt)
+    page.click("#generate")
+    said, begun = set(), time.monotonic()
+    while not any(words.startswith("completed") for words in said):
+        said.add(page.value("(document.querySelector('#status') || {innerText: ''}).innerText.trim()"))
+        assert time.monotonic() - begun < 120, page.value("document.body.innerText")
+    page.wait("!!document.querySelector('#result video')")
+    return page.wait(PLAYS), said
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", serve_load.PATHS)
-def test_many_clients_some_of_them_rude(kind, tmp_path):
-    for package in SERVED:
-        pytest.importorskip(package)
-    facts = serve_load.run(kind, tmp_path, 50, 1000, "--no-page", "--max-batch", "4")
-    assert serve_load.holds(facts), facts
+@pytest.fixture
+def served():
+    """A function from settings to the address of a tiny Wan's page, which ends with the test."""
+    needs("fastapi.sse", "gradio", "uvicorn")
+    import uvicorn
 
-
-@pytest.mark.slow
-def test_a_job_that_is_cancelled_on_chips_leaves_the_next_one_right(chips, tmp_path):
-    """The worker's thread calls a pipeline that this one made; the call ends in the middle of its steps."""
-    for package in SERVED:
-        pytest.importorskip(package)
-    import diffusers.tpu
-    from diffusers.tpu import TPUConfig
-    from diffusers.tpu.apps.generation import media
-    from diffusers.tpu.apps.generation.call import Request
-    from diffusers.tpu.apps.serving.jobs import CANCELLED, COMPLETED, Job
-    from diffusers.tpu.apps.serving.server import Service, Settings
+    from diffusers.tpu.apps.serving.server import Server, Service, Settings
     from diffusers.tpu.apps.serving.sizes import Size
 
-    pipe, size = serve_load.pipeline("video"), Size(32, 32, 5)
-    diffusers.tpu.install(pipe, TPUConfig(mesh=(2, 2, 1)))
-    arguments = {"num_inference_steps": 3, "max_sequence_length": 16, **size.arguments()}
-    given = {"generator": torch.Generator().manual_seed(5), "output_type": "pil", **arguments}
-    expected = pipe("a red circle", **given).frames[0]
-    service = Service(pipe, Settings("tiny", {}, (size,), page=False))
-    request = Request("a red circle", 5, {**arguments, "num_inference_steps": 60})
-    stopped, after = Job("video", request, size), Job("video", Request("a red circle", 5, arguments), size)
-    stopped.watchers.add(lambda: stopped.step == 4 and service.jobs.cancel(stopped))
-    made = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(media, "write", lambda values, *rest: made.append(values[0]) or [])
-        service.jobs.submit(stopped, after)
-        service.worker.start()
-        while not after.finished:
-            time.sleep(0.05)
-    service.end()
-    assert (stopped.state, stopped.step, after.state) == (CANCELLED, 4, COMPLETED)
-    np.testing.assert_array_equal(np.stack(made[0]), np.stack(expected))
+    running = []
+
+    def served(**settings):
+        arguments = {"num_inference_steps": 100}
+        service = Service(tiny.wan(), Settings("tiny", arguments, (Size(32, 32, 5),), **settings))
+        service.start()
+        addresses = SimpleQueue()
+        config = uvicorn.Config(service.app, port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5)
+        server = Server(config, service, addresses.put)
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        running.append((server, thread))
+        return addresses.get(timeout=20)
+
+    yield served
+    for server, thread in running:
+        server.should_exit = True
+        thread.join()
+
+
+def test_the_page_takes_a_prompt_shows_progress_and_the_video_cancels_and_asks_nobody_else(served, tmp_path):
+    address = served()
+    with browser(tmp_path) as page:
+        page.open(address)
+        video, said = make_a_video(page, "a red circle moving left")
+        assert video == [32, 32, None]
+        assert any(words.startswith("in progress: step ") and words.endswith(" of 100") for words in said)
+        page.click("#generate")
+        page.wait("document.querySelector('#status').innerText.startsWith('in progress: step ')")
+        page.click("#cancel")
+        page.wait("document.querySelector('#status').innerText.trim() === 'cancelled'")
+        own = [url for url in page.asked if url.startswith((address, "data:", "blob:", "about:"))]
+        assert sorted({*page.asked} - {*own}) == []
+
+
+def test_the_page_has_a_login_where_the_server_has_a_token(served):
+    address = served(token="secret")
+    assert '"auth_required":true' in requests.get(address).text.replace(" ", "")
+    assert requests.get(f"{address}/gradio_api/info").status_code == 401
+    for password, status in (("wrong", 400), ("secret", 200)):
+        login = {"username": "me", "password": password}
+        assert requests.post(f"{address}/login", data=login).status_code == status
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ray", (False, True), ids=("processes", "ray"))
-def test_many_prompts_while_processes_are_killed(ray, tmp_path):
-    if ray:
-        pytest.importorskip("ray.data")
-    tiny.flux().save_pretrained(tmp_path / "model")
-    facts = bulk_kills.run(tmp_path, ray)
-    assert bulk_kills.holds(facts), facts
+def test_the_shipped_model_by_the_page_on_simulated_chips(tmp_path):
+    """The command, from its start to its end by SIGTERM."""
+    needs("fastapi.sse", "gradio", "uvicorn")
+    words = "serve examples/tpu/models/wan-shapes --sizes 64x64x9 --num-inference-steps 16 --guidance-scale 2 --port 0"
+    server = load.start(words.split(), 8, cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        address = server.stdout.readline().split()[-1]
+        with browser(tmp_path) as page:
+            page.open(address)
+            video, said = make_a_video(page, "a red circle moving right")
+        assert video == [64, 64, None] and any("of 16" in words for words in said)
+        listed = requests.get(f"{address}/v1/videos").json()["data"]
+        assert [v["status"] for v in listed] == ["completed"]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    finally:
+        load.stop(server)
+        server.stdout.close()
+
+
+NEEDED = {"processes": (), "ray": ("ray.data",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", load.KINDS)
+def test_many_clients_some_of_them_rude_and_many_prompts_while_processes_are_killed(kind, tmp_path):
+    needs(*NEEDED.get(kind, ("fastapi.sse", "uvicorn", "prometheus_client", "python_multipart")))
+    facts = load.KINDS[kind](kind, tmp_path)
+    assert facts["holds"], facts
 
 
 @pytest.mark.slow
@@ -86,13 +132,14 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
     for name in ("READY_CHECK", "HEALTH_CHECK"):  # on a machine that does other things too
         monkeypatch.setenv(f"RAY_SERVE_PROXY_{name}_TIMEOUT_S", "60")
     monkeypatch.setenv("RAY_worker_niceness", "0")
-    ray = pytest.importorskip("ray")
-    pytest.importorskip("ray.serve")
+    needs("ray", "ray.serve")
+    import ray
+
     place = importlib.util.spec_from_file_location("serve_ray", ROOT / "examples/tpu/serve_ray.py")
     serve_ray = importlib.util.module_from_spec(place)
     sys.modules["serve_ray"] = serve_ray
     place.loader.exec_module(serve_ray)
-    tiny.flux().save_pretrained(tmp_path / "model")
+    load.pipeline("image").save_pretrained(tmp_path / "model")
     folders = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/tpu"), str(ROOT / "examples/tpu")])
     variables = {"DIFFUSERS_TPU": "off", "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
     ray.init(runtime_env={"env_vars": variables}, include_dashboard=False, num_cpus=4)
@@ -100,12 +147,10 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
         arguments = {"num_inference_steps": 2, "max_sequence_length": 8}
         actor = {"num_cpus": 0.5}
         serve_ray.start(str(tmp_path / "model"), ["16x16"], 2, defaults=arguments, actor=actor, port=8397)
-        for (prompt, seed), picture in [*serve_load.expected_of("image").items()][:4]:
-            body = json.dumps({"prompt": prompt, "seed": seed}).encode()
-            request = urllib.request.Request("http://127.0.0.1:8397/v1/images/generations", body, serve_load.JSON)
-            (image,) = json.load(urllib.request.urlopen(request))["data"]
-            made = np.asarray(Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))).convert("RGB"), int)
-            assert np.abs(made - picture).max() <= 1
+        for (prompt, seed), picture in [*load.expected_of("image").items()][:4]:
+            asked = {"prompt": prompt, "seed": seed}
+            (image,) = requests.post("http://127.0.0.1:8397/v1/images/generations", json=asked).json()["data"]
+            assert np.abs(load.read(io.BytesIO(base64.b64decode(image["b64_json"]))) - picture).max() <= 1
     finally:
         serve_ray.serve.shutdown()
         ray.shutdown()
