@@ -1,4 +1,4 @@
-"""Oracle: the same pipeline without the TPU path, in the same process, with the same weights and generator."""
+"""One pipeline and its scheduler's steps. Oracle: the same without the TPU path, in the same process, with the same weights and generator."""
 
 import copy
 import importlib
@@ -9,13 +9,17 @@ import torch
 
 import tiny
 from conftest import relative
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, WanPipeline, tpu
-
-
-@pytest.fixture(scope="module")
-def wan():
-    """One tiny Wan for the module's tests; each leaves it without the TPU path."""
-    return tiny.wan()
+from diffusers import (
+    CogVideoXDDIMScheduler,
+    DDIMScheduler,
+    DPMSolverMultistepScheduler,
+    EulerAncestralDiscreteScheduler,
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    tpu,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,70 +36,29 @@ def installed(chips, twin):
     return tpu.install(twin)
 
 
-def call(name="wan", **changes):
-    return {**tiny.arguments(name), **changes}
+def call(**changes):
+    return {**tiny.arguments("wan"), **changes}
 
 
-@pytest.mark.parametrize(
-    "name, mesh",
-    [("wan", (1, 1, 1)), ("wan", (1, 3, 1)), *((name, None) for name in tiny.FAMILIES)],
-    ids=lambda x: x if isinstance(x, str) else "auto" if x is None else "x".join(map(str, x)),
-)
-def test_video_equals_upstreams(chips, name, mesh):
-    pipe = tiny.make(name)
-    given = call(name)
-    theirs = np.asarray(pipe(**given).frames)
-    tpu.install(pipe, tpu.TPUConfig(mesh=mesh))
-    ours = np.asarray(pipe(**{**given, "generator": call(name)["generator"]}).frames)
-    assert np.isfinite(theirs).all() and theirs.std() > 0.01
-    assert relative(ours, theirs) < 1e-5  # measured: 5e-7
-    assert pipe._tpu.glue == "resident"
+WAYS = [
+    {"guidance_scale": 1.0, "output_type": "pt"},
+    {"prompt": ["a red circle", "moving left"], "num_videos_per_prompt": 1},
+    {"num_videos_per_prompt": 3, "output_type": "latent"},
+    {"generator": [tiny.fresh(5)]},
+    {"scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)},
+    {"scheduler": DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)},
+]
 
 
-def test_an_image_of_a_unet_equals_upstreams(chips):
-    pipe = tiny.sdxl()
-    given = {"guidance_scale": 5.0, "guidance_rescale": 0.7, "output_type": "np"}
-    theirs = pipe(**{**tiny.arguments("sdxl"), **given}).images
-    tpu.install(pipe)
-    ours = pipe(**{**tiny.arguments("sdxl"), **given}).images
-    assert theirs.std() > 0.01
-    assert relative(ours, theirs) < 1e-5  # measured: 7e-7
-    assert pipe._tpu.glue == "resident" and not any(part["eager"] for part in tpu.report(pipe)["components"].values())
-
-
-def test_one_compilation_for_all_steps_and_none_for_a_second_prompt(installed):
-    tpu.uninstall(installed)
-    tpu.install(installed)  # without programs
-    installed(**call())
-    before = {name: len(part["programs"]) for name, part in tpu.report(installed)["components"].items()}
-    assert before == {"text_encoder": 1, "transformer": 1, "vae": 1}
-    installed(**call(prompt="a red circle", num_inference_steps=5))
-    parts = tpu.report(installed)["components"]
-    assert {name: len(part["programs"]) for name, part in parts.items()} == before
-    (program,) = parts["transformer"]["programs"]
-    assert (program["branches"], program["calls"]) == (2, 3 + 5)
-    installed(**call(height=48))
-    assert len(tpu.report(installed)["components"]["transformer"]["programs"]) == 2
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"guidance_scale": 1.0, "output_type": "pt"},
-        {"prompt": ["a red circle", "moving left"], "num_videos_per_prompt": 1},
-        {"num_videos_per_prompt": 3, "output_type": "latent"},
-        {"generator": [torch.Generator().manual_seed(5)]},
-    ],
-    ids=lambda c: "-".join(c),
-)
-def test_ways_to_call(installed, wan, changes):
-    def given():
-        generators = changes.get("generator")
-        fresh = {"generator": [torch.Generator().manual_seed(5)]} if generators else {}
-        return call(**{**changes, **fresh})
-
-    ours = installed(**given()).frames
-    assert relative(ours, wan(**given()).frames) < 1e-5
+@pytest.mark.parametrize("changes", WAYS, ids="-".join)
+def test_ways_to_call(installed, wan, monkeypatch, changes):
+    """Also with another scheduler."""
+    found = []
+    for pipe in (installed, wan):
+        own = copy.deepcopy(changes)
+        monkeypatch.setattr(pipe, "scheduler", own.pop("scheduler", pipe.scheduler))
+        found.append(pipe(**call(**own)).frames)
+    assert relative(*found) < 1e-5
 
 
 def test_embeddings_given_latents_given_and_encode_prompt(installed, wan):
@@ -104,20 +67,6 @@ def test_embeddings_given_latents_given_and_encode_prompt(installed, wan):
     latents = torch.randn(1, 16, 2, 4, 6)
     given = call(prompt=None, prompt_embeds=embeds, negative_prompt_embeds=negative, latents=latents)
     assert relative(installed(**given).frames, wan(**given).frames) < 1e-5
-
-
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        lambda config: FlowMatchEulerDiscreteScheduler(shift=3.0),
-        lambda config: DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True),
-    ],
-    ids=["euler", "dpm"],
-)
-def test_a_swapped_scheduler(installed, wan, scheduler, monkeypatch):
-    for pipe in (installed, wan):
-        monkeypatch.setattr(pipe, "scheduler", scheduler(None))
-    assert relative(installed(**call()).frames, wan(**call()).frames) < 1e-5
 
 
 def test_install_and_uninstall_touch_one_instance(chips, wan, monkeypatch):
@@ -178,23 +127,136 @@ def test_the_class_by_its_own_name_installs_itself(chips, wan, monkeypatch):
     assert "_tpu" not in vars(Flax(**wan.components))
 
 
+BESIDE = {  # a folder of upstream's, and its modules that have one of ours beside them
+    "pipelines.wan.pipeline_wan": ("", "_i2v", "_video2video", "_vace", "_animate"),
+    "pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5": ("", "_image2video"),
+    "pipelines.cogvideo.pipeline_cogvideox": ("", "_image2video", "_video2video", "_fun_control"),
+    "models.transformers.": ("cogvideox_transformer_3d",),
+    "models.transformers.transformer_": ("wan", "wan_vace", "wan_animate", "hunyuan_video15"),
+    "models.autoencoders.autoencoder_kl_": ("wan", "hunyuanvideo15", "cogvideox"),
+}
+
+
+def test_a_module_by_its_own_name_has_every_name_of_upstreams():
+    for module in (f"diffusers.{start}{end}" for start, ends in BESIDE.items() for end in ends):
+        ours, theirs = (importlib.import_module(f"{module}{end}") for end in ("_flax", ""))
+        for name, value in vars(theirs).items():
+            assert name in vars(ours) or getattr(ours, name) is value, (module, name)
+        with pytest.raises(AttributeError, match="FlaxNothing"):
+            ours.FlaxNothing
+
+
+# Steps of schedulers: upstream's, stepped on the host with the same tensors; counted traces
+
+
+SHAPE = (1, 3, 5)
+
+
+@pytest.fixture
+def inside(chips):
+    """Where device tensors work, as in a pipeline's call; a function that moves tensors there."""
+    from diffusers.tpu import bridge
+
+    env = bridge.environment()
+    with bridge.quiet_integers(), bridge.decomposing(), env:
+        yield env.moved
+
+
+def made(name):
+    flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    return {
+        "unipc": lambda: UniPCMultistepScheduler(**flow),
+        "unipc 3": lambda: UniPCMultistepScheduler(solver_order=3),
+        "flow": lambda: FlowMatchEulerDiscreteScheduler(shift=3.0),
+        "dpm": lambda: DPMSolverMultistepScheduler(algorithm_type="dpmsolver++"),
+        "ddim": DDIMScheduler,
+        "cogvideox": CogVideoXDDIMScheduler,
+        "euler": EulerDiscreteScheduler,
+        "ancestral": EulerAncestralDiscreteScheduler,
+    }[name]()
+
+
+def stepped(scheduler, there, steps=7, seed=0, change=None, tables="cpu"):
+    """The samples of one schedule from fresh noise; `there` moves them. `tables`: the device of the schedule."""
+    generator = torch.Generator().manual_seed(seed)
+    scheduler.set_timesteps(steps, device=tables)
+    sample, found = torch.randn(SHAPE, generator=generator), []
+    outputs = [torch.randn(SHAPE, generator=generator) for _ in scheduler.timesteps]
+    noise = {"generator": generator} if isinstance(scheduler, EulerAncestralDiscreteScheduler) else {}
+    sample = there(sample)
+    for number, (t, output) in enumerate(zip(scheduler.timesteps, outputs)):
+        if change is not None and number == 3:
+            change(scheduler)
+        if hasattr(scheduler, "scale_model_input"):
+            scheduler.scale_model_input(sample, t)
+        sample = scheduler.step(there(output), t, sample, return_dict=False, **noise)[0]
+        found.append(sample)
+    return found
+
+
+def on_host(samples):
+    from diffusers.tpu.pipelines import glue
+
+    return torch.stack([glue.on_host(sample).float() for sample in samples])
+
+
 @pytest.mark.parametrize(
-    "module",
+    "name, tables",
     [
-        *(f"pipelines.wan.pipeline_wan{kind}" for kind in ("", "_i2v", "_video2video", "_vace", "_animate")),
-        *(f"pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5{kind}" for kind in ("", "_image2video")),
-        *(
-            f"pipelines.cogvideo.pipeline_cogvideox{kind}"
-            for kind in ("", "_image2video", "_video2video", "_fun_control")
-        ),
-        *(f"models.transformers.transformer_{name}" for name in ("wan", "wan_vace", "wan_animate", "hunyuan_video15")),
-        "models.transformers.cogvideox_transformer_3d",
-        *(f"models.autoencoders.autoencoder_kl_{name}" for name in ("wan", "hunyuanvideo15", "cogvideox")),
+        *((name, "jax") for name in ("unipc", "unipc 3", "flow", "dpm", "ddim", "cogvideox", "euler", "ancestral")),
+        ("unipc", "cpu"), ("euler", "cpu"),
     ],
+)  # fmt: skip
+def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
+    from diffusers.tpu.pipelines.stepping import as_programs, steps_of
+
+    theirs, ours, unmoved = made(name), made(name), lambda tensor: tensor
+    traces = []
+    with as_programs([ours]):
+        for steps, seed in ((7, 0), (7, 1), (5, 2), (7, 3)):
+            want = torch.stack(stepped(theirs, unmoved, steps, seed))
+            got = on_host(stepped(ours, inside, steps, seed, tables=tables))
+            torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+            traces.append(steps_of(ours).traces)
+    assert type(ours) is type(theirs)
+    assert traces[-1] - traces[-2] <= 3 or name == "ancestral"  # UniPC's first ones see what the schedule before left
+    programs = [one for steps in steps_of(ours).recorded.values() for one in steps.values() if one is not None]
+    assert bool(programs) == (name != "ancestral")  # it draws noise: operation by operation, the same noise
+
+
+@pytest.mark.parametrize("name, executables", [("unipc", 4), ("flow", 1)])  # first, second, middle, last
+def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executables):
+    from diffusers.tpu.pipelines import stepping
+
+    stepping.jitted_by_text.clear()
+    scheduler = made(name)
+    with stepping.as_programs([scheduler]):
+        stepped(scheduler, inside, 20, tables="jax")
+    (steps,) = stepping.steps_of(scheduler).recorded.values()
+    assert len(steps) == 20
+    assert len(stepping.jitted_by_text) <= executables
+
+
+@pytest.mark.parametrize(
+    "change", ["table in place", "table by numpy", "table on the chips", "attribute", "configuration"]
 )
-def test_a_module_by_its_own_name_has_every_name_of_upstreams(module):
-    ours, theirs = (importlib.import_module(f"diffusers.{module}{end}") for end in ("_flax", ""))
-    for name, value in vars(theirs).items():
-        assert name in vars(ours) or getattr(ours, name) is value
-    with pytest.raises(AttributeError, match="FlaxNothing"):
-        ours.FlaxNothing
+def test_what_somebody_changes_between_steps_is_seen(inside, change):
+    from diffusers.tpu.pipelines.stepping import as_programs
+
+    def changed(scheduler):
+        if change in ("table in place", "table on the chips"):
+            scheduler.sigmas[4:] *= 0.5
+        elif change == "table by numpy":
+            scheduler.sigmas.numpy()[4:] *= 0.5
+        elif change == "attribute":
+            scheduler.disable_corrector = [3, 4]
+        else:
+            scheduler.register_to_config(solver_order=1)
+
+    name, tables = ("flow", "jax") if change == "table on the chips" else ("unipc", "cpu")
+    theirs, ours = made(name), made(name)
+    with as_programs([ours]):
+        stepped(ours, inside, seed=4, tables=tables)  # without the change, so that a stale program is there
+        want = torch.stack(stepped(theirs, lambda tensor: tensor, seed=4, change=changed))
+        got = on_host(stepped(ours, inside, seed=4, change=changed, tables=tables))
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)

@@ -16,12 +16,7 @@ import torch
 import diffusers.tpu.chips.devices
 import tiny
 from conftest import assert_same
-from diffusers import (
-    AutoencoderKLWan,
-    DiffusionPipeline,
-    UniPCMultistepScheduler,
-    tpu,
-)
+from diffusers import AutoencoderKLWan, DiffusionPipeline, UniPCMultistepScheduler, tpu
 from diffusers.tpu.apps import stages
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.apps.stages.file import METADATA
@@ -30,12 +25,10 @@ from diffusers.tpu.apps.stages.loading import components_of
 
 SEED = 3
 WEIGHTS = "*.safetensors"
-CALL = [
-    "--prompt",
-    "a red circle",
-    *"--height 32 --width 48 --num-frames 5 --guidance-scale 4 --max-sequence-length 24".split(),
-]
-CALL += "--num-inference-steps 3 --seed 3 --dtype bfloat16".split()
+CALL = ["--prompt", "a red circle", *"--height 32 --width 48 --num-frames 5 --num-inference-steps 3 --seed 3".split()]
+CALL += "--guidance-scale 4 --max-sequence-length 24 --dtype bfloat16".split()
+INPUTS = {"denoise": ["--input", "t.safetensors"], "decode": ["--input", "l.safetensors"]}
+OUTPUTS = {None: "one.mp4", "text": "t.safetensors", "denoise": "l.safetensors", "decode": "three.mp4"}
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +47,8 @@ def saved(tmp_path_factory):
             folder = tmp_path_factory.mktemp(name)
             pipe.save_pretrained(folder)
             made[name] = str(folder), call
-        return made[name]
+        folder, call = made[name]
+        return folder, dict(call)
 
     return save
 
@@ -92,28 +86,23 @@ def three_runs(folder: str, call: dict, dtype, place: Path) -> np.ndarray:
     return stages.run_decode(stages.load(folder, "decode", dtype), tensors[stages.LATENTS])
 
 
-@pytest.mark.parametrize("name", tiny.STAGED)
-def test_three_stages_give_what_one_run_gives(bare, saved, name):
-    folder, call = saved(name)
-    dtype = torch.float32 if name == "first_frame_kept" else torch.bfloat16
-    frames = one_run(folder, call, dtype)
-    assert frames.std() > 0.05
-    np.testing.assert_array_equal(three_runs(folder, call, dtype, bare), frames)
-
-
+FULL = ("first_frame_kept",)  # in float32 on the host
 # Upstream's loop on device tensors and on host tensors, with a picture and two experts: the rest is slow.
 ON_CHIPS = {"text_to_video": torch.bfloat16, "image_to_video_two_experts": torch.float32}
+CASES = [("bare", name, torch.float32 if name in FULL else torch.bfloat16) for name in tiny.STAGED]
+CASES += [("chips", name, dtype) for name, dtype in ON_CHIPS.items()]
+CASES += [pytest.param("chips", n, torch.float32, marks=pytest.mark.slow) for n in tiny.STAGED if n not in ON_CHIPS]
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ON_CHIPS else pytest.param(n, marks=pytest.mark.slow) for n in tiny.STAGED]
-)
-def test_on_simulated_chips_too(chips, saved, tmp_path, name):
+@pytest.mark.parametrize("where, name, dtype", CASES)
+def test_three_stages_give_what_one_run_gives(request, saved, tmp_path, where, name, dtype):
+    request.getfixturevalue(where)
     folder, call = saved(name)
-    call, dtype = {**call, "num_inference_steps": 2}, ON_CHIPS.get(name, torch.float32)
+    call |= {"num_inference_steps": 2} if where == "chips" else {}
     frames = one_run(folder, call, dtype)
-    assert tpu.is_active() and "_tpu" in vars(stages.load(folder, "decode", dtype))
+    assert frames.std() > 0.05
     np.testing.assert_array_equal(three_runs(folder, call, dtype, tmp_path), frames)
+    assert ("_tpu" in vars(stages.load(folder, "decode", dtype))) == tpu.is_active() == (where == "chips")
 
 
 def test_a_stage_needs_no_weights_of_another(bare, saved):
@@ -145,11 +134,9 @@ def test_guidance_that_the_text_stage_did_not_encode_for(bare, saved):
 
 
 def command(model: str, stage: str | None, *words: str, call: list[str] = CALL) -> int:
-    names = {"text": [], "denoise": ["--input", "t.safetensors"], "decode": ["--input", "l.safetensors"]}
-    outputs = {None: "one.mp4", "text": "t.safetensors", "denoise": "l.safetensors", "decode": "three.mp4"}
-    given = call if stage in (None, "text") else names[stage]
-    stage_words = [] if stage is None else ["--stage", stage]
-    return main(["generate", model, *stage_words, "--output", outputs[stage], "--device", "upstream", *given, *words])
+    given = ["--stage", stage] if stage else []
+    given += ["--output", OUTPUTS[stage], "--device", "upstream", *INPUTS.get(stage, call)]
+    return main(["generate", model, *given, *words])
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +197,7 @@ def test_a_stage_cut_short_leaves_nothing_and_runs_again(bare, finished, wan, mo
         assert command(wan, stage) == 130
     assert {path.name: path.read_bytes() for path in bare.iterdir()} == before
     assert command(wan, stage) == 0
-    written = {"denoise": "l.safetensors", "decode": "three.mp4"}[stage]
-    assert Path(written).read_bytes() == (finished / written).read_bytes()
+    assert Path(OUTPUTS[stage]).read_bytes() == (finished / OUTPUTS[stage]).read_bytes()
 
 
 def _rewritten(path: Path, tensors=None, **changes):
@@ -222,7 +208,7 @@ def _rewritten(path: Path, tensors=None, **changes):
     safetensors.torch.save_file(tensors, path, {METADATA: json.dumps({**settings, **changes})})
 
 
-SPOILT = {
+SPOILT = {  # what is said, how
     "to be a whole file of the stage text": lambda path: path.write_bytes(path.read_bytes()[:-7]),
     "a whole file of the stage text": lambda path: path.write_text("a video"),
     "safetensors that no stage wrote": lambda path: safetensors.torch.save_file({"x": torch.ones(1)}, path),
@@ -265,8 +251,7 @@ def test_bad_input_is_one_line_and_status_2(bare, finished, wan, capsys, stage, 
     for file in ("t.safetensors", "l.safetensors"):
         shutil.copy(finished / file, bare)
     before = {path.name: path.read_bytes() for path in bare.iterdir()}
-    words = words.split() + (CALL if stage in (None, "text") else []) + (["--stage", stage] if stage else [])
-    words += {"denoise": ["--input", "t.safetensors"], "decode": ["--input", "l.safetensors"]}.get(stage, [])
+    words = [*words.split(), *INPUTS.get(stage, CALL), *(["--stage", stage] if stage else [])]
     assert main(["generate", wan, "--device", "upstream", *words]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("diffusers-tpu: ") and expected in error
@@ -311,23 +296,16 @@ def test_the_picture_goes_with_the_file(bare, saved, capsys):
 
 
 def test_arguments_go_through_a_file_unchanged(tmp_path):
-    values = {
-        "numbers": [1, 2.5, -0.1, None, True, "word"],
-        "tensor": torch.randn(2, 0, 3, dtype=torch.bfloat16),
-        "scalar": torch.tensor(3.5),
-        "array": np.arange(6, dtype=np.uint8).reshape(2, 3),
-        "pictures": [[tiny.picture(3, 5, 1)], [tiny.picture(2, 4, 2, "L")]],
-    }
+    values = [
+        [1, 2.5, -0.1, None, True, "word"], torch.randn(2, 0, 3, dtype=torch.bfloat16), torch.tensor(3.5),
+        np.arange(6, dtype=np.uint8).reshape(2, 3), [[tiny.picture(3, 5, 1)], [tiny.picture(2, 4, 2, "L")]],
+    ]  # fmt: skip
     tensors = {}
-    packed = json.loads(json.dumps(stages.pack("call", list(values.values()), tensors)))
+    packed = json.loads(json.dumps(stages.pack("call", values, tensors)))
     again = stages.unpack(packed, safetensors.torch.load(safetensors.torch.save(tensors)))
-    numbers, tensor, scalar, array, pictures = again
-    assert numbers == values["numbers"]
-    assert_same(tensor, values["tensor"])
-    assert_same(scalar, values["scalar"])
-    np.testing.assert_array_equal(array, values["array"])
-    assert [[picture.mode for picture in row] for row in pictures] == [["RGB"], ["L"]]
-    assert pictures[0][0].tobytes() == values["pictures"][0][0].tobytes()
+    assert again[0] == values[0] and again[4] == values[4]  # pictures by their modes and pixels
+    assert_same(again[1:3], values[1:3])
+    np.testing.assert_array_equal(again[3], values[3])
     for value in (print, {"scale": 1.0}, tiny.picture(32, 48, 1, mode="CMYK")):
         with pytest.raises(TypeError, match="a stage file cannot hold it"):
             stages.pack("call", value, {})

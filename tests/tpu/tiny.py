@@ -69,7 +69,7 @@ def _built(value):
     parts = {name: _built(part) for name, part in value.items() if name not in ("_", "_then")}
     if "_" not in value:
         return parts
-    cls = value["_"] if not isinstance(value["_"], str) else _found(value["_"])
+    cls = value["_"] if not isinstance(value["_"], str) else found(value["_"])
     if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
         made = cls(cls.config_class(**parts))
     else:
@@ -81,7 +81,7 @@ def _built(value):
     return globals()[value["_then"]](made) if "_then" in value else made
 
 
-def _found(name: str):
+def found(name: str):
     module, _, name = name.rpartition(".")
     if module:
         return getattr(importlib.import_module(module), name)
@@ -219,89 +219,43 @@ def fresh(seed: int = 11) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-IMAGE = {"num_inference_steps": 2, "height": 32, "width": 32}
-BESIDE_IMAGE = {"max_sequence_length": 512}  # with an image encoder upstream takes the last 512 tokens for the text's
-VIDEO = {
-    "num_inference_steps": 3,
-    "num_frames": 5,
-    "height": 32,
-    "width": 48,
-    "guidance_scale": 4.0,
-    "max_sequence_length": 24,
-}
+# `calls`: by pipeline, a small call; after "=" an expression of the video's frames, height and width. Other sizes that are asked for count in
+# it too. `without`: what is not given for all that. `staged`: pipelines of every kind that runs in stages: name of the table, its changes,
+# changes of the call.
+CALLS, STAGED = json.loads(Path(__file__).with_name("calls.json").read_text()).values()
 SIZES = ("num_frames", "height", "width")
-HUNYUAN = {"guidance_scale": None, "max_sequence_length": None}
-GLYPHS = 'a red circle moving "left"'  # quoted words go through the second text encoder
-
-
-def _animated(frames: int, *size: int) -> dict:
-    """Two segments, the second begins with the last frame of the first."""
-    videos = {"pose_video": pictures(2 * frames - 1, *size), "face_video": pictures(2 * frames - 1, 16, 16)}
-    segments = {"num_frames": None, "segment_frame_length": frames, "prev_segment_conditioning_frames": 1}
-    return {**BESIDE_IMAGE, **videos, **segments, "image": picture(*size)}
-
-
-# What a call takes beside the arguments of all videos, for a video of this size (frames, height, width).
-CALLS = {
-    "wan": lambda *size: {},
-    "wan_a14b": lambda *size: {"guidance_scale_2": 2.5},
-    "wan_ti2v": lambda *size: {},
-    "wan_i2v": lambda _, *size: {**BESIDE_IMAGE, "image": picture(*size)},
-    "wan_flf2v": lambda _, *size: {**BESIDE_IMAGE, "image": picture(*size), "last_image": picture(*size)},
-    "wan_a14b_i2v": lambda _, *size: {"image": picture(*size), "guidance_scale_2": 2.5},
-    "wan_ti2v_i2v": lambda _, *size: {"image": picture(*size)},
-    "wan_v2v": lambda *size: {"video": pictures(*size), "num_frames": None, "strength": 0.7},
-    "wan_vace": lambda *size: {
-        "video": pictures(*size), "mask": pictures(*size, mode="L"), "reference_images": picture(30, 30)
-    },
-    "wan_animate": _animated,
-    "hunyuan15": lambda *size: {**HUNYUAN, "prompt": GLYPHS},
-    "hunyuan15_i2v": lambda _, *size: {**HUNYUAN, "height": None, "width": None, "image": picture(*size)},
-    "cogvideox": lambda *size: {"width": 32, "max_sequence_length": 16},
-}  # fmt: skip
-FAMILIES = ("wan", "hunyuan15", "hunyuan15_i2v", "cogvideox")
 WAN = [name for name in CALLS if name.startswith("wan")]
+
+
+def call_of(name: str) -> dict:
+    own = CALLS[name]
+    return {**(call_of(own["like"]) if "like" in own else {}), **own}
+
+
+def valued(value, **names):
+    return eval(value[1:], globals(), names) if isinstance(value, str) and value.startswith("=") else value
 
 
 def arguments(name: str, **changes) -> dict:
     """Arguments of a small call of the pipeline `name`, fresh generator included; None leaves one out."""
-    given = {"prompt": WORDS, "output_type": "np", "generator": fresh()}
-    if name not in CALLS:
-        given |= IMAGE
-    else:
-        coarser = 2 if name.startswith("wan_ti2v") else 1
-        frames, *sides = (changes.get(key) or VIDEO[key] for key in SIZES)
-        size = frames, *(coarser * side for side in sides)
-        given |= VIDEO | dict(zip(SIZES, size))
-        given |= CALLS[name](*size)
-        changes = {key: value for key, value in changes.items() if key not in SIZES or value is None}
-    return {key: value for key, value in (given | changes).items() if value is not None}
-
-
-# Pipelines of every kind that runs in stages: name of the table, its changes, changes of the call.
-TWO_LAYERS = {"num_layers": 2}
-STAGED = {
-    "text_to_video": ("wan", {}, {"negative_prompt": "a circle"}),
-    "two_experts": (
-        "wan_a14b", {"transformer_2": {"num_layers": 1}},
-        {"prompt": ["a red circle", "moving left"], "num_videos_per_prompt": 2},
-    ),
-    "image_to_video": ("wan_i2v", {}, {}),
-    "image_to_video_two_experts": (
-        "wan_a14b_i2v", {"transformer_2": TWO_LAYERS, "boundary_ratio": 0.8}, {"last_image": picture(32, 48, 3)},
-    ),
-    "first_frame_kept": ("wan_image", {"transformer": {"in_channels": 16}, "expand_timesteps": True}, {"image": picture(32, 48, 4)}),
-    "video_to_video": ("wan_v2v", {}, {}),
-    "vace": ("wan_vace", {"transformer": {"vace_layers": [0, 1]}}, {}),
-    "hunyuan_text_to_video": ("hunyuan15", {}, {"prompt": 'a red circle with "left" on it', "negative_prompt": "a circle"}),
-    "hunyuan_image_to_video": ("hunyuan15_i2v", {}, {"num_videos_per_prompt": 1}),
-}  # fmt: skip
+    given = {"prompt": WORDS, "output_type": "np", "generator": fresh(), **call_of(name if name in CALLS else "image")}
+    if name in CALLS:
+        for key in SIZES:
+            if changes.get(key):
+                coarser = 2 if name.startswith("wan_ti2v") and key != "num_frames" else 1
+                given[key] = coarser * changes.pop(key)
+        frames, height, width = map(given.get, SIZES)
+        given = {key: valued(value, frames=frames, height=height, width=width) for key, value in given.items()}
+        given |= dict.fromkeys(given.get("without", ()))
+    unsaid = ("like", "without", "why")
+    return {key: value for key, value in (given | changes).items() if value is not None and key not in unsaid}
 
 
 def staged(name: str) -> tuple:
     """(pipeline, arguments of a small call without a generator)."""
     kind, changes, call = STAGED[name]
     if kind.startswith("wan"):
-        changes = {**changes, "transformer": {**TWO_LAYERS, **changes.get("transformer", {})}}
+        changes = {**changes, "transformer": {"num_layers": 2, **changes.get("transformer", {})}}
+    call = {key: valued(value) for key, value in call.items()}
     given = arguments(kind if kind in CALLS else "wan", generator=None, output_type=None, **call)
     return make(kind, seed=1 + list(STAGED).index(name), **changes), given
