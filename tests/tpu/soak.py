@@ -12,6 +12,7 @@ import ctypes
 import gc
 import json
 import os
+import statistics
 import sys
 import threading
 
@@ -30,14 +31,7 @@ LIMIT = 0.02
 LIMIT_OF_SIZES = 0.05
 PROGRAMS = 16
 WARM = 0.25  # of a phase
-CALL = {
-    "prompt": "a red circle",
-    "height": 16,
-    "width": 16,
-    "num_frames": 1,
-    "num_inference_steps": 2,
-    "output_type": "np",
-}
+CALL = tiny.arguments("wan", height=16, width=16, num_frames=1, num_inference_steps=2)
 SIZES = ((16, 16), (16, 32), (32, 16), (32, 32))
 
 
@@ -64,15 +58,10 @@ def phase(count: int, generate, limit: float = LIMIT) -> dict:
             first.append(held())
         elif number >= count - tenth:
             last.append(held())
-    means = [[sum(x[i] for x in some) / len(some) for i in (0, 1)] for some in (first, last)]
-    growth = [last / first - 1 for first, last in zip(*means)]
-    answer = {
-        "generations": count,
-        "host_mib": [means[0][0], means[1][0]],
-        "device_bytes": [means[0][1], means[1][1]],
-        "growth": growth,
-        "flat": max(growth) <= limit,
-    }
+    (host, device), (host_end, device_end) = (map(statistics.mean, zip(*some)) for some in (first, last))
+    growth = [host_end / host - 1, device_end / device - 1]
+    answer = {"generations": count, "host_mib": [host, host_end], "device_bytes": [device, device_end]}
+    answer |= {"growth": growth, "flat": max(growth) <= limit}
     print(json.dumps(answer), file=sys.stderr, flush=True)  # the rest takes a while
     return answer
 
@@ -82,8 +71,7 @@ def any_size(count: int) -> dict:
     pipe = installed(1, programs=PROGRAMS)
 
     def run(number: int):
-        height, width = 16 * (1 + number // 16), 16 * (1 + number % 16)
-        pipe(**{**CALL, "height": height, "width": width, "output_type": "latent"})
+        pipe(**CALL | {"height": 16 * (1 + number // 16), "width": 16 * (1 + number % 16), "output_type": "latent"})
 
     answer = phase(count, run, LIMIT_OF_SIZES)
     part = tpu.report(pipe)["components"]["transformer"]
@@ -94,8 +82,7 @@ def with_one_pipeline(count: int) -> dict:
     pipe, few = installed(), max(16, count // 5)
 
     def sizes(number: int):
-        height, width = SIZES[number % len(SIZES)]
-        pipe(**{**CALL, "height": height, "width": width})
+        pipe(**CALL | dict(zip(("height", "width"), SIZES[number % len(SIZES)])))
 
     def scales(number: int):
         pipe.transformer.set_adapters("default", 0.1 * (1 + number % 7))
@@ -110,18 +97,18 @@ def with_one_pipeline(count: int) -> dict:
 def main(count: int, kind: str = "") -> int:
     if kind == "any":
         answer = any_size(count)
-        print(json.dumps(answer))
-        return 0 if answer["flat"] and answer["programs"] == PROGRAMS else 1
-    answer = with_one_pipeline(count)
-    gc.collect()
-    answer["device_bytes_after_del"] = held()[1]
-    # The allocator stands after some fifteen.
-    answer["pipelines"] = phase(max(8, count // 3), lambda number: installed()(**CALL))
-    others = (t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon)
-    answer["threads"] = sorted(t.name for t in others)
+        right = answer["flat"] and answer["programs"] == PROGRAMS
+    else:
+        answer = with_one_pipeline(count)
+        gc.collect()
+        answer["device_bytes_after_del"] = held()[1]
+        # The allocator stands after some fifteen.
+        answer["pipelines"] = phase(max(8, count // 3), lambda number: installed()(**CALL))
+        others = (t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon)
+        answer["threads"] = sorted(t.name for t in others)
+        right = all(part["flat"] for part in answer.values() if isinstance(part, dict)) and not answer["threads"]
     print(json.dumps(answer))
-    flat = all(part["flat"] for part in answer.values() if isinstance(part, dict))
-    return 0 if flat and not answer["threads"] else 1
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

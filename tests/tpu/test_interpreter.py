@@ -15,12 +15,13 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
 from attention_masks import KINDS, make_mask
-from conftest import attention_formula, relative
+from conftest import attention_formula, relative, wide
 from diffusers.tpu.kernels import convolution as convolution_kernel
 from diffusers.tpu.kernels import linear, rotary
 from diffusers.tpu.kernels.attention import exchange, kernel, kernel_body
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, CENTRED, MODES, ONLINE
+from test_linear import activated, normed, turned
 
 
 pytestmark = pytest.mark.slow
@@ -42,10 +43,6 @@ def interpreted():
 
     yield run
     pltpu.reset_tpu_interpret_mode_state()
-
-
-def wide(x):
-    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
 
 
 def draw(rng, dtype, *shapes):
@@ -98,19 +95,10 @@ def test_every_way_of_attention_by_itself(interpreted, way):
 def test_linear(interpreted, activation, rows, columns):
     """A last block of rows and one of columns that are not full."""
     x, w, b = draw(np.random.default_rng(), jnp.bfloat16, (rows, 256), (columns, 256), (columns,))
-    ours, raced = interpreted(
-        lambda settings: linear.tpu_linear(
-            x[None], w, b, activation=activation, blocks=linear.Blocks(256, 256), interpret=settings
-        )[0]
-    )
-    exact = wide(x) @ wide(w).T + wide(b)
-    with np.errstate(over="ignore"):
-        exact = {
-            "": lambda x: x,
-            "silu": lambda x: x / (1 + np.exp(-x)),
-            "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
-        }[activation](exact)
-    assert not raced and relative(wide(ours), exact) < 5e-3  # measured: 1.7e-3 to 2.9e-3
+    call = functools.partial(linear.tpu_linear, x[None], w, b, activation=activation, blocks=linear.Blocks(256, 256))
+    ours, raced = interpreted(lambda settings: call(interpret=settings)[0])
+    exact = activated(activation, wide(x) @ wide(w).T + wide(b))
+    assert not raced and relative(ours, exact) < 5e-3  # measured: 1.7e-3 to 2.9e-3
 
 
 @pytest.mark.parametrize("tokens, dim", [(1, 128), (255, 64), (300, 128)])
@@ -122,12 +110,7 @@ def test_rotary(interpreted, tokens, dim):
     cos, sin = (jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
     static = {"eps": 1e-6, "centred": False, "biased": False, "apart": False}
     ours, raced = interpreted(lambda settings: rotary._by_kernel(x, weight, cos, sin, **static, interpret=settings))
-    rows = wide(x).reshape(2, tokens, -1, size)
-    norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
-    pairs = norm.reshape(2, tokens, 256 // dim, dim // 2, 2)
-    turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angle[None, :, None, ::2])
-    exact = np.stack([turned.real, turned.imag], -1).reshape(x.shape)
-    assert not raced and relative(wide(ours), exact) < 5e-3  # measured: 2.4e-3
+    assert not raced and relative(ours, turned(normed(x, size, weight), angle[:, ::2])) < 5e-3  # measured: 2.4e-3
 
 
 @pytest.mark.parametrize(
@@ -144,7 +127,7 @@ def test_convolution(interpreted, height, width, channels, features, taps, biase
     around = np.pad(wide(x), [(0, 0), (taps // 2, taps // 2), (taps // 2, taps // 2), (0, 0)])
     windows = np.lib.stride_tricks.sliding_window_view(around, (taps, taps), (1, 2))
     exact = np.einsum("bhwcij,ijco->bhwo", windows, wide(w)) + (wide(b) if biased else 0)
-    assert not raced and relative(wide(ours), exact) < 5e-3  # measured: 1.7e-3
+    assert not raced and relative(ours, exact) < 5e-3  # measured: 1.7e-3
 
 
 @pytest.mark.parametrize("ways, tokens, rest", [(2, 300, 0), (4, 128, 7), (3, 517, 130)])

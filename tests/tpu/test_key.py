@@ -1,54 +1,189 @@
-"""Oracle: the same script without the path, its Python changed by the same lines (`key_fuzz.py` has them)."""
+"""What the key sees. Oracle: the same script without the path, its Python changed by the same lines.
+
+A world is a script of its own: globals, classes, hooks, a model that reads some of it (`test_key.json`). It is made twice, once for torch and
+once for the chips; both are changed by the same lines.
+"""
 
 import ast
 import copy
+import json
+import os
 import random
+import tempfile
+import types
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
 import diffusers.tpu
-import key_fuzz
-from conftest import ROOT, programs_of, relative
+from conftest import ROOT, programs_of, relative, start_draws
 from diffusers import Flux2Transformer2DModel
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from diffusers.tpu.compile.state import key
 
 
-STEADY = sorted(name for name, feature in key_fuzz.FEATURES.items() if feature.steady and name not in key_fuzz.GIVEN)
-KEEPING = sorted(name for name, feature in key_fuzz.FEATURES.items() if not feature.steady)
-CHUNKS = [[n for n in STEADY if n not in key_fuzz.NEEDS_MODEL][k::6] for k in range(6)]
-CHUNKS[0] += sorted(key_fuzz.NEEDS_MODEL)
-PLACES = ["forward", "part", "processor", "hook", "own forward", "activation"]
+@dataclass(frozen=True)
+class Feature:
+    """Something that a user's code reads.
+
+    Attributes:
+        made: lines of the script that make it.
+        read: an expression, in the place of a factor; `self` is the model, `ctx` an object that it is given.
+        changes: lines that change it.
+        steady: no call changes it: it need not run line by line.
+    """
+
+    made: str
+    read: str
+    changes: list[str]
+    steady: bool = True
+
+
+TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+FEATURES = {name: Feature(*row) for name, row in TABLE["features"].items()}
+PLACES = TABLE["places"]  # where a feature is read
+NEEDS_MODEL = {"attribute tensor", "attribute flag"}
+GIVEN = {name for name in FEATURES if name.startswith("given")}
+
+SCRIPT = """
+import argparse, array, collections, contextvars, dataclasses, enum, functools, itertools, math, os, pathlib, random, sys, types, weakref
+import numpy as np, torch
+setup = []
+class Inner:
+  def __init__(self): self.d = {{'s': 1.0}}
+class Context:
+  def __init__(self): self.s, self.t, self.inner, self.cache, self.seen = 1.0, torch.ones(8), Inner(), {{}}, []
+  def cached(self, x):
+    if 'k' not in self.cache: self.cache['k'] = x * 2
+    return self.cache['k']
+  def kept(self, x):
+    self.seen = [*self.seen[-2:], x.abs().mean()]
+    return sum(self.seen)
+CONTEXT = Context()
+part_reads = None
+class Part(torch.nn.Module):
+  def __init__(self):
+    super().__init__()
+    self.linear, self.processor, self.layer_idx = torch.nn.Linear(8, 8), None, 0
+  def forward(self, x, ctx):
+    y = self.linear(x) * (1 + 0.25 * self.layer_idx)
+    if part_reads is not None: y = part_reads(self, y, ctx)
+    return y if self.processor is None else self.processor(y, ctx)
+{made}
+class Model(torch.nn.Module):
+  _repeated_blocks = ['Part']
+  def __init__(self):
+    super().__init__()
+    self.linear, self.activation = torch.nn.Linear(8, 8), torch.nn.SiLU()
+    self.parts = torch.nn.ModuleList(Part() for _ in range(3))
+  def forward(self, x, ctx=None):
+    x = self.linear(x){forward}
+    for part in self.parts: x = part(x, ctx)
+    return self.activation(x)
+torch.manual_seed(0)
+model = Model().eval()
+for f in setup: f(model)
+"""
+
+
+def make_world(names: list[str], place: str, other: str) -> dict:
+    """The script's namespace: all features are read in `place`, the first also in `other`."""
+    read = " * ".join(f"({FEATURES[name].read})" for name in names)
+    made = [FEATURES[name].made for name in names]
+    for where, one in ((place, read), (other, FEATURES[names[0]].read)):
+        made += [PLACES[where].format(read=one)] if PLACES[where] else []
+    forward = f" * ({read})" if place == "forward" else ""
+    module = types.ModuleType("world")
+    exec(compile(SCRIPT.format(made="\n".join(made), forward=forward), "<world>", "exec"), vars(module))
+    return vars(module)
+
+
+def draw(rng: random.Random) -> tuple[list[str], str, str, list[str]]:
+    """Of a random world: features, where they are read, where the first one also is, a line (or none) before each of the calls."""
+    place = rng.choice([*PLACES])
+    allowed = [name for name in FEATURES if place == "forward" or name not in NEEDS_MODEL]
+    allowed = [name for name in allowed if name not in GIVEN or place in ("forward", "part", "processor")]
+    names = rng.sample(allowed, rng.choice([1, 1, 1, 2, 2, 3]))
+    free = names[0] not in NEEDS_MODEL | GIVEN
+    others = [p for p in PLACES if p not in (place, "forward")] if free else []
+    lines = ["", ""]
+    for changes in (FEATURES[name].changes for name in names):
+        lines += [*(changes if len(changes) < 3 else rng.sample(changes, 2)), ""]
+    return names, place, rng.choice(others) if others and rng.random() < 0.3 else "forward", lines[:8]
+
+
+FILE = tempfile.NamedTemporaryFile("w", suffix=".txt")
+os.environ.setdefault("FUZZ_FILE", FILE.name)
+FILE.write("1.0")
+FILE.flush()
+
+
+def call(world: dict, number: int) -> torch.Tensor:
+    start_draws("a call")
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+    with torch.no_grad():
+        return world["model"](x, world["CONTEXT"])
+
+
+def apart(names, place, other, lines) -> tuple[list[float], str | None]:
+    """Differences of each call, and why the model ran line by line, if it did."""
+    theirs, ours = make_world(names, place, other), make_world(names, place, other)
+    diffusers.tpu.install(ours["model"])
+    found = []
+    for number, line in enumerate(lines):
+        environment = dict(os.environ)
+        for world in (theirs, ours):
+            os.environ.clear()
+            os.environ.update(environment)
+            exec(line.replace("ctx.", "CONTEXT."), world)
+        want, got = call(theirs, number), call(ours, number)
+        found.append(float((got - want).norm() / want.norm().clamp_min(1e-9)))
+    return found, next(iter(ours["model"]._tpu_runner.eager), None)
+
+
+STEADY = sorted(name for name, feature in FEATURES.items() if feature.steady and name not in GIVEN)
+KEEPING = sorted(name for name, feature in FEATURES.items() if not feature.steady)
+CHUNKS = [[n for n in STEADY if n not in NEEDS_MODEL][k::6] for k in range(6)]
+CHUNKS[0] += sorted(NEEDS_MODEL)
+WHERE = ["forward", "part", "processor", "hook", "own forward", "activation"]
 
 
 @pytest.fixture
 def changed(monkeypatch, chips):
     """A function: the differences of each call of a world after its lines, and why it ran line by line."""
     monkeypatch.setenv("FUZZ", "1")
+    return lambda names, place, lines: apart(names, place, "forward", ["", *lines])
 
-    def differ(names, place, lines):
-        return key_fuzz.apart(names, place, "forward", ["", *lines], diffusers.tpu.install)
 
-    return differ
+@pytest.mark.slow
+def test_random_worlds(monkeypatch, chips):
+    """As DIFFUSERS_TPU_TEST_SEED draws them."""
+    rng = random.Random(random.random())
+    for _ in range(200):
+        world = draw(rng)
+        monkeypatch.delenv("FUZZ", raising=False)
+        found, why = apart(*world)
+        assert max(found) < 1e-5, (world, found, why)
 
 
 @pytest.mark.idiom("user-code")
-@pytest.mark.parametrize("names, place", [*zip(CHUNKS, PLACES)], ids=PLACES)
+@pytest.mark.parametrize("names, place", [*zip(CHUNKS, WHERE)], ids=WHERE)
 def test_what_code_of_the_users_reads_is_seen_when_it_changes(changed, names, place):
-    lines = [line for name in names for line in key_fuzz.FEATURES[name].changes]
+    lines = [line for name in names for line in FEATURES[name].changes]
     # Each state is called twice: one that is another in each call is no program's.
     found, why = changed(names, place, [line for change in lines for line in (change, "")])
     assert max(found) < 1e-5 and why is None, (names, found, why)
 
 
 @pytest.mark.idiom("random-inside", "stores", "given-objects")
-@pytest.mark.parametrize("name", sorted({*KEEPING, *key_fuzz.GIVEN}))
+@pytest.mark.parametrize("name", sorted({*KEEPING, *GIVEN}))
 def test_what_no_one_can_read_or_keeps_something_runs_line_by_line(changed, name):
-    place = random.choice(("forward", "part", "processor")) if name in key_fuzz.GIVEN else random.choice(PLACES)
-    found, why = changed([name], place, ["", *key_fuzz.FEATURES[name].changes, ""])
+    place = random.choice(("forward", "part", "processor")) if name in GIVEN else random.choice(WHERE)
+    found, why = changed([name], place, ["", *FEATURES[name].changes, ""])
     assert max(found) < 1e-5, (place, found, why)
-    assert why is not None or name in {*key_fuzz.GIVEN, "default dict"}
+    assert why is not None or name in {*GIVEN, "default dict"}
 
 
 class Writing(torch.nn.Module):

@@ -18,16 +18,11 @@ from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import explain
 from diffusers.tpu.compile.modes import MOST_RUN_ONCE
 from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.config import TPUConfig
 
 
 WORDS, WIDTH = 11, 8
 
-
-def attached(model: torch.nn.Module, mesh, plan=ModelPlan()) -> CompiledModule:
-    runner = CompiledModule(model, plan, mesh, TPUConfig())
-    runner.attach()
-    return runner
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def rungs(runner: CompiledModule) -> dict[str, str]:
@@ -56,14 +51,9 @@ def mochi():
 
 
 def mochi_inputs(model, mask) -> dict:
-    batch = len(mask)
-    return {
-        "hidden_states": torch.randn(batch, 4, 3, 6, 10),
-        "encoder_hidden_states": torch.randn(batch, WORDS, tiny.WIDTH),
-        "timestep": torch.randint(1, 1000, (batch,)),
-        "encoder_attention_mask": mask,
-        "return_dict": False,
-    }
+    given = {"hidden_states": torch.randn(len(mask), 4, 3, 6, 10), "timestep": torch.randint(1, 1000, (len(mask),))}
+    texts = torch.randn(len(mask), WORDS, tiny.WIDTH)
+    return given | {"encoder_hidden_states": texts, "encoder_attention_mask": mask, "return_dict": False}
 
 
 def framepack_inputs(model, mask) -> dict:
@@ -83,20 +73,12 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, mesh, batch",
-    [
-        ("mochi", (2, 2, 2), 1),
-        ("framepack", (1, 1, 1), 2),
-    ],
-)
-@torch.no_grad()
-def test_lengths_are_decided_before_each_call(make_mesh, name, mesh, batch):
+@pytest.mark.parametrize("name, degrees, batch", [("mochi", (2, 2, 2), 1), ("framepack", (1, 1, 1), 2)])
+def test_lengths_are_decided_before_each_call(attach, name, degrees, batch):
     """Without what our plans put in place of upstream's lines; back to the first length nothing is compiled."""
     build, inputs, plan, file, code = MODELS[name]
     theirs = build()
-    ours = copy.deepcopy(theirs)
-    runner = attached(ours, make_mesh(*mesh), plan)
+    runner = attach(ours := copy.deepcopy(theirs), *degrees, plan=plan)
     for lengths, programs in (((5, 3), 1), ((7, WORDS), 2), ((5, 3), 2)):
         given = inputs(theirs, first(*lengths[:batch]))
         (expected,), (found,) = theirs(**given), ours(**given)
@@ -106,8 +88,7 @@ def test_lengths_are_decided_before_each_call(make_mesh, name, mesh, batch):
     assert one["module"] == "" and one["rung"] == "decided"
     assert all(reason.startswith(file) and code in reason for reason in one["reasons"])
     if name == "mochi":  # with its plan: one program for all prompts
-        ours = copy.deepcopy(theirs)
-        runner = attached(ours, make_mesh(2, 2, 2), MOCHI)
+        runner = attach(ours := copy.deepcopy(theirs), 2, 2, 2, plan=MOCHI)
         for mask in (first(5, 3), first(0, WORDS), torch.rand(2, WORDS) > 0.5):
             given = mochi_inputs(theirs, mask)
             (expected,), (found,) = theirs(**given), ours(**given)
@@ -156,11 +137,9 @@ def module(forward, **parts):
 
 
 @pytest.mark.parametrize("name", LINES)
-@torch.no_grad()
-def test_a_line_that_asks_of_a_mask_has_upstreams_values_for_every_answer(make_mesh, name):
+def test_a_line_that_asks_of_a_mask_has_upstreams_values_for_every_answer(attach, name):
     theirs = module(LINES[name])
-    ours = copy.deepcopy(theirs)
-    runner = attached(ours, make_mesh(1, 2, 1))
+    runner = attach(ours := copy.deepcopy(theirs), 1, 2, 1)
     masks = first(4, 2), first(7, 5), torch.rand(2, WORDS) > 0.5, first(4, 2), ~first(0, 0), first(0, 0)
     compiled = []
     for mask in masks:
@@ -196,12 +175,10 @@ class Scanned(torch.nn.Module):
         return x if self.middle is None else self.middle(x)
 
 
-@torch.no_grad()
-def test_scanned_blocks_decide_once_and_by_the_values_of_the_call(make_mesh):
+def test_scanned_blocks_decide_once_and_by_the_values_of_the_call(attach):
     """Written through numpy's memory, which torch does not count, and on the device."""
     theirs = Scanned()
-    ours = copy.deepcopy(theirs)
-    runner = attached(ours, make_mesh(1, 2, 1))
+    runner = attach(ours := copy.deepcopy(theirs), 1, 2, 1)
     mask, x = first(3).clone(), torch.randn(1, 4, WIDTH)
     for n in (0, 1, 2):
         mask.numpy()[0, 8 + n] = True
@@ -220,19 +197,16 @@ def test_scanned_blocks_decide_once_and_by_the_values_of_the_call(make_mesh):
     assert rungs(runner) == {"": "decided"}
 
 
-@torch.no_grad()
-def test_what_is_no_small_input_is_not_asked_before_each_call(make_mesh):
-    runner = attached(module(lambda self, x: x if x.sum() > 0 else -x), make_mesh(1, 1, 1))
+def test_what_is_no_small_input_is_not_asked_before_each_call(attach):
+    runner = attach(module(lambda self, x: x if x.sum() > 0 else -x), 1, 1, 1)
     for sign in (1, -1):
         assert runner.module(torch.full((MOST_ENTRIES + 1,), float(sign))).min() == 1
     assert rungs(runner) == {"": "parts"} and not runner.known
 
 
-@torch.no_grad()
-def test_branches_that_decide_run_alone_by_their_own_values(make_mesh):
+def test_branches_that_decide_run_alone_by_their_own_values(attach):
     theirs = Scanned()
-    ours = copy.deepcopy(theirs)
-    runner = attached(ours, make_mesh(2, 2, 1), ModelPlan(batched=("x", "mask")))
+    runner = attach(ours := copy.deepcopy(theirs), 2, 2, 1, plan=ModelPlan(batched=("x", "mask")))
     env, x = bridge.environment(), torch.randn(1, 4, WIDTH)
     with env.override_property(mesh=runner.mesh), env:
         found = [ours(env.moved(x), env.moved(first(n))) for n in (3, 6)]
@@ -242,14 +216,9 @@ def test_branches_that_decide_run_alone_by_their_own_values(make_mesh):
     assert [program.branches for program in runner.programs.values()] == [1, 1] and not runner.eager
 
 
-@torch.no_grad()
-def test_answers_that_are_others_in_each_call_are_worth_no_program_each(make_mesh):
-    theirs = Scanned(module(lambda self, x: x))
-    theirs.forward = lambda x, step: theirs.blocks[0].linear(x) * step.item()
-    ours = Scanned(module(lambda self, x: x))
-    ours.load_state_dict(theirs.state_dict())
-    ours.forward = lambda x, step: ours.blocks[0].linear(x) * step.item()
-    runner = attached(ours, make_mesh(1, 1, 1))
+def test_answers_that_are_others_in_each_call_are_worth_no_program_each(attach):
+    theirs = module(lambda self, x, step: self.linear(x) * step.item(), linear=torch.nn.Linear(WIDTH, WIDTH))
+    runner = attach(ours := copy.deepcopy(theirs), 1, 1, 1)
     x = torch.randn(2, WIDTH)
     for step in range(MOST_RUN_ONCE + 3):
         assert relative(ours(x, torch.tensor(step + 1)), theirs(x, torch.tensor(step + 1))) < 1e-6

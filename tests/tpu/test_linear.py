@@ -10,15 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from conftest import relative
+from conftest import relative, wide
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.kernels import linear
 from diffusers.tpu.kernels.rotary import Norm, normed_and_rotated
 from diffusers.tpu.kernels.settings import Settings, using
@@ -27,12 +25,31 @@ from diffusers.tpu.kernels.settings import Settings, using
 KERNEL = Settings(layers="kernel")
 
 
+ACTIVATIONS = {"": lambda x: x, "silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
+
+
 def draw(*shape, dtype=jnp.bfloat16):
     return jnp.asarray(np.random.default_rng().standard_normal(shape), dtype)
 
 
-def wide(x):
-    return np.asarray(x.astype(jnp.float32), np.float64)
+def activated(activation: str, x: np.ndarray) -> np.ndarray:
+    return ACTIVATIONS[activation](torch.tensor(x)).numpy()
+
+
+def normed(x, size: int, weight, bias=None, centred: bool = False) -> np.ndarray:
+    """RMS norm, or layer norm where `centred`, of each `size` channels of x [B, T, C], in float64."""
+    rows = wide(x).reshape(*x.shape[:2], -1, size)
+    rows = rows - rows.mean(-1, keepdims=True) if centred else rows
+    norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
+    return (norm if bias is None else norm + wide(bias)).reshape(x.shape)
+
+
+def turned(x: np.ndarray, angle: np.ndarray, apart: bool = False) -> np.ndarray:
+    """Pairs of channels (of halves where `apart`) of each head of x [B, T, C], turned by angle [T, D / 2]."""
+    pairs = x.reshape(*x.shape[:2], -1, *((2, angle.shape[1]) if apart else (angle.shape[1], 2)))
+    first, second = np.moveaxis(pairs, -2 if apart else -1, 0)
+    found = (first + 1j * second) * np.exp(1j * angle)[None, :, None]
+    return np.stack([found.real, found.imag], -2 if apart else -1).reshape(x.shape)
 
 
 @pytest.mark.parametrize("activation, bias", [("", True), ("gelu_tanh", False), ("silu", True)])
@@ -45,10 +62,9 @@ def test_any_number_of_rows(activation, bias):
     run = jax.jit(lambda x, w, b: linear.tpu_linear(x, w, b, activation=activation, blocks=blocks, interpret=True))
     ours = run(x[None], w, b)[0]
     theirs = wide(x) @ wide(w).T + (0 if b is None else wide(b))
-    act = {"": lambda x: x, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}[activation]
-    exact, rounded = (act(torch.tensor(x)).numpy() for x in (theirs, wide(jnp.asarray(theirs, jnp.bfloat16))))
-    limit = relative(wide(jnp.asarray(rounded, jnp.bfloat16)), exact)
-    assert relative(wide(ours), exact) < 1.05 * limit, (rows, columns, depth, blocks)
+    exact, rounded = (activated(activation, x) for x in (theirs, wide(jnp.asarray(theirs, jnp.bfloat16))))
+    limit = relative(jnp.asarray(rounded, jnp.bfloat16), exact)
+    assert relative(ours, exact) < 1.05 * limit, (rows, columns, depth, blocks)
 
 
 @pytest.mark.parametrize("generation", ["v5e", "v6e", "v7x", None])
@@ -105,52 +121,25 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     def run(x, weight, bias, *tables):
         return normed_and_rotated(x, Norm(weight, 1e-6, bias, centred), tables, settings, apart)
 
-    ours = wide(jax.jit(run)(x, weight, bias, cos, sin))
-    rows = wide(x).reshape(2, tokens, -1, size)
-    rows = rows - rows.mean(-1, keepdims=True) if centred else rows
-    norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
-    norm = norm + wide(bias) if centred else norm
-
-    def turned(norm):
-        pairs = norm.reshape(2, tokens, heads, *((2, dim // 2) if apart else (dim // 2, 2)))
-        first, second = np.split(pairs, 2, -2 if apart else -1)
-        found = (first + 1j * second) * np.exp(1j * angle)[None, :, None].reshape(1, tokens, 1, *first.shape[3:])
-        return np.concatenate([found.real, found.imag], -2 if apart else -1).reshape(x.shape)
-
     def rounded(values):
         return wide(jnp.asarray(values, jnp.bfloat16))
 
-    exact = turned(norm)
-    twice = rounded(turned(rounded(norm)))  # as upstream does: not by how many tokens are drawn
-    assert relative(ours, exact) < 1.02 * relative(twice, exact)
+    norm = normed(x, size, weight, bias, centred)
+    exact = turned(norm, angle, apart)
+    twice = rounded(turned(rounded(norm), angle, apart))  # as upstream does: not by how many tokens are drawn
+    assert relative(jax.jit(run)(x, weight, bias, cos, sin), exact) < 1.02 * relative(twice, exact)
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu"])
-def test_an_activation_after_a_layer_is_the_layers(chips, monkeypatch, name):
-    """Where the kernel has it, and where it does not; the layer's own result is dead code then."""
-    activation = {"silu": F.silu, "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "gelu": F.gelu}[name]
-    asked, fast = [], linear.linear
-    monkeypatch.setattr(layers, "fast_linear", lambda *a: (asked.append(a[3]), fast(*a))[1])
-    layer, x = torch.nn.Linear(128, 256).bfloat16(), torch.randn(1, 300, 128).bfloat16()
-    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias)]
-
-    def run(*arrays):
-        with using(KERNEL), bridge.quiet_integers(), bridge.environment():
-            return activation(F.linear(*map(bridge.to_torch, arrays))).jax()
-
-    ours = wide(jax.jit(run)(*arrays))
-    assert asked == ["", *({"gelu": []}.get(name, [name]))]
-    theirs = activation(layer(x)).double().detach().numpy()
-    exact = activation(layer.double()(x.double())).detach().numpy()
-    assert relative(ours, exact) < 1.05 * relative(theirs, exact)
-
-
-RESIDUALS = {  # upstream's words for it, and the layer's gate and residual that they come to
-    "wan": (lambda y, h, g: (h.float() + y * g).type_as(h), True),
-    "wan's feed-forward": (lambda y, h, g: (h.float() + y.float() * g).type_as(h), True),
-    "cross-attention": (lambda y, h, g: h + y, False),
-    "dit": (lambda y, h, g: h + g.bfloat16() * y, True),
-    "to": (lambda y, h, g: (y * g + h.float()).to(torch.bfloat16), True),
+# Upstream's words for what follows a layer, and what the layer does with it: its activation, its gate and residual. None: neither.
+FOLLOWING = {
+    "silu": (lambda y, h, g: F.silu(y), ["silu", False, False]),
+    "gelu_tanh": (lambda y, h, g: F.gelu(y, approximate="tanh"), ["gelu_tanh", False, False]),
+    "gelu": (lambda y, h, g: F.gelu(y), None),
+    "wan": (lambda y, h, g: (h.float() + y * g).type_as(h), ["", True, True]),
+    "wan's feed-forward": (lambda y, h, g: (h.float() + y.float() * g).type_as(h), ["", True, True]),
+    "cross-attention": (lambda y, h, g: h + y, ["", False, True]),
+    "dit": (lambda y, h, g: h + g.bfloat16() * y, ["", True, True]),
+    "to": (lambda y, h, g: (y * g + h.float()).to(torch.bfloat16), ["", True, True]),
     "in float32": (lambda y, h, g: h.float() + y * g, None),
     "scaled": (lambda y, h, g: torch.add(h, y, alpha=2), None),
     "another gate": (lambda y, h, g: (h.float() + y * h.float()).type_as(h), None),
@@ -159,13 +148,22 @@ RESIDUALS = {  # upstream's words for it, and the layer's gate and residual that
 
 
 @pytest.mark.parametrize(
-    "words, degrees", [*((words, None) for words in RESIDUALS), ("wan", (2, 4, 1)), ("cross-attention", (2, 4, 1))]
+    "words, degrees", [*((words, None) for words in FOLLOWING), ("wan", (2, 4, 1)), ("cross-attention", (2, 4, 1))]
 )
-def test_a_gate_and_a_residual_after_a_layer_are_the_layers(chips, monkeypatch, degrees, words):
-    """Upstream's operations in float64; a gate of each sample, rows that fill no block and that the chips do not divide."""
-    follow, gated = RESIDUALS[words]
+@torch.no_grad()
+def test_an_activation_a_gate_and_a_residual_after_a_layer_are_the_layers(chips, monkeypatch, degrees, words):
+    """Upstream's operations in float64; a gate of each sample, rows that fill no block and that the chips do not divide.
+
+    The layer's own result is dead code where it does what follows.
+    """
+    follow, second = FOLLOWING[words]
     asked, fast = [], linear.linear
-    monkeypatch.setattr(layers, "fast_linear", lambda *a: (asked.append([x is not None for x in a[5:]]), fast(*a))[1])
+
+    def noting(*given):
+        asked.append([given[3], *(x is not None for x in given[5:])])
+        return fast(*given)
+
+    monkeypatch.setattr(layers, "fast_linear", noting)
     layer = torch.nn.Linear(128, 256).bfloat16()
     x, h, g = torch.randn(2, 150, 128).bfloat16(), torch.randn(2, 150, 256).bfloat16(), torch.randn(2, 1, 256)
     arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias, h, g)]
@@ -176,30 +174,19 @@ def test_a_gate_and_a_residual_after_a_layer_are_the_layers(chips, monkeypatch, 
             x, w, b, h, g = map(bridge.to_torch, arrays)
             return follow(F.linear(x, w, b), h, g).jax()
 
-    with torch.no_grad():
-        theirs = follow(layer(x), h, g)
-        exact = _in_float64(words, layer.double()(x.double()), h.double(), g.double())
+    theirs, exact = follow(layer(x), h, g), follow(layer.double()(x.double()), h.double(), g.double())
     ours = jax.jit(run)(*arrays)
-    assert asked == [[], *([] if gated is None else [[gated, True]])]
+    assert asked == [[""], *([] if second is None else [second])]
     assert ours.dtype == (jnp.float32 if words == "in float32" else jnp.bfloat16)
-    assert relative(wide(ours), exact) < 1.05 * relative(theirs.double().numpy(), exact)
-
-
-def _in_float64(words, y, h, g):
-    if words == "scaled":
-        return (h + 2 * y).numpy()
-    y = 2 * y if words == "written to" else y
-    gate = 1 if words == "cross-attention" else h if words == "another gate" else g
-    return (h + y * gate).numpy()
+    assert relative(ours, exact) < 1.05 * relative(theirs, exact)
 
 
 @pytest.mark.parametrize(
     "degrees, tokens",
     [((2, 4, 1), (3, 8, 16)), pytest.param((1, 1, 1), (1, 6, 10), marks=pytest.mark.slow), ((1, 8, 1), (1, 6, 10))],
 )
-def test_wans_transformer_by_all_kernels(chips, own_store, monkeypatch, degrees, tokens):
+def test_wans_transformer_by_all_kernels(attach, own_store, monkeypatch, degrees, tokens):
     """Heads of 128 and bfloat16, as the published ones. On the last mesh tokens do not divide."""
-    torch.manual_seed(int(np.random.default_rng().integers(1 << 31)))
     sizes = {"num_attention_heads": 4, "attention_head_dim": 128, "ffn_dim": 768, "num_layers": 2, "text_dim": 128}
     model = WanTransformer3DModel(patch_size=(1, 2, 2), rope_max_seq_len=32, **sizes).eval()
     model = tiny.with_uneven_norms(model).bfloat16()
@@ -209,11 +196,9 @@ def test_wans_transformer_by_all_kernels(chips, own_store, monkeypatch, degrees,
     with torch.no_grad():
         theirs = model(*arguments, return_dict=False)[0]
         exact = copy.deepcopy(model).float()(*(a.float() for a in arguments), return_dict=False)[0]
-        config = TPUConfig(attention="kernel", layers="kernel")
-        runner = CompiledModule(model, PLAN, make_mesh(chips, degrees), config)
-        runner.attach()
+        runner = attach(model, *degrees, plan=PLAN, attention="kernel", layers="kernel")
         ours = model(*arguments, return_dict=False)[0]
         runner.detach()
-    assert relative(ours.float(), exact) < 1.25 * relative(theirs.float(), exact)
+    assert relative(ours, exact) < 1.25 * relative(theirs, exact)
     assert (768, 512) in taken  # the feed-forward's first
     assert {type(m.processor) for m in model.modules() if hasattr(m, "processor")} == {WanAttnProcessor}

@@ -17,12 +17,11 @@ from diffusers.tpu import TPUConfig, install
 LAYERS = ("attn1.to_q", "attn2.to_v", "ffn.net.2")
 
 
-def weights(pipe, rank: int, seed: int, blocks=(0, 1, 2), layers=LAYERS) -> dict[str, torch.Tensor]:
-    """A LoRA file's tensors for the transformer, large enough to be seen. `rank` may differ by block."""
+def weights(pipe, ranks: dict[int, int], seed: int, layers=LAYERS) -> dict[str, torch.Tensor]:
+    """A LoRA file's tensors for the transformer, large enough to be seen. `ranks`: of blocks that have one."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for block in blocks:
-        r = rank[block] if isinstance(rank, dict) else rank
+    for block, r in ranks.items():
         for layer in layers:
             out, inner = pipe.transformer.get_submodule(f"blocks.{block}.{layer}").weight.shape
             name = f"transformer.blocks.{block}.{layer}"
@@ -93,13 +92,9 @@ class Session:
 
     def __init__(self, pipes, mesh, **changes):
         self.theirs, self.ours = pipes
-        self.inputs = {
-            "prompt_embeds": torch.randn(1, 12, 32),
-            "negative_prompt_embeds": torch.randn(1, 12, 32),
-            **tiny.arguments(
-                "wan", generator=None, prompt=None, output_type="latent", num_inference_steps=1, **changes
-            ),
-        }
+        changes = {"generator": None, "prompt": None, "output_type": "latent", "num_inference_steps": 1, **changes}
+        self.inputs = tiny.arguments("wan", **changes)
+        self.inputs |= {"prompt_embeds": torch.randn(1, 12, 32), "negative_prompt_embeds": torch.randn(1, 12, 32)}
         install(self.ours, TPUConfig(mesh=mesh))
         self.ours.to("cuda")
         self.runner = self.ours.transformer._tpu_runner
@@ -117,13 +112,13 @@ class Session:
         return relative(np.asarray(ours), np.asarray(oracle))
 
 
+def all_of(rank: int) -> dict[int, int]:
+    return dict.fromkeys(range(3), rank)
+
+
 def files_of(pipe) -> dict[str, dict]:
-    return {
-        "1": weights(pipe, 4, 1),
-        "2": weights(pipe, 2, 2),
-        "3": weights(pipe, 4, 3),
-        "by block": weights(pipe, {0: 2, 1: 3, 2: 1}, 4),
-    }
+    ranks = {"1": all_of(4), "2": all_of(2), "3": all_of(4), "by block": {0: 2, 1: 3, 2: 1}}
+    return {name: weights(pipe, of_blocks, seed) for seed, (name, of_blocks) in enumerate(ranks.items(), 1)}
 
 
 @pytest.mark.idiom("lora")
@@ -164,7 +159,7 @@ def test_scales_and_swaps_trace_nothing_and_hold_nothing(chips, pipes):
 def test_blocks_with_and_without_an_adapter_are_one_scan(chips, pipes):
     """Two adapters, each in blocks of its own, of different rank; one block has both."""
     session = Session(pipes, (1, 2, 1))
-    files = {"a": weights(pipes[0], {0: 2, 1: 4}, 1, (0, 1)), "b": weights(pipes[0], 3, 2, (1, 2), LAYERS[:2])}
+    files = {"a": weights(pipes[0], {0: 2, 1: 4}, 1), "b": weights(pipes[0], {1: 3, 2: 3}, 2, LAYERS[:2])}
     for name in files:
         for pipe in pipes:
             load(name, name)(pipe, files)
@@ -177,21 +172,23 @@ def test_blocks_with_and_without_an_adapter_are_one_scan(chips, pipes):
 def test_what_zeros_cannot_stand_for_is_scanned_apart(chips, pipes):
     """DoRA divides by norms of the sum; two adapters none of whose layers has both; a block whose adapters are disabled."""
     session = Session(pipes, (1, 2, 1))
-    for pipe in pipes:
-        config = peft.LoraConfig(r=2, target_modules=["blocks.0.attn1.to_q", "blocks.1.attn1.to_q"], use_dora=True,
-                                 init_lora_weights=False)  # fmt: skip
-        torch.manual_seed(3)
-        pipe.transformer.add_adapter(config, "dora")
+
+    def add(name: str, *blocks: int, **settings):
+        targets = [f"blocks.{block}.attn1.to_q" for block in blocks]
+        for pipe in pipes:
+            torch.manual_seed(len(name))
+            config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **settings)
+            pipe.transformer.add_adapter(config, name)
+
+    add("dora", 0, 1, use_dora=True)
     assert session.error() < 1e-4
-    groups = [(g.start, g.stop) for g in session.runner.plan_weights().groups]
-    assert groups == [(0, 2)]
+    assert [(g.start, g.stop) for g in session.runner.plan_weights().groups] == [(0, 2)]
     for pipe in pipes:
         pipe.transformer.delete_adapters("dora")
-        for block, name in ((0, "x"), (1, "y")):
-            torch.manual_seed(block)
-            config = peft.LoraConfig(r=2, target_modules=[f"blocks.{block}.attn1.to_q"], init_lora_weights=False)
-            pipe.transformer.add_adapter(config, name)
-        pipe.transformer.set_adapters(["x", "y"])
+    add("x", 0)
+    add("yy", 1)
+    for pipe in pipes:
+        pipe.transformer.set_adapters(["x", "yy"])
     assert session.error() < 1e-4 and not session.runner.eager
 
 
@@ -200,7 +197,7 @@ def test_two_experts_and_a_guidance_of_one(chips):
     pipes = [tiny.wan_a14b() for _ in range(2)]
     session = Session(pipes, (1, 4, 1), guidance_scale=1.0)
     session.inputs |= {"num_inference_steps": 4, "guidance_scale_2": 1.0}
-    files = {"high": weights(pipes[0], 4, 1), "low": weights(pipes[0], 4, 2)}
+    files = {"high": weights(pipes[0], all_of(4), 1), "low": weights(pipes[0], all_of(4), 2)}
     for pipe in pipes:
         load("fast", "high")(pipe, files)
         load("fast", "low", load_into_transformer_2=True)(pipe, files)

@@ -9,7 +9,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from conftest import programs_of, relative
 from diffusers import tpu
 from diffusers.tpu.compile import explain
-from test_ladder import WIDTH, Scanned, attached, first, rungs
+from test_ladder import WIDTH, Scanned, first, rungs
+
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 class Routed(torch.nn.Module):
@@ -55,8 +58,7 @@ MIDDLES = {
 
 
 @pytest.mark.parametrize("name", MIDDLES)
-@torch.no_grad()
-def test_a_submodule_that_cannot_be_compiled_runs_while_the_rest_is(chips, make_mesh, name):
+def test_a_submodule_that_cannot_be_compiled_runs_while_the_rest_is(chips, name):
     build, expected, reason = MIDDLES[name]
     theirs = Scanned(build())
     ours = tpu.install(copy.deepcopy(theirs), tpu.TPUConfig(mesh=(2, 2, 2)))
@@ -127,27 +129,23 @@ class Caller(torch.nn.Module):
 
 
 @pytest.mark.parametrize("how", ["writes", "same", "view", "store"])
-@torch.no_grad()
-def test_a_part_shares_its_callers_memory(make_mesh, how):
+def test_a_part_shares_its_callers_memory(attach, how):
     theirs = Caller()
-    ours = copy.deepcopy(theirs)
-    runner = attached(ours, make_mesh(1, 1, 1))
+    runner = attach(ours := copy.deepcopy(theirs), 1, 1, 1)
     for _ in range(2):
         x = torch.randn(3, WIDTH)
         assert relative(ours(x, how), theirs(x, how)) < 1e-6
     assert rungs(runner)["shares"] == "parts"
 
 
-@torch.no_grad()
-def test_a_language_model_goes_on_from_its_keys_and_values(make_mesh):
+def test_a_language_model_goes_on_from_its_keys_and_values(attach):
     """On the host, as no length comes twice; the encoder that it is for pipelines is a program, before and after."""
     config = Qwen3Config(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
         vocab_size=64, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     theirs = Qwen3ForCausalLM(config).eval()
-    ours = copy.deepcopy(theirs)
-    runner = attached(ours, make_mesh(1, 2, 1))
+    runner = attach(ours := copy.deepcopy(theirs), 1, 2, 1)
     words = torch.randint(1, 64, (1, 5))
     answers = [model.generate(words, max_new_tokens=4, do_sample=False).tolist() for model in (ours, theirs)]
     assert answers[0] == answers[1]

@@ -1,22 +1,24 @@
-"""Oracle: the compiled program itself. What the layout promises is read from it: loops, collectives, sizes."""
+"""The compiled program itself: loops over blocks, collectives, sizes. Oracles: what the layout promises; the same model run block by block in torch."""
 
+import json
 import math
 import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+import tiny
+from conftest import relative
 from diffusers import HunyuanVideo15Transformer3DModel, WanTransformer3DModel
-from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.compile.tracing.scan import find_groups
 from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.pipelines.plans import module_plan
 
 
 LAYERS, HEADS, DIM, TEXT, GLYPHS, IMAGE = 5, 8, 32, 24, 12, 6
 LATENTS, SMALLER = (3, 16, 20), (3, 14, 22)  # SMALLER: tokens that eight chips do not divide
-TOKENS = 3 * 16 * 20 // 4
 WORDS = TEXT + GLYPHS + IMAGE
 COLLECTIVE = re.compile(
     r" = (?P<shape>\(?\w+\[[^=]*?) (?P<op>all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\("
@@ -47,13 +49,12 @@ def hunyuan15(latents):
 
 
 @pytest.fixture
-def program(make_mesh):
+def program(attach):
     """A function from degrees to the optimised HLO of one step of a small model, both guidance branches if dp is 2."""
 
     def compile(*degrees, latents=LATENTS, made=wan) -> str:
         model, inputs = made(latents)
-        runner = CompiledModule(model.eval(), module_plan(model), make_mesh(*degrees), TPUConfig())
-        runner.attach()
+        runner = attach(model, *degrees, plan=module_plan(model))
         call = runner.flatten_call("forward", (), {**inputs, "timestep": torch.empty(1), "return_dict": False})
         lowered = runner.trace(call, branches=degrees[0]).traced.lower()
         runner.detach()
@@ -67,35 +68,38 @@ def loops(hlo: str) -> list[int]:
     return [int(n) for n in re.findall(r'while\(.*"known_trip_count":\{"n":"(\d+)"\}', hlo)]
 
 
-def computations(hlo: str) -> dict[str, str]:
-    """Computation name -> its text."""
-    parts = re.split(r"\n(?=(?:ENTRY )?%?[\w.\-]+ \()", hlo)
-    return {re.match(r"(?:ENTRY )?%?([\w.\-]+)", part.lstrip()).group(1): part for part in parts[1:]}
-
-
 def in_block(hlo: str) -> str:
     """The body of the loop over blocks."""
     (body,) = re.findall(rf'body=%?([\w.\-]+).*"known_trip_count":\{{"n":"{LAYERS}"\}}', hlo)
-    return computations(hlo)[body]
+    return re.search(rf"^%?{re.escape(body)} \(.*?^}}", hlo, re.M | re.S)[0]
+
+
+def exchanges(text: str) -> list[tuple[str, str]]:
+    """(operation, shape) of each collective."""
+    return [(m["op"], m["shape"]) for m in COLLECTIVE.finditer(text)]
+
+
+def assert_split(body: str, latents: tuple[int, ...], ways: int) -> int:
+    """Activations in the block are split over the sequence: so many rows on each chip, filled up."""
+    tokens = math.prod(latents) // 4
+    rows = -(-tokens // ways)
+    assert f"[1,{rows},{HEADS * DIM}]" in body and not re.search(
+        rf"\[1,({tokens}|{ways * rows}),{HEADS * DIM}\]", body
+    )
+    return rows
 
 
 @pytest.mark.parametrize("degrees, latents", [((1, 8, 1), SMALLER), ((2, 4, 1), LATENTS)])
 def test_one_loop_over_blocks_that_gathers_weights_and_reduces_nothing(program, degrees, latents):
     hlo = program(*degrees, latents=latents)
     assert loops(hlo) == [LAYERS]
-    body = in_block(hlo)
-    found = [(m["op"], m["shape"]) for m in COLLECTIVE.finditer(body)]
+    found = exchanges(in_block(hlo))
     gathers = [shape for op, shape in found if op == "all-gather"]
     assert len(gathers) == 10  # q, k, v, out twice; feed-forward in and out
     assert all(re.search(r"\[1,(256|512),(256|512)\]", shape) for shape in gathers)
     assert {op for op, _ in found} == {"all-gather", "all-to-all"}
-    assert not any(m["op"] == "all-reduce" for m in COLLECTIVE.finditer(hlo))
-
-
-def test_activations_in_the_block_are_split_over_the_sequence(program):
-    body = in_block(program(1, 8, 1))
-    whole = re.findall(rf"\[1,{TOKENS},{HEADS * DIM}\]", body)
-    assert not whole and f"[1,{TOKENS // 8},{HEADS * DIM}]" in body
+    assert not any(op == "all-reduce" for op, _ in exchanges(hlo))
+    assert_split(in_block(hlo), latents, degrees[1])
 
 
 @pytest.mark.parametrize("latents", [LATENTS, SMALLER])
@@ -103,16 +107,15 @@ def test_two_streams_exchange_heads_and_text_alone(program, latents, monkeypatch
     """Queries, keys, values and the answer of latents trade rows for heads; of text only the answer's heads are joined."""
     monkeypatch.setattr(api, "_dispatched", Counter())
     hlo = program(1, 8, 1, latents=latents, made=hunyuan15)
-    tokens = latents[0] * latents[1] * latents[2] // 4
+    tokens = math.prod(latents) // 4
     assert loops(hlo) == [LAYERS]
     body = in_block(hlo)
-    found = [(m["op"], m["shape"]) for m in COLLECTIVE.finditer(body)]
+    found = exchanges(body)
     assert {op for op, _ in found} == {"all-gather", "all-to-all"}
     assert sum(op == "all-to-all" for op, _ in found) == 4
     joined = [shape for op, shape in found if op == "all-gather" and not re.search(r"\[1,\d{3,},\d{3,}\]", shape)]
     assert [re.search(r"\[(.*?)\]", shape)[1] for shape in joined] == [f"1,{HEADS},{WORDS},{DIM}"]
-    rows = -(-tokens // 8)
-    assert f"[1,{rows},{HEADS * DIM}]" in body and not re.search(rf"\[1,({tokens}|{8 * rows}),{HEADS * DIM}\]", body)
+    rows = assert_split(body, latents, 8)
     assert {(way.q[2], way.mask) for way in api.explain()} == {
         (tokens, "joint+keys"),  # for its shapes
         (8 * rows, "joint+keys"),  # what runs: filled up where `sp` does not divide
@@ -129,7 +132,114 @@ def test_nothing_of_tokens_by_tokens(program):
 
 
 def test_tensor_parallel_reduces_the_two_sums_it_must(program):
-    body = in_block(program(1, 2, 4))
-    reduced = [m["shape"] for m in COLLECTIVE.finditer(body) if m["op"] in ("all-reduce", "reduce-scatter")]
-    wide = [shape for shape in reduced if f",{HEADS * DIM}]" in shape]
+    found = exchanges(in_block(program(1, 2, 4)))
+    wide = [op for op, shape in found if op in ("all-reduce", "reduce-scatter") and f",{HEADS * DIM}]" in shape]
     assert len(wide) == 3  # after self-attention, cross-attention and feed-forward; the rest are norms' statistics
+
+
+# Runs of equal blocks: models that do odd things between their blocks are the point
+
+
+WIDTH, BLOCKS = 6, 5
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.linear = torch.nn.Linear(width, width)
+        self.register_buffer("shift", torch.randn(width))
+
+    def forward(self, x, context, gain=1.0):
+        return x + torch.tanh(self.linear(x) * context + self.shift) * gain
+
+
+class TwoStreams(Block):
+    def forward(self, x, context, gain=1.0):
+        y = super().forward(x, context, gain)
+        return y, context + y.mean()
+
+
+class WithNothing(Block):
+    """As T5's: some of what it returns is no tensor."""
+
+    def forward(self, x, context, gain=1.0):
+        return super().forward(x, context, gain), None, 3
+
+
+class IntoList(Block):
+    def forward(self, x, context, kept):
+        kept[0] = kept[0] + x.sum()
+        return super().forward(x, context)
+
+
+class IntoTensor(Block):
+    def forward(self, x, context, kept):
+        kept += x
+        return super().forward(x, context)
+
+
+class Notes:
+    total = 0
+
+
+class Writing(Block):
+    def forward(self, x, context, notes):
+        notes.total = notes.total + x.sum()
+        return super().forward(x, context)
+
+
+class Model(torch.nn.Module):
+    """Blocks in a loop, of whose turns these are the lines; then the value of `result`."""
+
+    _repeated_blocks = ["Block", "TwoStreams", "WithNothing", "IntoList", "IntoTensor", "Writing"]
+
+    def __init__(self, lines="x = block(x, context)", result="x", block=Block):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(block() for _ in range(BLOCKS))
+        names = {"__name__": __name__, "notes": Notes}
+        head = "def loop(blocks, x, context):\n kept = []\n for n, block in enumerate(blocks):\n  "
+        exec(head + lines.replace("\n", "\n  ") + f"\n return {result}", names)
+        self.loop = names["loop"]
+
+    def forward(self, x, context):
+        return self.loop(self.blocks, x, context)
+
+
+@pytest.fixture
+def loops_of(attach):
+    """A function from a model to the number of loops of its program, whose result is upstream's."""
+
+    def loops_of(model, *degrees) -> int:
+        given = torch.randn(2, 3, WIDTH)
+        with torch.no_grad():
+            theirs = model(*given)
+            runner = attach(model, *degrees)
+            assert relative(model(*given), theirs) < 1e-6
+            program = runner.trace(runner.flatten_call("forward", (*given,), {})).traced.lower().as_text()
+        runner.detach()
+        return program.count("stablehlo.while")
+
+    return loops_of
+
+
+# Lines of a turn, the result, the block's class, how many loops the program has.
+LOOPS = json.loads(Path(__file__).with_name("programs").joinpath("runs_of_blocks.json").read_text())
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_runs_are_found_and_values_kept(loops_of, name):
+    lines, result, block, loops = LOOPS[name]
+    assert loops_of(Model(lines, result, globals()[block]), 1, 1, 1) == loops
+
+
+def test_blocks_that_differ_are_not_one_group(loops_of):
+    model = Model()
+    assert [(g.start, g.stop, g.label) for g in find_groups(model)] == [(0, BLOCKS, "blocks.*")]
+    model.blocks[2].linear = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    assert [(g.start, g.stop, g.label) for g in find_groups(model)] == [(0, 2, "blocks.[0:2]"), (3, 5, "blocks.[3:5]")]
+    assert loops_of(model, 1, 2, 1) == 2
+    model._repeated_blocks = []  # lists that a class does not name are left alone
+    assert find_groups(model) == []
+    (group,) = find_groups(tiny.cogvideox().transformer)  # it names its unsplit modules
+    assert (group.label, group.start, group.stop) == ("transformer_blocks.*", 0, 3)
+    assert find_groups(tiny.cogvideox().vae) == []

@@ -1,5 +1,6 @@
 """Oracle: the module in torch. What is compiled, how often, and that a changed module is never answered from before."""
 
+import contextlib
 import copy
 
 import jax
@@ -12,8 +13,6 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
-from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.config import TPUConfig
 
 
 class Denoiser(torch.nn.Module):
@@ -31,23 +30,12 @@ class Denoiser(torch.nn.Module):
         return self.forward(x, torch.ones(x.shape[0]))["sample"]
 
 
-@pytest.fixture
-def attach(make_mesh):
-    """A function that puts a runner on a module."""
-
-    def attach(module, *degrees, config=TPUConfig(), **plan):
-        runner = CompiledModule(module.eval(), ModelPlan(**plan), make_mesh(*degrees), config)
-        runner.attach()
-        return runner
-
-    return attach
-
-
 def test_one_program_per_shape_and_static_argument(attach):
+    """A method that calls another is one program too."""
     module = Denoiser()
     x, t = torch.randn(2, 8), torch.rand(2)
-    theirs = module(x, t)["sample"]
-    runner = attach(module, 1, 2, 1)
+    theirs, encoded = module(x, t)["sample"], module.encode(x)
+    runner = attach(module, 1, 2, 1, plan=ModelPlan(entries=("forward", "encode")))
     assert relative(module(x, t)["sample"], theirs) < 1e-6
     module(torch.randn(2, 8), timestep=torch.rand(2))  # by keyword: the same values in another structure
     module(x, torch.rand(2))
@@ -55,13 +43,14 @@ def test_one_program_per_shape_and_static_argument(attach):
     assert isinstance(module(x, t, return_dict=False), tuple) and runner.compilations == 3
     module(torch.randn(3, 8), torch.rand(3))
     assert runner.compilations == 4
+    assert relative(module.encode(x), encoded) < 1e-6 and runner.compilations == 5
 
 
 def test_programs_that_were_not_used_for_long_go(attach, monkeypatch):
     cleared = []
     monkeypatch.setattr(jax, "clear_caches", lambda: cleared.append(len(runner.traced)))
     module = Denoiser()
-    theirs, runner = copy.deepcopy(module), attach(module, 1, 2, 1, config=TPUConfig(programs=3))
+    theirs, runner = copy.deepcopy(module), attach(module, 1, 2, 1, programs=3)
 
     def call(size: int):
         x, t = torch.randn(size, 8), torch.rand(size)
@@ -80,7 +69,7 @@ def test_programs_that_were_not_used_for_long_go(attach, monkeypatch):
 
 def test_programs_whose_code_has_no_room_go(attach, monkeypatch):
     monkeypatch.setattr(programs.Program, "code_bytes", 600)
-    runner = attach(Denoiser(), 1, 1, 1, config=TPUConfig(program_gib=1300 / 2**30))
+    runner = attach(Denoiser(), 1, 1, 1, program_gib=1300 / 2**30)
     for size in (1, 2, 3, 4):
         runner.module(torch.randn(size, 8), torch.rand(size))
     assert (len(runner.traced), runner.evicted) == (2, 2)
@@ -134,14 +123,6 @@ def test_another_generator_is_another_draw_but_no_other_program(attach):
     assert runner.compilations == 1 and runner.eager == ["it draws random numbers"]
 
 
-def test_a_method_that_calls_another_is_one_program(attach):
-    module = Denoiser()
-    x = torch.randn(2, 8)
-    theirs = module.encode(x)
-    runner = attach(module, 1, 1, 1, entries=("forward", "encode"))
-    assert relative(module.encode(x), theirs) < 1e-6 and runner.compilations == 1
-
-
 def test_objects_of_upstreams_are_given_back_with_their_tensors(attach):
     cache = Flux2KVCache(2, 1)
 
@@ -165,27 +146,24 @@ def test_objects_of_upstreams_are_given_back_with_their_tensors(attach):
     assert runner.compilations == 1
 
 
-PAIRED = {"batched": ("hidden_states", "timestep")}
+PAIRED = ModelPlan(batched=("hidden_states", "timestep"))
 
 
+@contextlib.contextmanager
 def resident(mesh):
+    """Where device tensors work; a function that moves tensors there."""
     env = bridge.environment()
-    return env.override_property(mesh=mesh), env
-
-
-def on_chips(mesh, *tensors):
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return [bridge.to_torch(bridge.to_jax(t, sharding)) for t in tensors]
+    with env.override_property(mesh=mesh), env:
+        yield lambda *tensors: map(env.moved, tensors)
 
 
 def test_a_branch_alone_and_branches_that_share_nothing_run_alone(attach):
     module = Denoiser()
     x, t, tables = torch.randn(1, 8), torch.rand(1), torch.randn(2, 8)
     theirs = [module(x, t, table, return_dict=False)[0] for table in tables]
-    runner = attach(module, 2, 1, 1, **PAIRED)
-    mesh, env = resident(runner.mesh)
-    with mesh, env, torch.no_grad():
-        x, t, a, b = on_chips(runner.mesh, x, t, *tables)
+    runner = attach(module, 2, 1, 1, plan=PAIRED)
+    with resident(runner.mesh) as moved, torch.no_grad():
+        x, t, a, b = moved(x, t, *tables)
         alone = module(x, t, a, return_dict=False)[0]
         assert relative(bridge.from_numpy((alone * 1.0).jax()), theirs[0]) < 1e-6
         pair = [module(x, t, table, return_dict=False)[0] for table in (a, b)]  # another table: not one call
@@ -200,7 +178,6 @@ def test_outputs_without_a_batch_are_refused_where_branches_pair(attach):
             return self.linear(hidden_states).sum()
 
     module = Odd()
-    runner = attach(module, 2, 1, 1, **PAIRED)
-    mesh, env = resident(runner.mesh)
-    with mesh, env, pytest.raises(ValueError, match="mesh with dp 1"):
-        module(*on_chips(runner.mesh, torch.randn(1, 8), torch.rand(1)))
+    runner = attach(module, 2, 1, 1, plan=PAIRED)
+    with resident(runner.mesh) as moved, pytest.raises(ValueError, match="mesh with dp 1"):
+        module(*moved(torch.randn(1, 8), torch.rand(1)))

@@ -18,7 +18,6 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
-from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.state import state as tracing
 from diffusers.tpu.compile.tracing import blocks
 
@@ -33,11 +32,10 @@ def pipelines(threads: int) -> list[WanPipeline]:
 
 
 def generate(pipe: WanPipeline, number: int, **others) -> np.ndarray:
+    sizes = {"height": 16, "width": 16, "num_frames": 1, "num_inference_steps": 2, "guidance_scale": 5.0 + number}
     return pipe(
-        PROMPTS[number], height=16, width=16, num_frames=1, num_inference_steps=2, output_type="np",
-        guidance_scale=5.0 + number, generator=torch.Generator().manual_seed(number),
-        **others,
-    ).frames  # fmt: skip
+        **tiny.arguments("wan", prompt=PROMPTS[number], generator=tiny.fresh(number), **sizes), **others
+    ).frames
 
 
 def together(calls: list) -> list:
@@ -69,8 +67,8 @@ MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1)]
 )
 def test_threads_that_share_models(chips, threads, meshes, rounds):
     """On several meshes each round is on the next one, and compiles anew."""
-    pipes = pipelines(threads - 1) if threads > 2 else pipelines(threads)
-    pipes += pipes[: threads - len(pipes)]  # of more than two threads, two call one pipeline
+    pipes = pipelines(min(threads, 3))
+    pipes += pipes[: threads - len(pipes)]  # of four threads, two call one pipeline
     alone = [generate(pipe, number) for number, pipe in enumerate(pipes)]
     assert all(np.abs(one - other).max() > 1e-2 for one, other in itertools.combinations(alone, 2))
     for number in range(rounds):
@@ -106,17 +104,6 @@ class Scaled(torch.nn.Module):
 
 
 @pytest.fixture
-def attached(make_mesh):
-    def attach(*degrees, **plan):
-        module = Scaled().eval()
-        runner = CompiledModule(module, ModelPlan(**plan), make_mesh(*degrees), tpu.TPUConfig())
-        runner.attach()
-        return module, runner
-
-    return attach
-
-
-@pytest.fixture
 def compiling(monkeypatch):
     """(an event that is set when the next compilation begins, one that it waits for)."""
     began, go_on = threading.Event(), threading.Event()
@@ -132,10 +119,11 @@ def compiling(monkeypatch):
     go_on.set()
 
 
-def test_while_a_program_is_compiled_others_run(attached, compiling):
+def test_while_a_program_is_compiled_others_run(attach, compiling):
     """Another model runs what it has, and is called for what it has not; a thread with the same call waits for the same program."""
     began, go_on = compiling
-    (slow, runner), (other, _) = attached(1, 2, 1), attached(1, 2, 1)
+    slow, other = Scaled(), Scaled()
+    runner, _ = (attach(module, 1, 2, 1) for module in (slow, other))
     x = torch.randn(3, 8)
     theirs = Scaled.forward(slow, x)
     go_on.set()
@@ -150,9 +138,9 @@ def test_while_a_program_is_compiled_others_run(attached, compiling):
     assert runner.compilations == 1
 
 
-def test_a_model_that_changes_while_it_is_compiled_is_looked_at_again(attached, compiling):
+def test_a_model_that_changes_while_it_is_compiled_is_looked_at_again(attach, compiling):
     began, go_on = compiling
-    slow, _ = attached(1, 1, 1)
+    slow = attach(Scaled(), 1, 1, 1).module
     x = torch.randn(3, 8)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(slow, x)
@@ -165,8 +153,8 @@ def test_a_model_that_changes_while_it_is_compiled_is_looked_at_again(attached, 
     assert relative(answer, Scaled.forward(slow, x)) < 1e-6
 
 
-def test_branches_of_two_threads_do_not_pair(attached):
-    module, runner = attached(2, 1, 1, batched=("x",))
+def test_branches_of_two_threads_do_not_pair(attach):
+    runner = attach(module := Scaled(), 2, 1, 1, plan=ModelPlan(batched=("x",)))
     given = [torch.randn(1, 8) for _ in range(3)]
     theirs = [Scaled.forward(module, x) for x in given]
 
@@ -214,7 +202,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_failed_trace_leaves_nothing(make_mesh, monkeypatch, own_store, error):
+def test_a_failed_trace_leaves_nothing(attach, monkeypatch, own_store, error):
     model = tiny.wan(transformer={"num_layers": 2, "num_attention_heads": 2}).transformer
     given = {
         "hidden_states": torch.randn(1, 16, 1, 4, 4), "timestep": torch.tensor([500]),
@@ -222,9 +210,7 @@ def test_a_failed_trace_leaves_nothing(make_mesh, monkeypatch, own_store, error)
     }  # fmt: skip
     with torch.no_grad():
         theirs = model(**given)[0]
-    runner = CompiledModule(model, transformer_wan_flax.PLAN, make_mesh(1, 2, 1), tpu.TPUConfig())
-    runner.attach()
-    runner.place()
+    attach(model, 1, 2, 1, plan=transformer_wan_flax.PLAN).place()
     before = held_by(model)
     for where, (owner, name, call) in FAULTS.items():
         calls, given_before = itertools.count(1), []
