@@ -15,12 +15,8 @@ from diffusers import WanPipeline
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli
-from diffusers.tpu.chips.figures import TOPOLOGIES, find_topology
-from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.compile import programs
-from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.planner import aot, plan, worker
 from diffusers.tpu.planner.building import build, configuration_of
 from diffusers.tpu.planner.meshes import Denoiser, allowed, guess
@@ -39,13 +35,6 @@ FIELDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> str:
-    folder = str(tmp_path_factory.mktemp("models") / "wan")
-    tiny.wan().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
 def cached(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path_factory.getbasetemp() / "plans"))
@@ -54,11 +43,11 @@ def cached(monkeypatch, tmp_path_factory):
 # A pipeline without weights
 
 
-def test_a_built_pipeline_has_the_weights_of_a_loaded_one(saved):
+def test_a_built_pipeline_has_the_weights_of_a_loaded_one(wan_folder):
     from diffusers import DiffusionPipeline
 
-    loaded = DiffusionPipeline.from_pretrained(saved, dtype=torch.bfloat16)
-    built = build(configuration_of(saved), torch.bfloat16)
+    loaded = DiffusionPipeline.from_pretrained(wan_folder, dtype=torch.bfloat16)
+    built = build(configuration_of(wan_folder), torch.bfloat16)
     assert type(built) is type(loaded)
     for name in ("transformer", "vae", "text_encoder"):
         ours, theirs = (
@@ -68,17 +57,13 @@ def test_a_built_pipeline_has_the_weights_of_a_loaded_one(saved):
         assert all(p.untyped_storage().nbytes() <= 8 for p in getattr(built, name).parameters())
 
 
-STATED = [(name, *of) for name, configuration in MODELS.items() for of in configuration.billions.items()]
-
-
-@pytest.mark.parametrize(("name", "component", "billions"), STATED)
-def test_published_models_have_their_published_size(name, component, billions):
+@pytest.mark.parametrize("name", MODELS)
+def test_published_models_have_their_published_size(name):
     """As their authors state it."""
-    module = getattr(build(configuration_of(name), torch.bfloat16), component)
-    assert sum(p.numel() for p in module.parameters()) / 1e9 == pytest.approx(billions, abs=0.06)
-
-
-def test_every_alias_names_a_model():
+    built = build(configuration_of(name), torch.bfloat16)
+    for component, billions in MODELS[name].billions.items():
+        parameters = getattr(built, component).parameters()
+        assert sum(p.numel() for p in parameters) / 1e9 == pytest.approx(billions, abs=0.06), component
     assert set(ALIASES.values()) <= set(MODELS)
 
 
@@ -90,10 +75,19 @@ def test_recorded_calls_are_those_of_upstreams_run(name, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
     arguments = {**tiny.arguments(name), "output_type": "pt"}
     real, seen = tiny.make(name), Counter()
+
+    def watch(module, component: str, entry: str, method):
+        def run(*args, **kwargs):
+            tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            seen[(component, entry, *sorted(tuple(t.shape) for t in tensors))] += 1
+            return method(*args, **kwargs)
+
+        setattr(module, entry, run)
+
     for component, module in real.components.items():
         if isinstance(module, torch.nn.Module):
             for entry in ("decode", "encode") if component == "vae" else ("forward",):
-                _watch(module, component, entry, seen)
+                watch(module, component, entry, getattr(module, entry))
     real(**arguments)
     recording = record(tiny.make(name), arguments)
     ours = Counter()
@@ -101,17 +95,6 @@ def test_recorded_calls_are_those_of_upstreams_run(name, monkeypatch):
         ours[(r.component, r.call.entry, *sorted(tuple(t.shape) for t in r.call.tensors))] += r.count
     assert ours == seen
     assert recording.steps == arguments["num_inference_steps"]
-
-
-def _watch(module, component: str, entry: str, seen: Counter):
-    method = getattr(module, entry)
-
-    def run(*args, **kwargs):
-        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        seen[(component, entry, *sorted(tuple(t.shape) for t in tensors))] += 1
-        return method(*args, **kwargs)
-
-    setattr(module, entry, run)
 
 
 def test_guidance_branches_of_a_step_are_seen():
@@ -122,36 +105,35 @@ def test_guidance_branches_of_a_step_are_seen():
 # Counts
 
 
-def test_floating_point_operations_are_torchs(chips):
+@pytest.fixture
+def counted(attach):
+    """A function from a Wan transformer and latents [B, 16, F, H, W] to (the work that is counted, its call)."""
+
+    def counted(transformer, latents: torch.Tensor):
+        batch = len(latents)
+        texts = torch.zeros(()).expand(batch, 20, 32)
+        inputs = {"hidden_states": latents, "timestep": torch.full((batch,), 3.0), "encoder_hidden_states": texts}
+        runner = attach(transformer, 1, 1, 1)
+        work = count(runner.trace(runner.flatten_call("forward", (), inputs)).traced.jaxpr)
+        runner.detach()
+        return work, inputs
+
+    return counted
+
+
+def test_floating_point_operations_are_torchs(counted):
     transformer = tiny.wan().transformer
-    inputs = {
-        "hidden_states": torch.randn(2, 16, 3, 10, 14),
-        "timestep": torch.tensor([3.0, 3.0]),
-        "encoder_hidden_states": torch.randn(2, 20, 32),
-        "return_dict": False,
-    }
+    work, inputs = counted(transformer, torch.randn(2, 16, 3, 10, 14))
     with FlopCounterMode(display=False) as counter:
         transformer(**inputs)
-    runner = CompiledModule(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
-    runner.attach()
-    work = count(runner.trace(runner.flatten_call("forward", (), inputs)).traced.jaxpr)
-    runner.detach()
     assert work.products == counter.get_total_flops()  # it leaves fused attention out
     assert work.attention == 3 * 2 * 2 * (2 * 4 * 105 * 12) * (105 + 20)
     assert work.by_module["blocks.*.ffn.net.2"] == 3 * 2 * 2 * 105 * 64 * 48
 
 
-def test_the_cheap_model_prefers_what_compiled_programs_show(chips):
+def test_the_cheap_model_prefers_what_compiled_programs_show(counted):
     transformer = tiny.wan(transformer={"num_attention_heads": 40}).transformer
-    inputs = {
-        "hidden_states": torch.zeros(()).expand(1, 16, 5, 60, 80),
-        "timestep": torch.tensor([3.0]),
-        "encoder_hidden_states": torch.zeros(()).expand(1, 20, 32),
-    }
-    runner = CompiledModule(transformer, ModelPlan(), make_mesh(chips, (1, 1, 1)), TPUConfig())
-    runner.attach()
-    work = count(runner.trace(runner.flatten_call("forward", (), inputs)).traced.jaxpr)
-    runner.detach()
+    work, _ = counted(transformer, torch.zeros(()).expand(1, 16, 5, 60, 80))
     slice_ = find_topology("v6e-8")
     guided = Denoiser(WAN, work, 1, 2, 10**8)
     assert (2, 4, 1) in allowed(slice_, [guided]) and (8, 1, 1) not in allowed(slice_, [guided])
@@ -203,19 +185,19 @@ def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, c
 def test_programs_are_named_without_compiling(root, cached):
     """As the answer names them; a program that is traced otherwise has another name, the others keep theirs."""
     size = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 4}
-    requests = [
-        planner.request_of(str(root / SHAPES), "v6e-8", arguments=size, config=config)
+    questions = [
+        planner.Question(planner.PLANS, planner.request_of(str(root / SHAPES), "v6e-8", arguments=size, config=config))
         for config in ({}, {"scan": False})
     ]
-    ours, others = programs_of([planner.Question(planner.PLANS, request) for request in requests])
-    answer = planner.Question(planner.PLANS, requests[0]).answer()
+    ours, others = programs_of(questions)
+    answer = questions[0].answer()
     assert (ours["programs"], ours["reader"]) == (answer["programs"], answer["reader"])
     same = [one == other for one, other in zip(ours["programs"], others["programs"], strict=True)]
     parts = [part["component"] for part in answer["parts"]]
     assert dict(zip(parts, same, strict=True)) == {"text_encoder": True, "transformer": False, "vae": True}
 
 
-def test_what_is_planned_is_what_runs(saved, chips, monkeypatch, own_store):
+def test_what_is_planned_is_what_runs(wan_folder, chips, monkeypatch, own_store):
     """The very text that goes to the compiler, of every component, in the plan of a configuration and in a run."""
     planned, ran, compile_lowered = {}, {}, programs.compile_lowered
 
@@ -235,20 +217,11 @@ def test_what_is_planned_is_what_runs(saved, chips, monkeypatch, own_store):
     monkeypatch.setattr(worker.ici, "places_of", lambda mesh: [])
     monkeypatch.setattr(worker.advice, "what_would_fit", lambda *others: [])
     monkeypatch.setattr(programs, "compile_lowered", compiled)
-    request = {
-        "model": saved,
-        "topology": "v6e-8",
-        "mesh": [2, 4, 1],
-        "dtype": "float32",
-        "batch": 1,
-        "everything": True,
-    }
-    given = {
-        name: value for name, value in tiny.arguments("wan", num_inference_steps=2).items() if name != "generator"
-    }
+    request = {"model": wan_folder, "topology": "v6e-8", "mesh": [2, 4, 1], "dtype": "float32", "batch": 1}
+    given = tiny.arguments("wan", num_inference_steps=2, generator=None)
     asked = {k: v for k, v in given.items() if k != "output_type"}
-    worker.answer({**request, "arguments": asked}, lambda text: None)
-    WanPipeline.from_pretrained(saved)(**given)
+    worker.answer({**request, "everything": True, "arguments": asked}, lambda text: None)
+    WanPipeline.from_pretrained(wan_folder)(**given)
     assert len(planned) == 3 and planned == ran  # text encoder, both branches of the transformer, decoder
 
 
@@ -293,9 +266,3 @@ def test_what_does_not_fit_says_by_how_much_and_what_would(cached, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"does not fit by \d+\.\d+ GiB per chip", shown)
     assert re.search(r"what would fit: use v5e-\d+: \d+\.\d+ of 15.75 GiB per chip", shown)
-
-
-def test_slices_have_as_many_devices_as_the_compiler_says(cached):
-    for topology in TOPOLOGIES.values():
-        per_chip = 2 if topology.chip.generation == "v7x" else 1
-        assert topology.devices == math.prod(topology.shape) * per_chip

@@ -3,7 +3,9 @@
 The functions below run in the compiler's process; they are named to it as "test_planner_program:name".
 """
 
+import math
 import os
+import subprocess
 import sys
 import tempfile
 import types
@@ -19,17 +21,20 @@ from diffusers.tpu.chips.devices import compiler_options
 from diffusers.tpu.chips.figures import CHIPS, TOPOLOGIES, find_topology
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import named
+from diffusers.tpu.compile.store import disk_cache
 from diffusers.tpu.kernels.attention.blocks import from_list
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
-from diffusers.tpu.planner import aot, bundles, timing, work
+from diffusers.tpu.planner import aot, bundles, kept, timing, work
 
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def importable(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+@pytest.fixture(autouse=True, scope="module")
+def importable():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
+        yield
 
 
 def ask(function: str, argument: dict | None = None, seconds: float = 120) -> dict:
@@ -37,11 +42,9 @@ def ask(function: str, argument: dict | None = None, seconds: float = 120) -> di
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict:
+def answers(importable) -> dict:
     """Of one child, which starts the compiler once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))
-        return ask("everything", seconds=400)
+    return ask("everything", seconds=400)
 
 
 # In the child
@@ -49,19 +52,25 @@ def answers() -> dict:
 
 def everything(argument, progress):
     functions = (copying_kernel, split_product, products, meshes, product, attention, kept_programs)
-    return {f.__name__: f(argument, progress) for f in functions}
+    return {f.__name__: f() for f in functions}
 
 
-def _mesh(topology: str, shape: tuple[int, int, int]):
-
+def _mesh(topology: str, shape: tuple[int, int, int] = (1, 1, 1)):
     compiler = aot.Compiler(find_topology(topology))
-    return compiler, make_mesh(compiler.devices[: shape[0] * shape[1] * shape[2]], shape)
+    return compiler, make_mesh(compiler.devices[: math.prod(shape)], shape)
 
 
-def copying_kernel(argument, progress):
+def _array(mesh, shape: tuple[int, ...], spec=P(), dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
+
+
+def _timed(compiled, mesh, chip=CHIPS["v6e"]):
+    return timing.time_program(compiled, chip, [(*d.coords, d.core_on_chip) for d in mesh.devices.flat])
+
+
+def copying_kernel():
     """A kernel over a grid, and another over one of another size, in a loop of seven."""
-
-    compiler, mesh = _mesh("v6e-1", (1, 1, 1))
+    compiler, mesh = _mesh("v6e-1")
 
     def double(x_ref, o_ref):
         o_ref[...] = x_ref[...] * 2 + 1
@@ -77,22 +86,14 @@ def copying_kernel(argument, progress):
         x = jax.lax.fori_loop(0, 7, lambda i, x: scaled_dot_product_attention(x), x)
         return over(x, (10, 3), (128, 128))
 
-    x = jax.ShapeDtypeStruct((1280, 384), jnp.float32, sharding=named(mesh, P()))
-    named_call = jax.jit(program)
-    compiled = compiler.compile(named_call.lower(x))
-    timed = timing.time_program(compiled, CHIPS["v6e"], [(0, 0, 0)])["bound"]
+    compiled = compiler.compile(jax.jit(program).lower(_array(mesh, (1280, 384), dtype=jnp.float32)))
+    timed = _timed(compiled, mesh)["bound"]
     kernels = [[o.steps, o.runs, o.body, o.seconds] for o in timed.operations if o.steps]
-    return {
-        "kernels": kernels,
-        "total": timed.seconds["total"],
-        "peak": compiled.peak_bytes,
-        "memory": compiled.memory,
-    }
+    return {"kernels": kernels, "peak": compiled.peak_bytes, "memory": compiled.memory}
 
 
-def products(argument, progress):
+def products():
     """x [16384, 1024] split over sp 4 times three weights [1024, 1024], stored over sp: with SparseCores and without."""
-
     compiler, mesh = _mesh("v6e-4", (1, 4, 1))
 
     def program(x, weights):
@@ -100,37 +101,28 @@ def products(argument, progress):
             x = x @ jax.lax.with_sharding_constraint(w, named(mesh, P()))
         return x
 
-    x = jax.ShapeDtypeStruct((16384, 1024), jnp.bfloat16, sharding=named(mesh, P("sp")))
-    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=named(mesh, P("sp")))
-    answers = []
+    x, w = (_array(mesh, (rows, 1024), P("sp")) for rows in (16384, 1024))
+    lowered, answers = jax.jit(program, out_shardings=named(mesh, P("sp"))).lower(x, [w] * 3), []
     for sparse_cores in (True, False):
-        lowered = jax.jit(program, out_shardings=named(mesh, P("sp"))).lower(x, [w] * 3)
         compiled = compiler.compile(lowered, compiler_options(compiler.devices[0], sparse_cores))
-        places = [(*d.coords, d.core_on_chip) for d in mesh.devices.flat]
-        timed = timing.time_program(compiled, compiler.topology.chip, places)["bound"]
+        timed = _timed(compiled, mesh)["bound"]
         answers.append({"hidden": timed.hidden_collectives, "total": timed.seconds["total"]})
     return answers
 
 
-def product(argument, progress):
+def product():
     """x [1024, 2048] times w [2048, 1024], of bfloat16."""
-    compiler = aot.Compiler(find_topology("v6e-1"))
-    one = jax.sharding.SingleDeviceSharding(compiler.devices[0])
-    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=one) for shape in ((1024, 2048), (2048, 1024)))
+    compiler, mesh = _mesh("v6e-1")
+    x, w = _array(mesh, (1024, 2048)), _array(mesh, (2048, 1024))
     compiled = compiler.compile(jax.jit(lambda x, w: x @ w).lower(x, w))
     rows = max(bundles.read(text, CHIPS["v6e"].branch_slots).rows for text in compiled.schedules.values())
-    timed = timing.time_program(compiled, CHIPS["v6e"], [(0, 0, 0, 0)])["bound"]
-    return {"rows": rows, "seconds": timed.seconds["matmul"]}
+    return {"rows": rows, "seconds": _timed(compiled, mesh)["bound"].seconds["matmul"]}
 
 
-def kept_programs(argument, progress):
+def kept_programs():
     """How often the compiler was asked for each of several programs, one after the other, and whether all that is kept came back."""
-
-    from diffusers.tpu.compile.store import disk_cache
-    from diffusers.tpu.planner import kept
-
     compiler, mesh = _mesh("v6e-4", (1, 4, 1))
-    asked, compile_it = [], aot.Compiler.compile
+    made, asked, compile_it = [], [], aot.Compiler.compile
 
     def times(*arguments):
         before = len(asked)
@@ -145,13 +137,12 @@ def kept_programs(argument, progress):
             with jax.named_scope(name):
                 return jnp.sin(x)
 
-        spec = P("sp", None)
-        return jax.jit(program).lower(jax.ShapeDtypeStruct((size, 8), jnp.float32, sharding=named(mesh, spec))), mesh
+        return jax.jit(program).lower(_array(mesh, (size, 8), P("sp", None), jnp.float32)), mesh
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIFFUSERS_TPU_CACHE", folder)
         patch.setattr(aot.Compiler, "compile", lambda *args: asked.append(1) or compile_it(*args))
-        made, turned = [], jax.sharding.Mesh(mesh.devices[:, ::-1], mesh.axis_names)
+        turned = jax.sharding.Mesh(mesh.devices[:, ::-1], mesh.axis_names)
         counts = {"first": times(*traced(mesh))}
         counts["on another line"] = times(*traced(mesh))
         counts["chips in another order"] = times(*traced(turned))
@@ -166,18 +157,15 @@ def kept_programs(argument, progress):
     return {"counts": counts, "alike": alike, "refused": refused}
 
 
-def attention(argument, progress):
+def attention():
     """Seconds of the attention kernel by way, all of them in one program: two heads, 2048 x 2000."""
-
-    compiler = aot.Compiler(find_topology("v6e-1"))
-    one = jax.sharding.SingleDeviceSharding(compiler.devices[0])
-    q, k = (jax.ShapeDtypeStruct((1, 2, tokens, 128), jnp.bfloat16, sharding=one) for tokens in (2048, 2000))
+    compiler, mesh = _mesh("v6e-1")
+    q, k = (_array(mesh, (1, 2, tokens, 128)) for tokens in (2048, 2000))
     blocks = from_list([512, 512, 256, [128, 128, 2], [128, 128, 2]])
     call = jax.jit(lambda q, k, v: tpu_attention(q, k, v, scale=1.0, blocks=blocks, generation="v6e"))
     compiled = compiler.compile(call.lower(q, k, k))
     (name,) = [name for name in compiled.schedules if name.startswith("attention_kernel")]
-    timed = timing.time_program(compiled, compiler.topology.chip, [(0, 0, 0, 0)])
-    ways = bundles.read_modes(compiled.schedules[name], CHIPS["v6e"].branch_slots)
+    timed, ways = _timed(compiled, mesh), bundles.read_modes(compiled.schedules[name], CHIPS["v6e"].branch_slots)
     return {
         "seconds": {way: next(o.seconds for o in of.operations if o.name == name) for way, of in timed.items()},
         "rows": {way: schedule.rows for way, schedule in ways.items()},
@@ -185,39 +173,30 @@ def attention(argument, progress):
     }
 
 
-def split_product(argument, progress):
+def split_product():
     """x [4096, 2048] split over sp 4, w [2048, 1024] stored over sp and gathered: y = x w."""
-
     compiler, mesh = _mesh("v6e-8", (2, 4, 1))
 
     def program(x, w):
         w = jax.lax.with_sharding_constraint(w, named(mesh, P()))
         return jax.lax.with_sharding_constraint(x @ w, named(mesh, P("sp")))
 
-    x = jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16, sharding=named(mesh, P("sp")))
-    w = jax.ShapeDtypeStruct((2048, 1024), jnp.bfloat16, sharding=named(mesh, P("sp")))
-    traced = jax.jit(program).trace(x, w)
+    traced = jax.jit(program).trace(_array(mesh, (4096, 2048), P("sp")), _array(mesh, (2048, 1024), P("sp")))
     compiled = compiler.compile(traced.lower())
-    places = [(*d.coords, d.core_on_chip) for d in mesh.devices.flat]
-    timed = timing.time_program(compiled, CHIPS["v6e"], places)["bound"]
+    timed = _timed(compiled, mesh)["bound"]
     gathers = [[o.bytes, o.seconds + o.hidden] for o in timed.operations if o.kind == "collectives"]
-    return {
-        "gathers": gathers,
-        "flops": work.count(traced.jaxpr).flops,
-        "matmul": timed.seconds["matmul"],
-        "memory": compiled.memory,
-        "peak": compiled.peak_bytes,
-    }
+    facts = {"flops": work.count(traced.jaxpr).flops, "matmul": timed.seconds["matmul"], "memory": compiled.memory}
+    return {"gathers": gathers, **facts}
 
 
-def meshes(argument, progress):
-    """Every slice's devices, and meshes whose degrees are not those of its axes."""
-
+def meshes():
+    """Of every slice how many devices the compiler has, and those of meshes whose degrees are not those of its axes."""
     made = {}
     for name, topology in TOPOLOGIES.items():
         n = topology.devices
         shapes = [(1, n, 1), *([(2, n // 2, 1), (1, 2, n // 2)] if n > 1 else [])]
-        made[name] = [sorted({d.id for d in _mesh(name, shape)[1].devices.flat}) for shape in shapes]
+        of_compiler = len(_mesh(name)[0].devices)
+        made[name] = [of_compiler, *(sorted({d.id for d in _mesh(name, shape)[1].devices.flat}) for shape in shapes)]
     return made
 
 
@@ -227,8 +206,6 @@ def crash(argument, progress):
 
 
 def hang(argument, progress):
-    import subprocess
-
     sleeper = subprocess.Popen(["sleep", "600"])
     progress(str(sleeper.pid))
     sleeper.wait()
@@ -267,18 +244,15 @@ def test_the_attention_kernel_counts_as_by_hand_for_every_way(answers):
         assert CHIPS["v6e"].matrix_cycles(rows) / CHIPS["v6e"].clock < seconds[way]
 
 
-def test_a_product_counts_as_by_hand(answers):
+def test_products_count_as_by_hand(answers):
     """1024 rows pass 8 x 4 squares of the weight on two units; the program takes a twelfth longer than the peak, to fill and drain."""
     flops, found = 2 * 1024 * 2048 * 1024, answers["product"]
     assert found["rows"] == 1024 * 8 * 4 / 2
     assert found["seconds"] == pytest.approx(1.08 * flops / CHIPS["v6e"].flops, rel=0.02)
-
-
-def test_a_split_product_counts_as_by_hand(answers):
     result = answers["split_product"]
     flops = 2 * 4096 * 2048 * 1024
     assert result["flops"] == flops
-    # Four chips share it, both dp halves do the same: each computes as test_a_product_counts_as_by_hand has it.
+    # Four chips share it, both dp halves do the same: each computes as one chip alone.
     assert result["matmul"] == pytest.approx(1.08 * flops / 4 / CHIPS["v6e"].flops, rel=0.05)
     whole = 2048 * 1024 * 2
     ((sent, seconds),) = result["gathers"]
@@ -302,17 +276,24 @@ def test_sparse_cores_exchange_while_the_core_computes(answers):
     assert with_them["total"] < 0.95 * without["total"]  # 0.84
 
 
-def test_every_slice_takes_every_mesh_of_its_devices(answers):
-
+def test_every_slice_has_the_compilers_devices_and_takes_every_mesh_of_them(answers):
     made = answers["meshes"]
     assert set(made) == set(TOPOLOGIES)
-    for name, meshes in made.items():
-        assert all(len(ids) == TOPOLOGIES[name].devices for ids in meshes)
+    for name, (devices, *meshes) in made.items():
+        topology, cores = TOPOLOGIES[name], 2 if TOPOLOGIES[name].chip.generation == "v7x" else 1
+        assert devices == topology.devices == math.prod(topology.shape) * cores
+        assert all(len(ids) == devices for ids in meshes)
 
 
-def test_a_crash_is_an_error_with_its_last_lines():
+def test_what_goes_wrong_in_the_child_is_an_error_here(monkeypatch):
+    """A crash with its last lines; a refusal is a ValueError; without libtpu it says how to get it."""
     with pytest.raises(aot.ChildError, match="SIGABRT(.|\n)*about to end badly"):
         ask("crash")
+    with pytest.raises(ValueError, match="expected nothing, got {'x': 1}"):
+        ask("refuse", {"x": 1})
+    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(aot.NoCompiler, match="pip install"):
+        ask("refuse")
 
 
 def test_a_hang_ends_with_everything_it_started(monkeypatch):
@@ -334,14 +315,3 @@ def test_a_hang_ends_with_everything_it_started(monkeypatch):
     assert timers[0][0] == 8
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().split(")")[1].split()[0] == "Z"
-
-
-def test_a_refusal_is_a_value_error():
-    with pytest.raises(ValueError, match="expected nothing, got {'x': 1}"):
-        ask("refuse", {"x": 1})
-
-
-def test_without_libtpu_it_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(aot.NoCompiler, match="pip install"):
-        ask("refuse")

@@ -1,14 +1,21 @@
-"""What the planner reads of compiled programs. Oracles: texts made up here, counted by hand."""
+"""What the planner reads of compiled programs and of traces. Oracles: texts and a TPU's trace made up here, counted by hand.
 
+No TPU has been used: the made-up trace has the planes, lines and names that traces of TPUs are documented to have.
+"""
+
+import json
+import os
 import types
 from pathlib import Path
 
 import jax
 import pytest
+from jax.profiler import ProfileData
 
+from diffusers.tpu.apps.cli import main
 from diffusers.tpu.chips.devices import compile_lowered, compiler_options
 from diffusers.tpu.chips.figures import CHIPS
-from diffusers.tpu.planner import aot, bundles, hlo, ici, timing
+from diffusers.tpu.planner import aot, bundles, hlo, ici, profile, timing
 from diffusers.utils import logging
 
 
@@ -46,32 +53,26 @@ def test_a_program_is_read_with_loops_parts_and_hidden_transfers(written):
     assert gather.seconds == 0 and gather.hidden == pytest.approx(40 * 128 * 256 * 2 * 3 / 4 / chip.link_bandwidth)
 
 
-@pytest.mark.parametrize(
-    ("notation", "groups"),
-    [
-        ("replica_groups={{0,2},{1,3}}", [[0, 2], [1, 3]]),
-        ("replica_groups=[2,2]<=[4]", [[0, 1], [2, 3]]),
-        ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
-        ("replica_groups=mesh['a'=2,'b'=2] {'a'}", [[0, 2], [1, 3]]),
-        ("replica_groups={}", [[0, 1, 2, 3]]),
-        ("source_target_pairs={{0,1},{3,2}}", [[0, 1], [3, 2]]),
-    ],
-)
-def test_groups_of_a_collective(notation, groups):
-    instruction = hlo.Instruction("x", "all-gather", "f32[4]", [], f", {notation}, dimensions={{0}}")
-    assert ici.groups_of(instruction, 4) == groups
+GROUPS = {
+    "replica_groups={{0,2},{1,3}}": [[0, 2], [1, 3]],
+    "replica_groups=[2,2]<=[4]": [[0, 1], [2, 3]],
+    "replica_groups=[2,2]<=[2,2]T(1,0)": [[0, 2], [1, 3]],
+    "replica_groups=mesh['a'=2,'b'=2] {'a'}": [[0, 2], [1, 3]],
+    "replica_groups={}": [[0, 1, 2, 3]],
+    "source_target_pairs={{0,1},{3,2}}": [[0, 1], [3, 2]],
+}
 
 
-@pytest.mark.parametrize(
-    ("opcode", "link_loads"),
-    # On a line of four chips, in units of one message's bytes: what the fullest link carries.
-    [("all-gather", 3 / 4), ("all-reduce", 6 / 4), ("all-to-all", 4 / 4), ("reduce-scatter", 3)],
-)
-def test_a_line_of_four_chips_by_hand(opcode, link_loads):
-    chip = CHIPS["v5e"]
-    instruction = hlo.Instruction("x", opcode, "f32[8192]{0:T(1024)}", [], ", replica_groups={{0,1,2,3}}")
-    moved = ici.transfer(instruction, [(0, y, 0, 0) for y in range(4)], chip)
-    assert moved.seconds == pytest.approx(link_loads * 8192 * 4 / chip.link_bandwidth)
+def test_groups_of_a_collective_and_a_line_of_four_chips_by_hand():
+    for notation, groups in GROUPS.items():
+        instruction = hlo.Instruction("x", "all-gather", "f32[4]", [], f", {notation}, dimensions={{0}}")
+        assert ici.groups_of(instruction, 4) == groups, notation
+    # In units of one message's bytes: what the fullest link carries.
+    chip, loads = CHIPS["v5e"], {"all-gather": 3 / 4, "all-reduce": 6 / 4, "all-to-all": 4 / 4, "reduce-scatter": 3}
+    for opcode, load in loads.items():
+        instruction = hlo.Instruction("x", opcode, "f32[8192]{0:T(1024)}", [], ", replica_groups={{0,1,2,3}}")
+        moved = ici.transfer(instruction, [(0, y, 0, 0) for y in range(4)], chip)
+        assert moved.seconds == pytest.approx(load * 8192 * 4 / chip.link_bandwidth), opcode
 
 
 def test_a_schedule_by_hand():
@@ -85,10 +86,7 @@ def test_a_schedule_by_hand():
     schedule = bundles.read(SCHEDULE, 1)
     assert [(loop.start, loop.stop, loop.trips) for loop in schedule.loops] == [(1, 15, 30)]
     assert schedule.cycles == pytest.approx(2 + 30 * (15 - 1) + 30 * 1 / 5)
-
-
-def test_a_size_is_no_counter():
-    """`== 0` jumps over what runs where there is anything to do: in every round."""
+    # A size is no counter: `== 0` jumps over what runs where there is anything to do: in every round.
     text = SCHEDULE.replace("%p1_p0 = scmp.ne.s32.totalorder %s5_s5, 0", "%p1_p0 = scmp.eq.s32.totalorder %s6_s6, 0")
     assert bundles.read(text, 0).cycles == pytest.approx(3 + 30 * (14 - 1) + 30 * 1 / 5)
 
@@ -138,3 +136,117 @@ def test_a_matrix_unit_is_occupied_as_long_as_the_peak_says():
         products = chip.matrix_units * chip.matrix_side**2 * 16  # of 16 rows on every unit
         assert chip.matrix_cycles(16) / chip.clock == pytest.approx(2 * products / chip.flops)
     assert round(CHIPS["v5e"].matrix_cycles(16)) == 16 and round(CHIPS["v6e"].matrix_cycles(16)) == 8
+
+
+# A trace beside a plan
+
+
+TEXT = Path(__file__).with_name("programs").joinpath("profiled.hlo").read_text()
+MILLISECOND = 10**9  # picoseconds
+
+
+def event(number: int, start: float, length: float) -> str:
+    """In milliseconds."""
+    return f"events {{ metadata_id: {number} offset_ps: {int(start * MILLISECOND)} duration_ps: {int(length * MILLISECOND)} }}"
+
+
+def plane(chip: int, scale: float) -> str:
+    """A loop of 10 ms in which two operations run twice, 2 + 3 ms and 1 + 3 ms, and what no program says, 1 ms."""
+    inside = [event(2, 0, 2), event(3, 2, 3), event(2, 5, 1), event(3, 6, 3)]
+    names = {1: "%while.3 = f32[2]{0} while(%a)", 2: "%fusion.1 = f32[2]{0} add(%p, %p)", 3: "fusion.2", 4: "copy.9"}
+    names |= {5: "jit_program(77)", 6: "jit_other(78)"}
+    metadata = "".join(f'event_metadata {{ key: {n} value {{ id: {n} name: "{x}" }} }}' for n, x in names.items())
+    operations = " ".join([event(1, 0, 10), *inside, event(4, 10, scale)])
+    return (
+        f'planes {{ id: {chip + 1} name: "/device:TPU:{chip}" {metadata}'
+        f' lines {{ id: 1 name: "XLA Modules" {event(5, 0, 10)} {event(6, 10, 5)} }}'
+        f' lines {{ id: 2 name: "XLA Ops" {operations} }}'
+        f' lines {{ id: 3 name: "Async XLA Ops" {event(1, 0, 500)} }} }}'
+    )
+
+
+@pytest.fixture
+def traced(tmp_path):
+    """A folder with a trace of two chips and two steps."""
+    trace = tmp_path / "trace" / "plugins" / "profile" / "now"
+    trace.mkdir(parents=True)
+    text = plane(0, 1) + plane(1, 3)
+    text += 'planes { id: 9 name: "/host:CPU" } planes { id: 8 name: "/device:TPU:0 SparseCore 0" }'
+    (trace / "vm.xplane.pb").write_bytes(ProfileData.text_proto_to_serialized_xspace(text))
+    programs = [{"component": "transformer", "entry": "forward", "text": TEXT}]
+    longer = TEXT.replace("%fusion.1", "%fusion.7").replace("[attn1]", "[wrong]")
+    programs.append({"component": "vae", "entry": "decode", "text": longer})
+    facts = {"steps": 2, "device": "TPU v6 lite", "mesh": {"dp": 1, "sp": 2, "tp": 1}, "programs": programs}
+    (tmp_path / "trace" / profile.PROGRAMS).write_text(json.dumps(facts))
+    return tmp_path / "trace"
+
+
+PLAN = {
+    "model": "wan", "topology": "v6e-4", "mesh": {}, "call": {}, "versions": {}, "steps": 50,
+    "seconds_per_step": {"total": 0.004},
+    "parts": [
+        {"stage": "decode", "component": "vae", "runs": 1, "timing": None},
+        {"stage": "denoise", "component": "transformer", "runs": 100, "timing": {
+            "by_module": {"blocks.*.attn1": 0.001, "proj_out": 0.0005},
+            "by_operation": {"matmul: dot_general": 0.0005, "other: dot_general": 0.001}}},
+    ],
+}  # fmt: skip
+
+
+def test_a_tpus_operations_are_summed_by_module_beside_what_was_planned(traced, tmp_path, capsys):
+    """Without what lies in them."""
+    found = profile.measured(traced)
+    assert (found["steps"], found["chips"], found["device"]) == (2, 2, "TPU v6 lite")
+    modules = {(row["component"], row["module"]): row["measured"] for row in found["modules"]}
+    assert modules == pytest.approx(
+        {
+            ("transformer", "blocks.*.attn1"): 0.0015,
+            ("transformer", "blocks.*.ffn"): 0.003,
+            ("transformer", "(between modules)"): 0.0005,  # the loop's own
+            (profile.GLUE, "(between modules)"): 0.001,  # mean of 1 and 3 ms, of two steps
+        }
+    )
+    assert found["seconds_per_step"] == pytest.approx(0.006)
+    assert {row["operation"] for row in found["operations"]} == {"dot_general", "gelu", "while", "copy.9"}
+    (tmp_path / "plan.json").write_text(json.dumps(PLAN))
+    words = ["profile", str(traced), "--plan", str(tmp_path / "plan.json")]
+    assert main([*words, "--json", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    rows = {row["module"]: row for row in found["modules"] if row["component"] == "transformer"}
+    assert rows["blocks.*.attn1"]["planned"] == pytest.approx(0.002)  # two runs a step
+    assert rows["blocks.*.attn1"]["ratio"] == pytest.approx(0.75)
+    assert (rows["proj_out"]["measured"], rows["blocks.*.ffn"]["planned"]) == (None, None)
+    operations = {row["operation"]: row for row in found["operations"]}
+    assert operations["dot_general"]["planned"] == pytest.approx(0.003)
+    assert found["ratio"] == pytest.approx(1.5) and found["plan"]["topology"] == "v6e-4"
+    assert "planned 0.004 s, measured is 1.5 of that" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_line(traced, chips, wan_folder, tmp_path, capsys):
+    """Steps that are not there are refused before anything is loaded."""
+    for words, expected in (
+        ([tmp_path / "none"], "expected a folder that diffusers-tpu generate --profile has written"),
+        ([traced, "--plan", "none.json"], "none.json"),
+        ([traced, "--plan", traced / profile.PROGRAMS], "expected --plan of one plan"),
+    ):
+        assert main(["profile", *map(str, words)]) == 2
+        assert expected in capsys.readouterr().err.splitlines()[-1]
+    words = ["generate", wan_folder, *"--prompt x --device simulated --num-inference-steps 4".split()]
+    for asked in ("2", "4:4"):
+        assert main([*words, "--profile", str(tmp_path / "new"), "--profile-steps", asked]) == 2
+        assert "expected --profile-steps" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow
+def test_a_run_on_simulated_chips_is_traced(chips, wan_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = f"generate {wan_folder} --prompt x --device simulated --mesh 1,2,1 --height 16 --width 16 --num-frames 1"
+    words += " --num-inference-steps 4 --profile trace --output x.mp4 --profile-steps 1:3"
+    assert main(words.split()) == 0
+    found = profile.measured(tmp_path / "trace")
+    modules = {row["module"]: row["measured"] for row in found["modules"] if row["component"] == "transformer"}
+    assert (found["steps"], found["chips"]) == (2, 2)
+    assert {"blocks.*.attn1", "blocks.*.ffn"} <= modules.keys() and min(modules.values()) >= 0
+    assert not [row for row in found["modules"] if row["component"] in ("vae", "text_encoder")]  # those are not steps
+    assert sorted(os.listdir("trace")) == [profile.PROGRAMS, "plugins"]
+    assert main(["profile", "trace"]) == 0 and "s a step of a chip; 2 steps, 2 chips" in capsys.readouterr().out

@@ -36,8 +36,14 @@ def read(name: str):
 # Pages
 
 
-def test_every_table_of_a_page_is_its_record(maker):
+def test_every_table_of_a_page_is_its_record_and_every_table_is_on_a_page(maker):
     assert [str(page.relative_to(ROOT)) for page in maker.make_tables(check=True)] == []
+    shown = [name for page in maker.pages() for name in re.findall(r"<!-- table: (\S+) -->", page.read_text())]
+    assert sorted(shown) == sorted(n for n, table in maker.TABLES.items() if (RESULTS / table.record).exists())
+    there = {path.name for path in RESULTS.iterdir() if path.is_file() and path.suffix != ".py"}
+    made = {name for record in maker.records().values() for name in record.files}
+    of_scripts = {f"{name}.json" for name in ("mutants", "coverage", "upstream", "bulk", "serve")}
+    assert there - of_scripts <= made and made - there <= {"run.json"}
 
 
 def test_a_row_is_made_again_as_it_stands(monkeypatch, tmp_path):
@@ -49,21 +55,8 @@ def test_a_row_is_made_again_as_it_stands(monkeypatch, tmp_path):
     assert {**case.row, **case.ask(), **of_this_run} == {**row, **of_this_run}
 
 
-def test_every_table_is_on_a_page(maker):
-    shown = [name for page in maker.pages() for name in re.findall(r"<!-- table: (\S+) -->", page.read_text())]
-    assert sorted(shown) == sorted(n for n, table in maker.TABLES.items() if (RESULTS / table.record).exists())
-
-
-ROWS = [
-    {
-        "model": "linear-1000",
-        "submodules": 1000,
-        "tensors": 1998,
-        "check_microseconds": 674,
-        "read_milliseconds": 20.71,
-    },
-    {"model": "ltx-video", "submodules": 40, "tensors": 7, "check_microseconds": 1300.1, "read_milliseconds": 9},
-]
+COLUMNS = ("model", "submodules", "tensors", "check_microseconds", "read_milliseconds")
+ROWS = [dict(zip(COLUMNS, row)) for row in (("linear-1000", 1000, 1998, 674, 20.71), ("ltx-video", 40, 7, 1300.1, 9))]
 PAGE = "before\n<!-- table: check -->\n{}<!-- end of table -->\nafter, 0.67 ms\n"
 TABLE = """| model | submodules | tensors | a look, nothing changed, ms | a reading, where something has, ms |
 |---|---|---|---|---|
@@ -72,19 +65,15 @@ TABLE = """| model | submodules | tensors | a look, nothing changed, ms | a read
 """
 
 
-@pytest.mark.parametrize("there", ["", "| an | old |\n", TABLE])
-def test_a_table_is_made_anew_and_nothing_around_it(maker, tmp_path, there):
+def test_a_table_is_made_anew_and_nothing_around_it(maker, tmp_path):
+    """Marks that mark no table are an error."""
+    page = tmp_path / "README_TPU.md"
     (tmp_path / "check.json").write_text(json.dumps(ROWS))
-    (tmp_path / "README_TPU.md").write_text(PAGE.format(there))
-    differs = [tmp_path / "README_TPU.md"] if there != TABLE else []
-    assert maker.make_tables(True, tmp_path, tmp_path) == differs
-    assert (tmp_path / "README_TPU.md").read_text() == PAGE.format(there)
-    assert maker.make_tables(False, tmp_path, tmp_path) == differs
-    assert (tmp_path / "README_TPU.md").read_text() == PAGE.format(TABLE)
-
-
-def test_marks_that_mark_no_table_are_an_error(maker, tmp_path):
-    (tmp_path / "check.json").write_text(json.dumps(ROWS))
+    for there in ("", "| an | old |\n", TABLE):
+        page.write_text(PAGE.format(there))
+        for check, text in ((True, there), (False, TABLE)):
+            assert maker.make_tables(check, tmp_path, tmp_path) == ([page] if there != TABLE else [])
+            assert page.read_text() == PAGE.format(text)
     end = "<!-- end of table -->"
     unended, unbegun = PAGE.replace(end, ""), PAGE.replace("<!-- table: check -->", "")
     for page in (unended, unbegun, PAGE + unended, PAGE.replace(": check", ": nothing")):
@@ -106,31 +95,22 @@ def least_bundles(chip: Chip, dim: int) -> float:
     return chip.matrix_cycles(rows / chip.matrix_units)
 
 
-def test_the_least_by_hand():
-    """With heads of 128 v5e has no square half empty: 4 * 2^20 * 128 operations at 197e12 a second. v6e's are half as deep."""
+def test_no_attention_kernel_is_above_the_peak():
+    """By hand: with heads of 128 v5e has no square half empty: 4 * 2^20 * 128 operations at 197e12 a second. v6e's are half as deep."""
     assert least_bundles(CHIPS["v5e"], 128) == pytest.approx(4 * 2**20 * 128 / 197e12 * 1.5e9)
     assert least_bundles(CHIPS["v6e"], 128) == pytest.approx(1.5 * 4 * 2**20 * 128 / 918e12 * 1.75e9)
     assert round(least_bundles(CHIPS["v6e"], 128)) == 1535 and round(least_bundles(CHIPS["v6e"], 256)) == 2047
-
-
-def test_no_attention_kernel_is_above_the_peak():
-    above = []
     for row in read("attention.json"):
         least = least_bundles(CHIPS[row["chip"]], ATTENTION_SHAPES[row["shape"]][4])
-        if row["bundles_per_mtile"] < least:
-            above.append((row["chip"], row["shape"], row["path"], round(row["bundles_per_mtile"]), round(least)))
-    assert above == []
+        assert row["bundles_per_mtile"] >= least, (row["chip"], row["shape"], row["path"])
 
 
 # model: layers, heads, pixels along the sides of a token; where heads are not of 128, their size and the latent frames of a token
 SIZES = {
-    "wan2.1-t2v-14b": (40, 40, 16),
-    "wan2.1-i2v-14b-720p": (40, 40, 16),
-    "wan2.2-t2v-a14b": (40, 40, 16),
+    **dict.fromkeys(("wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "wan2.2-t2v-a14b"), (40, 40, 16)),
     "wan2.2-ti2v-5b": (30, 24, 32),
     "wan2.1-t2v-1.3b": (30, 12, 16),
-    "hunyuanvideo-1.5-720p-t2v": (54, 16, 16),
-    "hunyuanvideo-1.5-480p-t2v": (54, 16, 16),
+    **dict.fromkeys(("hunyuanvideo-1.5-720p-t2v", "hunyuanvideo-1.5-480p-t2v"), (54, 16, 16)),
     "cogvideox1.5-5b": (42, 48, 16, 64, 2),
     "cogvideox-5b": (42, 48, 16, 64, 1),
     "cogvideox-2b": (30, 30, 16, 64, 1),
@@ -146,30 +126,25 @@ def steps() -> list[dict]:
 
 
 def test_no_step_is_above_the_peak():
-    above = []
     for row in steps():
         topology, (layers, heads, pixels, *others) = find_topology(row["topology"]), SIZES[row["model"]]
         dim, frames = others or (128, 1)
         chip, seconds = topology.chip, row["seconds"]
-        tokens = (
-            -(-((row.get("num_frames", 1) + 3) // 4) // frames) * (row["height"] // pixels) * (row["width"] // pixels)
-        )
+        latents = math.ceil((row.get("num_frames", 1) + 3) // 4 / frames)
+        tokens = latents * (row["height"] // pixels) * (row["width"] // pixels)
         branches = 1 if row.get("guidance_scale") == 1 else 2
         mtiles = branches * layers * heads * tokens**2 / 2**20 / topology.devices  # of the video's tokens
         attention = mtiles * least_bundles(chip, dim) / chip.clock
         products = row["mfu"] * seconds["total"]  # all of them at the peak
-        if seconds["attention"] < attention or seconds["attention"] + seconds["matmul"] < products or row["mfu"] > 1:
-            least = {"attention": attention, "products": products}
-            above.append((row["topology"], row["model"], row["variant"], row.get("way"), seconds, least))
-    assert above == []
+        fits = seconds["attention"] >= attention and seconds["attention"] + seconds["matmul"] >= products
+        named = row["topology"], row["model"], row["variant"], row.get("way"), seconds
+        assert fits and row["mfu"] <= 1, (named, {"attention": attention, "products": products})
 
 
 def test_a_range_goes_up():
-    ends = [(row["seconds_per_step"], row.get("slower")) for row in read("step.json")]
-    ends += [(row["seconds"], row.get("slower")) for row in read("vae.json")]
-    ends += [(row["our_seconds"], row.get("slower")) for row in read("calibration.json")]
-    ends = [(first, last) for first, last in ends if last is not None]
-    assert ends and all(0 < first <= last < 1.5 * first for first, last in ends), ends
+    firsts = {"step.json": "seconds_per_step", "vae.json": "seconds", "calibration.json": "our_seconds"}
+    ends = [(row[key], row["slower"]) for name, key in firsts.items() for row in read(name) if "slower" in row]
+    assert ends and all(0 < first <= last < 1.5 * first for first, last in ends if last is not None), ends
 
 
 # Rows, of answers made up here
@@ -178,17 +153,18 @@ def test_a_range_goes_up():
 def answer(**changes) -> dict:
     """Of 50 steps of 2 s, 3 s online, two texts of 0.5 s and a video of 4 s; a chip that waits more takes a quarter longer."""
 
-    def part(component: str, entry: str, stage: str, runs: int, seconds: float) -> dict:
-        timing = {"slower": {"total": 1.25 * seconds}}
-        part = {"component": component, "entry": entry, "stage": stage, "runs": runs, "seconds": seconds}
-        return {**part, "timing": timing, "refused": None}
-
-    by_way = {
-        way: {"seconds": {"total": total}, "slower": 1.25 * total}
-        for way, total in (("bound", 2.0), ("centred", 2.5), ("online", 3.0))
-    }
-    parts = [part("vae", "decode", "decode", 1, 4.0), part("text_encoder", "forward", "text", 2, 0.5)]
-    parts.append(part("transformer", "forward", "denoise", 50, 2.0))
+    totals = {"bound": 2.0, "centred": 2.5, "online": 3.0}
+    by_way = {way: {"seconds": {"total": total}, "slower": 1.25 * total} for way, total in totals.items()}
+    runs = (
+        ("vae decode decode", 1, 4.0),
+        ("text_encoder forward text", 2, 0.5),
+        ("transformer forward denoise", 50, 2.0),
+    )
+    parts = [
+        {**dict(zip(("component", "entry", "stage"), words.split())), "runs": count, "seconds": seconds,
+         "timing": {"slower": {"total": 1.25 * seconds}}, "refused": None}
+        for words, count, seconds in runs
+    ]  # fmt: skip
     made = {"model": "m", "topology": "v6e-8", "mesh": {}, "steps": 50, "hbm_gib_per_chip": {}, "versions": {}}
     made |= {"programs": ["p"], "reader": "r"}
     return {**made, "by_way": by_way, "parts": parts, "compile_seconds": 100.0, "trace_seconds": 7.0, **changes}
@@ -313,16 +289,3 @@ def test_a_row_that_fails_leaves_the_old_record_and_the_others_are_made(maker, b
     assert "2: failed: expected a chip with room" in said and "1 of 3 rows failed, the old record stays: 2" in said
     assert bench.asked == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.glob("*.json")) == ["check.json", "other.json"]
-
-
-def test_every_file_is_made_by_something(maker):
-    there = {path.name for path in RESULTS.iterdir() if path.is_file() and path.suffix != ".py"}
-    made = {name for record in maker.records().values() for name in record.files}
-    others = {
-        "mutants.json",
-        "coverage.json",
-        "upstream.json",
-        "bulk.json",
-        "serve.json",
-    }  # of their scripts
-    assert there - others <= made and made - there <= {"run.json"}
