@@ -16,9 +16,8 @@ sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "examples/tpu/results"
 
 import coverage_tables  # noqa: E402
 import upstream_tables  # noqa: E402
-from building import PROMPTS, RECIPES, arguments, build, exported  # noqa: E402
+from building import BY_CLASS, BY_NAME, PROMPTS, RECIPES, arguments, build, exported  # noqa: E402
 from examining import SECOND_SIZE, compiled, examine  # noqa: E402
-from shrinking import BY_CLASS, BY_NAME  # noqa: E402
 
 
 # A UNet on pixels, a transformer of a text's joint attention, a sound.

@@ -1,6 +1,7 @@
-"""Laying and where upstream comes from. Oracle: a release of three files made here, whose laid tree is known by hand."""
+"""Laying, where upstream comes from, and hand-made edits that become patches. Oracle: a release of three files made here, whose laid tree is known by hand."""
 
 import base64
+import contextlib
 import hashlib
 import shutil
 import subprocess
@@ -12,9 +13,11 @@ import pytest
 import check
 import laying
 import refresh
+import series
+import unified
 import upstream as store
 from laying import lay
-from small_fork import FILES, LINES, OURS, PATCHED, laid, make_wheel, run_apply
+from small_fork import FILES, LINES, OURS, PATCHED, edit, laid, make_wheel, run_apply, write_patch
 from unified import ForkError
 
 
@@ -56,22 +59,18 @@ def test_what_may_not_be_laid_is_refused(fork):
     assert result.returncode == 1 and "expected the wheel of diffusers==1.0 with sha256" in result.stderr
 
 
-@pytest.mark.parametrize("name", ["diffusers/sub/b.py", "diffusers/a.py"])
-def test_a_hand_edited_file_stops_laying_and_survives(fork, name):
-    (fork / "src" / name).write_text("by hand\n")
+def test_hand_edited_files_stop_laying_and_survive_until_they_are_discarded(fork):
+    names = ("src/diffusers/a.py", "src/diffusers/sub/b.py")
+    for name in names:
+        (fork / name).write_text("by hand\n")
     (fork / "src/diffusers/__init__.py").unlink()
-    before = laid(fork)
-    result = run_apply(fork, "apply")
+    before, result = laid(fork), run_apply(fork, "apply")
     assert result.returncode == 1
-    assert f"  src/{name}\n" in result.stderr
     assert "apply.py refresh" in result.stderr and "apply --discard" in result.stderr
     assert laid(fork) == before
-    assert any(f"src/{name}: edited by hand" in problem for problem in check.problems_of(fork))
-
-
-def test_discard_drops_what_it_names(fork):
-    for name in ("a.py", "sub/b.py"):
-        (fork / "src/diffusers" / name).write_text("by hand\n")
+    for name in names:
+        assert f"  {name}\n" in result.stderr
+        assert any(f"{name}: edited by hand" in problem for problem in check.problems_of(fork))
     with pytest.raises(laying.EditedError, match="src/diffusers/sub/b.py") as error:
         lay(fork, discard=["src/diffusers/a.py"])
     assert "diffusers/a.py" not in str(error.value)
@@ -103,12 +102,9 @@ def test_an_interrupted_laying_is_repeated(fork, monkeypatch, stop):
         done.append(arguments)
         write(*arguments)
 
-    monkeypatch.setattr(laying, "write_whole", interrupted)
-    try:
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(laying, "write_whole", interrupted)
         lay(fork, wheel)
-    except KeyboardInterrupt:
-        pass
-    monkeypatch.setattr(laying, "write_whole", write)
     for path in (fork / "src").rglob("*.py"):
         assert path.read_bytes() in {*PATCHED.values(), two, LINES}
     three = {name: b"three\n" for name in FILES} | {"diffusers/a.py": LINES}
@@ -168,3 +164,68 @@ def test_the_build_requires_upstream_until_it_is_kept(fork):
         result = subprocess.run(command, capture_output=True, text=True, cwd=fork / "patches")
         assert result.stdout.strip() == expected, result.stderr
         shutil.rmtree(fork / ".upstream", ignore_errors=True)
+
+
+# Hand-made edits become patches: the tree is the same before and after, and the patch set is in order
+
+
+def test_refresh_makes_a_new_patch(fork):
+    edit(fork / "src/diffusers/sub/b.py", "two", "zwei")
+    edit(fork / "src/diffusers/a.py", "line 11\n", "line elf\n")
+    edited = laid(fork)
+    result = run_apply(fork, "refresh", "--subject", "a, b: German")
+    assert (result.returncode, result.stdout) == (0, "patches/0002-a-b-german.patch holds the edits\n"), result.stderr
+    assert series.listed(fork / "patches") == ["0001-nine.patch", "0002-a-b-german.patch"]
+    assert laid(fork) == edited and lay(fork).written == ()
+    problems = check.problems_of(fork)
+    assert len(problems) == 1 and "`Remove-When: ...`" in problems[0]
+    edit(fork / "patches/0002-a-b-german.patch", "Remove-When: TODO", "Remove-When: upstream speaks German")
+    assert check.problems_of(fork) == []
+    (fork / "patches/0002-a-b-german.patch").unlink()
+    edit(fork / "patches/series", "0002-a-b-german.patch\n", "")
+    lay(fork)
+    assert laid(fork) == PATCHED
+
+
+def test_refresh_puts_an_edit_into_a_patch(fork):
+    edit(fork / "src/diffusers/sub/b.py", "two", "zwei")
+    edit(fork / "src/diffusers/a.py", "line nine\n", "line neun\n")
+    edited = laid(fork)
+    assert run_apply(fork, "refresh", "--into", "patches/0001-nine.patch").returncode == 0
+    assert series.listed(fork / "patches") == ["0001-nine.patch"]
+    assert laid(fork) == edited and check.problems_of(fork) == []
+    assert "nothing to do" in run_apply(fork, "refresh").stdout
+    patch = series.read_patch(fork / "patches/0001-nine.patch")
+    assert [diff.path for diff in patch.diffs] == ["diffusers/a.py", "diffusers/sub/b.py"]
+    assert patch.subject == "a: line nine in words" and patch.field("Last-Update") > "2026-01-01"
+
+
+def test_refresh_refuses_an_edit_below_a_later_patch(fork):
+    after = PATCHED["diffusers/a.py"]
+    text = unified.make("diffusers/a.py", after, after.replace(b"line 15\n", b"line fifteen\n"))
+    write_patch(fork, "0002-fifteen.patch", text)
+    lay(fork)
+    edit(fork / "src/diffusers/a.py", "line nine\n", "line neun\n")
+    edited = laid(fork)
+    with pytest.raises(ForkError, match="diffusers/a.py is changed by 0002-fifteen.patch too"):
+        refresh.refresh(fork, into="0001-nine.patch")
+    with pytest.raises(ForkError, match="--into: expected one of 0001-nine.patch, 0002-fifteen.patch, got none.patch"):
+        refresh.refresh(fork, into="none.patch")
+    assert laid(fork) == edited
+    refresh.refresh(fork, into="0002-fifteen.patch")
+    assert laid(fork) == edited and check.problems_of(fork) == []
+
+
+def test_refresh_refuses_an_edit_over_a_series_that_moved(fork):
+    """A patch changed since the last laying and the file edited by hand: the edit alone cannot be told."""
+    edit(fork / "patches/0001-nine.patch", "+line nine", "+line IX")
+    edit(fork / "src/diffusers/a.py", "line 20\n", "line zwanzig\n")
+    with pytest.raises(ForkError, match="diffusers/a.py, whose patches changed since the last laying"):
+        refresh.refresh(fork)
+
+
+def test_refresh_leaves_out_a_file_that_became_upstreams_again(fork):
+    edit(fork / "src/diffusers/sub/b.py", "two", "zwei")
+    (fork / "src/diffusers/a.py").write_bytes(LINES)
+    refresh.refresh(fork, into="0001-nine.patch")
+    assert [diff.path for diff in series.read_series(fork / "patches")[0].diffs] == ["diffusers/sub/b.py"]

@@ -22,13 +22,7 @@ FACTOR = 3  # of errors above, which are a fault's
 
 
 @pytest.fixture
-def gradients_as_before():
-    yield
-    torch.set_grad_enabled(True)
-
-
-@pytest.fixture
-def printed(chips, gradients_as_before, tmp_path, monkeypatch) -> list[str]:
+def printed(chips, tmp_path, monkeypatch) -> list[str]:
     """What each snippet prints, in the script that they are."""
     monkeypatch.chdir(tmp_path)
     codes = [PRINTED.sub("", code) for code in blocks(PAGE, "python")]
@@ -39,7 +33,8 @@ def printed(chips, gradients_as_before, tmp_path, monkeypatch) -> list[str]:
             exec(compile("\n" * lines + code, "page.py", "exec"), names)
         lines += code.count("\n") + 1
         outputs.append(output.getvalue())
-    return outputs
+    yield outputs
+    torch.set_grad_enabled(True)
 
 
 def test_snippets_print_what_the_page_shows(printed):
@@ -58,9 +53,6 @@ def test_both_pages_have_the_same_snippets_and_lessons():
     )
     assert numbers[0] == numbers[1] == [str(n + 1) for n in range(len(blocks(PAGE, "python")) - 1)]
     assert sorted(files[0]) == sorted(files[1])
-
-
-def test_every_lesson_says_what_finds_it_and_what_to_write():
     for page, found, write in ((PAGE, "Found by:", "Write:"), (CHINESE, "怎么发现：", "怎么写：")):
         lessons = re.split(r"^## ", page.read_text(), flags=re.M)[1:]
         assert lessons and all(lesson.count(found) == lesson.count(write) == 1 for lesson in lessons)

@@ -2,7 +2,7 @@
 Python, executed as it stands, with a tiny model behind the published name.
 
 Of the commands, those that cost little are run here. `generate` and the example scripts are run in test_cli.py and
-test_generate_flax.py, stages in test_stages.py, `plan` in test_planner.py, the patch set's tool in test_refresh.py. The migration
+test_generate_flax.py, stages in test_stages.py, `plan` in test_planner.py, the patch set's tool in test_laying.py. The migration
 pages' Python is run in test_migration.py.
 """
 
@@ -40,12 +40,7 @@ PLANNING = ROOT / "examples/tpu/PLANNING.md"
 PATCHES = ROOT / "patches/README.md"
 FOLDERS = ("examples", "patches", "src/diffusers/tpu", "tests")
 PAGES = [README, *sorted(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
-MOST_LINES = 120  # of the README
 BESIDE = ("", "src/diffusers/tpu", "src/diffusers", "tests/tpu")  # where file names of a page begin
-
-
-def of(*pages):
-    return pytest.mark.parametrize("page", pages, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @functools.cache
@@ -70,11 +65,6 @@ def first_cells(table: str) -> list[str]:
     return [name for cell in cells[1:] for name in re.findall(r"`([^`]+)`", cell)]
 
 
-def test_the_readme_is_short_and_what_the_hosting_site_shows():
-    assert len(README.read_text().splitlines()) <= MOST_LINES
-    assert (ROOT / "README.md").is_symlink() and (ROOT / "README.md").read_text() == README.read_text()
-
-
 # What pages point to
 
 
@@ -84,7 +74,7 @@ def anchors(page) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_links_anchors_and_named_files_exist():
+def test_links_anchors_named_files_and_the_names_in_them_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
             path, _, anchor = target.partition("#")
@@ -94,6 +84,9 @@ def test_links_anchors_and_named_files_exist():
         for name in re.findall(r"`((?:[\w.*-]+/)+[\w.*-]*\.(?:py|md|json|html))`", prose(page)):
             if "NAME" not in name:
                 assert any([*(ROOT / folder).glob(name)] for folder in (*BESIDE, page.parent)), (page, name)
+        for name, file in named_in_files(page):
+            places = [ROOT / folder / file for folder in BESIDE if (ROOT / folder / file).is_file()]
+            assert places and any(name in defined(place) for place in places), f"{page}: {name} in {file}"
 
 
 @functools.cache
@@ -118,13 +111,6 @@ def named_in_files(page) -> list[tuple[str, str]]:
     found = re.findall(rf"((?:{name}(?:, | and | or ))*{name})\s+in\s+`([\w./-]+\.py)`", prose(page))
     words = ((name, file) for names, file in found for name in re.findall(r"[\w.]+", names))
     return [(name, file) for name, file in words if name not in ("and", "or")]
-
-
-def test_names_are_in_the_files_that_pages_say():
-    for page in PAGES:
-        for name, file in named_in_files(page):
-            places = [ROOT / folder / file for folder in BESIDE if (ROOT / folder / file).is_file()]
-            assert places and any(name in defined(place) for place in places), f"{page}: {name} in {file}"
 
 
 def test_the_architecture_page_says_the_way_of_a_step_and_where_things_are_added():
@@ -229,16 +215,17 @@ def check_uv(words: list[str]):
     assert words[:2] == ["venv", "--python"] and words[2] in pythons() and words[3] == "--seed"
 
 
-def check_curl(words: list[str]):
-    """They are run in test_serving.py."""
-    assert any(word.startswith("http://127.0.0.1:8000/") for word in words)
+PROGRAMS = {
+    "uv": check_uv,
+    "make": check_make,
+    "pip": check_pip,
+    "python": check_script,
+    "diffusers-tpu": check_command_line,
+}
+PROGRAMS["curl"] = lambda words: None  # they are run in test_serving.py
 
 
-PROGRAMS = {"uv": check_uv, "make": check_make, "pip": check_pip, "python": check_script, "curl": check_curl}
-PROGRAMS["diffusers-tpu"] = check_command_line
-
-
-@of(*(page for page in PAGES if blocks(page, "bash") or inline_commands(page)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_are_taken(page, chips, capsys):
     for block in blocks(page, "bash"):
         subprocess.run(["bash", "-n"], input=block, text=True, check=True)
@@ -248,7 +235,9 @@ def test_commands_are_taken(page, chips, capsys):
         check_command_line(words)
 
 
-def test_the_readme_shows_every_command_and_what_ci_runs():
+def test_the_readme_is_short_and_shows_every_command_and_what_ci_runs():
+    assert len(README.read_text().splitlines()) <= 120
+    assert (ROOT / "README.md").is_symlink() and (ROOT / "README.md").read_text() == README.read_text()
     shown = commands(README)
     assert [["make", "demo"], ["make", "test"]] == [words for words in shown if words[0] == "make"]
     commands_shown = {words[1] for words in shown if words[0] == "diffusers-tpu"}
@@ -312,14 +301,11 @@ def test_the_script_of_hunyuan_video15s_page_makes_a_video(run, tmp_path):
     assert pipe.guider.guidance_scale == 5.0 and pipe._tpu.config.mesh == (2, 4, 1)
 
 
-def test_the_attention_page_explains_calls(run, capsys):
+def test_the_attention_page_explains_calls_and_the_video_page_encodes_and_decodes(run, capsys, monkeypatch):
     q = jnp.ones((1, 2, 8, 16))
     attention(q, q, q, is_causal=True)
     run(ROOT / "src/diffusers/tpu/kernels/attention/README.md")
     assert len(capsys.readouterr().out.splitlines()) == len(explain()) > 0
-
-
-def test_the_video_page_encodes_and_decodes(run, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU_MESH", "1,1,1")
     video = np.zeros((1, 1, 16, 16, 3), np.float32)
     names = run(ROOT / "src/diffusers/tpu/video/README.md", video=video)

@@ -26,20 +26,19 @@ def random_edit(rng: random.Random) -> tuple[bytes, bytes]:
     return b"".join(before), b"".join(after)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_diff_is_applied_and_taken_back(seed, tmp_path):
-    before, after = random_edit(random.Random(seed))
-    text = unified.make("pkg/a.py", before, after, context=1 + seed % 3)
-    if before == after:
-        assert text == b""
-        return
-    (diff,) = unified.parse(b"header\n" + text + b"-- \nsignature\n")
-    assert diff.apply(before) == after
-    assert diff.reversed().apply(after) == before
+def test_a_diff_is_applied_and_taken_back(tmp_path):
     (tmp_path / "src/pkg").mkdir(parents=True)
-    (tmp_path / "src/pkg/a.py").write_bytes(before)
-    subprocess.run(["git", "apply", "-"], input=text, cwd=tmp_path, check=True)
-    assert (tmp_path / "src/pkg/a.py").read_bytes() == after
+    file = tmp_path / "src/pkg/a.py"
+    for turn in range(8):
+        before, after = random_edit(random.Random(random.random()))
+        text = unified.make("pkg/a.py", before, after, context=1 + turn % 3)
+        assert (text == b"") == (before == after)
+        if text:
+            (diff,) = unified.parse(b"header\n" + text + b"-- \nsignature\n")
+            assert diff.apply(before) == after and diff.reversed().apply(after) == before
+            file.write_bytes(before)
+            subprocess.run(["git", "apply", "-"], input=text, cwd=tmp_path, check=True)
+            assert file.read_bytes() == after
 
 
 MISFITS = {
@@ -105,23 +104,21 @@ def copy(root, pristine, tmp_path):
 
 FIRST = "0001-attention-tpu-backend.patch"
 SECOND = "0002-hunyuan15-static-is-t2v.patch"
-# What is replaced in the first patch, by what, and the problem that is named.
+# What is replaced in the first patch and by what, or what is done to the patches; the problem that is named.
 EDITS = {
-    **{f"no {name}": (f"{name}: ", "X: ", f"expected a line `{name}: ...`") for name in series.FIELDS},
-    "a header left to do": ("Remove-When: ", "Remove-When: TODO ", "`Remove-When: ...`"),
-    "no date": ("Last-Update: 20", "Last-Update: in 20", "Last-Update: Invalid isoformat"),
-    "no body": ("Models that set", "Origin: x\nModels that set", "a body that says why"),
-    "no area": ("[PATCH] attention: backends", "[PATCH] backends", "`Subject: [PATCH] area: what`"),
-    "a real commit id": ("From 0000", "From 0001", "expected a first line 'From 0000000000"),
+    **{f"no {name}": ((f"{name}: ", "X: "), f"expected a line `{name}: ...`") for name in series.FIELDS},
+    "a header left to do": (("Remove-When: ", "Remove-When: TODO "), "`Remove-When: ...`"),
+    "no date": (("Last-Update: 20", "Last-Update: in 20"), "Last-Update: Invalid isoformat"),
+    "no body": (("Models that set", "Origin: x\nModels that set"), "a body that says why"),
+    "no area": (("[PATCH] attention: backends", "[PATCH] backends"), "`Subject: [PATCH] area: what`"),
+    "a real commit id": (("From 0000", "From 0001"), "expected a first line 'From 0000000000"),
     "context off by one character": (
-        '     XFORMERS = "xformers"', '     XFORMERS = "xformer"',
+        ('     XFORMERS = "xformers"', '     XFORMERS = "xformer"'),
         "line 259: expected '    XFORMERS = \"xformer\"', got '    XFORMERS = \"xformers\"'",
     ),
-    "an offset": ("@@ -259,4 +260,11 @@", "@@ -258,4 +259,11 @@", "of diffusers/models/attention_dispatch.py does not fit at line 258"),
-    "another offset": ("@@ -259,4 +260,11 @@", "@@ -259,4 +261,11 @@", "says its result starts at line 261, it is 260"),
-    "an unknown file": ("/attention_dispatch.py", "/nowhere.py", "expected diffusers/models/nowhere.py in upstream, it has no"),
-}  # fmt: skip
-DAMAGE = {
+    "an offset": (("@@ -259,4 +260,11 @@", "@@ -258,4 +259,11 @@"), "of diffusers/models/attention_dispatch.py does not fit at line 258"),
+    "another offset": (("@@ -259,4 +260,11 @@", "@@ -259,4 +261,11 @@"), "says its result starts at line 261, it is 260"),
+    "an unknown file": (("/attention_dispatch.py", "/nowhere.py", 4), "expected diffusers/models/nowhere.py in upstream, it has no"),
     "a file missing": (lambda p: (p / FIRST).unlink(), f"patches/{FIRST}: listed in patches/series, but there is no"),
     "a patch unlisted": (lambda p: shutil.copy(p / FIRST, p / "0099-x.patch"), "patches/0099-x.patch: not listed"),
     "listed twice": (lambda p: edit(p / "series", FIRST, f"{FIRST}\n{FIRST}"), f"{FIRST} is listed 2 times"),
@@ -130,30 +127,21 @@ DAMAGE = {
         lambda p: (p / "series").write_text((p / "series").read_text().replace(f"{SECOND}\n", "") + f"{SECOND}\n"),
         "0003-hunyuan15-order-tokens-without-boolean-indices.patch: hunk 1 of",
     ),
-}
+}  # fmt: skip
 
 
-def damage(patches, name: str) -> str:
-    """Do it; the problem that is to be named."""
-    if name in DAMAGE:
-        DAMAGE[name][0](patches)
-        return DAMAGE[name][1]
-    old, new, message = EDITS[name]
-    edit(patches / FIRST, old, new, 4 if name == "an unknown file" else 1)
-    return message
-
-
-@pytest.mark.parametrize("name", [*EDITS, *DAMAGE])
+@pytest.mark.parametrize("name", EDITS)
 def test_check_names_what_is_wrong(copy, name):
-    message = damage(copy / "patches", name)
-    assert [problem for problem in check.problems_of(copy) if message in problem], check.problems_of(copy)
-
-
-def test_check_exits_with_one(copy):
     assert check.problems_of(copy) == []
-    (copy / "patches" / FIRST).unlink()
-    result = run_apply(copy, "check")
-    assert result.returncode == 1 and "no such file" in result.stdout and "problem" in result.stdout.splitlines()[-1]
+    what, message = EDITS[name]
+    if callable(what):
+        what(copy / "patches")
+    else:
+        edit(copy / "patches" / FIRST, *what)
+    assert [problem for problem in check.problems_of(copy) if message in problem], check.problems_of(copy)
+    if name == "a file missing":
+        result = run_apply(copy, "check")
+        assert result.returncode == 1 and message in result.stdout and "problem" in result.stdout.splitlines()[-1]
 
 
 def test_gitignore_and_overlay_are_one(root):

@@ -3,13 +3,12 @@
 import ast
 import functools
 import graphlib
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 
 ROOT = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
@@ -66,24 +65,23 @@ def map_of_packages() -> str:
     return "\n".join(rows) + "\n"
 
 
-def test_every_package_is_on_the_map():
+def test_every_package_is_on_the_map_and_there_are_no_circles():
+    """Of files, imports inside of functions too."""
     assert {package_of(module) for module in FILES} == {*ORDER}
     assert map_of_packages() in (ROOT / "README.md").read_text(), "python tests/tpu/test_rooms.py writes it"
-
-
-@pytest.mark.parametrize("module", FILES)
-def test_imports_go_one_way(module):
-    package, found = package_of(module), imported(module)
-    assert "torchax" not in found or package == "bridge", "only the bridge imports torchax"
-    assert "_flax" not in found, "the tables of `pipelines` name the files beside upstream's"
-    later = {x: line for x, line in found.items() if x in FILES and ORDER.index(package_of(x)) > ORDER.index(package)}
-    assert not later, f"{module} imports {later}, which may import it"
-
-
-def test_there_are_no_circles():
-    """Of files, imports inside of functions too."""
     graph = {module: {x for x in imported(module) if x in FILES} for module in FILES}
     [*graphlib.TopologicalSorter(graph).static_order()]
+
+
+def test_imports_go_one_way():
+    for module in FILES:
+        place, found = ORDER.index(package_of(module)), imported(module)
+        assert "torchax" not in found or package_of(module) == "bridge", (
+            f"only the bridge imports torchax, not {module}"
+        )
+        assert "_flax" not in found, f"the tables of `pipelines` name the files beside upstream's, not {module}"
+        later = {x: line for x, line in found.items() if x in FILES and ORDER.index(package_of(x)) > place}
+        assert not later, f"{module} imports {later}, which may import it"
 
 
 IMPORTS = """
@@ -104,6 +102,23 @@ def test_imports_bring_no_more_than_they_must():
     command = [sys.executable, "-c", IMPORTS]
     brought = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
     assert brought.splitlines() == ["", "", "flax"]
+
+
+def test_every_planted_fault_is_where_the_table_has_it(root, monkeypatch):
+    """Of `make mutants`: the files, the tests and the kept record."""
+    monkeypatch.syspath_prepend(root / "tests/tpu/mutants")
+    import run
+
+    mutants = run.every()
+    for mutant in mutants:
+        text = (root / mutant.file).read_text()
+        assert mutant.planted(text) != text, mutant.name
+        for test in mutant.tests:
+            file, _, name = test.partition("::")
+            assert re.search(rf"^def {name.partition('[')[0]}\(", (root / "tests/tpu" / file).read_text(), re.M), test
+    record = json.loads((root / "examples/tpu/results/mutants.json").read_text())
+    seen = [m for m in mutants if record[m.name]["caught_by"]]
+    assert len(seen) >= 57 and all(m.survives for m in mutants if m not in seen)
 
 
 if __name__ == "__main__":

@@ -23,41 +23,38 @@ from diffusers.utils import logging
 
 
 @pytest.fixture(autouse=True)
-def clusters_are_asked_anew():
+def clusters_are_asked_anew(monkeypatch):
+    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
     run._of_cluster.cache_clear()
     yield
     run._of_cluster.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "given, words",
-    [
-        ("JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS=HOST:PORT"),
-        ("JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=2 JAX_COORDINATOR_ADDRESS=a:1", "smaller JAX_PROCESS_ID"),
-        ("JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 JAX_COORDINATOR_ADDRESS=a", "HOST:PORT"),
-        ("JAX_NUM_PROCESSES=two", "JAX_NUM_PROCESSES to be a number"),
-    ],
-)
-def test_variables_are_checked(monkeypatch, given, words):
-    for variable in given.split():
-        monkeypatch.setenv(*variable.split("="))
-    with pytest.raises(ValueError, match=words):
-        run.find("cpu")
+VARIABLES = {
+    "JAX_NUM_PROCESSES=2": "JAX_COORDINATOR_ADDRESS=HOST:PORT",
+    "JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=2 JAX_COORDINATOR_ADDRESS=a:1": "smaller JAX_PROCESS_ID",
+    "JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 JAX_COORDINATOR_ADDRESS=a": "HOST:PORT",
+    "JAX_NUM_PROCESSES=two": "JAX_NUM_PROCESSES to be a number",
+}
 
 
-def cluster(count: int, there: bool = True, error: Exception | None = None):
-    def present():
-        if error is not None:
-            raise error
-        return there
+def test_variables_are_checked(monkeypatch):
+    for given, words in VARIABLES.items():
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match=words):
+            for variable in given.split():
+                patch.setenv(*variable.split("="))
+            run.find("cpu")
 
+
+def cluster(count: int, present=lambda: True):
     return SimpleNamespace(
-        __name__="Cluster",
-        opt_in_only_method=False,
-        is_env_present=present,
-        get_process_count=lambda: count,
-        get_process_id=lambda: count - 1,
-    )
+        __name__="Cluster", opt_in_only_method=False, is_env_present=present,
+        get_process_count=lambda: count, get_process_id=lambda: count - 1,
+    )  # fmt: skip
+
+
+def no_answer():
+    raise ConnectionError("no answer")
 
 
 def gke(monkeypatch, **given):
@@ -70,9 +67,9 @@ def gke(monkeypatch, **given):
 
 CLUSTERS = [  # a list of clusters, or a host of GKE's; what is found
     ([cluster(1)], {}, None),
-    ([cluster(4, there=False), cluster(8)], {}, config.Processes(None, 8, 7)),
+    ([cluster(4, lambda: False), cluster(8)], {}, config.Processes(None, 8, 7)),
     ([cluster(8)], {"JAX_NUM_PROCESSES": "1"}, None),
-    ([cluster(8, error=ConnectionError("no answer"))], {}, None),
+    ([cluster(8, no_answer)], {}, None),
     (None, {"TPU_WORKER_HOSTNAMES": "a"}, None),
     (None, {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "1"}, config.Processes(None, 2, 1)),
     (None, {"TPU_WORKER_HOSTNAMES": "a,b", "JAX_PROCESS_ID": "1"}, config.Processes(None, 2, 1)),
@@ -85,8 +82,7 @@ def test_clusters_are_asked_on_a_tpu_only(monkeypatch, clusters, given, found):
     if clusters is not None:
         monkeypatch.setattr(ClusterEnv, "_cluster_types", clusters)
     assert run.find("tpu") == found
-    if clusters is not None:
-        assert run.find("cpu") is None
+    assert clusters is None or run.find("cpu") is None
 
 
 def test_a_host_without_a_number_is_told_which_variable_it_lacks(monkeypatch):
@@ -97,11 +93,9 @@ def test_a_host_without_a_number_is_told_which_variable_it_lacks(monkeypatch):
 
 def test_a_cluster_that_does_not_answer_is_asked_once_and_not_for_long(monkeypatch, caplog):
     asked = []
-    silent = cluster(8)
-    silent.is_env_present = lambda: asked.append(time.sleep(20)) or True
+    silent = cluster(8, lambda: asked.append(time.sleep(20)) or True)
     monkeypatch.setattr(ClusterEnv, "_cluster_types", [silent])
     monkeypatch.setattr(run, "ASKING", 0.1)
-    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
     start = time.monotonic()
     with caplog.at_level("WARNING"):
         assert run.is_main("tpu") and run.is_main("tpu") and run.find("tpu") is None
@@ -117,7 +111,6 @@ def test_who_waits_for_the_others_says_so_and_a_pause_ends_nobody(monkeypatch, c
     given = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: given.update(kwargs) or time.sleep(0.3))
     monkeypatch.setattr(run, "WORTH_A_WORD", 0.1)
-    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
     with caplog.at_level("WARNING"):
         run._initialize("tpu", config.Processes(None, 4, 2))
     assert "process 2 waits for the 3 other processes of this run" in caplog.text
@@ -157,20 +150,17 @@ def exchange(monkeypatch):
 MINE = ["a program", {"program": "1", "options": ""}]
 
 
-@pytest.mark.parametrize(
-    "theirs, words",
-    [
+def test_what_differs_is_named(exchange):
+    exchange(MINE, MINE)
+    agreement.agree(*MINE)
+    for theirs, words in (
         (["a program", {"program": "2", "options": ""}], "got another program in process 2 than in process 0"),
         (["a program", {"program": "1"}], "got another options in process 2"),
         (["a call", {"program": "1", "options": ""}], "got a program in process 0 and a call in process 2"),
-    ],
-)
-def test_what_differs_is_named(exchange, theirs, words):
-    exchange(MINE, MINE)
-    agreement.agree(*MINE)
-    exchange(MINE, theirs)
-    with pytest.raises(RuntimeError, match=words):
-        agreement.agree(*MINE)
+    ):
+        exchange(MINE, theirs)
+        with pytest.raises(RuntimeError, match=words):
+            agreement.agree(*MINE)
 
 
 @pytest.mark.parametrize("theirs, found", [("a mark", "a mark"), ("NoneType", None), ("tuple", None)])
@@ -187,19 +177,8 @@ def test_digests_tell_values_apart():
     seeded, drawn = torch.Generator().manual_seed(1), torch.Generator().manual_seed(1)
     assert agreement.digest([seeded]) == agreement.digest([drawn])
     torch.randn(1, generator=drawn)
-    values = [
-        seeded,
-        drawn,
-        torch.zeros(2),
-        torch.zeros(2, dtype=torch.bfloat16),
-        np.zeros(2),
-        np.ones(2),
-        1,
-        True,
-        "1",
-        None,
-    ]
-    assert len({agreement.digest(value) for value in values}) == len(values)
+    tensors = [seeded, drawn, torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), np.zeros(2), np.ones(2)]
+    assert len({agreement.digest(value) for value in (*tensors, 1, True, "1", None)}) == 10
 
 
 def device(number: int, process: int, part: int = 0, platform: str = "cpu"):
@@ -209,18 +188,13 @@ def device(number: int, process: int, part: int = 0, platform: str = "cpu"):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "degrees, one_slice", [((2, 4, 1), [0, 1]), ((4, 2, 1), [0, 0, 1, 1]), ((2, 2, 2), [0, 1]), ((1, 8, 1), None)]
-)
-def test_dp_then_sp_cross_from_slice_to_slice(degrees, one_slice):
+def test_dp_then_sp_cross_from_slice_to_slice():
     slice_chips = tuple(device(n % 4, n // 4, n // 4, "tpu") for n in range(8))
-    made = mesh._over_slices(slice_chips, degrees, 2)
-    parts = np.vectorize(lambda chip: chip.slice_index)(made)
-    assert made.shape == degrees and sorted(id(chip) for chip in made.flat) == sorted(map(id, slice_chips))
-    if one_slice is None:
-        assert parts[0, :, 0].tolist() == [0] * 4 + [1] * 4
-    else:
-        assert all((parts[row] == expected).all() for row, expected in enumerate(one_slice))
+    for degrees in ((2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 8, 1)):
+        made = mesh._over_slices(slice_chips, degrees, 2)
+        parts = np.vectorize(lambda chip: chip.slice_index)(made)
+        assert made.shape == degrees and sorted(id(chip) for chip in made.flat) == sorted(map(id, slice_chips))
+        assert parts.ravel().tolist() == [0] * 4 + [1] * 4, degrees  # dp, or sp where that is one, is the outer axis
 
 
 def test_meshes_that_cannot_be_are_refused():
@@ -231,10 +205,7 @@ def test_meshes_that_cannot_be_are_refused():
         mesh.make_mesh.__wrapped__(slice_chips, (1, 1, 1))
     assert mesh.plan_degrees(16, None, 2, 2) == (2, 8, 1) and mesh.plan_degrees(16, None, 1, 2) == (2, 8, 1)
     assert mesh.plan_degrees(32, None, 2, 4) == (4, 8, 1) and mesh.plan_degrees(24, None, 2, 3) == (6, 4, 1)
-
-
-def test_part_of_the_chips_is_of_every_process():
-    slice_chips = tuple(device(n, n // 4) for n in range(8))
+    slice_chips = tuple(device(n, n // 4) for n in range(8))  # part of them is of every process
     assert [d.id for d in mesh._of_each_process(slice_chips, 4, (2, 2, 1))] == [0, 1, 4, 5]
 
 

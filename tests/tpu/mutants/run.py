@@ -18,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import astuple
+import tomllib
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from table import ROOT, Mutant, every
 
-
+ROOT = Path(__file__).resolve().parents[3]
 RECORD = ROOT / "examples/tpu/results/mutants.json"
 LONGEST = 900  # seconds of one run of the expected tests
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", ".pytest_cache", ".ruff_cache", "*.egg-info")
@@ -32,6 +32,33 @@ IMPORTS = (
     "numpy pytest torch torch.utils.flop_counter transformers.models.umt5 transformers.models.qwen2_5_vl tokenizers"
 )
 IMPORTS += " safetensors.torch accelerate PIL.Image jax jax.numpy jax.experimental.pallas.tpu flax.nnx"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A row of `faults.toml`, under the name by which its record is kept."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    fault: str
+    tests: tuple[str, ...]
+    survives: str = ""
+
+    def planted(self, text: str) -> str:
+        """The file's text with the fault. Raises ValueError where the text to change is not there exactly once."""
+        if text.count(self.old) != 1:
+            raise ValueError(
+                f"expected the text of mutant {self.name} once in {self.file}, found it {text.count(self.old)} times:"
+                f" bring tests/tpu/mutants/faults.toml up to date with the file. Text: {self.old!r}"
+            )
+        return text.replace(self.old, self.new)
+
+
+def every() -> list[Mutant]:
+    rows = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
+    return [Mutant(name, **{**row, "tests": tuple(row["tests"])}) for name, row in rows.items()]
 
 
 def main():

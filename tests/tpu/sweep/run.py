@@ -9,6 +9,7 @@ where it was. What upstream itself does not run here, with its reason, is record
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -48,9 +49,9 @@ def main():
     import_what_all_need()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     names = exported()
+
     for name in [name for name in names if wanted(name, given, record)]:
-        found = examined(name, given.brief)
-        record[name] = found
+        found = record[name] = examined(name, given.brief)
         with whole_files([RECORD]) as (draft,):
             draft.write_text(json.dumps({name: record[name] for name in names if name in record}, indent=1) + "\n")
         print(f"{found.get('seconds', 0):6.1f} s  {name}: {summary(found)}", flush=True)
@@ -80,40 +81,25 @@ def import_what_all_need():
 
 def examined(name: str, brief: bool) -> dict:
     """The result of one pipeline, examined in a fork of this process."""
-    start = time.monotonic()
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(reading)
-        os.setsid()
-        with os.fdopen(writing, "w") as answer:
-            in_child(name, brief, answer)
-        os._exit(0)
-    os.close(writing)
-    text = ""
+    start, context = time.monotonic(), multiprocessing.get_context("fork")
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=in_child, args=(name, brief, writing))
+    child.start()
+    writing.close()
+    late = not reading.poll(PATIENCE)
+    if late:
+        os.killpg(child.pid, signal.SIGKILL)
     try:
-        signal.signal(signal.SIGALRM, _expired)
-        signal.alarm(PATIENCE)
-        with os.fdopen(reading) as answer:
-            text = answer.read()
-    except TimeoutError:
-        os.killpg(child, signal.SIGKILL)
-    finally:
-        signal.alarm(0)
-    _, status = os.waitpid(child, 0)
-    seconds = round(time.monotonic() - start, 1)
-    if text:
-        return json.loads(text)
-    late = seconds >= PATIENCE or os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU
-    reason = f"no end within {SECONDS} s of processor time" if late else f"its process ended with {status}"
-    return {"status": "not", "reason": reason, "seconds": seconds}
+        return reading.recv()
+    except EOFError:
+        child.join()
+    late = late or child.exitcode == -signal.SIGXCPU
+    reason = f"no end within {SECONDS} s of processor time" if late else f"its process ended with {child.exitcode}"
+    return {"status": "not", "reason": reason, "seconds": round(time.monotonic() - start, 1)}
 
 
-def _expired(*_):
-    raise TimeoutError
-
-
-def in_child(name: str, brief: bool, answer):
+def in_child(name: str, brief: bool, answers):
+    os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -130,7 +116,7 @@ def in_child(name: str, brief: bool, answer):
         found |= {"status": "not built", "reason": reason_of(stopped.__cause__)}
     except Exception as error:
         found |= {"status": "not", "reason": reason_of(error)}
-    answer.write(json.dumps(found))
+    answers.send(json.loads(json.dumps(found)))
 
 
 def reason_of(error: BaseException) -> str:
