@@ -1,4 +1,4 @@
-"""Laying, where upstream comes from, and hand-made edits that become patches. Oracle: a release of three files made here, whose laid tree is known by hand."""
+"""Laying, where upstream comes from, and edits that become patches. Oracle: a release of three files made here, laid by hand."""
 
 import base64
 import contextlib

@@ -1,4 +1,4 @@
-"""The compiled program itself: loops over blocks, collectives, sizes. Oracles: what the layout promises; the same model run block by block in torch."""
+"""The compiled program: loops over blocks, collectives, sizes. Oracles: what the layout promises; the same blocks in torch."""
 
 import json
 import math

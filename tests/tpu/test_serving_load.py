@@ -1,4 +1,7 @@
-"""The page and the process of `diffusers-tpu serve`, and serving and bulk under load: minutes each. Oracles: what a browser shows and asks; exit statuses; those of load.py."""
+"""The page and the process of `diffusers-tpu serve`, and serving and bulk under load: minutes each.
+
+Oracles: what a browser shows and asks; exit statuses; those of load.py.
+"""
 
 import base64
 import importlib.util
