@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import safetensors.torch
@@ -23,6 +22,7 @@ from diffusers.tpu.weights import checkpoint, transfer
 from diffusers.tpu.weights.checkpoint import FileTensor
 from diffusers.tpu.weights.hbm import turns
 from diffusers.utils import logging
+from test_disk import as_for_real_chips
 
 
 HERE = Path(__file__).parent
@@ -159,9 +159,7 @@ def test_weights_are_upstreams_however_they_are_used(both, tmp_path):
 def test_what_is_on_the_chips_is_upstreams_and_follows_the_host(both, monkeypatch, staged):
     if staged is not None:
         monkeypatch.setattr(transfer, "STAGED_BYTES", staged)
-        # As for real chips: values are copied to them, and the host's memory is used again.
-        monkeypatch.setattr(transfer.PlacementRequest, "simulated", False)
-        monkeypatch.setattr(transfer, "device_put", lambda values, device: jax.device_put(np.array(values), device))
+        as_for_real_chips(monkeypatch)
     ours, theirs = both
     ours.to("cuda")
     runner, model, oracle = ours.transformer._tpu_runner, ours.transformer, weights.named_tensors(theirs.transformer)
