@@ -240,8 +240,8 @@ def test_the_video_depends_on_the_image_and_prompts_of_ten_lengths_share_program
         prompts = {"prompt": "moving " * words + '"left"' * (words % 3), "negative_prompt": "a " * (9 - words)}
         pipe(**call(num_inference_steps=1, output_type="latent", **prompts))
     parts = tpu.report(pipe)
-    made = {name: len(part["programs"]) for name, part in parts["components"].items() if name != "vae"}
-    assert made == {"text_encoder": 1, "text_encoder_2": 1, "image_encoder": 1, "transformer": 1}
+    counts = {name: len(part["programs"]) for name, part in parts["components"].items() if name != "vae"}
+    assert counts == {"text_encoder": 1, "text_encoder_2": 1, "image_encoder": 1, "transformer": 1}
     assert not parts["on_host"] and not any(part["eager"] for part in parts["components"].values())
 
 
