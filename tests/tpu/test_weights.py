@@ -191,7 +191,7 @@ def test_what_is_on_the_chips_is_upstreams_and_follows_the_host(both, monkeypatc
 NAMES = ("blocks.1.ffn.net.2.weight", "encoder.block.0.layer.1.DenseReluDense.wo.weight")
 
 
-@pytest.mark.parametrize("folder, name", zip(("transformer", "text_encoder"), NAMES))
+@pytest.mark.parametrize("folder, name", [*zip(("transformer", "text_encoder"), NAMES)])
 def test_missing_and_surplus_weights_are_named(chips, tmp_path, monkeypatch, caplog, folder, name):
     """One weight renamed: that one is missing, the other one too many."""
     path = save(tmp_path / "wan")
