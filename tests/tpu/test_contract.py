@@ -52,6 +52,8 @@ def test_every_private_name_that_the_package_reads_is_listed(root):
                 names = [node.attr]
                 if own and isinstance(node.value, ast.Name) and node.value.id == "self":
                     defined.add(node.attr)
+            elif isinstance(node, ast.Subscript) and own and isinstance(node.slice, ast.Constant):
+                defined.add(node.slice.value)  # vars(x)["_name"] = ...
             elif isinstance(node, ast.ImportFrom):
                 names = [*(alias.name for alias in node.names), *(node.module or "").split(".")]
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
