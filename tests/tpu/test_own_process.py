@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,13 @@ pytestmark = pytest.mark.slow
 def ran(tmp_path):
     """A function from a script, its arguments and the environment to what it prints, run in a folder of its own."""
 
-    def run(script: str, *arguments, **environment) -> str:
-        env = {**os.environ, "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "2", "PYTHONPATH": str(ROOT / "src")}
+    def run(script: str, *arguments, devices: int = 2, **environment) -> str:
+        env = {
+            **os.environ,
+            "DIFFUSERS_TPU": "cpu",
+            "DIFFUSERS_TPU_DEVICES": str(devices),
+            "PYTHONPATH": str(ROOT / "src"),
+        }
         env |= {"DIFFUSERS_TPU_CACHE": str(tmp_path / "cache"), **environment}
         command = [sys.executable, "-c", script, *map(str, arguments)]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
@@ -28,6 +34,69 @@ def ran(tmp_path):
         return done.stdout
 
     return run
+
+
+PIPELINE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+import tiny
+from diffusers.models.attention import BasicTransformerBlock
+
+def made():
+    torch.manual_seed(0)
+    pipe = tiny.sd(safety_checker=None)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+def run(pipe):
+    generator = torch.Generator().manual_seed(3)
+    return pipe("a red cat", height=64, width=64, num_inference_steps=2, output_type="np", generator=generator).images
+
+STRENGTH = 1.0
+class Processor:
+    def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, **more):
+        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        q, k, v = (to(x).unflatten(-1, (attn.heads, -1)).transpose(1, 2) for to, x in
+                   ((attn.to_q, hidden_states), (attn.to_k, context), (attn.to_v, context)))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return attn.to_out[0](out * STRENGTH)
+
+class Halved(BasicTransformerBlock):
+    def forward(self, hidden_states, *args, **kwargs):
+        pairs = hidden_states.unflatten(1, (-1, 2)).mean(2)
+        return super().forward(pairs, *args, **kwargs).repeat_interleave(2, 1)
+
+def swapped(cls, other):
+    for pipe in pipes:
+        for m in pipe.unet.modules():
+            if type(m) is cls: m.__class__ = other
+
+pipes = made(), made().to("cuda")
+def differ(name):
+    theirs, ours = map(run, pipes)
+    pictures.append(theirs)
+    print("apart", name, float(abs(ours - theirs).max()))
+pictures = []
+differ("plain")
+swapped(BasicTransformerBlock, Halved)
+differ("swapped")
+swapped(Halved, BasicTransformerBlock)
+for pipe in pipes: pipe.unet.set_attn_processor(Processor())
+differ("processor")
+STRENGTH = 0.2
+differ("global")
+print("seen", *(float(abs(a - b).max()) > 1e-3 for a, b in zip(pictures, pictures[1:])))
+"""
+
+
+@pytest.mark.parametrize("devices, mesh", [(1, None), (2, "1,2,1"), (4, "2,2,1")])
+def test_a_pipeline_whose_blocks_and_processors_change(ran, devices, mesh):
+    given = {} if mesh is None else {"DIFFUSERS_TPU_MESH": mesh}
+    printed = ran(PIPELINE, Path(__file__).parent, devices=devices, **given)
+    apart = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith("apart")]
+    assert len(apart) == 4 and max(apart) < 1e-4, printed
+    assert "seen True True True" in printed
 
 
 def test_a_card(ran, tmp_path):
