@@ -1,6 +1,7 @@
 """VAEs as one scan over frames, split over the width: upstream's modules, and those in Flax NNX ("NAME nnx"). Oracle: upstream's, same weights."""
 
 import copy
+import functools
 import json
 import math
 import operator
@@ -18,6 +19,7 @@ import diffusers
 import tiny
 from conftest import relative
 from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.tpu.pipelines.plans import flax_class, module_plan
@@ -146,6 +148,23 @@ def test_tiles_equal_upstream(attach, case):
     if family == "qwenimage":
         latents *= 9
         assert decoded(theirs, latents).max() > 1
+    assert_equal(ours, theirs, latents, video)
+
+
+@pytest.mark.parametrize("family, frames, name", [("wan2.1", 5, "_decode"), ("kl", 0, "tiled_decode")])
+def test_a_method_of_the_users_own(attach, family, frames, name):
+    """In the place of upstream's; it calls the tiled form by position and by name."""
+    theirs, ours = both(family, attach, (1, 2, 1), **({"sample_size": 20} if family == "kl" else {}))
+    latents, video = draw(family, 1, frames, 5, 6)
+
+    def mixed(vae, z, return_dict=True):
+        tiles = vae.tiled_decode if name == "_decode" else functools.partial(type(vae).tiled_decode, vae)
+        sample = tiles(z, False)[0] / 2 - tiles(return_dict=True, z=z).sample.mean()
+        return DecoderOutput(sample=sample) if return_dict else (sample,)
+
+    for vae in (theirs, ours):
+        vae.enable_tiling(*([32, 32, 24, 24] if family == "wan2.1" else []))
+        setattr(vae, name, functools.partial(mixed, vae))
     assert_equal(ours, theirs, latents, video)
 
 

@@ -5,6 +5,7 @@ a larger map are one mapped program, which chips share (`tracing.in_tiles`).
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 
 from ...tpu.chips.sharding import ModelPlan
@@ -60,10 +61,12 @@ class Maps:
         )
 
     def _method(self, name: str, run: Callable) -> Callable:
-        def method(vae, x, **wanted):
+        def method(vae, *args, **kwargs):
+            theirs = getattr(type(vae), name)
+            _, (_, x), *wanted = inspect.signature(theirs).bind(vae, *args, **kwargs).arguments.items()
             if self.takes(vae, x, "encode" in name):
-                return run(vae, x, **wanted)
-            return getattr(type(vae), name)(vae, x, **wanted)
+                return run(vae, x, **dict(wanted))
+            return theirs(vae, *args, **kwargs)
 
         return method
 
