@@ -51,6 +51,10 @@ def operands(x, operator) -> tuple | None:
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
     x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
+    if jnp.issubdtype(w.dtype, jnp.inexact) and not jnp.issubdtype(x.dtype, jnp.inexact):
+        # Of floats the wider dtype counts, as scripts under autocast expect; whole numbers torch refuses.
+        with jax.numpy_dtype_promotion("strict"):
+            jnp.promote_types(x.dtype, w.dtype)
     result = fast_linear(x, w, b, "", current())
     if result is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current())
