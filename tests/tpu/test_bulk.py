@@ -152,8 +152,12 @@ def owner(folder, until, *places: str):
         *places,
     ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline().split() == ["True"] * len(places)
-        yield process
+        try:
+            assert process.stdout.readline().split() == ["True"] * len(places)
+            yield process
+        except BaseException:
+            process.kill()  # who leaves waits for it
+            raise
 
 
 def test_a_prompt_is_its_owners_until_the_owner_is_killed(tmp_path):
