@@ -151,13 +151,11 @@ def owner(folder, until, *places: str):
         str(until),
         *places,
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline().split() == ["True"] * len(places)
-            yield process
-        except BaseException:
-            process.kill()  # who leaves waits for it
-            raise
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as failed:
+        failed.callback(process.kill)  # who leaves waits for it
+        assert process.stdout.readline().split() == ["True"] * len(places)
+        yield process
+        failed.pop_all()
 
 
 def test_a_prompt_is_its_owners_until_the_owner_is_killed(tmp_path):

@@ -119,13 +119,13 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
     if shape[1] % num_groups:
         raise ValueError(f"expected channels that {num_groups} groups divide, got input {list(shape)}")
     if halo_shards() is not None:
-        return Tensor(_normed_slab(input.jax(), num_groups, weight, bias, eps), input._env)
+        return Tensor(_normed_shard(input.jax(), num_groups, weight, bias, eps), input._env)
     x = input.jax().astype(jnp.float32).reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
     x = _standardised(x, tuple(range(2, x.ndim)), eps).reshape(shape)
     return _affine(input, x, weight, bias, trailing=len(shape) - 2)
 
 
-def _normed_slab(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Array:
+def _normed_shard(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Array:
     """Of a shard [N, C, H, W], of frames of them [N, C, T, H, W], or of its positions one after another [N, C, H * W]."""
     rows_and_columns = halo_shards().of_positions(x.shape[2]) if x.ndim == 3 else x.shape[-2:]
     maps = jnp.moveaxis(x.reshape(*x.shape[:2], -1, *rows_and_columns), 1, -1)

@@ -30,7 +30,7 @@ class ModelPlan:
         activation_spec: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
             the name of the next block's argument, None for one that the compiler may lay as it likes; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.
-        parallel: chips share the work of one call, in the plan's own way; true where there is a `activation_spec`.
+        parallel: chips share the work of one call, in the plan's own way; true where there is an `activation_spec`.
         entries: the methods that run on the device.
         decide: bound arguments -> keyword arguments, further ones or other values of given ones: what a forward would read from
             tensor values, passed as static arguments; or inputs of another length that mean the same, so that one program serves.

@@ -162,12 +162,12 @@ class CompiledModule(ModulePrograms):
         """Give the call what its program computes with: placed weights, numbers, its tensors' values."""
         with self._within_hbm(lambda: f"for the weights of {self.name}"):
             self.place() if self.hbm_manager is None else self.hbm_manager.load(self)
-        everywhere, spread = named(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
+        everywhere, sequence = named(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
         if self._numbers[0] != of:
             numbers = self.state.numbers(self._placed, call.scale)
             self._numbers = of, {key: hosts.put(x, everywhere) for key, x in numbers.items()}
-        cached = [bridge.to_jax(t, cached_sharding(self.mesh, spread, t.shape)) for t in call.step.tensors]
+        cached = [bridge.to_jax(t, cached_sharding(self.mesh, sequence, t.shape)) for t in call.step.tensors]
         call.values = Values(
             weights=dict(self._placed.arrays),
             placement=self._placed.placement,

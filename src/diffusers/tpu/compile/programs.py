@@ -129,9 +129,9 @@ def announce(program: Program, former: Program):
     )
 
 
-def cached_sharding(mesh: Mesh, spread: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:
+def cached_sharding(mesh: Mesh, sequence: bool, shape: tuple[int, ...], batch: str | None = None) -> NamedSharding:
     """Of an array of a step cache, [B, T, C] or [B, L, T, C] of L blocks: its tokens lie where a block has them, if `sp` divides them."""
-    tokens = (*[None] * (len(shape) - 3), "sp") if spread and len(shape) in (3, 4) else ()
+    tokens = (*[None] * (len(shape) - 3), "sp") if sequence and len(shape) in (3, 4) else ()
     spec = PartitionSpec(batch, *tokens)
     return named(mesh, fit(spec, shape, mesh))
 

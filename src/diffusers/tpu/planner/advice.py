@@ -66,12 +66,12 @@ def _smallest_slice(planner, run: PlannedRun) -> str | None:
     modules, here = run.recording.modules, run.topology
     weights = sum(w.nbytes for name in {part.component for part in run.parts} for w in modules[name].parameters())
     activations = max(part.activations for part in run.parts)
-    spread = module_plan(modules[run.denoise[0].component]).parallel
+    parallel = module_plan(modules[run.denoise[0].component]).parallel
     others = sorted(
         (t for t in TOPOLOGIES.values() if t.name != here.name),
         key=lambda t: (t.chip.generation != here.chip.generation, t.devices),
     )
-    needs = ((t, weights / t.devices + activations * (here.devices / t.devices if spread else 1)) for t in others)
+    needs = ((t, weights / t.devices + activations * (here.devices / t.devices if parallel else 1)) for t in others)
     candidates = [topology for topology, need in needs if need <= topology.chip.hbm_bytes]
     for topology in candidates[:TRIED_SLICES]:
         other = planner.plan_on(topology, planner.default_mesh(topology))

@@ -40,9 +40,7 @@ class Schedule:
     cycles: float  # bundles times runs, all pieces together
     bundles: int  # of the whole text
     loops: tuple[Loop, ...]  # outermost first
-    steps: (
-        int  # trips of a kernel's grid: the outermost loop, without the rounds that only fill and drain its pipeline
-    )
+    steps: int  # trips of a kernel's grid: the outermost loop, but rounds that only fill and drain its pipeline
     body: int  # bundles of the largest straight piece, the part that every step runs
     rows: float = 0.0  # of bfloat16 that go through the busiest matrix unit
 

@@ -7,7 +7,7 @@ from .pages import render
 
 
 STAGES = ("text", "image", "encode", "denoise", "decode")  # in the order of a run
-MODES = {
+IN_WORDS = {
     "bound": "scores of all heads bounded",
     "centred": "bounded around the mean of the keys",
     "online": "not bounded, a running maximum",
@@ -20,7 +20,7 @@ def step_ranges(plan: dict) -> str:
     by_way = {way: f"{of['seconds']['total']:.3f} to {of['slower']:.3f} s" for way, of in plan["by_way"].items()}
     if len(set(by_way.values())) == 1:
         return f"{next(iter(by_way.values()))} per step"
-    return "; ".join(f"{seconds} with {MODES[way]}" for way, seconds in by_way.items())
+    return "; ".join(f"{seconds} with {IN_WORDS[way]}" for way, seconds in by_way.items())
 
 
 def page(plans: list[dict]) -> str:
