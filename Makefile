@@ -3,7 +3,7 @@
 #   make demo      a prompt becomes a video on eight simulated chips: out/
 #   make test      the fast tests, in two processes (WORKERS=4 for more: some 4 GB of memory each)
 #   make test-all  every test
-#   make mutants   plants the faults of tests/tpu/mutants/ one by one: the fast tests must see them (quarter of an hour)
+#   make mutants   plants the faults of examples/tpu/results/mutants/ one by one: the fast tests must see them (quarter of an hour)
 #   make coverage  upstream's pipelines, each tiny on eight simulated chips against upstream: those without a result, and the tables
 #                  (hours if all; goes on where it was stopped)
 #   make upstream  TESTS=DIR, the folder of upstream's own tests in a checkout: those that plain upstream passes, with the path on, and
@@ -51,15 +51,15 @@ test-all: $(INSTALLED)
 	$(PYTEST) tests/tpu
 
 mutants: $(INSTALLED)
-	$(BIN)/python tests/tpu/mutants/run.py
+	$(BIN)/python examples/tpu/results/mutants/run.py
 
 coverage: $(INSTALLED)
-	$(BIN)/python tests/tpu/sweep/run.py
+	$(BIN)/python examples/tpu/results/sweep/run.py
 	$(BIN)/python examples/tpu/results/make_records.py --tables
 
 upstream: $(INSTALLED)
 	@test -d "$(TESTS)" || { echo "expected TESTS=DIR, the folder 'tests' of a checkout of upstream, got '$(TESTS)'" >&2; exit 1; }
-	$(BIN)/python tests/tpu/upstream/run.py $(TESTS) --workers $(WORKERS)
+	$(BIN)/python examples/tpu/results/upstream/run.py $(TESTS) --workers $(WORKERS)
 	$(BIN)/python examples/tpu/results/make_records.py --tables
 
 records: $(INSTALLED)

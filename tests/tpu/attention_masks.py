@@ -1,5 +1,7 @@
 """Operands of attention, and masks in parts, of every kind, with random values; what answers are held to."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -59,7 +61,8 @@ def draw(heads, kv_heads, q_len, kv_len, dim, v_dim=None, batch=2) -> list[np.nd
 
 
 def spoilt(q, k, v, mask, first_row=0, first_key=0):
-    """k and v with NaN in the keys that none of their queries may see: they have no part in the answer."""
+    """k and v with NaN in the keys that are hidden from all of their queries: they have no part in the answer."""
+    mask = dataclasses.replace(mask, queries=None)  # rows that give zeros hide no key
     weights = attention_weights(q, k, 0.1, mask, first_row, first_key)[0]
     seen = weights.reshape(len(q), k.shape[1], -1, k.shape[2]).any(2)[..., None]
     return np.where(seen, k, np.nan), np.where(seen, v, np.nan)

@@ -44,7 +44,7 @@ QUICKLY = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": F
 SEED = int(os.environ.get("DIFFUSERS_TPU_TEST_SEED", "0"))
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "patches"), str(ROOT / "examples" / "tpu")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("patches", "examples/tpu", "examples/tpu/results")]
 
 from small_fork import make_fork  # noqa: E402
 from upstream import open_store  # noqa: E402

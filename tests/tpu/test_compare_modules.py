@@ -15,20 +15,21 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 import tiny
 from diffusers import tpu
+from diffusers.models.autoencoders.vae_nnx_layers_flax import RMSNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
 from diffusers.tpu import bridge
 from diffusers.tpu import compare as fidelity
 from diffusers.tpu.apps.cli import main
-from diffusers.tpu.compare import Form, roundings
-from diffusers.tpu.compare.forms import Value
-from diffusers.tpu.compare.intermediates import with_intermediates
-from diffusers.tpu.compare.matching import error_of, measured
-from diffusers.tpu.compare.modules import compared, graded, innermost
+from diffusers.tpu.compare import roundings
 from diffusers.tpu.compare.roundings import MOST, Widening, widening
-from diffusers.tpu.compile.tracing import Tag, capture
 from diffusers.tpu.pipelines.components import modules_of
 from diffusers.tpu.video.convolution import PRODUCTS, as_bfloat16_products
-from diffusers.tpu.video.nnx.layers import RMSNorm
+from submodules import Form, compare_component, run_form
+from submodules.forms import Value
+from submodules.intermediates import with_intermediates
+from submodules.marks import Tag, capture
+from submodules.matching import error_of, measured
+from submodules.modules import compared, graded, innermost
 
 
 pytestmark = pytest.mark.usefixtures("chips")
@@ -110,13 +111,13 @@ def recorded(name: str, component: str, entry: str = "forward"):
     calls, _ = fidelity.record(pipe, tiny.arguments(name, num_inference_steps=1, generator=None), 5)
     call = next(call for call in calls if (call.module, call.entry) == (component, entry))
     module = modules_of(pipe)[component]
-    return module, call, fidelity.run_form(module, Form("upstream"), call)
+    return module, call, run_form(module, Form("upstream"), call)
 
 
 def comparison_of(which, kind: str, ours=None, **form):
     """Of a form of the component, or of `ours` in its place, with what upstream's gives."""
     module, call, oracle = recorded(*which)
-    found = fidelity.run_form(ours or module, Form(kind, **form), call)
+    found = run_form(ours or module, Form(kind, **form), call)
     return compared(oracle, found, None, call, kind, "upstream")
 
 
@@ -193,7 +194,7 @@ def test_bfloat16_is_held_to_upstreams_own_error_in_each_submodule():
     pipe = tiny.wan()
     arguments = tiny.arguments("wan", num_inference_steps=1, generator=None)
     form = Form("scanned", torch.bfloat16)
-    (comparison,) = fidelity.compare_component(pipe, "transformer", form, arguments=arguments, seed=5)
+    (comparison,) = compare_component(pipe, "transformer", form, arguments=arguments, seed=5)
     rows = {row.name: row for row in comparison.rows}
     assert comparison.ok and all(row.own is not None for row in comparison.rows)
     assert 1e-3 < rows["blocks.1.ffn.net.2"].own < 2e-2 and rows["blocks.1.ffn.net.2"].limit > 1e-3
@@ -203,7 +204,7 @@ def test_bfloat16_is_held_to_upstreams_own_error_in_each_submodule():
 def test_what_cannot_be_run_is_refused_with_the_way_out():
     module, call, _ = recorded(*WAN)
     with pytest.raises(ValueError, match="upstream, torchax, scanned"):
-        fidelity.run_form(module, Form("nnx"), call)
+        run_form(module, Form("nnx"), call)
     with pytest.raises(ValueError, match="expected a form among"):
         Form("jax")
 
@@ -212,7 +213,7 @@ def test_what_cannot_be_run_is_refused_with_the_way_out():
             return x * x.sum().item()
 
     with pytest.raises(NotImplementedError, match="compare --trace"):
-        fidelity.run_form(Decides(), Form("torchax"), fidelity.Call("m", "forward", (torch.ones(2),), {}))
+        run_form(Decides(), Form("torchax"), fidelity.Call("m", "forward", (torch.ones(2),), {}))
 
 
 def test_intermediates_by_hand(chips):

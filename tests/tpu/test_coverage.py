@@ -12,7 +12,7 @@ from diffusers.tpu import install
 from diffusers.tpu.compare.pipelines import run_pipeline
 
 
-sys.path[:0] = [str(ROOT / "tests/tpu/sweep"), str(ROOT / "examples/tpu/results")]
+sys.path.insert(0, str(ROOT / "examples/tpu/results/sweep"))
 
 import coverage_tables  # noqa: E402
 import upstream_tables  # noqa: E402
@@ -66,7 +66,7 @@ def test_nothing_of_the_sweeps_tables_is_dead():
 
 def test_what_upstream_passes_of_its_own_tests_is_passed_here():
     record = json.loads((ROOT / "examples/tpu/results/upstream.json").read_text())
-    passes = runpy.run_path(str(ROOT / "tests/tpu/upstream/run.py"))["passing"]()
+    passes = runpy.run_path(str(ROOT / "examples/tpu/results/upstream/run.py"))["passing"]()
     assert sum(map(len, passes.values())) == 3502 and set(record) <= set(passes)
     lost = [(file, name, end) for file in record for name, end in record[file]["lost"].items()]
     assert [test for test in lost if upstream_tables.reason(*test[1:]) is None] == []

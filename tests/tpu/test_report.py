@@ -149,15 +149,12 @@ LOOK = """(() => {
 
 def test_a_browser_shows_it_whole(tmp_path):
     """No wider than its window, every colour of the style, no table cut off in a window of usual width."""
-    with browser(tmp_path) as window:
+    with browser() as window:
         for plans, bars in zip(PAGES, (1, 0, 2)):
             (tmp_path / "look.html").write_text(report.page(plans), encoding="utf-8")
-            window.open((tmp_path / "look.html").as_uri())
-            window.wait("document.readyState === 'complete' && !!document.querySelector('section')")
+            window.goto((tmp_path / "look.html").as_uri())
             for width in (380, 800, 1200):
-                window.send(
-                    "Emulation.setDeviceMetricsOverride", width=width, height=600, deviceScaleFactor=1, mobile=False
-                )
-                seen = window.value(LOOK)
+                window.set_viewport_size({"width": width, "height": 600})
+                seen = window.evaluate(LOOK)
                 assert seen["beyond"] <= 0 and seen["black"] == 0 and (width < 1200 or seen["cut"] == 0), (width, seen)
                 assert seen["drawn"] == [pytest.approx(0.5, abs=0.01)] * bars

@@ -106,7 +106,7 @@ def test_imports_bring_no_more_than_they_must():
 
 def test_every_planted_fault_is_where_the_table_has_it(root, monkeypatch):
     """Of `make mutants`: the files, the tests and the kept record."""
-    monkeypatch.syspath_prepend(root / "tests/tpu/mutants")
+    monkeypatch.syspath_prepend(root / "examples/tpu/results/mutants")
     import run
 
     mutants = run.every()

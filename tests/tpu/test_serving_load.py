@@ -14,11 +14,11 @@ import threading
 import time
 from queue import SimpleQueue
 
+import load
 import numpy as np
 import pytest
 import requests
 
-import load
 import tiny
 from browser import browser
 from conftest import ROOT, needs
@@ -34,14 +34,14 @@ PLAYS = """(async () => {
 
 def make_a_video(page, prompt: str) -> tuple[list, set[str]]:
     """Type, click, look: (width, height and error of the video that is shown, what the status said on the way)."""
-    page.type("#prompt textarea", prompt)
+    page.fill("#prompt textarea", prompt)
     page.click("#generate")
     said, begun = set(), time.monotonic()
     while not any(words.startswith("completed") for words in said):
-        said.add(page.value("(document.querySelector('#status') || {innerText: ''}).innerText.trim()"))
-        assert time.monotonic() - begun < 120, page.value("document.body.innerText")
-    page.wait("!!document.querySelector('#result video')")
-    return page.wait(PLAYS), said
+        said.add(page.inner_text("#status").strip())
+        assert time.monotonic() - begun < 120, page.inner_text("body")
+    page.wait_for_selector("#result video")
+    return page.evaluate(PLAYS), said
 
 
 @pytest.fixture
@@ -73,19 +73,20 @@ def served():
         thread.join()
 
 
-def test_the_page_takes_a_prompt_shows_progress_and_the_video_cancels_and_asks_nobody_else(served, tmp_path):
+def test_the_page_takes_a_prompt_shows_progress_and_the_video_cancels_and_asks_nobody_else(served):
     address = served()
-    with browser(tmp_path) as page:
-        page.open(address)
+    with browser() as page:
+        asked = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(address)
         video, said = make_a_video(page, "a red circle moving left")
         assert video == [32, 32, None]
         assert any(words.startswith("in progress: step ") and words.endswith(" of 100") for words in said)
         page.click("#generate")
-        page.wait("document.querySelector('#status').innerText.startsWith('in progress: step ')")
+        page.wait_for_selector("#status :text('in progress: step ')")
         page.click("#cancel")
-        page.wait("document.querySelector('#status').innerText.trim() === 'cancelled'")
-        own = [url for url in page.asked if url.startswith((address, "data:", "blob:", "about:"))]
-        assert sorted({*page.asked} - {*own}) == []
+        page.wait_for_selector("#status :text-is('cancelled')")
+        assert [url for url in asked if not url.startswith((address, "data:", "blob:", "about:"))] == []
 
 
 def test_the_page_has_a_login_where_the_server_has_a_token(served):
@@ -98,15 +99,15 @@ def test_the_page_has_a_login_where_the_server_has_a_token(served):
 
 
 @pytest.mark.slow
-def test_the_shipped_model_by_the_page_on_simulated_chips(tmp_path):
+def test_the_shipped_model_by_the_page_on_simulated_chips():
     """The command, from its start to its end by SIGTERM."""
     needs("fastapi.sse", "gradio", "uvicorn")
     words = "serve examples/tpu/models/wan-shapes --sizes 64x64x9 --num-inference-steps 16 --guidance-scale 2 --port 0"
     server = load.start(words.split(), 8, cwd=ROOT, stdout=subprocess.PIPE)
     try:
         address = server.stdout.readline().split()[-1]
-        with browser(tmp_path) as page:
-            page.open(address)
+        with browser() as page:
+            page.goto(address)
             video, said = make_a_video(page, "a red circle moving right")
         assert video == [64, 64, None] and any("of 16" in words for words in said)
         listed = requests.get(f"{address}/v1/videos").json()["data"]

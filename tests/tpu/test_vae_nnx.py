@@ -20,11 +20,11 @@ from conftest import relative
 from diffusers.models.autoencoders.autoencoder_kl_cogvideox_nnx_flax import Chunk
 from diffusers.models.autoencoders.autoencoder_kl_wan_flax import FlaxAutoencoderKLWan
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from diffusers.models.autoencoders.vae_nnx_flax import DiagonalGaussian, _program
+from diffusers.models.autoencoders.vae_nnx_weights_flax import torch_name
 from diffusers.tpu.pipelines.plans import flax_class
 from diffusers.tpu.planner.published import ALIASES, MODELS
 from diffusers.tpu.video.halo import shard_width
-from diffusers.tpu.video.nnx.autoencoder import DiagonalGaussian, _program
-from diffusers.tpu.video.nnx.weights import torch_name
 from test_vae import assert_equal, both, draw, last, new, of, rows
 
 

@@ -319,8 +319,8 @@ def test_models_that_stay_on_the_host(chips, experts):
 @pytest.mark.parametrize("words, devices", [("200", "2"), ("200 any", "1")])
 def test_many_generations_leave_host_and_chips_as_they_were(root, words, devices):
     """The second with sizes that are each asked for once."""
-    env = {"PYTHONPATH": f"{root / 'src'}:{HERE}", "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": devices}
-    command = [sys.executable, HERE / "soak.py", *words.split()]
+    env = {"PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": devices}
+    command = [sys.executable, root / "examples/tpu/results/soak.py", *words.split()]
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     answer = json.loads(done.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""The tables of coverage.json, which tests/tpu/sweep/run.py makes: what becomes of each pipeline that upstream exports."""
+"""The tables of coverage.json, which examples/tpu/results/sweep/run.py makes: what becomes of each pipeline that upstream exports."""
 
 import re
 

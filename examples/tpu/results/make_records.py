@@ -224,7 +224,7 @@ def compared(stand: list[dict]) -> list[bytes]:
 
 def mutants(stand: list[dict]) -> list[bytes]:
     """Writes its file itself, fault by fault; one that has been seen is planted again if it or its test has changed."""
-    subprocess.run([sys.executable, str(ROOT / "tests/tpu/mutants/run.py")], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, str(ROOT / "examples/tpu/results/mutants/run.py")], cwd=ROOT, check=True)
     return []
 
 

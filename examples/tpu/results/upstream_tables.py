@@ -1,4 +1,4 @@
-"""The tables of upstream.json, which tests/tpu/upstream/run.py makes: upstream's own tests with the TPU path on."""
+"""The tables of upstream.json, which examples/tpu/results/upstream/run.py makes: upstream's own tests with the TPU path on."""
 
 import re
 

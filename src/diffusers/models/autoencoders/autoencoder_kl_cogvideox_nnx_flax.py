@@ -6,7 +6,7 @@
 
 Frames go in batches, as upstream's: two of the latents or eight of the video, the remainder with the first; group norms have the
 statistics of a batch. The batches are a scan. The rest is what such VAEs share
-(`tpu/video/nnx/`). A caller that needs latents normalised uses `config.scaling_factor`.
+(`vae_nnx_flax`). A caller that needs latents normalised uses `config.scaling_factor`.
 """
 
 import functools
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...tpu.video.chunks import causal_pad
-from ...tpu.video.nnx import layers
-from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
-from ...tpu.video.nnx.layers import Conv, Map, in_chunks, one_after_another, silu
 from ...tpu.video.norm import normed, normed_by_place, repeated_in_time
 from ...tpu.video.tiles import tiles_meet
+from . import vae_nnx_layers_flax as layers
 from .autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
 from .autoencoder_kl_cogvideox_flax import spatial_ratio, tiling
+from .vae_nnx_flax import Latents, Video, VideoAutoencoder
+from .vae_nnx_layers_flax import Conv, Map, in_chunks, one_after_another, silu
 
 
 NAMES = (  # from a weight's path to its name in upstream's files

@@ -6,7 +6,7 @@
 
 What lies between the middle block and the video is a scan, one latent frame a step; the middle block is computed for all frames, and
 the first chunk is as long as the others, as in `autoencoder_kl_hunyuanvideo15_flax`. The rest is what such VAEs share
-(`tpu/video/nnx/`). A caller that needs latents normalised uses `config.scaling_factor`.
+(`vae_nnx_flax`). A caller that needs latents normalised uses `config.scaling_factor`.
 """
 
 import functools
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...tpu.video.halo import attention_by_frame
-from ...tpu.video.nnx import layers
-from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
-from ...tpu.video.nnx.layers import Conv, Level, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
 from ...tpu.video.tiles import tiles_meet
+from . import vae_nnx_layers_flax as layers
 from .autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from .autoencoder_kl_hunyuanvideo15_flax import tiling
+from .vae_nnx_flax import Latents, Video, VideoAutoencoder
+from .vae_nnx_layers_flax import Conv, Level, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
 
 
 NAMES = (  # from a weight's path to its name in upstream's files

@@ -4,7 +4,7 @@
     latents = vae.encode(video).mode()      # video [B, F, H, W, 3] in [-1, 1]
     video = vae.decode(latents)
 
-The loop over frames is one scan; the rest is what such VAEs share (`tpu/video/nnx/`). A caller that needs latents normalised
+The loop over frames is one scan; the rest is what such VAEs share (`vae_nnx_flax`). A caller that needs latents normalised
 uses `config.latents_mean` and `config.latents_std`. The first chunk is as long as the others, as in `autoencoder_kl_wan_flax`.
 """
 
@@ -14,11 +14,11 @@ from flax import nnx
 
 from ...tpu.kernels.attention.api import attention
 from ...tpu.video.halo import halo_shards
-from ...tpu.video.nnx import layers
-from ...tpu.video.nnx.autoencoder import Latents, Video, VideoAutoencoder
-from ...tpu.video.nnx.layers import HISTORY, Conv, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
+from . import vae_nnx_layers_flax as layers
 from .autoencoder_kl_wan import AutoencoderKLWan
 from .autoencoder_kl_wan_flax import FRAMES, tiling
+from .vae_nnx_flax import Latents, Video, VideoAutoencoder
+from .vae_nnx_layers_flax import HISTORY, Conv, Map, MidBlock, ResidualBlock, RMSNorm, in_chunks, silu
 
 
 NAMES = (  # from a weight's path to its name in upstream's files

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from .. import bridge
 from ..kernels.settings import bound
-from .tracing.intermediates import watching
+from .tracing.scopes import watching
 
 
 _debugging = contextvars.ContextVar("diffusers_tpu_debug_nans", default=False)

@@ -1,26 +1,20 @@
 """`diffusers-tpu bench`: rows of a benchmark, each compiled for a TPU that is not here."""
 
-import importlib
 import sys
 
 from rich.console import Console
 
 from ...files import write_whole
 from ...kernels.attention.blocks import TUNED
-from ...planner import BENCH
 from ...planner.aot import ChildError
 from . import TABLE
-from .errors import one_line, refusing
+from .errors import from_checkout, one_line, refusing
 from .output import table, write_json
 
 
 def run(options, rest: list[str]) -> int:
     """Run the command; exit status 1 if a row could not be had (it then says why)."""
-    if not BENCH.is_dir():
-        raise ValueError("expected a checkout of the repository: no wheel has benchmarks (examples/tpu/bench)")
-    if str(BENCH.parent) not in sys.path:
-        sys.path.append(str(BENCH.parent))
-    benches, attention = (importlib.import_module(f"bench.{name}") for name in ("benches", "attention_cases"))
+    benches, attention = map(from_checkout, ("bench.benches", "bench.attention_cases"))
     filters = [name[2:] for name in TABLE["groups"]["filters"]["options"]]
     filters = {name: value for name in filters if (value := getattr(options, name)) is not None}
     with refusing(ValueError):

@@ -4,18 +4,31 @@ Every other one is shown with its traceback.
 """
 
 import contextlib
+import importlib
 import os
+import sys
 import traceback
 from pathlib import Path
+from types import ModuleType
 
 
 PACKAGE = Path(__file__).parents[3]
+EXAMPLES = PACKAGE.parents[1] / "examples" / "tpu"  # of a checkout; a wheel has none
+
+
+def from_checkout(name: str) -> ModuleType:
+    """A module of `examples/tpu`. Raises ValueError where there is no checkout."""
+    if not EXAMPLES.is_dir():
+        raise ValueError(f"expected a checkout of the repository, got a wheel, which has no examples/tpu ({name})")
+    if str(EXAMPLES) not in sys.path:
+        sys.path.append(str(EXAMPLES))
+    return importlib.import_module(name)
 
 
 def raised_here(error: Exception) -> bool:
-    """Whether a `raise` of this package's did, which says what was expected, what came and the way out."""
+    """Whether a `raise` of this package's or its examples' did, which says what was expected, what came and the way out."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return frame.filename.startswith(f"{PACKAGE}{os.sep}") and frame.line.startswith("raise ")
+    return frame.filename.startswith((f"{PACKAGE}{os.sep}", f"{EXAMPLES}{os.sep}")) and frame.line.startswith("raise ")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from .caches import Step, StepCache, kept_by
 from .function import INPUT, PureFunction, on_every_chip, tracing
 from .functional import NumberRead, undone_trace
-from .intermediates import Marked, Tag, capture, capture_p, capturing
 from .previous_call import depends_on_previous_call
 from .results import PLAIN, NoProgram, TraceResult, WeightWritten
 from .video import (

@@ -5,6 +5,7 @@ relative to the one before (a name with a dot in front is whole); `*` is a scann
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -19,6 +20,21 @@ def around_forwards(enter: Callable, leave: Callable, **how):
     """While this is open, every module's forward runs between `enter(module, args)` and `leave(module, args, output)`."""
     with register_module_forward_hook(leave, **how), register_module_forward_pre_hook(enter):
         yield
+
+
+def watching(name_of: Callable, seen: Callable) -> contextlib.AbstractContextManager:
+    """While this is open, `seen(name, number of the call, (args, kwargs), output)` after each call of a module that `name_of` names."""
+    open_calls, calls = [], itertools.count()
+
+    def enter(module, args):
+        if name_of(module) is not None:
+            open_calls.append(next(calls))
+
+    def leave(module, args, kwargs, output):
+        if (name := name_of(module)) is not None:
+            seen(name, open_calls.pop(), (args, kwargs), output)
+
+    return around_forwards(enter, leave, with_kwargs=True)
 
 
 def module_scopes(model: torch.nn.Module, groups: list[Group]) -> contextlib.AbstractContextManager:

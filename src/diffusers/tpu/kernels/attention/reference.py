@@ -34,7 +34,7 @@ def reference_attention(
 ) -> Out | tuple[Out, LogSumExp]:
     """Attention in q's dtype; with `with_lse` in float32, and the natural log of each row's sum of e^score.
 
-    A key that no query may see can hold anything, NaN too. `first_row`, `first_key`: positions of the first query and the first
+    A key that the mask hides from every query, its `queries` left aside, can hold anything, NaN too. `first_row`, `first_key`: positions of the first query and the first
     key, for the mask's band where one chip holds a part of the rows or keys.
     """
     batch, heads, q_len, dim = q.shape

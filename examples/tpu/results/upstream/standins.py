@@ -1,6 +1,6 @@
 """Tiny stand-ins for the models that upstream's fast tests ask the hub for, in the layout of the hub's own cache.
 
-    python tests/tpu/upstream/standins.py DIR
+    python examples/tpu/results/upstream/standins.py DIR
 
 Most of those tests want a tokenizer or a tiny random text encoder only. Vocabularies and weights are others than the real ones': a test
 that compares with recorded numbers may fail with plain upstream too, and is then none of those that it passes. What a stand-in keeps is

@@ -1,7 +1,7 @@
 """Plants the faults of the table one by one in a throw-away copy of the tree, and says which test sees each of them.
 
-    python tests/tpu/mutants/run.py                  every fault without a record
-    python tests/tpu/mutants/run.py ring- vae-       those whose names begin so, whatever is recorded
+    python examples/tpu/results/mutants/run.py                  every fault without a record
+    python examples/tpu/results/mutants/run.py ring- vae-       those whose names begin so, whatever is recorded
 
 The expected tests run first, in a fork of this process, which has imported torch, transformers and JAX; where they see nothing, the
 whole fast set. The record is examples/tpu/results/mutants.json: by fault, the test that sees it.
@@ -23,7 +23,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 RECORD = ROOT / "examples/tpu/results/mutants.json"
 LONGEST = 900  # seconds of one run of the expected tests
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "out", ".pytest_cache", ".ruff_cache", "*.egg-info")
@@ -51,7 +51,7 @@ class Mutant:
         if text.count(self.old) != 1:
             raise ValueError(
                 f"expected the text of mutant {self.name} once in {self.file}, found it {text.count(self.old)} times:"
-                f" bring tests/tpu/mutants/faults.toml up to date with the file. Text: {self.old!r}"
+                f" bring examples/tpu/results/mutants/faults.toml up to date with the file. Text: {self.old!r}"
             )
         return text.replace(self.old, self.new)
 

@@ -1,4 +1,4 @@
-"""Marked values as outputs of their program: what `compile.tracing.capture` marked in a trace, the program gives beside its outputs.
+"""Marked values as outputs of their program: what `marks.capture` marked in a trace, the program gives beside its outputs.
 
 The trace is evaluated operation by operation. Marked values of a loop over a known length are stacked, [steps, ...]; those of a part that
 each chip computes for itself by chip, [chips, ...]. Those of a branch, or of a loop whose length is a value, are `lost`.
@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 from jax.sharding import PartitionSpec
 
-from ..compile.tracing import Marked, Tag, capture_p
+from .marks import Marked, Tag, capture_p
 
 
 INLINED = ("jit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint")

@@ -3,7 +3,8 @@
 import math
 from pathlib import Path
 
-from ..planner.pages import percent, render
+from diffusers.tpu.planner.pages import percent, render
+
 from .modules import LADDER, Comparison
 
 

@@ -1,4 +1,4 @@
-"""The server and the bulk command under load: `python tests/tpu/load.py image` (or video, processes, ray; `--record` keeps the facts).
+"""The server and the bulk command under load: `python examples/tpu/results/load.py image` (or video, processes, ray; `--record` keeps the facts).
 
 image, video: `diffusers-tpu serve` on a tiny model and one simulated chip, asked by many clients at once; every tenth of their requests is
 cancelled, malformed or oversized. processes, ray: two commands `generate --prompts` that share one directory, or one with two actors of
@@ -29,13 +29,16 @@ import requests
 from PIL import Image
 from requests.adapters import HTTPAdapter, Retry
 
-import tiny
-from diffusers.tpu.apps.bulk import prompts as prompt_files
-from diffusers.tpu.apps.bulk.directory import Directory
-from diffusers.tpu.apps.generation.media import contact_sheet
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.append(str(ROOT / "tests/tpu"))
+
+import tiny  # noqa: E402
+from diffusers.tpu.apps.bulk import prompts as prompt_files  # noqa: E402
+from diffusers.tpu.apps.bulk.directory import Directory  # noqa: E402
+from diffusers.tpu.apps.generation.media import contact_sheet  # noqa: E402
 
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-c", "import sys; from diffusers.tpu.apps.cli import main; sys.exit(main())"]
 ARGUMENTS = {
     "image": {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8},

@@ -1,7 +1,7 @@
 """Many generations in one process: what the host and the chips hold after each.
 
-    python tests/tpu/soak.py [GENERATIONS]        prints one line of JSON; exit status 1 where something grows
-    python tests/tpu/soak.py SIZES any            the same, of a server that is asked for so many sizes, each once
+    python examples/tpu/results/soak.py [GENERATIONS]        prints one line of JSON; exit status 1 where something grows
+    python examples/tpu/results/soak.py SIZES any            the same, of a server that is asked for so many sizes, each once
 
 A tiny Wan on two simulated chips. Phases: the same call; sizes by turns; scales of a LoRA by turns; pipelines that are made, run
 and deleted. Of each phase: the host's own memory (RssAnon) and bytes of JAX's live arrays after the first generations, which compile and
@@ -15,8 +15,10 @@ import os
 import statistics
 import sys
 import threading
+from pathlib import Path
 
 
+sys.path.append(str(Path(__file__).resolve().parents[3] / "tests/tpu"))
 os.environ.setdefault("DIFFUSERS_TPU", "cpu")
 os.environ.setdefault("DIFFUSERS_TPU_DEVICES", "2")
 

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import torch
 
-from ..pipelines.components import modules_of
+from diffusers.tpu.compare.pipelines import LOW_PRECISION_FACTOR, Call, draw_arguments, load, record
+from diffusers.tpu.compare.roundings import Widening, widening_here
+from diffusers.tpu.pipelines.components import modules_of
+
 from .forms import Captured, Form, ModuleCall, Value, run_form
 from .matching import Error, error_of
-from .pipelines import LOW_PRECISION_FACTOR, Call, draw_arguments, load, record
-from .roundings import Widening, widening_here
 
 
 LADDER = (  # the guide's grades of an error

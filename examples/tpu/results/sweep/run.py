@@ -1,7 +1,7 @@
 """The sweep: every pipeline that upstream exports, a process each, results one by one into examples/tpu/results/coverage.json.
 
-    python tests/tpu/sweep/run.py                    every pipeline without a result
-    python tests/tpu/sweep/run.py 'Flux.*' Wan       those whose names match one of these, whatever is recorded
+    python examples/tpu/results/sweep/run.py                    every pipeline without a result
+    python examples/tpu/results/sweep/run.py 'Flux.*' Wan       those whose names match one of these, whatever is recorded
 
 A process that has imported torch, transformers, JAX and diffusers forks for each pipeline. It can be stopped, and goes on
 where it was. What upstream itself does not run here, with its reason, is recorded as that.
@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[4]
 RECORD = ROOT / "examples/tpu/results/coverage.json"
 SECONDS, PATIENCE, BYTES = 900, 3600, 12 * 2**30  # of processor time; on the clock; of memory
 LIBRARIES = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
@@ -40,7 +40,7 @@ def main():
     parser.add_argument("--brief", action="store_true", help="float32 at one size; a later sweep does the rest")
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    folders = ("tests/tpu/sweep", "examples/tpu/results", "tests/tpu", "src")
+    folders = ("examples/tpu/results/sweep", "examples/tpu/results", "tests/tpu", "src")
     sys.path[:0] = [str(ROOT / folder) for folder in folders]
     from building import exported
 

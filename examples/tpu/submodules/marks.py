@@ -1,12 +1,10 @@
 """What submodules take and give while a module is traced, as marks in its program: `capture` says that a value is one of them.
 
 A mark is an operation without results that no pass removes, in a scanned block too. A program with marks is not compiled
-as it is: `compare.intermediates` makes each an output of the program. Without `capturing` around a trace there are none.
+as it is: `intermediates` makes each an output of the program. Without `capturing` around a trace there are none.
 """
 
 import contextlib
-import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -17,11 +15,11 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from torch.utils._pytree import tree_leaves
 
-from ...bridge import Deferred, Tensor, View
-from .blocks import scanned
-from .functional import Method
-from .scan import Group
-from .scopes import around_forwards
+from diffusers.tpu.bridge import Deferred, Tensor, View
+from diffusers.tpu.compile.tracing.blocks import scanned
+from diffusers.tpu.compile.tracing.functional import Method
+from diffusers.tpu.compile.tracing.scan import Group
+from diffusers.tpu.compile.tracing.scopes import watching
 
 
 @dataclass(frozen=True)
@@ -86,21 +84,6 @@ def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abstrac
                     capture(array, Tag(name, given, number, call, scanned()))
 
     return watching(name_of, seen)
-
-
-def watching(name_of: Callable, seen: Callable) -> contextlib.AbstractContextManager:
-    """While this is open, `seen(name, number of the call, (args, kwargs), output)` after each call of a module that `name_of` names."""
-    open_calls, calls = [], itertools.count()
-
-    def enter(module, args):
-        if name_of(module) is not None:
-            open_calls.append(next(calls))
-
-    def leave(module, args, kwargs, output):
-        if (name := name_of(module)) is not None:
-            seen(name, open_calls.pop(), (args, kwargs), output)
-
-    return around_forwards(enter, leave, with_kwargs=True)
 
 
 def _arrays(values) -> list[jax.Array | None]:

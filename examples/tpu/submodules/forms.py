@@ -16,19 +16,20 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ..bridge import as_numpy
-from ..chips.devices import compile_lowered
-from ..chips.mesh import make_mesh
-from ..compile.module import CompiledModule
-from ..compile.tracing import capturing
-from ..compile.tracing.intermediates import watching
-from ..compile.tracing.scan import Group
-from ..config import TPUConfig
-from ..pipelines.attach import target_devices
-from ..pipelines.plans import FLAX, module_plan
+from diffusers.tpu.bridge import as_numpy
+from diffusers.tpu.chips.devices import compile_lowered
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.compare.pipelines import NARROW, Call, cast_module
+from diffusers.tpu.compile.module import CompiledModule
+from diffusers.tpu.compile.tracing.scan import Group
+from diffusers.tpu.compile.tracing.scopes import watching
+from diffusers.tpu.config import TPUConfig
+from diffusers.tpu.pipelines.attach import target_devices
+from diffusers.tpu.pipelines.plans import FLAX, module_plan
+
 from .intermediates import Axis, Intermediates, Place, with_intermediates
+from .marks import capturing
 from .nnx import trace_nnx
-from .pipelines import NARROW, Call, cast_module
 
 
 KINDS = ("upstream", "torchax", "scanned", "nnx")

@@ -1,7 +1,7 @@
 """Upstream's own fast tests with the TPU path on: what plain upstream passes and the path does not, into examples/tpu/results/upstream.json.
 
-    python tests/tpu/upstream/run.py TESTS                     every file without a result
-    python tests/tpu/upstream/run.py TESTS 'pipelines/wan/.*'  those whose names match one of these, whatever is recorded
+    python examples/tpu/results/upstream/run.py TESTS                     every file without a result
+    python examples/tpu/results/upstream/run.py TESTS 'pipelines/wan/.*'  those whose names match one of these, whatever is recorded
 
 TESTS: the folder `tests` of a checkout of upstream at the commit that `passes.txt.gz` names; nothing of it is kept here. That file holds
 what plain upstream passes offline with the stand-ins of `standins.py` for the models that its tests ask the hub for.
@@ -28,7 +28,7 @@ import pytest
 
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
+ROOT = HERE.parents[3]
 RECORD = ROOT / "examples/tpu/results/upstream.json"
 WORK = ROOT / "out/upstream"
 PACKAGES = ("torchsde==0.2.6", "trampoline==0.1.2", "parameterized==0.9.0", "requests_mock==1.12.1")

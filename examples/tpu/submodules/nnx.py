@@ -12,11 +12,12 @@ import torch
 from flax import nnx
 from torch.utils._pytree import tree_leaves
 
-from ..bridge import as_numpy
-from ..compile.tracing import Tag, capture
-from ..pipelines.plans import VAE_ENTRIES, flax_class
-from ..video.nnx.weights import torch_name
-from .pipelines import Call
+from diffusers.models.autoencoders.vae_nnx_weights_flax import torch_name
+from diffusers.tpu.bridge import as_numpy
+from diffusers.tpu.compare.pipelines import Call
+from diffusers.tpu.pipelines.plans import VAE_ENTRIES, flax_class
+
+from .marks import Tag, capture
 
 
 def trace_nnx(

@@ -17,15 +17,15 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from ...chips.devices import find_target, jax_devices, keep_compiled_programs
-from ...chips.figures import generation_of
-from ...chips.mesh import AXES, make_mesh, plan_degrees
-from ...chips.sharding import default_spec, fit, named
-from ...config import TPUConfig, parse_mesh, read_environment
-from ...kernels.settings import Settings, using
-from ..halo import shard_width
-from ..tiles import Tiling, in_tiles
-from .weights import load_weights, open_files, whole_config
+from ...tpu.chips.devices import find_target, jax_devices, keep_compiled_programs
+from ...tpu.chips.figures import generation_of
+from ...tpu.chips.mesh import AXES, make_mesh, plan_degrees
+from ...tpu.chips.sharding import default_spec, fit, named
+from ...tpu.config import TPUConfig, parse_mesh, read_environment
+from ...tpu.kernels.settings import Settings, using
+from ...tpu.video.halo import shard_width
+from ...tpu.video.tiles import Tiling, in_tiles
+from .vae_nnx_weights_flax import load_weights, open_files, whole_config
 
 
 Video = Float[Array, "B F H W 3"]

@@ -12,10 +12,10 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
-from ...kernels.settings import current
-from ..chunks import scan_batches, scan_chunks
-from ..convolution import by_columns, doubled_by_columns
-from ..halo import halo_shards
+from ...tpu.kernels.settings import current
+from ...tpu.video.chunks import scan_batches, scan_chunks
+from ...tpu.video.convolution import by_columns, doubled_by_columns
+from ...tpu.video.halo import halo_shards
 
 
 Map = Float[Array, "B T H W C"]

@@ -11,9 +11,9 @@ import torch
 from flax import nnx
 from safetensors import SafetensorError, safe_open
 
-from ....configuration_utils import FrozenDict
-from ....utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
-from ....utils.hub_utils import _add_variant, _get_checkpoint_shard_files, _get_model_file
+from ...configuration_utils import FrozenDict
+from ...utils import SAFE_WEIGHTS_INDEX_NAME, SAFETENSORS_WEIGHTS_NAME
+from ...utils.hub_utils import _add_variant, _get_checkpoint_shard_files, _get_model_file
 
 
 SHOWN = 8  # names in a message
