@@ -4,12 +4,14 @@
 import copy
 from operator import attrgetter
 
+import jax
 import pytest
 import torch
 import torch.nn.functional as F
 
 from conftest import relative
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.tpu import bridge
 from test_bridge import env, on_chip, on_host  # noqa: F401
 
 
@@ -54,6 +56,37 @@ OPERATORS = {
     "RMS norm, own epsilon": (lambda x: F.rms_norm(x, (7,)), [WIDE], 1e-6),
     "group norm": (lambda x, w, b: F.group_norm(x, 3, w, b, 1e-6), [WIDE, (3,), (3,)], 1e-6),
 }  # fmt: skip
+
+
+NUMBERS, SQUARE = torch.arange(12).reshape(4, 3), (3, 3)
+REFUSED = {  # what torchax or JAX computes all the same
+    "a layer of whole numbers": (F.linear, [NUMBERS, SQUARE]),
+    "a layer of one entry": (F.linear, [(4, 1), SQUARE]),
+    "a product with whole numbers": (torch.matmul, [(2, 4), NUMBERS]),
+    "products with whole numbers": (torch.bmm, [(1, 2, 4), NUMBERS[None]]),
+    "a sum of products with whole numbers": (torch.einsum, ["ab,bc->ac", (2, 4), NUMBERS]),
+    "truths as places": (F.embedding, [TRUTHS[0], SQUARE]),
+    "a norm of another length": (lambda x: F.layer_norm(x, (5,)), [(4, 1)]),
+    "an RMS norm of another length": (lambda x: F.rms_norm(x, (5,)), [(4, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_torch_refuses_ends_in_its_error_in_a_trace_too(env, name):
+    function, inputs = REFUSED[name]
+    given = [torch.randn(x) if isinstance(x, tuple) else x for x in inputs]
+    with pytest.raises(RuntimeError) as theirs:
+        function(*given)
+    tensors = [x for x in given if isinstance(x, torch.Tensor)]
+
+    def run(*arrays):
+        there = map(bridge.to_torch, arrays)
+        function(*(next(there) if isinstance(x, torch.Tensor) else x for x in given))
+
+    for call in (run, jax.jit(run)):
+        with env, pytest.raises(RuntimeError) as ours:
+            call(*map(bridge.as_numpy, tensors))
+        assert str(ours.value) == str(theirs.value)
 
 
 @pytest.mark.parametrize("name", OPERATORS)

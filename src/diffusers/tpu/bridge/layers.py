@@ -18,6 +18,7 @@ from torchax.tensor import Tensor
 
 from ..kernels.linear import linear as fast_linear
 from ..kernels.settings import current
+from .on_host import NotTaken
 
 
 aten = torch.ops.aten
@@ -51,10 +52,9 @@ def operands(x, operator) -> tuple | None:
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
     x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
-    if jnp.issubdtype(w.dtype, jnp.inexact) and not jnp.issubdtype(x.dtype, jnp.inexact):
-        # Of floats the wider dtype counts, as scripts under autocast expect; whole numbers torch refuses.
-        with jax.numpy_dtype_promotion("strict"):
-            jnp.promote_types(x.dtype, w.dtype)
+    check_kinds(x, w)
+    if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
+        raise NotTaken
     result = fast_linear(x, w, b, "", current())
     if result is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current())
@@ -62,6 +62,13 @@ def linear(input, weight, bias=None):
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = result if b is None else result + b
     return Tensor(result.astype(dtype), input._env)
+
+
+def check_kinds(*arrays: jax.Array):
+    """Raises NotTaken for whole numbers beside floats, which no product of torch's takes; of floats the wider dtype counts, as scripts
+    under autocast expect."""
+    if len({jnp.issubdtype(array.dtype, jnp.inexact) for array in arrays}) > 1:
+        raise NotTaken
 
 
 ACTIVATIONS = {  # to names of `linear.ACTIVATIONS`

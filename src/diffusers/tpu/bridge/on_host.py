@@ -23,6 +23,10 @@ META = torch.device("meta")  # which computes shapes and dtypes alone
 _NOT_A_DRAW = "attention|sdp|^_cudnn|^_lstm|^lstm$|^gru$|_rnn|^rnn_|^rrelu$|^(feature_)?(alpha_)?dropout_?$"
 
 
+class NotTaken(Exception):
+    """An operator of ours is given shapes or dtypes that torch's refuses: `refusal` has torch's error."""
+
+
 @functools.cache
 def is_draw(func) -> bool:
     """Whether a function or operator of torch's draws random numbers."""
@@ -74,16 +78,17 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
     """torch's own error for these arguments of `func`, which has `failed`; None: torch takes them, or cannot be asked.
 
     Tensors of a trace have no values. Zeros stand for them, and only if torch's meta device, which computes nothing, refuses
-    their shapes and dtypes too.
+    their shapes and dtypes too, or an operator of ours did.
     """
     # An operator of ours that took for a tensor what is none fails at its array.
     another_type = isinstance(failed, AttributeError) and failed.name in ("jax", "_env")
-    if not (is_refused(failed) or raised_inside(failed) or another_type) or is_draw(func):
+    asks = another_type or isinstance(failed, NotTaken) or is_refused(failed) or raised_inside(failed)
+    if not asks or is_draw(func):
         return None
     arrays = [t.jax() for t in tree_leaves((args, kwargs)) if isinstance(t, DEVICE_TENSORS)]
-    traced = any(isinstance(array, jax.core.Tracer) for array in arrays)
+    by_value = any(isinstance(array, jax.core.Tracer) for array in arrays) and not isinstance(failed, NotTaken)
     error = None
-    for device in (META, HOST) if traced else (HOST,):
+    for device in (META, HOST) if by_value else (HOST,):
         try:
             with plain():
                 given, named = tree_map_only(torch.Tensor, functools.partial(stand_in, device), (args, kwargs))

@@ -18,6 +18,7 @@ from ..video.halo import NotByShards, halo_shards
 from ..video.norm import normed
 from . import layers, resizing
 from .layers import made_of, operands
+from .on_host import NotTaken
 
 
 aten = torch.ops.aten
@@ -46,7 +47,11 @@ def register(env):
         aten.softmax.int: softmax,
         torch.Tensor.repeat_interleave: repeat_interleave,
         aten.index_put.default: over(_index_put, aten.index_put.default),
+        aten.embedding.default: over(_embedding, aten.embedding.default),
     }
+    for overload in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.matmul.default):
+        ours[overload] = over(_product, overload)
+    ours[torch.einsum] = over(_einsum, torch.einsum)
     for overload in (aten.silu.default, aten.gelu.default, aten.sigmoid.default):
         ours[overload] = functools.partial(layers.activated, overload, over(_in_float32, overload))
     for overload in (
@@ -101,16 +106,22 @@ def repeat_interleave(input, repeats, dim=None, *, output_size=None):
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """(x - mean) / sqrt(variance + eps) * weight + bias in float32, as torch computes it; torchax rounds every step."""
-    axes = tuple(range(-len(normalized_shape), 0))
+    axes = _last_axes(input, normalized_shape)
     return _affine(input, _standardised(input.jax().astype(jnp.float32), axes, eps), weight, bias)
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
     """x / sqrt(mean(x^2) + eps) * weight in float32."""
-    axes = tuple(range(-len(normalized_shape), 0))
+    axes = _last_axes(input, normalized_shape)
     x = input.jax().astype(jnp.float32)
     eps = torch.finfo(input.dtype).eps if eps is None else eps
     return _affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
+
+
+def _last_axes(input, shape) -> tuple[int, ...]:
+    if tuple(input.shape[-len(shape) :]) != tuple(shape):
+        raise NotTaken
+    return tuple(range(-len(shape), 0))
 
 
 def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
@@ -148,6 +159,26 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
 
 
 WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already"
+
+
+def _embedding(plain, weight, indices, *args, **kwargs):
+    """torchax's takes truths and fractions for places too."""
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise NotTaken
+    return Tensor(plain(weight.jax(), indices.jax(), *args, **kwargs), weight._env)
+
+
+def _product(plain, *factors, **kwargs):
+    """torchax's makes floats of whole numbers beside them."""
+    arrays = [x.jax() for x in factors]
+    layers.check_kinds(*arrays)
+    return Tensor(plain(*arrays, **kwargs), factors[0]._env)
+
+
+def _einsum(plain, equation, *factors):
+    factors = factors[0] if isinstance(factors[0], (list, tuple)) else factors
+    layers.check_kinds(*(x.jax() for x in factors))
+    return Tensor(plain(equation, *(x.jax() for x in factors)), factors[0]._env)
 
 
 def _pad(torchax_pad, input, pad, mode="constant", value=None):
