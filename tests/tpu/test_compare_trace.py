@@ -9,12 +9,12 @@ import torch
 import tiny
 from diffusers.models.transformers import transformer_hunyuan_video15
 from diffusers.tpu.apps.cli import main
-from diffusers.tpu.bridge import assuming
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.config import TPUConfig
-from diffusers.tpu.planner.trace_diagnostics import list_obstacles
+from submodules.obstacles import assuming
+from submodules.trace import list_obstacles
 
 
 HUNYUAN = "diffusers.models.transformers.transformer_hunyuan_video15"

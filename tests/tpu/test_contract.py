@@ -40,7 +40,8 @@ def test_every_private_name_that_the_package_reads_is_listed(root):
     """Read as an attribute, imported, or named in a string, and defined nowhere in the package."""
     overlay = root / "src/diffusers"
     defined, read, words = set(), {}, set()
-    for file in (*overlay.glob("tpu/**/*.py"), *overlay.glob("**/*_flax.py")):
+    submodules = root / "examples/tpu/submodules"
+    for file in (*overlay.glob("tpu/**/*.py"), *overlay.glob("**/*_flax.py"), *submodules.glob("*.py")):
         words |= set(re.findall(r"\b_\w+", file.read_text()))
         for node in ast.walk(ast.parse(file.read_text())):
             names, own = [], isinstance(getattr(node, "ctx", None), ast.Store)

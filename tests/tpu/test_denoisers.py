@@ -15,20 +15,21 @@ from torch.utils._pytree import tree_map_only
 from conftest import relative
 from denoisers import WIDTH, built, inputs
 from diffusers import Flux2Transformer2DModel, HeliosTransformer3DModel, LTXVideoTransformer3DModel, tpu
-from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
+from diffusers.tpu.chips.figures import GIB
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.chips.sharding import ModelPlan, plan_weights
+from diffusers.tpu.chips.sharding import INFERRED, ModelPlan, plan_weights
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.kernels.attention.api import explain
 from diffusers.tpu.pipelines.attach import runs
 from diffusers.tpu.pipelines.plans import declared_plan
+from diffusers.tpu.weights.hbm import storages, tensor_degree
 
 
 def assert_equal(theirs, given, mesh):
@@ -151,7 +152,7 @@ def test_bfloat16_within_upstreams_error(chips, kind):
     assert relative(found, oracle) < 1.25 * relative(theirs, oracle)
 
 
-# Plans from what upstream declares
+# Plans from what upstream declares, and from the trace
 
 
 def drawn(name: str):
@@ -210,6 +211,31 @@ def test_no_large_weight_is_whole_on_every_chip(chips, cls, degrees):
         assert specs["single_transformer_blocks.*.attn.to_out.weight"] == P(stored, tp)
 
 
+def test_weights_lie_over_as_few_chips_as_have_room():
+    """By hand, rooms in models; beside it a text encoder of half its size, over all chips. Where no room is known over all."""
+    with torch.device("meta"):
+        model, other = (Flux2Transformer2DModel(num_layers=n, num_single_layers=0) for n in (2, 1))
+    size, beside = (sum(p.nbytes for p in module.parameters()) for module in (model, other))
+    models, lengths = {"a": (model, declared_plan(model)), "b": (other, ModelPlan())}, {"dp": 2, "sp": 4, "tp": 1}
+    rows = {1.0: (), 0.5: ("dp",), 0.25: ("sp",), 0.125: ("dp", "sp"), 0.1: ("dp", "sp")}
+    rooms = {part: int(part * size + beside / 8) + 1 for part in rows}
+    assert {part: storages(models, lengths, room)["a"] for part, room in rooms.items()} == rows
+    assert [tensor_degree(models, 8, room) for room in rooms.values()] == [1, 2, 4, 8, 1]
+    assert storages(models, lengths, None)["a"] == ("dp", "sp") and tensor_degree(models, 8, None) == 1
+    assert storages(models, {**lengths, "tp": 2}, rooms[0.5])["a"] == ()
+
+
+@pytest.mark.parametrize(
+    "room, degrees, storage", [(1.1, (1, 8, 1), ()), (0.6, (1, 4, 2), ()), (None, (1, 8, 1), ("dp", "sp"))]
+)
+def test_a_model_runs_where_it_has_room(chips, room, degrees, storage):
+    theirs, ours, given = drawn("flux2")
+    size = sum(t.nbytes for t in named_tensors(ours).values()) / GIB
+    tpu.install(ours, TPUConfig(**({} if room is None else {"hbm_gib": room * size, "reserve_gib": 0})))
+    assert relative(answers(ours, given), answers(theirs, given)) < 1e-5
+    assert (tuple(runs(ours).mesh.shape.values()), runs(ours).storage) == (degrees, storage)
+
+
 class Streams(torch.nn.Module):
     """A block whose answers stand in another order than its arguments."""
 
@@ -223,7 +249,6 @@ class Streams(torch.nn.Module):
 
 class OfStreams(torch.nn.Module):
     _repeated_blocks = ["Streams"]
-    _cp_plan = {"blocks.0": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)}}
 
     def __init__(self):
         super().__init__()
@@ -235,7 +260,7 @@ class OfStreams(torch.nn.Module):
         return hidden_states, context
 
 
-def test_the_declared_stream_is_split_between_blocks(chips):
+def test_the_longest_stream_is_split_between_blocks(chips):
     theirs, given = OfStreams(), {"hidden_states": torch.randn(1, 30, 16), "context": torch.randn(1, 6, 16)}
     ours = copy.deepcopy(theirs)
     runner = attached(ours, declared_plan(ours), chips, (1, 4, 1))
@@ -245,32 +270,16 @@ def test_the_declared_stream_is_split_between_blocks(chips):
     assert {"f32[1,8,16]", "f32[1,6,16]"} == set(re.findall(r"f32\[1,\d+,16\]", loop.partition(" while(")[0]))
 
 
-class Block(torch.nn.Module):
-    def forward(self, hidden_states, image, mask):
-        return hidden_states
-
-
-def split(dim: int, axes: int | None, output: bool = False) -> ContextParallelInput:
-    return ContextParallelInput(split_dim=dim, expected_dims=axes, split_output=output)
-
-
 def test_only_what_can_be_said_is_taken_from_a_declaration():
     model = torch.nn.Module()
-    model.blocks, model.proj = torch.nn.ModuleList([Block(), Block()]), torch.nn.Linear(2, 2)
+    model.proj = torch.nn.Linear(2, 2)
     assert declared_plan(model) == ModelPlan()
-    model._repeated_blocks = ["Block"]
-    model._cp_plan = {
-        "": {"image": split(1, 3), "latents": split(1, 3)},  # one that no block takes
-        "rope": {0: split(1, 3, output=True)},
-        "blocks.0": {"hidden_states": split(2, 4), "image": split(2, 3), "mask": split(0, None)},
-        "proj": ContextParallelOutput(gather_dim=1, expected_dims=3),
-    }
-    model._tp_plan = {"proj": "colwise", "proj_2": "rowwise", "blocks.*": "sequence"}
+    model._repeated_blocks, model._tp_plan = (
+        ["Block"],
+        {"proj": "colwise", "proj_2": "rowwise", "blocks.*": "sequence"},
+    )
     plan = declared_plan(model)
-    assert plan.activation_spec == {"hidden_states": P("dp", None, "sp", None)}
-    assert [spec for _, spec in plan.rules] == [P("tp", ("dp", "sp")), P("tp")]
-    model._cp_plan = {"blocks.*": {"mask": split(0, 1)}}
-    assert declared_plan(model).activation_spec == {"mask": P("sp")}
+    assert plan.activation_spec == INFERRED and [spec for _, spec in plan.rules] == [P("tp", ("dp", "sp")), P("tp")]
 
 
 @pytest.mark.parametrize("made", ["chronoedit", "helios", "minimax"])

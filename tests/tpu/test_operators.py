@@ -5,6 +5,7 @@ import copy
 from operator import attrgetter
 
 import jax
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from conftest import relative
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.tpu import bridge
+from diffusers.tpu.kernels.settings import Settings, using
 from test_bridge import env, on_chip, on_host  # noqa: F401
 
 
@@ -56,6 +58,23 @@ OPERATORS = {
     "RMS norm, own epsilon": (lambda x: F.rms_norm(x, (7,)), [WIDE], 1e-6),
     "group norm": (lambda x, w, b: F.group_norm(x, 3, w, b, 1e-6), [WIDE, (3,), (3,)], 1e-6),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [(slice(None), slice(3, None)), (slice(None), slice(2, 9)), (slice(2),)])
+def test_a_part_that_is_written_among_chips_is_no_scatter(env, make_mesh, cut):
+    x, value = torch.randn(4, 21, 3), torch.randn(4, 21, 3)[cut]
+    expected = x.clone()
+    expected[cut] = value
+
+    def run(x, value):
+        there = bridge.to_torch(x)
+        there[cut] = bridge.to_torch(value)
+        return there.jax()
+
+    with env, using(Settings(mesh=make_mesh(1, 4, 1))):
+        traced = jax.jit(run).trace(x.numpy(), value.numpy())
+        assert "scatter" not in str(traced.jaxpr)
+        assert torch.equal(torch.from_numpy(np.array(traced.lower().compile()(x.numpy(), value.numpy()))), expected)
 
 
 NUMBERS, SQUARE = torch.arange(12).reshape(4, 3), (3, 3)

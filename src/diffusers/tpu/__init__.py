@@ -44,7 +44,7 @@ def resolve_device_map(device_map):
     if device_map is None or str(device_map).split(":")[0] in (*ACCELERATORS, "auto", "balanced"):
         from .pipelines.attach import resolved, target_devices
 
-        resolved(None, target_devices())
+        resolved(None, target_devices(), {})
         return None, True
     raise NotImplementedError(
         f"expected device_map None, 'cuda', 'balanced' or 'cpu' on the TPU path, got {device_map!r}: weights are sharded"

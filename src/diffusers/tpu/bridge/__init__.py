@@ -21,7 +21,6 @@ from torchax.tensor import OperatorNotFound, Tensor
 from torchax.view import View
 
 from .decisions import Decisions, Guard, deciding
-from .diagnostics import Obstacle, assuming
 from .environment import DEVICE, Deferred, decomposing, environment, on_device, quiet_integers
 from .host_values import DEVICE_TENSORS, READS, ValueRead, plain
 from .host_values import apart as known_apart

@@ -12,7 +12,7 @@ from jax._src.config import traceback_filtering  # of one thread, for a while; J
 
 
 INSIDE = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/opt_einsum/")
-LIBRARIES = (*INSIDE, "/diffusers/tpu/", "/contextlib.py", "/functools.py", "<frozen")
+LIBRARIES = (*INSIDE, "/diffusers/tpu/", "/tpu/submodules/", "/contextlib.py", "/functools.py", "<frozen")
 OURS = "_flax.py"
 
 

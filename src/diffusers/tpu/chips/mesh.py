@@ -16,17 +16,19 @@ AXES = ("dp", "sp", "tp")
 
 
 def plan_degrees(
-    chips: int, wanted: tuple[int, int, int] | None, branches: int = 1, slices: int = 1
+    chips: int, wanted: tuple[int, int, int] | None, branches: int = 1, slices: int = 1, tp: int = 1
 ) -> tuple[int, int, int]:
-    """Degrees `(dp, sp, tp)` for `chips`: those wanted, else guidance branches on dp, as many as divide the chips, rest sp. Of several
-    slices dp is a multiple of their number, so that only it crosses from one to the next. Fewer than all chips are allowed.
+    """Degrees `(dp, sp, tp)` for `chips`: those wanted, else guidance branches on dp, as many as divide the chips, `tp` if it divides the
+    rest, that on sp. Of several slices dp is a multiple of their number, so that only it crosses from one to the next. Fewer than all
+    chips are allowed.
 
     Raises ValueError where the wanted degrees need more chips than there are.
     """
     if wanted is None:
         dp = math.lcm(math.gcd(branches, chips), slices)
         dp = dp if chips % dp == 0 else slices
-        return dp, chips // dp, 1
+        tp = tp if chips // dp % tp == 0 else 1
+        return dp, chips // dp // tp, tp
     used = wanted[0] * wanted[1] * wanted[2]
     if used > chips:
         raise ValueError(

@@ -16,6 +16,10 @@ from .mesh import slices_of
 
 STORAGE_AXES = ("dp", "sp")
 LARGE_ELEMENTS = 1 << 16
+INFERRED = (
+    "inferred"  # in place of specs between blocks: the longest sequence that a block hands to the next lies over `sp`
+)
+TOKENS = PartitionSpec("dp", "sp", None)
 
 Rules = tuple[tuple[str, PartitionSpec], ...]
 
@@ -28,7 +32,7 @@ class ModelPlan:
         rules: (regular expression, spec) pairs tried in order against the weight's name, blocks as `blocks.*.`.
             A weight that no rule names is stored over `dp` and `sp` if it is large, else replicated.
         activation_spec: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
-            the name of the next block's argument, None for one that the compiler may lay as it likes; None leaves all to the compiler.
+            the name of the next block's argument, None for one that the compiler may lay as it likes; `INFERRED`; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.
         parallel: chips share the work of one call, in the plan's own way; true where there is an `activation_spec`.
         entries: the methods that run on the device.
@@ -42,7 +46,7 @@ class ModelPlan:
     """
 
     rules: Rules = ()
-    activation_spec: PartitionSpec | tuple[PartitionSpec | None, ...] | Mapping[str, PartitionSpec] | None = None
+    activation_spec: PartitionSpec | tuple[PartitionSpec | None, ...] | Mapping[str, PartitionSpec] | str | None = None
     batched: tuple[str, ...] = ()
     parallel: bool = False
     entries: tuple[str, ...] = ("forward",)
@@ -94,9 +98,9 @@ def gathered(spec: PartitionSpec, kept: tuple[str, ...] = ()) -> PartitionSpec:
 
 def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = STORAGE_AXES) -> PartitionSpec:
     """Storage of a weight that no rule names: its largest divisible dimension over `dp` and `sp` if it is large."""
-    if math.prod(shape) < LARGE_ELEMENTS:
+    if math.prod(shape) < LARGE_ELEMENTS or not inside:
         return PartitionSpec()
-    for axes in dict.fromkeys((inside, ("sp",), ("dp",) if "dp" in inside else ("sp",))):
+    for axes in dict.fromkeys((inside, *((axis,) for axis in reversed(STORAGE_AXES) if axis in inside))):
         for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
             spec = PartitionSpec(*(axes if d == dim else None for d in range(len(shape))))
             fitted = fit(spec, shape, mesh)
@@ -106,15 +110,20 @@ def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = S
 
 
 def plan_weights(
-    shapes: Mapping[str, tuple[tuple[int, ...], int]], rules: Rules, mesh: Mesh
+    shapes: Mapping[str, tuple[tuple[int, ...], int]],
+    rules: Rules,
+    mesh: Mesh,
+    storage: tuple[str, ...] = STORAGE_AXES,
 ) -> tuple[dict[str, PartitionSpec], Coverage]:
     """Storage spec of every weight and the coverage report. Raises ValueError for a rule that matches no weight (a dead rule).
 
     Args:
         shapes: name -> (shape without the stacked axis, bytes of all of it).
+        storage: the axes over which weights are stored, of `STORAGE_AXES`.
     """
     specs, coverage = {}, Coverage()
-    inside = STORAGE_AXES if slices_of(tuple(mesh.devices.flat)) == 1 else ("sp",)  # each slice has all of them
+    one_slice = slices_of(tuple(mesh.devices.flat)) == 1
+    inside = tuple(axis for axis in storage if one_slice or axis == "sp")  # each slice has all of them
     for name, (shape, size_bytes) in shapes.items():
         plain = name.replace(".base_layer", "")  # PEFT's name for a weight that it wraps
         label, spec = next((rule for rule in rules if re.search(rule[0], plain)), ("(no rule)", None))

@@ -15,7 +15,7 @@ from .. import bridge, notices
 from ..chips.devices import compiler_options
 from ..chips.figures import generation_of
 from ..chips.locks import exclusive
-from ..chips.sharding import ModelPlan
+from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan
 from ..config import TPUConfig
 from ..errors import within_hbm
 from ..kernels.attention.softmax_modes import ModeCounter
@@ -52,6 +52,7 @@ class ModulePrograms(EntryMethods):
 
     Attributes:
         traced: programs, by call and state: kind of call (key, branches side by side, state) and the values of its guards.
+        storage: the axes over which weights are stored (`weights.hbm.choose_storage`); None: over all.
         known: by kind and the values so far, the guard that follows, or the mark that calls of this kind run alone.
     """
 
@@ -79,6 +80,7 @@ class ModulePrograms(EntryMethods):
         self.known: dict[tuple, bridge.Guard | str] = LRUCache(MOST_GUARDS * config.programs)
         self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self._execute)
         self.executables = Executables(self)
+        self.storage: tuple[str, ...] | None = None
         self._placed: PlacedWeights | None = None
         self._numbers: tuple[tuple, dict[str, jax.Array]] = (), {}
         self.traces = self.compiled = 0  # how often
@@ -97,7 +99,8 @@ class ModulePrograms(EntryMethods):
     def plan_weights(self, anew: bool = False) -> PlacedWeights:
         """Where the weights lie or will lie; moves nothing."""
         scan = self.config.scan and not self.modes.never_traced
-        planned_for = scan, () if self.split is None else tuple(self.split.runners)
+        storage = STORAGE_AXES if self.storage is None else self.storage
+        planned_for = scan, () if self.split is None else tuple(self.split.runners), storage
         former = self._placed
         if anew or former is None or former.planned_for != planned_for:
             self._placed = plan_placement(self.module, self.plan, self.mesh, *planned_for)
@@ -281,7 +284,7 @@ class ModulePrograms(EntryMethods):
         """How the operations of this module's traces run."""
         return Settings(
             mesh=self.mesh,
-            sequence=self.plan.activation_spec is not None,
+            sequence=self.plan.activation_spec not in (None, INFERRED),
             kernel=self.config.attention,
             blocks=self.config.attention_blocks,
             smoothing=self.config.attention_smoothing,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ...utils import logging
 from .. import notices
 from ..bridge import numpy_dtype
-from ..chips.sharding import Coverage, ModelPlan, named, plan_weights
+from ..chips.sharding import STORAGE_AXES, Coverage, ModelPlan, named, plan_weights
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
 from ..weights.transfer import PlacementRequest, Transfer
@@ -39,7 +39,7 @@ class PlacedWeights:
     """A module's weights on the mesh. The module keeps its host tensors; what changes there is placed again.
 
     Attributes:
-        planned_for: whether equal blocks are stacked, and submodules whose weights are left out.
+        planned_for: whether equal blocks are stacked, submodules whose weights are left out, and the axes of storage.
         arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
         sources: key -> the module's tensor names that make it up; None: zeros, for the term of an adapter that a block lacks.
         specs: key -> storage spec of the array, the stacked axis left out.
@@ -56,7 +56,7 @@ class PlacedWeights:
     specs: dict
     avals: dict[str, jax.ShapeDtypeStruct]
     coverage: Coverage
-    planned_for: tuple[bool, tuple[str, ...]]
+    planned_for: tuple[bool, tuple[str, ...], tuple[str, ...]]
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     versions: dict[str, tuple] = field(default_factory=dict)
     samples: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -169,9 +169,14 @@ FLOAT16 = (
 
 
 def plan_placement(
-    module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, scan: bool, without: tuple[str, ...] = ()
+    module: torch.nn.Module,
+    plan: ModelPlan,
+    mesh: Mesh,
+    scan: bool,
+    without: tuple[str, ...] = (),
+    storage: tuple[str, ...] = STORAGE_AXES,
 ) -> PlacedWeights:
-    """Where every weight of the module will lie, those of submodules `without` left out; nothing is moved yet.
+    """Where every weight of the module will lie, those of submodules `without` left out, over the axes `storage`; nothing is moved yet.
 
     Raises ValueError for weights that the checkpoint had no values of, NotImplementedError for quantized ones.
     """
@@ -197,14 +202,14 @@ def plan_placement(
         some = [tensors[name] for name in names if name is not None]
         largest = tuple(map(max, *(t.shape for t in some))) if len(some) > 1 else tuple(some[0].shape)
         shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
-    specs, coverage = plan_weights(shapes, () if without else plan.rules, mesh)
+    specs, coverage = plan_weights(shapes, () if without else plan.rules, mesh, storage)
     avals = {}
     for key, names in sources.items():
         stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
         dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
     terms = {key for key, names in sources.items() if any(map(adapters.in_a_term, filter(None, names)))}
-    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, (scan, without), terms=terms)
+    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, (scan, without, storage), terms=terms)
 
 
 def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str, np.ndarray]:

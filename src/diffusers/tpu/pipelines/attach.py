@@ -23,7 +23,7 @@ from ..compile.module import CompiledModule
 from ..compile.state import is_entry
 from ..config import TPUConfig, read_environment
 from ..idioms.processes import refuse_several
-from ..weights.hbm import HbmManager, hbm_manager_of
+from ..weights.hbm import HbmManager, hbm_manager_of, room_on, tensor_degree
 from .plans import module_plan
 
 
@@ -53,14 +53,25 @@ def target_devices() -> tuple:
     return jax_devices(target)
 
 
-def resolved(config: TPUConfig | None, devices: tuple, branches: int = 1) -> TPUConfig:
-    """The configuration with its degrees in numbers; None: what the environment says.
+def degrees_of(
+    modules: dict[str, torch.nn.Module], devices: tuple, config: TPUConfig, wanted: tuple | None, branches: int = 1
+) -> tuple[int, int, int]:
+    """(dp, sp, tp) for these models on these devices, `wanted` or by their number of guidance branches and their room. Raises as `plan_degrees`."""
+    models = {name: (module, module_plan(module)) for name, module in modules.items()}
+    tp = 1 if wanted else tensor_degree(models, len(devices), room_on(devices[0], config)[1])
+    return plan_degrees(len(devices), wanted, branches, slices_of(devices), tp)
+
+
+def resolved(
+    config: TPUConfig | None, devices: tuple, modules: dict[str, torch.nn.Module], branches: int = 1
+) -> TPUConfig:
+    """The configuration with its degrees in numbers, for these models; None: what the environment says.
 
     Raises ValueError for degrees that these devices do not have, and for a ring that does not divide `sp`.
     """
     config = config or TPUConfig()
     wanted = config.mesh or read_environment().mesh
-    degrees = plan_degrees(len(devices), wanted, branches, slices_of(devices))
+    degrees = degrees_of(modules, devices, config, wanted, branches)
     if config.attention_ring and degrees[1] % config.attention_ring:
         raise ValueError(f"expected TPUConfig.attention_ring to divide sp {degrees[1]}, got {config.attention_ring}")
     return dataclasses.replace(config, mesh=degrees)
@@ -152,7 +163,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None) -> torch.n
     devices = target_devices()
     if config is not None and config.host:
         raise ValueError(f"expected TPUConfig.host for a pipeline, got {config.host} for a {type(module).__name__}")
-    runner, wanted = runs(module), of_model(resolved(config, devices))
+    runner, wanted = runs(module), of_model(resolved(config, devices, {"": module}))
     if runner is not None:
         differing = "" if config is None else differences(wanted, runner.config)
         if not differing:
@@ -164,6 +175,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None) -> torch.n
     mesh = make_mesh(devices, wanted.mesh)
     runner = attach(module, wanted, mesh, hbm_manager_of(mesh, wanted))
     runner.ownership.alone, runner.ownership.asked = True, config is not None
+    runner.hbm_manager.choose_storage({"": runner})
     return module
 
 
@@ -257,5 +269,5 @@ def _copied(module, memo: dict) -> torch.nn.Module:
     new.__setstate__(copy.deepcopy(module.__getstate__(), memo))
     if isinstance(runner, CompiledModule):
         made = attach(new, runner.config, runner.mesh, runner.hbm_manager)
-        made.ownership.asked = runner.ownership.asked
+        made.ownership.asked, made.storage = runner.ownership.asked, runner.storage
     return new

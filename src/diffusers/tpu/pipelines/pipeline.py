@@ -48,7 +48,7 @@ def install(pipe, config: TPUConfig | None = None):
     plan = pipeline_plan(original)
     modules = modules_of(pipe)
     wanted = config if config is not None else taken_over(pipe, modules)
-    config = attach.resolved(wanted, devices, plan.branches(pipe))
+    config = attach.resolved(wanted, devices, modules, plan.branches(pipe))
     if state is not None and config == state.config:
         return pipe
     check(pipe, modules, config)

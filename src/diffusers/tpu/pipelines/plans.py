@@ -15,9 +15,8 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
-from ...models._modeling_parallel import ContextParallelInput
 from ...models.modeling_utils import ModelMixin
-from ..chips.sharding import STORAGE_AXES, ModelPlan, Rules
+from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, Rules
 
 
 VAE_ENTRIES = ("encode", "decode")
@@ -105,12 +104,9 @@ def _without_cache(arguments: dict) -> dict:
     return {} if given.get("use_cache") is not None else {"use_cache": False}
 
 
-# Plans from what upstream's classes declare for other hardware: theirs are the splits, where they lie is ours.
+# Plans from what upstream's classes declare: which blocks are repeated, between which the sequence lies over `sp`, and
 #
-#    _cp_plan    {path of a module: {argument: split along an axis}}    tokens of what blocks hand on, over `sp`
 #    _tp_plan    {glob of a linear layer: by columns, by rows}          its outputs or its inputs, over `tp`
-#
-# An argument that no repeated block takes, or one that is split in two ways, is left to the compiler.
 
 
 # Of a linear layer's weight [out, in] and bias. Several projections in one weight are cut as one.
@@ -122,26 +118,9 @@ PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
 
 
 def declared_plan(module: torch.nn.Module) -> ModelPlan:
-    """What the module's class declares of how chips share its work, and nothing where it declares nothing."""
-    return ModelPlan(rules=_declared_rules(module), activation_spec=_declared_activations(module))
-
-
-def _declared_activations(module: torch.nn.Module) -> dict[str, P] | None:
-    """Arguments of repeated blocks that are declared split, by name; None where there is none.
-
-    An argument of the model is a block's of the same name, and so is one of a block's part: [B, T, C] is split in both.
-    """
-    repeated = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
-    blocks = {type(block) for block in module.modules() if type(block).__name__ in repeated}
-    taken = {name for block in blocks for name in inspect.signature(block.forward).parameters}
-    found = {}
-    for inputs in (getattr(module, "_cp_plan", None) or {}).values():
-        for name, split in inputs.items() if isinstance(inputs, dict) else ():
-            if name in taken and isinstance(split, ContextParallelInput) and split.expected_dims is not None:
-                axes = range(split.expected_dims)  # the batch comes first where it is not what is split
-                spec = P(*("sp" if axis == split.split_dim else "dp" if axis == 0 else None for axis in axes))
-                found.setdefault(name, set()).add(spec)
-    return {name: specs.pop() for name, specs in found.items() if len(specs) == 1} or None
+    """How chips share the work of a model whose class has no plan: by the sequence between its repeated blocks, and as it declares."""
+    repeated = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None)
+    return ModelPlan(rules=_declared_rules(module), activation_spec=INFERRED if repeated else None)
 
 
 def _declared_rules(module: torch.nn.Module) -> Rules:

@@ -2,7 +2,7 @@
 
 A plan is made by `published` and `building` (a pipeline without weights), `recording` (its calls), `work` and `meshes` (counts, guesses),
 `hlo`, `bundles`, `ici`, `timing` (compiled programs read), `kept`, `runs`, `advice`, `worker` (all of it, in the compiler's process) and
-`report`. Beside them `ahead`: executables before a run; `trace_diagnostics`: what keeps a model from compiling; `profile`: a traced run.
+`report`. Beside them `ahead`: executables before a run; `profile`: a traced run.
 """
 
 import hashlib

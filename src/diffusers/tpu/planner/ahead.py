@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..chips.figures import find_topology
-from ..chips.mesh import make_mesh, plan_degrees, slices_of
+from ..chips.mesh import make_mesh
 from ..compile.executables import ALONE
 from ..compile.module import CompiledModule
 from ..config import TPUConfig
-from ..pipelines.attach import of_model, target_devices
+from ..pipelines.attach import degrees_of, of_model, target_devices
 from ..pipelines.plans import pipeline_plan
 from . import SIMULATED
 from .aot import BadRequest, Compiler, out_of_memory_told, run_in_child
@@ -46,7 +46,8 @@ def make_here(request: dict, progress: Callable) -> dict:
     recording = recording_of(request, progress)
     plan, wanted = pipeline_plan(type(recording.pipe)), tuple(request["mesh"]) if request["mesh"] else None
     try:
-        degrees = plan_degrees(len(devices), wanted, plan.branches(recording.pipe), slices_of(devices))
+        given = TPUConfig(**request["config"])
+        degrees = degrees_of(recording.modules, devices, given, wanted, plan.branches(recording.pipe))
     except ValueError as error:
         raise BadRequest(str(error)) from error
     config, programs, left, weights = TPUConfig(**{**request["config"], "mesh": degrees}), [], [], {}

@@ -226,19 +226,30 @@ class _Clock:
             whole, part = (names.get(update.operands[n]) for n in (0, 1))
             if whole is not None and part is not None and i.arrays and i.arrays[0].space == 0:
                 total -= update.hbm_bytes - part.stored_bytes
-        parameters = {int(x.operands[0]): x for x in inner if x.opcode == "parameter"}
         for number, operand in enumerate(i.operands):
             source = instructions.get(operand)
-            if source is None:
-                continue
-            size = source.hbm_bytes
-            uses = [x for x in inner if number in parameters and parameters[number].name in x.operands]
-            if uses and all(_reads_a_part(x, parameters[number].name) for x in uses):
-                size = min(size, sum(_part(x, names) for x in uses))
-            elif not inner and _reads_a_part(i, operand):
-                size = min(size, _part(i, names))
-            total += size
+            if source is not None and inner:
+                total += self._read(inner, number, source.hbm_bytes)
+            elif source is not None:
+                total += min(source.hbm_bytes, _part(i, names)) if _reads_a_part(i, operand) else source.hbm_bytes
         return max(int(total), 0)
+
+    def _read(self, computation: list[hlo.Instruction], number: int, size: int) -> int:
+        """Bytes of `size` that a computation, and what it calls, reads of its parameter of this number."""
+        names = {x.name: x for x in computation}
+        held = {x.name for x in computation if x.opcode == "parameter" and int(x.operands[0]) == number}
+        total, used = 0, False
+        for x in computation:  # in order: what only gives the parameter another shape is the parameter
+            places = [place for place, name in enumerate(x.operands) if name in held]
+            if x.opcode == "bitcast" and places:
+                held.add(x.name)
+            elif places and _reads_a_part(x, x.operands[0]) and places == [0]:
+                total, used = total + _part(x, names), True
+            elif places and x.opcode in ("fusion", "call"):
+                total, used = total + sum(self._read(self.program.inside(x), place, size) for place in places), True
+            elif places:
+                return size
+        return min(size, total) if used else size
 
     def _likeness(self, i: hlo.Instruction, instructions: dict) -> str:
         """What two operations share that have one schedule: opcode, shapes, also of operands, windows, the inside of a fusion."""

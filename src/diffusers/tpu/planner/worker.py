@@ -9,9 +9,10 @@ from pkgutil import resolve_name
 import torch
 
 from ..chips.figures import Topology, find_topology
-from ..chips.mesh import AXES, make_mesh, plan_degrees
+from ..chips.mesh import AXES, make_mesh
 from ..compile.module import CompiledModule
 from ..config import TPUConfig
+from ..pipelines.attach import degrees_of
 from ..pipelines.plans import module_plan, pipeline_plan
 from . import READER, advice, ici, kept, meshes, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
@@ -143,8 +144,8 @@ class Planner:
         return self.plan_on(self.topology, best.mesh), ranking
 
     def default_mesh(self, topology: Topology) -> tuple[int, int, int]:
-        pipe = self.recording.pipe
-        return plan_degrees(topology.devices, None, pipeline_plan(type(pipe)).branches(pipe), topology.slices)
+        pipe, devices = self.recording.pipe, Compiler(topology).devices
+        return degrees_of(self.recording.modules, devices, self.config, None, pipeline_plan(type(pipe)).branches(pipe))
 
     def plan_on(self, topology: Topology, mesh: tuple[int, int, int], stages: tuple[str, ...] = ()) -> PlannedRun:
         """The run on one mesh, its programs compiled or modelled. `stages`: of these components; none: of all that were asked for."""

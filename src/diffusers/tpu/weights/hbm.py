@@ -5,17 +5,19 @@ prefetched while that works: compiled, and moved in if both have room.
 """
 
 import gc
+import math
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
+import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from ...utils import logging
 from ..chips import hosts
 from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
-from ..chips.sharding import named
+from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, named
 from ..config import TPUConfig
 
 
@@ -65,6 +67,43 @@ def turns(sizes: dict[str, int], limit: int | None) -> dict[str, list[str]]:
     return held
 
 
+Models = dict[str, tuple[torch.nn.Module, ModelPlan]]
+
+
+def tensor_degree(models: Models, chips: int, limit: int | None) -> int:
+    """The least `tp` with which the weights of models that share their work by `INFERRED` specs, and have rules for `tp`, fit a chip beside
+    the others', stored over all `chips`; 1 where none does, or where there is no such model."""
+    sizes = _sizes(models)
+    split = [name for name, (_, plan) in models.items() if plan.activation_spec == INFERRED and plan.rules]
+    rest = sum(size / chips for name, size in sizes.items() if name not in split)
+    degrees = [n for n in range(1, chips + 1) if chips % n == 0] if split and limit is not None else []
+    return next((tp for tp in degrees if rest + sum(sizes[name] for name in split) / tp <= limit), 1)
+
+
+def _sizes(models: Models) -> dict[str, int]:
+    """Bytes of the weights of each."""
+    return {n: sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for n, (m, _) in models.items()}
+
+
+def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> dict[str, tuple[str, ...]]:
+    """The axes over which each model's weights are stored, by name: all, but of models that share their work by `INFERRED` specs as few
+    as leave room for the others. What a chip has need not come over the links in every call.
+
+    Args:
+        models: with their plans. `lengths`: of the mesh's axes. `limit`: bytes of a chip that weights may take; None: not known.
+    """
+    found = dict.fromkeys(models, STORAGE_AXES)
+    sizes = {n: size / (lengths["tp"] if models[n][1].rules else 1) for n, size in _sizes(models).items()}
+
+    def need(axes: dict[str, tuple[str, ...]]) -> float:
+        return sum(sizes[name] / math.prod(lengths[axis] for axis in some) for name, some in axes.items())
+
+    for name in sorted(n for n, (_, plan) in models.items() if plan.activation_spec == INFERRED and limit is not None):
+        choices = ({**found, name: axes} for axes in ((), ("dp",), ("sp",), STORAGE_AXES))
+        found = next((one for one in choices if need(one) <= limit), found)
+    return found
+
+
 class HbmManager:
     """The room on the chips, one for all that runs there: pipelines, and models by themselves. `hbm`: bytes of a chip; `limit`: what
     weights may take of them; None: not known. `orders`: of each pipeline its runners by name, in the order of their use."""
@@ -80,6 +119,15 @@ class HbmManager:
         """(name, runner) pairs of a pipeline in its order of use. `model`: what the planner is asked about, in messages."""
         self.orders[owner] = dict(runners)
         self._models[owner] = model
+        self.choose_storage(self.orders[owner])
+
+    def choose_storage(self, runners: dict):
+        """Over which axes the weights of these are stored, once of each."""
+        if any(runner.storage is None for runner in runners.values()):
+            mesh = next(iter(runners.values())).mesh
+            found = storages({name: (r.module, r.plan) for name, r in runners.items()}, mesh.shape, self.limit)
+            for name, runner in runners.items():
+                runner.storage = found[name] if runner.storage is None else runner.storage
 
     def place_all(self, owner):
         """As `place`, of a pipeline, in the order of use. Raises ValueError as `check_all`, before anything is moved."""
@@ -196,12 +244,17 @@ class HbmManager:
 _managers: "weakref.WeakValueDictionary[tuple, HbmManager]" = weakref.WeakValueDictionary()
 
 
+def room_on(device: jax.Device, config: TPUConfig) -> tuple[int | None, int | None]:
+    """Bytes of a chip's HBM, and of those that weights may take; None: not known."""
+    chip = chip_of_kind(device.device_kind)
+    hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
+    return hbm, None if hbm is None else room_for_weights(hbm, config)
+
+
 def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
     """The room on these chips, the same one for every mesh of them and every configuration with the same limit."""
     devices = tuple(sorted(mesh.devices.flat, key=lambda device: device.id))
-    chip = chip_of_kind(devices[0].device_kind)
-    hbm = int(config.hbm_gib * GIB) if config.hbm_gib is not None else chip and chip.hbm_bytes
-    limit = None if hbm is None else room_for_weights(hbm, config)
+    hbm, limit = room_on(devices[0], config)
     return _managers.setdefault((devices, hbm, limit), HbmManager(hbm, limit))
 
 

@@ -23,6 +23,7 @@ from jax import lax
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...bridge import Deferred, Tensor, View, environment
+from ...chips.sharding import named
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
 from ..state.adapters import Adapters
@@ -284,14 +285,17 @@ class BlockRuns:
         return values, of_one(gives)
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
-        slots, names, avals = run.slots, run.names(self.model), [output._aval for output in run.outputs]
+        slots, avals = run.slots, [output._aval for output in run.outputs]
+        specs = self.function.layout([aval.shape for aval in avals], run.names(self.model))
         source = {number: slot for slot, number in slots.items()}
-        fills = self._fills(run, names)
-        settings = replace(current(), pad_tokens=max(fills))
+        fills = self._fills(run, specs)
+        sequence = current().sequence or any(spec is not None for spec in specs)
+        settings = replace(current(), pad_tokens=max(fills), sequence=sequence)
         filled = next(((aval.shape[1] + fill, fill) for aval, fill in zip(avals, fills) if fill), None)
 
         def pinned(array, number: int):
-            return self.function.pin_activations(array, number, names.get(number, ""))
+            there = specs[number] and named(settings.mesh, specs[number])
+            return array if there is None else lax.with_sharding_constraint(array, there)
 
         carry = [
             pinned(_filled(run.arrays[source[n]], fills[n]), n) if n in source else jnp.zeros(aval.shape, aval.dtype)
@@ -312,14 +316,14 @@ class BlockRuns:
         last, (passed, gives) = lax.scan(step, carry, stacked)
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 
-    def _fills(self, run: Run, carried: dict[int, str]) -> list[int]:
+    def _fills(self, run: Run, specs: list) -> list[int]:
         """Tokens beyond its own with which each output is carried, one of them at most: of blocks whose attention tells those apart."""
         modules = run.group.block(self.model, run.start).modules()
         processors = [(m, m.processor) for m in modules if hasattr(m, "processor")]
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
-        fills = [0] * len(run.outputs)
-        for number, name in carried.items() if known else ():
-            fills[number] = self.function.padding(run.outputs[number]._aval.shape, number, name)
+        fills, carried = [0] * len(run.outputs), {*(run.feeds or {}).values()}
+        for number in carried if known else ():
+            fills[number] = self.function.padding(run.outputs[number]._aval.shape, specs[number])
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from ... import notices
 from ...bridge import Decisions, Tensor, deciding, decomposing, environment, on_device, quiet_integers
-from ...chips.sharding import ModelPlan, gathered, named
+from ...chips.sharding import INFERRED, TOKENS, ModelPlan, gathered, named
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
 from ...video.halo import NotByShards
@@ -204,26 +204,27 @@ class PureFunction:
         whole = jax.lax.with_sharding_constraint(array, named(self.attention.mesh, gathered(self.specs[key])))
         return jax.block_until_ready(whole) if environment().waits else whole
 
-    def _spec_between(self, axes: int, number: int, name: str) -> PartitionSpec | None:
-        """Of output `number` of a block, of so many axes, which is the argument `name` of the next one."""
+    def layout(self, shapes: list[tuple[int, ...]], names: dict[int, str]) -> list[PartitionSpec | None]:
+        """Where each output of a block lies between blocks, None: anywhere. `names`: of the arguments of the next block that they are."""
         spec = self.plan.activation_spec
+        if spec == INFERRED:
+            lengths = {n: shapes[n][1] for n in names if len(shapes[n]) == 3}
+            longest = max(lengths.values(), default=0)
+            return [TOKENS if lengths.get(n) == longest else None for n in range(len(shapes))]
         if isinstance(spec, Mapping):
-            spec = spec.get(name)
+            specs = [spec.get(names.get(n, "")) for n in range(len(shapes))]
         elif isinstance(spec, tuple) and not isinstance(spec, PartitionSpec):
-            spec = spec[number] if number < len(spec) else None
-        return None if spec is None or axes != len(spec) else spec
+            specs = [*spec, *[None] * len(shapes)][: len(shapes)]
+        else:
+            specs = [spec] * len(shapes)
+        return [one if one is not None and len(one) == len(shape) else None for one, shape in zip(specs, shapes)]
 
-    def pin_activations(self, array, number: int, name: str):
-        """Output `number` of a block, the argument `name` of the next one, where it lies between blocks."""
-        spec = self._spec_between(array.ndim, number, name)
-        return array if spec is None else jax.lax.with_sharding_constraint(array, named(self.attention.mesh, spec))
-
-    def padding(self, shape: tuple[int, ...], number: int, name: str) -> int:
+    def padding(self, shape: tuple[int, ...], spec: PartitionSpec | None) -> int:
         """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
 
         Whole tiles also where a chip has several sequences: it would move every one to where the one before ends.
         """
-        spec, lengths = self._spec_between(len(shape), number, name), self.attention.mesh.shape
+        lengths = self.attention.mesh.shape
         dp, sp = lengths["dp"], lengths["sp"]
         if spec is None or len(spec) != 3 or spec[1] != "sp":
             return 0

@@ -1,7 +1,7 @@
 """Trace diagnostics: what stops the components of a model from becoming programs, before any weight is loaded.
 
 Every call of one small run is traced twice, truth values of tensors assumed false and then true; what stops a trace is noted and passed
-(`bridge.assuming`). Components are traced as upstream wrote them, or as a run traces them, with their plans.
+(`obstacles.assuming`). Components are traced as upstream wrote them, or as a run traces them, with their plans.
 """
 
 import contextlib
@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..bridge import Obstacle, assuming, line_of
-from ..chips.sharding import ModelPlan
-from ..compile.call import Call
-from ..compile.programs import Program
-from ..pipelines.plans import model_plan
-from .building import build, configuration_of
-from .recording import RecordingRunner, record
+from diffusers.tpu.bridge import line_of
+from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile.call import Call
+from diffusers.tpu.compile.programs import Program
+from diffusers.tpu.pipelines.plans import model_plan
+from diffusers.tpu.planner.building import build, configuration_of
+from diffusers.tpu.planner.recording import RecordingRunner, record
+
+from .obstacles import Obstacle, assuming
 
 
 LONGEST = 500  # characters of why a trace stopped

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_map_only
 from torchax import view
 from torchax.tensor import OperatorNotFound, Tensor
 
-from ..weights.convert import numpy_dtype
-from .environment import environment
-from .host_values import ASKING, DEVICE_TENSORS, READS, plain
-from .lines import Line, frames_to_asker, line_of_frame
-from .on_host import META, is_draw, stand_in
+from diffusers.tpu.bridge.environment import environment
+from diffusers.tpu.bridge.host_values import ASKING, DEVICE_TENSORS, READS, plain
+from diffusers.tpu.bridge.lines import Line, frames_to_asker, line_of_frame
+from diffusers.tpu.bridge.on_host import META, is_draw, stand_in
+from diffusers.tpu.weights.convert import numpy_dtype
 
 
 aten = torch.ops.aten
