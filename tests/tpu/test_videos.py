@@ -134,6 +134,7 @@ def test_image_equals_upstreams(chips, kind, mesh, changes, denoiser, calls):
     [
         *((kind, {}, 4) for kind in (*tiny.WAN, "cogvideox_2b", "cogvideox_5b")),
         ("cogvideox_i2v", {}, 8), ("hunyuan15", UNGUIDED, 4), ("hunyuan15_i2v", UNGUIDED, 16),
+        *((kind, {}, 8) for kind in ("flux_small", "sd3", "qwen")),
     ],
 )  # fmt: skip
 def test_bfloat16_within_upstreams_error(chips, kind, parts, draws):
@@ -146,7 +147,7 @@ def test_bfloat16_within_upstreams_error(chips, kind, parts, draws):
 
     def videos(pipe):
         generators = map(tiny.fresh, range(draws))
-        return np.stack([np.asarray(pipe(**{**given, "generator": g}).frames, np.float64) for g in generators])
+        return np.stack([np.asarray(pipe(**{**given, "generator": g})[0], np.float64) for g in generators])
 
     oracle, theirs = videos(exact), videos(half)
     tpu.install(half, TPUConfig(mesh=(2, 2, 2)))
