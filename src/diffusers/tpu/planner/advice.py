@@ -34,7 +34,9 @@ def notes(run: PlannedRun) -> list[str]:
                 " travel around a ring of chips; a mesh whose sp divides them exchanges less"
             )
         if not plan.parallel and run.topology.devices > 1:
-            said.append(f"{part.component} has no plan and no run of equal blocks: the compiler alone decides how chips share its work")
+            said.append(
+                f"{part.component} has no plan and no run of equal blocks: the compiler alone decides how chips share its work"
+            )
     return [*dict.fromkeys(said)]
 
 

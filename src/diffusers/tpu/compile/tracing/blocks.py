@@ -1,26 +1,23 @@
 """Blocks called one after another on each other's outputs, traced once and scanned.
 
 While a model is traced, each block of a group (`scan.find_groups`) returns deferred outputs. The next block's call joins the run if
-its trace is the same and its arguments are the previous block's outputs where they were before, and the very same values elsewhere.
-Anything else (another argument, an operation on an output, a hook inside of one block) ends the run, which is then computed as a scan.
+its trace is the same and its arguments are the previous block's outputs where they were before, and elsewhere the very same values or
+floating tensors of one shape, which are stacked beside the weights. Anything else (an operation on an output, a hook inside of one block) ends the
+run, which is then computed as a scan.
 """
 
 import contextlib
 import contextvars
 import functools
-import inspect
+import itertools
 import operator
-import re
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import torch
 from jax import lax
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...bridge import Deferred, Tensor, View, environment
 from ...chips.sharding import named
@@ -30,6 +27,7 @@ from ..state.adapters import Adapters
 from ..state.watch import ABSENT, replaced
 from .functional import Method, numbered, undone_trace, written
 from .results import PLAIN, Entangled, WeightWritten, flattened, unflattened
+from .run import Run, text_of
 from .scan import Group, of_one
 
 
@@ -39,89 +37,6 @@ _scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
 def scanned() -> tuple[int, int] | None:
     """First of the blocks that are traced as one here, and behind the last; None outside of a scan of blocks."""
     return _scanned.get()
-
-
-@dataclass(eq=False)
-class Run:
-    """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments.
-
-    Attributes:
-        arrays: values of the first block's tensors when it was called: upstream's code may write to them afterwards.
-        traced: the first block's trace.
-        make_output: makes a block's return value of its outputs.
-        outputs: the last block's; `passed` are weak references to those of the blocks before it.
-        feeds: position among a block's arguments -> the output that it is in the next block; None of a single block.
-    """
-
-    group: Group
-    start: int
-    leaves: list
-    arrays: list
-    spec: object
-    traced: jax.extend.core.ClosedJaxpr | None = None
-    make_output: functools.partial | None = None
-    outputs: list[Deferred] = field(default_factory=list)
-    passed: list[list[weakref.ref]] = field(default_factory=list)
-    feeds: dict[int, int] | None = None
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.passed) + 1
-
-    def extend(self, feeds: dict[int, int], outputs: list[Deferred]):
-        """One block more, that gives these outputs."""
-        self.feeds = feeds
-        self.passed.append([weakref.ref(output) for output in self.outputs])
-        self.outputs = outputs
-
-    @functools.cached_property
-    def text(self) -> tuple[str, list]:
-        return _text_of(self.traced)
-
-    @property
-    def slots(self) -> dict[int, int]:
-        """Number of the tensor among a block's arguments -> output that it is in the next one; of a single block none."""
-        tensors = [p for p, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return {tensors.index(position): number for position, number in (self.feeds or {}).items()}
-
-    def names(self, model: torch.nn.Module) -> dict[int, str]:
-        """Output -> the name of the argument that it is in the next block; "" where the block's forward names none."""
-        args, kwargs = tree_unflatten([*range(len(self.leaves))], self.spec)
-        parameters = [*inspect.signature(type(self.group.block(model, self.start)).forward).parameters][1:]
-        given = (*zip(parameters, args), *kwargs.items())
-        name_of = {position: name for name, value in given for position in tree_leaves(value)}
-        return {number: name_of.get(position, "") for position, number in (self.feeds or {}).items()}
-
-    def still_held(self) -> list[tuple[int, int, Deferred]]:
-        """(block of the run, number, output) of those passed on that someone else holds too."""
-        found = ((k, n, ref()) for k, refs in enumerate(self.passed) for n, ref in enumerate(refs))
-        return [(k, n, output) for k, n, output in found if output is not None]
-
-    def continued_by(self, leaves: list, spec) -> dict[int, int] | None:
-        """Argument position -> output number if a call with these leaves goes on with this run, else None."""
-        if spec != self.spec:
-            return None
-        number = {id(output): n for n, output in enumerate(self.outputs)}
-        values, feeds, started = iter(self.arrays), {}, {}
-        for position, (leaf, first) in enumerate(zip(leaves, self.leaves)):
-            value = next(values) if isinstance(first, Tensor) else None
-            if id(leaf) in number:
-                if value is None or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
-                    return None
-                if started.setdefault(number[id(leaf)], value) is not value:
-                    return None  # two arguments that were two values are one from here on
-                feeds[position] = number[id(leaf)]
-            elif leaf is not first and (isinstance(leaf, torch.Tensor) or leaf != first):
-                return None
-            elif value is not None and leaf.jax() is not value:
-                return None  # written to since
-        return feeds if feeds and self.feeds in (None, feeds) else None
-
-    def unchanged(self, outputs: list[Deferred]) -> list[jax.Array]:
-        """In the place of outputs of blocks that do not run: what they were given, zeros where nothing was."""
-        given = {number: self.arrays[slot] for slot, number in self.slots.items()}
-        found = [given.get(n) if n < len(self.outputs) else None for n in range(len(outputs))]
-        return [jnp.zeros(o._aval.shape, o._aval.dtype) if x is None else x for o, x in zip(outputs, found)]
 
 
 class BlockRuns:
@@ -142,6 +57,7 @@ class BlockRuns:
         self.run: Run | None = None
         self.condition: jax.Array | None = None
         self.writing: set[str] = set()  # labels of groups whose blocks write to their arguments
+        self.views: dict[tuple, tuple[jax.Array, Tensor]] = {}  # what was taken, and of which array: by the array's id
         self.own: dict[int, tuple] = {}  # of a block: where its forward is, under which name, and what was there
 
     @contextlib.contextmanager
@@ -168,12 +84,12 @@ class BlockRuns:
     def _called(self, group: Group, index: int, *args, **kwargs):
         """In the place of a block's forward."""
         leaves, spec = tree_flatten((args, kwargs))
-        leaves = [leaf.torch() if isinstance(leaf, View) else leaf for leaf in leaves]
+        leaves = [self._taken(leaf) if isinstance(leaf, View) else leaf for leaf in leaves]
         run = self.run
         if run is not None and run.group is group and run.stop == index:
-            feeds = run.continued_by(leaves, spec)
-            if feeds is not None and self._alike(run, index):
-                run.extend(feeds, [self._deferred(output._aval) for output in run.outputs])
+            goes_on = run.continued_by(leaves, spec)
+            if goes_on is not None and self._alike(run, index):
+                run.extend(*goes_on, [self._deferred(output._aval) for output in run.outputs])
                 return run.make_output(run.outputs)
         self.flush()
         run = Run(group, index, leaves, [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)], spec)
@@ -190,6 +106,18 @@ class BlockRuns:
         self.gives[group.label].append((index, of_one(gives)))
         return output
 
+    def _taken(self, view: View) -> Tensor:
+        """A tensor with a view's values; of the same part of the same array the same one, also for the next block."""
+        source, parts = view, []
+        while isinstance(source, View):
+            slices = getattr(source.view_info, "slices", source)
+            parts.append(slices if isinstance(slices, tuple) else (slices,))
+            source = source.parent
+        if not all(type(part) in (int, slice, type(None), type(...)) for part in itertools.chain(*parts)):
+            return view.torch()
+        array = source.jax()
+        return self.views.setdefault((id(array), str(parts)), (array, view.torch()))[1]
+
     def _alike(self, run: Run, index: int) -> bool:
         """Whether the trace of the run's first block stands for this one of its group too."""
         path, settings = run.group.path, self.function.settings
@@ -203,7 +131,7 @@ class BlockRuns:
             return False
         if effects.persistent or effects.temporary or effects.draws:
             return False  # what it does to its own Python no other block does
-        return make_output.args == run.make_output.args and _text_of(traced) == run.text
+        return make_output.args == run.make_output.args and text_of(traced) == run.text
 
     def _traced(self, run: Run, index: int) -> tuple:
         """The trace of block `index` in the run, its outputs' avals, what makes its output, and its effects; it is no part of the trace around it."""
@@ -302,8 +230,9 @@ class BlockRuns:
             for n, aval in enumerate(avals)
         ]
 
-        def step(carry, own):
-            inputs = [carry[slots[s]] if s in slots else array for s, array in enumerate(run.arrays)]
+        def step(carry, of_block):
+            own, given = of_block
+            inputs = [carry[slots[s]] if s in slots else given.get(s, array) for s, array in enumerate(run.arrays)]
             with using(settings), bound(_scanned, (run.start, run.stop)):
                 flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
@@ -313,7 +242,8 @@ class BlockRuns:
         stacked, part = self.stacks[group.label], (run.start - group.start, run.stop - group.start)
         if part != (0, group.stop - group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
-        last, (passed, gives) = lax.scan(step, carry, stacked)
+        given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in slots}
+        last, (passed, gives) = lax.scan(step, carry, (stacked, given))
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 
     def _fills(self, run: Run, specs: list) -> list[int]:
@@ -325,13 +255,6 @@ class BlockRuns:
         for number in carried if known else ():
             fills[number] = self.function.padding(run.outputs[number]._aval.shape, specs[number])
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)
-
-
-def _text_of(traced: jax.extend.core.ClosedJaxpr) -> tuple[str, list]:
-    """Equal for two traces of the same operations on the same values; addresses of functions that JAX made on the way left out."""
-    arrays = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in traced.consts]
-    constants = [id(x) if isinstance(x, jax.core.Tracer) else (x.shape, x.dtype.str, x.tobytes()) for x in arrays]
-    return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), constants
 
 
 def _filled(array, fill: int):

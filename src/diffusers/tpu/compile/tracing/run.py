@@ -1,0 +1,122 @@
+"""One run of equal blocks, each called on the outputs of the one before, while their model is traced."""
+
+import functools
+import inspect
+import re
+import weakref
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves, tree_unflatten
+
+from ...bridge import Deferred, Tensor
+from .scan import Group
+
+
+@dataclass(eq=False)
+class Run:
+    """Blocks `start` to `stop` of a group, their common arguments, and which outputs feed which arguments.
+
+    Attributes:
+        arrays: values of the first block's tensors when it was called: upstream's code may write to them afterwards.
+        traced: the first block's trace.
+        make_output: makes a block's return value of its outputs.
+        outputs: the last block's; `passed` are weak references to those of the blocks before it.
+        feeds: position among a block's arguments -> the output that it is in the next block; None of a single block.
+        own: number of a tensor among a block's arguments -> its values in each block, where they differ.
+    """
+
+    group: Group
+    start: int
+    leaves: list
+    arrays: list
+    spec: object
+    traced: jax.extend.core.ClosedJaxpr | None = None
+    make_output: functools.partial | None = None
+    outputs: list[Deferred] = field(default_factory=list)
+    passed: list[list[weakref.ref]] = field(default_factory=list)
+    feeds: dict[int, int] | None = None
+    own: dict[int, list] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.passed) + 1
+
+    def extend(self, feeds: dict[int, int], own: dict[int, jax.Array], outputs: list[Deferred]):
+        """One block more, that is given these tensors of its own and gives these outputs."""
+        for slot in {*own, *self.own}:
+            earlier = self.own.setdefault(slot, [self.arrays[slot]] * (self.stop - self.start))
+            earlier.append(own.get(slot, self.arrays[slot]))
+        self.feeds = feeds
+        self.passed.append([weakref.ref(output) for output in self.outputs])
+        self.outputs = outputs
+
+    @functools.cached_property
+    def text(self) -> tuple[str, list]:
+        return text_of(self.traced)
+
+    @property
+    def slots(self) -> dict[int, int]:
+        """Number of the tensor among a block's arguments -> output that it is in the next one; of a single block none."""
+        tensors = [p for p, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        return {tensors.index(position): number for position, number in (self.feeds or {}).items()}
+
+    def names(self, model: torch.nn.Module) -> dict[int, str]:
+        """Output -> the name of the argument that it is in the next block; "" where the block's forward names none."""
+        args, kwargs = tree_unflatten([*range(len(self.leaves))], self.spec)
+        parameters = [*inspect.signature(type(self.group.block(model, self.start)).forward).parameters][1:]
+        given = (*zip(parameters, args), *kwargs.items())
+        name_of = {position: name for name, value in given for position in tree_leaves(value)}
+        return {number: name_of.get(position, "") for position, number in (self.feeds or {}).items()}
+
+    def still_held(self) -> list[tuple[int, int, Deferred]]:
+        """(block of the run, number, output) of those passed on that someone else holds too."""
+        found = ((k, n, ref()) for k, refs in enumerate(self.passed) for n, ref in enumerate(refs))
+        return [(k, n, output) for k, n, output in found if output is not None]
+
+    def continued_by(self, leaves: list, spec) -> tuple[dict[int, int], dict[int, jax.Array]] | None:
+        """Argument position -> output number, and tensors that are not the first block's by their number, if a call with these leaves
+        goes on with this run, else None."""
+        if spec != self.spec:
+            return None
+        number = {id(output): n for n, output in enumerate(self.outputs)}
+        values, feeds, started, own = enumerate(self.arrays), {}, {}, {}
+        for position, (leaf, first) in enumerate(zip(leaves, self.leaves)):
+            slot, value = next(values) if isinstance(first, Tensor) else (None, None)
+            if id(leaf) in number:
+                if value is None or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
+                    return None
+                if started.setdefault(number[id(leaf)], value) is not value:
+                    return None  # two arguments that were two values are one from here on
+                feeds[position] = number[id(leaf)]
+            elif value is None and leaf is not first and (isinstance(leaf, torch.Tensor) or leaf != first):
+                return None
+            elif value is not None:
+                if not isinstance(leaf, Tensor) or (isinstance(leaf, Deferred) and leaf.waits):
+                    return None
+                array = leaf.jax()
+                if (array.shape, array.dtype) != (value.shape, value.dtype):
+                    return None
+                if (
+                    array is not value
+                ):  # another tensor, or written to since; by whole numbers and truths blocks decide
+                    if not jnp.issubdtype(array.dtype, jnp.floating):
+                        return None
+                    own[slot] = array
+        return (feeds, own) if feeds and self.feeds in (None, feeds) else None
+
+    def unchanged(self, outputs: list[Deferred]) -> list[jax.Array]:
+        """In the place of outputs of blocks that do not run: what they were given, zeros where nothing was."""
+        given = {number: self.arrays[slot] for slot, number in self.slots.items()}
+        found = [given.get(n) if n < len(self.outputs) else None for n in range(len(outputs))]
+        return [jnp.zeros(o._aval.shape, o._aval.dtype) if x is None else x for o, x in zip(outputs, found)]
+
+
+def text_of(traced: jax.extend.core.ClosedJaxpr) -> tuple[str, list]:
+    """Equal for two traces of the same operations on the same values; addresses of functions that JAX made on the way left out."""
+    arrays = [x if isinstance(x, jax.core.Tracer) else np.asarray(x) for x in traced.consts]
+    constants = [id(x) if isinstance(x, jax.core.Tracer) else (x.shape, x.dtype.str, x.tobytes()) for x in arrays]
+    return re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr)), constants
