@@ -95,17 +95,10 @@ class Run:
             elif value is None and leaf is not first and (isinstance(leaf, torch.Tensor) or leaf != first):
                 return None
             elif value is not None:
-                if not isinstance(leaf, Tensor) or (isinstance(leaf, Deferred) and leaf.waits):
+                if not _stands_for(leaf, value):
                     return None
-                array = leaf.jax()
-                if (array.shape, array.dtype) != (value.shape, value.dtype):
-                    return None
-                if (
-                    array is not value
-                ):  # another tensor, or written to since; by whole numbers and truths blocks decide
-                    if not jnp.issubdtype(array.dtype, jnp.floating):
-                        return None
-                    own[slot] = array
+                if leaf.jax() is not value:  # another tensor, or written to since
+                    own[slot] = leaf.jax()
         return (feeds, own) if feeds and self.feeds in (None, feeds) else None
 
     def unchanged(self, outputs: list[Deferred]) -> list[jax.Array]:
@@ -113,6 +106,16 @@ class Run:
         given = {number: self.arrays[slot] for slot, number in self.slots.items()}
         found = [given.get(n) if n < len(self.outputs) else None for n in range(len(outputs))]
         return [jnp.zeros(o._aval.shape, o._aval.dtype) if x is None else x for o, x in zip(outputs, found)]
+
+
+def _stands_for(leaf, value: jax.Array) -> bool:
+    """Whether a block may be given this leaf in the place of the first block's array: the same, or a floating tensor of its shape. By
+    whole numbers and truths blocks decide."""
+    if not isinstance(leaf, Tensor) or (isinstance(leaf, Deferred) and leaf.waits):
+        return False
+    array = leaf.jax()
+    alike = (array.shape, array.dtype) == (value.shape, value.dtype) and jnp.issubdtype(array.dtype, jnp.floating)
+    return array is value or alike
 
 
 def text_of(traced: jax.extend.core.ClosedJaxpr) -> tuple[str, list]:
