@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_map_only
 from torchax.ops import mappings
 from torchax.tensor import Tensor
-from torchax.view import View
 
 from ..kernels import convolution as convolution_kernel
 from ..kernels.attention.api import attention
@@ -17,7 +15,7 @@ from ..kernels.settings import current
 from ..video.convolution import by_columns
 from ..video.halo import NotByShards, halo_shards
 from ..video.norm import normed
-from . import layers, resizing
+from . import indexing, layers, resizing
 from .layers import made_of, operands
 from .on_host import NotTaken
 
@@ -31,7 +29,6 @@ def register(env):
     def over(ours, function):
         return functools.partial(ours, env._get_op_or_decomp(function).func)
 
-    getitem = torch.Tensor.__getitem__
     ours = {
         F.scaled_dot_product_attention: scaled_dot_product_attention,
         aten.scaled_dot_product_attention: scaled_dot_product_attention,
@@ -42,13 +39,8 @@ def register(env):
         F.group_norm: group_norm,
         aten.convolution.default: over(_at_its_precision, aten.convolution.default),
         aten._is_all_true.default: is_all_true,
-        aten.expand.default: over(_expand, aten.expand.default),
-        aten.gather.default: over(_gather, aten.gather.default),
         aten._softmax.default: lambda x, dim, half_to_float: softmax(x, dim, torch.float32 if half_to_float else None),
         aten.softmax.int: softmax,
-        torch.Tensor.repeat_interleave: repeat_interleave,
-        aten.index_put.default: over(_index_put, aten.index_put.default),
-        aten.embedding.default: over(_embedding, aten.embedding.default),
     }
     for overload in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.matmul.default):
         ours[overload] = over(_product, overload)
@@ -62,10 +54,9 @@ def register(env):
         ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
     for function, operator in ours.items():
         env.override_op_definition(function, operator)
-    env.override_op_definition(getitem, over(_get_item, getitem), is_view_op=True)
+    indexing.register(env)
     layers.register(env)
     Tensor.type_as = type_as
-    Tensor.__setitem__ = set_item
 
 
 def scaled_dot_product_attention(
@@ -97,12 +88,6 @@ def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
         return x
     x = x[None] if x.ndim == 2 else x
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
-
-
-def repeat_interleave(input, repeats, dim=None, *, output_size=None):
-    """Each element `repeats` times; torchax gathers where a size is given, and what a mask was made of is lost there."""
-    repeats, size = (repeats, None) if isinstance(repeats, int) else (repeats.jax(), output_size)
-    return Tensor(jnp.repeat(input.jax(), repeats, axis=dim, total_repeat_length=size), input._env)
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -160,13 +145,6 @@ def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
 
 
 WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already"
-
-
-def _embedding(plain, weight, indices, *args, **kwargs):
-    """torchax's takes truths and fractions for places too."""
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise NotTaken
-    return Tensor(plain(weight.jax(), indices.jax(), *args, **kwargs), weight._env)
 
 
 def _product(plain, *factors, **kwargs):
@@ -282,22 +260,6 @@ def _cast_before(operator, x, *args, dtype=None, **kwargs):
     return operator.func(Tensor(array, x._env), *args, **kwargs)
 
 
-def _expand(plain, x, sizes, *, implicit=False):
-    """torchax's; the result remembers what it repeats."""
-    return made_of(Tensor(plain(x.jax(), sizes), x._env), _expand, x.jax())
-
-
-def _gather(plain, x, dim, index, *, sparse_grad=False):
-    """torchax's takes entry by entry. An index that `expand` has made the same for all of a row takes rows."""
-    array, indices = x.jax(), index.jax()
-    others = [n for n in range(array.ndim) if n != dim % max(array.ndim, 1)]
-    if array.ndim == 0 or any(array.shape[n] != indices.shape[n] for n in others):
-        return Tensor(plain(array, dim, indices), x._env)
-    (narrow,) = operands(index, _expand) or (indices,)
-    narrow = narrow if narrow.ndim == array.ndim and narrow.shape[dim] == indices.shape[dim] else indices
-    return Tensor(jnp.take_along_axis(array, narrow, dim, mode="clip"), x._env)
-
-
 def is_all_true(x):
     """What `torch._check_tensor_all` asks. Of values that a trace does not have it is taken to hold, as in `torch.compile`."""
     if isinstance(x.jax(), jax.core.Tracer):
@@ -311,75 +273,6 @@ def softmax(x, dim, dtype=None):
     array = x.jax()
     result = jax.nn.softmax(array.astype(jnp.promote_types(array.dtype, jnp.float32)), axis=dim)
     return Tensor(result.astype(array.dtype if dtype is None else mappings.t2j_dtype(dtype)), x._env)
-
-
-def _get_item(plain, self, key):
-    """torchax's. Of a part of a tensor (`x[:n]`) it takes parts only; an index by numbers is of the part's values."""
-    parts = key if isinstance(key, tuple) else (key,)
-    if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in parts):
-        self = Tensor(self.jax(), self._env)
-    return plain(self, key)
-
-
-def set_item(self, key, value, _upstream=Tensor.__setitem__):
-    """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast.
-
-    Host tensors come to the device: this method of torchax's is not dispatched, where they would.
-    """
-    if isinstance(value, torch.Tensor) and value.dtype != self.dtype:
-        value = value.to(dtype=self.dtype)
-    elif isinstance(value, (bool, int, float)):
-        value = self.jax().dtype.type(value)
-    key, value = tree_map_only(torch.Tensor, self._env.moved, (key, value))
-    whole = _placed(self, key, value)
-    if whole is not None:
-        if isinstance(self, View):
-            self.update(whole)
-        else:
-            self._elem = whole
-        return
-    mask = key[0] if isinstance(key, tuple) and len(key) == 1 else key
-    given = key, _of_each(self, mask, value)
-    self._env.with_decided(lambda args, kwargs: _upstream(self, *args), given, {})
-
-
-def _placed(x: torch.Tensor, key, value) -> jax.Array | None:
-    """x with the value in one slice of an axis, among chips that share a sequence: they exchange the edges that move. JAX's scatter, of
-    which the partitioner gathers all of x on every chip, is left the rest: None."""
-    mesh, parts = current().mesh, key if isinstance(key, tuple) else (key,)
-    if not (current().sequence and mesh is not None and mesh.size > 1 and all(type(part) is slice for part in parts)):
-        return None
-    array, ranges = x.jax(), [part.indices(size) for part, size in zip(parts, x.shape)]
-    cut = [axis for axis, one in enumerate(ranges) if one != (0, x.shape[axis], 1)]
-    if len(cut) != 1 or ranges[cut[0]][2] != 1 or not isinstance(value, torch.Tensor):
-        return None
-    (axis,) = cut
-    start, stop, _ = ranges[axis]
-    shape = (*x.shape[:axis], max(stop - start, 0), *x.shape[axis + 1 :])
-    widths = [(start, x.shape[axis] - stop) if n == axis else (0, 0) for n in range(x.ndim)]
-    places = jax.lax.broadcasted_iota(jnp.int32, array.shape, axis)
-    padded = jnp.pad(jnp.broadcast_to(value.jax(), shape), widths)
-    return jnp.where((places >= start) & (places < stop), padded, array)
-
-
-def _of_each(x: torch.Tensor, mask, value):
-    """The value that `x[mask] = value` gives each entry of a boolean mask, where it has one for all of them.
-
-    torchax gives such a one to the first entry, zeros to the others.
-    """
-    if not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and isinstance(value, torch.Tensor)):
-        return value
-    entry = x.shape[mask.ndim :]
-    while value.ndim > len(entry) and value.shape[0] == 1:
-        value = value[0]
-    return value.expand(entry) if value.ndim <= len(entry) else value
-
-
-def _index_put(plain, self, indices, values, accumulate=False):
-    """torchax's, of a value that is each entry's."""
-    values = _of_each(self, indices[0] if len(indices) == 1 else None, values)
-    given = (self.jax(), [None if i is None else i.jax() for i in indices], values.jax(), accumulate)
-    return Tensor(plain(*given), self._env)
 
 
 def type_as(self, other):
