@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from diffusers.tpu.apps.cli.errors import PACKAGE, refusing
+from diffusers.tpu.apps.cli.errors import refusing
 from diffusers.tpu.apps.cli.output import say
+from diffusers.tpu.files import PACKAGE
 
 from .trace import list_obstacles
 

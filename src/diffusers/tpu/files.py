@@ -8,6 +8,10 @@ import threading
 from pathlib import Path
 
 
+PACKAGE = Path(__file__).parents[1]
+EXAMPLES = PACKAGE.parents[1] / "examples" / "tpu"  # of a checkout; a wheel has none
+
+
 @contextlib.contextmanager
 def whole_files(paths: list[Path]):
     """Hidden files beside `paths` to write to; they get their names at the end, or are removed if anything goes wrong.

@@ -32,10 +32,8 @@ ROOT = HERE.parents[3]
 RECORD = ROOT / "examples/tpu/results/upstream.json"
 WORK = ROOT / "out/upstream"
 PACKAGES = ("torchsde==0.2.6", "trampoline==0.1.2", "parameterized==0.9.0", "requests_mock==1.12.1")
-SECONDS, TEST_SECONDS = (
-    3600,
-    600,
-)  # of processor time, of one file; of one test: this machine may have a dozen other things to do
+# Of processor time, of one file and of one test: this machine may have a dozen other things to do.
+SECONDS, TEST_SECONDS = 3600, 600
 ENVIRONMENT = {
     "DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": "2", "DIFFUSERS_TEST_DEVICE": "cuda", "DIFFUSERS_TPU_CACHE": str(WORK / "programs"),
     "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(WORK / "hub"), "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false",

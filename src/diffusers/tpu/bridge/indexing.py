@@ -1,7 +1,5 @@
 """Reading and writing at places of a tensor, where torchax 0.0.13 differs from torch."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import torch
@@ -17,12 +15,8 @@ from .on_host import NotTaken
 aten = torch.ops.aten
 
 
-def register(env):
-    """Put every operator of this file into the environment."""
-
-    def over(ours, function):
-        return functools.partial(ours, env._get_op_or_decomp(function).func)
-
+def register(env, over):
+    """Put every operator of this file into the environment. `over`: as `operators.register` has it."""
     ours = {
         aten.expand.default: over(_expand, aten.expand.default),
         aten.gather.default: over(_gather, aten.gather.default),

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 def register(env):
     """Put every operator of this file into the environment."""
 
-    def over(ours, function):
+    def over(ours, function):  # ours, which is given torchax's first
         return functools.partial(ours, env._get_op_or_decomp(function).func)
 
     ours = {
@@ -54,7 +54,7 @@ def register(env):
         ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
     for function, operator in ours.items():
         env.override_op_definition(function, operator)
-    indexing.register(env)
+    indexing.register(env, over)
     layers.register(env)
     Tensor.type_as = type_as
 

@@ -16,9 +16,8 @@ from .mesh import slices_of
 
 STORAGE_AXES = ("dp", "sp")
 LARGE_ELEMENTS = 1 << 16
-INFERRED = (
-    "inferred"  # in place of specs between blocks: the longest sequence that a block hands to the next lies over `sp`
-)
+# In place of specs between blocks: the longest sequence that a block hands to the next lies over `sp`.
+INFERRED = "inferred"
 TOKENS = PartitionSpec("dp", "sp", None)
 
 Rules = tuple[tuple[str, PartitionSpec], ...]

@@ -120,9 +120,8 @@ PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
 def declared_plan(module: torch.nn.Module) -> ModelPlan:
     """How chips share the work of a model whose class has no plan: by the sequence between its repeated blocks, and as it declares."""
     repeated = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
-    lists = (
-        child for child in module.children() if isinstance(child, torch.nn.ModuleList)
-    )  # not those between a UNet's maps
+    # Lists of the model's own: not those between a UNet's maps.
+    lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
     by_blocks = any(type(block).__name__ in repeated for blocks in lists for block in blocks)
     return ModelPlan(rules=_declared_rules(module), activation_spec=INFERRED if by_blocks else None)
 

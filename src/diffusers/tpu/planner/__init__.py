@@ -19,12 +19,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ..chips.figures import find_topology
 from ..compile.store.disk_cache import DiskCache
+from ..files import EXAMPLES, PACKAGE
 from .aot import run_in_child
 
 
 TIME_LIMIT = 900.0
-PACKAGE = Path(__file__).resolve().parents[2]
-BENCH = PACKAGE.parents[1] / "examples" / "tpu" / "bench"  # of a checkout; a wheel has none
 PLANS = "diffusers.tpu.planner.worker:answer"
 SIMULATED = "simulated"  # a topology: this machine's simulated chips
 READER = 2  # of figures: counted up by a change that reads other figures from the same programs
@@ -142,6 +141,6 @@ def sources() -> str:
         except importlib.metadata.PackageNotFoundError:
             continue
     ours = [path for kind in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py") for path in sorted(PACKAGE.glob(kind))]
-    for source in (*ours, *sorted(BENCH.glob("*.py"))):
+    for source in (*ours, *sorted((EXAMPLES / "bench").glob("*.py"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]

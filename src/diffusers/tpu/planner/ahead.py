@@ -4,6 +4,7 @@ The calls are those that upstream's pipeline makes on models without weights (`r
 would trace, and is stored under the key that the run will ask for (`executables`).
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,11 +47,11 @@ def make_here(request: dict, progress: Callable) -> dict:
     recording = recording_of(request, progress)
     plan, wanted = pipeline_plan(type(recording.pipe)), tuple(request["mesh"]) if request["mesh"] else None
     try:
-        given = TPUConfig(**request["config"])
-        degrees = degrees_of(recording.modules, devices, given, wanted, plan.branches(recording.pipe))
+        config = TPUConfig(**request["config"])
+        degrees = degrees_of(recording.modules, devices, config, wanted, plan.branches(recording.pipe))
     except ValueError as error:
         raise BadRequest(str(error)) from error
-    config, programs, left, weights = TPUConfig(**{**request["config"], "mesh": degrees}), [], [], {}
+    config, programs, left, weights = dataclasses.replace(config, mesh=degrees), [], [], {}
     resident = (plan.glue if config.glue == "auto" else config.glue) == "resident"
     for name, runner, calls in recording.runners(make_mesh(devices, degrees), of_model(config)):
         weights[name] = sum(weight.nbytes for weight in runner.module.parameters())

@@ -22,7 +22,7 @@ from ..compile.programs import Program
 from ..config import TPUConfig
 from ..pipelines.components import modules_of
 from ..pipelines.plans import module_plan
-from ..weights.hbm import hbm_manager_of, storages
+from ..weights.hbm import room_on, storages
 from .work import Work, count
 
 
@@ -79,7 +79,7 @@ class Recording:
     def runners(self, mesh, config: TPUConfig) -> Iterator[tuple[str, CompiledModule, list[RecordedCall]]]:
         """Name, compiled module and calls of each model that is called; it is attached to its module meanwhile."""
         plans = {name: (module, module_plan(module)) for name, module in self.modules.items()}
-        stored = storages(plans, mesh.shape, hbm_manager_of(mesh, config).limit)
+        stored = storages(plans, mesh.shape, room_on(mesh.devices.flat[0], config)[1])
         for name, (module, plan) in plans.items():
             calls = [recorded for recorded in self.calls if recorded.component == name]
             if calls:

@@ -8,12 +8,9 @@ import importlib
 import os
 import sys
 import traceback
-from pathlib import Path
 from types import ModuleType
 
-
-PACKAGE = Path(__file__).parents[3]
-EXAMPLES = PACKAGE.parents[1] / "examples" / "tpu"  # of a checkout; a wheel has none
+from ...files import EXAMPLES, PACKAGE
 
 
 def from_checkout(name: str) -> ModuleType:
