@@ -157,6 +157,11 @@ def without_gradients():
         yield
 
 
+def slow(*case):
+    """A case of a parametrized test that `make test-all` alone runs: the sweep, or a case beside it, has what it shows."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 def needs(*packages: str):
     """Skips the module, or the test, without these packages."""
     for package in packages:

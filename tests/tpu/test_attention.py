@@ -224,7 +224,8 @@ def installed(root, dtype, **config):
     return tpu.install(pipe, tpu.TPUConfig(**config))
 
 
-@pytest.mark.parametrize("ring", [pytest.param(None, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", [None, 4])
 def test_the_kernel_gives_the_video_of_the_reference(chips, root, ring):
     seed, made, tallies = int(np.random.default_rng().integers(1 << 31)), [], []
     api._dispatched.clear()

@@ -14,7 +14,7 @@ import pytest
 
 import attention_masks
 from attention_masks import KINDS, assert_right, make_mask
-from conftest import QUICKLY, attention_formula, attention_weights, relative
+from conftest import QUICKLY, attention_formula, attention_weights, relative, slow
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.kernel import LOG2_E, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
@@ -119,7 +119,7 @@ def test_every_mask_of_every_shape(case):
         assert t <= 7 or np.sqrt(np.mean(off**2)) < 5e-6, (np.sqrt(np.mean(off**2)), what)  # measured: 2.5e-6
 
 
-@pytest.mark.parametrize("dim, generation", [(64, "v5e"), (128, "v6e"), (96, "v7x"), (256, "v6e")])
+@pytest.mark.parametrize("dim, generation", [slow(64, "v5e"), (128, "v6e"), (96, "v7x"), slow(256, "v6e")])
 def test_bfloat16_is_as_exact_as_a_plain_attention_in_it(dim, generation):
     """Scores of a deviation of 1, 4 and 10, by the ways that are exact for it. With q times its factor rounded once more it
     would be 1.2, 1.9 and 2.8. Measured: at most 1.00, 1.04 and 0.79."""
@@ -144,7 +144,7 @@ def test_first_row_and_first_key_say_where_the_band_lies(band):
         assert_right(ours, attention_formula(q, k, v, 1 / 8, Mask(band=band), *places), str(places))
 
 
-@pytest.mark.parametrize("ways, dtype", [(MODES, jnp.float32), (ONLINE, jnp.float32), (MODES, jnp.bfloat16)])
+@pytest.mark.parametrize("ways, dtype", [slow(MODES, jnp.float32), (ONLINE, jnp.float32), (MODES, jnp.bfloat16)])
 def test_scores_far_below_that_of_padding(dtype, ways):
     """All scores near -100, where a key of zeros would have 0: one of padding, or of a mask, would be the whole sum."""
     q, k, v = draw(dtype, *SIZES)
@@ -226,7 +226,7 @@ def test_values_so_large_that_sums_of_the_largest_exponentials_would_not_be_fini
     assert not np.isfinite(bound[:, 2:]).all()
 
 
-@pytest.mark.parametrize("seen", ["causal", "by head"])
+@pytest.mark.parametrize("seen", [slow("causal"), "by head"])
 def test_rows_that_see_only_keys_far_below_the_mean(seen):
     """The first five keys lie opposite to all others, as far as the bound allows, and some rows see only those."""
     q, k, v = draw(jnp.float32, *SIZES)
@@ -291,7 +291,7 @@ def test_what_masked_keys_hold_changes_nothing(kind):
         np.testing.assert_array_equal(run(q, keys, values, mask, dtype=dtype, with_lse=True)[0], expected)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 def test_smoothing_changes_the_way_and_not_the_values(dtype):
     """Keys far from zero: around their mean, or online."""
     q, k, v = draw(dtype, *SIZES)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from jax import lax
 
-from conftest import QUICKLY
+from conftest import QUICKLY, slow
 from diffusers.tpu import bridge
 from diffusers.tpu.kernels.attention.masks import BELOW, Mask, classify, with_length
 from mask_fuzz import as_bias, check, differ, spread
@@ -176,7 +176,7 @@ def test_lineage_reaches_into_the_trace_around_a_scan_and_no_further_than_its_ar
     assert kinds == ["outer", "outer", "outer", "dense"]
 
 
-@pytest.mark.parametrize("seconds, least", [(5, 100), pytest.param(0, 5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds, least", [(5, 100), slow(0, 5000)])
 def test_random_masks_are_what_they_are_eagerly(seconds, least):
     """As many as five seconds of a processor allow, some 300, or 5000; `mask_fuzz` says how."""
     seed, found, stop = int(np.random.default_rng().integers(1 << 40)), [], time.process_time() + seconds

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tiny
+from conftest import slow
 from diffusers.models.transformers import transformer_hunyuan_video15
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.chips.mesh import make_mesh
@@ -60,7 +61,7 @@ STOPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize("name", [slow("mochi"), "hunyuan_framepack"])
 def test_what_stops_video_models(name):
     """One line of each transformer, nothing else."""
     arguments, file, code = STOPS[name]

@@ -31,6 +31,7 @@ def test_a_pipeline_is_upstreams(chips, name):
     assert all(one["error"] <= coverage_tables.DENOISER_LIMIT for one in found["denoisers"].values())
 
 
+@pytest.mark.slow
 def test_a_second_size_has_two_more_programs_a_second_prompt_and_the_first_size_none(chips):
     """The denoiser's and the VAE's; text is as long as before, whatever the prompt, and each call has a generator of its own."""
     name, counts = "StableDiffusionPipeline", []

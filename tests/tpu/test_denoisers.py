@@ -12,7 +12,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 from torch.utils._pytree import tree_map_only
 
-from conftest import relative
+from conftest import relative, slow
 from denoisers import WIDTH, built, inputs
 from diffusers import Flux2Transformer2DModel, tpu
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
@@ -46,13 +46,13 @@ def assert_equal(theirs, given, mesh):
         ("sd3.5", (1, 8, 1), 1, 3),  # heads that chips do not divide
         ("qwen", (1, 8, 1), 1, 3),
         ("qwen edit", (2, 4, 1), 1, 4),
-        ("qwen layered", (1, 1, 1), 2, 2),
+        slow("qwen layered", (1, 1, 1), 2, 2),
         ("cogvideox 2b", (1, 8, 1), 1, 30),  # the published heads, which the chips do not divide
-        ("cogvideox 5b image", (2, 2, 2), 2, 4),
+        slow("cogvideox 5b image", (2, 2, 2), 2, 4),
         ("cogvideox 1.5 image", (1, 4, 2), 2, 6),
         ("hunyuan", (2, 2, 2), 2, 2),
-        ("hunyuan image", (2, 4, 1), 2, 2),
-        ("framepack", (1, 4, 1), 1, 2),
+        slow("hunyuan image", (2, 4, 1), 2, 2),
+        slow("framepack", (1, 4, 1), 1, 2),
         ("framepack", (1, 1, 1), 2, 2),
     ],
 )
@@ -110,7 +110,7 @@ def with_hooks(model, given):
     return given
 
 
-@pytest.mark.parametrize("changes", [(with_ip_adapter, with_control), (with_processors,), (with_hooks,)])
+@pytest.mark.parametrize("changes", [(with_ip_adapter, with_control), slow((with_processors,)), (with_hooks,)])
 @torch.no_grad()
 def test_what_users_of_flux_change_is_kept(chips, changes):
     theirs = built("flux", 4)
@@ -152,8 +152,8 @@ def attached(model, plan, chips, degrees) -> CompiledModule:
 @pytest.mark.parametrize(
     "made, degrees",
     [
-        ("chronoedit", (1, 4, 1)), ("flux2", (1, 2, 2)), ("helios", (1, 4, 1)), ("ltx", (2, 4, 1)), ("ltx2", (1, 4, 1)),
-        ("minimax", (1, 8, 1)), ("flux", (1, 1, 4)),
+        slow("chronoedit", (1, 4, 1)), ("flux2", (1, 2, 2)), ("helios", (1, 4, 1)), slow("ltx", (2, 4, 1)), ("ltx2", (1, 4, 1)),
+        slow("minimax", (1, 8, 1)), ("flux", (1, 1, 4)),
     ],
 )  # fmt: skip
 def test_equals_upstream_and_chips_share_the_work(chips, made, degrees):
@@ -274,7 +274,7 @@ def test_only_what_can_be_said_is_taken_from_a_declaration():
     assert plan.activation_spec == INFERRED and [spec for _, spec in plan.rules] == [P("tp", ("dp", "sp")), P("tp")]
 
 
-@pytest.mark.parametrize("made", ["chronoedit", "helios", "minimax"])
+@pytest.mark.parametrize("made", ["chronoedit", slow("helios"), slow("minimax")])
 def test_what_upstream_keeps_in_float32_stays_so(chips, made, tmp_path):
     theirs, _, given = drawn(made)
     exact = answers(theirs.double(), tree_map_only(torch.FloatTensor, torch.Tensor.double, given))

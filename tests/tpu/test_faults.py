@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from conftest import ROOT
+from conftest import ROOT, slow
 from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.tpu.apps.cli import main, session
 from diffusers.tpu.apps.generation import media
@@ -303,7 +303,7 @@ def ended(runs, words: list[str], point: str = "", number: int | None = None) ->
 @pytest.mark.parametrize(
     "point, number, status",
     [
-        *(pytest.param(point, signal.SIGINT, 130, marks=pytest.mark.slow) for point in ("load", "compile", "write")),
+        *(slow(point, signal.SIGINT, 130) for point in ("load", "compile", "write")),
         ("step", signal.SIGINT, 130), ("step", signal.SIGTERM, -signal.SIGTERM), ("write", signal.SIGTERM, 143),
     ],
 )  # fmt: skip

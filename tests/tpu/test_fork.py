@@ -11,6 +11,7 @@ import pytest
 
 import laying
 import series
+from conftest import slow
 from upstream import digest, read_pin
 
 
@@ -75,7 +76,7 @@ print(json.dumps(facts))
 
 
 @pytest.mark.idiom("nothing-touched")
-@pytest.mark.parametrize("at_import", ["auto", "off"])
+@pytest.mark.parametrize("at_import", ["auto", slow("off")])
 def test_without_a_tpu_nothing_of_torch_is_touched_and_pipelines_run_without_jax(root, at_import):
     """Also says that the variable of upstream's dispatcher, read at its import, selects the TPU's attention."""
     given = {"PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": at_import, "DIFFUSERS_ATTN_BACKEND": "tpu"}

@@ -12,7 +12,7 @@ import torch
 import denoisers
 import flags
 import tiny
-from conftest import ROOT, relative
+from conftest import ROOT, relative, slow
 from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline
 from diffusers.tpu import TPUConfig
 from diffusers.tpu.planner.published import MODELS
@@ -168,7 +168,7 @@ VIDEOS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "hunyuan15_i2v")) for kind in VIDEOS]
+    "kind", ["wan", "hunyuan15", slow("hunyuan15_i2v"), slow("cogvideox_2b"), slow("cogvideox_5b")]
 )
 def test_a_script_gives_upstreams_frames_and_a_trace(run, written, folder, monkeypatch, kind):
     name, words, call, change = VIDEOS[kind]
@@ -235,7 +235,7 @@ def test_a_transformer_by_itself_gives_upstreams_answer(run, monkeypatch, make, 
     [
         ("--frames 9 --compare --profile trace", [[1, 3, 9, 16, 32], [1, 4, 3, 2, 4]]),
         ("--frames 1 --only decode --enable_tiling --batch 2", [[2, 4, 1, 2, 4]]),
-        ("--flax --frames 9 --compare", [[1, 3, 9, 16, 32], [1, 4, 3, 2, 4]]),
+        slow("--flax --frames 9 --compare", [[1, 3, 9, 16, 32], [1, 4, 3, 2, 4]]),
     ],
     ids=["both", "decode", "flax"],
 )

@@ -8,7 +8,7 @@ import torch
 
 import denoisers
 import tiny
-from conftest import programs_of, relative
+from conftest import programs_of, relative, slow
 from diffusers import MochiTransformer3DModel
 from diffusers.models.transformers.transformer_hunyuan_video_framepack_flax import PLAN as FRAMEPACK
 from diffusers.models.transformers.transformer_mochi_flax import PLAN as MOCHI
@@ -73,7 +73,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name, degrees, batch", [("mochi", (2, 2, 2), 1), ("framepack", (1, 1, 1), 2)])
+@pytest.mark.parametrize("name, degrees, batch", [slow("mochi", (2, 2, 2), 1), ("framepack", (1, 1, 1), 2)])
 def test_lengths_are_decided_before_each_call(attach, name, degrees, batch):
     """Without what our plans put in place of upstream's lines; back to the first length nothing is compiled."""
     build, inputs, plan, file, code = MODELS[name]

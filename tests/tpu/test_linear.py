@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tiny
-from conftest import relative, wide
+from conftest import relative, slow, wide
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
@@ -183,7 +183,7 @@ def test_an_activation_a_gate_and_a_residual_after_a_layer_are_the_layers(chips,
 
 @pytest.mark.parametrize(
     "degrees, tokens",
-    [((2, 4, 1), (3, 8, 16)), pytest.param((1, 1, 1), (1, 6, 10), marks=pytest.mark.slow), ((1, 8, 1), (1, 6, 10))],
+    [((2, 4, 1), (3, 8, 16)), slow((1, 1, 1), (1, 6, 10)), slow((1, 8, 1), (1, 6, 10))],
 )
 def test_wans_transformer_by_all_kernels(attach, own_store, monkeypatch, degrees, tokens):
     """Heads of 128 and bfloat16, as the published ones. On the last mesh tokens do not divide."""

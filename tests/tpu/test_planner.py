@@ -182,6 +182,7 @@ def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, c
     assert f"{step['total']:.3f} s per step" in shown and "dp 2, sp 4, tp 1" in shown
 
 
+@pytest.mark.slow
 def test_programs_are_named_without_compiling(root, cached):
     """As the answer names them; a program that is traced otherwise has another name, the others keep theirs."""
     size = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 4}

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 import tiny
-from conftest import ROOT, needs
+from conftest import ROOT, needs, slow
 
 
 needs("fastapi.sse", "prometheus_client", "uvicorn")
@@ -215,7 +215,7 @@ def test_a_video_from_its_creation_to_its_end(wan, serving):
     refuses(client.post(VIDEOS, files=picture), 400, "no input_reference: tiny takes none")
 
 
-@pytest.mark.parametrize("mesh", [None, pytest.param((2, 2, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", [None, slow((2, 2, 1))])
 def test_a_running_job_ends_after_the_step_in_which_it_is_cancelled_and_the_next_is_right(
     request, wan, serving, monkeypatch, mesh
 ):

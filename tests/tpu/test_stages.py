@@ -15,7 +15,7 @@ import torch
 
 import diffusers.tpu.chips.devices
 import tiny
-from conftest import assert_same
+from conftest import assert_same, slow
 from diffusers import AutoencoderKLWan, DiffusionPipeline, UniPCMultistepScheduler, tpu
 from diffusers.tpu.apps import stages
 from diffusers.tpu.apps.cli import main
@@ -88,10 +88,9 @@ def three_runs(folder: str, call: dict, dtype, place: Path) -> np.ndarray:
 
 FULL = ("first_frame_kept",)  # in float32 on the host
 # Upstream's loop on device tensors and on host tensors, with a picture and two experts: the rest is slow.
-ON_CHIPS = {"text_to_video": torch.bfloat16, "image_to_video_two_experts": torch.float32}
 CASES = [("bare", name, torch.float32 if name in FULL else torch.bfloat16) for name in tiny.STAGED]
-CASES += [("chips", name, dtype) for name, dtype in ON_CHIPS.items()]
-CASES += [pytest.param("chips", n, torch.float32, marks=pytest.mark.slow) for n in tiny.STAGED if n not in ON_CHIPS]
+CASES += [("chips", "image_to_video_two_experts", torch.float32), slow("chips", "text_to_video", torch.bfloat16)]
+CASES += [slow("chips", name, torch.float32) for name in tiny.STAGED if name != "image_to_video_two_experts"]
 
 
 @pytest.mark.parametrize("where, name, dtype", CASES)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from conftest import relative
+from conftest import relative, slow
 from diffusers import WanPipeline, tpu
 from diffusers.models.transformers import transformer_wan_flax
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
@@ -60,9 +60,8 @@ MESHES = [(1, 1, 1), (1, 2, 1), (2, 1, 1)]
     "threads, meshes, rounds",
     [
         (4, MESHES[:1], 3),
-        (2, MESHES[2:], 3),
-        *(pytest.param(threads, [mesh], 50, marks=pytest.mark.slow) for threads in (2, 4) for mesh in MESHES),
-        *(pytest.param(threads, MESHES, 50, marks=pytest.mark.slow) for threads in (2, 4)),
+        *(slow(threads, [mesh], 50) for threads in (2, 4) for mesh in MESHES),
+        *(slow(threads, MESHES, 50) for threads in (2, 4)),
     ],
 )
 def test_threads_that_share_models(chips, threads, meshes, rounds):

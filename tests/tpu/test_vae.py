@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import diffusers
 import tiny
-from conftest import relative
+from conftest import relative, slow
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.autoencoders.vae_nnx_flax import VideoAutoencoder
@@ -118,9 +118,10 @@ def named(case) -> str:
 
 
 def rows(kind: str) -> list[tuple]:
-    """Of every family and form, its name before each row of this kind."""
+    """Of every family and form, its name before each row of this kind; those that are slow as such."""
     forms = [(name, form) for form in ("", " nnx") for name in FAMILIES]
-    return [(name + form, *row) for name, form in forms for row in FAMILIES[name].get(kind + form, ())]
+    found = [(name + form, *row) for name, form in forms for row in FAMILIES[name].get(kind + form, ())]
+    return found if kind.endswith("slow") else [*found, *map(slow, rows(f"{kind} slow"))]
 
 
 @pytest.mark.parametrize("case", rows("cases"), ids=named)
@@ -151,7 +152,7 @@ def test_tiles_equal_upstream(attach, case):
     assert_equal(ours, theirs, latents, video)
 
 
-@pytest.mark.parametrize("family, frames, name", [("wan2.1", 5, "_decode"), ("kl", 0, "tiled_decode")])
+@pytest.mark.parametrize("family, frames, name", [("wan2.1", 5, "_decode"), slow("kl", 0, "tiled_decode")])
 def test_a_method_of_the_users_own(attach, family, frames, name):
     """In the place of upstream's; it calls the tiled form by position and by name."""
     theirs, ours = both(family, attach, (1, 2, 1), **({"sample_size": 20} if family == "kl" else {}))
@@ -168,7 +169,7 @@ def test_a_method_of_the_users_own(attach, family, frames, name):
     assert_equal(ours, theirs, latents, video)
 
 
-@pytest.mark.parametrize("family, frames", [("wan2.1", 8), ("kl", 0)])
+@pytest.mark.parametrize("family, frames", [("wan2.1", 8), slow("kl", 0)])
 def test_slices_and_frames_beyond_the_last_four(attach, family, frames):
     theirs, ours = both(family, attach, (1, 4, 1))
     for vae in (ours, theirs):
@@ -184,7 +185,8 @@ def test_what_no_slab_holds_is_upstreams(attach):
 
 HALF = [
     ("wan2.1", 4, 6),
-    *((f"{name} nnx", 12, 16) for name in ("wan2.1 small", "hunyuanvideo1.5 small", "cogvideox")),
+    ("wan2.1 small nnx", 12, 16),
+    *(slow(f"{name} nnx", 12, 16) for name in ("hunyuanvideo1.5 small", "cogvideox")),
 ]
 
 
@@ -216,7 +218,7 @@ def test_float32_by_products_of_bfloat16(chips, precision, limit):
     assert limit / 20 < error("tpu") < limit
 
 
-@pytest.mark.parametrize("family", ["wan2.1", "wan2.2 nnx", "hunyuanvideo1.5 nnx", "cogvideox nnx"])
+@pytest.mark.parametrize("family", ["wan2.1", *map(slow, ("wan2.2 nnx", "hunyuanvideo1.5 nnx", "cogvideox nnx"))])
 def test_one_step_whatever_the_number_of_frames(attach, family):
     """What is compiled does not grow with the video; chips exchange edge columns and the middle's keys, or statistics, nothing else."""
     _, ours = both(family, attach, (1, 8, 1))
@@ -296,7 +298,7 @@ CHANGES = {
 
 
 @pytest.mark.idiom("seamless")
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", [slow(c) if c in ("replicate", "circular in x") else c for c in CHANGES])
 def test_what_needs_the_whole_map_equals_upstream(attach, change):
     """Seamless textures and hooks, between two calls of the VAE as it was; some by padding, some by code of the script's."""
     theirs, ours = both("kl", attach, (2, 4, 1) if change == "circular" else (1, 2, 1), **SMALL)

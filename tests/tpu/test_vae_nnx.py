@@ -17,14 +17,12 @@ import tiny
 from bench import vae_row
 from bench.benches import nnx_vae, torch_vae
 from conftest import relative
-from diffusers.models.autoencoders.autoencoder_kl_cogvideox_nnx_flax import Chunk
 from diffusers.models.autoencoders.autoencoder_kl_wan_flax import FlaxAutoencoderKLWan
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from diffusers.models.autoencoders.vae_nnx_flax import DiagonalGaussian, _program
 from diffusers.models.autoencoders.vae_nnx_weights_flax import torch_name
 from diffusers.tpu.pipelines.plans import flax_class
 from diffusers.tpu.planner.published import ALIASES, MODELS
-from diffusers.tpu.video.halo import shard_width
 from test_vae import assert_equal, both, draw, last, new, of, rows
 
 
@@ -46,42 +44,6 @@ def test_slices_equal_upstream_and_are_one_program(attach):
     for _ in range(2):
         assert_equal(ours, theirs, latents, video)
         assert _program._cache_size() - before == 2  # one for decoding, one for encoding
-
-
-def test_the_ladder(attach):
-    """The guide's rungs of CogVideoX, from a convolution to the whole, of the published depth and a quarter of its width."""
-    names = {kind: (f"CogVideoX{kind.title()}Block3D",) * 4 for kind in ("down", "up")}
-    sizes = {
-        "block_out_channels": (32, 64, 64, 128),
-        "layers_per_block": 3,
-        "norm_num_groups": 8,
-        "latent_channels": 16,
-    }
-    sizes |= {f"{kind}_block_types": blocks for kind, blocks in names.items()}
-    theirs, ours = both("cogvideox nnx", attach, (1, 2, 1), **sizes)
-    x, narrow, z = torch.randn(1, 32, 3, 6, 8), torch.randn(1, 3, 9, 16, 32), torch.randn(1, 16, 3, 2, 4)
-    resnet, mine = theirs.encoder.down_blocks[0].resnets[0], ours.encoder.down_blocks[0].resnets[0]
-    norm, own = theirs.decoder.mid_block.resnets[0].norm1, ours.decoder.mid_block.resnets[0].norm1
-    down, lower = theirs.encoder.down_blocks[0], ours.encoder.down_blocks[0]
-
-    def chunk():
-        return Chunk(None, [])
-
-    rungs = {
-        "convolution": (x, lambda x: mine.conv1(chunk().causal_pad(x)), lambda x: resnet.conv1(x)[0]),
-        "group norm": (x, mine.norm1, resnet.norm1),
-        "spatial norm": (torch.randn(1, 128, 3, 2, 4), lambda x: own(x, x[..., :16]), lambda x: norm(x, x[:, :16])[0]),
-        "residual block": (x, lambda x: mine(x, chunk(), None), lambda x: resnet(x)[0]),
-        "down block": (x, lambda x: lower(x, chunk()), lambda x: down(x)[0]),
-        "encoder": (narrow, lambda x: ours.encoder(x, chunk()), lambda x: theirs.encoder(x)[0]),
-        "decoder": (z, lambda x: ours.decoder(x, chunk()), lambda x: theirs.decoder(x)[0]),
-    }
-    errors = {}
-    for name, (given, run, upstreams) in rungs.items():
-        found = nnx.jit(lambda vae, x, run=run: shard_width(run, x, axis=3))(ours, jnp.asarray(last(given)))
-        with torch.no_grad():
-            errors[name] = relative(found, last(upstreams(given)))
-    assert max(errors.values()) < 1e-5, errors
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
