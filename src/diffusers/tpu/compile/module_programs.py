@@ -202,13 +202,11 @@ class ModulePrograms(EntryMethods):
 
     def _new_program(self, call: Call, branches: int, kind: tuple) -> Program | str | None:
         """Traced now, or the mark of what the trace found out; None: no program stands for the call."""
-        function, effects, error = self.function(call), Trace(), None
-        if branches == 1:
-            function.values = lambda number: values_of(call.tensors[number])
+        function, effects, error = self.function(call, branches), Trace(), None
         try:
             with random_state_kept(call.leaves), bridge.whole_tracebacks():
                 with tracing.undone_trace(self.module) as effects:
-                    program = self._trace(call, branches, function)
+                    program = self._trace(call, function)
                 if effects.temporary and not (effects.persistent or effects.draws):
                     tracing.depends_on_previous_call(function, program.result.avals, effects)
         except Exception as raised:
@@ -221,13 +219,17 @@ class ModulePrograms(EntryMethods):
             return mark
         if not self.modes.has_program(error, effects, call, (*kind, call.guards)):
             return None
-        decisions, program.result.decisions, call.guards = program.result.decisions, None, ()  # of this trace
-        for guard, value in decisions.made.items():
-            self._know((*kind, call.guards), guard)
-            self.executables.keep_guard(self.executables.key(call, branches, call.guards), guard, call)
-            call.guards += (_hashable(value),)
-        program.key = self.executables.key(call, branches, call.guards)
+        self.keep_guards(program, call)
         return program
+
+    def keep_guards(self, program: Program, call: Call):
+        """What the trace decided by values joins the call's and the program's key, and is kept as guards for calls to come."""
+        decisions, program.result.decisions, call.guards = program.result.decisions, None, ()
+        for guard, value in decisions.made.items():
+            self._know((call.key, program.branches, self.state_key, call.guards), guard)
+            self.executables.keep_guard(self.executables.key(call, program.branches, call.guards), guard, call)
+            call.guards += (_hashable(value),)
+        program.key = self.executables.key(call, program.branches, call.guards)
 
     def prepare(self, calls: list[Call]):
         """Compile what calls like these will need; nothing is placed."""
@@ -243,10 +245,10 @@ class ModulePrograms(EntryMethods):
         """The program of calls like this one, `branches` side by side, as the module is now; nothing is placed."""
         self._read_state()
         with tracing.undone_trace(self.module):
-            return self._trace(call, branches, self.function(call))
+            return self._trace(call, self.function(call, branches))
 
-    def _trace(self, call: Call, branches: int, function: tracing.PureFunction) -> Program:
-        self.traces, function.branches = self.traces + 1, branches
+    def _trace(self, call: Call, function: tracing.PureFunction) -> Program:
+        self.traces += 1
         return trace_program(function, self._placed, self.state.numbers(self._placed), call, self.compiler_options)
 
     def _compile(self, program: Program) -> bool:
@@ -297,7 +299,8 @@ class ModulePrograms(EntryMethods):
             generation=generation_of(self.mesh.devices.flat[0]),
         )
 
-    def function(self, call: Call) -> tracing.PureFunction:
+    def function(self, call: Call, branches: int = 1) -> tracing.PureFunction:
+        """What is traced of calls like this one; by values of the call's tensors it decides only if it runs alone."""
         placed, without = self.plan_weights(), {}
         if self.config.layers == "xla":
             without["processors"] = {}
@@ -316,6 +319,8 @@ class ModulePrograms(EntryMethods):
             part=self.within,
             kept=None if call.step.kind is None else self.step_cache,
             kind=call.step.kind,
+            branches=branches,
+            values=(lambda number: values_of(call.tensors[number])) if branches == 1 else None,
         )
 
 

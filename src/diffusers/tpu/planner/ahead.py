@@ -11,8 +11,8 @@ from pathlib import Path
 
 from ..chips.figures import find_topology
 from ..chips.mesh import make_mesh
-from ..compile.executables import ALONE
 from ..compile.module import CompiledModule
+from ..compile.programs import Program
 from ..config import TPUConfig
 from ..pipelines.attach import degrees_of, of_model, target_devices
 from ..pipelines.plans import pipeline_plan
@@ -65,18 +65,21 @@ def make_here(request: dict, progress: Callable) -> dict:
 def _make(recorded: RecordedCall, runner: CompiledModule, resident: bool, progress: Callable) -> dict | str:
     """One program, made or found; why it is not kept, if it is not."""
     call, name, executables = recorded.call, f"{recorded.component}.{recorded.call.entry}", runner.executables
-    branches = runner.branches.side_by_side(call) if resident and recorded.branches > 1 else 1
+    branches = recorded.together(runner, resident)
     runner.current()
     key = executables.key(call, branches, ())
     if key is None:
         return f"{name}: {executables.reason or 'its call has no words'}"
     path, seconds = executables.cache.folder / key.name, 0.0
-    was_there = path.exists() and executables.cache.find(key.name, key.parts) not in (None, ALONE)
+    was_there = isinstance(executables.cache.find(key.name, key.parts), Program)
     if not was_there:
         progress(f"compiling {name}")
         start = time.perf_counter()
         program = runner.trace(call, branches)
-        program.key = key
+        runner.keep_guards(program, call)
+        path = executables.cache.folder / program.key.name
+        was_there = isinstance(executables.cache.find(path.name, program.key.parts), Program)  # of the guards' values
+    if not was_there:
         with out_of_memory_told():
             program.compile()
         executables.keep_program(program, ahead=True)
@@ -86,7 +89,7 @@ def _make(recorded: RecordedCall, runner: CompiledModule, resident: bool, progre
     return {
         "name": name,
         "branches": branches,
-        "file": key.name,
+        "file": path.name,
         "shapes": [[*shape] for shape, _ in call.shapes],
         "seconds": seconds,
         "bytes": path.stat().st_size,

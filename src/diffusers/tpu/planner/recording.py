@@ -4,7 +4,9 @@ Shapes, dtypes, counts and order come from upstream's code as it is; left out is
 models' work (a trace gives the shapes of their outputs), the scheduler's arithmetic, the way from tensors to pictures.
 """
 
+import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,6 +16,7 @@ import PIL.Image
 import torch
 
 from ...image_processor import VaeImageProcessor
+from ...utils import BaseOutput
 from ..chips.mesh import make_mesh
 from ..chips.sharding import ModelPlan
 from ..compile.call import Call
@@ -56,21 +59,38 @@ class RecordedCall:
     def branches(self) -> int:
         return max(self.groups)
 
+    def together(self, runner: CompiledModule, resident: bool = True) -> int:
+        """How many calls of a step `runner` runs side by side; one that decides by values runs alone. `resident`: the loop is on the device."""
+        alone = self.branches == 1 or not resident or self.program.result.decisions.made
+        return 1 if alone else runner.branches.side_by_side(self.call)
+
     def runs(self, together: int) -> int:
         """Runs of a program that has so many calls side by side."""
         return sum(-(-group // together) for group in self.groups)
 
 
 @dataclass
+class Stepped(BaseOutput):
+    """What a scheduler's step returns."""
+
+    prev_sample: torch.Tensor
+    pred_original_sample: torch.Tensor
+
+
+@dataclass
 class Recording:
-    """All calls of one run in the order of their first, the number of scheduler steps, the pipeline and its arguments."""
+    """All calls of one run in the order of their first, the steps of each scheduler, the pipeline and its arguments."""
 
     pipe: object
     on_progress: Callable[[str], None]
     calls: list[RecordedCall] = field(default_factory=list)
-    steps: int = 0
+    stepped: Counter = field(default_factory=Counter)  # id of a scheduler -> its steps
     arguments: dict = field(default_factory=dict)
     last: tuple[RecordedCall, Call] | None = None  # the call before, of the same step
+
+    @property
+    def steps(self) -> int:
+        return max(self.stepped.values(), default=0)
 
     @property
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -105,13 +125,16 @@ class Recording:
         self.last = (found, call)
         return found
 
-    def step(self, model_output, timestep, sample, *args, return_dict=True, **kwargs):
+    def __deepcopy__(self, memo):
+        return self  # where a pipeline copies its scheduler, for sound beside pictures
+
+    def step(self, scheduler, model_output, timestep, sample, *args, return_dict=True, **kwargs):
         """A scheduler's step that hands the latents on."""
-        self.steps += 1
+        self.stepped[id(scheduler)] += 1
         self.last = None
         if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM gives its old prediction third
             sample = args[0]
-        return (sample, sample)
+        return Stepped(sample, sample) if return_dict else (sample, sample)
 
 
 class RecordingRunner(CompiledModule):
@@ -146,7 +169,7 @@ def record(
     pipe.__class__ = type(type(pipe).__name__, (type(pipe),), names)
     pipe.set_progress_bar_config(disable=True)
     for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
-        scheduler.step = recording.step
+        scheduler.step = functools.partial(recording.step, scheduler)
     for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
         for name in {"postprocess", "postprocess_video"} & {*dir(processor)}:  # pictures stay the decoder's zeros
             setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))

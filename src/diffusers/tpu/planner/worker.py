@@ -81,7 +81,7 @@ def recording_of(request: dict, progress: Callable) -> Recording:
 
 def _check_size(arguments: dict, recording: Recording):
     """Upstream rounds some sizes in silence: what was asked for must be what comes out."""
-    decoded = [r for r in recording.calls if r.call.entry == "decode"]
+    decoded = [r for r in recording.calls if r.call.entry == "decode" and "audio" not in r.component]
     if not decoded:
         return
     shape, pipe = decoded[-1].program.avals[0].shape, recording.pipe
@@ -158,7 +158,7 @@ class Planner:
         return PlannedRun(topology, mesh, made, self.recording, self.config)
 
     def _part(self, recorded: RecordedCall, runner: CompiledModule, compiler: Compiler) -> Part:
-        branches = runner.branches.side_by_side(recorded.call) if recorded.branches > 1 else 1
+        branches = recorded.together(runner)
         inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
         part = Part(recorded, branches, runner.plan_weights().coverage.bytes_per_chip, inputs)
         topology, mesh, options = compiler.topology, runner.mesh, runner.compiler_options
