@@ -17,11 +17,11 @@ from . import cache_row, check_row, host_row, load_row, ready_row
 from .attention_cases import attention_cases, sweep_cases
 from .calibration import PUBLISHED
 from .cases import AS_THEIRS, KERNELS, VAES, Case
+from .model_cases import DENOISERS, IMAGE, model_cases
 
 
 VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
 VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
-IMAGE = {"height": 1024, "width": 1024}
 LTX = {"height": 512, "width": 768, "num_frames": 121}
 HUNYUAN_720P = {"height": 720, "width": 1280, "num_frames": 121}
 HUNYUAN_480P = {"height": 480, "width": 848, "num_frames": 121}
@@ -30,7 +30,6 @@ COGVIDEOX_15 = {"height": 768, "width": 1360, "num_frames": 81}
 COGVIDEOX_VIDEO_TO_VIDEO = "cogvideox-5b@CogVideoXVideoToVideoPipeline"  # encodes and decodes; the VAE is 1.5's
 
 AS_COMPILED_BY_OTHERS = {"layers": "xla", "sparse_cores": False}
-DENOISERS = ["transformer", "transformer_2", "unet"]
 
 
 def step_cases() -> list[Case]:
@@ -306,6 +305,7 @@ BENCHES = {
     "attention": attention_cases,
     "sweep": sweep_cases,
     "step": step_cases,
+    "models": model_cases,
     "run": run_cases,
     "vae": vae_cases,
     "calibration": calibration_cases,

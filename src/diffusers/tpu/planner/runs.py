@@ -39,6 +39,7 @@ class Part:
     modelled_seconds: float = 0.0  # of what is not compiled
     trace_seconds: float = 0.0
     shared: int = 1  # chips that share what is not compiled
+    layout: str = ""  # who says how chips share it
 
     @property
     def component(self) -> str:
@@ -96,6 +97,8 @@ class Part:
         return {
             **{name: getattr(self, name) for name in ("component", "stage", "branches", "runs")},
             "entry": self.recorded.call.entry,
+            "layout": self.layout,
+            "scans": work.scans,
             "how": "compiled" if compiled else "refused" if self.refused else "modelled",
             "shapes": [list(t.shape) for t in self.recorded.call.tensors],
             "seconds": None if self.refused else self.seconds,

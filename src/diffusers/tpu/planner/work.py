@@ -32,6 +32,7 @@ class Work:
     live: int = 0  # the most bytes of intermediate values alive at once
     by_module: Counter[str] = field(default_factory=Counter)
     calls: Counter[tuple[int, ...]] = field(default_factory=Counter)  # (batch, heads, queries, keys, head size)
+    scans: int = 0  # loops, of equal blocks for the most part
 
     @property
     def flops(self) -> float:
@@ -85,6 +86,7 @@ def _one(eqn, runs: int, work: Work, path: str) -> int:
     inner = jax.tree.leaves([*params.values()], is_leaf=lambda value: isinstance(value, kinds))
     inner = [getattr(value, "jaxpr", value) for value in inner if isinstance(value, kinds)]
     if inner:
+        work.scans += name == "scan"
         times = runs * (params.get("length", 1) if name == "scan" else 1)
         return max(_count(x, times, work, path) for x in inner)
     flops, sides = _product(eqn)

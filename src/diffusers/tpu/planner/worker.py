@@ -10,10 +10,11 @@ import torch
 
 from ..chips.figures import Topology, find_topology
 from ..chips.mesh import AXES, make_mesh
+from ..chips.sharding import INFERRED
 from ..compile.module import CompiledModule
 from ..config import TPUConfig
 from ..pipelines.attach import degrees_of
-from ..pipelines.plans import module_plan, pipeline_plan
+from ..pipelines.plans import model_plan, module_plan, pipeline_plan
 from . import READER, advice, ici, kept, meshes, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of
@@ -98,6 +99,13 @@ def _check_size(arguments: dict, recording: Recording):
             raise BadRequest(f"expected a {name} that the VAE can take, got {asked}; it would give {size}")
 
 
+def layout_of(runner: CompiledModule) -> str:
+    """Who says how chips share the work of a model."""
+    if model_plan(type(runner.module)) is not None:
+        return "its plan"
+    return "inferred" if runner.plan.activation_spec == INFERRED else "the compiler"
+
+
 class Planner:
     """The programs of one recorded run, compiled for slices and meshes."""
 
@@ -160,7 +168,9 @@ class Planner:
     def _part(self, recorded: RecordedCall, runner: CompiledModule, compiler: Compiler) -> Part:
         branches = recorded.together(runner)
         inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
-        part = Part(recorded, branches, runner.plan_weights().coverage.bytes_per_chip, inputs)
+        part = Part(
+            recorded, branches, runner.plan_weights().coverage.bytes_per_chip, inputs, layout=layout_of(runner)
+        )
         topology, mesh, options = compiler.topology, runner.mesh, runner.compiler_options
         if not (part.stage == "denoise" or self.request.get("everything")):
             part.shared = topology.devices if runner.plan.parallel else 1

@@ -14,7 +14,7 @@ import torch
 from . import watch
 from .adapters import BOOKKEEPING, SIZES, Adapters
 from .libraries import Libraries
-from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Number, State
+from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Number, Quick, State
 from .values import PLAIN, Reader, is_ours
 from .watch import Watch, alike
 
@@ -39,6 +39,7 @@ def read(module: torch.nn.Module, apart: tuple = ()) -> State:
     seen = {*reader.adapters.tensors(module).values()}
     named = (*module.named_parameters(), *module.named_buffers())
     state.tensors = {name: tensor for name, tensor in named if name in seen}
+    state.quick = Quick(state)  # now: what changes before the first call is a change
     return state
 
 

@@ -84,13 +84,11 @@ class State:
     generators: list = field(default_factory=list)
     unread: dict[str, str] = field(default_factory=dict)
     libraries: Libraries | None = None
-    _quick: "Quick | None" = None
+    quick: "Quick | None" = None
 
     def same(self) -> bool:
-        """Whether nothing was changed since."""
-        if self._quick is None:
-            self._quick = Quick(self)
-        if not self._quick.same() or any(map(Watch.changed, self.watches)):
+        """Whether nothing was changed since it was read."""
+        if not self.quick.same() or any(map(Watch.changed, self.watches)):
             return False
         return self.libraries is None or self.libraries.same()
 

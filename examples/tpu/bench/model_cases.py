@@ -1,0 +1,47 @@
+"""A denoising step of the models that people run, at their published size: on one chip and on a slice of eight."""
+
+from diffusers.tpu.kernels.attention.softmax_modes import BOUND
+from diffusers.tpu.planner import PLANS, Question, request_of
+
+from .cases import Case
+
+
+IMAGE = {"height": 1024, "width": 1024}
+# Short name -> what of the call is not the model card's.
+PUBLISHED = {
+    "sd1.5": {}, "sdxl": {}, "stable-diffusion-3.5-large": {}, "stable-diffusion-3.5-medium": {}, "flux.1-dev": {},
+    "flux.1-schnell": {}, "flux.2-dev": {}, "flux.2-klein-4b": {}, "flux.2-klein-9b": {}, "qwen-image": IMAGE,
+    "z-image-turbo": {}, "cogview4": {}, "chroma1-hd": {}, "sana-1.6b": {}, "pixart-sigma": {}, "lumina-image-2.0": {},
+    "auraflow": {}, "wan2.1-t2v-1.3b": {}, "wan2.1-t2v-14b": {}, "wan2.1-i2v-14b-480p": {}, "wan2.2-t2v-a14b": {},
+    "wan2.2-ti2v-5b": {}, "hunyuanvideo-1.5-480p-t2v": {}, "hunyuanvideo-1.5-720p-t2v": {}, "hunyuanvideo": {},
+    "cogvideox-2b": {}, "cogvideox-5b": {}, "cogvideox1.5-5b": {}, "ltx-video": {"height": 512, "width": 768, "num_frames": 121},
+    "ltx-2": {}, "kandinsky-5.0-lite": {}, "mochi-1": {}, "svd-xt": {},
+}  # fmt: skip
+TOPOLOGIES = ("v6e-1", "v6e-8")
+DENOISERS = ["transformer", "transformer_2", "unet"]
+
+
+def model_cases() -> list[Case]:
+    return [_model(name, topology, call) for name, call in PUBLISHED.items() for topology in TOPOLOGIES]
+
+
+def _model(name: str, topology: str, call: dict) -> Case:
+    def read(answer):
+        parts = [part for part in answer["parts"] if part["stage"] == "denoise"]
+        of_mode = answer["by_way"][BOUND]
+        return {
+            "fits": answer["fits"],
+            "hbm_gib_per_chip": answer["hbm_gib_per_chip"],
+            "seconds_per_step": of_mode["seconds"]["total"],
+            "slower": of_mode["slower"],
+            "seconds": of_mode["seconds"],
+            "mfu": answer["mfu"],
+            "mesh": answer["mesh"],
+            "layout": [*dict.fromkeys(part["layout"] for part in parts)],
+            "scans": sum(part["scans"] for part in parts),
+            "trace_seconds": answer["trace_seconds"],
+            "compile_seconds": max(part["compile_seconds"] for part in parts),
+        }
+
+    question = Question(PLANS, request_of(name, topology, arguments=call, only=DENOISERS), 1200)
+    return Case({"model": name, "topology": topology}, question, read)
