@@ -237,7 +237,7 @@ def test_the_video_depends_on_the_image_and_prompts_of_any_length_share_programs
     images = PIL.Image.new("RGB", (48, 32), "red"), tiny.picture(32, 48)
     red, other = (np.asarray(pipe(**call(image=image)).frames) for image in images)
     assert relative(red, other) > 0.01
-    for words in range(0, 10, 3):
+    for words in (0, 4, 8):  # of so many prompts, none, one and two have text to draw
         prompts = {"prompt": "moving " * words + '"left"' * (words % 3), "negative_prompt": "a " * (9 - words)}
         pipe(**call(num_inference_steps=1, output_type="latent", **prompts))
     parts = tpu.report(pipe)
