@@ -120,7 +120,7 @@ def test_each_branch_decides_for_itself(chips, mesh):
 
 
 def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips):
-    """Other schedules compile nothing; calibration, which reads values, runs eagerly and gives upstream's ratios."""
+    """Other schedules compile nothing."""
     session, compiled = Session((1, 2, 1)), set()
     for threshold, skips in ((0.02, 3), (10.0, 1)):
         given = {"num_inference_steps": STEPS, "threshold": threshold, "max_skip_steps": skips}
@@ -130,6 +130,12 @@ def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips):
         compiled.add(programs_of(session.runner))
         session.disable()
     assert len(compiled) == 1
+
+
+@pytest.mark.slow
+def test_calibration_of_magnitudes_reads_values(chips):
+    """It runs eagerly and gives upstream's ratios."""
+    session = Session((1, 2, 1))
     session.enable(lambda pipe: MagCacheConfig(calibrate=True, num_inference_steps=2 * STEPS), compiled=False)
     session.oracle()
     assert session.runner.step_cache is None

@@ -168,7 +168,7 @@ VIDEOS = {
 
 
 @pytest.mark.parametrize(
-    "kind", ["wan", "hunyuan15", slow("hunyuan15_i2v"), slow("cogvideox_2b"), slow("cogvideox_5b")]
+    "kind", [slow("wan"), "hunyuan15", slow("hunyuan15_i2v"), slow("cogvideox_2b"), slow("cogvideox_5b")]
 )
 def test_a_script_gives_upstreams_frames_and_a_trace(run, written, folder, monkeypatch, kind):
     name, words, call, change = VIDEOS[kind]

@@ -177,6 +177,7 @@ def test_slices_and_frames_beyond_the_last_four(attach, family, frames):
     assert_equal(ours, theirs, *draw(family, 2, frames, 2, 3))
 
 
+@pytest.mark.slow
 def test_what_no_slab_holds_is_upstreams(attach):
     """Noise that a decoder draws, and a video whose width ends between latents."""
     theirs, ours = both("ltx", attach, (1, 2, 1), decoder_inject_noise=(False, True, False, False, False))

@@ -66,7 +66,6 @@ SKIPPING = {
     },
 }  # fmt: skip
 VIDEOS = [  # pipeline, changes of its parts, mesh, changes of the call
-    ("wan", {}, (1, 3, 1), {}),
     ("wan", {}, None, {}),
     ("wan", {}, (2, 2, 2), ODD | PAIR),
     ("wan_i2v", {}, (2, 4, 1), ODD | PAIR),
@@ -75,9 +74,10 @@ VIDEOS = [  # pipeline, changes of its parts, mesh, changes of the call
     ("cogvideox", {}, None, {}),
     ("cogvideox_2b", {}, (2, 4, 1), PAIRS),
     ("cogvideox_i2v", {}, (1, 1, 1), {}),
-    ("ltx", {}, (1, 2, 2), PAIR),
 ]
 SLOW = [
+    ("ltx", {}, (1, 2, 2), PAIR),
+    ("wan", {}, (1, 3, 1), {}),
     ("hunyuan", {}, (2, 4, 1), PAIRS),
     ("wan", {}, (1, 1, 1), {}),
     ("wan_ti2v_i2v", {}, (2, 4, 1), {"num_frames": 81}),
@@ -113,7 +113,7 @@ def test_video_equals_upstreams(chips, kind, parts, mesh, changes):
 
 CFG = {"negative_prompt": "bad", "true_cfg_scale": 3.0}
 IMAGES = [  # the denoiser's calls of two steps: Qwen-Image's branches run side by side, of texts that differ in length
-    ("flux_small", (1, 8, 1), CFG, "transformer", 4),
+    slow("flux_small", (1, 8, 1), CFG, "transformer", 4),
     ("qwen", (2, 4, 1), CFG, "transformer", 2),
     slow("sd3", (2, 2, 2), PAIR | {"guidance_scale": 4.0}, "transformer", 2),
     slow("sdxl", None, {"guidance_scale": 5.0, "guidance_rescale": 0.7}, "unet", 2),

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
 from ..chips.figures import chip_of
-from .linear import LEAST_ROWS, MARGIN
+from .linear import MARGIN
 from .pallas import LANES, call_kernel, cost, product, round_up
 from .settings import Settings
 
@@ -31,6 +31,7 @@ PIECE = 256  # positions of one piece of straight code, where the map's rows are
 MOST_POSITIONS = 2048  # of one step
 MOST_WORK = 3_000_000  # taps x channels x features of a block: 3 s of a core to compile; twice as much is no faster
 LEAST_CHANNELS = 64
+LEAST_POSITIONS = 512  # of all maps; for some of 16 x 16 the compiler takes up to a minute each, of less it is fast and leaves weights as they lie
 
 
 class Blocks(NamedTuple):
@@ -117,15 +118,14 @@ def convolution(
 ) -> Float[Array, "B H W O"] | None:
     """As `tpu_convolution`, with its blocks; None for a call that the kernel does not take.
 
-    It takes bfloat16, windows that are odd squares, at least `LEAST_CHANNELS` and whole ones, one chip, and as many positions
-    as make a kernel of a layer worth it.
+    It takes bfloat16, windows that are odd squares, at least `LEAST_CHANNELS` and whole ones, one chip, and `LEAST_POSITIONS`.
     """
     batch, height, width, channels = x.shape
     taps, across, _, features = w.shape
     interpret, mesh = settings.interpreted, settings.mesh
     taken = settings.own_layers and x.dtype == w.dtype == jnp.bfloat16 and taps == across and taps % 2
     taken = taken and not channels % LEAST_CHANNELS and not features % LEAST_CHANNELS
-    taken = taken and (mesh is None or mesh.size == 1) and (interpret or batch * height * width >= LEAST_ROWS)
+    taken = taken and (mesh is None or mesh.size == 1) and (interpret or batch * height * width >= LEAST_POSITIONS)
     blocks = choose(height, width, channels, features, taps, settings.generation) if taken else None
     if blocks is None:
         return None

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from ..chips.figures import MIB, chip_of
-from .pallas import LANES, call_kernel, cost, product
+from .pallas import LANES, call_kernel, cost, product, round_up
 from .settings import Settings
 
 
@@ -29,6 +29,8 @@ MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compil
 MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
 MARGIN = 12 * MIB  # of VMEM, the compiler's
 DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
+SHORT = 2e-5  # seconds of a layer for which the compiler would take up to a minute, with what comes before it in one loop (SD 1.5)
+LEAST_UNEVEN = 2 * LANES  # columns or depth that are not whole lanes but half of them: of less most would be padding
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 
 
@@ -48,14 +50,16 @@ class Blocks(NamedTuple):
 
 
 def choose(rows: int, columns: int, depth: int, generation: str | None = None, residual=False) -> Blocks | None:
-    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it.
+    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it, and that counts.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
     """
     chip, found, results = chip_of(generation), [], 2 if residual else 1
+    depth = round_up(depth, LANES)
+    patient = rows < LEAST_ROWS or 2 * rows * columns * depth < SHORT * chip.flops
     for count in range(1, columns // LANES + 1):
-        width = -(-columns // (count * LANES)) * LANES
+        width = round_up(-(-columns // count), LANES)
         for height in (1024, 768, 512, 256):
             vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
             vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
@@ -68,7 +72,7 @@ def choose(rows: int, columns: int, depth: int, generation: str | None = None, r
             wait = moved / chip.hbm_bandwidth
             found.append((max(compute, wait), moved, width * depth, wait / compute, Blocks(height, width)))
     # At most so much work a tile, where HBM takes less than a share of the units' time.
-    for most, share in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if rows < LEAST_ROWS else 0)):
+    for most, share in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
         if fitting := [one for one in found if one[2] <= most and one[3] < share]:
             return min(fitting, key=lambda one: one[:2])[-1]
     return None
@@ -145,7 +149,7 @@ def linear(
 ) -> Float[Array, "... N"] | None:
     """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K]."""
     in_bfloat16 = x.dtype == w.dtype == jnp.bfloat16
-    if not settings.own_layers or x.ndim < 2 or not in_bfloat16 or x.shape[-1] % LANES or w.shape[0] % LANES:
+    if not settings.own_layers or x.ndim < 2 or not in_bfloat16 or not all(map(_is_wide, w.shape)):
         return None
     found = rows_over_mesh(x.shape, settings)
     if found is None:
@@ -172,6 +176,11 @@ def linear(
 
     gate_spec = P("dp" if gate is not None and gate.shape[0] > 1 else None)
     return found.run(local, (x, w, b, gate, residual), (found.spec, P(), P(), gate_spec, found.spec))
+
+
+def _is_wide(size: int) -> bool:
+    """Whether columns or depth of so many are whole lanes, or half of them at the end of several."""
+    return not size % LANES or (size >= LEAST_UNEVEN and not size % (LANES // 2))
 
 
 class Rows(NamedTuple):

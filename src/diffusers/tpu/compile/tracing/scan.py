@@ -17,6 +17,7 @@ from ..state.adapters import Adapters, lacks, lenders, lent
 
 
 MIN_BLOCKS = 2
+TAKING_TURNS = {"resnets", "attentions"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
     """Runs of at least two equal neighbours in the model's ModuleLists of the blocks that its class says are repeated.
 
     diffusers names them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter. Other lists may hold blocks that
-    share state from call to call, as a VAE's with its feature cache. Adapters of some of the blocks part no run where zeros can stand
-    for them in the others. Blocks with a parameter that the model has under more than one name are in no group.
+    share state from call to call, as a VAE's with its feature cache; a UNet's `resnets` and `attentions` beside them take turns, and would
+    be sliced out of what was stacked. Adapters of some of the blocks part no run where zeros can stand for them in the others. Blocks
+    with a parameter that the model has under more than one name are in no group.
     """
     repeated = {*(getattr(model, "_repeated_blocks", None) or ())}
     if not hasattr(model, "decode"):
@@ -74,6 +76,9 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
     groups, order = [], Adapters(model).order
     for path, blocks in model.named_modules():
         if not isinstance(blocks, torch.nn.ModuleList) or not any(type(b).__name__ in repeated for b in blocks):
+            continue
+        beside = vars(model.get_submodule(path.rpartition(".")[0]))["_modules"]
+        if TAKING_TURNS <= beside.keys() and path.rpartition(".")[2] in TAKING_TURNS:
             continue
         alone = [n if any(times[id(p)] > 1 for p in block.parameters()) else None for n, block in enumerate(blocks)]
         bare = [(lone, structure(block, order)) for lone, block in zip(alone, blocks)]
