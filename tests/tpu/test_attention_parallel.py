@@ -208,6 +208,7 @@ def test_a_window_ends_the_journey(make_mesh, band, hops):
     assert relative(f(*operands), attention_formula(*operands, 0.3, Mask(band=band))[0]) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_what_the_tpus_compiler_makes_of_it(monkeypatch):
     """In its schedule every chunk leaves before the products of a hop and arrives after them; the kernels around the exchange fit the
     smallest VMEM, where whole blocks and what is left of chips' tokens take as much as they may."""

@@ -159,6 +159,7 @@ def stepped(models, given, scale: float) -> float:
     return relative(answers[1], answers[0])
 
 
+@pytest.mark.slow
 def test_a_cache_goes_on_where_no_program_stands_for_a_step(chips):
     """A hook that asks for values comes between two steps: upstream's hooks themselves go on from what programs have kept."""
     theirs, ours, given = pair((1, 2, 1))

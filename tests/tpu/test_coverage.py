@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, slow
 from diffusers.tpu import install
 from diffusers.tpu.compare.pipelines import run_pipeline
 
@@ -21,7 +21,7 @@ from examining import SECOND_SIZE, compiled, examine  # noqa: E402
 
 
 # A UNet on pixels, a transformer of a text's joint attention, a sound.
-SUBSET = ["DDIM", "CogView3Plus", "DanceDiffusion"]
+SUBSET = ["DDIM", slow("CogView3Plus"), "DanceDiffusion"]
 
 
 @pytest.mark.parametrize("name", SUBSET)

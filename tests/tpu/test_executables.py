@@ -144,6 +144,7 @@ def flags_of_a_child(argument, progress):
     return {"flags": os.environ["LIBTPU_INIT_ARGS"]}
 
 
+@pytest.mark.slow
 def test_what_jax_tells_libtpu_on_a_tpu_host_is_told_by_compile_and_is_no_part_of_the_key(monkeypatch, tmp_path):
     """The host is a stub of its PCI bus."""
     (tmp_path / "vendor").write_text("0x1ae0\n")

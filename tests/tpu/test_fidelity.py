@@ -35,6 +35,7 @@ def test_float32_agrees_and_a_changed_weight_does_not(chips):
     assert tpu.pipelines.pipeline.installation(reference.pipe) is tpu.pipelines.pipeline.installation(pipe) is None
 
 
+@pytest.mark.slow
 def test_bfloat16_is_held_to_upstreams_own_error(chips):
     (row, *_), *rest = fidelity.compare_each(tiny.wan(), [(1, 1, 1)], [torch.bfloat16], call(1), SEED)
     assert not rest and row.module == "text_encoder" and row.dtype == "bfloat16"

@@ -116,6 +116,7 @@ assert len(jax_devices(find_target(read_environment()))) == 8
 
 
 @pytest.mark.idiom("torch-xla", "torchax-import")
+@pytest.mark.slow
 def test_torch_xla_is_left_out_and_torchax_can_be_imported(tmp_path):
     """A stub that cannot be imported stands for torch_xla, in a process that asks for nothing but the path."""
     (tmp_path / "torch_xla").mkdir()

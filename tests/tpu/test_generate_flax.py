@@ -167,9 +167,7 @@ VIDEOS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind", [slow("wan"), "hunyuan15", slow("hunyuan15_i2v"), slow("cogvideox_2b"), slow("cogvideox_5b")]
-)
+@pytest.mark.parametrize("kind", [*map(slow, ("wan", "hunyuan15", "hunyuan15_i2v", "cogvideox_5b")), "cogvideox_2b"])
 def test_a_script_gives_upstreams_frames_and_a_trace(run, written, folder, monkeypatch, kind):
     name, words, call, change = VIDEOS[kind]
     script, model, seen = load(name), WAN_SHAPES if kind == "wan" else folder(kind), []

@@ -72,10 +72,10 @@ VIDEOS = [  # pipeline, changes of its parts, mesh, changes of the call
     ("hunyuan15", {}, None, GLYPHS),
     ("hunyuan15_i2v", {}, None, {"num_frames": 9}),
     ("cogvideox", {}, None, {}),
-    ("cogvideox_2b", {}, (2, 4, 1), PAIRS),
     ("cogvideox_i2v", {}, (1, 1, 1), {}),
 ]
 SLOW = [
+    ("cogvideox_2b", {}, (2, 4, 1), PAIRS),
     ("ltx", {}, (1, 2, 2), PAIR),
     ("wan", {}, (1, 3, 1), {}),
     ("hunyuan", {}, (2, 4, 1), PAIRS),

@@ -107,6 +107,7 @@ def unread(module) -> int:
     return sum(type(t) is FileTensor and t.source.values is not None for t in module.parameters())
 
 
+@pytest.mark.slow
 def test_the_host_holds_a_tensor_at_a_time(tmp_path):
     sizes = {"num_attention_heads": 12, "attention_head_dim": 64, "ffn_dim": 8192, "num_layers": 5, "text_dim": 64}
     with torch.device("meta"):  # whatever its values
