@@ -26,11 +26,12 @@ import transformers
 
 import diffusers
 import tiny as parts
-from diffusers import DiffusionPipeline, ModelMixin, SchedulerMixin
+from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, SchedulerMixin
 from diffusers.pipelines.deprecated.paint_by_example.image_encoder import PaintByExampleImageEncoder
 from diffusers.pipelines.kolors.text_encoder import ChatGLMModel
 from diffusers.pipelines.latent_diffusion.pipeline_latent_diffusion import LDMBertModel  # noqa: F401
 from diffusers.schedulers import KarrasDiffusionSchedulers
+from diffusers.tpu import uninstall
 
 
 SIZES = json.loads(Path(__file__).with_name("sizes.json").read_text())
@@ -221,6 +222,7 @@ LEFT_OUT = {"DiffusionPipeline", "ModularPipeline"}
 STEPS, SIZE, FRAMES = 2, 64, 9
 PROMPTS = ("a red circle moving left", "two green squares")
 RECIPES = json.loads(Path(__file__).with_name("recipes.json").read_text())
+RESULTS = ("images", "videos", "audios", "audio")
 PICTURES = {
     **dict.fromkeys(("image", "control_image"), "@noise_image"), **dict.fromkeys(("mask_image", "control_mask"), "@noise_mask"),
     **dict.fromkeys(("video", "control_video", "conditioning_frames"), "@noise_video"),
@@ -247,11 +249,11 @@ def exported() -> list[str]:
 def build(name: str, seed: int = 0) -> DiffusionPipeline:
     """A tiny pipeline of random weights. Raises what upstream's constructors raise, TypeError where nothing is known of a component."""
     torch.manual_seed(seed)
-    cls = getattr(diffusers, name)
-    hints = typing.get_type_hints(cls.__init__)
-    changes, _ = recipes_of(name)
+    cls, (changes, _) = getattr(diffusers, name), recipes_of(name)
     of_small_maps(sys.modules[cls.__module__])
-    made = {}
+    if issubclass(cls, ModularPipeline):
+        return of_blocks(cls(), changes)
+    made, hints = {}, typing.get_type_hints(cls.__init__)
     for key, parameter in list(inspect.signature(cls.__init__).parameters.items())[1:]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
@@ -260,6 +262,15 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
     pipe = cls(**made)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+def of_blocks(pipe: ModularPipeline, changes: dict) -> ModularPipeline:
+    """The modular pipeline with a tiny one of each component that it would load, not on the TPU path."""
+    specs = [spec for spec in pipe.blocks.expected_components if spec.default_creation_method == "from_pretrained"]
+    made = {spec.name: component(spec.type_hint, changes.get(spec.name, {})) for spec in specs}
+    pipe.update_components(**{name: one for name, one in made.items() if one is not None})
+    pipe.set_progress_bar_config(disable=True)
+    return uninstall(pipe)  # the oracle's is this one
 
 
 def of_small_maps(module):
@@ -275,8 +286,13 @@ def of_small_maps(module):
 
 def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[0]) -> dict:
     """A small call of this pipeline; a generator is not among them."""
-    takes = inspect.signature(getattr(diffusers, name).__call__).parameters
-    known = {"prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS}
+    cls, known = getattr(diffusers, name), {}
+    takes = {*inspect.signature(cls.__call__).parameters}
+    if issubclass(cls, ModularPipeline):  # pictures would lead it elsewhere
+        inputs, outputs = cls().blocks.inputs, cls().blocks.output_names
+        takes = {one.name for one in inputs if one.required or one.name not in PICTURES} | {"output"} - {"latents"}
+        known = {"output": next((one for one in RESULTS if one in outputs), None)}
+    known |= {"prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS}
     known |= {"output_type": "np", "use_resolution_binning": False, **PICTURES}
     if "strength" in takes:
         known |= {"strength": 0.5, "num_inference_steps": 2 * STEPS}

@@ -224,7 +224,7 @@ def run_call(pipe, call: Call) -> list:
 
 def run_pipeline(pipe, arguments: dict, seed: int) -> list[np.ndarray]:
     """What one run with this seed gives: videos, images, sounds, embeddings."""
-    takes = inspect.signature(pipe.__call__).parameters
+    takes = {*inspect.signature(pipe.__call__).parameters, *getattr(getattr(pipe, "blocks", None), "input_names", ())}
     generator = {"generator": torch.Generator().manual_seed(seed)} if "generator" in takes else {}
     with _OneNoise(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # for what upstream draws without a generator
