@@ -195,7 +195,10 @@ def program(rng, given: dict, t: int, s: int):
 
     def small():
         x = draw()
-        x = x.int() if is_bool(x) or x.is_floating_point() and rng.random() < 0.5 else x
+        if is_bool(x) or x.is_floating_point() and rng.random() < 0.5:
+            x = (
+                x if is_bool(x) else x.clamp(-99, 99)
+            ).int()  # a difference of the lowest number is no int32, as JAX has it
         return torch.where(x < -9, -9, torch.where(x > 9, 9, x)) if rng.random() < 0.3 else x
 
     def square(x):

@@ -137,7 +137,11 @@ def records() -> dict[str, Record]:
     made["pages"] = Record(tuple(f"{name}.html" for name in PLANS), paged, made_of=None)
     made["picture"] = Record((f"{PICTURED}.png",), pictured, made_of=picture_of)
     made |= {"vae": of_bench("vae"), "calibration": of_bench("calibration")}
-    return made | {"sweep": of_bench("sweep", "attention-sweep.json"), "mutants": Record((), mutants, made_of=None)}
+    return made | {
+        "models": of_bench("models"),
+        "sweep": of_bench("sweep", "attention-sweep.json"),
+        "mutants": Record((), mutants, made_of=None),
+    }
 
 
 def of_bench(kind: str, name: str | None = None) -> Record:

@@ -135,6 +135,17 @@ def _steps(rows: list[dict]) -> list[str]:
     return markdown((*head, "MFU, %", "GiB a chip", "compilation, s"), lines)
 
 
+def _models(rows: list[dict]) -> list[str]:
+    """A row a model."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        ends, share = (1000 * row[name] for name in ("seconds_per_step", "slower")), f"{100 * row['mfu']:.0f}"
+        found.setdefault(row["model"], {})[row["topology"]] = f"{' to '.join(f'{x:.0f}' for x in ends)} ({share})"
+    slices = [*dict.fromkeys(row["topology"] for row in rows)]
+    lines = [(model, *(of.get(name, "") for name in slices)) for model, of in found.items()]
+    return markdown(("ms a step (MFU, %)", *slices), lines)
+
+
 def _run(rows: list[dict]) -> list[str]:
     """A row for each run whose heads are all bounded, and how long it is where all are online."""
     head = (
@@ -271,6 +282,7 @@ TABLES = {
     "few-steps": Table("plan-wan2.1-t2v-14b-4-steps-v6e-8.json", _few),
     "speed": Table("step.json", _speed),
     "steps": Table("step.json", _steps),
+    "models": Table("models.json", _models),
     "run": Table("run.json", _run),
     "attention": Table("attention.json", _attention),
     "vae": Table("vae.json", _vae),
