@@ -122,7 +122,7 @@ def test_each_branch_decides_for_itself(chips, mesh):
 def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips):
     """Other schedules compile nothing."""
     session, compiled = Session((1, 2, 1)), set()
-    for threshold, skips in ((0.5, 2), (0.02, 3)):
+    for threshold, skips in ((0.5, 2), (0.02, 3), (10.0, 1)):
         given = {"num_inference_steps": STEPS, "threshold": threshold, "max_skip_steps": skips}
         ratios = 1 + 0.02 * torch.randn(STEPS)
         session.enable(lambda pipe: MagCacheConfig(mag_ratios=ratios, **given))

@@ -176,7 +176,7 @@ def check_setup(one: Subject, number: int) -> tuple[str, str | None]:
 def test_bad_arguments_end_as_upstreams_do(chips, name):
     """Another seed of the run (`SEED`) draws other calls."""
     one = subject(name)
-    for number in (SEED * 1_000_000 + n for n in (*range(4), 9)):
+    for number in range(SEED * 1_000_000, SEED * 1_000_000 + 10):
         what, broken = (check_setup if number % 10 == 9 else check)(one, number)
         assert broken is None, f"{number}: {what}: {broken}"
     tpu.uninstall(one.ours)

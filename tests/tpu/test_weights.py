@@ -109,13 +109,13 @@ def unread(module) -> int:
 
 @pytest.mark.slow
 def test_the_host_holds_a_tensor_at_a_time(tmp_path):
-    sizes = {"num_attention_heads": 12, "attention_head_dim": 64, "ffn_dim": 8192, "num_layers": 5, "text_dim": 64}
+    sizes = {"num_attention_heads": 12, "attention_head_dim": 64, "ffn_dim": 8192, "num_layers": 9, "text_dim": 64}
     with torch.device("meta"):  # whatever its values
         model = WanTransformer3DModel(**sizes, freq_dim=64, rope_max_seq_len=64)
     model.to_empty(device="cpu")
     size = sum(p.nbytes for p in model.parameters()) / 2**20
     path = save(tmp_path / "wan", transformer=model)
-    assert size > 320 and len(list((path / "transformer").glob("*.safetensors"))) > 2
+    assert size > 590 and len(list((path / "transformer").glob("*.safetensors"))) > 4
     env = {
         **os.environ,
         "PYTHONPATH": str(HERE.parents[1] / "src"),
@@ -126,11 +126,9 @@ def test_the_host_holds_a_tensor_at_a_time(tmp_path):
     command = [sys.executable, "-c", WATCHED, str(path)]
     out = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
     loading, placing, chips, largest, dtype = json.loads(out.stdout.strip().splitlines()[-1])
-    assert dtype == "torch.bfloat16" and largest > 50 and 0.5 * size < chips < 0.55 * size
-    assert loading < 40  # MiB; measured: 7; upstream's loader, of nine layers: 311
-    assert (
-        placing < 40
-    )  # MiB beside the chips' own, which are simulated here; measured: 2; a stack of nine at a time: 113
+    assert dtype == "torch.bfloat16" and largest > 100 and 0.5 * size < chips < 0.55 * size
+    assert loading < 40  # MiB; measured: 7; upstream's loader: 311
+    assert placing < 40  # MiB beside the chips' own, which are simulated here; measured: 2; a stack at a time: 113
 
 
 def test_weights_are_upstreams_however_they_are_used(both, tmp_path):

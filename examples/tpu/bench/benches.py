@@ -16,13 +16,12 @@ from diffusers.tpu.planner import PLANS, Question, ahead, request_of
 from . import cache_row, check_row, host_row, load_row, ready_row
 from .attention_cases import attention_cases, sweep_cases
 from .calibration import PUBLISHED
-from .cases import AS_THEIRS, KERNELS, VAES, Case
-from .model_cases import DENOISERS, IMAGE, model_cases
+from .cases import AS_THEIRS, DENOISERS, IMAGE, KERNELS, LTX, VAES, Case
+from .model_cases import model_cases
 
 
 VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
 VIDEO_480P = {"height": 480, "width": 832, "num_frames": 81}
-LTX = {"height": 512, "width": 768, "num_frames": 121}
 HUNYUAN_720P = {"height": 720, "width": 1280, "num_frames": 121}
 HUNYUAN_480P = {"height": 480, "width": 848, "num_frames": 121}
 COGVIDEOX = {"height": 480, "width": 720, "num_frames": 49}

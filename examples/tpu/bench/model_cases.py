@@ -3,10 +3,9 @@
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND
 from diffusers.tpu.planner import PLANS, Question, request_of
 
-from .cases import Case
+from .cases import DENOISERS, IMAGE, LTX, Case
 
 
-IMAGE = {"height": 1024, "width": 1024}
 # Short name -> what of the call is not the model card's.
 PUBLISHED = {
     "sd1.5": {}, "sdxl": {}, "stable-diffusion-3.5-large": {}, "stable-diffusion-3.5-medium": {}, "flux.1-dev": {},
@@ -14,11 +13,10 @@ PUBLISHED = {
     "z-image-turbo": {}, "cogview4": {}, "chroma1-hd": {}, "sana-1.6b": {}, "pixart-sigma": {}, "lumina-image-2.0": {},
     "auraflow": {}, "wan2.1-t2v-1.3b": {}, "wan2.1-t2v-14b": {}, "wan2.1-i2v-14b-480p": {}, "wan2.2-t2v-a14b": {},
     "wan2.2-ti2v-5b": {}, "hunyuanvideo-1.5-480p-t2v": {}, "hunyuanvideo-1.5-720p-t2v": {}, "hunyuanvideo": {},
-    "cogvideox-2b": {}, "cogvideox-5b": {}, "cogvideox1.5-5b": {}, "ltx-video": {"height": 512, "width": 768, "num_frames": 121},
+    "cogvideox-2b": {}, "cogvideox-5b": {}, "cogvideox1.5-5b": {}, "ltx-video": LTX,
     "ltx-2": {}, "kandinsky-5.0-lite": {}, "mochi-1": {}, "svd-xt": {},
 }  # fmt: skip
 TOPOLOGIES = ("v6e-1", "v6e-8")
-DENOISERS = ["transformer", "transformer_2", "unet"]
 
 
 def model_cases() -> list[Case]:

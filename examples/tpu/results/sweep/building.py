@@ -290,7 +290,7 @@ def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[
     takes = {*inspect.signature(cls.__call__).parameters}
     if issubclass(cls, ModularPipeline):  # pictures would lead it elsewhere
         inputs, outputs = cls().blocks.inputs, cls().blocks.output_names
-        takes = {one.name for one in inputs if one.required or one.name not in PICTURES} | {"output"} - {"latents"}
+        takes = {one.name for one in inputs if one.required or one.name not in PICTURES} | {"output"}
         known = {"output": next((one for one in RESULTS if one in outputs), None)}
     known |= {"prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS}
     known |= {"output_type": "np", "use_resolution_binning": False, **PICTURES}

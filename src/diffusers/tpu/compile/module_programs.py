@@ -226,7 +226,7 @@ class ModulePrograms(EntryMethods):
         """What the trace decided by values joins the call's and the program's key, and is kept as guards for calls to come."""
         decisions, program.result.decisions, call.guards = program.result.decisions, None, ()
         for guard, value in decisions.made.items():
-            self._know((call.key, program.branches, self.state_key, call.guards), guard)
+            self._know((call.key, program.branches, call.state, call.guards), guard)
             self.executables.keep_guard(self.executables.key(call, program.branches, call.guards), guard, call)
             call.guards += (_hashable(value),)
         program.key = self.executables.key(call, program.branches, call.guards)

@@ -50,7 +50,7 @@ class Blocks(NamedTuple):
 
 
 def choose(rows: int, columns: int, depth: int, generation: str | None = None, residual=False) -> Blocks | None:
-    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it, and that counts.
+    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it, in a layer that is not `SHORT`.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.

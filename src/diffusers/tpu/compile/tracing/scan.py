@@ -77,8 +77,8 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
     for path, blocks in model.named_modules():
         if not isinstance(blocks, torch.nn.ModuleList) or not any(type(b).__name__ in repeated for b in blocks):
             continue
-        beside = vars(model.get_submodule(path.rpartition(".")[0]))["_modules"]
-        if TAKING_TURNS <= beside.keys() and path.rpartition(".")[2] in TAKING_TURNS:
+        parent, _, name = path.rpartition(".")
+        if name in TAKING_TURNS <= {*dict(model.get_submodule(parent).named_children())}:
             continue
         alone = [n if any(times[id(p)] > 1 for p in block.parameters()) else None for n, block in enumerate(blocks)]
         bare = [(lone, structure(block, order)) for lone, block in zip(alone, blocks)]
