@@ -12,9 +12,9 @@ from pathlib import Path
 from diffusers.tpu.apps.cli.timing import wait
 from diffusers.tpu.chips.devices import Target, find_target, jax_devices
 from diffusers.tpu.chips.mesh import plan_degrees
+from diffusers.tpu.common.config import TPUConfig, read_environment
+from diffusers.tpu.common.files import whole_files
 from diffusers.tpu.compile.state.watch import replaced
-from diffusers.tpu.config import TPUConfig, read_environment
-from diffusers.tpu.files import whole_files
 from diffusers.utils import export_to_video
 
 

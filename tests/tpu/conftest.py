@@ -214,7 +214,7 @@ def chips(monkeypatch) -> tuple:
     """The TPU path on 8 simulated chips, for one test: its devices."""
     monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
     from diffusers.tpu.chips.devices import find_target, jax_devices
-    from diffusers.tpu.config import read_environment
+    from diffusers.tpu.common.config import read_environment
 
     return jax_devices(find_target(read_environment()))
 
@@ -225,9 +225,10 @@ def idioms():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DIFFUSERS_TPU", "cpu")
         patch.setenv("DIFFUSERS_TPU_DEVICES", "2")
-        from diffusers.tpu import activate, idioms, notices
+        from diffusers.tpu import activate, idioms
         from diffusers.tpu.chips.devices import find_target, jax_devices
-        from diffusers.tpu.config import Environment
+        from diffusers.tpu.common import notices
+        from diffusers.tpu.common.config import Environment
 
         jax_devices(find_target(Environment("cpu", 8, None, None)))  # first: other modules want eight
         activate()
@@ -258,10 +259,10 @@ def warned():
 @pytest.fixture
 def said(idioms):
     """What is said from here on, as if nothing had been."""
-    from diffusers.tpu import notices
+    from diffusers.tpu.common import notices
 
     notices.forget()
-    with warnings_of("diffusers.tpu.notices") as sentences:
+    with warnings_of("diffusers.tpu.common.notices") as sentences:
         yield sentences
 
 
@@ -293,8 +294,8 @@ def make_mesh(chips):
 def attach(make_mesh):
     """A function that compiles a module: to its runner on a mesh of these degrees, with these fields of TPUConfig."""
     from diffusers.tpu.chips.sharding import ModelPlan
+    from diffusers.tpu.common.config import TPUConfig
     from diffusers.tpu.compile.module import CompiledModule
-    from diffusers.tpu.config import TPUConfig
 
     def attach(module, *degrees, plan=ModelPlan(), **settings):
         runner = CompiledModule(module.eval(), plan, make_mesh(*degrees), TPUConfig(**settings))

@@ -16,7 +16,7 @@ from attention_masks import assert_right, make_mask, spoilt
 from bench import calibration, exp2
 from conftest import QUICKLY, attention_formula, relative
 from diffusers import WanPipeline, tpu
-from diffusers.tpu import notices
+from diffusers.tpu.common import notices
 from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.reference import reference_attention

@@ -15,8 +15,8 @@ from conftest import relative, slow
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.config import TPUConfig
 
 
 WIDTH, BLOCKS = 8, 4

@@ -22,8 +22,8 @@ from diffusers.tpu import compare as fidelity
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.compare import roundings
 from diffusers.tpu.compare.roundings import MOST, Widening, widening
+from diffusers.tpu.kernels.video.convolution import PRODUCTS, as_bfloat16_products
 from diffusers.tpu.pipelines.components import modules_of
-from diffusers.tpu.video.convolution import PRODUCTS, as_bfloat16_products
 from submodules import Form, compare_component, run_form
 from submodules.forms import Value
 from submodules.intermediates import with_intermediates

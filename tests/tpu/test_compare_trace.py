@@ -12,8 +12,8 @@ from diffusers.models.transformers import transformer_hunyuan_video15
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.module import CompiledModule
-from diffusers.tpu.config import TPUConfig
 from submodules.obstacles import assuming
 from submodules.trace import list_obstacles
 

@@ -11,7 +11,7 @@ from diffusers.tpu.chips import devices, figures
 from diffusers.tpu.chips.devices import Target, find_target
 from diffusers.tpu.chips.mesh import plan_degrees
 from diffusers.tpu.chips.sharding import default_spec, fit, gathered, plan_weights
-from diffusers.tpu.config import TPUConfig, read_environment
+from diffusers.tpu.common.config import TPUConfig, read_environment
 from diffusers.tpu.idioms import chips
 from diffusers.tpu.kernels import linear
 from diffusers.tpu.kernels.attention import blocks

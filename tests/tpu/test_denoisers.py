@@ -23,9 +23,9 @@ from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_
 from diffusers.tpu.chips.figures import GIB
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import INFERRED, ModelPlan
+from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.weights import named_tensors
-from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.kernels.attention.api import explain
 from diffusers.tpu.pipelines.attach import runs
 from diffusers.tpu.pipelines.plans import declared_plan

@@ -18,13 +18,14 @@ import test_ladder
 import tiny
 from conftest import relative
 from diffusers.models.transformers import transformer_wan
-from diffusers.tpu import bridge, notices
+from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.common import notices
+from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile import executables
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.store import disk_cache
 from diffusers.tpu.compile.store.disk_cache import DiskCache
-from diffusers.tpu.config import TPUConfig
 from diffusers.tpu.pipelines.plans import module_plan
 from diffusers.tpu.planner import aot
 from diffusers.tpu.planner.building import build, configuration_of

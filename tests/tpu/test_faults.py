@@ -26,8 +26,8 @@ from conftest import ROOT, slow
 from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.tpu.apps.cli import main, session
 from diffusers.tpu.apps.generation import media
+from diffusers.tpu.common.errors import NotWritten, OutOfHBM
 from diffusers.tpu.compile.programs import Program
-from diffusers.tpu.errors import NotWritten, OutOfHBM
 
 
 fault = pytest.mark.fault

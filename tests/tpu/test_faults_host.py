@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from diffusers.tpu import errors as failures
 from diffusers.tpu import planner
 from diffusers.tpu.chips import devices
 from diffusers.tpu.chips.devices import Target, jax_devices, keep_compiled_programs
+from diffusers.tpu.common import errors as failures
+from diffusers.tpu.common.errors import ChipBusy, NoChip, OutOfCoreMemory, within_hbm
 from diffusers.tpu.compile.programs import Program
-from diffusers.tpu.errors import ChipBusy, NoChip, OutOfCoreMemory, within_hbm
 from diffusers.tpu.planner import kept
 from diffusers.tpu.planner.aot import CompiledProgram
 

@@ -110,7 +110,7 @@ except AttributeError:
 torch.cuda.synchronize()
 assert torch.cuda.memory_allocated() == 0  # JAX is imported: asked for its arrays, it would start with one chip
 from diffusers.tpu.chips.devices import find_target, jax_devices
-from diffusers.tpu.config import read_environment
+from diffusers.tpu.common.config import read_environment
 assert len(jax_devices(find_target(read_environment()))) == 8
 """
 

@@ -12,7 +12,7 @@ from transformers import T5EncoderModel
 import tiny
 from conftest import relative
 from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel, tpu
-from diffusers.tpu import notices
+from diffusers.tpu.common import notices
 
 
 pytestmark = [pytest.mark.usefixtures("idioms"), pytest.mark.filterwarnings("ignore")]

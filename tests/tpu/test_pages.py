@@ -308,12 +308,16 @@ def test_the_attention_page_explains_calls_and_the_video_page_encodes_and_decode
     assert len(capsys.readouterr().out.splitlines()) == len(explain()) > 0
     monkeypatch.setenv("DIFFUSERS_TPU_MESH", "1,1,1")
     video = np.zeros((1, 1, 16, 16, 3), np.float32)
-    names = run(ROOT / "src/diffusers/tpu/video/README.md", video=video)
+    names = run(ROOT / "src/diffusers/tpu/kernels/video/README.md", video=video)
     assert names["latents"].shape[:4] == (1, 1, 2, 2) and names["video"].shape == video.shape
 
 
 def test_every_page_with_python_is_run_here():
-    ran = {"README_TPU.md", "src/diffusers/tpu/kernels/attention/README.md", "src/diffusers/tpu/video/README.md"}
+    ran = {
+        "README_TPU.md",
+        "src/diffusers/tpu/kernels/attention/README.md",
+        "src/diffusers/tpu/kernels/video/README.md",
+    }
     ran |= {"examples/tpu/SCRIPTS.md", "examples/tpu/LORA.md"}
     ran |= {"examples/tpu/MIGRATION.md", "examples/tpu/MIGRATION.zh.md"}  # in test_migration.py
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

@@ -15,7 +15,7 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 from diffusers.models.transformers import transformer_hunyuan_video15 as hunyuan15
 from diffusers.schedulers import scheduling_helios, scheduling_unipc_multistep
-from diffusers.tpu.config import ATTENTIONS
+from diffusers.tpu.common.config import ATTENTIONS
 
 
 # The attention backend `tpu`: a recorder gets what the dispatcher was given

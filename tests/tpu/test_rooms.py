@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
 
 # Each package, and each file beside them, may import those before it.
 ORDER = """
-notices errors files config chips kernels video weights idioms bridge compile pipelines __init__ planner compare apps
+common chips kernels weights idioms bridge compile pipelines __init__ planner compare apps
 """.split()
 FILES = {
     ".".join(part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"): path

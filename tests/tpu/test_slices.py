@@ -12,10 +12,11 @@ import torch
 from jax._src.clusters import ClusterEnv, cloud_tpu_cluster
 from jax.sharding import PartitionSpec
 
-from diffusers.tpu import TPUConfig, config
+from diffusers.tpu import TPUConfig
 from diffusers.tpu.chips import figures, hosts, mesh
 from diffusers.tpu.chips.hosts import agreement, run
 from diffusers.tpu.chips.sharding import plan_weights
+from diffusers.tpu.common import config
 from diffusers.tpu.compile.executables import Executables
 from diffusers.tpu.compile.store.keys import Key
 from diffusers.tpu.planner import aot, timing

@@ -23,8 +23,8 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.autoencoders.vae_nnx_flax import VideoAutoencoder
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.kernels.settings import Settings, using
+from diffusers.tpu.kernels.video.chunks import scan_chunks
 from diffusers.tpu.pipelines.plans import flax_class, module_plan
-from diffusers.tpu.video.chunks import scan_chunks
 
 
 # By name: upstream's `class`, `sizes`, `pixels` to a latent, `frames` to one: none for images. `cases`: mesh, batch, frames, height and

@@ -16,8 +16,8 @@ from conftest import relative, slow
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DModel, tpu
 from diffusers.models.transformers import transformer_hunyuan_video15_flax as plan
 from diffusers.tpu import bridge
+from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.call import asked_once
-from diffusers.tpu.config import TPUConfig
 from diffusers.video_processor import VideoProcessor
 
 

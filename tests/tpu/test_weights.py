@@ -35,7 +35,7 @@ from diffusers import WanPipeline
 import diffusers.tpu.pipelines.pipeline
 from diffusers.tpu.chips import devices
 from diffusers.tpu.weights import transfer
-from diffusers.tpu.config import read_environment
+from diffusers.tpu.common.config import read_environment
 from transformers import UMT5EncoderModel
 
 transfer.STAGED_BYTES = 8 << 20

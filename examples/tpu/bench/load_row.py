@@ -120,7 +120,7 @@ def _in_a_process(folder: Path, chips: int, rounds: int, settings: dict[str, str
 
 def _measured(folder: Path, rounds: int) -> dict:
     from diffusers.tpu.chips.devices import find_target, jax_devices
-    from diffusers.tpu.config import read_environment
+    from diffusers.tpu.common.config import read_environment
 
     jax_devices(find_target(read_environment()))
     files = sorted(folder.glob("*.safetensors"))

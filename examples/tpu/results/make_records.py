@@ -33,7 +33,7 @@ from record_tables import FOLDER, ROOT, TABLES, pages, rewritten
 from bench import benches  # which record_tables has made importable
 from bench.naming import programs_of
 from diffusers.tpu import planner
-from diffusers.tpu.files import whole_files
+from diffusers.tpu.common.files import whole_files
 from diffusers.tpu.planner import report
 from diffusers.tpu.planner.worker import versions
 

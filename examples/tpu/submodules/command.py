@@ -10,7 +10,7 @@ from rich.console import Console
 
 from diffusers.tpu.apps.cli import session
 from diffusers.tpu.apps.cli.output import say, table
-from diffusers.tpu.files import write_whole
+from diffusers.tpu.common.files import write_whole
 
 from .forms import Form
 from .modules import compare_component

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from diffusers.tpu.apps.cli.errors import refusing
 from diffusers.tpu.apps.cli.output import say
-from diffusers.tpu.files import PACKAGE
+from diffusers.tpu.common.files import PACKAGE
 
 from .trace import list_obstacles
 

@@ -9,10 +9,10 @@ For users, of a pipeline or of a model by itself:
 The rest is what the patched upstream files call.
 """
 
-from . import notices
 from .chips import hosts
 from .chips.devices import find_target, is_active
-from .config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
+from .common import notices
+from .common.config import ACCELERATORS, TPUConfig, names_accelerator, read_environment
 
 
 __all__ = ["TPUConfig", "explain", "install", "is_active", "is_main_process", "report", "uninstall"]

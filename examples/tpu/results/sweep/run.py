@@ -44,7 +44,7 @@ def main():
     sys.path[:0] = [str(ROOT / folder) for folder in folders]
     from building import exported
 
-    from diffusers.tpu.files import whole_files
+    from diffusers.tpu.common.files import whole_files
 
     import_what_all_need()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}

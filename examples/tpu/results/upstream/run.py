@@ -57,7 +57,7 @@ def main():
         waiting = [file for file in passes if any(re.fullmatch(pattern, file) for pattern in given.patterns)]
     prepare()
     import_what_all_need()
-    from diffusers.tpu.files import whole_files
+    from diffusers.tpu.common.files import whole_files
 
     with tempfile.TemporaryDirectory() as folder:
         running: dict[int, tuple[str, float]] = {}

@@ -14,9 +14,9 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 
-from ...tpu.video.chunks import causal_pad
-from ...tpu.video.norm import normed, normed_by_place, repeated_in_time
-from ...tpu.video.tiles import tiles_meet
+from ...tpu.kernels.video.chunks import causal_pad
+from ...tpu.kernels.video.norm import normed, normed_by_place, repeated_in_time
+from ...tpu.kernels.video.tiles import tiles_meet
 from . import vae_nnx_layers_flax as layers
 from .autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
 from .autoencoder_kl_cogvideox_flax import spatial_ratio, tiling

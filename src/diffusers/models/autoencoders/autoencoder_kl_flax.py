@@ -7,7 +7,7 @@ keys. A module whose blocks or attention processors are not known to compute on 
 from dataclasses import replace
 
 from ...tpu.chips.sharding import ModelPlan
-from ...tpu.video.tiles import Tiling
+from ...tpu.kernels.video.tiles import Tiling
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
 from ..unets.unet_2d_blocks import AttnDownEncoderBlock2D, AttnUpDecoderBlock2D, DownEncoderBlock2D, UpDecoderBlock2D
 from ..upsampling import Upsample2D

@@ -15,8 +15,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from flax import nnx
 
-from ...tpu.video.halo import attention_by_frame
-from ...tpu.video.tiles import tiles_meet
+from ...tpu.kernels.video.halo import attention_by_frame
+from ...tpu.kernels.video.tiles import tiles_meet
 from . import vae_nnx_layers_flax as layers
 from .autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
 from .autoencoder_kl_hunyuanvideo15_flax import tiling

@@ -12,7 +12,7 @@ import math
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
-from ...tpu.video.tiles import Tiling
+from ...tpu.kernels.video.tiles import Tiling
 from .autoencoder_kl_ltx import (
     AutoencoderKLLTXVideo,
     LTXVideo095DownBlock3D,

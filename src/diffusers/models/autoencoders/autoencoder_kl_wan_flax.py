@@ -13,8 +13,8 @@ import torch
 
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.kernels.settings import bound
+from ...tpu.kernels.video.tiles import Tiling
 from ...tpu.pipelines.exports import upstream_names
-from ...tpu.video.tiles import Tiling
 from .autoencoder_kl_wan import AutoencoderKLWan, AvgDown3D, WanResample, WanUpsample, patchify, unpatchify
 from .vae_maps_flax import Maps
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ...tpu.kernels.attention.api import attention
-from ...tpu.video.halo import halo_shards
+from ...tpu.kernels.video.halo import halo_shards
 from . import vae_nnx_layers_flax as layers
 from .autoencoder_kl_wan import AutoencoderKLWan
 from .autoencoder_kl_wan_flax import FRAMES, tiling

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 
 from ...tpu.chips.sharding import ModelPlan
-from ...tpu.video.tiles import Tiling
+from ...tpu.kernels.video.tiles import Tiling
 from .vae import DecoderOutput
 
 

@@ -21,10 +21,10 @@ from ...tpu.chips.devices import find_target, jax_devices, keep_compiled_program
 from ...tpu.chips.figures import generation_of
 from ...tpu.chips.mesh import AXES, make_mesh, plan_degrees
 from ...tpu.chips.sharding import default_spec, fit, named
-from ...tpu.config import TPUConfig, parse_mesh, read_environment
+from ...tpu.common.config import TPUConfig, parse_mesh, read_environment
 from ...tpu.kernels.settings import Settings, using
-from ...tpu.video.halo import shard_width
-from ...tpu.video.tiles import Tiling, in_tiles
+from ...tpu.kernels.video.halo import shard_width
+from ...tpu.kernels.video.tiles import Tiling, in_tiles
 from .vae_nnx_weights_flax import load_weights, open_files, whole_config
 
 

@@ -13,9 +13,9 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from ...tpu.kernels.settings import current
-from ...tpu.video.chunks import scan_batches, scan_chunks
-from ...tpu.video.convolution import by_columns, doubled_by_columns
-from ...tpu.video.halo import halo_shards
+from ...tpu.kernels.video.chunks import scan_batches, scan_chunks
+from ...tpu.kernels.video.convolution import by_columns, doubled_by_columns
+from ...tpu.kernels.video.halo import halo_shards
 
 
 Map = Float[Array, "B T H W C"]

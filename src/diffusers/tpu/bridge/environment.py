@@ -15,8 +15,8 @@ from torchax.ops import mappings
 from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
 
-from .. import notices
 from ..chips.hosts import process_count, put
+from ..common import notices
 from ..idioms.devices import inside
 from ..weights.checkpoint import is_about_values, settled
 from ..weights.convert import as_numpy, from_numpy

@@ -12,9 +12,9 @@ from torchax.tensor import Tensor
 from ..kernels import convolution as convolution_kernel
 from ..kernels.attention.api import attention
 from ..kernels.settings import current
-from ..video.convolution import by_columns
-from ..video.halo import NotByShards, halo_shards
-from ..video.norm import normed
+from ..kernels.video.convolution import by_columns
+from ..kernels.video.halo import NotByShards, halo_shards
+from ..kernels.video.norm import normed
 from . import indexing, layers, resizing
 from .layers import made_of, operands
 from .on_host import NotTaken

@@ -11,10 +11,10 @@ import pathlib
 import re
 from dataclasses import dataclass
 
-from .. import notices
-from ..config import Environment, read_environment
-from ..errors import chips_are_there
-from ..files import make_room
+from ..common import notices
+from ..common.config import Environment, read_environment
+from ..common.errors import chips_are_there
+from ..common.files import make_room
 from . import hosts
 from .figures import GENERATIONS, GIB, chip_of_kind, generation_of
 

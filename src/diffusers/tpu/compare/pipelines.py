@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ... import DiffusionPipeline
 from .. import install, uninstall
+from ..common.config import TPUConfig
 from ..compile.state.watch import replaced
-from ..config import TPUConfig
 from ..pipelines.components import modules_of
 from ..pipelines.pipeline import installation
 from ..planner.building import kept_in_float32

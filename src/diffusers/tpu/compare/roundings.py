@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from jax import lax
 
-from ..config import TPUConfig
+from ..common.config import TPUConfig
 from ..pipelines.attach import target_devices
 
 

@@ -21,9 +21,10 @@ from jax import export
 from jax.experimental import serialize_executable
 
 from ...utils import logging
-from .. import bridge, notices
+from .. import bridge
 from ..chips import hosts
 from ..chips.devices import flags_of_jax
+from ..common import notices
 from .call import Call, values_of
 from .lru import LRUCache
 from .programs import Program

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 import jax
 import torch
 
-from .. import bridge, notices
+from .. import bridge
+from ..common import notices
 from ..kernels.settings import bound
 from . import tracing
 from .call import Call, goes_on_from

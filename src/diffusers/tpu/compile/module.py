@@ -18,7 +18,7 @@ from .. import bridge
 from ..chips import hosts
 from ..chips.locks import exclusive
 from ..chips.sharding import ModelPlan, named
-from ..errors import NotFinite
+from ..common.errors import NotFinite
 from ..idioms.refusing import without_gradients
 from ..kernels.settings import bound
 from . import nans, tracing

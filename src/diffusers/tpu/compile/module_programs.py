@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from jax.sharding import Mesh
 
-from .. import bridge, notices
+from .. import bridge
 from ..chips.devices import compiler_options
 from ..chips.figures import generation_of
 from ..chips.locks import exclusive
 from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan
-from ..config import TPUConfig
-from ..errors import within_hbm
+from ..common import notices
+from ..common.config import TPUConfig
+from ..common.errors import within_hbm
 from ..kernels.attention.softmax_modes import ModeCounter
 from ..kernels.settings import Settings
 from ..weights.hbm import HbmManager, room_for_programs

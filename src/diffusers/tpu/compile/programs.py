@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
-from .. import bridge, notices
+from .. import bridge
 from ..chips import hosts
 from ..chips.devices import compile_lowered, compiled_anew
 from ..chips.sharding import fit, named
-from ..errors import told_if_slow
+from ..common import notices
+from ..common.errors import told_if_slow
 from . import tracing
 from .call import Call
 from .store.keys import Key

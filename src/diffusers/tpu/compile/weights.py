@@ -16,9 +16,9 @@ import torch
 from jax.sharding import Mesh, PartitionSpec
 
 from ...utils import logging
-from .. import notices
 from ..bridge import numpy_dtype
 from ..chips.sharding import STORAGE_AXES, Coverage, ModelPlan, named, plan_weights
+from ..common import notices
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
 from ..weights.transfer import PlacementRequest, Transfer

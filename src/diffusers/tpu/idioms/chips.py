@@ -13,7 +13,7 @@ import torch
 
 from ..chips.devices import find_target, jax_devices
 from ..chips.figures import CHIPS, generation_of
-from ..config import read_environment
+from ..common.config import read_environment
 
 
 def name() -> str:

@@ -13,8 +13,8 @@ import types
 import torch
 
 from ...utils import import_utils
-from ..config import names_accelerator
-from ..notices import warn_once
+from ..common.config import names_accelerator
+from ..common.notices import warn_once
 from .replacing import Replacements, Stand
 
 

@@ -10,7 +10,7 @@ import threading
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..config import names_accelerator
+from ..common.config import names_accelerator
 from .replacing import Replacements, Stand, StandingType
 
 

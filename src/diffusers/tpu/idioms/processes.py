@@ -8,8 +8,8 @@ import os
 
 import torch
 
-from ..config import names_accelerator
-from ..notices import warn_once
+from ..common.config import names_accelerator
+from ..common.notices import warn_once
 from .replacing import Replacements
 
 

@@ -1,1 +1,1 @@
-"""Attention, linear layers, rotary embedding and convolution: JAX arrays in, JAX arrays out."""
+"""Attention, linear layers, rotary embedding, convolution and the parts of video VAEs: JAX arrays in, JAX arrays out."""

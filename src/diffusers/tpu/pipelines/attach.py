@@ -17,11 +17,11 @@ from jax.sharding import Mesh
 from ..chips.devices import find_target, jax_devices, keep_compiled_programs, why_off
 from ..chips.locks import exclusive
 from ..chips.mesh import make_mesh, plan_degrees, slices_of
+from ..common.config import TPUConfig, read_environment
 from ..compile.explain import lines_of, rungs
 from ..compile.host import HostModel
 from ..compile.module import CompiledModule
 from ..compile.state import is_entry
-from ..config import TPUConfig, read_environment
 from ..idioms.processes import refuse_several
 from ..weights.hbm import HbmManager, hbm_manager_of, room_on, tensor_degree
 from .plans import module_plan

@@ -14,9 +14,9 @@ import torch
 from jax.sharding import Mesh
 
 from ..chips.locks import exclusive
+from ..common.config import TPUConfig
 from ..compile.host import HostModel
 from ..compile.module import CompiledModule
-from ..config import TPUConfig
 from ..weights.hbm import HbmManager
 from . import attach
 

@@ -16,9 +16,9 @@ import types
 
 import torch
 
-from .. import notices
 from ..chips.devices import is_active
-from ..config import ACCELERATORS, names_accelerator
+from ..common import notices
+from ..common.config import ACCELERATORS, names_accelerator
 from ..idioms.replacing import Replacements
 
 

@@ -15,15 +15,16 @@ import weakref
 import torch
 
 from ...schedulers.scheduling_utils import SchedulerMixin
-from .. import bridge, notices
+from .. import bridge
 from ..chips import hosts
 from ..chips.devices import is_active
 from ..chips.locks import exclusive
 from ..chips.mesh import make_mesh
+from ..common import notices
+from ..common.config import ACCELERATORS, TPUConfig, names_accelerator
 from ..compile import nans
 from ..compile.explain import lines_of, rungs
 from ..compile.module import one_call
-from ..config import ACCELERATORS, TPUConfig, names_accelerator
 from ..weights.hbm import hbm_manager_of
 from . import attach, glue
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over

@@ -18,8 +18,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from ..chips.figures import find_topology
+from ..common.files import EXAMPLES, PACKAGE
 from ..compile.store.disk_cache import DiskCache
-from ..files import EXAMPLES, PACKAGE
 from .aot import run_in_child
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ..chips.figures import find_topology
 from ..chips.mesh import make_mesh
+from ..common.config import TPUConfig
 from ..compile.module import CompiledModule
 from ..compile.programs import Program
-from ..config import TPUConfig
 from ..pipelines.attach import degrees_of, of_model, target_devices
 from ..pipelines.plans import pipeline_plan
 from . import SIMULATED

@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 
 from ..chips.devices import compile_lowered, flags_of_jax
 from ..chips.figures import Topology
-from ..errors import Failure, exhausted, hbm_asked
+from ..common.errors import Failure, exhausted, hbm_asked
 
 
 LAST_LINES = 15

@@ -19,10 +19,10 @@ from ...image_processor import VaeImageProcessor
 from ...utils import BaseOutput
 from ..chips.mesh import make_mesh
 from ..chips.sharding import ModelPlan
+from ..common.config import TPUConfig
 from ..compile.call import Call
 from ..compile.module import CompiledModule
 from ..compile.programs import Program
-from ..config import TPUConfig
 from ..pipelines.components import modules_of
 from ..pipelines.plans import module_plan
 from ..weights.hbm import room_on, storages

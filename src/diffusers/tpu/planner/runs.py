@@ -7,7 +7,7 @@ from functools import cached_property
 
 from ..chips.figures import GIB, Topology
 from ..chips.mesh import AXES
-from ..config import TPUConfig
+from ..common.config import TPUConfig
 from ..kernels.attention.softmax_modes import BOUND, MODES
 from ..weights.hbm import room_for_weights, turns
 from . import timing

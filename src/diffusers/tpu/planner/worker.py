@@ -11,8 +11,8 @@ import torch
 from ..chips.figures import Topology, find_topology
 from ..chips.mesh import AXES, make_mesh
 from ..chips.sharding import INFERRED
+from ..common.config import TPUConfig
 from ..compile.module import CompiledModule
-from ..config import TPUConfig
 from ..pipelines.attach import degrees_of
 from ..pipelines.plans import model_plan, module_plan, pipeline_plan
 from . import READER, advice, ici, kept, meshes, sources, timing

@@ -18,7 +18,7 @@ from ...utils import logging
 from ..chips import hosts
 from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
 from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, named
-from ..config import TPUConfig
+from ..common.config import TPUConfig
 
 
 logger = logging.get_logger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ...files import write_whole
+from ...common.files import write_whole
 from .prompts import Prompt
 
 

@@ -11,8 +11,8 @@ import tomllib
 from pathlib import Path
 
 from ...chips import hosts
-from ...config import ATTENTIONS
-from ...errors import Failure
+from ...common.config import ATTENTIONS
+from ...common.errors import Failure
 from .errors import one_line, raised_here
 
 

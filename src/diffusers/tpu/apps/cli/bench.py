@@ -4,7 +4,7 @@ import sys
 
 from rich.console import Console
 
-from ...files import write_whole
+from ...common.files import write_whole
 from ...kernels.attention.blocks import TUNED
 from ...planner.aot import ChildError
 from . import TABLE

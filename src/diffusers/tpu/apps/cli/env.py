@@ -12,7 +12,7 @@ from rich.console import Console
 import diffusers
 
 from ...chips.devices import find_target, why_off
-from ...config import Environment, read_environment
+from ...common.config import Environment, read_environment
 from .output import table
 
 

@@ -10,7 +10,7 @@ import sys
 import traceback
 from types import ModuleType
 
-from ...files import EXAMPLES, PACKAGE
+from ...common.files import EXAMPLES, PACKAGE
 
 
 def from_checkout(name: str) -> ModuleType:

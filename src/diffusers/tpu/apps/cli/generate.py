@@ -9,7 +9,7 @@ from rich.console import Console
 from .... import tpu
 from ....utils import load_image
 from ...chips import hosts
-from ...errors import NotFinite
+from ...common.errors import NotFinite
 from ..generation import media
 from . import arguments, output, session
 from .timing import Stopwatch, wait

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ...files import write_whole
+from ...common.files import write_whole
 
 
 SUFFIXES = (".mp4", ".png")

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from ... import planner
 from ...chips.figures import find_topology
-from ...config import parse_mesh, read_environment
-from ...files import write_whole
+from ...common.config import parse_mesh, read_environment
+from ...common.files import write_whole
 from ...planner import ahead
 from ...planner.report import page, step_ranges, summed
 from .arguments import numbers

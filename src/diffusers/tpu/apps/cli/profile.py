@@ -12,8 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ...common.files import write_whole
 from ...compile.state.watch import replaced
-from ...files import write_whole
 from ...planner.profile import PROGRAMS, beside, measured
 from .errors import refusing
 from .output import say, table, write_json

@@ -13,7 +13,7 @@ import diffusers
 from .... import tpu
 from ...chips import hosts
 from ...chips.devices import Target, find_target, jax_devices, why_off
-from ...config import TPUConfig, parse_mesh, read_environment
+from ...common.config import TPUConfig, parse_mesh, read_environment
 from . import arguments
 from .errors import loading
 

@@ -8,8 +8,8 @@ import numpy as np
 from PIL import Image
 
 from ....utils import export_to_video
-from ...errors import NotWritten
-from ...files import whole_files
+from ...common.errors import NotWritten
+from ...common.files import whole_files
 
 
 FPS = 16

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .... import __version__
-from ...files import write_whole
+from ...common.files import write_whole
 
 
 FORMAT = 1

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ... import notices
+from ...common import notices
 from . import watch
 
 

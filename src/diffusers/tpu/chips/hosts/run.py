@@ -13,8 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from ... import notices
-from ...config import Processes, read_processes
+from ...common import notices
+from ...common.config import Processes, read_processes
 from . import agreement, watch
 
 

@@ -14,9 +14,9 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from ... import notices
-from ...config import read_environment
-from ...files import make_room, write_whole
+from ...common import notices
+from ...common.config import read_environment
+from ...common.files import make_room, write_whole
 
 
 MOST_BYTES = 8 << 30  # of one folder; the least recently used files are removed

@@ -11,12 +11,12 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from ... import notices
 from ...bridge import Decisions, Tensor, deciding, decomposing, environment, on_device, quiet_integers
 from ...chips.sharding import INFERRED, TOKENS, ModelPlan, gathered, named
+from ...common import notices
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
-from ...video.halo import NotByShards
+from ...kernels.video.halo import NotByShards
 from ..state import Arguments, opened, read, without_caches
 from ..state.adapters import Adapters
 from ..state.watch import replaced

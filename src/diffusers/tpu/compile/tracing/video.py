@@ -9,8 +9,8 @@ import torch
 from jax import lax
 
 from ...bridge import Tensor, environment
-from ...video import chunks, halo, norm, tiles
-from ...video.convolution import doubled_by_columns
+from ...kernels.video import chunks, halo, norm, tiles
+from ...kernels.video.convolution import doubled_by_columns
 from .functional import Method
 
 

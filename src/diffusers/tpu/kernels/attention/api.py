@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from ...notices import warn_once
+from ...common.notices import warn_once
 from ..settings import Settings, current, using
 from . import kernel, masks, splash
 from .parallel import Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over

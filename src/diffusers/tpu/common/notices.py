@@ -27,7 +27,7 @@ _said: dict[str, object] = {}
 
 def warn(sentence: str):
     """Warn with this sentence."""
-    from ..utils import logging  # here: the idioms are on before the rest of diffusers is imported
+    from ...utils import logging  # here: the idioms are on before the rest of diffusers is imported
 
     logging.get_logger(__name__).warning(sentence)
 

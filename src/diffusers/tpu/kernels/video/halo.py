@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from ..kernels.attention.api import attention
-from ..kernels.attention.masks import Mask
-from ..kernels.attention.reference import Keys, Out, Queries, Values
-from ..kernels.settings import bound, current, using
+from ..attention.api import attention
+from ..attention.masks import Mask
+from ..attention.reference import Keys, Out, Queries, Values
+from ..settings import bound, current, using
 
 
 class NotByShards(NotImplementedError):

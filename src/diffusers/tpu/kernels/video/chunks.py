@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..kernels.settings import bound
+from ..settings import bound
 
 
 SETTLED = 5  # chunks after which every cache has its shape: two frames are kept of chunks of one, once there are two

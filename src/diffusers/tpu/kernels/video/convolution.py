@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..kernels.settings import current
+from ..settings import current
 
 
 # A float32 is the sum of three bfloat16 numbers; which of their products make up one of float32, by precision.

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 EXAMPLES = PACKAGE.parents[1] / "examples" / "tpu"  # of a checkout; a wheel has none
 
 
