@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from conftest import relative, slow
 from denoisers import WIDTH, built, inputs
 from diffusers import Flux2Transformer2DModel, tpu
+from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
@@ -262,6 +263,55 @@ def test_tensors_of_each_block_are_stacked_beside_the_weights(chips):
         given = {name: x.flip(0) for name, x in given.items()}
     (program,) = runner.programs.values()
     assert sum(" while(" in line for line in program.compiled.as_text().splitlines()) == 2
+
+
+class Fused(torch.nn.Linear):
+    """Three projections in one weight, two in another. `reads`: also the first weight itself, as an adapter (DoRA) does."""
+
+    def __init__(self, reads):
+        super().__init__(16, 40)
+        self.out, self.reads = torch.nn.Linear(32, 16), reads
+        self.out._tp_packed_row_blocks = [8, 24]
+
+    def forward(self, hidden_states):
+        x, rest = super().forward(hidden_states).split([8, 32], -1)
+        gate, more = rest.split([8, 24], -1)
+        out = self.out(torch.cat([x * gate.sigmoid(), more.sin()], -1))
+        return hidden_states + (out * self.weight[:8].norm() if self.reads else out)
+
+
+class OfFused(torch.nn.Module):
+    _repeated_blocks = ["Fused"]
+    _tp_plan = {"blocks.*.out": PackedRowwiseParallel(), "blocks.*": PackedColwiseParallel([1, 1, 3])}
+
+    def __init__(self, reads):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Fused(reads) for _ in range(3)])
+
+    def forward(self, hidden_states, return_dict=False):
+        for block in self.blocks:
+            hidden_states = block(hidden_states)
+        return (hidden_states,)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_each_projection_of_one_weight_is_split(chips, reads):
+    """Their outputs are taken apart, and joined, without an exchange; who runs line by line, or reads the weight, sees upstream's."""
+    theirs, given = OfFused(reads), {"hidden_states": torch.randn(2, 6, 16)}
+    plan = declared_plan(theirs)
+    assert {name: one.sizes for name, one in plan.packed.items() if ".1." in name} == {
+        "blocks.1.weight": (8, 8, 24),
+        "blocks.1.bias": (8, 8, 24),
+        "blocks.1.out.weight": (8, 24),
+    }
+    runner = attached(ours := copy.deepcopy(theirs), plan, chips, (1, 2, 4))
+    assert relative(answers(ours, given), answers(theirs, given)) < 1e-6
+    (program,) = runner.programs.values()
+    exchanges = re.findall(r" (all-[\w-]+|collective-permute)\(", program.compiled.as_text())
+    assert reads or sorted(exchanges) == ["all-gather"] * 3 + ["all-reduce"]  # of weights over sp, and of the result
+    stored = np.asarray(runner._placed.arrays["blocks.*.weight"])
+    assert np.array_equal(stored[1, :10], theirs.blocks[1].weight.detach()[[0, 1, 8, 9, *range(16, 22)]])
+    assert relative(runner.place().one_by_one()[0]["blocks.1.out.weight"], theirs.blocks[1].out.weight) == 0
 
 
 def test_only_what_can_be_said_is_taken_from_a_declaration():

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torchax.tensor import Tensor
 
+from ..chips.sharding import Packed
 from ..kernels.linear import linear as fast_linear
 from ..kernels.settings import current
 from .on_host import NotTaken
@@ -49,8 +50,16 @@ def operands(x, operator) -> tuple | None:
     return of if made_by is operator and x.jax() is array else None
 
 
+def unpacked(stored: Tensor, packed: Packed) -> Tensor:
+    """A weight or a bias as upstream has it, of one that is stored in another order, in which `linear` takes it."""
+    array = stored.jax()
+    return made_of(Tensor(packed.apart(array, packed.axis), stored._env), unpacked, array, packed)
+
+
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
+    if (of := operands(weight, unpacked)) is not None:
+        return _packed(input, bias, *of)
     x, w, b = input.jax(), weight.jax(), None if bias is None else bias.jax()
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
@@ -62,6 +71,15 @@ def linear(input, weight, bias=None):
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = result if b is None else result + b
     return Tensor(result.astype(dtype), input._env)
+
+
+def _packed(input, bias, w, packed: Packed) -> Tensor:
+    """`linear` with a weight as it is stored: each chip of `tp` has its part of each projection."""
+    w = Tensor(w, input._env)
+    if packed.axis == 1:
+        return linear(Tensor(packed.together(input.jax()), input._env), w, bias)
+    b = None if bias is None else Tensor(operands(bias, unpacked)[0], input._env)
+    return Tensor(packed.apart(linear(input, w, b).jax(), input.ndim - 1), input._env)
 
 
 def check_kinds(*arrays: jax.Array):

@@ -1,17 +1,19 @@
 """Where weights and activations lie: name patterns -> PartitionSpec, and the plan of one model class.
 
-A weight's spec names its storage. `tp` stays while the block computes; `dp` and `sp` are storage only (FSDP) and are
-gathered when the block runs, so one table serves both: `gathered(spec)` is the spec during compute.
+A weight's spec names its storage. Of a rule's, `tp` stays while the block computes; `dp` and `sp` are storage only (FSDP) and are
+gathered when the block runs, so one table serves both: `computed` is the spec during compute. A weight without a rule is whole then.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .mesh import slices_of
+from .mesh import AXES, slices_of
 
 
 STORAGE_AXES = ("dp", "sp")
@@ -24,12 +26,41 @@ Rules = tuple[tuple[str, PartitionSpec], ...]
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Several projections in the weight of one linear layer, of `sizes` along `axis` (0: outputs, of the bias too; 1: inputs), each of
+    which is split over `tp`: stored is the first chip's part of each, then the next chip's."""
+
+    axis: int
+    sizes: tuple[int, ...]
+    tp: int = 1
+
+    def order(self) -> list[slice]:
+        """The parts of the tensor's axis as they are stored."""
+        starts, parts = [*itertools.accumulate(self.sizes, initial=0)], [size // self.tp for size in self.sizes]
+        chips = range(self.tp)
+        return [slice(start + n * part, start + (n + 1) * part) for n in chips for start, part in zip(starts, parts)]
+
+    def apart(self, x, axis: int):
+        """x, whose axis is as stored, with the projections one after another. Without an exchange, where who reads takes them apart there."""
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        ends = [*itertools.accumulate(size // self.tp for size in self.sizes)][:-1]
+        parts = jnp.split(x.reshape(*before, self.tp, -1, *after), ends, axis + 1)
+        return jnp.concatenate([part.reshape(*before, -1, *after) for part in parts], axis)
+
+    def together(self, x):
+        """x, whose last axis has them one after another, as stored."""
+        parts = jnp.split(x, [*itertools.accumulate(self.sizes)][:-1], -1)
+        return jnp.concatenate([part.reshape(*x.shape[:-1], self.tp, -1) for part in parts], -1).reshape(x.shape)
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What is special about one model class on the TPU.
 
     Args:
         rules: (regular expression, spec) pairs tried in order against the weight's name, blocks as `blocks.*.`.
-            A weight that no rule names is stored over `dp` and `sp` if it is large, else replicated.
+            A weight that no rule names is stored over all axes if it is large, else replicated.
+        packed: name of a weight or bias -> the projections in it, where a rule splits them over `tp`.
         activation_spec: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
             the name of the next block's argument, None for one that the compiler may lay as it likes; `INFERRED`; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.
@@ -45,6 +76,7 @@ class ModelPlan:
     """
 
     rules: Rules = ()
+    packed: Mapping[str, Packed] = field(default_factory=dict)
     activation_spec: PartitionSpec | tuple[PartitionSpec | None, ...] | Mapping[str, PartitionSpec] | str | None = None
     batched: tuple[str, ...] = ()
     parallel: bool = False
@@ -95,11 +127,12 @@ def gathered(spec: PartitionSpec, kept: tuple[str, ...] = ()) -> PartitionSpec:
     return PartitionSpec(*(tuple(a for a in _axes(entry) if a not in STORAGE_AXES or a in kept) for entry in spec))
 
 
-def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = STORAGE_AXES) -> PartitionSpec:
-    """Storage of a weight that no rule names: its largest divisible dimension over `dp` and `sp` if it is large."""
+def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = AXES) -> PartitionSpec:
+    """Storage of a weight that no rule names: its largest divisible dimension over these axes, or one of them, if it is large."""
     if math.prod(shape) < LARGE_ELEMENTS or not inside:
         return PartitionSpec()
-    for axes in dict.fromkeys((inside, *((axis,) for axis in reversed(STORAGE_AXES) if axis in inside))):
+    several = (inside[:n] for n in range(len(inside), 1, -1))
+    for axes in dict.fromkeys((*several, *((axis,) for axis in ("sp", "dp", "tp") if axis in inside))):
         for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
             spec = PartitionSpec(*(axes if d == dim else None for d in range(len(shape))))
             fitted = fit(spec, shape, mesh)
@@ -123,10 +156,10 @@ def plan_weights(
     specs, coverage = {}, Coverage()
     one_slice = slices_of(tuple(mesh.devices.flat)) == 1
     inside = tuple(axis for axis in storage if one_slice or axis == "sp")  # each slice has all of them
+    everywhere = (*inside, "tp") if storage == STORAGE_AXES else inside
     for name, (shape, size_bytes) in shapes.items():
-        plain = name.replace(".base_layer", "")  # PEFT's name for a weight that it wraps
-        label, spec = next((rule for rule in rules if re.search(rule[0], plain)), ("(no rule)", None))
-        spec = default_spec(shape, mesh, inside) if spec is None else fit(gathered(spec, inside), shape, mesh)
+        label, spec = rule_of(name, rules)
+        spec = default_spec(shape, mesh, everywhere) if spec is None else fit(gathered(spec, inside), shape, mesh)
         specs[name] = spec
         parts = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
         coverage.total_bytes += size_bytes
@@ -139,6 +172,21 @@ def plan_weights(
             f"expected every sharding rule to match a weight, got dead rules {dead}. Names look like {list(shapes)[:3]}"
         )
     return specs, coverage
+
+
+def rule_of(name: str, rules: Rules) -> tuple[str, PartitionSpec | None]:
+    """The first rule that names this weight."""
+    return next((rule for rule in rules if re.search(rule[0], unwrapped(name))), ("(no rule)", None))
+
+
+def computed(name: str, spec: PartitionSpec, rules: Rules) -> PartitionSpec:
+    """Where a weight that is stored so lies while its block computes."""
+    return PartitionSpec() if rule_of(name, rules)[1] is None else gathered(spec)
+
+
+def unwrapped(name: str) -> str:
+    """A weight's name without PEFT's for the layer that it wraps."""
+    return name.replace(".base_layer", "")
 
 
 def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:

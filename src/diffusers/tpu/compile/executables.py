@@ -187,7 +187,10 @@ class Executables:
 def module_words(runner) -> dict[str, str]:
     """The parts of a key that are of a module as it is, of its chips, of versions and sources. Raises NotPortable."""
     words, placed, plan, settings = StableKey(), runner.plan_weights(), runner.plan, runner.settings
-    weights = [(name, a.shape, a.dtype.name, repr(a.sharding.spec)) for name, a in placed.avals.items()]
+    weights = [
+        (name, a.shape, a.dtype.name, repr(a.sharding.spec), repr(placed.packed.get(name)))
+        for name, a in placed.avals.items()
+    ]
     names = [f.name for f in dataclasses.fields(settings) if f.name not in ("mesh", "tally")]
     fixed = {name: getattr(settings, name) for name in names}
     planned = (

@@ -314,6 +314,7 @@ class ModulePrograms(EntryMethods):
             leaves=[tracing.INPUT if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
             groups=placed.groups,
             specs=placed.specs,
+            packed=placed.packed,
             plan=dataclasses.replace(self.plan, **without),
             attention=self.settings,
             matmul_precision=self.config.matmul_precision,

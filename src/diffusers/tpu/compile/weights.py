@@ -8,7 +8,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...utils import logging
 from ..bridge import numpy_dtype
-from ..chips.sharding import STORAGE_AXES, Coverage, ModelPlan, named, plan_weights
+from ..chips.sharding import STORAGE_AXES, Coverage, ModelPlan, Packed, computed, named, plan_weights, unwrapped
 from ..common import notices
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
@@ -42,11 +42,12 @@ class PlacedWeights:
         planned_for: whether equal blocks are stacked, submodules whose weights are left out, and the axes of storage.
         arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
         sources: key -> the module's tensor names that make it up; None: zeros, for the term of an adapter that a block lacks.
-        specs: key -> storage spec of the array, the stacked axis left out.
-        avals: key -> shape, dtype and sharding of the array.
+        specs: key -> spec of the array while its block computes, the stacked axis left out.
+        avals: key -> shape, dtype and sharding of the array as it is stored.
         watched: tensors that were given, those of them that are placed, and `quick_versions` of these, then.
         placement: changes, to a number of this process's own, when something is placed.
         terms: keys that are of adapters.
+        packed: key -> the order in which an axis of it is stored, where that is not the tensor's.
     """
 
     module: torch.nn.Module
@@ -63,6 +64,7 @@ class PlacedWeights:
     watched: tuple[dict, dict, tuple] | None = None
     placement: int = -1
     terms: set[str] = field(default_factory=set)
+    packed: dict[str, Packed] = field(default_factory=dict)
 
     def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
         """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
@@ -115,12 +117,13 @@ class PlacedWeights:
                 self.watched = None
 
     def one_by_one(self) -> tuple[dict[str, jax.Array], dict]:
-        """Array and storage spec of every tensor by its name, those of stacks taken out."""
+        """Array and spec of every tensor by its name, those of stacks taken out."""
         arrays, specs = {}, {}
         for key, names in self.sources.items():
             for n, name in enumerate(names):
                 if name is not None:
                     array = self.arrays[key][n] if _is_stacked(key) else self.arrays[key]
+                    array = self.packed[key].apart(array, self.packed[key].axis) if key in self.packed else array
                     arrays[name] = array[tuple(map(slice, self.watched[1][name].shape))]
                     specs[name] = self.specs[key]
         return arrays, specs
@@ -149,7 +152,7 @@ class PlacedWeights:
         def request(key: str) -> PlacementRequest:
             self.arrays.pop(key, None)  # first: the old and the new need not both have room
             given = [tensors.get(name) for name in self.sources[key]]
-            return PlacementRequest(key, self.avals[key], given, _is_stacked(key))
+            return PlacementRequest(key, self.avals[key], given, _is_stacked(key), self.packed.get(key))
 
         nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in stale)
         bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
@@ -202,14 +205,23 @@ def plan_placement(
         some = [tensors[name] for name in names if name is not None]
         largest = tuple(map(max, *(t.shape for t in some))) if len(some) > 1 else tuple(some[0].shape)
         shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
-    specs, coverage = plan_weights(shapes, () if without else plan.rules, mesh, storage)
-    avals = {}
+    rules = () if without else plan.rules
+    stored, coverage = plan_weights(shapes, rules, mesh, storage)
+    specs, avals = {key: computed(key, spec, rules) for key, spec in stored.items()}, {}
     for key, names in sources.items():
-        stack, spec = ((len(names),), PartitionSpec(None, *specs[key])) if _is_stacked(key) else ((), specs[key])
+        stack, spec = ((len(names),), PartitionSpec(None, *stored[key])) if _is_stacked(key) else ((), stored[key])
         dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
     terms = {key for key, names in sources.items() if any(map(adapters.in_a_term, filter(None, names)))}
-    return PlacedWeights(module, mesh, groups, sources, specs, avals, coverage, (scan, without, storage), terms=terms)
+    packed, tp = {}, mesh.shape["tp"]
+    for key, (name, *_) in sources.items() if tp > 1 and not without else ():
+        found = name and plan.packed.get(unwrapped(name))
+        if found and not any(size % tp for size in found.sizes):
+            packed[key] = replace(found, tp=tp)
+    planned_for = scan, without, storage
+    return PlacedWeights(
+        module, mesh, groups, sources, specs, avals, coverage, planned_for, terms=terms, packed=packed
+    )
 
 
 def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str, np.ndarray]:

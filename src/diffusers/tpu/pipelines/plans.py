@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from ...models.modeling_utils import ModelMixin
-from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, Rules
+from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules
 
 
 VAE_ENTRIES = ("encode", "decode")
@@ -109,7 +109,7 @@ def _without_cache(arguments: dict) -> dict:
 #    _tp_plan    {glob of a linear layer: by columns, by rows}          its outputs or its inputs, over `tp`
 
 
-# Of a linear layer's weight [out, in] and bias. Several projections in one weight are cut as one.
+# Of a linear layer's weight [out, in] and bias.
 STYLES = {
     "colwise": {"weight": P("tp", STORAGE_AXES), "bias": P("tp")},
     "rowwise": {"weight": P(STORAGE_AXES, "tp")},
@@ -123,7 +123,9 @@ def declared_plan(module: torch.nn.Module) -> ModelPlan:
     # Lists of the model's own: not those between a UNet's maps.
     lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
     by_blocks = any(type(block).__name__ in repeated for blocks in lists for block in blocks)
-    return ModelPlan(rules=_declared_rules(module), activation_spec=INFERRED if by_blocks else None)
+    return ModelPlan(
+        rules=_declared_rules(module), packed=_declared_packed(module), activation_spec=INFERRED if by_blocks else None
+    )
 
 
 def _declared_rules(module: torch.nn.Module) -> Rules:
@@ -138,3 +140,19 @@ def _declared_rules(module: torch.nn.Module) -> Rules:
             either = "|".join(re.escape(glob).replace(r"\*", r"[^.]+") for glob in there)
             rules += [(rf"^({either})\.{kind}$", spec)] if there else []
     return tuple(rules)
+
+
+def _declared_packed(module: torch.nn.Module) -> dict[str, Packed]:
+    """The projections in one weight, by its name: their proportions are the style's, or the layer's own."""
+    declared, found = getattr(module, "_tp_plan", None) or {}, {}
+    packed = {glob: style for glob, style in declared.items() if type(style) in PACKED}
+    for name, layer in module.named_modules() if packed else ():
+        style = next((style for glob, style in packed.items() if fnmatch.fnmatch(name, glob)), None)
+        if style is not None:
+            axis, blocks = (1, "row") if PACKED[type(style)] == "rowwise" else (0, "col")
+            layer = getattr(layer, "base_layer", layer)  # PEFT's wraps it
+            blocks = style.blocks or getattr(layer, f"_tp_packed_{blocks}_blocks")
+            unit = layer.weight.shape[axis] // sum(blocks)
+            one = Packed(axis, tuple(unit * block for block in blocks))
+            found |= {f"{name}.weight": one} | ({f"{name}.bias": one} if axis == 0 else {})
+    return found

@@ -92,11 +92,14 @@ def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> d
     Args:
         models: with their plans. `lengths`: of the mesh's axes. `limit`: bytes of a chip that weights may take; None: not known.
     """
-    found = dict.fromkeys(models, STORAGE_AXES)
-    sizes = {n: size / (lengths["tp"] if models[n][1].rules else 1) for n, size in _sizes(models).items()}
+    found, sizes = dict.fromkeys(models, STORAGE_AXES), _sizes(models)
+
+    def chips(name: str, axes: tuple[str, ...]) -> int:
+        tp = models[name][1].rules or axes == STORAGE_AXES
+        return math.prod(lengths[axis] for axis in axes) * (lengths["tp"] if tp else 1)
 
     def need(axes: dict[str, tuple[str, ...]]) -> float:
-        return sum(sizes[name] / math.prod(lengths[axis] for axis in some) for name, some in axes.items())
+        return sum(sizes[name] / chips(name, some) for name, some in axes.items())
 
     for name in sorted(n for n, (_, plan) in models.items() if plan.activation_spec == INFERRED and limit is not None):
         choices = ({**found, name: axes} for axes in ((), ("dp",), ("sp",), STORAGE_AXES))

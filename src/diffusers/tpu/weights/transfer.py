@@ -20,6 +20,7 @@ from jax import device_put, lax
 from jax.sharding import NamedSharding
 
 from ..chips.figures import MIB
+from ..chips.sharding import Packed
 from .checkpoint import FileTensor, values
 from .convert import as_numpy
 from .disk import fetch
@@ -41,6 +42,7 @@ class PlacementRequest:
     aval: jax.ShapeDtypeStruct  # shape, dtype and sharding
     tensors: list[torch.Tensor | None]  # of a stack, or the only one; None: zeros, which also fill up smaller ones
     stacked: bool  # the first axis is of tensors
+    packed: Packed | None = None  # an axis of each tensor is stored in this order
 
     @property
     def simulated(self) -> bool:
@@ -197,6 +199,8 @@ def fill(
     shape = wanted.aval.shape[1:] if wanted.stacked else wanted.aval.shape
     for layer, tensor in enumerate(tensors):
         targets = [(p.index[1:], p.values[layer]) if wanted.stacked else (p.index, p.values) for p in parts]
+        if wanted.packed is not None:
+            targets = [piece for target in targets for piece in _in_order(target, wanted.packed)]
         if tensor is None or tuple(tensor.shape) != shape or not shape:
             jobs.append(pool.submit(_fill_padded, tensor, targets))
             continue
@@ -209,6 +213,19 @@ def fill(
             if any(i[0].start < piece[0].stop and piece[0].start < i[0].stop for i, _ in targets):
                 jobs.append(pool.submit(_fill, wanted.key, tensor, piece, targets))
     return jobs
+
+
+def _in_order(target: Target, packed: Packed) -> Iterator[Target]:
+    """The target, whose index is of the order that is stored, in pieces with those of the tensor."""
+    (index, into), at, axis = target, 0, packed.axis
+    wanted = index[axis]
+    for part in packed.order():
+        first, last = max(at, wanted.start), min(at + part.stop - part.start, wanted.stop)
+        if first < last:
+            source, place = part.start - at, [slice(None)] * into.ndim
+            place[axis] = slice(first - wanted.start, last - wanted.start)
+            yield (*index[:axis], slice(source + first, source + last), *index[axis + 1 :]), into[tuple(place)]
+        at += part.stop - part.start
 
 
 def _fill(key: str, tensor: torch.Tensor, piece: tuple[slice, ...], targets: list[Target]):

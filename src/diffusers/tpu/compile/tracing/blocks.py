@@ -170,7 +170,7 @@ class BlockRuns:
     def _run_block(self, group: Group, index: int, args, kwargs, own: tuple[dict, dict, dict], filled=None) -> tuple:
         """What a block's own forward returns, and what it gives to keep."""
         (weights, numbers, kept), env, block = own, environment(), group.block(self.model, index)
-        weights = {name: Tensor(self.function.gather(f"{group.label}.{name}", w), env) for name, w in weights.items()}
+        weights = {name: self.function.gathered(f"{group.label}.{name}", w) for name, w in weights.items()}
         held, name, forward = self.own[id(block)]
         with (
             replaced([(held, name, forward)]),

@@ -11,8 +11,8 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from ...bridge import Decisions, Tensor, deciding, decomposing, environment, on_device, quiet_integers
-from ...chips.sharding import INFERRED, TOKENS, ModelPlan, gathered, named
+from ...bridge import Decisions, Tensor, deciding, decomposing, environment, on_device, quiet_integers, unpacked
+from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, named
 from ...common import notices
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
@@ -48,7 +48,7 @@ class PureFunction:
 
     Args:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
-        specs: storage spec of each weight by its key; groups' keys start with the group's label.
+        specs: spec of each weight while it computes, by its key; groups' keys start with the group's label. `packed`: those that are stored so.
         attention: settings of the trace, the mesh among them; `settings`: of each block, read once.
         kept, kind: a cache that the module has, and the call's kind of step: its tensors are the last inputs, what it gives the last outputs.
         branches: how many calls are side by side in the batch.
@@ -62,6 +62,7 @@ class PureFunction:
     leaves: list
     groups: list[Group]
     specs: dict
+    packed: dict[str, Packed]
     plan: ModelPlan
     attention: Settings
     matmul_precision: str
@@ -185,8 +186,8 @@ class PureFunction:
         return [x.jax() for x in tensors] + arrays, TraceResult(*form, left)
 
     def _swapped(self, weights: dict[str, jax.Array]) -> dict[str, Tensor]:
-        names, env = Adapters(self.module).tensors(self.module), environment()
-        return {f"module.{names.get(key, key)}": Tensor(self.gather(key, w), env) for key, w in weights.items()}
+        names = Adapters(self.module).tensors(self.module)
+        return {f"module.{names.get(key, key)}": self.gathered(key, w) for key, w in weights.items()}
 
     def _split(self, weights: dict):
         stacked = {group.label: {} for group in self.groups}
@@ -199,10 +200,12 @@ class PureFunction:
                 stacked[label][key[len(label) + 1 :]] = array
         return stacked, single
 
-    def gather(self, key: str, array):
+    def gathered(self, key: str, array) -> Tensor:
         """A weight whole on every chip, but for the axes that it is computed on."""
-        whole = jax.lax.with_sharding_constraint(array, named(self.attention.mesh, gathered(self.specs[key])))
-        return jax.block_until_ready(whole) if environment().waits else whole
+        whole = jax.lax.with_sharding_constraint(array, named(self.attention.mesh, self.specs[key]))
+        whole = jax.block_until_ready(whole) if environment().waits else whole
+        weight = Tensor(whole, environment())
+        return unpacked(weight, self.packed[key]) if key in self.packed else weight
 
     def layout(self, shapes: list[tuple[int, ...]], names: dict[int, str]) -> list[PartitionSpec | None]:
         """Where each output of a block lies between blocks, None: anywhere. `names`: of the arguments of the next block that they are."""
