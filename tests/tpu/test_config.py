@@ -150,8 +150,9 @@ def test_specs_fit_their_weights(make_mesh):
     assert fit(P("tp", ("dp", "sp")), (6, 12), mesh) == P("tp", ("dp", "sp"))
     assert fit(P("tp", ("dp", "sp")), (7, 6), mesh) == P(None, "dp")
     assert gathered(P("tp", ("dp", "sp"))) == P("tp", None) and gathered(P(("sp", "tp"))) == P("tp")
-    assert default_spec((512, 1024), mesh) == P(None, ("dp", "sp"))
-    assert default_spec((511, 1024), mesh) == P(None, ("dp", "sp"))
+    assert default_spec((512, 1024), mesh) == P(None, ("dp", "sp", "tp"))
+    assert default_spec((511, 1028), mesh) == P(None, ("dp", "sp"))
+    assert default_spec((510, 1021), mesh) == P("sp", None)
     assert default_spec((511, 1021), mesh) == P() and default_spec((8, 8), mesh) == P()
 
 

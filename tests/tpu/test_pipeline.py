@@ -42,6 +42,7 @@ def call(**changes):
 
 WAYS = [
     {"guidance_scale": 1.0, "output_type": "pt"},
+    {"guidance_scale": 1.0, "num_videos_per_prompt": 4},
     {"prompt": ["a red circle", "moving left"], "num_videos_per_prompt": 1},
     {"num_videos_per_prompt": 3, "output_type": "latent"},
     {"generator": [tiny.fresh(5)]},
@@ -52,13 +53,18 @@ WAYS = [
 
 @pytest.mark.parametrize("changes", WAYS, ids="-".join)
 def test_ways_to_call(installed, wan, monkeypatch, changes):
-    """Also with another scheduler."""
-    found = []
+    """Also with another scheduler. As much of the batch as divides the chips is on dp: videos, of one video its guidance branches."""
+    found, programs = [], installed.transformer._tpu_runner.programs.values()
+    before = {id(program): program.calls for program in programs}
     for pipe in (installed, wan):
         own = copy.deepcopy(changes)
         monkeypatch.setattr(pipe, "scheduler", own.pop("scheduler", pipe.scheduler))
         found.append(pipe(**call(**own)).frames)
     assert relative(*found) < 1e-5
+    programs = installed.transformer._tpu_runner.programs.values()
+    ran = {program.mesh.devices.shape for program in programs if program.calls > before.get(id(program), 0)}
+    dp = changes.get("num_videos_per_prompt", 1) if changes.get("guidance_scale") else 2
+    assert ran == {(dp, 8 // dp, 1)}
 
 
 def test_embeddings_given_latents_given_and_encode_prompt(installed, wan):

@@ -34,7 +34,7 @@ def _model(name: str, topology: str, call: dict) -> Case:
             "slower": of_mode["slower"],
             "seconds": of_mode["seconds"],
             "mfu": answer["mfu"],
-            "mesh": answer["mesh"],
+            "mesh": parts[0]["mesh"],
             "layout": [*dict.fromkeys(part["layout"] for part in parts)],
             "scans": sum(part["scans"] for part in parts),
             "trace_seconds": answer["trace_seconds"],

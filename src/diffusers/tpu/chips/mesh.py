@@ -60,6 +60,12 @@ def make_mesh(devices: tuple, degrees: tuple[int, int, int]) -> Mesh:
     return Mesh(_over_slices(devices, degrees, slices), AXES)
 
 
+@functools.cache
+def regrouped(mesh: Mesh, dp: int) -> Mesh:
+    """The chips of a mesh in their order, with this `dp` and the rest of dp x sp on `sp`."""
+    return mesh if mesh.shape["dp"] == dp else Mesh(mesh.devices.reshape(dp, -1, mesh.shape["tp"]), AXES)
+
+
 def _of_each_process(devices: tuple, count: int, degrees: tuple[int, int, int]) -> tuple:
     """As many of each process: one without a chip of the mesh would have no part in the run."""
     by_process = {}

@@ -62,6 +62,8 @@ class TPUConfig:
     Args:
         mesh: degrees `(dp, sp, tp)`: guidance branches and prompts, sequence, heads and features. None chooses: dp 2 where the pipeline
             calls its denoiser once per guidance branch and the chips are even, the rest sp.
+        regroup: where `mesh` is None, a denoiser's call with a batch of several (images, guidance branches) has as many of them on dp as
+            divide the chips, and the rest on sp. Weights stay where they are.
         glue: where schedulers and guidance arithmetic run. "resident" keeps latents on the device for the whole loop, "host" moves them
             once each way per step; "auto" is resident for pipelines with a plan, else host.
         scan: trace a run of equal blocks once and scan it over stacked weights.
@@ -90,6 +92,7 @@ class TPUConfig:
     """
 
     mesh: tuple[int, int, int] | None = None
+    regroup: bool = True
     glue: str = "auto"
     scan: bool = True
     matmul_precision: str = "highest"
@@ -126,7 +129,7 @@ class TPUConfig:
         self._expect("attention_ring", ring is None or _integers(ring, 1, 1), "of a positive integer")
         self._expect("programs", _integers((self.programs,), 1, 1), "of a positive integer")
         self._expect("host", all(isinstance(name, str) for name in host), "of names of components")
-        for name in ("scan", "attention_smoothing", "attention_tally", "sparse_cores"):
+        for name in ("regroup", "scan", "attention_smoothing", "attention_tally", "sparse_cores"):
             self._expect(name, isinstance(getattr(self, name), bool), "to be True or False")
         for name in ("hbm_gib", "reserve_gib", "program_gib"):
             value = getattr(self, name)

@@ -17,6 +17,7 @@ from . import tracing
 from .state import Unread, of_object, opened
 
 
+LATENTS = ("hidden_states", "sample")  # of a denoiser's arguments
 _HASHABLE = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
@@ -42,7 +43,7 @@ class Call:
     Attributes:
         leaves, spec: its flattened (args, kwargs); `tensors` are those leaves that are.
         key: tells calls apart but for their tensors' values.
-        batched: flags the tensors whose first axis is the batch.
+        batched: flags the tensors whose first axis is the batch, of models that can take several calls as one. `images`: the batch of any model.
         state, guards: the module's state when it was made, and values of guards, which its program's key has too.
         scale: what the scales of LoRA layers are multiplied by.
         step: what it does of a step cache that the module has, if any.
@@ -63,6 +64,7 @@ class Call:
     values: Values | None = None
     given: tuple = ((), {})
     unread: str | None = None
+    images: int | None = None
 
     @property
     def shapes(self) -> tuple:
@@ -117,14 +119,15 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         unread, static = str(error), ()
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
-    batched, batch = (False,) * len(tensors), None
+    batched, batch, bound = (False,) * len(tensors), None, signature.bind(*args, **kwargs).arguments
+    latents = next((bound[name] for name in LATENTS if isinstance(bound.get(name), torch.Tensor)), None)
+    images = latents.shape[0] if latents is not None and latents.ndim > 2 else None
     if plan.batched:
-        bound = signature.bind(*args, **kwargs).arguments
         named_batched = {id(t) for name in plan.batched for t in tree_leaves(bound.get(name))}
         batched = tuple(id(t) in named_batched and t.ndim > 0 for t in tensors)
         sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
-        batch = sizes.pop() if len(sizes) == 1 else None
-    return Call(entry, leaves, spec, tensors, key, batched, batch, given=(args, kwargs), unread=unread)
+        batch = images = sizes.pop() if len(sizes) == 1 else None
+    return Call(entry, leaves, spec, tensors, key, batched, batch, given=(args, kwargs), unread=unread, images=images)
 
 
 def version_of(tensor: torch.Tensor):

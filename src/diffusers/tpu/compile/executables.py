@@ -24,6 +24,7 @@ from ...utils import logging
 from .. import bridge
 from ..chips import hosts
 from ..chips.devices import flags_of_jax
+from ..chips.mesh import regrouped
 from ..common import notices
 from .call import Call, values_of
 from .lru import LRUCache
@@ -130,7 +131,7 @@ class Executables:
                 function = export.deserialize(bytearray(found.compute))
                 return dataclasses.replace(found, compute=jax.jit(function.call))
             if isinstance(found, Program):
-                found.mesh, compiled = self.runner.mesh, _loaded.get(key.name)
+                found.mesh, compiled = regrouped(self.runner.mesh, found.mesh), _loaded.get(key.name)
                 if compiled is None:
                     devices = [*found.mesh.devices.flat]
                     compiled = serialize_executable.deserialize_and_load(*found.compiled, devices[0].client, devices)
@@ -167,7 +168,7 @@ class Executables:
         def make() -> Program:
             compiled = serialize_executable.serialize(program.compiled)
             _loaded[program.key.name] = program.compiled
-            stored = {"mesh": None, "options": {}, "calls": 0, "key": None, "recalled": True}
+            stored = {"mesh": program.mesh.shape["dp"], "options": {}, "calls": 0, "key": None, "recalled": True}
             return dataclasses.replace(program, compiled=compiled, **stored)
 
         self.keep(program.key, make, ahead)
@@ -207,7 +208,7 @@ def module_words(runner) -> dict[str, str]:
         "numbers": repr(sorted((name, n.shape) for name, n in numbers.items())),
         "plan": words.of(planned),
         "settings": repr((fixed, runner.config.matmul_precision)),
-        "mesh": _mesh_words(runner.mesh),
+        "mesh": f"{_mesh_words(runner.mesh)} {runner.config.regroup}",
         "compiler": repr((sorted(runner.compiler_options.items()), _flags(), of_jax)),
         "versions": _versions(),
         "sources": f"{our_words()} {library_words(runner.state.now.libraries)}",

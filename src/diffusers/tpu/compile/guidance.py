@@ -3,7 +3,7 @@
 Upstream's pipelines and guiders call the denoiser once per branch and combine the results afterwards. A call whose batch `dp` does not
 divide returns deferred tensors; once as many calls are deferred as `dp` holds, they run. A deferred call holds values and its program:
 what upstream's code changes meanwhile is the next call's. If a deferred value is needed before, or a call of another kind comes, the
-deferred ones run at once, the program filled with the last of them: chips of `dp` would idle otherwise.
+deferred ones run each by itself, on all chips, as do those like them until the pipeline's call ends.
 """
 
 import functools
@@ -31,6 +31,7 @@ class GuidanceBatcher:
 
     def __init__(self, dp: int, execute):
         self.dp, self.execute = dp, execute
+        self.alone: set[tuple] = set()  # key and state of calls that nothing came beside
         self._of_thread = threading.local()
 
     @property
@@ -40,13 +41,20 @@ class GuidanceBatcher:
 
     def side_by_side(self, call: Call) -> int:
         """How many calls like this one fill `dp`; 1: each runs alone, on all chips."""
-        return 1 if not call.batch else self.dp // math.gcd(self.dp, call.batch)
+        return (
+            1 if not call.batch or (call.key, call.state) in self.alone else self.dp // math.gcd(self.dp, call.batch)
+        )
+
+    def waits(self, call: Call, program: Program) -> bool:
+        """Whether the call will be deferred until others come."""
+        beside = len(self.waiting) if self.waiting and self.waiting[0].call.pairs_with(call) else 0
+        return beside + 1 < program.branches and bridge.environment().active
 
     def run(self, call: Call, program: Program) -> list:
         """The call's flat outputs: arrays, or deferred tensors."""
         if self.waiting and not self.waiting[0].call.pairs_with(call):
             self.finish()
-        if len(self.waiting) + 1 >= program.branches or not bridge.environment().active:
+        if not self.waits(call, program):
             return self._execute(program, self.waiting, call)[-1]
         one = Waiting(call, program)
         compute = functools.partial(self._needed, one, self.waiting)
@@ -59,11 +67,13 @@ class GuidanceBatcher:
         waiting = self.waiting if waiting is None else waiting
         with exclusive.pinned():
             if waiting:
+                self.alone.add((waiting[0].call.key, waiting[0].call.state))
                 self._execute(waiting[0].program, waiting)
 
     def forget(self):
-        """What is deferred is not run: who would have asked for it has failed."""
+        """What is deferred is not run: who would have asked for it has failed, or has ended."""
         self.waiting.clear()
+        self.alone.clear()
 
     def _needed(self, one: Waiting, beside: list[Waiting]):
         with exclusive:

@@ -11,7 +11,7 @@ import dataclasses
 
 import jax
 import torch
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ...utils.peft_utils import unscale_lora_layers
 from .. import bridge
@@ -45,12 +45,9 @@ def one_call(runners):
     try:
         with bound(_in_pipeline, True):
             yield
-    except BaseException:
-        for runner in runners:
-            runner.branches.forget()
-        raise
     finally:
         for runner in runners:
+            runner.branches.forget()
             runner.executables.ahead.clear()
 
 
@@ -150,15 +147,15 @@ class CompiledModule(ModulePrograms):
         """Weights placed, program compiled. False: the call has another key, as a trace or another thread changed what it depends on."""
         if self.state.numbers_are_static and call.scale != 1.0:
             return False
-        self.take_values(call)
-        if self._compile(program):
+        self.take_values(call, program.mesh)
+        if not self.branches.waits(call, program) and self._compile(program):
             self._read_state()  # other threads may have run meanwhile
             if self.state_key != call.state:
                 return False
-            self.take_values(call)
+            self.take_values(call, program.mesh)
         return True
 
-    def take_values(self, call: Call):
+    def take_values(self, call: Call, mesh: Mesh | None = None):
         """Give the call what its program computes with: placed weights, numbers, its tensors' values."""
         with self._within_hbm(lambda: f"for the weights of {self.name}"):
             self.place() if self.hbm_manager is None else self.hbm_manager.load(self)
@@ -167,7 +164,7 @@ class CompiledModule(ModulePrograms):
         if self._numbers[0] != of:
             numbers = self.state.numbers(self._placed, call.scale)
             self._numbers = of, {key: hosts.put(x, everywhere) for key, x in numbers.items()}
-        cached = [bridge.to_jax(t, cached_sharding(self.mesh, sequence, t.shape)) for t in call.step.tensors]
+        cached = [bridge.to_jax(t, cached_sharding(mesh or self.mesh, sequence, t.shape)) for t in call.step.tensors]
         call.values = Values(
             weights=dict(self._placed.arrays),
             placement=self._placed.placement,
@@ -177,11 +174,19 @@ class CompiledModule(ModulePrograms):
         )
 
     def _execute(self, program: Program, calls: list[Call]) -> list[list[jax.Array]]:
+        if len(calls) < program.branches and (alone := self._alone(calls[0])) is not None:
+            return [self._execute(alone, [call])[0] for call in calls]
+        self._compile(program)
         with self._within_hbm(lambda: f"to run {self.name}.{program.entry} for {program.shapes}"):
             outputs = program.run(calls)
         if self.hbm_manager is not None:
             self.hbm_manager.prefetch(self, calls if program.calls == 1 else None)
         return outputs
+
+    def _alone(self, call: Call) -> Program | None:
+        """The program of a deferred call by itself; None where the module is another since: then its own program is filled up."""
+        self._read_state()
+        return self.find_program(call, 1) if self.state_key == call.state else None
 
     def _unflatten(self, call: Call, program: Program, outputs: list):
         if bridge.environment().waits:

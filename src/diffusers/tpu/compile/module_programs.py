@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 
 import jax
@@ -15,6 +16,7 @@ from .. import bridge
 from ..chips.devices import compiler_options
 from ..chips.figures import generation_of
 from ..chips.locks import exclusive
+from ..chips.mesh import regrouped, slices_of
 from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan
 from ..common import notices
 from ..common.config import TPUConfig
@@ -159,13 +161,16 @@ class ModulePrograms(EntryMethods):
         """Why calls of this module are not compiled, if any are not."""
         return [*dict.fromkeys(reason for _, runner in self.nested() for reason in runner.modes.reasons())]
 
-    def find_program(self, call: Call) -> Program | None:
-        """The program of calls like this one, from memory, from disk, or traced now; None: it runs in another mode.
+    def find_program(self, call: Call, branches: int = 0) -> Program | None:
+        """The program of calls like this one, from memory, from disk, or traced now; None: it runs in another mode. `branches`: so many
+        side by side, not as many as fill `dp`.
 
         What is found may be a guard, a branch on small inputs whose value joins the key, or a mark of an earlier trace: the search
         goes on with the new key.
         """
-        branches, values = self.branches.side_by_side(call) if bridge.environment().active else 1, ()
+        call.state = self.state_key
+        branches = branches or (self.branches.side_by_side(call) if bridge.environment().active else 1)
+        values = ()
         while True:
             call.state, call.guards = self.state_key, values
             kind = (call.key, branches, call.state)
@@ -300,6 +305,14 @@ class ModulePrograms(EntryMethods):
             generation=generation_of(self.mesh.devices.flat[0]),
         )
 
+    def mesh_of(self, call: Call, branches: int) -> Mesh:
+        """The mesh of a program: as much of a denoiser's batch on `dp` as its chips allow, where the mesh was chosen and not asked for."""
+        (dp, sp, _), config, images = self.mesh.devices.shape, self.config, call.images
+        fixed = config.mesh is None or not config.regroup or config.attention_ring or self.within
+        if fixed or images is None or slices_of(tuple(self.mesh.devices.flat)) > 1 or not self.denoises:
+            return self.mesh
+        return regrouped(self.mesh, math.gcd(branches * images, dp * sp))
+
     def function(self, call: Call, branches: int = 1) -> tracing.PureFunction:
         """What is traced of calls like this one; by values of the call's tensors it decides only if it runs alone."""
         placed, without = self.plan_weights(), {}
@@ -316,7 +329,7 @@ class ModulePrograms(EntryMethods):
             specs=placed.specs,
             packed=placed.packed,
             plan=dataclasses.replace(self.plan, **without),
-            attention=self.settings,
+            attention=dataclasses.replace(self.settings, mesh=self.mesh_of(call, branches)),
             matmul_precision=self.config.matmul_precision,
             part=self.within,
             kept=None if call.step.kind is None else self.step_cache,

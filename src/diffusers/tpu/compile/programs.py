@@ -147,10 +147,14 @@ def trace_program(
 
     `numbers`: LoRA scales, of which only the shapes count.
     """
-    start, mesh, branches, name = time.perf_counter(), placed.mesh, function.branches, type(function.module).__name__
+    start, branches, name = time.perf_counter(), function.branches, type(function.module).__name__
+    mesh, images = function.attention.mesh, call.images
     everywhere, by_batch = named(mesh, PartitionSpec()), named(mesh, PartitionSpec("dp"))
     cached = functools.partial(cached_sharding, mesh, function.plan.activation_spec is not None)
-    split = call.batch is not None and (branches * call.batch) % mesh.shape["dp"] == 0
+    split = images is not None and (branches * images) % mesh.shape["dp"] == 0
+    batched = call.batched
+    if not any(batched) and mesh.shape["dp"] > 1:  # of a model that takes one call at a time
+        batched = tuple(t.shape[:1] == (images,) for t in call.inputs)
     found = []
 
     def join(arrays: tuple[jax.Array, ...], batched: bool, where: NamedSharding) -> jax.Array:
@@ -159,7 +163,7 @@ def trace_program(
 
     def program(weights, numbers, inputs):
         at = [by_batch] * len(call.tensors) + [cached(t.shape, "dp") for t in call.step.tensors]
-        outputs, result = function(weights, [join(*one) for one in zip(zip(*inputs), call.batched, at)], numbers)
+        outputs, result = function(weights, [join(*one) for one in zip(zip(*inputs), batched, at)], numbers)
         found.append(result)
         own = len(outputs) - result.results
         at = [everywhere] * own + [cached(x.shape) for x in outputs[own:]]

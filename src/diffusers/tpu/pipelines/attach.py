@@ -74,7 +74,7 @@ def resolved(
     degrees = degrees_of(modules, devices, config, wanted, branches)
     if config.attention_ring and degrees[1] % config.attention_ring:
         raise ValueError(f"expected TPUConfig.attention_ring to divide sp {degrees[1]}, got {config.attention_ring}")
-    return dataclasses.replace(config, mesh=degrees)
+    return dataclasses.replace(config, mesh=degrees, regroup=config.regroup and not wanted)
 
 
 @functools.cache

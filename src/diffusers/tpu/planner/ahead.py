@@ -51,7 +51,12 @@ def make_here(request: dict, progress: Callable) -> dict:
         degrees = degrees_of(recording.modules, devices, config, wanted, plan.branches(recording.pipe))
     except ValueError as error:
         raise BadRequest(str(error)) from error
-    config, programs, left, weights = dataclasses.replace(config, mesh=degrees), [], [], {}
+    config, programs, left, weights = (
+        dataclasses.replace(config, mesh=degrees, regroup=config.regroup and not wanted),
+        [],
+        [],
+        {},
+    )
     resident = (plan.glue if config.glue == "auto" else config.glue) == "resident"
     for name, runner, calls in recording.runners(make_mesh(devices, degrees), of_model(config)):
         weights[name] = sum(weight.nbytes for weight in runner.module.parameters())

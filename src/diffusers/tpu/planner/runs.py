@@ -40,6 +40,7 @@ class Part:
     trace_seconds: float = 0.0
     shared: int = 1  # chips that share what is not compiled
     layout: str = ""  # who says how chips share it
+    mesh: dict[str, int] | None = None  # the program's: its batch may have more of `dp` than the run
 
     @property
     def component(self) -> str:
@@ -98,6 +99,7 @@ class Part:
             **{name: getattr(self, name) for name in ("component", "stage", "branches", "runs")},
             "entry": self.recorded.call.entry,
             "layout": self.layout,
+            "mesh": self.mesh,
             "scans": work.scans,
             "how": "compiled" if compiled else "refused" if self.refused else "modelled",
             "shapes": [list(t.shape) for t in self.recorded.call.tensors],

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pkgutil import resolve_name
 
 import torch
@@ -157,9 +158,13 @@ class Planner:
 
     def plan_on(self, topology: Topology, mesh: tuple[int, int, int], stages: tuple[str, ...] = ()) -> PlannedRun:
         """The run on one mesh, its programs compiled or modelled. `stages`: of these components; none: of all that were asked for."""
-        compiler = Compiler(topology)
-        jax_mesh, made = make_mesh(compiler.devices, mesh), []
-        for name, runner, calls in self.recording.runners(jax_mesh, self.config):
+        compiler, regroup = Compiler(topology), self.config.regroup and not self.request["mesh"]
+        jax_mesh, made, config = (
+            make_mesh(compiler.devices, mesh),
+            [],
+            replace(self.config, mesh=mesh, regroup=regroup),
+        )
+        for name, runner, calls in self.recording.runners(jax_mesh, config):
             stage = stage_of(name)
             if name in (self.request.get("only") or [name]) and stage in (stages or [stage]):
                 made += [self._part(recorded, runner, compiler) for recorded in calls]
@@ -171,12 +176,14 @@ class Planner:
         part = Part(
             recorded, branches, runner.plan_weights().coverage.bytes_per_chip, inputs, layout=layout_of(runner)
         )
-        topology, mesh, options = compiler.topology, runner.mesh, runner.compiler_options
+        topology, options = compiler.topology, runner.compiler_options
         if not (part.stage == "denoise" or self.request.get("everything")):
             part.shared = topology.devices if runner.plan.parallel else 1
             part.modelled_seconds = branches * recorded.work.seconds(topology.chip, part.shared)
             return part
-        self.progress(f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, mesh.shape.values()))}")
+        mesh = runner.mesh_of(recorded.call, branches)
+        part.mesh = dict(mesh.shape)
+        self.progress(f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, part.mesh.values()))}")
         start = time.perf_counter()
         lowered = runner.trace(recorded.call, branches).traced.lower()
         part.trace_seconds = time.perf_counter() - start
