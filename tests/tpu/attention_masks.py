@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from conftest import attention_weights, relative
+from conftest import relative
 from diffusers.tpu.kernels.attention.masks import Mask
 
 
@@ -58,6 +58,35 @@ def draw(heads, kv_heads, q_len, kv_len, dim, v_dim=None, batch=2) -> list[np.nd
     rng = np.random.default_rng()
     shapes = (batch, heads, q_len, dim), (batch, kv_heads, kv_len, dim), (batch, kv_heads, kv_len, v_dim or dim)
     return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+def attention_weights(q, k, scale: float, mask=None, first_row: int = 0, first_key: int = 0):
+    """softmax(scale q k^T + mask), zeros where a row sees no key, and its log-sum-exp in float64; the parts of a `Mask`."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    s = np.matmul(q, np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)) * scale
+    for part in (mask.keys, mask.queries, mask.dense) if mask else ():
+        if part is not None:
+            part = np.asarray(part)
+            part = part if part.dtype == bool else part.astype(np.float64)
+            s = np.where(part, s, -np.inf) if part.dtype == bool else s + np.where(part > -1e30, part, -np.inf)
+    if mask and mask.band:
+        left, right = (np.inf if side is None else side for side in mask.band)
+        keys, rows = first_key + np.arange(s.shape[3]), first_row + np.arange(s.shape[2])[:, None]
+        ahead = keys // mask.frame[1] - rows // mask.frame[0]
+        s = np.where((ahead >= -left) & (ahead <= right), s, -np.inf)
+    top = s.max(-1, keepdims=True)
+    top = np.where(np.isinf(top), 0, top)
+    p = np.exp(s - top)
+    total = p.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (top + np.log(total))[..., 0]
+    return p / np.where(total == 0, 1, total), lse
+
+
+def attention_formula(q, k, v, scale: float, mask=None, first_row: int = 0, first_key: int = 0):
+    """softmax(scale q k^T + mask) v and its log-sum-exp in float64, the whole matrix at once."""
+    weights, lse = attention_weights(q, k, scale, mask, first_row, first_key)
+    return np.matmul(weights, np.repeat(np.asarray(v, np.float64), q.shape[1] // v.shape[1], axis=1)), lse
 
 
 def spoilt(q, k, v, mask, first_row=0, first_key=0):

@@ -5,13 +5,12 @@ What is drawn is said in words, and made anew each time that it is asked for: a 
 
 import dataclasses
 import inspect
-import json
-from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import tiny
+from conftest import table
 from diffusers import tpu
 
 
@@ -27,7 +26,7 @@ CALLBACKS = {
     "raises": _raises,
 }
 # Python's expressions: values of arguments, what becomes of a tensor `t`, settings, and calls that set a `pipe` up.
-TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+TABLE = table("call_faults")
 VALUES, CONFIGS = ({key: eval(row) for key, row in TABLE[name].items()} for name in ("values", "configs"))
 ODD, SETUPS = TABLE["odd"], TABLE["setups"]
 LATENTS = {

@@ -3,9 +3,11 @@
 import contextlib
 import gc
 import importlib.util
+import json
 import logging
 import os
 import random
+import subprocess
 import sys
 import zlib
 from pathlib import Path
@@ -168,6 +170,20 @@ def needs(*packages: str):
         pytest.importorskip(package, reason="the extras serve and ray are not installed")
 
 
+def table(name: str):
+    """What a JSON file of this folder holds."""
+    return json.loads((ROOT / f"tests/tpu/{name}.json").read_text())
+
+
+def run_python(*words, cwd=None, timeout=None, **variables) -> subprocess.CompletedProcess:
+    """A process of Python with these words and variables that ends well: what it said, in text. Of the package it sees this tree's."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **variables}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
+
+
 def assert_same(ours, theirs):
     """Equal to the last bit, NaN where the other has NaN, of one dtype."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
@@ -207,6 +223,15 @@ def own_store(monkeypatch, tmp_path) -> Path:
     """A store that is empty and of this test alone: it counts what is traced or compiled, or changes what of ours a trace runs."""
     monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path / "own"))
     return tmp_path / "own" / "executables"
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path) -> Path:
+    """A host without a TPU and without settings; the working directory is empty."""
+    monkeypatch.setenv("DIFFUSERS_TPU", "auto")
+    monkeypatch.setattr("diffusers.tpu.chips.devices._generation_on_this_host", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -319,32 +344,3 @@ def relative(ours, oracle) -> float:
 def programs_of(runner) -> int:
     """How many programs a module and its parts have, compiled here or found in the store."""
     return sum(len(one.programs) for _, one in runner.nested())
-
-
-def attention_weights(q, k, scale: float, mask=None, first_row: int = 0, first_key: int = 0):
-    """softmax(scale q k^T + mask), zeros where a row sees no key, and its log-sum-exp in float64; the parts of a `Mask`."""
-    q, k = (np.asarray(x, np.float64) for x in (q, k))
-    s = np.matmul(q, np.repeat(k, q.shape[1] // k.shape[1], axis=1).swapaxes(2, 3)) * scale
-    for part in (mask.keys, mask.queries, mask.dense) if mask else ():
-        if part is not None:
-            part = np.asarray(part)
-            part = part if part.dtype == bool else part.astype(np.float64)
-            s = np.where(part, s, -np.inf) if part.dtype == bool else s + np.where(part > -1e30, part, -np.inf)
-    if mask and mask.band:
-        left, right = (np.inf if side is None else side for side in mask.band)
-        keys, rows = first_key + np.arange(s.shape[3]), first_row + np.arange(s.shape[2])[:, None]
-        ahead = keys // mask.frame[1] - rows // mask.frame[0]
-        s = np.where((ahead >= -left) & (ahead <= right), s, -np.inf)
-    top = s.max(-1, keepdims=True)
-    top = np.where(np.isinf(top), 0, top)
-    p = np.exp(s - top)
-    total = p.sum(-1, keepdims=True)
-    with np.errstate(divide="ignore"):
-        lse = (top + np.log(total))[..., 0]
-    return p / np.where(total == 0, 1, total), lse
-
-
-def attention_formula(q, k, v, scale: float, mask=None, first_row: int = 0, first_key: int = 0):
-    """softmax(scale q k^T + mask) v and its log-sum-exp in float64, the whole matrix at once."""
-    weights, lse = attention_weights(q, k, scale, mask, first_row, first_key)
-    return np.matmul(weights, np.repeat(np.asarray(v, np.float64), q.shape[1] // v.shape[1], axis=1)), lse

@@ -5,16 +5,15 @@ entry that is `like` another says what differs.
 """
 
 import importlib
-import json
-from pathlib import Path
 
 import torch
 
 import tiny
+from conftest import table
 from diffusers.models.embeddings import get_3d_rotary_pos_embed as rotary  # noqa: F401  in expressions
 
 
-TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+TABLE = table("denoisers")
 WORDS, WIDTH = 11, tiny.WIDTH
 
 

@@ -4,7 +4,6 @@ It is laid out as huggingface_hub keeps what it downloaded (`models--ORG--NAME/{
 entry of `tiny.json`, or which writer of files here, stands for which names; it is made once for all of them.
 """
 
-import json
 from pathlib import Path
 
 import torch
@@ -12,13 +11,11 @@ from huggingface_hub.file_download import repo_folder_name
 from peft import LoraConfig, get_peft_model_state_dict
 
 import tiny
-from conftest import draws_of
+from conftest import draws_of, table
 from diffusers import StableDiffusionXLPipeline, WanPipeline
 
 
-MAKERS = {
-    repo: kind for kind, repos in json.loads(Path(__file__).with_suffix(".json").read_text()).items() for repo in repos
-}
+MAKERS = {repo: kind for kind, repos in table("hub").items() for repo in repos}
 COMMIT = "0" * 40
 HALVES = ("stabilityai/stable-diffusion-xl-base-1.0", "stabilityai/stable-video-diffusion-img2vid-xt")
 

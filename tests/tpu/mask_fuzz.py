@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from jax.extend import core
 
+from attention_masks import LOWEST
 from diffusers.tpu import bridge
 from diffusers.tpu.kernels.attention.masks import BELOW, Mask, classify
 
 
-LOWEST = float(np.finfo(np.float32).min)
 B, N = 2, 3
 MASKS = 4  # of one program
 SIZES = ((6, 6), (6, 6), (5, 7), (8, 3), (1, 4))
@@ -196,9 +196,8 @@ def program(rng, given: dict, t: int, s: int):
     def small():
         x = draw()
         if is_bool(x) or x.is_floating_point() and rng.random() < 0.5:
-            x = (
-                x if is_bool(x) else x.clamp(-99, 99)
-            ).int()  # a difference of the lowest number is no int32, as JAX has it
+            # a difference of the lowest number is no int32, as JAX has it
+            x = (x if is_bool(x) else x.clamp(-99, 99)).int()
         return torch.where(x < -9, -9, torch.where(x > 9, 9, x)) if rng.random() < 0.3 else x
 
     def square(x):

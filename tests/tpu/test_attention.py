@@ -12,27 +12,20 @@ import torch
 
 import attention_masks
 import tiny
-from attention_masks import assert_right, make_mask, spoilt
+from attention_masks import assert_right, attention_formula, make_mask, spoilt
 from bench import calibration, exp2
-from conftest import QUICKLY, attention_formula, relative
+from conftest import QUICKLY, relative
 from diffusers import WanPipeline, tpu
 from diffusers.tpu.common import notices
 from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.reference import reference_attention
 from diffusers.tpu.kernels.settings import Settings, using
-from diffusers.utils import logging
 from test_attention_masks import KNOWN, LOWEST
 
 
-BY_VALUES = [
-    "true",
-    "keys, expanded",
-    "outer",
-    "causal",
-    "window",
-    "causal, padded",
-]  # otherwise taken apart than traced ones
+# Otherwise taken apart than traced ones.
+BY_VALUES = ["true", "keys, expanded", "outer", "causal", "window", "causal, padded"]
 KERNEL = Settings(kernel="kernel", blocks=(128, 256, 128), interpret=True)
 
 
@@ -146,15 +139,13 @@ def test_a_kernel_by_name_takes_the_call_or_says_why_not(kernel, call, words):
             api.attention(*draw(5, 6, **sizes), mask=mask, enable_gqa=True)
 
 
-def test_the_reference_is_said_once_where_a_kernel_was_expected(caplog):
+def test_the_reference_is_said_once_where_a_kernel_was_expected(warned):
     words, q, k, v = "kernel does not take float16", *draw(4, 5, dtype=jnp.float16)
     notices.forget()
-    logging.enable_propagation()
     with using(Settings(platform="tpu", generation="v6e")):
         for _ in range(2):
             ours = api.attention(q, k, v)
-    logging.disable_propagation()
-    assert len({*caplog.records}) == 1 and words in caplog.text
+    assert len(warned) == 1 and words in warned[0]
     assert relative(ours, formula(q, k, v)) < 1e-3
     assert any(w.q == q.shape and w.kernel == "reference" and words in w.reason for w in api.explain())
 
@@ -218,12 +209,6 @@ def test_nothing_of_tokens_by_tokens_is_made():
 # The small model that the project ships, with the kernel interpreted and with the reference
 
 
-def installed(root, dtype, **config):
-    pipe = WanPipeline.from_pretrained(root / "examples/tpu/models/wan-shapes", torch_dtype=dtype)
-    pipe.set_progress_bar_config(disable=True)
-    return tpu.install(pipe, tpu.TPUConfig(**config))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ring", [None, 4])
 def test_the_kernel_gives_the_video_of_the_reference(chips, root, ring):
@@ -233,7 +218,8 @@ def test_the_kernel_gives_the_video_of_the_reference(chips, root, ring):
         {"attention": "kernel", "attention_ring": ring, "attention_tally": True},
         {"attention": "reference"},
     ):
-        pipe = installed(root, torch.float32, **config)
+        pipe = WanPipeline.from_pretrained(root / "examples/tpu/models/wan-shapes", torch_dtype=torch.float32)
+        tpu.install(pipe, tpu.TPUConfig(**config))
         size = {"height": 48, "width": 80, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 2.0}
         given = {"prompt": "a red circle moving right", "generator": tiny.fresh(seed), "output_type": "latent", **size}
         made.append(torch.as_tensor(pipe(**given).frames))

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import attention_masks
-from attention_masks import KINDS, assert_right, make_mask
-from conftest import QUICKLY, attention_formula, attention_weights, relative, slow
+from attention_masks import KINDS, assert_right, attention_formula, attention_weights, make_mask
+from conftest import QUICKLY, relative, slow
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.kernel import LOG2_E, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask

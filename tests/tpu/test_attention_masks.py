@@ -15,10 +15,7 @@ from jax import lax
 from conftest import QUICKLY, slow
 from diffusers.tpu import bridge
 from diffusers.tpu.kernels.attention.masks import BELOW, Mask, classify, with_length
-from mask_fuzz import as_bias, check, differ, spread
-
-
-LOWEST = float(np.finfo(np.float32).min)
+from mask_fuzz import LOWEST, as_bias, check, differ, spread
 
 
 def kind_of(mask: Mask | None) -> str | None:

@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import attention_masks
-from conftest import QUICKLY, attention_formula, relative
+from attention_masks import attention_formula
+from conftest import QUICKLY, relative
 from diffusers.tpu.chips import mesh as meshes
 from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.kernels.attention import exchange
@@ -104,10 +105,8 @@ def test_keys_of_another_length_are_whole_everywhere(make_mesh, kind):
 def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind):
     """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 256 * 4)
-    operands, mask = (
-        draw(2, 8, 4, 4 * tokens, 4 * tokens, 128, 128),
-        Mask(band=(None, 0)) if kind == "causal" else None,
-    )
+    operands = draw(2, 8, 4, 4 * tokens, 4 * tokens, 128, 128)
+    mask = Mask(band=(None, 0)) if kind == "causal" else None
     operands[0] /= 4
     run = over(make_mesh(2, 4, 1), mask, 1, interpret=True)
     text = str(jax.make_jaxpr(run.__wrapped__)(*operands))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from PIL import Image
 
-import tiny
 from conftest import ROOT
 from diffusers import FluxImg2ImgPipeline, FluxPipeline, WanPipeline
 from diffusers.tpu.apps.bulk import prompts as prompt_files
@@ -27,12 +26,6 @@ from diffusers.tpu.apps.generation.signature import check_arguments
 
 SIZE = {"height": 16, "width": 16, "num_inference_steps": 2, "max_sequence_length": 8}
 SETTINGS = {"model": "flux"}
-
-
-@pytest.fixture(scope="module")
-def flux():
-    """A tiny Flux, as upstream runs it."""
-    return tiny.flux()
 
 
 @pytest.fixture
@@ -142,15 +135,8 @@ pathlib.Path(folder, ".records", "00000.json").write_text('{"files": []}')
 @contextlib.contextmanager
 def owner(folder, until, *places: str):
     """Another process that has the prompts at these places of the directory."""
-    command = [
-        sys.executable,
-        "-c",
-        OWNER,
-        str(ROOT / "src/diffusers/tpu/apps/bulk"),
-        str(folder),
-        str(until),
-        *places,
-    ]
+    room = ROOT / "src/diffusers/tpu/apps/bulk"
+    command = [sys.executable, "-c", OWNER, *map(str, (room, folder, until)), *places]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, contextlib.ExitStack() as failed:
         failed.callback(process.kill)  # who leaves waits for it
         assert process.stdout.readline().split() == ["True"] * len(places)

@@ -11,12 +11,10 @@ import peft
 import pytest
 import torch
 
-from conftest import relative, slow
+from conftest import relative, slow, table
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.common.config import TPUConfig
-from diffusers.tpu.compile.module import CompiledModule
 
 
 WIDTH, BLOCKS = 8, 4
@@ -72,11 +70,10 @@ class Model(torch.nn.Module):
 class Both:
     """A model on the chips, and the same one in torch."""
 
-    def __init__(self, mesh, plan: ModelPlan = ModelPlan()):
+    def __init__(self, attach, *degrees: int, plan: ModelPlan = ModelPlan()):
         self.theirs = Model().eval()
         self.ours = copy.deepcopy(self.theirs)
-        self.runner = CompiledModule(self.ours, plan, mesh, TPUConfig())
-        self.runner.attach()
+        self.runner = attach(self.ours, *degrees, plan=plan)
 
     def __iter__(self):
         return iter((self.ours, self.theirs))
@@ -97,45 +94,25 @@ class Both:
 
 
 @pytest.fixture
-def both(make_mesh):
-    both = Both(make_mesh(2, 2, 2))
+def both(attach):
+    both = Both(attach, 2, 2, 2)
     assert both.error() < 1e-6
     return both
 
 
 # Lines that change a model `m`.
-CHANGES = {
-    "attribute of a submodule": "m.blocks[2].attn.norm.eps = 0.5",
-    "a number of each block's own": "for n, b in enumerate(m.blocks): b.layer_idx = n",
-    "attribute of every block": "for b in m.blocks: b.attn.norm.eps = 0.5",
-    "a number in a dict": "m.blocks[1].gates['in'] = 2.0",
-    "a number in a list in a dict": "m.blocks[3].gates['out'][0] = 7.0",
-    "a processor's setting": "m.blocks[0].attn.processor.strength = 4.0",
-    "another processor": "p = m.blocks[1].attn.processor = Processor()\np.strength = 3.0",
-    "a forward of one instance": "m.blocks[2].forward = lambda x, c: x - c",
-    "a hook inside of one block": "m.blocks[1].attn.norm.register_forward_hook(lambda module, args, output: output * 2)",
-    "another hook in its place": "norm = m.blocks[1].attn.norm\nnorm._forward_hooks.clear()\n"
-        "norm.register_forward_hook(lambda module, args, output: output * 3)",
-    "a hook on one block": "m.blocks[2].register_forward_hook(lambda module, args, output: output * 2)",
-    "an activation of one block": "m.blocks[1].act = torch.nn.GELU()",
-    "a submodule of another kind": "m.blocks[1].attn.norm = torch.nn.Identity()",
-    "a block less": "m.blocks.pop(1)",
-    "a module replaced by its like": "m.blocks[1].attn.to_q.weight = m.blocks[0].attn.to_q.weight",
-    "a plain attribute of the class": "m.gain = 2.0",
-    "written through .data": "for p in m.parameters(): p.data.mul_(2)",
-    "another tensor as .data": "m.blocks[0].attn.to_q.weight.data = torch.ones(WIDTH, WIDTH)",
-}  # fmt: skip
+CHANGES = table("test_changes")
 
 
 @pytest.mark.idiom("processors", "attributes", "data-writes", "hooks")
 @pytest.mark.parametrize("calls", [0, slow(1), 2])
-def test_every_change_is_seen(make_mesh, calls):
+def test_every_change_is_seen(attach, calls):
     """One after the other, on the same model, which is called so often in between; 0: on a new one, once its weights are placed."""
-    both = Both(make_mesh(2, 2, 2))
+    both = Both(attach, 2, 2, 2)
     assert calls == 0 or both.error() < 1e-6
     for name, lines in CHANGES.items():
         if calls == 0:
-            both = Both(make_mesh(2, 2, 2))
+            both = Both(attach, 2, 2, 2)
             both.runner.place()
         both.change(lambda model: exec(lines, {**globals(), "m": model}))
         assert all(both.error() < 1e-6 for _ in range(calls or 1)), name
@@ -286,9 +263,9 @@ def resident(runner):
 
 @pytest.mark.idiom("guidance")
 @pytest.mark.parametrize("dp, skips, programs", [(2, True, 3), (3, False, 1), (3, True, 4)])
-def test_three_branches(make_mesh, dp, skips, programs):
+def test_three_branches(attach, dp, skips, programs):
     """Those that nothing came beside run alone the next time."""
-    both = Both(make_mesh(dp, 1, 1), ModelPlan(batched=("hidden_states", "context")))
+    both = Both(attach, dp, 1, 1, plan=ModelPlan(batched=("hidden_states", "context")))
     for _ in range(2):
         x, c = torch.randn(1, 3, WIDTH), torch.randn(1, 1, WIDTH)
         with torch.no_grad():
@@ -299,8 +276,8 @@ def test_three_branches(make_mesh, dp, skips, programs):
     assert both.runner.compilations == programs
 
 
-def test_writes_in_place_while_a_call_waits(make_mesh):
-    both = Both(make_mesh(2, 1, 1), ModelPlan(batched=("hidden_states",)))
+def test_writes_in_place_while_a_call_waits(attach):
+    both = Both(attach, 2, 1, 1, plan=ModelPlan(batched=("hidden_states",)))
     x, c = torch.randn(1, 3, WIDTH), torch.randn(WIDTH)
 
     def twice(module, x, c):

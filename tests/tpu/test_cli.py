@@ -4,38 +4,20 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
 from PIL import Image
 
-import diffusers.tpu.chips.devices
 import diffusers.utils
 import tiny
-from conftest import relative
+from conftest import relative, run_python
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.tpu.apps.cli import arguments, env, main
 from diffusers.tpu.apps.cli.output import say
 
 
 CALL = "--height 32 --width 48 --num-frames 5 --num-inference-steps 3 --prompt".split() + [tiny.WORDS]
-
-
-@pytest.fixture
-def bare(monkeypatch, tmp_path):
-    """A host without a TPU and without settings; the working directory is empty."""
-    monkeypatch.setenv("DIFFUSERS_TPU", "auto")
-    monkeypatch.setattr(diffusers.tpu.chips.devices, "_generation_on_this_host", lambda: None)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_an_error_that_nobody_worded_keeps_its_traceback(monkeypatch):
-    """A ValueError of a builtin, at a line of the package that raises none itself."""
-    monkeypatch.setattr(env, "version", int)
-    with pytest.raises(ValueError, match="invalid literal"):
-        main(["env"])
 
 
 def test_a_line_is_printed_as_it_is(capsys):
@@ -77,13 +59,18 @@ def test_nonsense_in_the_environment_is_refused_with_the_list(bare, wan_folder, 
         assert error.count("\n") == 1 and all(mode in error for mode in ("auto", "off", "cpu", "nonsense"))
 
 
-def test_an_error_of_our_own_keeps_its_traceback(bare, wan_folder, monkeypatch):
+def test_an_error_that_nobody_worded_keeps_its_traceback(bare, wan_folder, monkeypatch):
+    """A ValueError from outside of the package, and one of a builtin, at a line of the package that raises none itself."""
+
     def fails(*args, **kwargs):
         raise ValueError("inside")
 
     monkeypatch.setattr(WanPipeline, "encode_prompt", fails)
     with pytest.raises(ValueError, match="inside"):
         main(["generate", wan_folder, *CALL, "--device", "upstream"])
+    monkeypatch.setattr(env, "version", int)
+    with pytest.raises(ValueError, match="invalid literal"):
+        main(["env"])
 
 
 def test_env_and_generate_on_simulated_chips(bare, chips, wan_folder, capsys):
@@ -103,9 +90,7 @@ def test_env_and_generate_on_simulated_chips(bare, chips, wan_folder, capsys):
 def test_env_without_a_tpu_imports_no_jax(root):
     code = "import sys; from diffusers.tpu.apps.cli import main; main(['env', '--json'])"
     code += "; print(sorted({'jax', 'torchax'} & set(sys.modules)))"
-    environment = {**os.environ, "PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": "off"}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    facts, _, imported = result.stdout.rpartition("}")
+    facts, _, imported = run_python("-c", code, DIFFUSERS_TPU="off").stdout.rpartition("}")
     facts = json.loads(facts + "}")
     assert imported.strip() == "[]"
     assert facts["chips"] == {"TPU path": "off: DIFFUSERS_TPU=off; plain diffusers runs"}

@@ -2,7 +2,6 @@
 
 import re
 
-import jax
 import pytest
 import torch
 
@@ -10,10 +9,6 @@ import tiny
 from conftest import slow
 from diffusers.models.transformers import transformer_hunyuan_video15
 from diffusers.tpu.apps.cli import main
-from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.chips.sharding import ModelPlan
-from diffusers.tpu.common.config import TPUConfig
-from diffusers.tpu.compile.module import CompiledModule
 from submodules.obstacles import assuming
 from submodules.trace import list_obstacles
 
@@ -98,10 +93,8 @@ class Sins(torch.nn.Module):
         return x + noise + waves
 
 
-def test_every_sin_is_named_with_its_line():
-    module = Sins()
-    runner = CompiledModule(module, ModelPlan(), make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), TPUConfig())
-    runner.attach()
+def test_every_sin_is_named_with_its_line(attach):
+    runner = attach(Sins(), 1, 1, 1)
     call = runner.flatten_call("forward", (torch.ones(4, 6), torch.ones(4, 6) > 0), {})
     found = {}
     for answer in (False, True):

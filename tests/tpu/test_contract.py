@@ -3,12 +3,11 @@
 import ast
 import importlib
 import inspect
-import json
 import re
-from pathlib import Path
 
 import torch
 
+from conftest import table
 from diffusers.tpu import bridge  # noqa: F401  torchax needs what it puts in place first
 
 
@@ -16,7 +15,7 @@ PRIVATE = re.compile(r"_[a-zA-Z]\w*")
 OWN = re.compile(r"_(array|tpu|TOKEN|allowed_effects|\w*flax)")  # left on modules by the package, and ends of names
 
 # Module or module:class -> private names: its attributes or, of instances, names in its source.
-CONTRACT = json.loads(Path(__file__).with_name("contract.json").read_text())
+CONTRACT = table("contract")
 
 
 def test_private_names_are_still_there():

@@ -22,10 +22,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
 from diffusers.tpu.chips.figures import GIB
-from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.chips.sharding import INFERRED, ModelPlan
 from diffusers.tpu.common.config import TPUConfig
-from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.kernels.attention.api import explain
 from diffusers.tpu.pipelines.attach import runs
@@ -144,12 +142,6 @@ def answers(model, given) -> torch.Tensor:
         return torch.cat([x.flatten() for x in model(**given) if isinstance(x, torch.Tensor)])
 
 
-def attached(model, plan, chips, degrees) -> CompiledModule:
-    runner = CompiledModule(model, plan, make_mesh(chips[: int(np.prod(degrees))], degrees), TPUConfig())
-    runner.attach()
-    return runner
-
-
 @pytest.mark.parametrize(
     "made, degrees",
     [
@@ -157,13 +149,13 @@ def attached(model, plan, chips, degrees) -> CompiledModule:
         slow("minimax", (1, 8, 1)), ("flux", (1, 1, 4)),
     ],
 )  # fmt: skip
-def test_equals_upstream_and_chips_share_the_work(chips, made, degrees):
+def test_equals_upstream_and_chips_share_the_work(attach, made, degrees):
     theirs, ours, given = drawn(made)
-    runner = attached(theirs, ModelPlan(), chips, (1, 1, 1))
+    runner = attach(theirs, 1, 1, 1)
     call = runner.flatten_call("forward", (), given)
     alone = runner.trace(call).traced.lower().cost_analysis()["flops"]
     runner.detach()
-    runner = attached(ours, declared_plan(ours), chips, degrees)
+    runner = attach(ours, *degrees, plan=declared_plan(ours))
     assert relative(answers(ours, given), answers(theirs, given)) < 1e-5
     (program,) = runner.programs.values()
     share = program.compiled.cost_analysis()["flops"] / alone
@@ -219,10 +211,10 @@ class OfStreams(torch.nn.Module):
         return hidden_states, context
 
 
-def test_the_longest_stream_is_split_between_blocks(chips):
+def test_the_longest_stream_is_split_between_blocks(attach):
     theirs, given = OfStreams(), {"hidden_states": torch.randn(1, 30, 16), "context": torch.randn(1, 6, 16)}
     ours = copy.deepcopy(theirs)
-    runner = attached(ours, declared_plan(ours), chips, (1, 4, 1))
+    runner = attach(ours, 1, 4, 1, plan=declared_plan(ours))
     assert relative(answers(ours, given), answers(theirs, given)) < 1e-6
     (program,) = runner.programs.values()
     (loop,) = (line for line in program.compiled.as_text().splitlines() if " while(" in line)
@@ -249,15 +241,11 @@ class OfShifted(torch.nn.Module):
         return (hidden_states,)
 
 
-def test_tensors_of_each_block_are_stacked_beside_the_weights(chips):
+def test_tensors_of_each_block_are_stacked_beside_the_weights(attach):
     """Floating ones: by truths a block may decide."""
     theirs = OfShifted()
-    given = {
-        "hidden_states": torch.randn(2, 6, 16),
-        "shifts": torch.randn(2, 6, 16),
-        "seen": torch.rand(2, 6, 1) < 0.5,
-    }
-    runner = attached(ours := copy.deepcopy(theirs), declared_plan(theirs), chips, (1, 4, 1))
+    given = {name: torch.randn(2, 6, 16) for name in ("hidden_states", "shifts")} | {"seen": torch.rand(2, 6, 1) < 0.5}
+    runner = attach(ours := copy.deepcopy(theirs), 1, 4, 1, plan=declared_plan(theirs))
     for _ in range(2):
         assert relative(answers(ours, given), answers(theirs, given)) < 1e-6
         given = {name: x.flip(0) for name, x in given.items()}
@@ -295,7 +283,7 @@ class OfFused(torch.nn.Module):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_each_projection_of_one_weight_is_split(chips, reads):
+def test_each_projection_of_one_weight_is_split(attach, reads):
     """Their outputs are taken apart, and joined, without an exchange; who runs line by line, or reads the weight, sees upstream's."""
     theirs, given = OfFused(reads), {"hidden_states": torch.randn(2, 6, 16)}
     plan = declared_plan(theirs)
@@ -304,7 +292,7 @@ def test_each_projection_of_one_weight_is_split(chips, reads):
         "blocks.1.bias": (8, 8, 24),
         "blocks.1.out.weight": (8, 24),
     }
-    runner = attached(ours := copy.deepcopy(theirs), plan, chips, (1, 2, 4))
+    runner = attach(ours := copy.deepcopy(theirs), 1, 2, 4, plan=plan)
     assert relative(answers(ours, given), answers(theirs, given)) < 1e-6
     (program,) = runner.programs.values()
     exchanges = re.findall(r" (all-[\w-]+|collective-permute)\(", program.compiled.as_text())

@@ -17,10 +17,14 @@ from diffusers.tpu.weights.checkpoint import FileTensor
 from diffusers.tpu.weights.transfer import PlacementRequest, Transfer
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    some = torch.randn(48, 40, 33, generator=generator)
-    return {
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    some = torch.randn(48, 40, 33)
+    tensors = {
         "float": some,
         "half": some.bfloat16(),
         "eight": some.to(torch.float8_e4m3fn),
@@ -29,15 +33,7 @@ def tensors() -> dict[str, torch.Tensor]:
         "number": torch.tensor(3.5),
         "none": torch.empty(0, 4),
     }
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-@pytest.fixture
-def path(tmp_path):
-    safetensors.torch.save_file(tensors(), tmp_path / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     return tmp_path / "model.safetensors"
 
 

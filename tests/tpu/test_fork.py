@@ -11,7 +11,7 @@ import pytest
 
 import laying
 import series
-from conftest import slow
+from conftest import run_python, slow
 from upstream import digest, read_pin
 
 
@@ -79,10 +79,8 @@ print(json.dumps(facts))
 @pytest.mark.parametrize("at_import", ["auto", slow("off")])
 def test_without_a_tpu_nothing_of_torch_is_touched_and_pipelines_run_without_jax(root, at_import):
     """Also says that the variable of upstream's dispatcher, read at its import, selects the TPU's attention."""
-    given = {"PYTHONPATH": str(root / "src"), "DIFFUSERS_TPU": at_import, "DIFFUSERS_ATTN_BACKEND": "tpu"}
-    command = [sys.executable, "-X", "importtime", "-c", WITHOUT_A_TPU, str(root / "tests" / "tpu")]
-    result = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    words = "-X", "importtime", "-c", WITHOUT_A_TPU, root / "tests" / "tpu"
+    result = run_python(*words, DIFFUSERS_TPU=at_import, DIFFUSERS_ATTN_BACKEND="tpu")
     facts = json.loads(result.stdout.splitlines()[-1])
     assert facts["auto"] == facts["off"] == [False, []]
     assert "'tpu' expects the TPU path, which is off here" in facts["tpu attention"]

@@ -9,6 +9,7 @@ import io
 import pickle
 import threading
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from conftest import assert_same
 from diffusers.image_processor import VaeImageProcessor
+from diffusers.tpu import bridge
 
 
 pytestmark = pytest.mark.usefixtures("idioms")
@@ -152,8 +154,6 @@ def test_off_puts_back_what_on_replaced(idioms):
 
 @pytest.fixture(scope="module")
 def env(idioms):
-    from diffusers.tpu import bridge
-
     return bridge.environment()
 
 
@@ -163,10 +163,6 @@ KINDS = ["tensor", "view", "bfloat16", "deferred"]
 @pytest.fixture(params=KINDS)
 def pair(request, env):
     """A device tensor [2, 3] and a host tensor of the same values."""
-    import jax
-
-    from diffusers.tpu import bridge
-
     host = torch.randn(2, 3)
     host = host.bfloat16() if request.param == "bfloat16" else host
     with env:
@@ -301,10 +297,6 @@ def test_draws_on_device_tensors_are_those_of_the_cpu_generators(env):
 
 
 def test_a_trace_says_that_it_drew(env):
-    import jax
-
-    from diffusers.tpu import bridge
-
     for draw, draws in ((torch.randn_like, True), (lambda x: torch.bernoulli(x.sigmoid()), True), (torch.sin, False)):
         before = env.draws
         with env:

@@ -138,7 +138,6 @@ def test_a_modular_pipeline_runs_on_the_tpu_without_being_moved(monkeypatch):
     expected = np.asarray(upstreams(**given, output="videos"))
     monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
     pipe = tiny.modular(WanBlocks, "wan", 4.0)
-    pipe.set_progress_bar_config(disable=True)
     assert type(pipe).__name__ == type(upstreams).__name__ and isinstance(pipe, type(upstreams))
     given["generator"] = call()["generator"]
     assert relative(pipe(**given, output="videos"), expected) < FP32

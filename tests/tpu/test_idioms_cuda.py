@@ -3,11 +3,17 @@
 import copy
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, PartialState, cpu_offload_with_hook, dispatch_model
 
+import tiny
 from conftest import assert_same
+from diffusers import ContextParallelConfig, PixArtTransformer2DModel, TensorParallelConfig, tpu
+from diffusers.utils.torch_utils import get_device
 
 
 pytestmark = pytest.mark.usefixtures("idioms")
@@ -16,10 +22,6 @@ idiom = pytest.mark.idiom
 
 @idiom("cuda-available", "accelerator", "cuda-properties")
 def test_the_commonest_line_of_all():
-    from accelerate import Accelerator
-
-    from diffusers.utils.torch_utils import get_device
-
     assert ("cuda" if torch.cuda.is_available() else "cpu") == "cuda" and torch.cuda.device_count() == 1
     assert torch.accelerator.is_available() and torch.accelerator.current_accelerator().type == "cuda"
     assert get_device() == "cuda" and Accelerator().device.type == "cuda" and torch.cuda.current_device() == 0
@@ -31,8 +33,6 @@ def test_the_commonest_line_of_all():
 
 @idiom("accelerate")
 def test_accelerate():
-    from accelerate import Accelerator, cpu_offload_with_hook, dispatch_model
-
     x, layer = torch.randn(2, device="cuda"), torch.nn.Linear(2, 2)
     expected = layer(x)
     assert_same(Accelerator().prepare(copy.deepcopy(layer))(x), expected)
@@ -60,8 +60,6 @@ def alone():
     ids=str,
 )
 def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, given):
-    from accelerate import PartialState
-
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if "device_id" in given else ():  # as torchrun --nproc-per-node 1
         alone.setenv(name, "1")
     dist.init_process_group(**given)
@@ -80,8 +78,6 @@ def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, given):
 
 @idiom("torchrun")
 def test_one_of_several_processes_is_told_to_start_one(alone, said):
-    from diffusers import tpu
-
     with pytest.raises(RuntimeError, match="world_size 1 on the TPU path, got 8: .*python script.py"):
         dist.init_process_group("nccl", rank=0, world_size=8)
     for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}.items():
@@ -94,9 +90,6 @@ def test_one_of_several_processes_is_told_to_start_one(alone, said):
 
 @idiom("parallelism")
 def test_parallelism_over_processes_is_waived(said, tmp_path):
-    import tiny
-    from diffusers import ContextParallelConfig, PixArtTransformer2DModel, TensorParallelConfig
-
     model = tiny.pixart().transformer
     model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=8))
     model.save_pretrained(tmp_path)
@@ -106,8 +99,6 @@ def test_parallelism_over_processes_is_waived(said, tmp_path):
 
 @idiom("cuda-memory")
 def test_memory_counts_what_is_on_the_chips():
-    import jax.numpy as jnp
-
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -124,9 +115,6 @@ def test_memory_counts_what_is_on_the_chips():
 
 @idiom("cuda-synchronize", "cuda-event", "cuda-stream")
 def test_time_between_two_events_is_that_of_the_work():
-    import jax
-    import jax.numpy as jnp
-
     work = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, y: jnp.sin(y @ x), x))
     x = jnp.eye(400)
     work(x).block_until_ready()

@@ -12,7 +12,10 @@ from transformers import T5EncoderModel
 import tiny
 from conftest import relative
 from diffusers import PixArtSigmaPipeline, PixArtTransformer2DModel, tpu
+from diffusers.hooks import apply_group_offloading
+from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
 from diffusers.tpu.common import notices
+from diffusers.tpu.pipelines.components import installation
 
 
 pytestmark = [pytest.mark.usefixtures("idioms"), pytest.mark.filterwarnings("ignore")]
@@ -38,10 +41,8 @@ def folder(idioms, tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def pipe(folder):
     """Loaded and moved as scripts do, in inference mode; resident, so that what runs between models meets device tensors."""
-    from diffusers.tpu import TPUConfig, install
-
     with torch.inference_mode():
-        return install(PixArtSigmaPipeline.from_pretrained(folder), TPUConfig(glue="resident")).to("cuda")
+        return tpu.install(PixArtSigmaPipeline.from_pretrained(folder), tpu.TPUConfig(glue="resident")).to("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +145,6 @@ def test_models_are_not_torchs_to_compile(pipe, said, right):
 
 def test_what_is_not_finite_is_told_of_the_call_that_gave_it(pipe):
     """A NaN that a script got of `vae.decode` is not in the picture that follows."""
-    from diffusers.tpu.pipelines.components import installation
-
     noise, told = torch.randn(1, 4, 16, 16, device="cuda"), lambda: installation(pipe).not_finite
     assert pipe.vae.decode(noise * torch.nan).sample.isnan().all()
     call(pipe, output_type="pt")
@@ -177,8 +176,6 @@ def test_a_model_left_in_training_mode_drops_what_upstreams_drops():
 
 @idiom("attention-backend", "attention-env")
 def test_attention_backends_of_packages_for_gpus(pipe, said, monkeypatch):
-    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
-
     backends = "flash _flash_3 _flash_3_hub flash_hub sage sage_hub flex xformers _native_flash aiter_fa2_hub".split()
     for backend in backends:
         said.clear(), notices.forget()
@@ -199,10 +196,8 @@ def test_attention_backends_of_packages_for_gpus(pipe, said, monkeypatch):
 
 @idiom("device-map", "float16")
 def test_a_model_on_a_device_map_and_float16_weights_that_are_told_of_bfloat16_once(said, folder):
-    model, ids = (
-        T5EncoderModel.from_pretrained(folder, subfolder="text_encoder", device_map="auto"),
-        torch.tensor([[3, 4, 1]]),
-    )
+    model = T5EncoderModel.from_pretrained(folder, subfolder="text_encoder", device_map="auto")
+    ids = torch.tensor([[3, 4, 1]])
     assert relative(model(ids.to("cuda"))[0], tiny.pixart().text_encoder(ids)[0]) < 1e-5
     tiny.pixart().to("cuda", torch.bfloat16)
     assert not said
@@ -216,8 +211,6 @@ def test_a_model_on_a_device_map_and_float16_weights_that_are_told_of_bfloat16_o
 
 @idiom("xformers", "group-offload-pipeline", "group-offload-model", "group-offload-function")
 def test_what_is_about_one_gpus_memory_is_waived(pipe, said, right):
-    from diffusers.hooks import apply_group_offloading
-
     pipe.enable_xformers_memory_efficient_attention()
     pipe.transformer.enable_xformers_memory_efficient_attention()
     assert "xformers" in said.pop()

@@ -14,8 +14,8 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from attention_masks import KINDS, make_mask
-from conftest import attention_formula, relative, wide
+from attention_masks import KINDS, attention_formula, make_mask
+from conftest import relative, wide
 from diffusers.tpu.kernels import convolution as convolution_kernel
 from diffusers.tpu.kernels import linear, rotary
 from diffusers.tpu.kernels.attention import exchange, kernel, kernel_body

@@ -6,19 +6,17 @@ once for the chips; both are changed by the same lines.
 
 import ast
 import copy
-import json
 import os
 import random
 import tempfile
 import types
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 import diffusers.tpu
-from conftest import ROOT, programs_of, relative, start_draws
+from conftest import ROOT, programs_of, relative, start_draws, table
 from diffusers import Flux2Transformer2DModel
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from diffusers.tpu.compile.state import key
@@ -41,7 +39,7 @@ class Feature:
     steady: bool = True
 
 
-TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
+TABLE = table("test_key")
 FEATURES = {name: Feature(*row) for name, row in TABLE["features"].items()}
 PLACES = TABLE["places"]  # where a feature is read
 NEEDS_MODEL = {"attribute tensor", "attribute flag"}

@@ -38,14 +38,8 @@ def first(*lengths: int) -> torch.Tensor:
 
 
 def mochi():
-    sizes = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "num_layers": 3,
-        "time_embed_dim": 16,
-        "in_channels": 4,
-    }
-    model = MochiTransformer3DModel(**sizes, pooled_projection_dim=16, text_embed_dim=tiny.WIDTH)
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 16, "num_layers": 3, "time_embed_dim": 16}
+    model = MochiTransformer3DModel(**sizes, in_channels=4, pooled_projection_dim=16, text_embed_dim=tiny.WIDTH)
     torch.nn.init.normal_(model.pos_frequencies)
     return model.eval()
 

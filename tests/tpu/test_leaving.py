@@ -2,15 +2,13 @@
 
 import copy
 import functools
-import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import tiny
-from conftest import relative
+from conftest import relative, table
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.pipelines.plans import module_plan
 from test_changes import BLOCKS, WIDTH, Block
@@ -65,7 +63,7 @@ def as_upstream(runner_of, build) -> CompiledModule:
 
 
 # Lines, attributes, why they run eagerly; lines that stay compiled; loops over `self.blocks`.
-KEPT, SCRATCH, LOOPS = json.loads(Path(__file__).with_name("programs").joinpath("forwards.json").read_text()).values()
+KEPT, SCRATCH, LOOPS = table("programs/forwards").values()
 VALUES = {"rows": ROWS, "one": torch.ones(()), "list": []}
 
 

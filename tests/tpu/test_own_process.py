@@ -1,15 +1,12 @@
 """Scripts in processes of their own, with everything at its default. Oracle: upstream in the same process, or what the first process found."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import cards
-from conftest import ROOT
+from conftest import ROOT, run_python
 from hub import Hub
 
 
@@ -21,17 +18,9 @@ def ran(tmp_path):
     """A function from a script, its arguments and the environment to what it prints, run in a folder of its own."""
 
     def run(script: str, *arguments, devices: int = 2, **environment) -> str:
-        env = {
-            **os.environ,
-            "DIFFUSERS_TPU": "cpu",
-            "DIFFUSERS_TPU_DEVICES": str(devices),
-            "PYTHONPATH": str(ROOT / "src"),
-        }
-        env |= {"DIFFUSERS_TPU_CACHE": str(tmp_path / "cache"), **environment}
-        command = [sys.executable, "-c", script, *map(str, arguments)]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
+        common = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(devices)}
+        common["DIFFUSERS_TPU_CACHE"] = str(tmp_path / "cache")
+        return run_python("-c", script, *arguments, cwd=tmp_path, timeout=600, **common | environment).stdout
 
     return run
 
@@ -42,12 +31,6 @@ sys.path.insert(0, sys.argv[1])
 import torch
 import tiny
 from diffusers.models.attention import BasicTransformerBlock
-
-def made():
-    torch.manual_seed(0)
-    pipe = tiny.sd(safety_checker=None)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 def run(pipe):
     generator = torch.Generator().manual_seed(3)
@@ -72,7 +55,7 @@ def swapped(cls, other):
         for m in pipe.unet.modules():
             if type(m) is cls: m.__class__ = other
 
-pipes = made(), made().to("cuda")
+pipes = tiny.sd(safety_checker=None), tiny.sd(safety_checker=None).to("cuda")
 def differ(name):
     theirs, ours = map(run, pipes)
     pictures.append(theirs)

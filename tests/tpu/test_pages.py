@@ -313,11 +313,7 @@ def test_the_attention_page_explains_calls_and_the_video_page_encodes_and_decode
 
 
 def test_every_page_with_python_is_run_here():
-    ran = {
-        "README_TPU.md",
-        "src/diffusers/tpu/kernels/attention/README.md",
-        "src/diffusers/tpu/kernels/video/README.md",
-    }
-    ran |= {"examples/tpu/SCRIPTS.md", "examples/tpu/LORA.md"}
-    ran |= {"examples/tpu/MIGRATION.md", "examples/tpu/MIGRATION.zh.md"}  # in test_migration.py
+    ran = {"README_TPU.md", *(f"src/diffusers/tpu/kernels/{name}/README.md" for name in ("attention", "video"))}
+    pages = "SCRIPTS", "LORA", "MIGRATION", "MIGRATION.zh"  # the last two in test_migration.py
+    ran |= {f"examples/tpu/{name}.md" for name in pages}
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

@@ -20,6 +20,10 @@ from diffusers import (
     WanPipeline,
     tpu,
 )
+from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline as Flax
+from diffusers.tpu import bridge
+from diffusers.tpu.pipelines import glue, stepping
+from diffusers.tpu.pipelines.stepping import as_programs, steps_of
 
 
 @pytest.fixture(scope="module")
@@ -123,8 +127,6 @@ def test_saved_and_loaded_by_its_upstream_name(installed, tmp_path):
 
 
 def test_the_class_by_its_own_name_installs_itself(chips, wan, monkeypatch):
-    from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline as Flax
-
     theirs = np.asarray(wan(**call()).frames)
     pipe = Flax(**wan.components)
     assert relative(pipe(**call()).frames, theirs) < 1e-5 and "_tpu" in vars(pipe)
@@ -161,8 +163,6 @@ SHAPE = (1, 3, 5)
 @pytest.fixture
 def inside(chips):
     """Where device tensors work, as in a pipeline's call; a function that moves tensors there."""
-    from diffusers.tpu import bridge
-
     env = bridge.environment()
     with bridge.quiet_integers(), bridge.decomposing(), env:
         yield env.moved
@@ -201,8 +201,6 @@ def stepped(scheduler, there, steps=7, seed=0, change=None, tables="cpu"):
 
 
 def on_host(samples):
-    from diffusers.tpu.pipelines import glue
-
     return torch.stack([glue.on_host(sample).float() for sample in samples])
 
 
@@ -214,8 +212,6 @@ def on_host(samples):
     ],
 )  # fmt: skip
 def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
-    from diffusers.tpu.pipelines.stepping import as_programs, steps_of
-
     theirs, ours, unmoved = made(name), made(name), lambda tensor: tensor
     traces = []
     with as_programs([ours]):
@@ -232,13 +228,11 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
 
 @pytest.mark.parametrize("name, executables", [("unipc", 4), ("flow", 1)])  # first, second, middle, last
 def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executables):
-    from diffusers.tpu.pipelines import stepping
-
     stepping.jitted_by_text.clear()
     scheduler = made(name)
-    with stepping.as_programs([scheduler]):
+    with as_programs([scheduler]):
         stepped(scheduler, inside, 20, tables="jax")
-    (steps,) = stepping.steps_of(scheduler).recorded.values()
+    (steps,) = steps_of(scheduler).recorded.values()
     assert len(steps) == 20
     assert len(stepping.jitted_by_text) <= executables
 
@@ -247,8 +241,6 @@ def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executabl
     "change", ["table in place", "table by numpy", "table on the chips", "attribute", "configuration"]
 )
 def test_what_somebody_changes_between_steps_is_seen(inside, change):
-    from diffusers.tpu.pipelines.stepping import as_programs
-
     def changed(scheduler):
         if change in ("table in place", "table on the chips"):
             scheduler.sigmas[4:] *= 0.5

@@ -16,12 +16,11 @@ from diffusers.tpu.apps.cli import main
 from diffusers.tpu.chips.devices import compile_lowered, compiler_options
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.planner import aot, bundles, hlo, ici, profile, timing
-from diffusers.utils import logging
 
 
 PROGRAMS = Path(__file__).with_name("programs")
-HLO, SCHEDULE, WAYS_SCHEDULE = (
-    (PROGRAMS / name).read_text() for name in ("loop.hlo", "pipeline.schedule", "ways.schedule")
+HLO, TEXT, SCHEDULE, WAYS_SCHEDULE = (
+    (PROGRAMS / name).read_text() for name in ("loop.hlo", "profiled.hlo", "pipeline.schedule", "ways.schedule")
 )
 
 
@@ -101,8 +100,7 @@ def test_one_way_at_a_time_of_a_schedule_by_hand():
     assert ways["online"].body == 4  # with the branch
 
 
-def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(caplog, monkeypatch):
-    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
+def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(warned):
     options, asked = compiler_options(types.SimpleNamespace(platform="tpu", device_kind="TPU v6e"), True), []
 
     def refusing(words):
@@ -115,18 +113,18 @@ def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(caplog, monkeyp
         return types.SimpleNamespace(compile=compile)
 
     assert compile_lowered(refusing("RET_CHECK failure (xla/sparse_core/emitter.cc:164)"), options) == "executable"
-    assert asked == [options, dict.fromkeys(options, False)] and "stay on the core" in caplog.text
+    assert asked == [options, dict.fromkeys(options, False)] and "stay on the core" in warned[0]
     with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
         compile_lowered(refusing("no room"), options)
 
 
-def test_an_option_that_the_compiler_does_not_have_is_left_out_by_name(caplog, monkeypatch):
-    monkeypatch.setattr(logging.get_logger("diffusers"), "propagate", True)
+def test_an_option_that_the_compiler_does_not_have_is_left_out_by_name(warned):
     lowered = jax.jit(lambda x: x + 1).lower(1.0)
     options = {"xla_tpu_of_mine": True, "xla_cpu_copy_insertion_use_region_analysis": False, "xla_tpu_of_yours": False}
     assert compile_lowered(lowered, options)(1.0) == 2.0
-    said = {record.getMessage().partition(",")[0] for record in caplog.records}
-    assert said == {f"this compiler has no option xla_tpu_of_{whose}" for whose in ("mine", "yours")}
+    assert {sentence.partition(",")[0] for sentence in warned} == {
+        f"this compiler has no option xla_tpu_of_{whose}" for whose in ("mine", "yours")
+    }
     with pytest.raises(jax.errors.JaxRuntimeError, match="not a valid"):
         compile_lowered(lowered, {"xla_cpu_copy_insertion_use_region_analysis": "not a valid one"})
 
@@ -141,7 +139,6 @@ def test_a_matrix_unit_is_occupied_as_long_as_the_peak_says():
 # A trace beside a plan
 
 
-TEXT = Path(__file__).with_name("programs").joinpath("profiled.hlo").read_text()
 MILLISECOND = 10**9  # picoseconds
 
 

@@ -1,16 +1,14 @@
 """The compiled program: loops over blocks, collectives, sizes. Oracles: what the layout promises; the same blocks in torch."""
 
-import json
 import math
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 
 import tiny
-from conftest import relative
+from conftest import relative, table
 from diffusers import HunyuanVideo15Transformer3DModel, WanTransformer3DModel
 from diffusers.tpu.compile.tracing.scan import find_groups
 from diffusers.tpu.kernels.attention import api
@@ -223,7 +221,7 @@ def loops_of(attach):
 
 
 # Lines of a turn, the result, the block's class, how many loops the program has.
-LOOPS = json.loads(Path(__file__).with_name("programs").joinpath("runs_of_blocks.json").read_text())
+LOOPS = table("programs/runs_of_blocks")
 
 
 @pytest.mark.parametrize("name", LOOPS)

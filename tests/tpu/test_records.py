@@ -5,6 +5,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import make_records as maker
 import pytest
 
 from bench import benches, naming
@@ -19,16 +20,6 @@ from diffusers.tpu.chips.figures import CHIPS, Chip, find_topology
 RESULTS = ROOT / "examples" / "tpu" / "results"
 
 
-@pytest.fixture(scope="module")
-def maker():
-    """The script that makes records and tables."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(RESULTS)
-        import make_records
-
-        yield make_records
-
-
 def read(name: str):
     return json.loads((RESULTS / name).read_text())
 
@@ -36,7 +27,7 @@ def read(name: str):
 # Pages
 
 
-def test_every_table_of_a_page_is_its_record_and_every_table_is_on_a_page(maker):
+def test_every_table_of_a_page_is_its_record_and_every_table_is_on_a_page():
     assert [str(page.relative_to(ROOT)) for page in maker.make_tables(check=True)] == []
     shown = [name for page in maker.pages() for name in re.findall(r"<!-- table: (\S+) -->", page.read_text())]
     assert sorted(shown) == sorted(n for n, table in maker.TABLES.items() if (RESULTS / table.record).exists())
@@ -65,7 +56,7 @@ TABLE = """| model | submodules | tensors | a look, nothing changed, ms | a read
 """
 
 
-def test_a_table_is_made_anew_and_nothing_around_it(maker, tmp_path):
+def test_a_table_is_made_anew_and_nothing_around_it(tmp_path):
     """Marks that mark no table are an error."""
     page = tmp_path / "README_TPU.md"
     (tmp_path / "check.json").write_text(json.dumps(ROWS))
@@ -170,7 +161,7 @@ def answer(**changes) -> dict:
     return {**made, "by_way": by_way, "parts": parts, "compile_seconds": 100.0, "trace_seconds": 7.0, **changes}
 
 
-def test_a_first_run_is_a_run_and_what_comes_before_it(maker, monkeypatch):
+def test_a_first_run_is_a_run_and_what_comes_before_it(monkeypatch):
     """The times of compilation are of a program without schedules, which it is not read from."""
 
     def answered(question, on_progress):
@@ -242,7 +233,7 @@ def rows_of(record) -> list[tuple]:
     return [(row["row"], row["answer"]) for row in json.loads(record.read_text())]
 
 
-def test_a_record_that_was_cut_off_goes_on_and_one_that_is_made_stays(maker, bench, tmp_path):
+def test_a_record_that_was_cut_off_goes_on_and_one_that_is_made_stays(bench, tmp_path):
     wanted, record = {"check": maker.of_bench("check")}, tmp_path / "check.json"
     record.write_text("[]")
     bench.failing[2] = KeyboardInterrupt()
@@ -262,7 +253,7 @@ def test_a_record_that_was_cut_off_goes_on_and_one_that_is_made_stays(maker, ben
     "change, made",
     [("nothing", []), ("another program", [2]), ("another reader", [2]), ("a row more", []), ("a row less", [3])],
 )
-def test_rows_of_other_programs_are_made_again_and_the_others_stay(maker, bench, tmp_path, monkeypatch, change, made):
+def test_rows_of_other_programs_are_made_again_and_the_others_stay(bench, tmp_path, monkeypatch, change, made):
     wanted, record = {"check": maker.of_bench("check")}, tmp_path / "check.json"
     maker.make(wanted, tmp_path)
     monkeypatch.setattr(planner, "sources", lambda: "changed")
@@ -279,7 +270,7 @@ def test_rows_of_other_programs_are_made_again_and_the_others_stay(maker, bench,
     assert [row for row, anew in found.items() if anew] == made
 
 
-def test_a_row_that_fails_leaves_the_old_record_and_the_others_are_made(maker, bench, tmp_path, capsys):
+def test_a_row_that_fails_leaves_the_old_record_and_the_others_are_made(bench, tmp_path, capsys):
     (tmp_path / "check.json").write_text("[]")
     bench.failing[2] = ValueError("expected a chip with room")
     other = maker.Record(("other.json",), lambda stand: [maker.as_json({"versions": {}})])

@@ -4,18 +4,17 @@ The plan: 4 steps of 2 s, 3 GiB + 1 GiB of weights, 3.5 GiB of activations, 0.5 
 """
 
 import copy
-import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from browser import browser
+from conftest import table
 from diffusers.tpu.planner import report
 
 
-PLAN = json.loads(Path(__file__).with_name("plan.json").read_text())
+PLAN = table("plan")
 SHOWN = PLAN.pop("shown")  # figures on its page
 
 

@@ -4,14 +4,13 @@ import ast
 import functools
 import graphlib
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+
+from conftest import ROOT as TREE
+from conftest import run_python
 
 
-ROOT = Path(__file__).resolve().parents[2] / "src" / "diffusers" / "tpu"
+ROOT = TREE / "src" / "diffusers" / "tpu"
 
 # Each package, and each file beside them, may import those before it.
 ORDER = """
@@ -98,10 +97,7 @@ print(*(m for m in ("flax", "torchax") if m in sys.modules))
 
 def test_imports_bring_no_more_than_they_must():
     """The public face starts nothing; VAEs' plans do not import Flax, and their Flax modules no torchax."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT.parents[1]), "DIFFUSERS_TPU": "cpu"}
-    command = [sys.executable, "-c", IMPORTS]
-    brought = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout
-    assert brought.splitlines() == ["", "", "flax"]
+    assert run_python("-c", IMPORTS, DIFFUSERS_TPU="cpu").stdout.splitlines() == ["", "", "flax"]
 
 
 def test_every_planted_fault_is_where_the_table_has_it(root, monkeypatch):

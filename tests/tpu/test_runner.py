@@ -1,6 +1,5 @@
 """Oracle: the module in torch. What is compiled, how often, and that a changed module is never answered from before."""
 
-import contextlib
 import copy
 
 import jax
@@ -13,6 +12,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
+from test_changes import resident
 
 
 class Denoiser(torch.nn.Module):
@@ -149,21 +149,13 @@ def test_objects_of_upstreams_are_given_back_with_their_tensors(attach):
 PAIRED = ModelPlan(batched=("hidden_states", "timestep"))
 
 
-@contextlib.contextmanager
-def resident(mesh):
-    """Where device tensors work; a function that moves tensors there."""
-    env = bridge.environment()
-    with env.override_property(mesh=mesh), env:
-        yield lambda *tensors: map(env.moved, tensors)
-
-
 def test_a_branch_alone_and_branches_that_share_nothing_run_alone(attach):
     module = Denoiser()
     x, t, tables = torch.randn(1, 8), torch.rand(1), torch.randn(2, 8)
     theirs = [module(x, t, table, return_dict=False)[0] for table in tables]
     runner = attach(module, 2, 1, 1, plan=PAIRED)
-    with resident(runner.mesh) as moved, torch.no_grad():
-        x, t, a, b = moved(x, t, *tables)
+    with resident(runner) as env:
+        x, t, a, b = map(env.moved, (x, t, *tables))
         alone = module(x, t, a, return_dict=False)[0]
         assert relative(bridge.from_numpy((alone * 1.0).jax()), theirs[0]) < 1e-6
         pair = [module(x, t, table, return_dict=False)[0] for table in (a, b)]  # another table: not one call
@@ -179,5 +171,5 @@ def test_outputs_without_a_batch_are_refused_where_branches_pair(attach):
 
     module = Odd()
     runner = attach(module, 2, 1, 1, plan=PAIRED)
-    with resident(runner.mesh) as moved, pytest.raises(ValueError, match="mesh with dp 1"):
-        module(*moved(torch.randn(1, 8), torch.rand(1)))
+    with resident(runner) as env, pytest.raises(ValueError, match="mesh with dp 1"):
+        module(*map(env.moved, (torch.randn(1, 8), torch.rand(1))))

@@ -25,6 +25,8 @@ from starlette.testclient import TestClient  # noqa: E402
 from diffusers import FluxPipeline, tpu  # noqa: E402
 from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
 from diffusers.tpu.apps.serving.sizes import Limits, Size  # noqa: E402
+from test_bulk import by_hand  # noqa: E402
+from test_pages import first_cells, section  # noqa: E402
 
 
 SIZE, SMALL = Size(16, 16), Size(32, 32, 5)
@@ -61,11 +63,6 @@ def wait(holds, seconds=20):
 
 def picture(answer: dict) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer["b64_json"]))), int)
-
-
-def by_hand(pipe, prompt: str, seed: int, **changes) -> np.ndarray:
-    made = pipe(prompt, generator=tiny.fresh(seed), **SIZE.arguments(), **DEFAULTS, **changes)
-    return np.asarray(made.images[0], int)
 
 
 # Images
@@ -281,26 +278,22 @@ def test_files_that_a_request_still_reads_are_kept(flux, serving):
 # The page of the documentation
 
 
-PAGE = (ROOT / "examples/tpu/SERVING.md").read_text()
-
-
-def first_cells(heading: str) -> list[str]:
-    """Names in backticks of the first column of a section's table."""
-    section = re.search(rf"^## {heading}\n(.*?)(?=^## )", PAGE, re.M | re.S)[1]
-    return re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", section, re.M)))
+PAGE = ROOT / "examples/tpu/SERVING.md"
 
 
 def test_the_page_names_every_endpoint_limit_and_metric(idle):
     routes = [r for r in idle.service.api.routes if "rest" not in r.path]
-    assert sorted(first_cells("Endpoints")) == sorted(f"{m} {r.path}" for r in routes for m in r.methods)
-    assert first_cells("Limits") == [f"--{name.replace('_', '-')}" for name in vars(Limits())]
+    assert sorted(first_cells(section(PAGE, "Endpoints"))) == sorted(
+        f"{m} {r.path}" for r in routes for m in r.methods
+    )
+    assert first_cells(section(PAGE, "Limits")) == [f"--{name.replace('_', '-')}" for name in vars(Limits())]
     named = {m.name for m in idle.service.metrics.registry.collect()}
-    assert {name.removesuffix("_total") for name in first_cells("Metrics")} == named
+    assert {name.removesuffix("_total") for name in first_cells(section(PAGE, "Metrics"))} == named
 
 
 def test_the_curl_lines_of_the_page(wan, serving, tmp_path, monkeypatch):
     client = serving(wan, (SMALL,), defaults={"num_inference_steps": 1})
-    lines = [shlex.split(line) for line in re.findall(r"^curl .*", PAGE, re.M)]
+    lines = [shlex.split(line) for line in re.findall(r"^curl .*", PAGE.read_text(), re.M)]
     assert len(lines) == 5
     made, seen = None, []
     for words in lines:

@@ -4,12 +4,10 @@ Oracles: what a browser shows and asks; exit statuses; those of load.py.
 """
 
 import base64
-import importlib.util
 import io
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from queue import SimpleQueue
@@ -139,10 +137,8 @@ def test_replicas_of_ray_serve_answer_with_upstreams_pictures(tmp_path, monkeypa
     needs("ray", "ray.serve")
     import ray
 
-    place = importlib.util.spec_from_file_location("serve_ray", ROOT / "examples/tpu/serve_ray.py")
-    serve_ray = importlib.util.module_from_spec(place)
-    sys.modules["serve_ray"] = serve_ray
-    place.loader.exec_module(serve_ray)
+    import serve_ray
+
     load.pipeline("image").save_pretrained(tmp_path / "model")
     folders = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests/tpu"), str(ROOT / "examples/tpu")])
     variables = {"DIFFUSERS_TPU": "off", "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 
-import diffusers.tpu.chips.devices
 import tiny
 from conftest import assert_same, slow
 from diffusers import AutoencoderKLWan, DiffusionPipeline, UniPCMultistepScheduler, tpu
@@ -51,15 +50,6 @@ def saved(tmp_path_factory):
         return folder, dict(call)
 
     return save
-
-
-@pytest.fixture
-def bare(monkeypatch, tmp_path):
-    """A host without a TPU and without settings; the working directory is empty."""
-    monkeypatch.setenv("DIFFUSERS_TPU", "auto")
-    monkeypatch.setattr(diffusers.tpu.chips.devices, "_generation_on_this_host", lambda: None)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def one_run(folder: str, call: dict, dtype) -> np.ndarray:

@@ -2,11 +2,9 @@
 
 import copy
 import functools
-import json
 import math
 import operator
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +15,7 @@ import torch.nn.functional as F
 
 import diffusers
 import tiny
-from conftest import relative, slow
+from conftest import relative, slow, table
 from diffusers.models.attention_processor import AttnProcessor
 from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.autoencoders.vae_nnx_flax import VideoAutoencoder
@@ -30,7 +28,7 @@ from diffusers.tpu.pipelines.plans import flax_class, module_plan
 # By name: upstream's `class`, `sizes`, `pixels` to a latent, `frames` to one: none for images. `cases`: mesh, batch, frames, height and
 # width of latents, changes of sizes, why. `tiles`: mesh, what `enable_tiling` is given, frames, height and width; the last are smaller.
 # `refused`, in plain JAX: settings, sizes, tiles, shapes of what is encoded or decoded, tiles of such a shape; what is said.
-FAMILIES = json.loads(Path(__file__).with_suffix(".json").read_text())
+FAMILIES = table("test_vae")
 
 
 def of(family: str, *names: str) -> list:

@@ -21,7 +21,6 @@ from diffusers import ClassifierFreeGuidance, HunyuanVideo15ImageToVideoPipeline
 
 TABLE = json.loads(Path(__file__).with_suffix(".json").read_text())
 WIDTH, VOCABULARY = 32, 1024
-DECODER = TABLE["decoder"]
 SPECIALS = (
     "<pad>", "</s>", "<unk>", "<bos>", "<|startoftext|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "[gMASK]",
     "<sop>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|end_header_id|>",
