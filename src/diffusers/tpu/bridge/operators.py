@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
     q4, k4, v4 = (_four_axes(x, lead) for x in (q, k, v))
     if mask is not None and mask.ndim > 4:
         mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
-    if halo_shards() is not None:
+    if halo_shards() is not None and not halo_shards().text:
         if mask is not None or is_causal:
             raise NotByShards("expected attention over a split map without a mask, got one")
         k4, v4, mask = halo_shards().everyones(k4, v4)
@@ -204,17 +204,20 @@ def _convolution(
         if widths[-1] == (0, 0):
             raise NotByShards("expected a convolution of a split map to be padded along the width, got one without")
         x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
-    if split is not None and stride == dilation == (1,) * axes and groups == 1:
-        return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)
     simple, taps = dilation == (1,) * axes and groups == 1, w.shape[2:]
+    if split is not None and stride == (1,) * axes and simple and not (axes == 2 and x.dtype == jnp.bfloat16):
+        return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
-    # Zeros around a map that give a result of its own size, each position in the middle of its window.
-    if simple and axes == 2 and all(width == (tap // 2, tap // 2) for width, tap in zip(widths, taps)):
+    # Zeros around a map, or neighbours beside a shard, that give a result of its own size, each position in the middle of its window.
+    beside = taps[-1] // 2 if split is not None else 0
+    around = [*widths[:-1], (beside, beside) if beside else widths[-1]]
+    if simple and axes == 2 and all(width == (tap // 2, tap // 2) for width, tap in zip(around, taps)):
         large = convolution_kernel.convolution(x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), b, current())
         if large is not None:
-            # Of every position: with strides, of which a UNet has two or three, some are for nothing.
-            return Tensor(large[:, :: stride[0], :: stride[1]].transpose(0, 3, 1, 2), input._env)
+            # Of every position: with strides, of which a UNet has two or three, some are for nothing; neighbours' own are their chips'.
+            large = large[:, :: stride[0], beside : large.shape[2] - beside : stride[1]]
+            return Tensor(large.transpose(0, 3, 1, 2), input._env)
     wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)
     grouped = {"dimension_numbers": numbers, "feature_group_count": groups, "preferred_element_type": wide}
     result = jax.lax.conv_general_dilated(x, w, stride, widths, rhs_dilation=dilation, **grouped)

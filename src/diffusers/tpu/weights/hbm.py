@@ -86,8 +86,8 @@ def _sizes(models: Models) -> dict[str, int]:
 
 
 def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> dict[str, tuple[str, ...]]:
-    """The axes over which each model's weights are stored, by name: all, but of models that share their work by `INFERRED` specs as few
-    as leave room for the others. What a chip has need not come over the links in every call.
+    """The axes over which each model's weights are stored, by name: all, but of models that share their work by `INFERRED` specs or by
+    the width of maps as few as leave room for the others. What a chip has need not come over the links in every call.
 
     Args:
         models: with their plans. `lengths`: of the mesh's axes. `limit`: bytes of a chip that weights may take; None: not known.
@@ -101,7 +101,8 @@ def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> d
     def need(axes: dict[str, tuple[str, ...]]) -> float:
         return sum(sizes[name] / chips(name, some) for name, some in axes.items())
 
-    for name in sorted(n for n, (_, plan) in models.items() if plan.activation_spec == INFERRED and limit is not None):
+    whole = (n for n, (_, plan) in models.items() if plan.activation_spec == INFERRED or plan.by_width)
+    for name in sorted(whole) if limit is not None else ():
         choices = ({**found, name: axes} for axes in ((), ("dp",), ("sp",), STORAGE_AXES))
         found = next((one for one in choices if need(one) <= limit), found)
     return found

@@ -1,5 +1,6 @@
 """A torch module's method as a pure function of (weights, inputs, numbers), all JAX arrays; equal blocks as one scanned block."""
 
+from ...kernels.video.halo import NotByShards, keys_of_text
 from .caches import Step, StepCache, kept_by
 from .function import INPUT, PureFunction, on_every_chip, tracing
 from .functional import NumberRead, undone_trace
@@ -15,5 +16,6 @@ from .video import (
     scan_alike,
     scan_batches,
     scan_chunks,
+    shard_maps,
     shard_width,
 )

@@ -16,7 +16,7 @@ from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, named
 from ...common import notices
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
-from ...kernels.video.halo import NotByShards
+from ...kernels.video.halo import NotByShards, halo_shards
 from ..state import Arguments, opened, read, without_caches
 from ..state.adapters import Adapters
 from ..state.watch import replaced
@@ -163,7 +163,10 @@ class PureFunction:
                 yield
 
     def _forward(self, weights: Arrays, args, kwargs):
-        output, changed = written(Method(self.module, self.call), self._swapped(weights), args, kwargs)
+        method, call = self.plan.methods.get((type(self.module), self.call.__name__)), self.call
+        if method is not None and getattr(call, "__func__", None) is getattr(type(self.module), call.__name__):
+            call = functools.partial(method, self.module)
+        output, changed = written(Method(self.module, call), self._swapped(weights), args, kwargs)
         if changed:
             raise WeightWritten(f"it writes into {', '.join(changed)}")
         return output
@@ -202,7 +205,8 @@ class PureFunction:
 
     def gathered(self, key: str, array) -> Tensor:
         """A weight whole on every chip, but for the axes that it is computed on."""
-        whole = jax.lax.with_sharding_constraint(array, named(self.attention.mesh, self.specs[key]))
+        there = named(self.attention.mesh, self.specs[key])
+        whole = array if halo_shards() is not None else jax.lax.with_sharding_constraint(array, there)
         whole = jax.block_until_ready(whole) if environment().waits else whole
         weight = Tensor(whole, environment())
         return unpacked(weight, self.packed[key]) if key in self.packed else weight

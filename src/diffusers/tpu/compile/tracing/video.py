@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax import lax
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...bridge import Tensor, environment
 from ...kernels.video import chunks, halo, norm, tiles
@@ -101,6 +102,24 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     columns = padded.transpose(0, 4, 2, 3, 1)
     out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
     return Tensor(out.transpose(0, 4, 2, 3, 1).astype(array.dtype), x._env)
+
+
+def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: torch.Tensor, multiple: int):
+    """`function(arguments)` by `shard_width`: tensors of the arguments of these names are maps, as x is, which is one of them."""
+    leaves, spec = tree_flatten(arguments)
+    of_maps = [
+        t for name in names for t in tree_leaves(arguments.get(name)) if isinstance(t, torch.Tensor) and t is not x
+    ]
+    batch = [t for t in leaves if isinstance(t, torch.Tensor) and t.shape[:1] == x.shape[:1] and t.ndim]
+    moved = [x, *of_maps, *(t for t in batch if not any(t is other for other in (x, *of_maps)))]
+    place = {id(t): n for n, t in enumerate(moved)}
+
+    def run(*parts):
+        return function(
+            tree_unflatten([parts[place[id(leaf)]] if id(leaf) in place else leaf for leaf in leaves], spec)
+        )
+
+    return shard_width(run, x, multiple, maps=tuple(of_maps), beside=tuple(moved[1 + len(of_maps) :]))
 
 
 def on_a_shard() -> bool:

@@ -46,6 +46,7 @@ class HaloShards:
         height, width: of the map that was split; other maps are finer or coarser by a power of two.
         local: the columns of one shard of it.
         own: rows and columns that are not filled up, traced scalars; None: all.
+        text: attention's keys are of text, the same on each shard.
     """
 
     axes: tuple[str, ...]
@@ -54,6 +55,7 @@ class HaloShards:
     width: int
     local: int
     own: tuple[jax.Array, jax.Array] | None = None
+    text: bool = False
 
     def columns(self, local: int) -> int:
         """The width of the map whose shards have `local` columns."""
@@ -161,6 +163,12 @@ def halo_shards() -> HaloShards | None:
     return _halo_shards.get()
 
 
+def keys_of_text(text: bool = True):
+    """A context in which attention's keys are of text, if it is so, and not of the map."""
+    split = _halo_shards.get()
+    return bound(_halo_shards, split and replace(split, text=text))
+
+
 @contextlib.contextmanager
 def _computing(shards: HaloShards):
     """`halo_shards()` inside, on one chip; operators spread nothing further."""
@@ -169,14 +177,14 @@ def _computing(shards: HaloShards):
 
 
 def shard_width(
-    function: Callable, x: jax.Array, multiple: int = 1, axis: int = -1, beside: tuple[jax.Array, ...] = ()
-) -> jax.Array:
-    """`function(x, *beside)` of a traced map [B, ...], one shard of the width a chip; a batch that `dp` divides lies over it.
+    function: Callable, x: jax.Array, multiple: int = 1, axis: int = -1, maps: tuple = (), beside: tuple = ()
+):
+    """`function(x, *maps, *beside)` of a traced map [B, ...], one shard of the width a chip; a batch that `dp` divides lies over it.
 
     Args:
-        function: gives a map with f times the columns, for any f, and mixes columns by `halo_shards()` alone.
+        function: gives a map with f times the columns, for any f, or several in any structure; it mixes columns by `halo_shards()` alone.
         multiple: of columns, that a shard must have: how often the function halves the width.
-        beside: further arrays of the batch [B, ...].
+        maps, beside: further maps, finer or coarser by a power of two, and further arrays of the batch [B, ...].
     """
     mesh, axis = current().mesh, axis % x.ndim
     sizes = dict(mesh.shape) if mesh is not None else {}
@@ -187,19 +195,25 @@ def shard_width(
     local = -(-width // (count * multiple)) * multiple if count > 1 else width
     split = HaloShards(axes, count, height, width, local)
 
-    def one_shard(shard, *beside):
+    def one_shard(*arrays):
         with _computing(split):
-            return function(shard, *beside)
+            return function(*arrays)
 
     if mesh is None or mesh.size == 1:
-        return one_shard(x, *beside)
+        return one_shard(x, *maps, *beside)
     spec = P(on_dp, *(axes if a == axis else None for a in range(1, x.ndim)))
-    if split.filled:
-        x = jnp.pad(x, [(0, count * local - width) if a == axis else (0, 0) for a in range(x.ndim)])
-    specs = spec, *(P(on_dp) for _ in beside)
-    out = jax.shard_map(one_shard, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)(x, *beside)
-    columns = split.columns(out.shape[axis] // count)
-    return lax.slice_in_dim(out, 0, columns, axis=axis) if split.filled else out
+
+    def filled(m):
+        more = count * as_finer(local, width, m.shape[axis]) - m.shape[axis] if split.filled else 0
+        return jnp.pad(m, [(0, more) if a == axis else (0, 0) for a in range(m.ndim)]) if more else m
+
+    def cut(m):
+        return lax.slice_in_dim(m, 0, split.columns(m.shape[axis] // count), axis=axis) if split.filled else m
+
+    maps = [*map(filled, (x, *maps))]
+    specs = *(spec for _ in maps), *(P(on_dp) for _ in beside)
+    run = jax.shard_map(one_shard, mesh=mesh, in_specs=specs, out_specs=spec, check_vma=False)
+    return jax.tree.map(cut, run(*maps, *beside))
 
 
 def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, axis: int = -1) -> jax.Array:
