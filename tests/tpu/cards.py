@@ -33,7 +33,7 @@ import diffusers
 import web
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
-from diffusers.tpu.compare import relative_error
+from diffusers.tpu.compare.pipelines import relative_error
 from diffusers.tpu.pipelines.pipeline import tpu_class
 from diffusers.utils import BaseOutput
 from diffusers.video_processor import VideoProcessor

@@ -259,7 +259,7 @@ def idioms():
         activate()
         yield idioms
         idioms.off()
-        notices.forget()
+        notices._said.clear()
 
 
 @contextlib.contextmanager
@@ -286,7 +286,7 @@ def said(idioms):
     """What is said from here on, as if nothing had been."""
     from diffusers.tpu.common import notices
 
-    notices.forget()
+    notices._said.clear()
     with warnings_of("diffusers.tpu.common.notices") as sentences:
         yield sentences
 

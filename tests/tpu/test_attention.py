@@ -141,7 +141,7 @@ def test_a_kernel_by_name_takes_the_call_or_says_why_not(kernel, call, words):
 
 def test_the_reference_is_said_once_where_a_kernel_was_expected(warned):
     words, q, k, v = "kernel does not take float16", *draw(4, 5, dtype=jnp.float16)
-    notices.forget()
+    notices._said.clear()
     with using(Settings(platform="tpu", generation="v6e")):
         for _ in range(2):
             ours = api.attention(q, k, v)

@@ -152,7 +152,7 @@ def test_a_prompt_is_its_owners_until_the_owner_is_killed(tmp_path):
         claims.wait(0)
         process.wait()
         assert claims.take(1)
-        claims.close()
+        os.close(claims._file)
 
 
 # Work
@@ -163,7 +163,7 @@ def work(pipe, folder, prompts, **settings) -> list[dict]:
     directory.agree(prompts, SETTINGS)
     mine = Work(directory, lambda: pipe, type(pipe), told=told.append, **settings)
     mine.run(prompts)
-    mine.claims.close()
+    os.close(mine.claims._file)
     directory.write_manifest(prompts)
     return told
 

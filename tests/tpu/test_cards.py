@@ -17,7 +17,7 @@ import pytest
 import cards
 from cards import CARDS, FAST
 from diffusers.tpu import idioms
-from diffusers.tpu.compare import LOW_PRECISION_FACTOR
+from diffusers.tpu.compare.pipelines import LOW_PRECISION_FACTOR
 from hub import MAKERS, Hub
 
 
@@ -34,7 +34,7 @@ def hub(tmp_path_factory) -> Hub:
 @contextlib.contextmanager
 def on_path(monkeypatch, path: str):
     """The environment of a process that began with DIFFUSERS_TPU=path."""
-    was_on = idioms.is_on()
+    was_on = idioms._replacements is not None
     with monkeypatch.context() as patch:
         patch.setenv("DIFFUSERS_TPU", path)
         (idioms.off if path == "off" else idioms.on)()

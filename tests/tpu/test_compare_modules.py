@@ -18,8 +18,8 @@ from diffusers import tpu
 from diffusers.models.autoencoders.vae_nnx_layers_flax import RMSNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
 from diffusers.tpu import bridge
-from diffusers.tpu import compare as fidelity
 from diffusers.tpu.apps.cli import main
+from diffusers.tpu.compare import pipelines as fidelity
 from diffusers.tpu.compare import roundings
 from diffusers.tpu.compare.roundings import MOST, Widening, widening
 from diffusers.tpu.kernels.video.convolution import PRODUCTS, as_bfloat16_products

@@ -31,7 +31,7 @@ from diffusers.tpu.planner.building import build, configuration_of
 
 @pytest.fixture
 def store(own_store) -> DiskCache:
-    notices.forget()
+    notices._said.clear()
     return DiskCache("executables", own_store)
 
 
@@ -210,7 +210,7 @@ def test_a_damaged_file_is_said_removed_and_made_anew(run, store, warned):
     }
     for name, damaged in damages.items():
         path.write_bytes(damaged)
-        notices.forget()
+        notices._said.clear()
         warned.clear()
         assert run()[1].traces + run(frames=3)[1].traces == 1, name
         assert any("is damaged" in said and path.name in said for said in warned), name

@@ -6,8 +6,7 @@ import torch
 
 import tiny
 from diffusers import tpu
-from diffusers.tpu import compare as fidelity
-from diffusers.tpu.compare import pipelines
+from diffusers.tpu.compare import pipelines as fidelity
 from diffusers.tpu.pipelines.components import modules_of
 
 
@@ -77,7 +76,7 @@ def test_relative_error_by_hand():
 
 
 def test_low_precision_noise_is_the_float32_noise_rounded():
-    with pipelines._OneNoise():
+    with fidelity._OneNoise():
         noise = torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.bfloat16)
     wide = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     assert noise.dtype == torch.bfloat16 and torch.equal(noise, wide.bfloat16())

@@ -89,7 +89,7 @@ def copying_kernel():
     compiled = compiler.compile(jax.jit(program).lower(_array(mesh, (1280, 384), dtype=jnp.float32)))
     timed = _timed(compiled, mesh)["bound"]
     kernels = [[o.steps, o.runs, o.body, o.seconds] for o in timed.operations if o.steps]
-    return {"kernels": kernels, "peak": compiled.peak_bytes, "memory": compiled.memory}
+    return {"kernels": kernels, "memory": compiled.memory}
 
 
 def products():
@@ -228,7 +228,6 @@ def test_kernels_count_as_by_hand(answers):
     assert seconds >= 7 * 15 * body / CHIPS["v6e"].clock
     m = first["memory"]
     assert m["arguments"] == m["outputs"] == 1280 * 384 * 4
-    assert first["peak"] == m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["program"]
 
 
 def test_the_attention_kernel_counts_as_by_hand_for_every_way(answers):

@@ -4,7 +4,7 @@ import functools
 import json
 from collections.abc import Callable
 
-from diffusers.tpu.chips.figures import CHIPS
+from diffusers.tpu.chips.figures import CHIPS, TOPOLOGIES
 from diffusers.tpu.kernels.attention.blocks import TUNED, Shape, tuned_key
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES, ONLINE
 from diffusers.tpu.planner import Question
@@ -24,6 +24,7 @@ ATTENTION_SHAPES = {
 ATTENTION_PATHS = ("stock", *reversed(MODES))
 # Beside JAX's kernel, which is asked as it is fastest: in its best blocks, padded keys not masked.
 COMPARED = [name for name, chip in CHIPS.items() if chip.splash_blocks]
+SMALLEST = {slice_.chip.generation: name for name, slice_ in reversed(TOPOLOGIES.items())}  # the smallest slice's name
 
 
 def attention_cases() -> list[Case]:
@@ -34,7 +35,7 @@ def attention_cases() -> list[Case]:
 
 
 def _attention(chip: str, shape: str, path: str) -> Case:
-    request = {"topology": CHIPS[chip].smallest_slice, "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
+    request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
     if path == "stock":
         request |= {"kernel": "splash", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
     read = dict if path == "stock" else functools.partial(_of_mode, way=path)
@@ -57,7 +58,7 @@ def tune(case: Case, on_progress: Callable) -> dict:
     chip, shape, path = (case.row[name] for name in ("chip", "shape", "path"))
     if path != BOUND:
         raise ValueError(f"expected a case of path bound to tune, got {path}")
-    request = {"topology": CHIPS[chip].smallest_slice, "shape": ATTENTION_SHAPES[shape]}
+    request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape]}
     sizes = Question("bench.attention_row:sizes_to_try", {**request, "count": 4}, 60)
     tried = sizes.answer(on_progress)
     present = _tuned_rows().get(_tuned_key(case.row))
@@ -121,7 +122,7 @@ def sweep_cases() -> list[Case]:
 
 def _sweep(chip: str, shape: tuple[int, ...], dtype: str, mask: str) -> Case:
     request = {
-        "topology": CHIPS[chip].smallest_slice,
+        "topology": SMALLEST[chip],
         "shape": shape,
         "kernel": "kernel",
         "dtype": dtype,

@@ -65,7 +65,7 @@ def answer(request: dict, progress: Callable) -> dict:
             "weights": weights / GIB,
             "activations": activations / GIB,
             "program": held["program"] / GIB,
-            "peak": compiled.peak_bytes / GIB,
+            "peak": (weights + activations + held["program"]) / GIB,
         },
         "compile_seconds": compiled.seconds,
         **of_program,

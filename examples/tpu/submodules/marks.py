@@ -81,7 +81,7 @@ def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abstrac
         for given, values in ((False, arguments), (True, output)):
             for number, array in enumerate(_arrays(values)):
                 if array is not None:
-                    capture(array, Tag(name, given, number, call, scanned()))
+                    capture(array, Tag(name, given, number, call, scanned.get()))
 
     return watching(name_of, seen)
 

@@ -21,7 +21,7 @@ __all__ = ["TPUConfig", "explain", "install", "is_active", "is_main_process", "r
 def is_main_process() -> bool:
     """Whether this process writes results: the only one, or the first of a run on several hosts. See `hosts`."""
     target = find_target(read_environment())
-    return target is None or hosts.is_main(target.platform)
+    return target is None or hosts.number(target.platform) == 0
 
 
 def activate():
@@ -62,7 +62,7 @@ def ignore_idiom(idiom: str, device="cuda") -> bool:
     """The seam of idioms that have no meaning on a TPU: whether this one, about this device, is to do nothing; warns once."""
     if not handles_device(device):
         return False
-    notices.waived(idiom)
+    notices.warn_once(idiom)
     return True
 
 
@@ -119,13 +119,6 @@ def resolve_model_device_map(device_map):
     from .pipelines import moving
 
     return moving.resolve_device_map(device_map)
-
-
-def on_model_loaded(model):
-    """The seam at the end of a model's `from_pretrained`, of a model that `resolve_model_device_map` said is for the TPU."""
-    from .pipelines import moving
-
-    return moving.on_model_loaded(model)
 
 
 def on_modular_built(pipeline):

@@ -41,7 +41,6 @@ def on_device(x) -> bool:
 class Deferred(Tensor):
     """A device tensor of a known shape and dtype: when its value is first needed, `compute()` gives it that by `settle(value)`."""
 
-    @staticmethod
     def __new__(cls, aval: jax.ShapeDtypeStruct, compute: Callable[[], None]):
         return Tensor.__new__(cls, aval, environment())
 
@@ -141,8 +140,7 @@ class Environment(_Environment):
         for t in tensors:
             if isinstance(t, Deferred):
                 t.jax()  # now: inside of an operator torch no longer decomposes what computing it may call
-        answering = host_values.asked(func, args)
-        if answering is not None:
+        if (answering := host_values.asked(func, args)) is not None:
             return self._on_host(func, (answering,), {})
         device = [on_device(t) for t in tensors]
         if tensors and not any(device) and not _moves(func):
@@ -164,8 +162,7 @@ class Environment(_Environment):
         except READS:
             raise
         except Exception as error:
-            refused = refusal(func, args, kwargs, error)
-            if refused is None:
+            if (refused := refusal(func, args, kwargs, error)) is None:
                 raise
             raise refused from None
         host_values.follow(func, args, kwargs, result)
@@ -180,8 +177,7 @@ class Environment(_Environment):
         except READS:
             for kinds in ((torch.bool,), (torch.bool, *INTEGERS)):
                 with jax.ensure_compile_time_eval(), contextlib.suppress(*READS):
-                    given = self._decided(kinds, (args, kwargs))
-                    if given is not None:
+                    if (given := self._decided(kinds, (args, kwargs))) is not None:
                         return operator(*given)
             raise
 

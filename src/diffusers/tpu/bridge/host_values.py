@@ -11,6 +11,7 @@ give host tensors. What is written into a twin, through views of it too, the dev
 import contextlib
 import copy
 import sys
+import traceback
 
 import jax
 import numpy as np
@@ -242,9 +243,7 @@ def _get(upstream):
     """`t[key]`; torch would make tensors of the lists in it on the device that it takes t's for."""
 
     def __getitem__(t, key):
-        if inside.depth:
-            return upstream(t, _bounded(key))
-        return as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)]
+        return upstream(t, _bounded(key)) if inside.depth else as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)]
 
     return __getitem__
 
@@ -268,13 +267,9 @@ def _formatted(t, spec):
 
 def _for_a_message() -> bool:
     """Whether upstream's code asks for a text: it makes none but for messages, also of checks that do not fail."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        library, frame = name.partition(".")[0], frame.f_back
-        if library not in ("torch", "torchax", "jax") and not name.startswith(OURS):
-            return library in ("transformers", "diffusers")
-    return False
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(sys._getframe(1)))
+    others = (n for n in names if n.partition(".")[0] not in ("torch", "torchax", "jax") and not n.startswith(OURS))
+    return next(others, "").partition(".")[0] in ("transformers", "diffusers")
 
 
 def _shown(t):

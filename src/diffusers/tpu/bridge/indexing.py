@@ -49,8 +49,7 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
     elif isinstance(value, (bool, int, float)):
         value = self.jax().dtype.type(value)
     key, value = tree_map_only(torch.Tensor, self._env.moved, (key, value))
-    whole = _placed(self, key, value)
-    if whole is not None:
+    if (whole := _placed(self, key, value)) is not None:
         if isinstance(self, View):
             self.update(whole)
         else:

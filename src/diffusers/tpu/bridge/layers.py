@@ -64,8 +64,7 @@ def linear(input, weight, bias=None):
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
-    result = fast_linear(x, w, b, "", current())
-    if result is not None:
+    if (result := fast_linear(x, w, b, "", current())) is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current())
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))

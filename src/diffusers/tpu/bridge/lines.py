@@ -71,9 +71,5 @@ def raised_inside(error: BaseException) -> bool:
 
 def asked_by_ours(error: BaseException) -> bool:
     """Whether it comes from what stands in the place of lines of the model's (`*_flax.py`), not from its own last line."""
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        if not foreign(frame.f_code.co_filename):
-            return False
-        if frame.f_code.co_filename.endswith(OURS):
-            return True
-    return False
+    files = (frame.f_code.co_filename for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]))
+    return next((file.endswith(OURS) for file in files if not foreign(file) or file.endswith(OURS)), False)

@@ -62,8 +62,7 @@ def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
     stays = not owners or (device is not None and not env._should_use_torchax_tensor(device))
 
     def raised(t):
-        owner = owners.get(id(t))
-        if owner is None:
+        if (owner := owners.get(id(t))) is None:
             return t if stays else Tensor(env.t2j_copy(t), env)
         if isinstance(owner, View):
             owner.update(env.t2j_copy(t))

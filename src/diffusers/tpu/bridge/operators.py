@@ -137,10 +137,8 @@ def _standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:
 
 
 def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
-    if weight is not None:
-        x = x * weight.jax().reshape(*weight.shape, *(1,) * trailing)
-    if bias is not None:
-        x = x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
+    x = x if weight is None else x * weight.jax().reshape(*weight.shape, *(1,) * trailing)
+    x = x if bias is None else x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
     return Tensor(x.astype(input.jax().dtype), input._env)
 
 
@@ -221,8 +219,7 @@ def _convolution(
     wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)
     grouped = {"dimension_numbers": numbers, "feature_group_count": groups, "preferred_element_type": wide}
     result = jax.lax.conv_general_dilated(x, w, stride, widths, rhs_dilation=dilation, **grouped)
-    if b is not None:
-        result = result + b.reshape(-1, *(1,) * axes)
+    result = result if b is None else result + b.reshape(-1, *(1,) * axes)
     return Tensor(result.astype(x.dtype), input._env)
 
 

@@ -21,18 +21,17 @@ def interpolate(
     With `antialias` as torch filters; torchax has no such form.
     """
     x = input.jax()
-    if antialias and mode in REACH:
-        whole = isinstance(size, (tuple, list)) or size is None
-        sizes = size if whole else (size,) * 2
-        return Tensor(_filtered(x, sizes, scale_factor, mode, align_corners, recompute_scale_factor), input._env)
-    if mode not in ("nearest", "nearest-exact"):
+    filtered = antialias and mode in REACH
+    if not filtered and mode not in ("nearest", "nearest-exact"):
         rest = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
         return Tensor(torchax_interpolate(x, *rest), input._env)
     spatial = x.shape[2:]
     factors = scale_factor if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * len(spatial)
     sizes = size if isinstance(size, (tuple, list)) else (size,) * len(spatial)
-    for axis, (length, wanted, factor) in enumerate(zip(spatial, sizes, factors), start=2):
-        target = int(length * factor) if wanted is None else int(wanted)
+    targets = [int(n * f) if wanted is None else int(wanted) for n, wanted, f in zip(spatial, sizes, factors)]
+    if filtered:
+        return Tensor(_filtered(x, targets, factors, mode, align_corners, recompute_scale_factor), input._env)
+    for axis, (length, target, factor) in enumerate(zip(spatial, targets, factors), start=2):
         ratio = length / target if factor is None or recompute_scale_factor else 1.0 / factor
         x = _nearest(x, axis, target, ratio, 0.5 if mode == "nearest-exact" else 0.0)
     return Tensor(x, input._env)
@@ -41,12 +40,10 @@ def interpolate(
 REACH = {"bilinear": 1.0, "bicubic": 2.0}  # of a filter, to each side
 
 
-def _filtered(x: jax.Array, sizes, factors, mode: str, align_corners, recompute) -> jax.Array:
+def _filtered(x: jax.Array, targets: list[int], factors, mode: str, align_corners, recompute) -> jax.Array:
     """Maps [N, C, H, W] of these sizes, each value a weighted mean over what it covers (ATen, UpSampleKernel.cpp)."""
-    factors = factors if isinstance(factors, (tuple, list)) else (factors,) * 2
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    for axis, (length, size, factor) in enumerate(zip(x.shape[2:], sizes or (None,) * 2, factors), start=2):
-        target = int(length * factor) if size is None else int(size)
+    for axis, (length, target, factor) in enumerate(zip(x.shape[2:], targets, factors), start=2):
         if align_corners:
             step = (length - 1) / (target - 1) if target > 1 else 0.0
         else:

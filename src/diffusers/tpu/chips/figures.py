@@ -1,9 +1,8 @@
 """Every figure of a chip, one entry a generation in `CHIPS`, and the slices that are made of them."""
 
-import dataclasses
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 MIB, GIB = 2**20, 2**30
@@ -56,11 +55,6 @@ class Chip:
     branch_slots: int = 4
     splash_blocks: tuple[int, ...] = ()
     sparse_core_options: tuple[str, ...] = ()
-
-    @property
-    def smallest_slice(self) -> str:
-        """Its name."""
-        return f"{self.generation}-{math.prod(self.slices[0]) * self.cores}"
 
     def matrix_cycles(self, rows: int) -> float:
         """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""
@@ -155,8 +149,7 @@ def find_topology(name: str) -> Topology:
     slices, one = (int(several[1]), several[2]) if several else (1, name.strip().lower())
     generation, _, count = one.partition("-")
     generation = next((chip.generation for chip in CHIPS.values() if generation in chip.aliases), generation)
-    topology = TOPOLOGIES.get(f"{generation}-{count}")
-    if topology is None:
+    if (topology := TOPOLOGIES.get(f"{generation}-{count}")) is None:
         raise ValueError(f"expected a topology among {' '.join(TOPOLOGIES)}, or several (2xv6e-8), got {name!r}")
     if slices == 1:
         return topology
@@ -166,4 +159,4 @@ def find_topology(name: str) -> Topology:
             f"expected several slices of {known}, got {name!r}: of others nobody publishes the network between"
         )
     devices = slices * topology.devices
-    return dataclasses.replace(topology, name=f"{slices}x{topology.name}", devices=devices, slices=slices)
+    return replace(topology, name=f"{slices}x{topology.name}", devices=devices, slices=slices)

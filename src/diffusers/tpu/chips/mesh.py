@@ -55,9 +55,7 @@ def make_mesh(devices: tuple, degrees: tuple[int, int, int]) -> Mesh:
     elif devices[0].platform == "tpu" and slices == 1:
         # Degrees need not be those of the interconnect's axes: (2, 8, 1) on 4 x 4 chips.
         return Mesh(mesh_utils.create_device_mesh(degrees, devices, allow_split_physical_axes=True), AXES)
-    if slices == 1:
-        return Mesh(np.array(devices).reshape(degrees), AXES)
-    return Mesh(_over_slices(devices, degrees, slices), AXES)
+    return Mesh(np.array(devices).reshape(degrees) if slices == 1 else _over_slices(devices, degrees, slices), AXES)
 
 
 @functools.cache

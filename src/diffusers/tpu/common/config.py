@@ -119,13 +119,10 @@ class TPUConfig:
             self._expect(name, getattr(self, name) in allowed, f"to be one of {allowed}")
         given = self.attention_blocks, self.attention_window, self.attention_ring, self.host
         blocks, window, ring, host = (None if value is None else _as_tuple(value) for value in given)
-        kinds = "of three positive integers, queries, keys and a divisor of those"
-        self._expect(
-            "attention_blocks", blocks is None or (_integers(blocks, 3, 1) and not blocks[1] % blocks[2]), kinds
-        )
-        self._expect(
-            "attention_window", window is None or _integers(window, 2, 0), "of two integers, tokens before and after"
-        )
+        is_right = blocks is None or (_integers(blocks, 3, 1) and not blocks[1] % blocks[2])
+        self._expect("attention_blocks", is_right, "of three positive integers, queries, keys and a divisor of those")
+        is_right = window is None or _integers(window, 2, 0)
+        self._expect("attention_window", is_right, "of two integers, tokens before and after")
         self._expect("attention_ring", ring is None or _integers(ring, 1, 1), "of a positive integer")
         self._expect("programs", _integers((self.programs,), 1, 1), "of a positive integer")
         self._expect("host", all(isinstance(name, str) for name in host), "of names of components")

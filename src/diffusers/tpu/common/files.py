@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import stat
+import sys
 import threading
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def whole_files(paths: list[Path]):
     """
     drafts = [path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}") for path in paths]
     main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, _stop) if main_thread else None
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number)) if main_thread else None
     try:
         yield drafts
         for draft, path in zip(drafts, paths):
@@ -36,10 +37,6 @@ def write_whole(path: Path, content: str | bytes):
     """A file of this content, text as UTF-8; it is replaced when all of the new one is there."""
     with whole_files([path]) as (draft,):
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def _stop(number, frame):
-    raise SystemExit(128 + number)
 
 
 def make_room(folder: Path, most_bytes: int):

@@ -6,19 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 
 
+OFFLOADS = "enable_model_cpu_offload enable_sequential_cpu_offload ComponentsManager.enable_auto_cpu_offload".split()
 WAIVED = {
     "group_offload": "group offloading: on the TPU path weights are sharded over all chips, and models that have no room on"
     " the chips wait on the host; nothing else is offloaded",
     "parallelism": "parallelism over several processes: on the TPU path one process has all chips, and weights, heads and"
     " sequence are split over them; TPUConfig(mesh=(dp, sp, tp)) says how",
-    **{
-        name: f"{name}: on the TPU path models that have no room on the chips wait on the host"
-        for name in (
-            "enable_model_cpu_offload",
-            "enable_sequential_cpu_offload",
-            "ComponentsManager.enable_auto_cpu_offload",
-        )
-    },
+    **{name: f"{name}: on the TPU path models that have no room on the chips wait on the host" for name in OFFLOADS},
     "xformers": "xformers: on the TPU path attention is the TPU kernel, which is memory-efficient",
 }
 MOST_SAID = 4096
@@ -33,17 +27,12 @@ def warn(sentence: str):
 
 
 def warn_once(key: str, sentence: str | None = None):
-    """Warn with this sentence, the first time in this process for this key; without one the key is the sentence."""
+    """Warn with this sentence, or what `WAIVED` says of the key, or the key; the first time in this process for this key."""
     mine = object()
     if _said.setdefault(key, mine) is mine:  # of several threads one says it
         if len(_said) > MOST_SAID:  # sentences that name sizes; the oldest may be said again
             _said.pop(next(iter(_said)), None)
-        warn(sentence or key)
-
-
-def waived(idiom: str):
-    """Say of an idiom in `WAIVED` that it does nothing."""
-    warn_once(idiom, WAIVED[idiom])
+        warn(sentence or WAIVED.get(key, key))
 
 
 @contextlib.contextmanager
@@ -64,8 +53,3 @@ def warn_while(sentence: Callable[[float], str], first: float, growth: float = 0
         yield
     finally:
         done.set()
-
-
-def forget():
-    """Everything may be said again."""
-    _said.clear()

@@ -195,8 +195,7 @@ def record(pipe, arguments: dict, seed: int) -> tuple[list[Call], list]:
     def recorder(name: str, entry: str, method):
         @functools.wraps(method)
         def run(*args, **kwargs):
-            new = (name, entry) not in calls
-            if new:
+            if new := (name, entry) not in calls:
                 calls[name, entry] = Call(name, entry, args, kwargs).copied()
             output = method(*args, **kwargs)
             if new and entry == "decode":
@@ -239,8 +238,7 @@ def values_of(output) -> list[np.ndarray]:
         output = output.detach().float().cpu().numpy() if output.is_floating_point() else None
     if isinstance(output, np.ndarray):
         return [output] if np.issubdtype(output.dtype, np.floating) else []
-    if isinstance(output, dict):
-        output = [*output.values()]
+    output = [*output.values()] if isinstance(output, dict) else output
     return [found for part in output for found in values_of(part)] if isinstance(output, (list, tuple)) else []
 
 

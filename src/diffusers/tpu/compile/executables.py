@@ -6,6 +6,7 @@ what it found out. What not all processes of a run find, all compile. Not cached
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -68,8 +69,7 @@ class Executables:
 
     def key(self, call: Call, branches: int, guards: tuple) -> Key | None:
         """The program's name on disk; None where it is not cached."""
-        of_module = self._of_module()
-        if of_module is None:
+        if (of_module := self._of_module()) is None:
             return None
         entry, spec, static, *step, shapes = call.key
         words = StableKey()
@@ -105,8 +105,7 @@ class Executables:
         if (of_module := self._of_module()) is None:
             return
         keys = Key(self.name, of_module, {}).family_in(self.cache)[:MOST_AHEAD]
-        keys = [key for key in keys if key.name not in self.ahead and key.name not in _loaded]
-        if keys:
+        if keys := [key for key in keys if key.name not in self.ahead and key.name not in _loaded]:
             pool = concurrent.futures.ThreadPoolExecutor(2, "diffusers-tpu-executables")
             self.ahead |= {key.name: pool.submit(self._find, key) for key in keys}
             pool.shutdown(wait=False)  # its threads end with their work
@@ -241,8 +240,6 @@ def _flags() -> list[str]:
 def _versions() -> str:
     found = ["python {}.{}".format(*sys.version_info)]  # what is pickled is alike in its patch versions
     for name in VERSIONS:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            pass
     return ", ".join(found)

@@ -41,9 +41,8 @@ class GuidanceBatcher:
 
     def side_by_side(self, call: Call) -> int:
         """How many calls like this one fill `dp`; 1: each runs alone, on all chips."""
-        return (
-            1 if not call.batch or (call.key, call.state) in self.alone else self.dp // math.gcd(self.dp, call.batch)
-        )
+        alone = not call.batch or (call.key, call.state) in self.alone
+        return 1 if alone else self.dp // math.gcd(self.dp, call.batch)
 
     def waits(self, call: Call, program: Program) -> bool:
         """Whether the call will be deferred until others come."""

@@ -26,10 +26,6 @@ class EntryMethods:
         self._replaced: dict[str, object] = {}  # what stood there on the instance; None: the class's
         self._signatures: dict[str, inspect.Signature] = {}
 
-    def called(self, name: str, args: tuple, kwargs: dict):
-        """The return value of the module's method of this name."""
-        raise NotImplementedError
-
     def attach(self):
         """Replace the module's entry methods."""
         self.replace()

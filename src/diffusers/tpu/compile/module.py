@@ -237,10 +237,8 @@ class CompiledModule(ModulePrograms):
 
     def _run_eagerly(self, call: Call, args: tuple, kwargs: dict):
         weights, specs = self._placed.one_by_one()
-        function, split = (
-            dataclasses.replace(self.function(call), groups=[], specs=specs, packed={}),
-            self.split is not None,
-        )
+        function = dataclasses.replace(self.function(call), groups=[], specs=specs, packed={})
+        split = self.split is not None
         if self.within:  # the caller may look at what it gave, and at what of that it is given back
             return function.line_by_line(weights, args, kwargs, split)
         outputs, result = function.eagerly(weights, call.values.inputs, split)

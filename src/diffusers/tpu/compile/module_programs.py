@@ -182,8 +182,7 @@ class ModulePrograms(EntryMethods):
             found = self.known.get(key) or self.executables.recall(self.executables.key(call, branches, values), call)
             if found is None and self.modes.runs_once(kind, call, self.traced, self.known):
                 return None
-            found = found or self._new_program(call, branches, kind)
-            if found is None:
+            if (found := found or self._new_program(call, branches, kind)) is None:
                 return None
             if isinstance(found, Program):
                 self.traced[*kind, call.guards] = found

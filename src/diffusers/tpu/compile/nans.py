@@ -37,8 +37,7 @@ def noting() -> contextlib.AbstractContextManager[dict[object, list]]:
 
 def note(runner, result):
     """For `noting`, if it is open: whether what this runner gives is finite; nothing waits."""
-    noted = _noted.get()
-    if noted is not None:
+    if (noted := _noted.get()) is not None:
         noted.setdefault(runner, []).extend(_flags(result))
 
 

@@ -185,11 +185,9 @@ def plan_placement(
     """
     adapters, model = Adapters(module), type(module).__name__
     tensors = {name: t for name, t in named_tensors(module).items() if not _is_within(name, without)}
-    missing = sorted(name for name, t in tensors.items() if t.is_meta)
-    if missing:
+    if missing := sorted(name for name, t in tensors.items() if t.is_meta):
         raise ValueError(missing_message(model, missing))
-    quantized = [name for name, t in tensors.items() if not is_ordinary(t)]
-    if quantized:
+    if quantized := [name for name, t in tensors.items() if not is_ordinary(t)]:
         refuse_weights(model, quantized[0], tensors[quantized[0]])
     # A product within float16's rounding is three of bfloat16: of the exact one 2.1e-4 is left to it, one pass is 2.4e-3 off.
     half = sum(t.nbytes for t in tensors.values() if t.dtype == torch.float16)

@@ -7,15 +7,10 @@ objects back. Where the path is off nothing of torch is touched. What each idiom
 import sys
 
 
-__all__ = ["is_on", "off", "on"]
+__all__ = ["off", "on"]
 
 _replacements = None
 _others = ()
-
-
-def is_on() -> bool:
-    """Whether torch's functions are replaced now."""
-    return _replacements is not None
 
 
 def on(*others):

@@ -40,8 +40,7 @@ def bytes_in_all() -> int:
     """Memory of all chips together; of simulated ones, the host's."""
     if (limits := _in_all("bytes_limit")) is not None:
         return limits
-    chip = CHIPS.get(generation_of(devices()[0]))
-    if chip is not None:
+    if (chip := CHIPS.get(generation_of(devices()[0]))) is not None:
         return chip.hbm_bytes * len(devices())
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

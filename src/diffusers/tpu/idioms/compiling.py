@@ -71,8 +71,7 @@ def is_ours(thing) -> bool:
 
 
 def _is_model(thing) -> bool:
-    if isinstance(thing, types.MethodType):
-        thing = thing.__self__
+    thing = thing.__self__ if isinstance(thing, types.MethodType) else thing
     if isinstance(thing, torch.nn.Module):
         return is_ours(thing)
     return _is_of_package(type(thing)) and hasattr(type(thing), "components")

@@ -29,8 +29,7 @@ def before_loading(load: Callable) -> Callable:
 
     @functools.wraps(load)
     def run(*args, **kwargs):
-        config = kwargs.get("quantization_config")
-        if config is not None:
+        if (config := kwargs.get("quantization_config")) is not None:
             get = config.get if isinstance(config, dict) else functools.partial(getattr, config)
             refuse_quantizer(get("quant_method", None))
         return load(*args, **kwargs)

@@ -51,10 +51,7 @@ class Replacements:
             sys.meta_path.remove(self._finders.pop())
         while self._before:
             owner, attribute, value = self._before.pop()
-            if value is _ABSENT:
-                delattr(owner, attribute)
-            else:
-                setattr(owner, attribute, value)
+            delattr(owner, attribute) if value is _ABSENT else setattr(owner, attribute, value)
 
 
 class OnImport(importlib.abc.MetaPathFinder):

@@ -90,13 +90,10 @@ def tpu_convolution(
             total = total + y
         r.o[pl.ds(first, blocks.piece)] = total.astype(x.dtype).reshape(blocks.piece, wide, -1)
 
-    def kernel(r):
-        pl.loop(0, blocks.rows // blocks.piece)(functools.partial(piece, r))
-
     with_edges = None, pl.Element(blocks.rows + 2 * edge), pl.Element(wide), pl.Element(channels)
     out_spec = pl.BlockSpec((None, blocks.rows, wide, blocks.features), lambda n, i, m: (i, m, 0, n))
     out = call_kernel(
-        kernel,
+        lambda r: pl.loop(0, blocks.rows // blocks.piece)(functools.partial(piece, r)),
         "linear_kernel_of_windows",
         (pl.cdiv(features, blocks.features), batch, tall // blocks.rows),
         {

@@ -122,11 +122,8 @@ def tpu_linear(
             result = (r.residual[at, :].astype(jnp.float32) + result.astype(jnp.float32)).astype(x.dtype)
         r.o[at, :] = result
 
-    def kernel(r):
-        pl.loop(0, blocks.rows // TILE_ROWS)(functools.partial(tile, r))
-
     return call_kernel(
-        kernel,
+        lambda r: pl.loop(0, blocks.rows // TILE_ROWS)(functools.partial(tile, r)),
         "linear_kernel",
         (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
         operands,
@@ -151,8 +148,7 @@ def linear(
     in_bfloat16 = x.dtype == w.dtype == jnp.bfloat16
     if not settings.own_layers or x.ndim < 2 or not in_bfloat16 or not all(map(_is_wide, w.shape)):
         return None
-    found = rows_over_mesh(x.shape, settings)
-    if found is None:
+    if (found := rows_over_mesh(x.shape, settings)) is None:
         return None
     blocks = choose(found.rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
     if blocks is None or found.rows < found.least:

@@ -86,8 +86,7 @@ def _plainly(x, norm, tables, apart):
     if norm.centred:
         wide = wide - wide.mean(-1, keepdims=True)
     wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + norm.eps) * norm.weight.astype(jnp.float32)
-    if norm.bias is not None:
-        wide = wide + norm.bias.astype(jnp.float32)
+    wide = wide if norm.bias is None else wide + norm.bias.astype(jnp.float32)
     if not tables:
         return wide.astype(x.dtype).reshape(x.shape)
     cos, sin = tables

@@ -5,10 +5,9 @@ the script that moved it there (`moving`). A deep copy is on the path like the o
 """
 
 import copy
-import dataclasses
 import functools
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import torch
@@ -43,8 +42,7 @@ class Ownership:
 def target_devices() -> tuple:
     """JAX's devices of this process's target. Raises RuntimeError where the TPU path is off."""
     environment = read_environment()
-    target = find_target(environment)
-    if target is None:
+    if (target := find_target(environment)) is None:
         raise RuntimeError(
             f"expected a TPU, found none ({why_off(environment)}); set DIFFUSERS_TPU=cpu to run the TPU path on simulated chips"
         )
@@ -74,13 +72,13 @@ def resolved(
     degrees = degrees_of(modules, devices, config, wanted, branches)
     if config.attention_ring and degrees[1] % config.attention_ring:
         raise ValueError(f"expected TPUConfig.attention_ring to divide sp {degrees[1]}, got {config.attention_ring}")
-    return dataclasses.replace(config, mesh=degrees, regroup=config.regroup and not wanted)
+    return replace(config, mesh=degrees, regroup=config.regroup and not wanted)
 
 
 @functools.cache
 def of_model(config: TPUConfig) -> TPUConfig:
     """What of a pipeline's configuration concerns each of its models."""
-    return dataclasses.replace(config, **OF_PIPELINES)
+    return replace(config, **OF_PIPELINES)
 
 
 def differences(ours: TPUConfig, theirs: TPUConfig) -> str:
@@ -123,8 +121,7 @@ def attach(
 @exclusive
 def detach(module):
     """Upstream's methods, and no arrays on the chips."""
-    runner = runs(module)
-    if runner is not None:
+    if (runner := runs(module)) is not None:
         runner.detach()
         for name in _COPYING:
             vars(module).pop(name, None)
@@ -198,8 +195,7 @@ def _belongs(module, expected: str, got: str) -> str:
 
 def report(module: torch.nn.Module) -> dict:
     """Mesh and programs of an attached model, bytes per chip and whether they are there."""
-    runner = runs(module)
-    if runner is None:
+    if (runner := runs(module)) is None:
         raise ValueError(
             f"expected a model on the TPU path, got a {type(module).__name__} without: diffusers.tpu.install(model) first"
         )

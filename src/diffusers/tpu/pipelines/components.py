@@ -5,10 +5,9 @@ more leaves the chips; its programs stay with it.
 """
 
 import contextlib
-import dataclasses
 import threading
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jax.sharding import Mesh
@@ -70,13 +69,12 @@ def taken_over(pipe, modules: dict) -> TPUConfig | None:
     asked = [runner for runner in map(attach.runs, modules.values()) if runner is not None and runner.ownership.asked]
     config = next((runner.config for runner in (*shared.values(), *asked)), None)
     on_host = tuple(name for name, runner in shared.items() if isinstance(runner, HostModel))
-    return config and dataclasses.replace(config, host=on_host)
+    return config and replace(config, host=on_host)
 
 
 def check(pipe, modules: dict, config: TPUConfig):
     """Raises ValueError where components cannot run as this configuration says."""
-    unknown = [name for name in config.host if name not in pipe.components]
-    if unknown:
+    if unknown := [name for name in config.host if name not in pipe.components]:
         raise ValueError(f"expected TPUConfig.host of components among {[*modules]}, got {unknown}")
     for name, module in modules.items():
         others, runner = attach.owners(module, but=pipe), attach.runs(module)

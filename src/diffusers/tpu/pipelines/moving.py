@@ -87,8 +87,12 @@ def _from_pretrained(original):
     def from_pretrained(cls, *args, device_map=None, **kwargs):
         asked, on_tpu = resolve_device_map(device_map)
         given = {} if asked is None else {"device_map": asked}
-        model = load(cls, *args, **given, **kwargs)
-        return on_model_loaded(model) if on_tpu else model
+        loaded = load(cls, *args, **given, **kwargs)  # a model or (model, information)
+        if on_tpu:
+            from . import attach
+
+            attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)  # its weights go when it is called
+        return loaded
 
     return classmethod(from_pretrained)
 
@@ -109,14 +113,6 @@ def resolve_device_map(device_map) -> tuple:
         f"expected device_map None, 'cuda', 'auto' or 'cpu' on the TPU path, got {device_map!r}: a model's weights are"
         " sharded over all chips. Leave it out, or set DIFFUSERS_TPU=off."
     )
-
-
-def on_model_loaded(loaded):
-    """What a loader returned, a model or (model, information), the model on the TPU path; its weights go when it is called."""
-    from . import attach
-
-    attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)
-    return loaded
 
 
 def _moved(module: torch.nn.Module, convert, device) -> torch.nn.Module:
@@ -148,10 +144,7 @@ def _moved(module: torch.nn.Module, convert, device) -> torch.nn.Module:
     if attached and str(device).partition(":")[0] not in ("cpu", "meta"):
         raise ValueError(f"expected a device among {(*ACCELERATORS, 'cpu')} on the TPU path, got {device!r}")
     for model in attached:
-        if attach.owners(model):
-            attach.move(attach.runs(model), on_host=True)
-        else:
-            attach.detach(model)
+        attach.move(attach.runs(model), on_host=True) if attach.owners(model) else attach.detach(model)
     convert(device)
     return module
 

@@ -69,8 +69,7 @@ def install(pipe, config: TPUConfig | None = None):
 @exclusive
 def uninstall(pipe):
     """Undo `install`: upstream's class and methods, no arrays left on the device; returns the same instance."""
-    state = installation(pipe)
-    if state is None:
+    if (state := installation(pipe)) is None:
         return pipe
     state.leaving.detach()
     for runner in (*state.held.values(), *state.former):
@@ -84,8 +83,7 @@ def uninstall(pipe):
 
 def report(pipe) -> dict:
     """Mesh, glue and, by component, programs (entry, shapes, seconds, calls), bytes per chip and whether they are there."""
-    state = installation(pipe)
-    if state is None:
+    if (state := installation(pipe)) is None:
         raise ValueError("expected a pipeline on the TPU path, got one without: diffusers.tpu.install(pipe) first")
     return {
         "mesh": dict(state.mesh.shape),
@@ -142,7 +140,8 @@ class TPUPipelineMixin:
                 attach_all(self, state)
                 for runner in state.held.values():
                     runner.ownership.on_host = False
-                state.hbm_manager.place_all(state)
+                state.hbm_manager.check_all(state)  # before anything is moved
+                state.hbm_manager.place(state.hbm_manager.orders[state].values())
         return self
 
     @property
@@ -150,9 +149,7 @@ class TPUPipelineMixin:
         """In a call where upstream's code handles its tensors; to a script the accelerator."""
         if installation(self) is None:
             return super()._execution_device
-        if bridge.environment().active:
-            return bridge.DEVICE
-        return torch.device("cpu") if glue.in_a_call() else ASKED
+        return bridge.DEVICE if bridge.environment().active else torch.device("cpu") if glue.in_a_call() else ASKED
 
     @property
     def device(self) -> torch.device:
@@ -163,13 +160,13 @@ class TPUPipelineMixin:
         """Not needed: weights are sharded over all chips; models without room wait on the host."""
         if installation(self) is None:
             return super().enable_model_cpu_offload(*args, **kwargs)
-        notices.waived("enable_model_cpu_offload")
+        notices.warn_once("enable_model_cpu_offload")
 
     def enable_sequential_cpu_offload(self, *args, **kwargs):
         """Not needed, as `enable_model_cpu_offload`."""
         if installation(self) is None:
             return super().enable_sequential_cpu_offload(*args, **kwargs)
-        notices.waived("enable_sequential_cpu_offload")
+        notices.warn_once("enable_sequential_cpu_offload")
 
     def __setattr__(self, name: str, value):
         super().__setattr__(name, value)
@@ -222,8 +219,7 @@ def entered(method):
 
     @functools.wraps(method)
     def run(self, *args, **kwargs):
-        state = installation(self)
-        if state is None:
+        if (state := installation(self)) is None:
             return method(self, *args, **kwargs)
         with state.one_at_a_time():
             outermost = state.depth == 0

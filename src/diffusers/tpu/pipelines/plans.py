@@ -86,8 +86,7 @@ def flax_class(name: str) -> type:
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
     """The plan of the module's class; of a class without one, its entry methods and what upstream declares of it."""
-    plan = model_plan(type(module))
-    if plan is not None:
+    if (plan := model_plan(type(module))) is not None:
         return plan
     if not isinstance(module, ModelMixin):
         parameters = inspect.signature(module.forward).parameters

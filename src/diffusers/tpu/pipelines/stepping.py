@@ -67,8 +67,7 @@ class Steps:
         steps = self.recorded.setdefault(frozenset(x.shape for x in arrays.values()), LRUCache(MOST_KEPT))
         if key not in steps:
             steps[key] = self._record(original, args, kwargs, tensors, arrays)
-        recorded = steps[key]
-        if recorded is None:
+        if (recorded := steps[key]) is None:
             return original(*args, **kwargs)
         given = [bridge.to_torch(x) for x in recorded.run([*arrays.values()])]
         with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():

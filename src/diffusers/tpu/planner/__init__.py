@@ -5,6 +5,7 @@ A plan is made by `published` and `building` (a pipeline without weights), `reco
 `report`. Beside them `ahead`: executables before a run; `profile`: a traced run.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -136,10 +137,8 @@ def sources() -> str:
     """A digest of our code and of the versions of the packages: what an answer is made by. It stands among `versions`."""
     digest = hashlib.sha256()
     for name in ("torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "flax"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             digest.update(f"{name} {importlib.metadata.version(name)}".encode())
-        except importlib.metadata.PackageNotFoundError:
-            continue
     ours = [path for kind in ("tpu/**/*.py", "tpu/**/*.json", "*/**/*_flax.py") for path in sorted(PACKAGE.glob(kind))]
     for source in (*ours, *sorted((EXAMPLES / "bench").glob("*.py"))):
         digest.update(source.read_bytes())

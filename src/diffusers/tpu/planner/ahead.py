@@ -27,11 +27,9 @@ TIME_LIMIT = 3600.0
 
 def make(request: dict, folder: Path, on_progress: Callable[[str], None] = lambda text: None) -> dict:
     """What `make_here` returns, from a process of its own, whose store is in this folder. Raises as `aot.run_in_child`."""
+    how = {"seconds": TIME_LIMIT, "schedules": False, "on_progress": on_progress}
     settings = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_CACHE": str(folder)}
-    function = f"{__name__}:make_here"
-    return run_in_child(
-        function, request, seconds=TIME_LIMIT, schedules=False, on_progress=on_progress, environment=settings
-    )
+    return run_in_child(f"{__name__}:make_here", request, environment=settings, **how)
 
 
 def make_here(request: dict, progress: Callable) -> dict:
@@ -51,12 +49,8 @@ def make_here(request: dict, progress: Callable) -> dict:
         degrees = degrees_of(recording.modules, devices, config, wanted, plan.branches(recording.pipe))
     except ValueError as error:
         raise BadRequest(str(error)) from error
-    config, programs, left, weights = (
-        dataclasses.replace(config, mesh=degrees, regroup=config.regroup and not wanted),
-        [],
-        [],
-        {},
-    )
+    config = dataclasses.replace(config, mesh=degrees, regroup=config.regroup and not wanted)
+    programs, left, weights = [], [], {}
     resident = (plan.glue if config.glue == "auto" else config.glue) == "resident"
     for name, runner, calls in recording.runners(make_mesh(devices, degrees), of_model(config)):
         weights[name] = sum(weight.nbytes for weight in runner.module.parameters())
@@ -72,12 +66,10 @@ def _make(recorded: RecordedCall, runner: CompiledModule, resident: bool, progre
     call, name, executables = recorded.call, f"{recorded.component}.{recorded.call.entry}", runner.executables
     branches = recorded.together(runner, resident)
     runner.current()
-    key = executables.key(call, branches, ())
-    if key is None:
+    if (key := executables.key(call, branches, ())) is None:
         return f"{name}: {executables.reason or 'its call has no words'}"
     path, seconds = executables.cache.folder / key.name, 0.0
-    was_there = isinstance(executables.cache.find(key.name, key.parts), Program)
-    if not was_there:
+    if not (was_there := isinstance(executables.cache.find(key.name, key.parts), Program)):
         progress(f"compiling {name}")
         start = time.perf_counter()
         program = runner.trace(call, branches)

@@ -63,12 +63,6 @@ class CompiledProgram:
     memory: dict[str, int]  # bytes on one chip: `arguments`, `outputs`, `aliased`, `temporaries`, `program`
     seconds: float
 
-    @property
-    def peak_bytes(self) -> int:
-        """What the chip holds while the program runs."""
-        m = self.memory
-        return m["arguments"] + m["outputs"] - m["aliased"] + m["temporaries"] + m["program"]
-
 
 def run_in_child(
     function: str,
@@ -229,8 +223,7 @@ class Compiler:
         """Operation -> final schedule, of what was compiled since the last time."""
         taken = {}
         for path in list(self.dump.iterdir()) if self.dump else []:
-            name = re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name)
-            if name:
+            if name := re.fullmatch(r"\d+-(.*)-\d+-final_bundles\.txt", path.name):
                 taken[name[1]] = path.read_text(errors="replace")
             path.unlink()
         return taken

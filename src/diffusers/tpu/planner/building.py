@@ -41,8 +41,7 @@ def configuration_of(model: str) -> Configuration:
     if directory is not None:
         with contextlib.suppress(ValueError):  # not all of it is cached: the table may know it
             return _read(directory)
-    published = MODELS.get(ALIASES.get(model.lower(), ALIASES.get(model, model)))
-    if published is None:
+    if (published := MODELS.get(ALIASES.get(model.lower(), ALIASES.get(model, model)))) is None:
         raise ValueError(
             f"expected a directory in diffusers layout, a model in the hub's cache or one of the published models, got"
             f" {model!r}. Published: {', '.join(sorted(name for name in ALIASES if '/' not in name))}"
@@ -75,8 +74,7 @@ def build(configuration: Configuration, dtype: torch.dtype, tiled: bool | None =
 
     `tiled`: the VAE works in tiles; None: as the configuration says. Raises ValueError for a class that diffusers or transformers do not have.
     """
-    cls = getattr(diffusers, configuration.pipeline, None)
-    if cls is None:
+    if (cls := getattr(diffusers, configuration.pipeline, None)) is None:
         raise ValueError(f"expected a pipeline of diffusers, got {configuration.pipeline!r}")
     made = {
         name: _component(name, class_name, dict(config), configuration, dtype)
@@ -121,8 +119,7 @@ def _class(library: str, name: str, pipeline: str) -> type:
         return getattr(importlib.import_module(library), name)
     except (ImportError, AttributeError):
         home = importlib.import_module(getattr(diffusers, pipeline).__module__.rpartition(".")[0])
-        found = getattr(home, name, None) or getattr(diffusers, name, None)
-        if found is None:
+        if (found := getattr(home, name, None) or getattr(diffusers, name, None)) is None:
             raise ValueError(f"expected a class of diffusers or transformers, got {library}.{name}") from None
         return found
 

@@ -116,8 +116,7 @@ def _bundles(text: str) -> tuple[list[str], set[int]]:
     """The bundles, one a line, and the numbers of those that have a mark, where straight pieces begin."""
     lines, marks = [], set()
     for line in text.splitlines():
-        found = LINE.match(line)
-        if found:
+        if found := LINE.match(line):
             lines.append(line)
             marks |= {len(lines) - 1} if found[2] else set()
         elif lines:

@@ -89,18 +89,14 @@ def groups_of(instruction: Instruction, devices: int) -> list[list[int]]:
     Raises ValueError for a notation that is not known.
     """
     text = instruction.rest
-    listed = re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]*\},?)*)\}", text)
-    if listed:
+    if listed := re.search(r"(?:source_target_pairs|replica_groups)=\{((?:\{[\d,]*\},?)*)\}", text):
         groups = [[int(d) for d in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
         return groups or [list(range(devices))]
-    counted = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if counted:
+    if counted := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         grid = np.arange(devices).reshape([int(d) for d in counted[3].split(",")])
-        if counted[4]:
-            grid = grid.transpose([int(d) for d in counted[4].split(",")])
+        grid = grid.transpose([int(d) for d in counted[4].split(",")]) if counted[4] else grid
         return grid.reshape(int(counted[1]), int(counted[2])).tolist()
-    meshed = re.search(r"replica_groups=@?\w*\[([^\]]*)\][^{]*\{([^}]*)\}", text)
-    if meshed:
+    if meshed := re.search(r"replica_groups=@?\w*\[([^\]]*)\][^{]*\{([^}]*)\}", text):
         axes = {name: int(size) for name, size in re.findall(r"'?(\w+)'?=(\d+)", meshed[1])}
         chosen = re.findall(r"'(\w+)'", meshed[2])
         grid = np.arange(devices).reshape(tuple(axes.values()))

@@ -37,9 +37,7 @@ def render(template: str, folder: Path = TEMPLATES, **values) -> str:
 def seconds(value: float | None) -> str:
     if value is None:
         return NONE
-    if 0 < value < 0.0005:
-        return "<0.001"
-    return f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
+    return "<0.001" if 0 < value < 0.0005 else f"{value:,.1f}" if value >= 100 else f"{value:.3f}"
 
 
 def percent(amount: float, whole: float) -> str:

@@ -79,8 +79,7 @@ def beside(found: dict, plan: dict) -> dict:
     Raises ValueError for a plan whose denoiser was not compiled: it has no seconds.
     """
     modules, operations = Counter(), Counter()
-    untimed = [p["component"] for p in plan["parts"] if p["stage"] == "denoise" and not p.get("timing")]
-    if untimed:
+    if untimed := [p["component"] for p in plan["parts"] if p["stage"] == "denoise" and not p.get("timing")]:
         raise ValueError(f"expected a plan with the seconds of {untimed[0]}, got one that does not fit its chips")
     for part, runs in timed_parts(plan):
         modules.update({(part["component"], name): runs * s for name, s in part["timing"]["by_module"].items()})

@@ -4,12 +4,11 @@ Shapes, dtypes, counts and order come from upstream's code as it is; left out is
 models' work (a trace gives the shapes of their outputs), the scheduler's arithmetic, the way from tensors to pictures.
 """
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 import jax
 import PIL.Image
@@ -101,8 +100,7 @@ class Recording:
         plans = {name: (module, module_plan(module)) for name, module in self.modules.items()}
         stored = storages(plans, mesh.shape, room_on(mesh.devices.flat[0], config)[1])
         for name, (module, plan) in plans.items():
-            calls = [recorded for recorded in self.calls if recorded.component == name]
-            if calls:
+            if calls := [recorded for recorded in self.calls if recorded.component == name]:
                 runner = CompiledModule(module, plan, mesh, config)
                 runner.storage = stored[name]
                 runner.attach()
@@ -169,7 +167,7 @@ def record(
     pipe.__class__ = type(type(pipe).__name__, (type(pipe),), names)
     pipe.set_progress_bar_config(disable=True)
     for scheduler in (s for s in pipe.components.values() if hasattr(s, "step") and hasattr(s, "set_timesteps")):
-        scheduler.step = functools.partial(recording.step, scheduler)
+        scheduler.step = partial(recording.step, scheduler)
     for processor in (p for p in vars(pipe).values() if isinstance(p, VaeImageProcessor)):
         for name in {"postprocess", "postprocess_video"} & {*dir(processor)}:  # pictures stay the decoder's zeros
             setattr(processor, name, lambda *args, **kwargs: next(iter((*args, *kwargs.values()))))

@@ -84,8 +84,7 @@ def _one(eqn, runs: int, work: Work, path: str) -> int:
         return 0
     kinds = (core.ClosedJaxpr, core.Jaxpr)
     inner = jax.tree.leaves([*params.values()], is_leaf=lambda value: isinstance(value, kinds))
-    inner = [getattr(value, "jaxpr", value) for value in inner if isinstance(value, kinds)]
-    if inner:
+    if inner := [getattr(value, "jaxpr", value) for value in inner if isinstance(value, kinds)]:
         work.scans += name == "scan"
         times = runs * (params.get("length", 1) if name == "scan" else 1)
         return max(_count(x, times, work, path) for x in inner)

@@ -83,8 +83,7 @@ def recording_of(request: dict, progress: Callable) -> Recording:
 
 def _check_size(arguments: dict, recording: Recording):
     """Upstream rounds some sizes in silence: what was asked for must be what comes out."""
-    decoded = [r for r in recording.calls if r.call.entry == "decode" and "audio" not in r.component]
-    if not decoded:
+    if not (decoded := [r for r in recording.calls if r.call.entry == "decode" and "audio" not in r.component]):
         return
     shape, pipe = decoded[-1].program.avals[0].shape, recording.pipe
     ratio = getattr(pipe, "vae_scale_factor_temporal", getattr(pipe, "vae_temporal_compression_ratio", 1))

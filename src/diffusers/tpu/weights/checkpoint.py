@@ -180,19 +180,14 @@ _WITHOUT_VALUES = {
     torch.Tensor.bfloat16: functools.partial(_converted, dtype=torch.bfloat16),
     torch.Tensor.data.__set__: _given_data,
 }
+_METHODS_ABOUT_SHAPE = (
+    "__len__ dim element_size get_device is_complex is_contiguous is_floating_point is_shared is_signed"
+    " ndimension nelement numel requires_grad_ size storage_offset stride"
+)
 _ABOUT_SHAPE = {
-    torch.is_floating_point,
-    torch.numel,
-    torch._has_compatible_shallow_copy_type,
-    torch.Tensor.requires_grad.__set__,
-    torch.Tensor.grad.__set__,
-    *(
-        getattr(torch.Tensor, name)
-        for name in (
-            "__len__ dim element_size get_device is_complex is_contiguous is_floating_point is_shared is_signed"
-            " ndimension nelement numel requires_grad_ size storage_offset stride"
-        ).split()
-    ),
+    *(torch.is_floating_point, torch.numel, torch._has_compatible_shallow_copy_type),
+    *(torch.Tensor.requires_grad.__set__, torch.Tensor.grad.__set__),
+    *(getattr(torch.Tensor, name) for name in _METHODS_ABOUT_SHAPE.split()),
 }
 _PROPERTIES_WITH_VALUES = {"data", "T", "H", "mT", "mH", "real", "imag"}
 

@@ -133,21 +133,13 @@ class HbmManager:
             for name, runner in runners.items():
                 runner.storage = found[name] if runner.storage is None else runner.storage
 
-    def place_all(self, owner):
-        """As `place`, of a pipeline, in the order of use. Raises ValueError as `check_all`, before anything is moved."""
-        self.check_all(owner)
-        self.place(self.orders[owner].values())
-
     def place(self, runners):
         """Weights to the chips, for as long as there is room. Raises ValueError for a model that would not fit even alone."""
         runners = [*runners]
         for runner in runners:
             runner.executables.expect()
         for runner in runners:
-            if runner in self._placed or self._free() >= _bytes(runner):
-                self.load(runner)
-            else:
-                self.check(runner)
+            self.load(runner) if runner in self._placed or self._free() >= _bytes(runner) else self.check(runner)
 
     def check_all(self, owner):
         """Raises ValueError for a model of the pipeline that lacks weights, and for one that would not fit even alone."""
@@ -228,11 +220,9 @@ class HbmManager:
 
     def _name(self, runner) -> tuple[str, str]:
         """Of a runner, its name in a pipeline and what the planner knows that by."""
-        for owner, order in self.orders.items():
-            for name, other in order.items():
-                if other is runner:
-                    return name, self._models[owner]
-        return type(runner.module).__name__, "MODEL"
+        named_by = ((owner, name) for owner, order in self.orders.items() for name, r in order.items() if r is runner)
+        owner, name = next(named_by, (None, type(runner.module).__name__))
+        return name, "MODEL" if owner is None else self._models[owner]
 
     def _free(self) -> float:
         return float("inf") if self.limit is None else self.limit - sum(map(_there, self._placed))

@@ -120,9 +120,6 @@ class Transfer:
         yield from reading
 
     def _chunks(self, wanted: PlacementRequest) -> Iterator[Chunk]:
-        def size(item: tuple[tuple, list]) -> int:
-            return _nbytes(item[0], wanted)
-
         layers = _layers_at_once(wanted)
         for start in range(0, len(wanted.tensors), layers):
             shape = (layers, *wanted.aval.shape[1:]) if wanted.stacked else wanted.aval.shape
@@ -132,7 +129,8 @@ class Transfer:
                 devices_of.setdefault(bounds, []).append(device)
             groups = [[]]  # as much together as `STAGED_BYTES` hold
             for item in devices_of.items():
-                if not wanted.simulated and groups[-1] and sum(map(size, groups[-1])) + size(item) > STAGED_BYTES:
+                together = sum(_nbytes(bounds, wanted) for bounds, _ in (*groups[-1], item))
+                if not wanted.simulated and groups[-1] and together > STAGED_BYTES:
                     groups.append([])
                 groups[-1].append(item)
             for group in groups:

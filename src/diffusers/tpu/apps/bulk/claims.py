@@ -33,6 +33,3 @@ class Claims:
 
     def give_back(self, place: int):
         fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
-
-    def close(self):
-        os.close(self._file)

@@ -53,8 +53,7 @@ def require(pipeline_class: type, names):
     for name in names:
         if name not in parameters:
             raise ValueError(unknown(pipeline_class, name))
-    missing = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in names]
-    if missing:
+    if missing := [n for n, p in parameters.items() if p.default is inspect.Parameter.empty and n not in names]:
         raise ValueError(f"{pipeline_class.__name__} needs {', '.join(map(flag, missing))}")
 
 

@@ -21,30 +21,28 @@ def run(options, rest: list[str]) -> int:
     for name in ("mesh", "dtype"):
         if options.component and len(getattr(options, name) or []) > 1:
             raise ValueError(f"expected {flag(name)} once with --component, got {getattr(options, name)}")
-    target = session.choose_target("auto")
-    if target is None:
+    if (target := session.choose_target("auto")) is None:
         raise ValueError("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
     cls, call = session.asked(options, rest)
     check_writable(options.report, ".html")
     seed = random.randrange(2**31) if options.seed is None else options.seed
-    return (_submodules if options.component else _modules)(options, target, cls, call, seed)
+    if options.component:
+        return from_checkout("submodules.command").run(options, target, call, seed)
+    return _modules(options, target, cls, call, seed)
 
 
 def _modules(options, target, cls: type, call: dict, seed: int) -> int:
-    from ... import compare
     from ...chips.devices import jax_devices
+    from ...compare import pipelines
 
     chips = len(jax_devices(target))
     meshes = [session.mesh_of(mesh, target) for mesh in options.mesh or []]
-    meshes = meshes or [mesh for mesh in compare.MESHES if math.prod(mesh) <= chips]
-    dtypes = [getattr(torch, name) for name in options.dtype or []] or compare.DTYPES
-    drawn = {**compare.draw_arguments(cls, seed), **call}
+    meshes = meshes or [mesh for mesh in pipelines.MESHES if math.prod(mesh) <= chips]
+    dtypes = [getattr(torch, name) for name in options.dtype or []] or pipelines.DTYPES
+    drawn = {**pipelines.draw_arguments(cls, seed), **call}
     said = {n: v for n, v in drawn.items() if isinstance(v, (int, float, str)) and n != "output_type"}
-    with tqdm(total=len(meshes) * len(dtypes), desc="compare", unit="mesh") as bar:
-        groups = []
-        for group in compare.compare_each(options.model, meshes, dtypes, call, seed):
-            groups.append(group)
-            bar.update()
+    each = pipelines.compare_each(options.model, meshes, dtypes, call, seed)
+    groups = [*tqdm(each, "compare", len(meshes) * len(dtypes), unit="mesh")]
     rows = [row for group in groups for row in group]
     if options.json:
         found = [{**dataclasses.asdict(row), "ok": row.ok} for row in rows]
@@ -69,10 +67,6 @@ def _table(groups):
         lines.append(None)
     names = ("module", "dtype", "dp,sp,tp", "ours", "upstream", "limit", "")
     return table(names, lines, 3, wrap=False, title="relative error against upstream in float32")
-
-
-def _submodules(options, target, cls: type, call: dict, seed: int) -> int:
-    return from_checkout("submodules.command").run(options, target, call, seed)
 
 
 def trace(options, rest: list[str]) -> int:

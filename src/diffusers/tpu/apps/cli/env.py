@@ -57,8 +57,7 @@ def installed_version(package: str) -> str:
 
 def chips(environment: Environment) -> dict[str, str]:
     """What the TPU path would run on, and the mesh it would choose."""
-    target = find_target(environment)
-    if target is None:
+    if (target := find_target(environment)) is None:
         return {"TPU path": f"off: {why_off(environment)}; plain diffusers runs"}
     from ...chips.devices import jax_devices
     from ...chips.mesh import plan_degrees

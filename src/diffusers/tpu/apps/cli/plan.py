@@ -54,8 +54,7 @@ def run(options, rest: list[str]) -> int:
 
 def make_executables(options, rest: list[str]) -> int:
     """`diffusers-tpu compile`, on any machine: a run's executables made before it; exit status 1 if one is not kept."""
-    folder = options.output or read_environment().cache_dir
-    if folder is None:
+    if (folder := options.output or read_environment().cache_dir) is None:
         raise ValueError("expected --output DIR where DIFFUSERS_TPU_CACHE=off keeps nothing")
     settings = _asked(options, rest)
     check_writable(options.json, ".json")

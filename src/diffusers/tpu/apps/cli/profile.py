@@ -50,8 +50,7 @@ def run(options, rest: list[str]) -> int:
 
 def _plan(path: str) -> dict:
     found = json.loads(Path(path).read_text())
-    if isinstance(found, list) and len(found) == 1:
-        found = found[0]
+    found = found[0] if isinstance(found, list) and len(found) == 1 else found
     if not isinstance(found, dict) or not {"parts", "steps", "seconds_per_step"} <= found.keys():
         raise ValueError(f"expected --plan of one plan, of diffusers-tpu plan --json FILE for one slice, got {path}")
     return found
@@ -77,8 +76,7 @@ def traced(pipe, folder: str, steps: range) -> Iterator[None]:
     A step ends when the device has finished what `scheduler.step` answers. Python's own calls are not traced: they would cost more
     than what they call.
     """
-    scheduler = getattr(pipe, "scheduler", None)
-    if scheduler is None:
+    if (scheduler := getattr(pipe, "scheduler", None)) is None:
         raise ValueError(f"expected --profile with a pipeline that has a scheduler, got {type(pipe).__name__}")
     step, done = scheduler.step, 0
     import jax

@@ -17,8 +17,7 @@ SETTINGS = ("any_size", "max_batch", "fps", "grace", "host", "port", "page")
 
 def run(options, rest: list[str]) -> int:
     """The command; returns its exit status, 0 when it was asked to end."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"expected what serving needs, {', '.join(missing)} is not installed: pip install '.[serve]'")
     target = session.choose_target(options.device)
     mesh = session.mesh_of(options.mesh, target)

@@ -45,8 +45,7 @@ def is_first(target: Target | None) -> bool:
     if target is None:
         return True
     hosts.join(target.platform)
-    first = hosts.is_main(target.platform)
-    if not first:
+    if not (first := hosts.number(target.platform) == 0):
         for library in (diffusers, transformers):
             library.utils.logging.set_verbosity_error()
             library.utils.logging.disable_progress_bar()

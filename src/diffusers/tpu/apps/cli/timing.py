@@ -20,8 +20,7 @@ PARTS = {"encode_prompt": "text encode", "encode": "VAE encode", "decode": "VAE 
 
 def wait(values):
     """Return when the device has finished these values."""
-    arrays = [leaf.jax() for leaf in tree_leaves(values) if hasattr(leaf, "jax")]
-    if arrays:
+    if arrays := [leaf.jax() for leaf in tree_leaves(values) if hasattr(leaf, "jax")]:
         import jax
 
         jax.block_until_ready(arrays)

@@ -22,8 +22,7 @@ def pictures(output) -> tuple[list, bool]:
     Raises ValueError for a pipeline that returns neither.
     """
     for name, are_videos in (("frames", True), ("images", False)):
-        values = getattr(output, name, None)
-        if values is not None:
+        if (values := getattr(output, name, None)) is not None:
             videos = values if are_videos else [values]
             if all(isinstance(frame, Image.Image) for video in videos for frame in video):
                 return list(values), are_videos

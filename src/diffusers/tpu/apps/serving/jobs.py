@@ -127,8 +127,7 @@ class Jobs:
         """End a job now if it waits, after the current step if it runs."""
         with self._changed:
             job.cancelling = True
-            waited = job in self._queue
-            if waited:
+            if waited := job in self._queue:
                 self._queue.remove(job)
         if waited:
             self.finish(job, CANCELLED)

@@ -1,5 +1,6 @@
 """A page at `/`: prompt, progress, the video or image. Gradio, mounted into the same application; its jobs wait in the same queue."""
 
+import contextlib
 import os
 import queue
 from pathlib import Path
@@ -81,12 +82,10 @@ def _generate(jobs: Jobs, reader: Reader, prompt: str, size: str, seed: float | 
     try:
         while not job.finished:
             yield _words(job), None, job.id
-            try:
+            with contextlib.suppress(queue.Empty):
                 changed.get(timeout=ASKS_AGAIN)
                 while True:  # several changes are told at once
                     changed.get_nowait()
-            except queue.Empty:
-                pass
         if job.state == FAILED:
             raise gradio.Error(job.error["message"], duration=None, print_exception=False)
         yield _words(job), str(job.files[0]) if job.state == COMPLETED else None, job.id

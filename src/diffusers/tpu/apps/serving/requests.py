@@ -125,8 +125,7 @@ async def _fields(http: HTTPRequest) -> dict:
         return value
     if kind in FORMS:
         async with http.form(max_files=1, max_fields=MOST_FIELDS) as form:
-            twice = sorted({name for name in form if len(form.getlist(name)) > 1})
-            if twice:
+            if twice := sorted({name for name in form if len(form.getlist(name)) > 1}):
                 raise Refused(400, f"expected each field once, got {', '.join(twice)} again", param=twice[0])
             return {  # files that outlive the form
                 name: UploadFile(io.BytesIO(await value.read())) if isinstance(value, UploadFile) else value

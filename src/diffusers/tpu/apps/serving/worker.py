@@ -64,7 +64,8 @@ class Worker(threading.Thread):
                 return
             requests, size = [job.request for job in jobs], self.max_batch if len(jobs) > 1 else 1
             for job, values in zip(jobs, generate(self.pipe, requests, size, on_step)):
-                self.jobs.finish(job, COMPLETED, [] if job.cancelling else self._written(job, values))
+                given = values, job.kind == "video", self.folder / f"{job.id}.png", self.settings.fps
+                self.jobs.finish(job, COMPLETED, [] if job.cancelling else media.write(*given))
         except Stopped:
             pass
         except Exception as error:
@@ -81,8 +82,3 @@ class Worker(threading.Thread):
                 if not job.finished:
                     job.cancelling = True
                     self.jobs.finish(job, CANCELLED)
-
-    def _written(self, job: Job, values: list) -> list[Path]:
-        are_videos = job.kind == "video"
-        path = self.folder / f"{job.id}{'.mp4' if are_videos else '.png'}"
-        return media.write(values, are_videos, path, self.settings.fps)

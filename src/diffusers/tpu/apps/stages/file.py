@@ -1,9 +1,8 @@
 """The file between two stages: safetensors, every tensor in its own dtype, every setting as JSON in the metadata."""
 
-import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +41,7 @@ def save(path, settings: Settings, tensors: dict[str, torch.Tensor]):
     """Write the file, whole or not at all."""
     tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
     described = {name: _description(tensor) for name, tensor in tensors.items()}
-    metadata = {METADATA: json.dumps({**dataclasses.asdict(settings), "tensors": described})}
+    metadata = {METADATA: json.dumps({**asdict(settings), "tensors": described})}
     write_whole(Path(path), safetensors.torch.save(tensors, metadata))  # save_file's is readable to its owner only
 
 
@@ -64,7 +63,7 @@ def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
         if found.get(name) != wanted:
             way_out = "give that stage's file" if name == "stage" else f"{again} with this version"
             raise ValueError(f"expected {path} of {name} {wanted}, got {found.get(name)}; {way_out}")
-    names = {f.name for f in dataclasses.fields(Settings)} | {"tensors"}
+    names = {f.name for f in fields(Settings)} | {"tensors"}
     if set(found) != names:
         raise ValueError(f"expected {path} to hold {sorted(names)}, got {sorted(found)}; {again}")
     described = found.pop("tensors")

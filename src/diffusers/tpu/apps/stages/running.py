@@ -3,7 +3,6 @@
 import itertools
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ....models.autoencoders.vae import DiagonalGaussianDistribution
 from ....models.modeling_outputs import AutoencoderKLOutput
@@ -118,14 +117,10 @@ def _until_cut(pipe, call: dict, seed: int):
     raise ValueError("expected at least one denoising step, got none: give --num-inference-steps of 1 or more")
 
 
-def _on_host(values):
-    """Tensors of any device as tensors of the host, to the last bit."""
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of any device as a tensor of the host, to the last bit."""
+    if not hasattr(tensor, "jax"):
+        return tensor.detach().cpu()
+    from ... import bridge
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        if not hasattr(tensor, "jax"):
-            return tensor.detach().cpu()
-        from ... import bridge
-
-        return bridge.from_numpy(tensor.jax())
-
-    return tree_map_only(torch.Tensor, moved, values)
+    return bridge.from_numpy(tensor.jax())

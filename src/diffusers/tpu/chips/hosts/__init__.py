@@ -7,5 +7,5 @@ imports no JAX, and a run of one process does nothing here.
 
 from .agreement import agree, alike, of_first, same
 from .arrays import put, whole
-from .run import is_main, join, number, process_count
+from .run import join, number, process_count
 from .watch import failed

@@ -51,8 +51,7 @@ def agree(what: str, parts: Mapping[str, str]):
                 f"expected all processes to do the same, got {said[0][0]} in {_name(0)} and {where} in {_name(number)}. Every"
                 " process runs the same script on the same arguments: only what happens between calls may differ"
             )
-        names = [name for name in {**said[0][1], **digests} if digests.get(name) != said[0][1].get(name)]
-        if names:
+        if names := [name for name in {**said[0][1], **digests} if digests.get(name) != said[0][1].get(name)]:
             raise RuntimeError(
                 f"expected {what} to be the same in all processes, got another {', '.join(names)} in {_name(number)} than in"
                 f" {_name(0)}. Give all processes the same arguments, seeds, packages and files"

@@ -52,11 +52,6 @@ def number(platform: str) -> int:
     return 0 if found is None else found.number
 
 
-def is_main(platform: str) -> bool:
-    """Whether this process is the one that writes results."""
-    return number(platform) == 0
-
-
 def find(platform: str) -> Processes | None:
     """The processes of the run that this one belongs to; None: it is alone.
 
@@ -65,9 +60,7 @@ def find(platform: str) -> Processes | None:
     given = read_processes()
     if given.count == 1:
         return None
-    if platform == "cpu" or given.complete:
-        return given.checked() if given.any else None
-    found = _of_cluster(given.number)
+    found = None if platform == "cpu" or given.complete else _of_cluster(given.number)
     if found is None:
         return given.checked() if given.any else None
     count = given.count or found.count
@@ -131,8 +124,7 @@ def join(platform: str):
     if _joined is not None or platform in _alone:
         return
     if "jax" not in sys.modules or not sys.modules["jax"].distributed.is_initialized():  # a script may have called it
-        found = find(platform)
-        if found is None:
+        if (found := find(platform)) is None:
             _alone.add(platform)
             return
         _initialize(platform, found)

@@ -76,9 +76,7 @@ def opened(tree, classes: set[type] | None = None, closed: Callable = lambda x: 
 
 def _content(x) -> dict:
     """What a list, a dict or an object has, by its place, key or name."""
-    if isinstance(x, (list, dict)):
-        return dict(enumerate(x)) if isinstance(x, list) else dict(x)
-    return attributes(x)
+    return dict(enumerate(x)) if isinstance(x, list) else dict(x) if isinstance(x, dict) else attributes(x)
 
 
 def pickled(spec: TreeSpec) -> tuple | None:

@@ -78,8 +78,7 @@ def reads_its_first(code: types.CodeType) -> bool:
 
 def impure(module: str, names: frozenset[str]) -> str | None:
     """What of a library's module a code with these names may call that answers differently each time."""
-    some = IMPURE.get(module)
-    if not some:
+    if not (some := IMPURE.get(module)):
         return None if some is None else module
     found = sorted(names & some)
     return f"{module}.{found[0]}" if found else None
@@ -183,8 +182,7 @@ class CodeReader:
 
     def named_value(self, x, attributes: frozenset[str]) -> Hashable:
         module = x.__name__ if isinstance(x, types.ModuleType) else (x if isinstance(x, type) else type(x)).__module__
-        called = impure(module, attributes)
-        if called is not None:
+        if (called := impure(module, attributes)) is not None:
             self.unread(f"it calls {called}")
         if x is os and attributes & {"environ", "getenv", "environb"}:
             self.later(self.once, os.environ)

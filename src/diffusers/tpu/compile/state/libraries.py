@@ -95,9 +95,7 @@ def foreign(x) -> bool:
     x = x.fget if isinstance(x, property) else getattr(x, "__func__", x)
     if isinstance(x, (types.FunctionType, type)):
         return not is_library(x)
-    if isinstance(x, functools.partial):
-        return foreign(x.func)
-    return not is_library(type(x)) and callable(x)
+    return foreign(x.func) if isinstance(x, functools.partial) else not is_library(type(x)) and callable(x)
 
 
 @functools.lru_cache(maxsize=16384)

@@ -208,8 +208,7 @@ def without_caches(module: torch.nn.Module):
     with contextlib.ExitStack() as stack:
         for owner in owners:
             for name, value in list(vars(owner).items()):
-                plain = _uncached(value)
-                if plain is not None:
+                if (plain := _uncached(value)) is not None:
                     stack.callback(setattr, owner, name, value)
                     setattr(owner, name, plain)
         yield

@@ -33,8 +33,7 @@ def code_words(code: types.CodeType) -> str:
 
     Of code without a file, as dataclasses' methods and a notebook's are: what it does, byte by byte.
     """
-    where = place_of(code.co_filename)
-    if where is None:
+    if (where := place_of(code.co_filename)) is None:
         raise NotPortable(f"{code.co_qualname} of {os.path.basename(code.co_filename)}, which is no library's")
     if where == MADE:
         return f"{where}:{code.co_qualname}:{digest(repr(_content(code)).encode())}"
@@ -84,9 +83,7 @@ def function_of(x) -> types.FunctionType | None:
 
 def held_words(value) -> str:
     """What stands under a name of a class or a module. Raises NotPortable where it is a script's."""
-    found = function_of(value)
-    if isinstance(value, functools._lru_cache_wrapper):
-        found = inspect.unwrap(value)
+    found = inspect.unwrap(value) if isinstance(value, functools._lru_cache_wrapper) else function_of(value)
     if found is not None:
         return code_words(found.__code__)
     if isinstance(value, functools.partial):

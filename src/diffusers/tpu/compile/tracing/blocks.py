@@ -31,12 +31,8 @@ from .run import Run, text_of
 from .scan import Group, of_one
 
 
-_scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
-
-
-def scanned() -> tuple[int, int] | None:
-    """First of the blocks that are traced as one here, and behind the last; None outside of a scan of blocks."""
-    return _scanned.get()
+# First of the blocks that are traced as one here, and behind the last; None outside of a scan of blocks.
+scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
 
 
 class BlockRuns:
@@ -233,7 +229,7 @@ class BlockRuns:
         def step(carry, of_block):
             own, given = of_block
             inputs = [carry[slots[s]] if s in slots else given.get(s, array) for s, array in enumerate(run.arrays)]
-            with using(settings), bound(_scanned, (run.start, run.stop)):
+            with using(settings), bound(scanned, (run.start, run.stop)):
                 flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
             return flat, ({n: flat[n] for n in numbers}, gives)

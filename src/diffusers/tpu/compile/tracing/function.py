@@ -193,14 +193,10 @@ class PureFunction:
         return {f"module.{names.get(key, key)}": self.gathered(key, w) for key, w in weights.items()}
 
     def _split(self, weights: dict):
-        stacked = {group.label: {} for group in self.groups}
-        single = {}
-        for key, array in weights.items():
-            label = next((label for label in stacked if key.startswith(label + ".")), None)
-            if label is None:
-                single[key] = array
-            else:
-                stacked[label][key[len(label) + 1 :]] = array
+        single, stacked = dict(weights), {group.label: {} for group in self.groups}
+        for label, own in stacked.items():
+            names = [key for key in single if key.startswith(f"{label}.")]
+            own.update((name.removeprefix(f"{label}."), single.pop(name)) for name in names)
         return stacked, single
 
     def gathered(self, key: str, array) -> Tensor:

@@ -92,8 +92,7 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
 def _lending(bare: list, blocks: torch.nn.ModuleList, order: list[str]) -> Iterator[tuple[int, int, dict[str, int]]]:
     """Runs of blocks that are equal but for what they can lend each other, else of those that are equal."""
     for start, stop in _runs(bare):
-        layers = lenders(blocks[start:stop], order)
-        if layers is not None:
+        if (layers := lenders(blocks[start:stop], order)) is not None:
             yield start, stop, layers
         else:
             whole = [structure(block, order, terms=True) for block in blocks[start:stop]]

@@ -47,8 +47,7 @@ def module_scopes(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abs
     open_scopes: list[tuple[str, object]] = []
 
     def enter(module, args):
-        name = names.get(id(module))
-        if name is not None:
+        if (name := names.get(id(module))) is not None:
             outer = open_scopes[-1][0] + "." if open_scopes else ""
             inside = name.startswith(outer)  # not where a module's operation has made waiting blocks run
             scope = jax.named_scope(f"[{name.removeprefix(outer)}]" if inside else f"[.{name}]")

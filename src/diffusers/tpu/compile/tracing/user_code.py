@@ -28,8 +28,7 @@ def _is_watched(part: torch.nn.Module, apart: tuple) -> bool:
     own = vars(part)
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return True
-    hooks = [*getattr(own.get("_diffusers_hook"), "hooks", {}).values()]
-    if hooks:
+    if hooks := [*getattr(own.get("_diffusers_hook"), "hooks", {}).values()]:
         return not all(isinstance(hook, LayerwiseCastingHook) or any(hook is one for one in apart) for hook in hooks)
     forward = own.get("forward")
     return not (forward is None or is_entry(forward) or getattr(forward, "__func__", None) is type(part).forward)

@@ -160,8 +160,7 @@ def _local(settings: Settings, q, k, v, mask):
     if name == "auto":
         name = "kernel" if settings.platform == "tpu" else "reference"
     run, unsupported = KERNELS[name](settings)
-    reason = unsupported(q, k, v, mask)
-    if reason is None:
+    if (reason := unsupported(q, k, v, mask)) is None:
         return name, run, ""
     if settings.kernel == "auto":
         return "reference", reference_attention, f"{name} does not take {reason}"

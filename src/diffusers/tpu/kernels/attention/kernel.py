@@ -158,8 +158,7 @@ def _as_asked(shape, mask: Mask, out, lse=None):
     out_dim = out.shape[1]
     out = jnp.swapaxes(out.reshape(batch, heads * out_dim, q_len), 1, 2).reshape(batch, q_len, heads, out_dim)
     out = jnp.swapaxes(out, 1, 2)
-    if mask.queries is not None:
-        out = jnp.where(mask.queries, out, 0)
+    out = out if mask.queries is None else jnp.where(mask.queries, out, 0)
     if lse is None:
         return out
     lse = lse.reshape(batch, heads, q_len)
@@ -177,8 +176,7 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
     * for the modes "bound" and "centred", per head of keys, `KeyBounds`.
     """
     mask, blocks = call.mask, call.blocks
-    seen = keys_seen(mask, shift, q.shape[2], k)
-    if seen is not None:  # a weight of zero times NaN would be NaN
+    if (seen := keys_seen(mask, shift, q.shape[2], k)) is not None:  # a weight of zero times NaN would be NaN
         end = mask.whole if call.cut_at_end else 0
         v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))
     if bounds is None and (CENTRED in call.modes or call.modes[0] == BOUND):
@@ -231,10 +229,8 @@ def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"] | None
     if mask.keys is None and mask.dense is None and mask.band is None:
         return None
     seen = jnp.ones((1, 1, 1, s_len), bool)
-    if mask.keys is not None:
-        seen = seen & takes_part(mask.keys)
-    if mask.dense is not None:
-        seen = seen & takes_part(mask.dense).any(2, keepdims=True)
+    seen = seen if mask.keys is None else seen & takes_part(mask.keys)
+    seen = seen if mask.dense is None else seen & takes_part(mask.dense).any(2, keepdims=True)
     if mask.band is not None:
         key, (low, high) = jnp.arange(s_len), _ends_of_rows(mask, shift, 0, q_len)
         seen = seen if low is None else seen & (key >= low)

@@ -3,11 +3,10 @@
 Query i sees key j where every part that is there allows it. Only `Mask.dense` is of tokens x tokens.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +35,7 @@ def is_bias(values):
     return takes_part(values) & (values != 0) if values.dtype != jnp.bool_ else np.zeros(values.shape, bool)
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Mask:
     """The parts of a mask; b and n are the batch and the heads, or one.
@@ -52,9 +52,9 @@ class Mask:
     keys: Bool[Array, "b n 1 S"] | Float[Array, "b n 1 S"] | None = None
     queries: Bool[Array, "b n T 1"] | None = None
     dense: Bool[Array, "b n T S"] | Float[Array, "b n T S"] | None = None
-    band: Band | None = None
-    frame: tuple[int, int] = (1, 1)
-    whole: int = 0
+    band: Band | None = field(default=None, metadata={"static": True})
+    frame: tuple[int, int] = field(default=(1, 1), metadata={"static": True})
+    whole: int = field(default=0, metadata={"static": True})
 
     @property
     def kind(self) -> str:
@@ -68,11 +68,6 @@ class Mask:
         if self.dense is not None:
             names.append("dense" if self.dense.dtype == jnp.bool_ else "bias")
         return "+".join(names)
-
-
-jax.tree_util.register_dataclass(
-    Mask, data_fields=["keys", "queries", "dense"], meta_fields=["band", "frame", "whole"]
-)
 
 
 def classify(
@@ -92,7 +87,7 @@ def classify(
     left, right = _narrowed(((None, 0) if is_causal else OPEN, window or OPEN, parts.band or OPEN))
     left = None if left is None or left >= q_len - 1 else left  # open where it takes no key away
     right = None if right is None or right >= kv_len - 1 else right
-    parts = dataclasses.replace(parts, band=None if left is right is None else (left, right))
+    parts = replace(parts, band=None if left is right is None else (left, right))
     return parts if parts.kind else None
 
 
@@ -111,11 +106,9 @@ def _parts(mask, target: tuple[int, int, int, int], is_causal: bool) -> Mask:
     )
     found = _of_values(np.asarray(mask).reshape(shape)) if known else _of_lineage(mask.reshape(shape))
     keys, queries = found.keys, found.queries
-    if keys is not None:
-        keys = jnp.broadcast_to(keys, (*keys.shape[:3], target[3]))
-    if queries is not None:
-        queries = jnp.broadcast_to(queries, (*queries.shape[:2], target[2], 1))
-    return dataclasses.replace(found, keys=keys, queries=queries)
+    keys = None if keys is None else jnp.broadcast_to(keys, (*keys.shape[:3], target[3]))
+    queries = None if queries is None else jnp.broadcast_to(queries, (*queries.shape[:2], target[2], 1))
+    return replace(found, keys=keys, queries=queries)
 
 
 def _of_lineage(mask: jax.Array) -> Mask:
@@ -130,9 +123,7 @@ def _of_lineage(mask: jax.Array) -> Mask:
         value = value.part()
     if 2 not in value.varies:
         return Mask(keys=value.make())
-    if 3 not in value.varies:
-        return Mask(queries=takes_part(value.make()))
-    return Mask(dense=mask)
+    return Mask(dense=mask) if 3 in value.varies else Mask(queries=takes_part(value.make()))
 
 
 def _of_parts(parts: tuple[provenance.Part, ...]) -> Mask:
@@ -224,7 +215,7 @@ def with_length(mask: Mask | None, kv_len: int | jax.Array, s_len: int) -> Mask 
         keys = valid
     else:
         keys = mask.keys & valid if mask.keys.dtype == jnp.bool_ else jnp.where(valid, mask.keys, -jnp.inf)
-    return dataclasses.replace(mask, keys=keys)
+    return replace(mask, keys=keys)
 
 
 def _narrowed(bands) -> Band:

@@ -56,9 +56,8 @@ class Tiling:
             kept=tuple(n // of_result for n in strides),
             overlaps=tuple(size // of_result - stride // of_result for size, stride in zip(sizes, strides)),
             whole=tuple(n // of_result if encode else n * ratio // patch for n in size),
-            largest=tuple(
-                n // patch if encode else n // ratio for n in sizes
-            ),  # a video's tiles are larger in patches
+            # a video's tiles are larger in patches
+            largest=tuple(n // patch if encode else n // ratio for n in sizes),
         )
 
     def cuts(self, height: int, width: int) -> bool:

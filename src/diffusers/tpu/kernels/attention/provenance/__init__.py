@@ -45,8 +45,7 @@ class _Reader:
     def tracer(self, x) -> Value:
         if not isinstance(x, DynamicJaxprTracer):
             return leaf(x)
-        known = x.get_const()
-        if known is not None:  # a number, an array, or a value of the trace around this one
+        if (known := x.get_const()) is not None:  # a number, an array, or a value of the trace around this one
             return self.tracer(known) if isinstance(known, jax.core.Tracer) else constant(known, x.dtype)
         if id(x) not in self.values:
             self.values[id(x)] = leaf(x)

@@ -159,8 +159,7 @@ def elementwise(eqn, values: list[Value], aval) -> Value:
     values = [_spread(v, len(aval.shape)) for v in values]
     choices = [as_choice(v) for v in values]
     if None not in choices:
-        choice = _of_choices(eqn, choices, aval)
-        if choice is not None:
+        if (choice := _of_choices(eqn, choices, aval)) is not None:
             return choice
     parts = [as_part(v) for v in values]
     index, stripe = _indices(eqn.primitive.name, parts, aval.dtype)
