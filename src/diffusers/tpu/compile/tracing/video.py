@@ -110,6 +110,10 @@ def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: t
     of_maps = [
         t for name in names for t in tree_leaves(arguments.get(name)) if isinstance(t, torch.Tensor) and t is not x
     ]
+    if any(t.ndim != x.ndim or len(t) != len(x) or t.shape[-1] * multiple < x.shape[-1] for t in of_maps):
+        raise halo.NotByShards(
+            f"expected maps beside {list(x.shape)} of its batch, got {[list(t.shape) for t in of_maps]}"
+        )
     batch = [t for t in leaves if isinstance(t, torch.Tensor) and t.shape[:1] == x.shape[:1] and t.ndim]
     moved = [x, *of_maps, *(t for t in batch if not any(t is other for other in (x, *of_maps)))]
     place = {id(t): n for n, t in enumerate(moved)}

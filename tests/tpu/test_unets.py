@@ -1,0 +1,61 @@
+"""UNets and ControlNets, split over the width of their maps. Oracle: upstream's in the same process, same weights and inputs."""
+
+import copy
+
+import pytest
+import torch
+
+import tiny
+from conftest import relative
+from diffusers import tpu
+from diffusers.tpu.common import notices
+from diffusers.tpu.pipelines.attach import runs
+
+
+def given(batch: int, height: int, width: int) -> dict:
+    sample, text = torch.randn(batch, 4, height, width), torch.randn(batch, 5, 32)
+    return {"sample": sample, "timestep": torch.tensor(7), "encoder_hidden_states": text}
+
+
+def answers(model, **given) -> list[torch.Tensor]:
+    with torch.no_grad():
+        outputs = model(**given, return_dict=False)
+    return [x for output in outputs for x in ([output] if isinstance(output, torch.Tensor) else output)]
+
+
+def installed(model, mesh):
+    notices._said.clear()
+    return tpu.install(copy.deepcopy(model), tpu.TPUConfig(mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    "mesh, batch, height, width",
+    [((2, 4, 1), 2, 12, 16), ((1, 3, 1), 1, 10, 20), ((2, 2, 2), 4, 8, 24)],
+)
+def test_a_unet_with_the_residuals_of_a_controlnet(chips, warned, mesh, batch, height, width):
+    """Also where the chips do not divide the width."""
+    call, picture = given(batch, height, width), torch.rand(batch, 3, 8 * height, 8 * width)
+    unet, net = tiny.unet(), tiny.with_last_layers(tiny.controlnet())
+    theirs = answers(net, **call, controlnet_cond=picture, conditioning_scale=0.7)
+    found = answers(ours := installed(net, mesh), **call, controlnet_cond=picture, conditioning_scale=0.7)
+    residuals = {"down_block_additional_residuals": theirs[:-1], "mid_block_additional_residual": theirs[-1]}
+    residuals["encoder_attention_mask"] = torch.arange(5)[None] < torch.randint(1, 5, (batch, 1))  # of words
+    theirs += answers(unet, **call, **residuals)
+    found += answers(both := installed(unet, mesh), **call, **residuals)
+    assert max(map(relative, found, theirs)) < 1e-5  # 1e-6
+    for model in (ours, both):
+        (program,) = runs(model).programs.values()
+        text = program.compiled.as_text()
+        assert "collective-permute" in text and f"[{-(-batch // mesh[0])}" in text
+    assert not [sentence for sentence in warned if "every chip" in sentence]
+
+
+@pytest.mark.parametrize("what", ["FreeU", "a width"])
+def test_what_is_not_known_on_a_shard_runs_whole(chips, warned, what):
+    unet, call = tiny.unet(), given(2, 8, 8 if what != "a width" else 9)
+    if what == "FreeU":
+        for block in unet.up_blocks:
+            block.s1, block.s2, block.b1, block.b2 = 0.9, 0.2, 1.4, 1.6
+    ours = installed(unet, (2, 4, 1))
+    assert relative(answers(ours, **call)[0], answers(unet, **call)[0]) < 1e-5
+    assert any("every chip computes all of UNet2DConditionModel" in sentence for sentence in warned)
