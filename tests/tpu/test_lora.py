@@ -58,7 +58,7 @@ SCRIPT = [
     ("scale below zero", adapters("a", -1.5), 0, None),
     ("scale of a call", adapters("a", 0.5), 0, 0.7),
     ("another", lambda p, f: None, 0, -0.3),
-    ("zero, by which upstream forgets the other scale", lambda p, f: None, 0, 0.0),
+    ("zero, by which upstream forgets the other scale", lambda p, f: None, 1, 0.0),
     ("so that is one", lambda p, f: None, 0, None),
     ("disable", lambda p, f: p.disable_lora(), 0, None),
     ("enable", lambda p, f: p.enable_lora(), 0, None),

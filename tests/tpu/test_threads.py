@@ -167,6 +167,7 @@ def test_branches_of_two_threads_do_not_pair(attach):
         assert mine.waits and others.waits and len(runner.branches.waiting) == 1
         runner.branches.forget()
         assert relative(bridge.from_numpy(others.jax()), theirs[1]) < 1e-6
+        runner.branches.forget()
         second, third = module(given[0]), module(given[2])  # those of one thread do
         assert not second.waits
         for answer, number in ((second, 0), (third, 2)):

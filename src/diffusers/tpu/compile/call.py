@@ -12,11 +12,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import bridge
 from ..chips.hosts import whole
-from ..chips.sharding import ModelPlan
+from ..chips.sharding import INFERRED, ModelPlan
 from . import tracing
 from .state import Unread, of_object, opened
 
 
+MOST_COMPARED = 1 << 16  # of a tensor's values: places of tokens, which each guidance branch has its own of
 LATENTS = ("hidden_states", "sample")  # of a denoiser's arguments
 _HASHABLE = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
 
@@ -92,13 +93,11 @@ class Call:
         shared, mine, theirs = [n for n, batched in enumerate(self.batched) if not batched], self.values, other.values
         if any(getattr(self, name) != getattr(other, name) for name in ("key", "batched", "state", "guards", "scale")):
             return False
-        if any(self.tensors[n] is not other.tensors[n] for n in shared):
+        if (mine is None) != (theirs is None):
             return False
-        if mine is None or theirs is None:
-            return mine is theirs
-        if mine.placement != theirs.placement or mine.numbers is not theirs.numbers:
+        if mine is not None and (mine.placement != theirs.placement or mine.numbers is not theirs.numbers):
             return False
-        return all(_is_same(mine.versions[n], theirs.versions[n]) for n in shared)
+        return all(_are_same(*(call.tensors[n] for call in (self, other)), mine and mine.versions[n]) for n in shared)
 
 
 def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
@@ -127,6 +126,8 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         batched = tuple(id(t) in named_batched and t.ndim > 0 for t in tensors)
         sizes = {t.shape[0] for t, flag in zip(tensors, batched) if flag}
         batch = images = sizes.pop() if len(sizes) == 1 else None
+    elif plan.activation_spec == INFERRED and images is not None:  # what leads with as many is taken to be theirs
+        batched, batch = tuple(t.shape[:1] == (images,) for t in tensors), images
     return Call(entry, leaves, spec, tensors, key, batched, batch, given=(args, kwargs), unread=unread, images=images)
 
 
@@ -164,6 +165,13 @@ def goes_on_from(x) -> bool:
 
 def _is_same(version, other) -> bool:
     return version is other or (isinstance(version, int) and version == other)
+
+
+def _are_same(mine: torch.Tensor, theirs: torch.Tensor, version) -> bool:
+    """Whether two tensors have the same values, the first as it was at this version, if any; larger ones only if they are one."""
+    if version is not None and not _is_same(version, version_of(mine)):
+        return False
+    return mine is theirs or (mine.numel() <= MOST_COMPARED and np.array_equal(values_of(mine), values_of(theirs)))
 
 
 def _static(leaf):

@@ -171,7 +171,8 @@ def trace_program(
         if branches == 1:
             return [outputs]
         if any(x.shape[:1] != (branches * call.batch,) for x in outputs[:own]):
-            raise ValueError(
+            error = ValueError if function.plan.batched else tracing.NoProgram  # of two calls: each runs alone
+            raise error(
                 f"expected outputs of {name}.{call.entry} that lead with the batch {branches * call.batch}, got"
                 f" {[x.shape for x in outputs]}: this model cannot pair guidance calls, use a mesh with dp 1"
             )

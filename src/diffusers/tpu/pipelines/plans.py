@@ -47,7 +47,8 @@ PIPELINES = {  # of upstream's classes
     f"{name}Pipeline": plan
     for plan, names in {
         PER_BRANCH: "Wan WanImageToVideo WanVideoToVideo WanVACE WanAnimate HunyuanVideo15 HunyuanVideo15ImageToVideo QwenImage"
-        " QwenImageImg2Img QwenImageInpaint",
+        " QwenImageImg2Img QwenImageInpaint CogView4 CogView4Control Chroma ChromaImg2Img SkyReelsV2 SkyReelsV2ImageToVideo LucyEdit"
+        " ChronoEdit OvisImage",
         IN_BATCH: "CogVideoX CogVideoXImageToVideo CogVideoXVideoToVideo CogVideoXFunControl LTX LTXImageToVideo LTXCondition"
         " StableDiffusion3 StableDiffusion3Img2Img StableDiffusion3Inpaint",
         RESIDENT: "HunyuanVideo HunyuanVideoImageToVideo HunyuanVideoFramepack HunyuanSkyreelsImageToVideo Flux FluxImg2Img"
@@ -148,9 +149,9 @@ def _declared_packed(module: torch.nn.Module) -> dict[str, Packed]:
     for name, layer in module.named_modules() if packed else ():
         style = next((style for glob, style in packed.items() if fnmatch.fnmatch(name, glob)), None)
         if style is not None:
-            axis, blocks = (1, "row") if PACKED[type(style)] == "rowwise" else (0, "col")
+            axis = 1 if PACKED[type(style)] == "rowwise" else 0
             layer = getattr(layer, "base_layer", layer)  # PEFT's wraps it
-            blocks = style.blocks or getattr(layer, f"_tp_packed_{blocks}_blocks")
+            blocks = style.blocks or (layer._tp_packed_row_blocks if axis else layer._tp_packed_col_blocks)
             unit = layer.weight.shape[axis] // sum(blocks)
             one = Packed(axis, tuple(unit * block for block in blocks))
             found |= {f"{name}.weight": one} | ({f"{name}.bias": one} if axis == 0 else {})

@@ -62,7 +62,6 @@ class PureFunction:
     leaves: list
     groups: list[Group]
     specs: dict
-    packed: dict[str, Packed]
     plan: ModelPlan
     attention: Settings
     matmul_precision: str
@@ -71,6 +70,7 @@ class PureFunction:
     branches: int = 1
     part: bool = False
     values: Callable | None = None
+    packed: dict[str, Packed] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
 
     def __call__(self, weights: Arrays, inputs: list[jax.Array], numbers: Arrays) -> Traced:
