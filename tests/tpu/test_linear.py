@@ -12,12 +12,13 @@ import torch.nn.functional as F
 import tiny
 from conftest import relative, slow, wide
 from diffusers import WanTransformer3DModel
+from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.kernels import linear
+from diffusers.tpu.kernels import linear, rotary
 from diffusers.tpu.kernels.rotary import Norm, normed_and_rotated
 from diffusers.tpu.kernels.settings import Settings, using
 
@@ -97,6 +98,24 @@ def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
         assert linear.linear(x, w, b, "", other) is None
 
 
+@pytest.mark.parametrize("split, activation", [(0, "silu"), (1, "")])
+def test_of_a_weight_over_tp(chips, split, activation):
+    """Each chip of `tp` has columns of the result, or adds to all of them; also where the weight is a layer of a stack."""
+    settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 2, 2)))
+    x, w, b = draw(2, 79, 256), draw(512, 256), draw(512)
+    run = jax.jit(lambda x, w, b: linear.linear(x, w, b, activation, settings, split=split))
+    exact = wide(x) @ wide(w).T + wide(b)
+    exact = exact / (1 + np.exp(-exact)) if activation else exact
+    stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)
+    of_stack = jax.jit(
+        lambda x, w, b, layers: linear.linear(x, w, b, activation, settings, split=split, layers=layers)
+    )
+    np.testing.assert_array_equal(wide(of_stack(x, w, b, stack)), wide(run(x, w, b)))
+    ours, one = run(x, w, b), linear.linear(x, w, b, activation, KERNEL)
+    assert relative(ours, exact) <= (1 + split) * relative(one, exact)  # of two sums each is rounded
+    assert linear.linear(x, w, b, "silu", settings, residual=x, split=split) is None
+
+
 @pytest.mark.parametrize("kernel, degrees", [(True, None), (True, (2, 4, 1)), (False, (2, 4, 1))])
 @pytest.mark.parametrize(
     "dim, per_head, centred, apart",
@@ -130,6 +149,32 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     assert relative(jax.jit(run)(x, weight, bias, cos, sin), exact) < 1.02 * relative(twice, exact)
 
 
+@pytest.mark.parametrize("degrees, apart", [(None, False), ((1, 2, 2), False), ((2, 2, 1), True)])
+def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, apart, monkeypatch):
+    asked, fast = [], rotary.by_kernel
+    monkeypatch.setattr(rotary, "by_kernel", lambda *given: asked.append(fast(*given)) or asked[-1])
+    norm = torch.nn.RMSNorm(128, eps=1e-6).bfloat16()
+    norm.weight.data.uniform_(0.5, 2)
+    x, tables = torch.randn(2, 150, 4, 128).bfloat16(), torch.rand(2, 150, 128)
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+
+    def run(norm, x, *tables):
+        return apply_rotary_emb(norm(x), tables, use_real_unbind_dim=-2 if apart else -1, sequence_dim=1)
+
+    def traced(weight, *arrays):
+        with using(settings), bridge.environment():
+            weight, *tensors = (bridge.to_torch(array) for array in (weight, *arrays))
+            made = torch.func.functional_call(norm, {"weight": weight}, (tensors[0],))
+            again = apply_rotary_emb(made + 0, tensors[1:], sequence_dim=1)  # not the norm's own
+            return run(lambda x: made, *tensors).jax(), again.jax()
+
+    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (norm.weight, x, *tables)]
+    ours, _ = jax.jit(traced)(*arrays)
+    exact = run(copy.deepcopy(norm).double(), x.double(), *tables.double()).detach()
+    assert len(asked) == 1 and asked[0] is not None
+    assert relative(ours, exact) < 1.02 * relative(run(norm, x, *tables).detach(), exact)
+
+
 # Upstream's words for what follows a layer, and what the layer does with it: its activation, its gate and residual. None: neither.
 FOLLOWING = {
     "silu": (lambda y, h, g: F.silu(y), ["silu", False, False]),
@@ -159,9 +204,9 @@ def test_an_activation_a_gate_and_a_residual_after_a_layer_are_the_layers(chips,
     follow, second = FOLLOWING[words]
     asked, fast = [], linear.linear
 
-    def noting(*given):
-        asked.append([given[3], *(x is not None for x in given[5:])])
-        return fast(*given)
+    def noting(*given, **split):
+        asked.append([given[3], *(x is not None for x in given[5:7])])
+        return fast(*given, **split)
 
     monkeypatch.setattr(layers, "fast_linear", noting)
     layer = torch.nn.Linear(128, 256).bfloat16()

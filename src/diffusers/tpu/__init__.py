@@ -112,6 +112,15 @@ def attention_backend(name: str) -> str:
     return "native"
 
 
+def rotated(x, *how):
+    """The seam of `apply_rotary_emb`: what it gives of x on the TPU path; None: as upstream does it."""
+    if type(x).__module__.partition(".")[0] != "torchax":
+        return None
+    from . import bridge
+
+    return bridge.rotated(x, *how)
+
+
 def resolve_model_device_map(device_map):
     """The seam in a model's `from_pretrained`: (what upstream is to do about `device_map`, is the model for the TPU)."""
     if device_map is None or not is_active():

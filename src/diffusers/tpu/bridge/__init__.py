@@ -25,7 +25,7 @@ from .environment import DEVICE, Deferred, decomposing, environment, on_device, 
 from .host_values import DEVICE_TENSORS, READS, ValueRead, plain
 from .host_values import apart as known_apart
 from .host_values import of_tensor as known_values
-from .layers import unpacked
+from .layers import lying, rotated, unpacked
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
 from .on_host import is_refused
 from .operators import scaled_dot_product_attention

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torchax.tensor import Tensor
 
 from ..chips.sharding import Packed
+from ..kernels import rotary
 from ..kernels.linear import linear as fast_linear
 from ..kernels.settings import current
 from .on_host import NotTaken
@@ -52,8 +53,13 @@ def operands(x, operator) -> tuple | None:
 
 def unpacked(stored: Tensor, packed: Packed) -> Tensor:
     """A weight or a bias as upstream has it, of one that is stored in another order, in which `linear` takes it."""
-    array = stored.jax()
-    return made_of(Tensor(packed.apart(array, packed.axis), stored._env), unpacked, array, packed)
+    return made_of(Tensor(packed.apart(stored.jax(), packed.axis), stored._env), unpacked, stored, packed)
+
+
+def lying(weight: Tensor, split: int | None, layers: tuple | None) -> Tensor:
+    """The weight, of which it is known that chips of `tp` have parts of its outputs (`split` 0) or inputs (1), and of which stack it is
+    which layer, as it lies on the chips."""
+    return made_of(weight, lying, split, layers)
 
 
 def linear(input, weight, bias=None):
@@ -64,21 +70,65 @@ def linear(input, weight, bias=None):
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
-    if (result := fast_linear(x, w, b, "", current())) is not None:
-        return made_of(Tensor(result, input._env), linear, x, w, b, current())
+    split, layers = operands(weight, lying) or (None, None)
+    if (result := fast_linear(x, w, b, "", current(), split=split, layers=layers)) is not None:
+        return made_of(Tensor(result, input._env), linear, x, w, b, current(), split, layers)
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = result if b is None else result + b
     return Tensor(result.astype(dtype), input._env)
 
 
-def _packed(input, bias, w, packed: Packed) -> Tensor:
+def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
     """`linear` with a weight as it is stored: each chip of `tp` has its part of each projection."""
-    w = Tensor(w, input._env)
     if packed.axis == 1:
-        return linear(Tensor(packed.together(input.jax()), input._env), w, bias)
-    b = None if bias is None else Tensor(operands(bias, unpacked)[0], input._env)
-    return Tensor(packed.apart(linear(input, w, b).jax(), input.ndim - 1), input._env)
+        return linear(Tensor(packed.together(input.jax()), input._env), stored, bias)
+    bias = None if bias is None else operands(bias, unpacked)[0]
+    return Tensor(packed.apart(linear(input, stored, bias).jax(), input.ndim - 1), input._env)
+
+
+def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
+    """Upstream's `apply_rotary_emb` of heads [B, T, N, D] just normed, in the norm's kernel; None: as upstream does it."""
+    of, apart = operands(x, rms_norm), use_real_unbind_dim == -2
+    if (
+        of is None
+        or not use_real
+        or sequence_dim != 1
+        or x.ndim != 4
+        or not all(isinstance(t, Tensor) for t in tables)
+    ):
+        return None
+    array, weight, eps = of
+    cos, sin = (table.jax() for table in tables)
+    if not cos.shape == sin.shape == (x.shape[1], x.shape[3]) or weight.shape != cos.shape[1:]:
+        return None
+    flat = array.reshape(*array.shape[:2], -1)
+    result = rotary.by_kernel(flat, rotary.Norm(weight, eps), (cos, sin), current(), apart)
+    return None if result is None else Tensor(result.reshape(array.shape), x._env)
+
+
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    """x / sqrt(mean(x^2) + eps) * weight in float32."""
+    axes = last_axes(input, normalized_shape)
+    array = input.jax()
+    x, eps = array.astype(jnp.float32), torch.finfo(input.dtype).eps if eps is None else eps
+    result = affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
+    return result if weight is None or len(axes) > 1 else made_of(result, rms_norm, array, weight.jax(), eps)
+
+
+def last_axes(input, shape) -> tuple[int, ...]:
+    if tuple(input.shape[-len(shape) :]) != tuple(shape):
+        raise NotTaken
+    return tuple(range(-len(shape), 0))
+
+
+def affine(input, x: jax.Array, weight, bias, trailing: int = 0):
+    """x times weight plus bias, rounded to the input's dtype."""
+    if weight is not None:
+        x = x * weight.jax().reshape(*weight.shape, *(1,) * trailing)
+    if bias is not None:
+        x = x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
+    return Tensor(x.astype(input.jax().dtype), input._env)
 
 
 def check_kinds(*arrays: jax.Array):
@@ -170,7 +220,7 @@ def _added(result, x, residual):
 
 def _again(layer: tuple, gate=None, residual=None, activation: str = "") -> jax.Array | None:
     """A layer with what follows it, on the chips where it was; None where the kernel does not take it."""
-    x, w, b, settings = layer
+    x, w, b, settings, split, layers = layer
     if residual is not None and residual.dtype != x.dtype:
         return None
-    return fast_linear(x, w, b, activation, settings, gate, residual)
+    return fast_linear(x, w, b, activation, settings, gate, residual, split=split, layers=layers)

@@ -17,7 +17,6 @@ from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
 from . import indexing, layers, resizing
 from .layers import made_of, operands
-from .on_host import NotTaken
 
 
 aten = torch.ops.aten
@@ -35,7 +34,7 @@ def register(env):
         F.interpolate: over(resizing.interpolate, F.interpolate),
         F.pad: over(_pad, F.pad),
         F.layer_norm: layer_norm,
-        F.rms_norm: rms_norm,
+        F.rms_norm: layers.rms_norm,
         F.group_norm: group_norm,
         aten.convolution.default: over(_at_its_precision, aten.convolution.default),
         aten._is_all_true.default: is_all_true,
@@ -92,22 +91,8 @@ def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
     """(x - mean) / sqrt(variance + eps) * weight + bias in float32, as torch computes it; torchax rounds every step."""
-    axes = _last_axes(input, normalized_shape)
-    return _affine(input, _standardised(input.jax().astype(jnp.float32), axes, eps), weight, bias)
-
-
-def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """x / sqrt(mean(x^2) + eps) * weight in float32."""
-    axes = _last_axes(input, normalized_shape)
-    x = input.jax().astype(jnp.float32)
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    return _affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
-
-
-def _last_axes(input, shape) -> tuple[int, ...]:
-    if tuple(input.shape[-len(shape) :]) != tuple(shape):
-        raise NotTaken
-    return tuple(range(-len(shape), 0))
+    axes = layers.last_axes(input, normalized_shape)
+    return layers.affine(input, _standardised(input.jax().astype(jnp.float32), axes, eps), weight, bias)
 
 
 def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
@@ -119,7 +104,7 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
         return Tensor(_normed_shard(input.jax(), num_groups, weight, bias, eps), input._env)
     x = input.jax().astype(jnp.float32).reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
     x = _standardised(x, tuple(range(2, x.ndim)), eps).reshape(shape)
-    return _affine(input, x, weight, bias, trailing=len(shape) - 2)
+    return layers.affine(input, x, weight, bias, trailing=len(shape) - 2)
 
 
 def _normed_shard(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Array:
@@ -134,12 +119,6 @@ def _normed_shard(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Ar
 def _standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:
     x = x - x.mean(axes, keepdims=True)
     return x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
-
-
-def _affine(input, x: jax.Array, weight, bias, trailing: int = 0):
-    x = x if weight is None else x * weight.jax().reshape(*weight.shape, *(1,) * trailing)
-    x = x if bias is None else x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
-    return Tensor(x.astype(input.jax().dtype), input._env)
 
 
 WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already"

@@ -107,7 +107,7 @@ class Coverage:
     replicated: dict[str, int] = field(default_factory=dict)
 
 
-def _axes(entry) -> tuple[str, ...]:
+def axes_of(entry) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
@@ -115,7 +115,7 @@ def fit(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpe
     """`spec` without the axes that do not divide their dimension (outermost dropped last) and those of size one."""
     entries = []
     for size, entry in zip(shape, (*spec, *(None,) * (len(shape) - len(spec)))):
-        axes = [axis for axis in _axes(entry) if mesh.shape[axis] > 1]
+        axes = [axis for axis in axes_of(entry) if mesh.shape[axis] > 1]
         while axes and size % math.prod(mesh.shape[axis] for axis in axes):
             axes.pop()
         entries.append(tuple(axes))
@@ -124,7 +124,7 @@ def fit(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpe
 
 def gathered(spec: PartitionSpec, kept: tuple[str, ...] = ()) -> PartitionSpec:
     """The spec during compute: storage axes dropped, but those `kept`."""
-    return PartitionSpec(*(tuple(a for a in _axes(entry) if a not in STORAGE_AXES or a in kept) for entry in spec))
+    return PartitionSpec(*(tuple(a for a in axes_of(entry) if a not in STORAGE_AXES or a in kept) for entry in spec))
 
 
 def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = AXES) -> PartitionSpec:
@@ -136,7 +136,7 @@ def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = A
         for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
             spec = PartitionSpec(*(axes if d == dim else None for d in range(len(shape))))
             fitted = fit(spec, shape, mesh)
-            if fitted[dim] is not None and len(_axes(fitted[dim])) == sum(mesh.shape[a] > 1 for a in axes):
+            if fitted[dim] is not None and len(axes_of(fitted[dim])) == sum(mesh.shape[a] > 1 for a in axes):
                 return fitted
     return PartitionSpec()
 
@@ -161,7 +161,7 @@ def plan_weights(
         label, spec = rule_of(name, rules)
         spec = default_spec(shape, mesh, everywhere) if spec is None else fit(gathered(spec, inside), shape, mesh)
         specs[name] = spec
-        parts = math.prod(mesh.shape[axis] for entry in spec for axis in _axes(entry))
+        parts = math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
         coverage.total_bytes += size_bytes
         coverage.bytes_per_chip += size_bytes // parts
         coverage.bytes_by_rule[label] = coverage.bytes_by_rule.get(label, 0) + size_bytes

@@ -237,7 +237,7 @@ class CompiledModule(ModulePrograms):
 
     def _run_eagerly(self, call: Call, args: tuple, kwargs: dict):
         weights, specs = self._placed.one_by_one()
-        function = dataclasses.replace(self.function(call), groups=[], specs=specs, packed={})
+        function = dataclasses.replace(self.function(call), groups=[], specs=specs, settled=frozenset(), packed={})
         split = self.split is not None
         if self.within:  # the caller may look at what it gave, and at what of that it is given back
             return function.line_by_line(weights, args, kwargs, split)

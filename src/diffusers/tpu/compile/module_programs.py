@@ -326,6 +326,7 @@ class ModulePrograms(EntryMethods):
             leaves=[tracing.INPUT if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
             groups=placed.groups,
             specs=placed.specs,
+            settled=placed.settled,
             packed=placed.packed,
             plan=dataclasses.replace(self.plan, **without),
             attention=dataclasses.replace(self.settings, mesh=self.mesh_of(call, branches)),

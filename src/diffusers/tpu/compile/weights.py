@@ -4,6 +4,7 @@ What the user changes on the host is placed again before the next call: a tensor
 data. Writes through `.data` leave no trace in torch; `sampled_changes` finds them by a few values of each tensor.
 """
 
+import functools
 import itertools
 import math
 import operator
@@ -131,6 +132,14 @@ class PlacedWeights:
     def _named(self) -> Iterator[tuple[str, list[str]]]:
         """The sources that are tensors."""
         return ((key, [name for name in names if name is not None]) for key, names in self.sources.items())
+
+    @functools.cached_property
+    def settled(self) -> frozenset[str]:
+        """Keys of arrays that are stored as they are computed with."""
+        specs = {
+            key: named(self.mesh, PartitionSpec(*[None] * _is_stacked(key), *spec)) for key, spec in self.specs.items()
+        }
+        return frozenset(key for key, a in self.avals.items() if a.sharding.is_equivalent_to(specs[key], a.ndim))
 
     def drop(self):
         """Leave the chips; the host tensors stay."""

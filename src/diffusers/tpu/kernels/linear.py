@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..chips.figures import MIB, chip_of
 from .pallas import LANES, call_kernel, cost, product, round_up
@@ -81,9 +81,10 @@ def choose(rows: int, columns: int, depth: int, generation: str | None = None, r
 @functools.partial(jax.jit, static_argnames=("activation", "blocks", "generation", "interpret"), inline=True)
 def tpu_linear(
     x: Float[Array, "B M K"],
-    w: Float[Array, "N K"],
+    w: Float[Array, "N K"] | Float[Array, "L N K"],
     b: Float[Array, " N"] | None,
     *,
+    layer: Int[Array, ""] | None = None,
     activation: str = "",
     gate: Float[Array, "B 1 N"] | None = None,
     residual: Float[Array, "B M N"] | None = None,
@@ -93,23 +94,29 @@ def tpu_linear(
 ) -> Float[Array, "B M N"]:
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
-    `gate`: in the dtype to which the gated result is rounded; only with a residual, which has x's dtype.
+    `layer`: which one of a stack w is; a slice of it would be a copy. `gate`: in the dtype to which the gated result is rounded; only with a residual, which has x's dtype.
     """
     batch, rows, depth = x.shape
-    columns = w.shape[0]
+    columns = w.shape[-2]
 
-    of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m: (i, m, n))
+    of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
+    of_weight = pl.BlockSpec((blocks.columns, depth), lambda n, i, m: (n, 0))
+    if layer is not None:
+        of_weight = pl.BlockSpec((None, blocks.columns, depth), lambda n, i, m, layer: (layer[0], n, 0))
     b = jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     operands = {
-        "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m: (i, m, 0))),
-        "w": (w, pl.BlockSpec((blocks.columns, depth), lambda n, i, m: (n, 0))),
-        "b": (b, pl.BlockSpec((1, blocks.columns), lambda n, i, m: (0, n))),
+        "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m, *_: (i, m, 0))),
+        "w": (w, of_weight),
+        "b": (b, pl.BlockSpec((1, blocks.columns), lambda n, i, m, *_: (0, n))),
     }
     if gate is not None:
-        place = pl.BlockSpec((None, 1, blocks.columns), lambda n, i, m: (i, 0, n))
+        place = pl.BlockSpec((None, 1, blocks.columns), lambda n, i, m, *_: (i, 0, n))
         operands["gate"] = gate.astype(jnp.float32), place
     if residual is not None:
         operands["residual"] = residual, of_rows
+
+    one_layer = jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)
+    read = [one_layer if array is w else array for array, _ in operands.values()]
 
     def tile(r, n):
         at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
@@ -129,7 +136,8 @@ def tpu_linear(
         operands,
         {"o": (jax.ShapeDtypeStruct((batch, rows, columns), x.dtype), of_rows)},
         parallel=1,
-        work=cost(*(array for array, _ in operands.values()), flops=2 * x.size * columns),
+        scalars={} if layer is None else {"layer": layer.reshape(1)},
+        work=cost(*read, flops=2 * x.size * columns),
         interpret=interpret,
         vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
     )["o"]
@@ -143,35 +151,56 @@ def linear(
     settings: Settings,
     gate: Float[Array, "B|1 1 N"] | None = None,
     residual: Float[Array, "... N"] | None = None,
+    split: int | None = None,
+    layers: tuple[Float[Array, "L N K"], Int[Array, ""]] | None = None,
 ) -> Float[Array, "... N"] | None:
-    """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K]."""
+    """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K].
+
+    `split`: the axis of w that lies over `tp`. Of inputs the chips' sums are added, rounded, as the compiler does. `layers`: the stack that
+    w is a layer of, and which.
+    """
     in_bfloat16 = x.dtype == w.dtype == jnp.bfloat16
     if not settings.own_layers or x.ndim < 2 or not in_bfloat16 or not all(map(_is_wide, w.shape)):
         return None
-    if (found := rows_over_mesh(x.shape, settings)) is None:
+    if (found := rows_over_mesh(x.shape, settings, split is not None)) is None:
         return None
-    blocks = choose(found.rows, w.shape[0], w.shape[1], settings.generation, residual is not None)
-    if blocks is None or found.rows < found.least:
+    parts = [1, 1]
+    if found.mesh is not None and split is not None:
+        parts[split] = found.mesh.shape["tp"]
+    columns, depth = (size // part for size, part in zip(w.shape, parts))
+    followed = activation or gate is not None or residual is not None
+    if (max(parts) > 1 and (gate is not None or residual is not None)) or (parts[1] > 1 and followed):
+        return None
+    blocks = choose(found.rows, columns, depth, settings.generation, residual is not None)
+    if blocks is None or found.rows < found.least or not (_is_wide(columns) and _is_wide(depth)):
         return None
 
-    def local(x, w, b, gate, residual):
+    over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
+    w, layer = (w, None) if layers is None else layers
+
+    def local(x, w, b, gate, residual, layer):
         batch = 1 if gate is None else x.shape[0]  # rows of several samples are one's, unless gates tell them apart
         flat = x.reshape(batch, -1, x.shape[-1])
         out = tpu_linear(
             flat,
             w,
             b,
+            layer=layer,
             activation=activation,
             gate=None if gate is None else jnp.broadcast_to(gate, (batch, *gate.shape[1:])),
             residual=None if residual is None else residual.reshape(*flat.shape[:-1], -1),
             blocks=blocks,
             generation=settings.generation,
             interpret=settings.interpreted,
-        )
-        return out.reshape(*x.shape[:-1], -1)
+        ).reshape(*x.shape[:-1], -1)
+        return jax.lax.psum(out, "tp") if summed else out
 
-    gate_spec = P("dp" if gate is not None and gate.shape[0] > 1 else None)
-    return found.run(local, (x, w, b, gate, residual), (found.spec, P(), P(), gate_spec, found.spec))
+    rows, gate_spec = tuple(found.spec)[:2], P("dp" if gate is not None and gate.shape[0] > 1 else None)
+    inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
+    specs = inputs, P(*over) if layer is None else P(None, *over), P(over[0]), gate_spec, outputs, P()
+    operands = x, w, None if summed else b, gate, residual, layer
+    out = found._replace(spec=outputs).run(local, operands, specs)
+    return (out.astype(jnp.float32) + b).astype(out.dtype) if summed and b is not None else out
 
 
 def _is_wide(size: int) -> bool:
@@ -210,13 +239,14 @@ class Rows(NamedTuple):
         return out[:, : out.shape[1] - self.pad_tokens]
 
 
-def rows_over_mesh(shape: tuple[int, ...], settings: Settings) -> Rows | None:
-    """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or nothing is known."""
+def rows_over_mesh(shape: tuple[int, ...], settings: Settings, split: bool = False) -> Rows | None:
+    """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or nothing is known.
+    `split`: who asks knows how columns lie over `tp`."""
     mesh, least = settings.mesh, 1 if settings.interpreted else LEAST_ROWS
     if mesh is None or mesh.size == 1:
         return Rows(None, math.prod(shape[:-1]), least)
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
-    if not (settings.sequence or settings.replicated) or tp > 1 or len(shape) != 3 or shape[0] % dp:
+    if not (settings.sequence or settings.replicated) or (tp > 1 and not split) or len(shape) != 3 or shape[0] % dp:
         return None
     if settings.replicated:
         return Rows(mesh, shape[0] // dp * shape[1], min(least, LEAST_WHOLE_ROWS), P("dp", None, None))

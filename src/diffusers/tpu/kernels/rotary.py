@@ -69,11 +69,22 @@ def normed_and_rotated(
 
     Without tables nothing is rotated.
     """
+    found = by_kernel(x, norm, tables, settings, apart)
+    return _plainly(x, norm, tables, apart) if found is None else found
+
+
+def by_kernel(
+    x: Float[Array, "B T C"], norm: Norm, tables: tuple[Float[Array, "T D"], ...], settings: Settings, apart: bool
+) -> Float[Array, "B T C"] | None:
+    """`normed_and_rotated`, on all chips; None where the kernel does not take it. Heads may lie over `tp`."""
     dim = tables[0].shape[-1] if tables else norm.weight.size
     whole = x.shape[-1] % LANES == 0 and (dim % LANES == 0 or (LANES % dim == 0 and norm.weight.size == dim))
-    found = rows_over_mesh(x.shape, settings) if settings.own_layers and whole else None
+    tp = 1 if settings.mesh is None else settings.mesh.shape["tp"]
+    split = tp > 1 and norm.weight.size == dim and x.shape[-1] % (tp * max(dim, LANES)) == 0
+    found = rows_over_mesh(x.shape, settings, split) if settings.own_layers and whole else None
     if found is None or found.rows < found.least:
-        return _plainly(x, norm, tables, apart)
+        return None
+    found = found._replace(spec=P(*tuple(found.spec)[:2], "tp")) if split else found
     table = P(found.spec[1], None) if found.mesh is not None else P()
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart}

@@ -5,6 +5,7 @@ bandwidth. One without a schedule has that of one alike, else the compiler's est
 one that is started early costs what is left of it where it is waited for.
 """
 
+import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
@@ -226,13 +227,15 @@ class _Clock:
             whole, part = (names.get(update.operands[n]) for n in (0, 1))
             if whole is not None and part is not None and i.arrays and i.arrays[0].space == 0:
                 total -= update.hbm_bytes - part.stored_bytes
+        stated = re.search(r'"bytes_accessed":"(\d+)"', i.rest) if i.name.startswith(LINEAR) else None
+        most = total + int(stated[1]) if stated else math.inf  # of a stack of layers' weights a kernel reads one
         for number, operand in enumerate(i.operands):
             source = instructions.get(operand)
             if source is not None and inner:
                 total += self._read(inner, number, source.hbm_bytes)
             elif source is not None:
                 total += min(source.hbm_bytes, _part(i, names)) if _reads_a_part(i, operand) else source.hbm_bytes
-        return max(int(total), 0)
+        return max(int(min(total, most)), 0)
 
     def _read(self, computation: list[hlo.Instruction], number: int, size: int) -> int:
         """Bytes of `size` that a computation, and what it calls, reads of its parameter of this number."""

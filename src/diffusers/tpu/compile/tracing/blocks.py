@@ -33,6 +33,7 @@ from .scan import Group, of_one
 
 # First of the blocks that are traced as one here, and behind the last; None outside of a scan of blocks.
 scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
+_stack = contextvars.ContextVar("diffusers_tpu_stack", default=None)  # in a scan: weights of all layers, and the layer
 
 
 class BlockRuns:
@@ -166,7 +167,9 @@ class BlockRuns:
     def _run_block(self, group: Group, index: int, args, kwargs, own: tuple[dict, dict, dict], filled=None) -> tuple:
         """What a block's own forward returns, and what it gives to keep."""
         (weights, numbers, kept), env, block = own, environment(), group.block(self.model, index)
-        weights = {name: self.function.gathered(f"{group.label}.{name}", w) for name, w in weights.items()}
+        stack, layer = _stack.get() or ({}, None)
+        layers = {name: (stack[name], layer) for name in stack}
+        weights = {n: self.function.gathered(f"{group.label}.{n}", w, layers.get(n)) for n, w in weights.items()}
         held, name, forward = self.own[id(block)]
         with (
             replaced([(held, name, forward)]),
@@ -227,19 +230,25 @@ class BlockRuns:
         ]
 
         def step(carry, of_block):
-            own, given = of_block
+            own, given, layer = of_block
+            of_layer = {name: lax.dynamic_index_in_dim(array, layer, keepdims=False) for name, array in whole.items()}
+            own = own[0] | of_layer, *own[1:]
             inputs = [carry[slots[s]] if s in slots else given.get(s, array) for s, array in enumerate(run.arrays)]
-            with using(settings), bound(scanned, (run.start, run.stop)):
+            with using(settings), bound(scanned, (run.start, run.stop)), bound(_stack, (whole, layer)):
                 flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
             return flat, ({n: flat[n] for n in numbers}, gives)
 
         numbers, group = sorted({n for _, n, _ in held}), run.group
-        stacked, part = self.stacks[group.label], (run.start - group.start, run.stop - group.start)
+        (weights, *rest), part = self.stacks[group.label], (run.start - group.start, run.stop - group.start)
+        # What need not be gathered: a slice would be a copy, where a kernel can read its layer of the stack.
+        whole = {name: array for name, array in weights.items() if f"{group.label}.{name}" in self.function.settled}
+        stacked = {name: array for name, array in weights.items() if name not in whole}, *rest
         if part != (0, group.stop - group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
         given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in slots}
-        last, (passed, gives) = lax.scan(step, carry, (stacked, given))
+        layer = jnp.arange(*part) if whole else None
+        last, (passed, gives) = lax.scan(step, carry, (stacked, given, layer))
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 
     def _fills(self, run: Run, specs: list) -> list[int]:

@@ -11,8 +11,18 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from ...bridge import Decisions, Tensor, deciding, decomposing, environment, on_device, quiet_integers, unpacked
-from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, named
+from ...bridge import (
+    Decisions,
+    Tensor,
+    deciding,
+    decomposing,
+    environment,
+    lying,
+    on_device,
+    quiet_integers,
+    unpacked,
+)
+from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, axes_of, named
 from ...common import notices
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
@@ -48,7 +58,7 @@ class PureFunction:
 
     Args:
         spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
-        specs: spec of each weight while it computes, by its key; groups' keys start with the group's label. `packed`: those that are stored so.
+        specs: spec of each weight while it computes, by its key; groups' keys start with the group's label. `settled`: those that lie so already. `packed`: those that are stored so.
         attention: settings of the trace, the mesh among them; `settings`: of each block, read once.
         kept, kind: a cache that the module has, and the call's kind of step: its tensors are the last inputs, what it gives the last outputs.
         branches: how many calls are side by side in the batch.
@@ -70,6 +80,7 @@ class PureFunction:
     branches: int = 1
     part: bool = False
     values: Callable | None = None
+    settled: frozenset[str] = frozenset()
     packed: dict[str, Packed] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
 
@@ -199,12 +210,15 @@ class PureFunction:
             own.update((name.removeprefix(f"{label}."), single.pop(name)) for name in names)
         return stacked, single
 
-    def gathered(self, key: str, array) -> Tensor:
-        """A weight whole on every chip, but for the axes that it is computed on."""
+    def gathered(self, key: str, array, layers: tuple | None = None) -> Tensor:
+        """A weight whole on every chip, but for the axes that it is computed on. `layers`: the stack that it is a layer of, and which."""
         there = named(self.attention.mesh, self.specs[key])
         whole = array if halo_shards() is not None else jax.lax.with_sharding_constraint(array, there)
         whole = jax.block_until_ready(whole) if environment().waits else whole
-        weight = Tensor(whole, environment())
+        weight, spec = Tensor(whole, environment()), self.specs[key]
+        axis = next((n for n, entry in enumerate(spec) if "tp" in axes_of(entry)), None)
+        axis = None if self.attention.mesh.shape["tp"] == 1 else axis
+        weight = weight if axis is layers is None else lying(weight, axis, layers)
         return unpacked(weight, self.packed[key]) if key in self.packed else weight
 
     def layout(self, shapes: list[tuple[int, ...]], names: dict[int, str]) -> list[PartitionSpec | None]:
