@@ -8,6 +8,7 @@ The result is rounded once; what follows is computed in float32 and rounded wher
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -199,7 +200,7 @@ def linear(
     inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
     specs = inputs, P(*over) if layer is None else P(None, *over), P(over[0]), gate_spec, outputs, P()
     operands = x, w, None if summed else b, gate, residual, layer
-    out = found._replace(spec=outputs).run(local, operands, specs)
+    out = replace(found, spec=outputs).run(local, operands, specs)
     return (out.astype(jnp.float32) + b).astype(out.dtype) if summed and b is not None else out
 
 
@@ -208,7 +209,8 @@ def _is_wide(size: int) -> bool:
     return not size % LANES or (size >= LEAST_UNEVEN and not size % (LANES // 2))
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """How the rows of [B, T, C] lie on the chips of `mesh`, each of which has whole ones.
 
     Attributes:

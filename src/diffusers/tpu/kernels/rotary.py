@@ -6,7 +6,7 @@ row of 128 lanes share one: sums over each are products with ones on the matrix 
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from .settings import Settings
 
 
 BLOCK_ROWS = 256
+LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
 TILE_ROWS = 32  # in registers at once, one head of them
 TILE_ROWS_OF_SMALL_HEADS = 64
 
@@ -82,9 +83,9 @@ def by_kernel(
     tp = 1 if settings.mesh is None else settings.mesh.shape["tp"]
     split = tp > 1 and norm.weight.size == dim and x.shape[-1] % (tp * max(dim, LANES)) == 0
     found = rows_over_mesh(x.shape, settings, split) if settings.own_layers and whole else None
-    if found is None or found.rows < found.least:
+    if found is None or found.rows < min(found.least, LEAST_ROWS):
         return None
-    found = found._replace(spec=P(*tuple(found.spec)[:2], "tp")) if split else found
+    found = replace(found, spec=P(*tuple(found.spec)[:2], "tp")) if split else found
     table = P(found.spec[1], None) if found.mesh is not None else P()
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart}

@@ -174,8 +174,9 @@ class PureFunction:
                 yield
 
     def _forward(self, weights: Arrays, args, kwargs):
-        method, call = self.plan.methods.get((type(self.module), self.call.__name__)), self.call
-        if method is not None and getattr(call, "__func__", None) is getattr(type(self.module), call.__name__):
+        cls, call, name = type(self.module), self.call, getattr(self.call, "__name__", "")
+        method = self.plan.methods.get((cls, name)) if self.attention.mesh.size > 1 else None
+        if method is not None and getattr(call, "__func__", None) is getattr(cls, name):
             call = functools.partial(method, self.module)
         output, changed = written(Method(self.module, call), self._swapped(weights), args, kwargs)
         if changed:
