@@ -33,10 +33,7 @@ def table(
     if not wrap:
         made.columns[0].overflow, made.columns[0].min_width = "fold", 20
     for row in rows:
-        if row is None:
-            made.add_section()
-        else:
-            made.add_row(*map(str, row))
+        made.add_section() if row is None else made.add_row(*map(str, row))
     return made
 
 

@@ -218,7 +218,6 @@ class PureFunction:
         whole = jax.block_until_ready(whole) if environment().waits else whole
         weight, spec = Tensor(whole, environment()), self.specs[key]
         axis = next((n for n, entry in enumerate(spec) if "tp" in axes_of(entry)), None)
-        axis = None if self.attention.mesh.shape["tp"] == 1 else axis
         weight = weight if axis is layers is None else lying(weight, axis, layers)
         return unpacked(weight, self.packed[key]) if key in self.packed else weight
 
