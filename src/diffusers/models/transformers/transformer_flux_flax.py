@@ -44,6 +44,7 @@ def _within_range(x):
 PLAN = ModelPlan(
     rules=RULES,
     activation_spec=(TEXT, LATENTS),
+    whole=True,
     batched=(
         "hidden_states",
         "encoder_hidden_states",

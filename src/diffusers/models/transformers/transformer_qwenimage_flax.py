@@ -124,6 +124,7 @@ PLAN = ModelPlan(
         (r"(img|txt)_mod\.1\.weight$", P(STORED, None)),
     ),
     activation_spec=(TEXT, LATENTS),
+    whole=True,
     batched=(
         "hidden_states",
         "encoder_hidden_states",

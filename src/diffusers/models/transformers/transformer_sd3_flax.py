@@ -30,6 +30,7 @@ class JointProcessor(TwoStreamProcessor):
 PLAN = ModelPlan(
     rules=RULES,
     activation_spec=(TEXT, LATENTS),
+    whole=True,
     batched=(
         "hidden_states",
         "encoder_hidden_states",

@@ -65,6 +65,7 @@ class ModelPlan:
             the name of the next block's argument, None for one that the compiler may lay as it likes; `INFERRED`; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.
         parallel: chips share the work of one call, in the plan's own way; true where there is an `activation_spec`.
+        whole: weights are stored as they are computed with while there is room: a call has few tokens, and to gather them takes longer.
         entries: the methods that run on the device.
         decide: bound arguments -> keyword arguments, further ones or other values of given ones: what a forward would read from
             tensor values, passed as static arguments; or inputs of another length that mean the same, so that one program serves.
@@ -80,6 +81,7 @@ class ModelPlan:
     activation_spec: PartitionSpec | tuple[PartitionSpec | None, ...] | Mapping[str, PartitionSpec] | str | None = None
     batched: tuple[str, ...] = ()
     parallel: bool = False
+    whole: bool = False
     entries: tuple[str, ...] = ("forward",)
     decide: Callable[[dict], dict] | None = None
     processors: Mapping[type, Callable] = field(default_factory=dict)
@@ -90,6 +92,7 @@ class ModelPlan:
 
     def __post_init__(self):
         object.__setattr__(self, "parallel", self.parallel or self.activation_spec is not None)
+        object.__setattr__(self, "whole", self.whole or self.activation_spec == INFERRED or self.by_width)
 
     @property
     def by_width(self) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from ...utils import logging
 from ..chips import hosts
 from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
-from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, named
+from ..chips.sharding import STORAGE_AXES, ModelPlan, named
 from ..common.config import TPUConfig
 
 
@@ -71,10 +71,10 @@ Models = dict[str, tuple[torch.nn.Module, ModelPlan]]
 
 
 def tensor_degree(models: Models, chips: int, limit: int | None) -> int:
-    """The least `tp` with which the weights of models that share their work by `INFERRED` specs, and have rules for `tp`, fit a chip beside
-    the others', stored over all `chips`; 1 where none does, or where there is no such model."""
+    """The least `tp` with which the weights of `whole` models that have rules for `tp` fit a chip beside the others', stored over all
+    `chips`; 1 where none does, or where there is no such model."""
     sizes = _sizes(models)
-    split = [name for name, (_, plan) in models.items() if plan.activation_spec == INFERRED and plan.rules]
+    split = [name for name, (_, plan) in models.items() if plan.whole and plan.rules]
     rest = sum(size / chips for name, size in sizes.items() if name not in split)
     degrees = [n for n in range(1, chips + 1) if chips % n == 0] if split and limit is not None else []
     return next((tp for tp in degrees if rest + sum(sizes[name] for name in split) / tp <= limit), 1)
@@ -86,8 +86,7 @@ def _sizes(models: Models) -> dict[str, int]:
 
 
 def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> dict[str, tuple[str, ...]]:
-    """The axes over which each model's weights are stored, by name: all, but of models that share their work by `INFERRED` specs or by
-    the width of maps as few as leave room for the others. What a chip has need not come over the links in every call.
+    """The axes over which each model's weights are stored, by name: all, but of `whole` models as few as leave room for the others.
 
     Args:
         models: with their plans. `lengths`: of the mesh's axes. `limit`: bytes of a chip that weights may take; None: not known.
@@ -101,8 +100,7 @@ def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> d
     def need(axes: dict[str, tuple[str, ...]]) -> float:
         return sum(sizes[name] / chips(name, some) for name, some in axes.items())
 
-    whole = (n for n, (_, plan) in models.items() if plan.activation_spec == INFERRED or plan.by_width)
-    for name in sorted(whole) if limit is not None else ():
+    for name in sorted(n for n, (_, plan) in models.items() if plan.whole and limit is not None):
         choices = ({**found, name: axes} for axes in ((), ("dp",), ("sp",), STORAGE_AXES))
         found = next((one for one in choices if need(one) <= limit), found)
     return found
