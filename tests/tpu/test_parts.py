@@ -68,7 +68,7 @@ def test_a_submodule_that_cannot_be_compiled_runs_while_the_rest_is(chips, name)
         x = torch.randn(2, 4, WIDTH)
         return relative(ours(x, mask), theirs(x, mask))
 
-    assert max(differ() for _ in range(10)) < 1e-6  # both ways of each branch, whatever is drawn
+    assert max(differ() for _ in range(40)) < 1e-6  # both ways of each branch, whatever is drawn
     found = rungs(runner)
     assert {module: found[module] for module in expected} == expected
     assert found | {"": "parts", "first": "compiled"} == found
