@@ -90,13 +90,8 @@ def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
     """Upstream's `apply_rotary_emb` of heads [B, T, N, D] just normed, in the norm's kernel; None: as upstream does it."""
     of, apart = operands(x, rms_norm), use_real_unbind_dim == -2
-    if (
-        of is None
-        or not use_real
-        or sequence_dim != 1
-        or x.ndim != 4
-        or not all(isinstance(t, Tensor) for t in tables)
-    ):
+    as_known = use_real and sequence_dim == 1 and x.ndim == 4
+    if of is None or not as_known or not all(isinstance(t, Tensor) for t in tables):
         return None
     array, weight, eps = of
     cos, sin = (table.jax() for table in tables)

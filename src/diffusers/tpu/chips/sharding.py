@@ -104,7 +104,6 @@ class ModelPlan:
 class Coverage:
     """Which rule took which weights: `bytes_by_rule`, `replicated` (name -> bytes per chip), `stored_bytes_per_chip`."""
 
-    total_bytes: int = 0
     bytes_per_chip: int = 0
     bytes_by_rule: dict[str, int] = field(default_factory=dict)
     replicated: dict[str, int] = field(default_factory=dict)
@@ -165,7 +164,6 @@ def plan_weights(
         spec = default_spec(shape, mesh, everywhere) if spec is None else fit(gathered(spec, inside), shape, mesh)
         specs[name] = spec
         parts = math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
-        coverage.total_bytes += size_bytes
         coverage.bytes_per_chip += size_bytes // parts
         coverage.bytes_by_rule[label] = coverage.bytes_by_rule.get(label, 0) + size_bytes
         if parts == 1 and math.prod(shape) >= LARGE_ELEMENTS and mesh.size > 1:

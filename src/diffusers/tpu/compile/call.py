@@ -118,7 +118,9 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         unread, static = str(error), ()
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
-    batched, batch, bound = (False,) * len(tensors), None, signature.bind(*args, **kwargs).arguments
+    batched, batch, bound = (False,) * len(tensors), None, {}
+    if plan.batched or not signature.parameters.keys().isdisjoint(LATENTS):
+        bound = signature.bind(*args, **kwargs).arguments
     latents = next((bound[name] for name in LATENTS if isinstance(bound.get(name), torch.Tensor)), None)
     images = latents.shape[0] if latents is not None and latents.ndim > 2 else None
     if plan.batched:

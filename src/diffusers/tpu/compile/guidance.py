@@ -46,14 +46,16 @@ class GuidanceBatcher:
 
     def waits(self, call: Call, program: Program) -> bool:
         """Whether the call will be deferred until others come."""
+        if program.branches == 1 or not bridge.environment().active:
+            return False
         beside = len(self.waiting) if self.waiting and self.waiting[0].call.pairs_with(call) else 0
-        return beside + 1 < program.branches and bridge.environment().active
+        return beside + 1 < program.branches
 
     def run(self, call: Call, program: Program) -> list:
         """The call's flat outputs: arrays, or deferred tensors."""
         if self.waiting and not self.waiting[0].call.pairs_with(call):
             self.finish()
-        if not self.waits(call, program):
+        if len(self.waiting) + 1 >= program.branches or not bridge.environment().active:
             return self._execute(program, self.waiting, call)[-1]
         one = Waiting(call, program)
         compute = functools.partial(self._needed, one, self.waiting)

@@ -123,7 +123,9 @@ class Modes:
     @property
     def fallback(self) -> Mode:
         """Of calls that are not compiled."""
-        return Mode.EAGER if self.split is None else Mode.HOST if self.split.host else Mode.SPLIT
+        if self.split is None:
+            return Mode.EAGER
+        return Mode.HOST if self.split.host else Mode.SPLIT
 
     def reasons(self) -> Iterator[str]:
         """Why calls are not compiled."""

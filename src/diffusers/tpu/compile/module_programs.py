@@ -168,11 +168,10 @@ class ModulePrograms(EntryMethods):
         What is found may be a guard, a branch on small inputs whose value joins the key, or a mark of an earlier trace: the search
         goes on with the new key.
         """
-        call.state = self.state_key
+        call.state, values = self.state_key, ()
         branches = branches or (self.branches.side_by_side(call) if bridge.environment().active else 1)
-        values = ()
         while True:
-            call.state, call.guards = self.state_key, values
+            call.guards = values
             kind = (call.key, branches, call.state)
             key = (*kind, values)
             if key in self.modes.eager:
@@ -194,6 +193,7 @@ class ModulePrograms(EntryMethods):
             else:
                 self._know(key, found)
                 values += (_hashable(found.value(lambda number: values_of(call.tensors[number]))),)
+            call.state = self.state_key
 
     def _know(self, key: tuple, guard: bridge.Guard):
         """The guard that follows on the values in the key."""
