@@ -321,9 +321,11 @@ def attach(make_mesh):
     from diffusers.tpu.chips.sharding import ModelPlan
     from diffusers.tpu.common.config import TPUConfig
     from diffusers.tpu.compile.module import CompiledModule
+    from diffusers.tpu.pipelines.attach import Ownership
 
     def attach(module, *degrees, plan=ModelPlan(), **settings):
         runner = CompiledModule(module.eval(), plan, make_mesh(*degrees), TPUConfig(**settings))
+        runner.ownership = Ownership()
         runner.attach()
         return runner
 
