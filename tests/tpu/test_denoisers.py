@@ -145,7 +145,7 @@ def answers(model, given) -> torch.Tensor:
 @pytest.mark.parametrize(
     "made, degrees",
     [
-        slow("chronoedit", (1, 4, 1)), ("flux2", (1, 2, 2)), ("helios", (1, 4, 1)), slow("ltx", (2, 4, 1)), ("ltx2", (1, 4, 1)),
+        slow("chronoedit", (1, 4, 1)), ("flux2", (1, 2, 2)), ("helios", (1, 4, 1)), slow("ltx", (2, 4, 1)), ("ltx2", (1, 2, 2)),
         slow("minimax", (1, 8, 1)), ("flux", (1, 1, 4)),
     ],
 )  # fmt: skip

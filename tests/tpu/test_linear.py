@@ -1,6 +1,7 @@
 """Oracles: float64 for the linear kernel and the rotation, and upstream's own modules in one process for where they are used."""
 
 import copy
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import tiny
 from conftest import relative, slow, wide
 from diffusers import WanTransformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.transformers.transformer_kandinsky6 import apply_rotary
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge
@@ -149,8 +151,20 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     assert relative(jax.jit(run)(x, weight, bias, cos, sin), exact) < 1.02 * relative(twice, exact)
 
 
-@pytest.mark.parametrize("degrees, apart", [(None, False), ((1, 2, 2), False), ((2, 2, 1), True)])
-def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, apart, monkeypatch):
+# Upstream's ways to say it, of heads normed and tables [2, T, D].
+ROTATIONS = {
+    "neighbours": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, sequence_dim=1),
+    "halves": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, use_real_unbind_dim=-2, sequence_dim=1),
+    "matrices": lambda x, norm, tables: apply_rotary(  # each pair's own four numbers
+        norm(x.float()).type_as(x), torch.stack([*tables], -1).reshape(1, x.shape[1], 1, -1, 2, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "degrees, rotation", [(None, "neighbours"), ((1, 2, 2), "neighbours"), ((2, 2, 1), "halves"), ((2, 2, 1), "matrices")]
+)
+def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, rotation, monkeypatch):
     asked, fast = [], rotary.by_kernel
     monkeypatch.setattr(rotary, "by_kernel", lambda *given: asked.append(fast(*given)) or asked[-1])
     norm = torch.nn.RMSNorm(128, eps=1e-6).bfloat16()
@@ -158,21 +172,19 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, a
     x, tables = torch.randn(2, 150, 4, 128).bfloat16(), torch.rand(2, 150, 128)
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
 
-    def run(norm, x, *tables):
-        return apply_rotary_emb(norm(x), tables, use_real_unbind_dim=-2 if apart else -1, sequence_dim=1)
-
     def traced(weight, *arrays):
         with using(settings), bridge.environment():
-            weight, *tensors = (bridge.to_torch(array) for array in (weight, *arrays))
-            made = torch.func.functional_call(norm, {"weight": weight}, (tensors[0],))
-            again = apply_rotary_emb(made + 0, tensors[1:], sequence_dim=1)  # not the norm's own
-            return run(lambda x: made, *tensors).jax(), again.jax()
+            weight, x, *tables = (bridge.to_torch(array) for array in (weight, *arrays))
+            own = functools.partial(torch.func.functional_call, norm, {"weight": weight})
+            again = run(x, lambda x: own(x) + 0, tables)  # not the norm's own
+            return run(x, own, tables).jax(), again.jax()
 
+    run = ROTATIONS[rotation]
     arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (norm.weight, x, *tables)]
     ours, _ = jax.jit(traced)(*arrays)
-    exact = run(copy.deepcopy(norm).double(), x.double(), *tables.double()).detach()
+    exact = run(x.double(), copy.deepcopy(norm).double(), tables.double()).detach()
     assert len(asked) == 1 and asked[0] is not None
-    assert relative(ours, exact) < 1.02 * relative(run(norm, x, *tables).detach(), exact)
+    assert relative(ours, exact) < 1.02 * relative(run(x, norm, tables).detach(), exact)
 
 
 # Upstream's words for what follows a layer, and what the layer does with it: its activation, its gate and residual. None: neither.

@@ -4,7 +4,11 @@
     h + linear(x)                                   h + gate * linear(x)
     (h.float() + linear(x) * gate).to(h.dtype)
 
-Each result on that way remembers of what it was made. Who makes the last one asks the layers' kernel for the whole, which
+and norms with the rotation after them, by upstream's `apply_rotary_emb` or by matrices:
+
+    (matrices * norm(x).reshape(..., D / 2, 1, 2)).sum(-1)
+
+Each result on that way remembers of what it was made. Who makes the last one asks the kernel for the whole, which
 rounds where the single operations round; they are dead code then.
 """
 
@@ -30,7 +34,9 @@ def register(env):
     """Put the layers and what a layer can be followed by into the environment."""
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
-    for overload, follow in ((aten.mul.Tensor, _gated), (aten.add.Tensor, _added)):
+    for function in (aten.view.default, aten._unsafe_view.default):
+        env.override_op_definition(function, reshaped)
+    for overload, *follow in ((aten.mul.Tensor, _gated, _turned), (aten.add.Tensor, _added)):
         operator = functools.partial(_followed, env, env._get_op_or_decomp(overload), follow)
         env.override_op_definition(overload, operator)
 
@@ -89,17 +95,44 @@ def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
 
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
     """Upstream's `apply_rotary_emb` of heads [B, T, N, D] just normed, in the norm's kernel; None: as upstream does it."""
-    of, apart = operands(x, rms_norm), use_real_unbind_dim == -2
-    as_known = use_real and sequence_dim == 1 and x.ndim == 4
-    if of is None or not as_known or not all(isinstance(t, Tensor) for t in tables):
+    of, known = operands(x, rms_norm), use_real and sequence_dim == 1 and all(isinstance(t, Tensor) for t in tables)
+    if of is None or not known or x.shape != of[0].shape:
         return None
-    array, weight, eps = of
-    cos, sin = (table.jax() for table in tables)
-    if not cos.shape == sin.shape == (x.shape[1], x.shape[3]) or weight.shape != cos.shape[1:]:
+    result = _normed_and_rotated(*of, tuple(table.jax() for table in tables), apart=use_real_unbind_dim == -2)
+    return None if result is None else Tensor(result, x._env)
+
+
+def _normed_and_rotated(x: jax.Array, weight, eps, _, tables: tuple[jax.Array, jax.Array], apart: bool = False):
+    """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D]."""
+    known = x.ndim == 4 and all(table.shape == (x.shape[1], x.shape[3]) for table in tables) and weight.shape == x.shape[3:]
+    flat, norm = x.reshape(*x.shape[:2], -1), rotary.Norm(weight, eps)
+    result = rotary.by_kernel(flat, norm, tables, current(), apart) if known else None
+    return None if result is None else result.reshape(x.shape)
+
+
+def _turned(result, pairs, matrices):
+    """Remembers that pairs [..., D / 2, 1, 2] are multiplied by matrices [..., D / 2, 2, 2]: their sums are pairs turned."""
+    if pairs.ndim < 4 or pairs.shape[-2:] != (1, 2) or matrices.shape[-2:] != (2, 2) or result.dtype != torch.float32:
         return None
-    flat = array.reshape(*array.shape[:2], -1)
-    result = rotary.by_kernel(flat, rotary.Norm(weight, eps), (cos, sin), current(), apart)
-    return None if result is None else Tensor(result.reshape(array.shape), x._env)
+    *_, norm = operands(pairs, cast) or (operands(pairs, rms_norm),)
+    norm = norm if norm is not None and pairs.shape == (*norm[0].shape[:-1], norm[0].shape[-1] // 2, 1, 2) else None
+    return made_of(result, _turned, pairs.jax(), matrices.jax(), norm)
+
+
+def summed(plain, x, dim=None, keepdim=False, **kwargs):
+    """The operator; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
+    of = operands(x, _turned)
+    if of is None or dim not in ([-1], [x.ndim - 1]) or keepdim or kwargs:
+        return plain(x, dim, keepdim, **kwargs)
+    pairs, matrices, norm = of
+    heads = pairs.reshape(*pairs.shape[:-3], -1)
+    tables = matrices[..., 0, 0], matrices[..., 1, 1], -matrices[..., 0, 1], matrices[..., 1, 0]
+    own, other = (jnp.stack(two, -1).reshape(*matrices.shape[:-3], -1) for two in (tables[:2], tables[2:]))
+    result = None
+    if norm is not None and own.ndim == 4 and own.shape[0] == own.shape[2] == 1:
+        result = _normed_and_rotated(*norm, (own[0, :, 0], other[0, :, 0]))
+    result = rotary.rotate_pairs(heads, own, other) if result is None else result.astype(jnp.float32)
+    return Tensor(result.reshape(*heads.shape[:-1], -1, 2), x._env)
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
@@ -108,13 +141,21 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
     array = input.jax()
     x, eps = array.astype(jnp.float32), torch.finfo(input.dtype).eps if eps is None else eps
     result = affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
-    return result if weight is None or len(axes) > 1 else made_of(result, rms_norm, array, weight.jax(), eps)
+    widened = operands(input, cast)
+    of = array, weight if weight is None else weight.jax(), eps, widened and widened[0]
+    return result if weight is None or len(axes) > 1 else made_of(result, rms_norm, *of)
 
 
 def last_axes(input, shape) -> tuple[int, ...]:
     if tuple(input.shape[-len(shape) :]) != tuple(shape):
         raise NotTaken
     return tuple(range(-len(shape), 0))
+
+
+def reshaped(x, shape):
+    """The operator; of what was normed it is still known, for pairs of its entries."""
+    result, of = Tensor(x.jax().reshape(shape), x._env), operands(x, rms_norm)
+    return result if of is None else made_of(result, rms_norm, *of)
 
 
 def affine(input, x: jax.Array, weight, bias, trailing: int = 0):
@@ -155,11 +196,14 @@ def cast(x, result):
     """
     if not (isinstance(x, Tensor) and isinstance(result, Tensor)) or x.dtype == result.dtype:
         return result
-    narrow, _ = operands(x, cast) or (None, None)
+    narrow, *_ = operands(x, cast) or (None,)
     if narrow is not None and narrow.dtype == result.jax().dtype:
         return Tensor(narrow, result._env)
+    norm = operands(x, rms_norm)
     if _holds(result.jax().dtype, x.jax().dtype):
-        return made_of(result, cast, x.jax(), operands(x, linear))
+        return made_of(result, cast, x.jax(), operands(x, linear), norm)
+    if norm is not None and norm[-1] is not None and norm[-1].dtype == result.jax().dtype:
+        return made_of(result, rms_norm, norm[-1], *norm[1:3], None)
     total = operands(x, _added)
     whole = _again(*total) if total is not None and result.dtype == torch.bfloat16 else None
     return result if whole is None else Tensor(whole, result._env)
@@ -174,8 +218,8 @@ def _holds(wide, narrow) -> bool:
     return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
 
 
-def _followed(env, operator, follow, x, y, **kwargs):
-    """torchax's operator of two tensors, and what `follow` makes of its result and the two. Of two truths it is one, as torch's."""
+def _followed(env, operator, follows, x, y, **kwargs):
+    """torchax's operator of two tensors, and what one of `follows` makes of its result and the two. Of two truths it is one, as torch's."""
     if operator.is_jax_function:
         arrays, named = env.t2j_iso(((x, y), kwargs))
         result = env.j2t_iso(operator.func(*arrays, **named))
@@ -185,7 +229,7 @@ def _followed(env, operator, follow, x, y, **kwargs):
         return Tensor(result.jax() != 0, env)
     if kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return result
-    followed = (follow(result, *pair) for pair in ((x, y), (y, x)))
+    followed = (follow(result, *pair) for follow in follows for pair in ((x, y), (y, x)))
     return next((tensor for tensor in followed if tensor is not None), result)
 
 
@@ -195,7 +239,7 @@ def _is_truth(x) -> bool:
 
 def _gated(result, x, gate):
     """Remembers that x is a layer's output, and the gate one for all tokens: [B, 1, N]."""
-    layer = operands(x, linear) or (operands(x, cast) or (None, None))[1]
+    layer = operands(x, linear) or (operands(x, cast) or (None, None, None))[1]
     if layer is None or gate.ndim != 3 or x.ndim != 3 or gate.shape[1] != 1 or gate.shape[2] != x.shape[2]:
         return None
     return made_of(result, _gated, layer, gate.jax().astype(result.jax().dtype)) if result.shape == x.shape else None
@@ -207,7 +251,7 @@ def _added(result, x, residual):
     if layer is None or result.shape != x.shape or residual.shape != x.shape:
         return None
     if result.dtype == torch.float32:
-        narrow, _ = operands(residual, cast) or (None, None)
+        narrow, *_ = operands(residual, cast) or (None,)
         return None if narrow is None else made_of(result, _added, layer, gate, narrow)
     whole = _again(layer, gate, residual.jax())
     return None if whole is None else Tensor(whole, result._env)

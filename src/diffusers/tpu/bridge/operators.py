@@ -51,6 +51,7 @@ def register(env):
         *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype),
     ):
         ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
+    ours[aten.sum.dim_IntList] = functools.partial(layers.summed, ours[aten.sum.dim_IntList])
     for function, operator in ours.items():
         env.override_op_definition(function, operator)
     indexing.register(env, over)
@@ -255,5 +256,5 @@ def softmax(x, dim, dtype=None):
 
 
 def type_as(self, other):
-    """A new tensor in other's dtype. torchax changes `self` in place, and with it every other name of the tensor."""
-    return layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
+    """The tensor in other's dtype, a new one if that is another. torchax changes `self` in place, and with it every other name of it."""
+    return self if self.dtype == other.dtype else layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))

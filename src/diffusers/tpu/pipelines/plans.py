@@ -104,9 +104,8 @@ def _without_cache(arguments: dict) -> dict:
     return {} if given.get("use_cache") is not None else {"use_cache": False}
 
 
-# Plans from what upstream's classes declare: which blocks are repeated, between which the sequence lies over `sp`, and
-#
-#    _tp_plan    {glob of a linear layer: by columns, by rows}          its outputs or its inputs, over `tp`
+# Plans from what upstream's classes declare: which blocks are repeated, between which the sequence lies over `sp`, and `_tp_plan`, a
+# style by the glob of a linear layer: "colwise", its outputs lie over `tp`; "rowwise", its inputs.
 
 
 # Of a linear layer's weight [out, in] and bias.
@@ -123,14 +122,32 @@ def declared_plan(module: torch.nn.Module) -> ModelPlan:
     # Lists of the model's own: not those between a UNet's maps.
     lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
     by_blocks = any(type(block).__name__ in repeated for blocks in lists for block in blocks)
-    return ModelPlan(
-        rules=_declared_rules(module), packed=_declared_packed(module), activation_spec=INFERRED if by_blocks else None
-    )
+    declared = getattr(module, "_tp_plan", None) or (_in_and_out(module) if by_blocks else {})
+    rules, packed = _declared_rules(module, declared), _declared_packed(module, declared)
+    return ModelPlan(rules=rules, packed=packed, activation_spec=INFERRED if by_blocks else None)
 
 
-def _declared_rules(module: torch.nn.Module) -> Rules:
+def _in_and_out(module: torch.nn.Module) -> dict:
+    """`_tp_plan` of a model without one: layers into the heads of an attention or the width of a feed-forward, and those out of it."""
+    found = {}
+    for name, part in module.named_modules():
+        layers = {key: layer for key, layer in part.named_modules() if isinstance(layer, torch.nn.Linear)}
+        if "to_q" in layers:
+            outward = [key for key in layers if key in ("to_out.0", "to_add_out")]
+            inward = [key for key in layers if re.fullmatch("(to|add)_[qkv](_proj)?", key)]
+        else:
+            outward = [key for key, layer in layers.items() if layer.in_features > layer.out_features]
+            inward = [key for key in layers if key not in outward]
+        widths = {layers[key].in_features for key in outward}
+        times = {key: layers[key].out_features / min(widths) for key in inward} if len(widths) == 1 else {}
+        if times and all(n in (1, 2) for n in times.values()):
+            styles = {key: "colwise" if n == 1 else PackedColwiseParallel([1, 1]) for key, n in times.items()}
+            found |= {f"{name}.{key}": style for key, style in {**styles, **dict.fromkeys(outward, "rowwise")}.items()}
+    return {re.sub(r"\.\d+\.", ".*.", name, count=1): style for name, style in found.items()}
+
+
+def _declared_rules(module: torch.nn.Module, declared: dict) -> Rules:
     """A rule for each kind of weight that is declared split over `tp`; only of weights that the module has."""
-    declared = getattr(module, "_tp_plan", None) or {}
     names, rules = {name for name, _ in module.named_parameters()}, []
     for style, specs in STYLES.items():
         globs = [glob for glob, what in declared.items() if PACKED.get(type(what), what) == style]
@@ -142,9 +159,9 @@ def _declared_rules(module: torch.nn.Module) -> Rules:
     return tuple(rules)
 
 
-def _declared_packed(module: torch.nn.Module) -> dict[str, Packed]:
+def _declared_packed(module: torch.nn.Module, declared: dict) -> dict[str, Packed]:
     """The projections in one weight, by its name: their proportions are the style's, or the layer's own."""
-    declared, found = getattr(module, "_tp_plan", None) or {}, {}
+    found = {}
     packed = {glob: style for glob, style in declared.items() if type(style) in PACKED}
     for name, layer in module.named_modules() if packed else ():
         style = next((style for glob, style in packed.items() if fnmatch.fnmatch(name, glob)), None)
