@@ -55,7 +55,7 @@ def turned(x: np.ndarray, angle: np.ndarray, apart: bool = False) -> np.ndarray:
     return np.stack([found.real, found.imag], -2 if apart else -1).reshape(x.shape)
 
 
-@pytest.mark.parametrize("activation, bias", [("", True), ("gelu_tanh", False), ("silu", True)])
+@pytest.mark.parametrize("activation, bias", [("", True), ("gelu_tanh", False), ("gelu", False), ("silu", True)])
 def test_any_number_of_rows(activation, bias):
     """Odd rows, half lanes, a last block of columns that is not full; both round once before and once after the activation."""
     rng = np.random.default_rng()
@@ -191,7 +191,7 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, r
 FOLLOWING = {
     "silu": (lambda y, h, g: F.silu(y), ["silu", False, False]),
     "gelu_tanh": (lambda y, h, g: F.gelu(y, approximate="tanh"), ["gelu_tanh", False, False]),
-    "gelu": (lambda y, h, g: F.gelu(y), None),
+    "gelu": (lambda y, h, g: F.gelu(y), ["gelu", False, False]),
     "wan": (lambda y, h, g: (h.float() + y * g).type_as(h), ["", True, True]),
     "wan's feed-forward": (lambda y, h, g: (h.float() + y.float() * g).type_as(h), ["", True, True]),
     "cross-attention": (lambda y, h, g: h + y, ["", False, True]),

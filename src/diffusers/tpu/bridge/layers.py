@@ -22,6 +22,7 @@ from torchax.tensor import Tensor
 
 from ..chips.sharding import Packed
 from ..kernels import rotary
+from ..kernels.linear import ACTIVATIONS as COMPUTED
 from ..kernels.linear import linear as fast_linear
 from ..kernels.settings import current
 from .on_host import NotTaken
@@ -174,18 +175,21 @@ def check_kinds(*arrays: jax.Array):
         raise NotTaken
 
 
-ACTIVATIONS = {  # to names of `linear.ACTIVATIONS`
+ACTIVATIONS = {  # to names of `COMPUTED`
     aten.silu.default: lambda: "silu",
-    aten.gelu.default: lambda *, approximate="none": "gelu_tanh" if approximate == "tanh" else "",
+    aten.gelu.default: lambda *, approximate="none": "gelu_tanh" if approximate == "tanh" else "gelu",
 }
 
 
 def activated(overload, plain, x, *args, **kwargs):
     """The operator, by `linear` itself where its input comes from there and the kernel has such an activation."""
     layer, activation = operands(x, linear), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
-    if layer is None or not activation:
-        return plain(x, *args, **kwargs)
-    return Tensor(_again(layer, activation=activation), x._env)
+    if layer is not None and activation:
+        return Tensor(_again(layer, activation=activation), x._env)
+    if activation == "gelu" and x.dtype == torch.bfloat16:
+        array = x.jax()
+        return Tensor(COMPUTED[activation](array.astype(jnp.float32)).astype(array.dtype), x._env)
+    return plain(x, *args, **kwargs)
 
 
 def cast(x, result):

@@ -33,6 +33,12 @@ DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB
 SHORT = 2e-5  # seconds of a layer for which the compiler would take up to a minute, with what comes before it in one loop (SD 1.5)
 LEAST_UNEVEN = 2 * LANES  # columns or depth that are not whole lanes but half of them: of less most would be padding
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
+# Of log(cdf(-x)) of the normal distribution by powers of x from 0 to 13.5, where it is zero in float32: least squares,
+# reweighted to equal errors; the cdf is within 1e-5 of itself up to 5, within 1.1e-4 beyond.
+LOG_CDF = (
+    -0.6931472, -0.7980204, -0.3175716, -0.03774508, 0.006144374, -0.0007380667, 6.192494e-05, -3.39091e-06, 1.080171e-07,
+    -1.51024e-09,
+)  # fmt: skip
 
 
 def _gelu_tanh(x):
@@ -40,7 +46,15 @@ def _gelu_tanh(x):
     return x / (1 + jnp.exp(-SQRT_8_OVER_PI * (x + 0.044715 * x * x * x)))
 
 
-ACTIVATIONS = {"": lambda x: x, "gelu_tanh": _gelu_tanh, "silu": lambda x: x / (1 + jnp.exp(-x))}
+def _gelu(x):
+    # x cdf(x) is max(x, 0) - |x| cdf(-|x|): one exponential and no division, a third of an error function's operations
+    size = jnp.minimum(jnp.abs(x), 13.5)
+    log = functools.reduce(lambda total, factor: total * size + factor, LOG_CDF[::-1])
+    return jnp.maximum(x, 0) - size * jnp.exp(log)
+
+
+# In float32, for results that are rounded to bfloat16.
+ACTIVATIONS = {"": lambda x: x, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": lambda x: x / (1 + jnp.exp(-x))}
 
 
 class Blocks(NamedTuple):
