@@ -64,15 +64,18 @@ class Blocks(NamedTuple):
     columns: int
 
 
-def choose(rows: int, columns: int, depth: int, generation: str | None = None, residual=False) -> Blocks | None:
-    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it, in a layer that is not `SHORT`.
+def choose(
+    rows: int, columns: int, depth: int, generation: str | None = None, residual=False, patient=False
+) -> Blocks | None:
+    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it, in a layer
+    that is not `SHORT` and nothing makes `patient`.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
     """
     chip, found, results = chip_of(generation), [], 2 if residual else 1
     depth = round_up(depth, LANES)
-    patient = rows < LEAST_ROWS or 2 * rows * columns * depth < SHORT * chip.flops
+    patient = patient or rows < LEAST_ROWS or 2 * rows * columns * depth < SHORT * chip.flops
     for count in range(1, columns // LANES + 1):
         width = round_up(-(-columns // count), LANES)
         for height in (1024, 768, 512, 256):
@@ -186,7 +189,8 @@ def linear(
     followed = activation or gate is not None or residual is not None
     if (max(parts) > 1 and (gate is not None or residual is not None)) or (parts[1] > 1 and followed):
         return None
-    blocks = choose(found.rows, columns, depth, settings.generation, residual is not None)
+    # The compiler's sums of several chips are exchanged in float32.
+    blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, patient=parts[1] > 1)
     if blocks is None or found.rows < found.least or not (_is_wide(columns) and _is_wide(depth)):
         return None
 
