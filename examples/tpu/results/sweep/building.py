@@ -70,7 +70,8 @@ def small(make: Callable[[], torch.nn.Module], cls: type) -> torch.nn.Module:
             raise TypeError(
                 f"expected a tiny model, got {numbers / 1e6:.0f} million parameters: of {cls.__name__} too little is known"
             )
-    return filled(make())
+    with torch.no_grad():  # a weight that is computed of others (weight_norm) is copied then
+        return filled(make())
 
 
 def filled(model: torch.nn.Module) -> torch.nn.Module:
@@ -142,6 +143,13 @@ def qwen_vl_processor():
         setattr(processor, f"{kind}_token", f"<|{kind}_pad|>")
         setattr(processor, f"{kind}_token_id", parts.id_of(f"<|{kind}_pad|>"))
     return processor
+
+
+def glm_image_processor():
+    tokenizer = parts.chat_tokenizer()
+    tokenizer.image_token, tokenizer.bos_token = "<|image_pad|>", "<bos>"
+    tokenizer.grid_bos_token, tokenizer.grid_eos_token = "<|vision_start|>", "<|vision_end|>"
+    return transformers.GlmImageProcessor(transformers.GlmImageImageProcessorPil(), tokenizer, parts.CHAT)
 
 
 def clip_by_example():
@@ -260,6 +268,8 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
         change = changes.get(key, {} if parameter.default is parameter.empty else parameter.default)
         made[key] = component(hints[key], change)
     pipe = cls(**made)
+    if getattr(pipe, "default_sample_size", None) == 128:  # of some the area, whatever is asked
+        pipe.default_sample_size = SIZE // 8
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -309,6 +319,10 @@ def argument(value, *size: int):
     return value
 
 
+def edit_prompt(*_) -> str:
+    return json.dumps({"short_description": PROMPTS[0], "edit_instruction": "make it blue"})
+
+
 def noise_image(seed: int, height: int, width: int) -> PIL.Image.Image:
     return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
@@ -316,6 +330,10 @@ def noise_image(seed: int, height: int, width: int) -> PIL.Image.Image:
 def noise_mask(seed: int, height: int, width: int) -> PIL.Image.Image:
     """White where a picture is to be made anew."""
     return noise_image(seed + 1, height, width).convert("L").point(lambda value: 255 * (value > 127))
+
+
+def latent_mask(seed: int, height: int, width: int) -> PIL.Image.Image:
+    return noise_mask(seed, height // 8, width // 8)
 
 
 def noise_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
