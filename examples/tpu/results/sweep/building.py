@@ -14,6 +14,7 @@ import inspect
 import json
 import re
 import sys
+import tempfile
 import types
 import typing
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import transformers
 import diffusers
 import tiny as parts
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, SchedulerMixin
+from diffusers.pipelines.deprecated.blip_diffusion.modeling_blip2 import Blip2QFormerModel
 from diffusers.pipelines.deprecated.paint_by_example.image_encoder import PaintByExampleImageEncoder
 from diffusers.pipelines.kolors.text_encoder import ChatGLMModel
 from diffusers.pipelines.latent_diffusion.pipeline_latent_diffusion import LDMBertModel  # noqa: F401
@@ -150,6 +152,13 @@ def glm_image_processor():
     tokenizer.image_token, tokenizer.bos_token = "<|image_pad|>", "<bos>"
     tokenizer.grid_bos_token, tokenizer.grid_eos_token = "<|vision_start|>", "<|vision_end|>"
     return transformers.GlmImageProcessor(transformers.GlmImageImageProcessorPil(), tokenizer, parts.CHAT)
+
+
+def blip_qformer():
+    """Upstream's reads the files of a BERT tokenizer."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat")))
+    return of_transformers(Blip2QFormerModel, tokenizer=str(folder))
 
 
 def clip_by_example():
