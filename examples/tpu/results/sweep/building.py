@@ -186,6 +186,13 @@ def prior():
     return made
 
 
+def protein_vae():
+    """Every token may be every residue, and a residue has every atom."""
+    residues, kinds = 147, 7
+    tables = {"atom37_mask": [[True] * 37] * residues, "allowed_residue_types": [[True] * residues] * kinds}
+    return tiny(diffusers.RFD4ProteinaAutoencoder, **tables)
+
+
 def target_properties():
     return {"target_names": ["albedo", "roughness"]}
 
@@ -356,6 +363,26 @@ def small_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
 def embeds(seed: int, height: int, width: int, *shape: int) -> torch.Tensor:
     """What an encoder or another pipeline would have made."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(seed: int, height: int, width: int, most: int, *shape: int) -> torch.Tensor:
+    return torch.randint(most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def flags(seed: int, height: int, width: int, number: int, *shape: int) -> torch.Tensor:
+    return torch.full(shape, bool(number))
+
+
+def of_residues(*given: int) -> dict:
+    """What is asked of a protein of so many residues: its sequence and which atoms take part in what."""
+    *size, count = given
+    whole = ("molecule_iid", "molecule_entity_id", "condition_index-group_1_token", "condition_sequence_1_residue")
+    atoms = ("hbond", "pistack", "pication", "saltbridge", "hydrophobic", "metal-coord")
+    return {
+        **{name: numbers(*size, 1, 1, count) for name in whole},
+        **{f"condition_{name}_1_atom": numbers(*size, 2, 1, count, 37) for name in atoms},
+        "token_bond_path_length": numbers(*size, 8, 1, count, count),
+    }
 
 
 def scaled(seed: int, height: int, width: int, numerator: int, denominator: int = 1) -> int:
