@@ -42,14 +42,20 @@ LARGEST = 10_000_000  # parameters
 
 
 def tiny(cls: type, **changes) -> torch.nn.Module:
-    """A tiny model of this class with random weights; `changes` are what it is given beside what its class and names say."""
+    """A tiny model of this class with random weights; `changes` are what it is given beside what its class and names say.
+
+    What it does not take of them stands in its configuration alone, as upstream keeps what a published one says too much.
+    """
     takes = inspect.signature(cls.__init__).parameters
+    unread = {name: changes.pop(name) for name in changes.keys() - takes.keys()}
     of_class = BY_CLASS.get(cls.__name__, {})  # several share what some of them do not take
     wanted = {**{name: value for name, value in of_class.items() if name in takes}, **changes}
     for name, parameter in takes.items():
         if name in BY_NAME and parameter.default is not None:  # None: off
             wanted.setdefault(name, BY_NAME[name])
-    return small(lambda: cls(**wanted).eval(), cls)
+    made = small(lambda: cls(**wanted).eval(), cls)
+    made.register_to_config(**unread)
+    return made
 
 
 def of_transformers(cls: type, **changes) -> torch.nn.Module:
