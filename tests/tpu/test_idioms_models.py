@@ -297,3 +297,6 @@ def test_gradients_are_refused_and_a_forgotten_no_grad_is_as_upstream(pipe):
     pipe.transformer.requires_grad_(False)
     assert not pipe.transformer(**given)[0].requires_grad
     pipe.transformer.requires_grad_(True)
+    tpu.install(pipe, tpu.TPUConfig(host=("transformer",)))
+    pipe.transformer(**inputs(hidden_states=x))[0].sum().backward()
+    assert x.grad.any()

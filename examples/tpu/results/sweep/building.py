@@ -14,6 +14,7 @@ import inspect
 import json
 import re
 import sys
+import tempfile
 import types
 import typing
 from collections.abc import Callable
@@ -27,6 +28,7 @@ import transformers
 import diffusers
 import tiny as parts
 from diffusers import DiffusionPipeline, ModelMixin, ModularPipeline, SchedulerMixin
+from diffusers.pipelines.deprecated.blip_diffusion.modeling_blip2 import Blip2QFormerModel
 from diffusers.pipelines.deprecated.paint_by_example.image_encoder import PaintByExampleImageEncoder
 from diffusers.pipelines.kolors.text_encoder import ChatGLMModel
 from diffusers.pipelines.latent_diffusion.pipeline_latent_diffusion import LDMBertModel  # noqa: F401
@@ -40,14 +42,20 @@ LARGEST = 10_000_000  # parameters
 
 
 def tiny(cls: type, **changes) -> torch.nn.Module:
-    """A tiny model of this class with random weights; `changes` are what it is given beside what its class and names say."""
+    """A tiny model of this class with random weights; `changes` are what it is given beside what its class and names say.
+
+    What it does not take of them stands in its configuration alone, as upstream keeps what a published one says too much.
+    """
     takes = inspect.signature(cls.__init__).parameters
+    unread = {name: changes.pop(name) for name in changes.keys() - takes.keys()}
     of_class = BY_CLASS.get(cls.__name__, {})  # several share what some of them do not take
     wanted = {**{name: value for name, value in of_class.items() if name in takes}, **changes}
     for name, parameter in takes.items():
         if name in BY_NAME and parameter.default is not None:  # None: off
             wanted.setdefault(name, BY_NAME[name])
-    return small(lambda: cls(**wanted).eval(), cls)
+    made = small(lambda: cls(**wanted).eval(), cls)
+    made.register_to_config(**unread)
+    return made
 
 
 def of_transformers(cls: type, **changes) -> torch.nn.Module:
@@ -70,7 +78,8 @@ def small(make: Callable[[], torch.nn.Module], cls: type) -> torch.nn.Module:
             raise TypeError(
                 f"expected a tiny model, got {numbers / 1e6:.0f} million parameters: of {cls.__name__} too little is known"
             )
-    return filled(make())
+    with torch.no_grad():  # a weight that is computed of others (weight_norm) is copied then
+        return filled(make())
 
 
 def filled(model: torch.nn.Module) -> torch.nn.Module:
@@ -144,6 +153,20 @@ def qwen_vl_processor():
     return processor
 
 
+def glm_image_processor():
+    tokenizer = parts.chat_tokenizer()
+    tokenizer.image_token, tokenizer.bos_token = "<|image_pad|>", "<bos>"
+    tokenizer.grid_bos_token, tokenizer.grid_eos_token = "<|vision_start|>", "<|vision_end|>"
+    return transformers.GlmImageProcessor(transformers.GlmImageImageProcessorPil(), tokenizer, parts.CHAT)
+
+
+def blip_qformer():
+    """Upstream's reads the files of a BERT tokenizer."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / "vocab.txt").write_text("\n".join(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat")))
+    return of_transformers(Blip2QFormerModel, tokenizer=str(folder))
+
+
 def clip_by_example():
     config = transformers.CLIPVisionConfig(
         hidden_size=parts.WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14,
@@ -167,6 +190,13 @@ def prior():
     made = tiny(diffusers.PriorTransformer)
     made.clip_std.data.fill_(0.5)
     return made
+
+
+def protein_vae():
+    """Every token may be every residue, and a residue has every atom."""
+    residues, kinds = 147, 7
+    tables = {"atom37_mask": [[True] * 37] * residues, "allowed_residue_types": [[True] * residues] * kinds}
+    return tiny(diffusers.RFD4ProteinaAutoencoder, **tables)
 
 
 def target_properties():
@@ -260,6 +290,8 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
         change = changes.get(key, {} if parameter.default is parameter.empty else parameter.default)
         made[key] = component(hints[key], change)
     pipe = cls(**made)
+    if getattr(pipe, "default_sample_size", None) == 128:  # of some the area, whatever is asked
+        pipe.default_sample_size = SIZE // 8
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
@@ -309,6 +341,10 @@ def argument(value, *size: int):
     return value
 
 
+def edit_prompt(*_) -> str:
+    return json.dumps({"short_description": PROMPTS[0], "edit_instruction": "make it blue"})
+
+
 def noise_image(seed: int, height: int, width: int) -> PIL.Image.Image:
     return PIL.Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
@@ -316,6 +352,10 @@ def noise_image(seed: int, height: int, width: int) -> PIL.Image.Image:
 def noise_mask(seed: int, height: int, width: int) -> PIL.Image.Image:
     """White where a picture is to be made anew."""
     return noise_image(seed + 1, height, width).convert("L").point(lambda value: 255 * (value > 127))
+
+
+def latent_mask(seed: int, height: int, width: int) -> PIL.Image.Image:
+    return noise_mask(seed, height // 8, width // 8)
 
 
 def noise_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
@@ -329,6 +369,26 @@ def small_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
 def embeds(seed: int, height: int, width: int, *shape: int) -> torch.Tensor:
     """What an encoder or another pipeline would have made."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(seed: int, height: int, width: int, most: int, *shape: int) -> torch.Tensor:
+    return torch.randint(most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def flags(seed: int, height: int, width: int, number: int, *shape: int) -> torch.Tensor:
+    return torch.full(shape, bool(number))
+
+
+def of_residues(*given: int) -> dict:
+    """What is asked of a protein of so many residues: its sequence and which atoms take part in what."""
+    *size, count = given
+    whole = ("molecule_iid", "molecule_entity_id", "condition_index-group_1_token", "condition_sequence_1_residue")
+    atoms = ("hbond", "pistack", "pication", "saltbridge", "hydrophobic", "metal-coord")
+    return {
+        **{name: numbers(*size, 1, 1, count) for name in whole},
+        **{f"condition_{name}_1_atom": numbers(*size, 2, 1, count, 37) for name in atoms},
+        "token_bond_path_length": numbers(*size, 8, 1, count, count),
+    }
 
 
 def scaled(seed: int, height: int, width: int, numerator: int, denominator: int = 1) -> int:

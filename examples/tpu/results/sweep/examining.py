@@ -78,6 +78,7 @@ def check(results: list[np.ndarray]):
 def described(pipe) -> dict:
     state = installation(pipe)
     eager = {name: runner.eager for name, runner in state.runners.items() if runner.eager}
+    eager |= {name: ["it stays on the host"] for name in state.held if name not in state.runners}
     ran = {name for name, runner in state.runners.items() if runner.programs or runner.eager}
     planned = state.original.__name__ in PIPELINES
     status = "partly" if eager else "planned" if planned else "compiled"

@@ -231,11 +231,11 @@ def run_pipeline(pipe, arguments: dict, seed: int) -> list[np.ndarray]:
 
 
 def values_of(output) -> list[np.ndarray]:
-    """Arrays of numbers, tensors and pictures in what a pipeline returns, in order."""
+    """Arrays of numbers, tensors, of tokens too, and pictures in what a pipeline returns, in order."""
     if isinstance(output, PIL.Image.Image):
         return [np.asarray(output, np.float32) / 255]
     if isinstance(output, torch.Tensor):
-        output = output.detach().float().cpu().numpy() if output.is_floating_point() else None
+        output = output.detach().float().cpu().numpy() if output.dtype != torch.bool else None
     if isinstance(output, np.ndarray):
         return [output] if np.issubdtype(output.dtype, np.floating) else []
     output = [*output.values()] if isinstance(output, dict) else output

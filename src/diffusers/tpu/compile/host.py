@@ -62,7 +62,8 @@ class EntryMethods:
         env = bridge.environment()
         settled(list(self.module.parameters()), list(self.module.buffers()))
         args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, env.host, (args, kwargs))
-        with env.left(), torch.inference_mode(False), torch.no_grad():
+        differentiable = torch.is_grad_enabled() and not env.active  # not within a call of the chips' own
+        with env.left(), torch.inference_mode(False), torch.set_grad_enabled(differentiable):
             output = self.original(name)(*args, **kwargs)
         if not env.active:
             return output

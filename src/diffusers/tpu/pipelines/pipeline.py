@@ -50,6 +50,7 @@ def install(pipe, config: TPUConfig | None = None):
     modules = modules_of(pipe)
     wanted = config if config is not None else taken_over(pipe, modules)
     config = attach.resolved(wanted, devices, modules, plan.branches(pipe))
+    config = dataclasses.replace(config, host=tuple(dict.fromkeys((*config.host, *plan.host))))
     if state is not None and config == state.config:
         return pipe
     check(pipe, modules, config)

@@ -31,6 +31,7 @@ class PipelinePlan:
     glue: str = "host"  # "resident" if upstream's loop is known to run on device tensors
     once_per_branch: bool = False  # the denoiser is called once per guidance branch, not with all of them in one batch
     guided_in_batch: bool = False  # it is called with all of them in one batch, which `dp` splits
+    host: tuple[str, ...] = ()  # models that stay on the host: upstream's loop asks for gradients through them
 
     def branches(self, pipe=None) -> int:
         """Guidance branches of a step, which `dp` can hold side by side. A guider says how many; without one two."""
@@ -54,6 +55,7 @@ PIPELINES = {  # of upstream's classes
         RESIDENT: "HunyuanVideo HunyuanVideoImageToVideo HunyuanVideoFramepack HunyuanSkyreelsImageToVideo Flux FluxImg2Img"
         " FluxInpaint FluxKontext FluxKontextInpaint FluxFill FluxControl FluxControlImg2Img FluxControlInpaint FluxControlNet"
         " StableDiffusionXL",
+        PipelinePlan(host=("unet",)): "StableDiffusionAttendAndExcite StableDiffusionPix2PixZero",
     }.items()
     for name in names.split()
 }
