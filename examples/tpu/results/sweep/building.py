@@ -176,6 +176,13 @@ def chat_glm():
     return made
 
 
+def allegro_vae():
+    """Upstream's works in tiles only."""
+    made = tiny(diffusers.AutoencoderKLAllegro)
+    made.enable_tiling()
+    return made
+
+
 def t5_gemma_encoder():
     return of_transformers(transformers.T5GemmaEncoderModel).encoder
 
@@ -275,7 +282,7 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         change = changes.get(key, {} if parameter.default is parameter.empty else parameter.default)
-        made[key] = component(hints[key], change)
+        made[key] = component(hints.get(key), change)
     pipe = cls(**made)
     pipe.set_progress_bar_config(disable=True)
     return pipe
