@@ -70,7 +70,8 @@ def small(make: Callable[[], torch.nn.Module], cls: type) -> torch.nn.Module:
             raise TypeError(
                 f"expected a tiny model, got {numbers / 1e6:.0f} million parameters: of {cls.__name__} too little is known"
             )
-    return filled(make())
+    with torch.no_grad():  # what weight norms compute of weights can be copied then
+        return filled(make())
 
 
 def filled(model: torch.nn.Module) -> torch.nn.Module:
@@ -357,6 +358,11 @@ def small_video(seed: int, height: int, width: int) -> list[PIL.Image.Image]:
 def embeds(seed: int, height: int, width: int, *shape: int) -> torch.Tensor:
     """What an encoder or another pipeline would have made."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def pixels(seed: int, height: int, width: int, channels: int) -> torch.Tensor:
+    """A video as a tensor."""
+    return torch.rand((1, channels, FRAMES, height, width), generator=torch.Generator().manual_seed(seed))
 
 
 def scaled(seed: int, height: int, width: int, numerator: int, denominator: int = 1) -> int:
