@@ -200,6 +200,14 @@ def test_a_value_is_cast_to_the_tensor_it_is_written_into(env, recwarn):
     assert not [w for w in recwarn if "scatter" in str(w.message)]
 
 
+def test_a_value_may_have_more_axes_of_one_entry_than_the_place_it_is_written_to(env):
+    for place, shape in ((1, (1, 4)), ((0, 2), (1,)), (slice(1), (1, 1, 3, 4))):
+        target, value = torch.zeros(2, 3, 4), torch.randn(shape)
+        ours = on_chip(target)
+        ours[place], target[place] = on_chip(value), value
+        assert torch.equal(on_host(ours), target)
+
+
 WRITES = {
     "set": lambda x, mask, value: x.__setitem__(mask, value),
     "put": lambda x, mask, value: x.copy_(torch.index_put(x, (mask,), value)),
