@@ -208,6 +208,15 @@ def test_a_value_may_have_more_axes_of_one_entry_than_the_place_it_is_written_to
         assert torch.equal(on_host(ours), target)
 
 
+def test_vmap_of_device_tensors(env):
+    def rule(row, column, shift):
+        return (row // 3 >= column) & row.new_ones((), dtype=torch.bool) | (column < shift)
+
+    mapped = torch.vmap(torch.vmap(rule, in_dims=(None, 0, None)), in_dims=(0, None, None), out_dims=1)
+    rows, columns, shift = torch.arange(12), torch.arange(5), torch.tensor(2)
+    assert torch.equal(on_host(mapped(on_chip(rows), on_chip(columns), shift)), mapped(rows, columns, shift))
+
+
 WRITES = {
     "set": lambda x, mask, value: x.__setitem__(mask, value),
     "put": lambda x, mask, value: x.copy_(torch.index_put(x, (mask,), value)),

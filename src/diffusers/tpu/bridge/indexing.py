@@ -49,8 +49,8 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
     elif isinstance(value, (bool, int, float)):
         value = self.jax().dtype.type(value)
     key, value = tree_map_only(torch.Tensor, self._env.moved, (key, value))
-    if isinstance(value, torch.Tensor):
-        value = _without_ones(value)
+    while isinstance(value, torch.Tensor) and value.shape[:1] == (1,):  # of which torch takes more than there are places
+        value = value.squeeze(0)
     if (whole := _placed(self, key, value)) is not None:
         if isinstance(self, View):
             self.update(whole)
@@ -88,15 +88,10 @@ def _of_each(x: torch.Tensor, mask, value):
     """
     if not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and isinstance(value, torch.Tensor)):
         return value
-    entry, value = x.shape[mask.ndim :], _without_ones(value)
+    entry = x.shape[mask.ndim :]
+    while value.ndim > len(entry) and value.shape[0] == 1:
+        value = value[0]
     return value.expand(entry) if value.ndim <= len(entry) else value
-
-
-def _without_ones(value: torch.Tensor) -> torch.Tensor:
-    """Without leading axes of one entry: torch takes more of them than there are places; JAX broadcasts no axis away."""
-    while value.ndim and value.shape[0] == 1:
-        value = value.squeeze(0)
-    return value
 
 
 def _index_put(plain, self, indices, values, accumulate=False):
