@@ -41,6 +41,7 @@ OPERATORS = {
     "softmax, functional": (lambda x: F.softmax(x.bfloat16(), dim=-1, dtype=torch.float32), [X], 1e-6),
     "sum of truths": (lambda x, y: x + y, TRUTHS, 0),
     "sum of a truth": (lambda x: True + x[0], TRUTHS[:1], 0),
+    "running sum in place": (lambda x: x.clone().cumsum_(-1), [Y], 1e-6),
     "sum of truths in place": (lambda x, y: x.clone().add_(y), TRUTHS, 0),
     "repeat": (lambda x: x.repeat_interleave(3, dim=1), [Y], 0),
     "repeat, flat": (lambda x: x.repeat_interleave(2), [Y], 0),

@@ -38,6 +38,7 @@ def register(env):
         F.group_norm: group_norm,
         aten.convolution.default: over(_at_its_precision, aten.convolution.default),
         aten._is_all_true.default: is_all_true,
+        aten.cumsum_.default: lambda x, dim, dtype=None: x.copy_(x.cumsum(dim, dtype=dtype)),
         aten._softmax.default: lambda x, dim, half_to_float: softmax(x, dim, torch.float32 if half_to_float else None),
         aten.softmax.int: softmax,
     }
