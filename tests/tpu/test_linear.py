@@ -162,7 +162,8 @@ ROTATIONS = {
 
 
 @pytest.mark.parametrize(
-    "degrees, rotation", [(None, "neighbours"), ((1, 2, 2), "neighbours"), ((2, 2, 1), "halves"), ((2, 2, 1), "matrices")]
+    "degrees, rotation",
+    [(None, "neighbours"), ((1, 2, 2), "neighbours"), ((2, 2, 1), "halves"), ((2, 2, 1), "matrices")],
 )
 def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, rotation, monkeypatch):
     asked, fast = [], rotary.by_kernel

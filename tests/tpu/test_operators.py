@@ -41,6 +41,7 @@ OPERATORS = {
     "softmax, functional": (lambda x: F.softmax(x.bfloat16(), dim=-1, dtype=torch.float32), [X], 1e-6),
     "sum of truths": (lambda x, y: x + y, TRUTHS, 0),
     "sum of a truth": (lambda x: True + x[0], TRUTHS[:1], 0),
+    "running sum in place": (lambda x: x.clone().cumsum_(-1), [Y], 1e-6),
     "sum of truths in place": (lambda x, y: x.clone().add_(y), TRUTHS, 0),
     "repeat": (lambda x: x.repeat_interleave(3, dim=1), [Y], 0),
     "repeat, flat": (lambda x: x.repeat_interleave(2), [Y], 0),
@@ -198,6 +199,23 @@ def test_a_value_is_cast_to_the_tensor_it_is_written_into(env, recwarn):
         target[..., 0::2] = value
         assert torch.equal(on_host(ours), target)
     assert not [w for w in recwarn if "scatter" in str(w.message)]
+
+
+def test_a_value_may_have_more_axes_of_one_entry_than_the_place_it_is_written_to(env):
+    for place, shape in ((1, (1, 4)), ((0, 2), (1,)), (slice(1), (1, 1, 3, 4))):
+        target, value = torch.zeros(2, 3, 4), torch.randn(shape)
+        ours = on_chip(target)
+        ours[place], target[place] = on_chip(value), value
+        assert torch.equal(on_host(ours), target)
+
+
+def test_vmap_of_device_tensors(env):
+    def rule(row, column, shift):
+        return (row // 3 >= column) & row.new_ones((), dtype=torch.bool) | (column < shift)
+
+    mapped = torch.vmap(torch.vmap(rule, in_dims=(None, 0, None)), in_dims=(0, None, None), out_dims=1)
+    rows, columns, shift = torch.arange(12), torch.arange(5), torch.tensor(2)
+    assert torch.equal(on_host(mapped(on_chip(rows), on_chip(columns), shift)), mapped(rows, columns, shift))
 
 
 WRITES = {

@@ -38,7 +38,7 @@ from diffusers.tpu import uninstall
 
 SIZES = json.loads(Path(__file__).with_name("sizes.json").read_text())
 BY_NAME, BY_CLASS = SIZES["by_name"], SIZES["by_class"]
-LARGEST = 10_000_000  # parameters
+LARGEST = 16_000_000  # parameters
 
 
 def tiny(cls: type, **changes) -> torch.nn.Module:
@@ -116,12 +116,25 @@ class Passes:
         return video
 
 
+# Contents are texts, or lists of texts and pictures.
+CHAT_OF_PARTS = parts.CHAT.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
+)
+
+
 def bert_tokenizer(length: int = 77):
     return parts.tokenizer(length, before="<bos>", after="</s>")
 
 
 def llama_tokenizer(length: int = 512):
     return parts.tokenizer(length, before="<bos>")
+
+
+def ending_chat_tokenizer():
+    """Qwen's with its end of a text."""
+    return parts.tokenizer(1024, pad="<|endoftext|>", eos_token="<|im_end|>", chat_template=parts.CHAT)
 
 
 def glm_tokenizer():
@@ -140,12 +153,12 @@ def glm_tokenizer():
     return tokenizer
 
 
-def qwen_vl_processor():
+def qwen_vl_processor(cls: type = transformers.Qwen2_5_VLProcessor, patch_size: int = 14):
     """Of text and pictures, without videos: those want torchvision."""
-    processor = object.__new__(transformers.Qwen2_5_VLProcessor)
-    processor.tokenizer, processor.chat_template = parts.chat_tokenizer(), parts.CHAT
+    processor, pixels = object.__new__(cls), (2 * patch_size) ** 2
+    processor.tokenizer, processor.chat_template = parts.chat_tokenizer(), CHAT_OF_PARTS
     processor.image_processor = transformers.Qwen2VLImageProcessor(
-        patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=56 * 56
+        patch_size=patch_size, merge_size=2, min_pixels=pixels, max_pixels=4 * pixels
     )
     for kind in ("image", "video"):
         setattr(processor, f"{kind}_token", f"<|{kind}_pad|>")
@@ -167,6 +180,10 @@ def blip_qformer():
     return of_transformers(Blip2QFormerModel, tokenizer=str(folder))
 
 
+def qwen3_vl_processor():
+    return qwen_vl_processor(transformers.Qwen3VLProcessor, 16)
+
+
 def clip_by_example():
     config = transformers.CLIPVisionConfig(
         hidden_size=parts.WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14,
@@ -179,6 +196,13 @@ def chat_glm():
     made = of_transformers(ChatGLMModel)
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.1)
+    return made
+
+
+def allegro_vae():
+    """Upstream's works in tiles only."""
+    made = tiny(diffusers.AutoencoderKLAllegro)
+    made.enable_tiling()
     return made
 
 
@@ -288,7 +312,7 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         change = changes.get(key, {} if parameter.default is parameter.empty else parameter.default)
-        made[key] = component(hints[key], change)
+        made[key] = component(hints.get(key), change)
     pipe = cls(**made)
     if getattr(pipe, "default_sample_size", None) == 128:  # of some the area, whatever is asked
         pipe.default_sample_size = SIZE // 8
@@ -297,10 +321,13 @@ def build(name: str, seed: int = 0) -> DiffusionPipeline:
 
 
 def of_blocks(pipe: ModularPipeline, changes: dict) -> ModularPipeline:
-    """The modular pipeline with a tiny one of each component that it would load, not on the TPU path."""
-    specs = [spec for spec in pipe.blocks.expected_components if spec.default_creation_method == "from_pretrained"]
-    made = {spec.name: component(spec.type_hint, changes.get(spec.name, {})) for spec in specs}
-    pipe.update_components(**{name: one for name, one in made.items() if one is not None})
+    """The modular pipeline with a tiny one of each component that it would load or a recipe names, not on the TPU path."""
+    blocks, made = pipe.blocks, {}
+    for spec in blocks.expected_components:
+        if spec.default_creation_method == "from_pretrained" or spec.name in changes:
+            made[spec.name] = component(spec.type_hint, changes.get(spec.name, {}))
+    settings = {one.name: changes[one.name] for one in blocks.expected_configs if one.name in changes}
+    pipe.update_components(**{name: one for name, one in made.items() if one is not None}, **settings)
     pipe.set_progress_bar_config(disable=True)
     return uninstall(pipe)  # the oracle's is this one
 
@@ -318,17 +345,18 @@ def of_small_maps(module):
 
 def arguments(name: str, seed: int = 0, size: int = SIZE, prompt: str = PROMPTS[0]) -> dict:
     """A small call of this pipeline; a generator is not among them."""
-    cls, known = getattr(diffusers, name), {}
+    cls, known, (_, call) = getattr(diffusers, name), {}, recipes_of(name)
     takes = {*inspect.signature(cls.__call__).parameters}
     if issubclass(cls, ModularPipeline):  # pictures would lead it elsewhere
         inputs, outputs = cls().blocks.inputs, cls().blocks.output_names
-        takes = {one.name for one in inputs if one.required or one.name not in PICTURES} | {"output"}
+        takes = {one.name for one in inputs if one.required or one.name not in PICTURES or one.name in call}
+        takes.add("output")
         known = {"output": next((one for one in RESULTS if one in outputs), None)}
     known |= {"prompt": prompt, "height": size, "width": size, "num_frames": FRAMES, "num_inference_steps": STEPS}
     known |= {"output_type": "np", "use_resolution_binning": False, **PICTURES}
     if "strength" in takes:
         known |= {"strength": 0.5, "num_inference_steps": 2 * STEPS}
-    given = {**known, **recipes_of(name)[1]}
+    given = {**known, **call}
     return {key: argument(v, seed, size, size) for key, v in given.items() if key in takes and v is not None}
 
 
@@ -389,6 +417,11 @@ def of_residues(*given: int) -> dict:
         **{f"condition_{name}_1_atom": numbers(*size, 2, 1, count, 37) for name in atoms},
         "token_bond_path_length": numbers(*size, 8, 1, count, count),
     }
+
+
+def pixels(seed: int, height: int, width: int, channels: int) -> torch.Tensor:
+    """A video as a tensor."""
+    return torch.rand((1, channels, FRAMES, height, width), generator=torch.Generator().manual_seed(seed))
 
 
 def scaled(seed: int, height: int, width: int, numerator: int, denominator: int = 1) -> int:

@@ -27,6 +27,7 @@ LIBRARIES = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "DIFFUSERS_VERBOSITY": "critical",
     "TRANSFORMERS_VERBOSITY": "critical", "PYTHONWARNINGS": "ignore",
+    "TORCHDYNAMO_DISABLE": "1",  # beside torchax's device upstream's torch.compile stops: it runs uncompiled
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     " --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
     " --xla_cpu_parallel_codegen_split_count=1",

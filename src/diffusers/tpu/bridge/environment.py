@@ -20,7 +20,7 @@ from ..common import notices
 from ..idioms.devices import inside
 from ..weights.checkpoint import is_about_values, settled
 from ..weights.convert import as_numpy, from_numpy
-from . import host_values, operators
+from . import functions, host_values, operators
 from .decisions import decided
 from .host_values import DEVICE_TENSORS, READS, plain, usable_outside
 from .layers import cast
@@ -278,5 +278,6 @@ def environment() -> Environment:
     """The one environment of this process, our operators in it."""
     env = Environment()
     operators.register(env)
+    functions.register(env)
     usable_outside()
     return env

@@ -49,6 +49,8 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
     elif isinstance(value, (bool, int, float)):
         value = self.jax().dtype.type(value)
     key, value = tree_map_only(torch.Tensor, self._env.moved, (key, value))
+    while isinstance(value, torch.Tensor) and value.shape[:1] == (1,):  # torch takes more such axes than places have
+        value = value.squeeze(0)
     if (whole := _placed(self, key, value)) is not None:
         if isinstance(self, View):
             self.update(whole)

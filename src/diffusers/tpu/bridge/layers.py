@@ -105,7 +105,11 @@ def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
 
 def _normed_and_rotated(x: jax.Array, weight, eps, _, tables: tuple[jax.Array, jax.Array], apart: bool = False):
     """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D]."""
-    known = x.ndim == 4 and all(table.shape == (x.shape[1], x.shape[3]) for table in tables) and weight.shape == x.shape[3:]
+    known = (
+        x.ndim == 4
+        and all(table.shape == (x.shape[1], x.shape[3]) for table in tables)
+        and weight.shape == x.shape[3:]
+    )
     flat, norm = x.reshape(*x.shape[:2], -1), rotary.Norm(weight, eps)
     result = rotary.by_kernel(flat, norm, tables, current(), apart) if known else None
     return None if result is None else result.reshape(x.shape)

@@ -38,6 +38,7 @@ def register(env):
         F.group_norm: group_norm,
         aten.convolution.default: over(_at_its_precision, aten.convolution.default),
         aten._is_all_true.default: is_all_true,
+        aten.cumsum_.default: lambda x, dim, dtype=None: x.copy_(x.cumsum(dim, dtype=dtype)),
         aten._softmax.default: lambda x, dim, half_to_float: softmax(x, dim, torch.float32 if half_to_float else None),
         aten.softmax.int: softmax,
     }
@@ -257,4 +258,8 @@ def softmax(x, dim, dtype=None):
 
 def type_as(self, other):
     """The tensor in other's dtype, a new one if that is another. torchax changes `self` in place, and with it every other name of it."""
-    return self if self.dtype == other.dtype else layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
+    return (
+        self
+        if self.dtype == other.dtype
+        else layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
+    )

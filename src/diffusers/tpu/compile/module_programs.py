@@ -284,7 +284,7 @@ class ModulePrograms(EntryMethods):
     def denoises(self) -> bool:
         """Whether this is a model of the denoising loop: upstream's have an argument that says where in it they are."""
         parameters = inspect.signature(type(self.module).forward).parameters
-        return any(name in ("t", "r") or name.startswith("timestep") for name in parameters)
+        return any(name in ("t", "r") or "timestep" in name for name in parameters)
 
     @property
     def settings(self) -> Settings:

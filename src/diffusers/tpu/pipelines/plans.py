@@ -96,8 +96,8 @@ def module_plan(module: torch.nn.Module) -> ModelPlan:
         hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         fills_a_cache = "use_cache" in parameters or ("past_key_values" in parameters and hands_on)
         return ModelPlan(decide=_without_cache if fills_a_cache else None)
-    is_autoencoder = all(hasattr(module, entry) for entry in VAE_ENTRIES)
-    return ModelPlan(entries=("forward", *VAE_ENTRIES)) if is_autoencoder else declared_plan(module)
+    entries = tuple(entry for entry in VAE_ENTRIES if hasattr(module, entry))
+    return ModelPlan(entries=("forward", *entries)) if entries else declared_plan(module)
 
 
 def _without_cache(arguments: dict) -> dict:
