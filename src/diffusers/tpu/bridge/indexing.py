@@ -1,5 +1,7 @@
 """Reading and writing at places of a tensor, where torchax 0.0.13 differs from torch."""
 
+import weakref
+
 import jax
 import jax.numpy as jnp
 import torch
@@ -28,6 +30,7 @@ def register(env, over):
         env.override_op_definition(function, operator)
     getitem = torch.Tensor.__getitem__
     env.override_op_definition(getitem, over(_get_item, getitem), is_view_op=True)
+    env.override_op_definition(torch.Tensor.view, _view, is_view_op=True)
     Tensor.__setitem__ = set_item
 
 
@@ -39,7 +42,31 @@ def _get_item(plain, self, key):
     return plain(self, key)
 
 
-def set_item(self, key, value, _upstream=Tensor.__setitem__):
+def _view(x, *shape, size=None, dtype=None):
+    """torch's; it remembers of what it is another shape, and of which array."""
+    (first, *_) = shape = shape or (size if dtype is None else dtype,)
+    if isinstance(first, torch.dtype):
+        return aten.view.dtype(x, first)
+    made = aten.view.default(x, first if isinstance(first, (tuple, list)) else shape)
+    made._view_of = (x if isinstance(x, View) else weakref.ref(x)), _source(x)
+    return made
+
+
+def _source(x: torch.Tensor) -> jax.Array:
+    return x.source_jax() if isinstance(x, View) else x.jax()
+
+
+def set_item(self, key, value):
+    """`self[key] = value`, also in what self is another shape of (`_view`), unless that was written to since."""
+    _set(self, key, value)
+    of, array = getattr(self, "_view_of", (None, None))
+    of = of() if isinstance(of, weakref.ref) else of
+    if of is not None and _source(of) is array:
+        of[...] = Tensor(self.jax().reshape(of.shape), self._env)
+        self._view_of = self._view_of[0], _source(of)
+
+
+def _set(self, key, value, _upstream=Tensor.__setitem__):
     """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast.
 
     Host tensors come to the device: this method of torchax's is not dispatched, where they would.
