@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import flex_attention as flex
 
 from conftest import relative
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -216,6 +217,32 @@ def test_vmap_of_device_tensors(env):
     mapped = torch.vmap(torch.vmap(rule, in_dims=(None, 0, None)), in_dims=(0, None, None), out_dims=1)
     rows, columns, shift = torch.arange(12), torch.arange(5), torch.tensor(2)
     assert torch.equal(on_host(mapped(on_chip(rows), on_chip(columns), shift)), mapped(rows, columns, shift))
+
+
+def test_what_is_written_into_another_shape_is_written_into_the_tensor(env):
+    def run(x):
+        x[:, 2:6].view(1, 2, 2, 3)[:, :, :1] = 1.0
+        x.view(-1)[3] = 2.0
+        rows = x.view(8, 3)
+        rows[1], rows[2:4] = 3.0, 4.0
+        return x
+
+    x = torch.randn(1, 8, 3)
+    assert torch.equal(on_host(run(on_chip(x.clone()))), run(x))
+
+
+def test_flex_attention_is_of_the_entries_that_blocks_and_their_rule_leave(env):
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (100, 150, 150))
+    made, seen = flex.create_block_mask, torch.arange(100)[:, None] * 9 >= torch.arange(150) * 7
+    by_rule = made(lambda b, h, i, j: i * 9 >= j * 7, None, None, 100, 150, device=on_chip(q).device, BLOCK_SIZE=32)
+    at, count = torch.tensor([[[[1, 0, 2], [2, 1, 0]]]]).int(), torch.tensor([[[1, 2]]]).int()
+    parts = map(on_chip, (torch.zeros_like(count), at, count, at))
+    by_blocks = flex.BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=50)
+    blocks = torch.tensor([[False, True, False], [False, True, True]])
+    blocks = blocks.repeat_interleave(50, 0).repeat_interleave(50, 1)
+    for block_mask, mask in ((by_rule, seen), (by_blocks, blocks), (None, None)):
+        ours = flex.flex_attention(*map(on_chip, (q, k, v)), block_mask=block_mask)
+        assert relative(on_host(ours), F.scaled_dot_product_attention(q, k, v, mask)) < 1e-6
 
 
 WRITES = {

@@ -4,16 +4,20 @@ import functools
 
 import jax
 import torch
+from torch.nn.attention import flex_attention as flex
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.tensor import Tensor
 
 from .host_values import DEVICE_TENSORS
+from .operators import scaled_dot_product_attention
 
 
 def register(env):
     """Put every function of this file in the place of torch's, once."""
-    if getattr(torch.vmap, "func", None) is not vmap:
-        torch.vmap = functools.partial(vmap, torch.vmap, env)
+    for module, ours in ((torch, vmap), (flex, flex_attention)):
+        theirs = getattr(module, ours.__name__)
+        if getattr(theirs, "func", None) is not ours:
+            setattr(module, ours.__name__, functools.partial(ours, theirs, env))
 
 
 def vmap(theirs, env, func, in_dims=0, out_dims=0, **options):
@@ -31,3 +35,29 @@ def vmap(theirs, env, func, in_dims=0, out_dims=0, **options):
     to_arrays = functools.partial(tree_map_only, torch.Tensor, lambda x: env.moved(x).jax())
     to_tensors = functools.partial(tree_map_only, jax.Array, lambda x: Tensor(x, env))
     return mapped
+
+
+def flex_attention(theirs, env, query, key, value, score_mod=None, block_mask=None, scale=None, *args, **kwargs):
+    """SDPA with the mask that the blocks and their rule stand for."""
+    wanted = (score_mod, kwargs.get("return_lse") or None, kwargs.get("return_aux"))
+    if not isinstance(query, DEVICE_TENSORS) or args or wanted != (None, None, None):
+        return theirs(query, key, value, score_mod, block_mask, scale, *args, **kwargs)
+    mask = None
+    if block_mask is not None:
+        sizes = (*query.shape[:3], key.shape[2])
+        places = (torch.arange(n, device=query.device).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes))
+        mask = _entries(block_mask, "kv", sizes) & block_mask.mask_mod(*places)
+        if block_mask.full_kv_num_blocks is not None:
+            mask = mask | _entries(block_mask, "full_kv", sizes)
+    enable_gqa = kwargs.get("enable_gqa", False)
+    return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
+
+
+def _entries(block_mask, kind: str, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Which entries [B or 1, N or 1, Q, S] are in blocks of this kind."""
+    counts, indices = (getattr(block_mask, f"{kind}_{of}") for of in ("num_blocks", "indices"))
+    numbers = torch.arange(indices.shape[-1], device=indices.device)
+    named = (indices[..., None] == numbers) & (numbers < counts[..., None])[..., None]
+    rows, columns = block_mask.BLOCK_SIZE
+    entries = named.any(-2).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return entries[..., : sizes[2], : sizes[3]]
