@@ -35,8 +35,7 @@ def register(env):
     """Put the layers and what a layer can be followed by into the environment."""
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
-    for function in (aten.view.default, aten._unsafe_view.default):
-        env.override_op_definition(function, reshaped)
+    env.override_op_definition(aten.view.default, reshaped)
     for overload, *follow in ((aten.mul.Tensor, _gated, _turned), (aten.add.Tensor, _added)):
         operator = functools.partial(_followed, env, env._get_op_or_decomp(overload), follow)
         env.override_op_definition(overload, operator)
