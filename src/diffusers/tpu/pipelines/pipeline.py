@@ -50,7 +50,10 @@ def install(pipe, config: TPUConfig | None = None):
     modules = modules_of(pipe)
     wanted = config if config is not None else taken_over(pipe, modules)
     config = attach.resolved(wanted, devices, modules, plan.branches(pipe))
-    config = dataclasses.replace(config, host=tuple(dict.fromkeys((*config.host, *plan.host))))
+    if plan.host:
+        config = dataclasses.replace(config, host=tuple(dict.fromkeys((*config.host, *plan.host))))
+        whose = f"the {' and '.join(plan.host)} of {original.__name__}"
+        notices.warn_once(f"{whose} stays on the host: upstream's loop asks for gradients through it")
     if state is not None and config == state.config:
         return pipe
     check(pipe, modules, config)
