@@ -48,7 +48,8 @@ def refuse_weights(model: str, name: str, tensor: torch.Tensor):
 
 GRADIENTS = (
     "the TPU path computes no gradients: what a model of it answers cannot be differentiated. To train or to guide by"
-    " gradients, diffusers.tpu.uninstall(pipe) first (or .to('cpu')); the model then runs on the host as upstream's"
+    " gradients, diffusers.tpu.uninstall(pipe) first (or .to('cpu')), or TPUConfig(host=('unet',)) for one model of a"
+    " pipeline; it then runs on the host as upstream's"
 )
 
 
