@@ -204,9 +204,10 @@ def test_what_is_planned_is_what_runs(wan_folder, chips, monkeypatch, own_store)
     monkeypatch.setattr(worker.ici, "places_of", lambda mesh: [])
     monkeypatch.setattr(worker.advice, "what_would_fit", lambda *others: [])
     monkeypatch.setattr(programs, "compile_lowered", compiled)
-    request = {"model": wan_folder, "topology": "v6e-8", "mesh": [2, 4, 1], "dtype": "float32", "batch": 1}
+    request = {"model": wan_folder, "topology": "v6e-8", "mesh": [2, 4, 1], "dtype": "float32", "batch": 2}
     given = tiny.arguments("wan", num_inference_steps=2, generator=None)
-    asked = {k: v for k, v in given.items() if k != "output_type"}
+    asked = {k: v for k, v in given.items() if k != "output_type" and not k.endswith("prompt")}
+    given |= {name: ["two", "words"] for name in ("prompt", "negative_prompt")}
     worker.answer({**request, "everything": True, "arguments": asked}, lambda text: None)
     WanPipeline.from_pretrained(wan_folder)(**given)
     assert len(planned) == 3 and planned == ran  # text encoder, both branches of the transformer, decoder

@@ -182,10 +182,10 @@ def record(
 def _complete(pipe, arguments: dict) -> dict:
     parameters = inspect.signature(type(pipe).__call__).parameters
     given = dict(arguments)
-    if "prompt" in parameters:
-        given.setdefault("prompt", PROMPT)
-    if "negative_prompt" in parameters and given.get("negative_prompt") is None:
-        given["negative_prompt"] = PROMPT
+    prompt = given.setdefault("prompt", PROMPT) if "prompt" in parameters else PROMPT
+    if "negative_prompt" in parameters and not isinstance(given.get("negative_prompt"), list):
+        negative = given.get("negative_prompt") or PROMPT
+        given["negative_prompt"] = [negative] * len(prompt) if isinstance(prompt, list) else negative
     image = PIL.Image.new("RGB", (given.get("width") or 1280, given.get("height") or 720))
     if "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
         given.setdefault("image", image)
