@@ -145,9 +145,8 @@ def rms_norm(input, normalized_shape, weight=None, eps=None):
     array = input.jax()
     x, eps = array.astype(jnp.float32), torch.finfo(input.dtype).eps if eps is None else eps
     result = affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
-    widened = operands(input, cast)
-    of = array, weight if weight is None else weight.jax(), eps, widened and widened[0]
-    return result if weight is None or len(axes) > 1 else made_of(result, rms_norm, *of)
+    narrow, *_ = operands(input, cast) or (None,)
+    return result if weight is None or len(axes) > 1 else made_of(result, rms_norm, array, weight.jax(), eps, narrow)
 
 
 def last_axes(input, shape) -> tuple[int, ...]:
