@@ -14,7 +14,8 @@ sys.path.insert(0, str(ROOT / "examples/tpu/results/sweep"))
 
 import coverage_tables  # noqa: E402
 import upstream_tables  # noqa: E402
-from building import BY_CLASS, BY_NAME, RECIPES, exported  # noqa: E402
+from building import RECIPES, exported  # noqa: E402
+from components import BY_CLASS, BY_NAME  # noqa: E402
 from examining import examine  # noqa: E402
 
 
