@@ -2,6 +2,7 @@
 # ruff: noqa: F811
 
 import copy
+import random
 from operator import attrgetter
 
 import jax
@@ -219,16 +220,56 @@ def test_vmap_of_device_tensors(env):
     assert torch.equal(on_host(mapped(on_chip(rows), on_chip(columns), shift)), mapped(rows, columns, shift))
 
 
-def test_what_is_written_into_another_shape_is_written_into_the_tensor(env):
-    def run(x):
-        x[:, 2:6].view(1, 2, 2, 3)[:, :, :1] = 1.0
-        x.view(-1)[3] = 2.0
-        rows = x.view(8, 3)
-        rows[1], rows[2:4] = 3.0, 4.0
-        return x
+VIEWS = (  # of x, by its axis n; torch copies for the last ones, and for some as the strides are
+    *(
+        lambda x, n: x.transpose(n, -1),
+        lambda x, n: x.movedim(n, 0),
+        lambda x, n: x.unsqueeze(n),
+        lambda x, n: x.squeeze(),
+    ),
+    *(
+        lambda x, n: x.unflatten(n, (1, -1)),
+        lambda x, n: x.flatten(n),
+        lambda x, n: x.reshape(-1),
+        lambda x, n: x.view(-1),
+    ),
+    *(
+        lambda x, n: x.chunk(2, n)[-1],
+        lambda x, n: x.unbind(n)[0],
+        lambda x, n: x.narrow(n, 0, 1),
+        lambda x, n: x.select(n, -1),
+    ),
+    *(lambda x, n: x[::2], lambda x, n: x[..., -2:], lambda x, n: x[-1, None], lambda x, n: x.detach()),
+    *(lambda x, n: x.contiguous(), lambda x, n: x[[0]], lambda x, n: x.clone(), lambda x, n: x * 2),
+)
+CHANGES = (
+    *(lambda x: x.fill_(5), lambda x: x.add_(3), lambda x: x.copy_(x.flip(0)), lambda x: x.masked_fill_(x < 1, 9)),
+    *(lambda x: x.__setitem__(x > 2, 1), lambda x: x.__setitem__(0, 4), lambda x: x[-1:].mul_(-2)),
+)
 
-    x = torch.randn(1, 8, 3)
-    assert torch.equal(on_host(run(on_chip(x.clone()))), run(x))
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_views_and_copies_share_what_is_written_as_in_torch(env, dtype):
+    """In random programs; every tensor that one made is compared at its end."""
+
+    def run(x, draws):
+        made = [x]
+        for _ in range(8):
+            x = draws.choice(made)
+            if draws.random() < 0.4:
+                draws.choice(CHANGES)(x)
+            else:
+                made.append(draws.choice(VIEWS)(x, draws.randrange(x.ndim)))
+        return made
+
+    ran = 0
+    while ran < 12:
+        seed, x = random.random(), torch.randint(-4, 9, (2, 4, 6)).to(dtype)
+        try:
+            expected, ran = run(x.clone(), random.Random(seed)), ran + 1
+        except (IndexError, RuntimeError, ValueError):  # torch has no such program
+            continue
+        assert [on_host(t).tolist() for t in run(on_chip(x), random.Random(seed))] == [t.tolist() for t in expected]
 
 
 def test_flex_attention_is_of_the_entries_that_blocks_and_their_rule_leave(env):

@@ -21,7 +21,7 @@ from torchax.tensor import OperatorNotFound, Tensor
 
 from diffusers.tpu.bridge.decisions import Decisions
 from diffusers.tpu.bridge.environment import environment
-from diffusers.tpu.bridge.host_values import ASKING, DEVICE_TENSORS, READS, plain
+from diffusers.tpu.bridge.host_values import ASKING, READS, plain
 from diffusers.tpu.bridge.lines import Line, frames_to_asker, line_of_frame
 from diffusers.tpu.bridge.on_host import META, is_draw, stand_in
 from diffusers.tpu.weights.convert import numpy_dtype
@@ -59,15 +59,15 @@ def assuming(answer: bool) -> Iterator["Obstacles"]:
     """While this is open, traces go on past what would stop them."""
     env = environment()
     obstacles = Obstacles(env, answer)
-    before = [(cls, name, getattr(cls, name)) for cls in DEVICE_TENSORS for name in WHOLE]
+    before = [(name, getattr(Tensor, name)) for name in WHOLE]
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, Decisions, "decide", Decisions.decide)
         Decisions.decide = lambda self, array: None  # what a run would decide by a small input stops a trace too
         env.dispatch = obstacles.dispatch
         stack.callback(delattr, env, "dispatch")
-        for cls, name, method in before:
-            stack.callback(setattr, cls, name, method)
-            setattr(cls, name, obstacles.read_whole(name, method))
+        for name, method in before:
+            stack.callback(setattr, Tensor, name, method)
+            setattr(Tensor, name, obstacles.read_whole(name, method))
         yield obstacles
 
 

@@ -20,9 +20,9 @@ from ..common import notices
 from ..idioms.devices import inside
 from ..weights.checkpoint import is_about_values, settled
 from ..weights.convert import as_numpy, from_numpy
-from . import functions, host_values, operators
+from . import functions, host_values, operators, views
 from .decisions import decided
-from .host_values import DEVICE_TENSORS, READS, plain, usable_outside
+from .host_values import READS, plain, usable_outside
 from .layers import cast
 from .lines import asking_line
 from .on_host import drawn, is_draw, refusal
@@ -35,7 +35,7 @@ _WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem
 
 
 def on_device(x) -> bool:
-    return isinstance(x, DEVICE_TENSORS)
+    return isinstance(x, Tensor)
 
 
 class Deferred(Tensor):
@@ -126,7 +126,7 @@ class Environment(_Environment):
             return self.moved(numbers) if self._should_use_torchax_tensor(kwargs.get("device")) else numbers
         if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
             if not self._should_use_torchax_tensor(kwargs.get("device")):
-                args = tree_map_only(DEVICE_TENSORS, self.host, args)
+                args = tree_map_only(Tensor, self.host, args)
         if isinstance(kwargs.get("out"), torch.Tensor):  # an operator of torchax's may have no such argument
             rest = {name: value for name, value in kwargs.items() if name != "out"}
             return kwargs["out"].copy_(getattr(func, "overloadpacket", func)(*args, **rest))
@@ -149,7 +149,7 @@ class Environment(_Environment):
             return drawn(self, func, args, kwargs, self._on_host)
         if not all(device) and any(device) and not _moves(func):
             if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
-                return self._on_host(func, *tree_map_only(DEVICE_TENSORS, self.host, (args, kwargs)))
+                return self._on_host(func, *tree_map_only(Tensor, self.host, (args, kwargs)))
             # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t if t.ndim == 0 else self.moved(t), (args, kwargs))
         try:
@@ -166,6 +166,7 @@ class Environment(_Environment):
                 raise
             raise refused from None
         host_values.follow(func, args, kwargs, result)
+        views.follow(func, args, kwargs, result)
         if self.waits:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
@@ -190,7 +191,7 @@ class Environment(_Environment):
             found.append(values is not None)
             return t if values is None else Tensor(jax.numpy.asarray(values), self)
 
-        given = tree_map_only(DEVICE_TENSORS, known, given)
+        given = tree_map_only(Tensor, known, given)
         return given if any(found) else None
 
     def _in_place_of_missing(self, func: torch._ops.OpOverload, args, kwargs):

@@ -8,7 +8,6 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.tensor import Tensor
 
-from .host_values import DEVICE_TENSORS
 from .operators import scaled_dot_product_attention
 
 
@@ -24,7 +23,7 @@ def vmap(theirs, env, func, in_dims=0, out_dims=0, **options):
     """Of device tensors JAX's: what torch's wraps them in is no device tensor. Masks of transformers' are made by it."""
 
     def mapped(*args, **kwargs):
-        if not any(isinstance(x, DEVICE_TENSORS) for x in tree_leaves(args)):
+        if not any(isinstance(x, Tensor) for x in tree_leaves(args)):
             return theirs(func, in_dims, out_dims, **options)(*args, **kwargs)
 
         def of_arrays(*arrays):
@@ -40,7 +39,7 @@ def vmap(theirs, env, func, in_dims=0, out_dims=0, **options):
 def flex_attention(theirs, env, query, key, value, score_mod=None, block_mask=None, scale=None, *args, **kwargs):
     """SDPA with the mask that the blocks and their rule stand for."""
     wanted = (score_mod, kwargs.get("return_lse") or None, kwargs.get("return_aux"))
-    if not isinstance(query, DEVICE_TENSORS) or args or wanted != (None, None, None):
+    if not isinstance(query, Tensor) or args or wanted != (None, None, None):
         return theirs(query, key, value, score_mod, block_mask, scale, *args, **kwargs)
     mask = None
     if block_mask is not None:

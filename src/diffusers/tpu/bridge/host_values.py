@@ -10,6 +10,7 @@ give host tensors. What is written into a twin, through views of it too, the dev
 
 import contextlib
 import copy
+import functools
 import sys
 import traceback
 
@@ -19,18 +20,17 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 from torchax.tensor import Tensor
-from torchax.view import NarrowInfo, View
 
 from ..chips.hosts import put, whole
 from ..idioms.devices import inside
 from ..weights.convert import as_numpy, from_numpy
 from .decisions import decided
+from .views import Step, as_view, contiguous
 
 
 HOST = torch.device("cpu")
 OURS = tuple(f"{__package__.rpartition('.')[0]}.{name}." for name in ("bridge", "compile.tracing"))
 MOST_ENTRIES = 1 << 12
-DEVICE_TENSORS = (Tensor, View)
 
 aten = torch.ops.aten
 ASKING = {
@@ -72,14 +72,7 @@ def of_array(array: jax.Array) -> np.ndarray | None:
 
 def of_tensor(t: torch.Tensor) -> np.ndarray | None:
     """A device tensor's values as they are now, where the host knows them."""
-    if not isinstance(t, View):
-        return of_array(t.jax())
-    slices = t.view_info.slices if isinstance(t.view_info, NarrowInfo) else None
-    parts = slices if isinstance(slices, tuple) else (slices,)
-    if slices is None or not all(type(part) in (int, slice, type(None), type(...)) for part in parts):
-        return None
-    values = of_tensor(t.parent)
-    return None if values is None else np.asarray(values[slices])
+    return of_array(t.jax())
 
 
 def apart(t: torch.Tensor) -> Tensor:
@@ -91,7 +84,7 @@ def apart(t: torch.Tensor) -> Tensor:
 
 def asked(func, args: tuple):
     """The host tensor of which `func` answers in place of the device tensor, where the host knows its values; None else."""
-    if func not in ASKING or not isinstance(args[0], DEVICE_TENSORS):
+    if func not in ASKING or not isinstance(args[0], Tensor):
         return None
     values = of_tensor(args[0])
     return None if values is None else from_numpy(values)
@@ -107,7 +100,7 @@ def follow(func, args: tuple, kwargs: dict, result):
     if not results:
         return
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    given = {id(t): of_tensor(t) for t in tensors if isinstance(t, DEVICE_TENSORS)}
+    given = {id(t): of_tensor(t) for t in tensors if isinstance(t, Tensor)}
     if any(values is None for values in given.values()):
         return
     if kind is MOVES:
@@ -117,7 +110,7 @@ def follow(func, args: tuple, kwargs: dict, result):
         if values is not None and (values.dtype.kind in "iub" or not to_integer):
             remember(result.jax(), values)
     elif _is_exact(kind, tensors, given, kwargs, results):
-        args, kwargs = tree_map_only(DEVICE_TENSORS, lambda t: from_numpy(given[id(t)]), (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, lambda t: from_numpy(given[id(t)]), (args, kwargs))
         kwargs = {**kwargs, "device": "cpu"} if "device" in kwargs else kwargs
         with contextlib.suppress(RuntimeError, TypeError, ValueError), plain():  # then the chips alone know
             made = tree_leaves(func(*args, **kwargs))
@@ -153,14 +146,11 @@ READS = (
 
 
 def as_host(t: torch.Tensor) -> torch.Tensor:
-    """The host tensor that stands for a device tensor outside: the same one each time, a view's is a view of it."""
-    if isinstance(t, View):
+    """The host tensor that stands for a device tensor outside: the same one each time, a view's is a view of its base's."""
+    if (shared := vars(t).get("_shared")) is not None:
         with plain():
-            host = as_host(t.parent)[tree_map_only(jax.Array, from_numpy, t.view_info.slices)]
-        root = t.parent
-        while isinstance(root, View):
-            root = root.parent
-        root._twin[1].setdefault(t, t._version)
+            host = functools.reduce(lambda host, step: step.of(host), shared.steps, as_host(shared.base))
+        shared.base._twin[1].setdefault(t, t._version)
         return host
     array = _valued(t)
     if vars(t).get("_twin") is None:
@@ -203,11 +193,15 @@ class _Array:
         if t is None:
             return self
         held = vars(t)
+        if (shared := held.get("_shared")) is not None:
+            return shared.read()
         if held["_array"] is None and (compute := held["_compute"]):  # None: settled by another thread meanwhile
             compute()
         return held["_array"] if held.get("_twin") is None else _written(t, held["_array"])
 
     def __set__(self, t, array):
+        if (shared := vars(t).get("_shared")) is not None:
+            return shared.write(array)
         vars(t)["_array"], vars(t)["_twin"] = array, None
 
 
@@ -222,7 +216,7 @@ def _dispatched(cls, func, types, args=(), kwargs=None):
 
     if func is torch.ops.prim.device.default:
         return torch.device("privateuseone", 0)
-    args, kwargs = tree_map_only(DEVICE_TENSORS, twin, (args, kwargs or {}))
+    args, kwargs = tree_map_only(Tensor, twin, (args, kwargs or {}))
     device = kwargs.get("device")
     if device is not None and device.type in ("meta", "privateuseone", "jax"):  # what torch takes the tensors' own for
         kwargs["device"] = HOST
@@ -243,7 +237,7 @@ def _get(upstream):
     """`t[key]`; torch would make tensors of the lists in it on the device that it takes t's for."""
 
     def __getitem__(t, key):
-        return upstream(t, _bounded(key)) if inside.depth else as_host(t)[tree_map_only(DEVICE_TENSORS, as_host, key)]
+        return upstream(t, _bounded(key)) if inside.depth else as_host(t)[tree_map_only(Tensor, as_host, key)]
 
     return __getitem__
 
@@ -252,7 +246,7 @@ def _set(upstream):
     def __setitem__(t, key, value):
         if inside.depth:
             return upstream(t, _bounded(key), value)
-        key, value = tree_map_only(DEVICE_TENSORS, as_host, (key, value))
+        key, value = tree_map_only(Tensor, as_host, (key, value))
         as_host(t)[key] = value
 
     return __setitem__
@@ -285,6 +279,7 @@ def _given(t: Tensor, other: Tensor):
     """`t.data = other`, of another dtype too (`module.to(dtype)`); torchax changes the array alone, and torch goes by its own."""
     with plain():
         torch._C.TensorBase.data.__set__(t, other)
+    vars(t).pop("_shared", None)
     t._elem = other.jax()
     t._made = vars(other).get("_made", (None, None, None))
 
@@ -293,17 +288,19 @@ def usable_outside():
     """Teach torchax's tensors all that; once."""
     Tensor._elem = _Array()
     Tensor.data = property(lambda t: t, _given)
-    View.data = property(lambda t: t)
-    for cls in DEVICE_TENSORS:
-        cls.__torch_dispatch__ = classmethod(_dispatched)
-        cls.__getitem__ = _get(cls.__getitem__)
-        cls.__setitem__ = _set(cls.__setitem__)
-        cls.__format__ = _formatted
-        cls.__repr__ = cls.__str__ = _shown
-        # Arrays are never written to: a copy shares its tensor's.
-        cls.__deepcopy__ = lambda t, memo: memo.setdefault(id(t), Tensor(t.jax(), t._env))
-        cls.__reduce_ex__ = plain()(lambda t, protocol: from_numpy(t.jax()).__reduce_ex__(protocol))  # a host tensor
-        cls.tolist = plain()(lambda t: as_host(t).tolist())
-        # An array of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name.
-        cls.numpy = lambda t: copy.copy(jax.device_get(whole(_valued(t))))
-        cls.__array__ = lambda t, dtype=None, copy=None: np.asarray(t.numpy(), dtype)
+    Tensor.detach = lambda t: as_view(
+        t, Tensor(jax.lax.stop_gradient(t.jax()), t._env), Step(aten.alias.default, (), {})
+    )
+    Tensor.contiguous, Tensor.flatten = contiguous, torch.Tensor.flatten
+    Tensor.__torch_dispatch__ = classmethod(_dispatched)
+    Tensor.__getitem__ = _get(Tensor.__getitem__)
+    Tensor.__setitem__ = _set(Tensor.__setitem__)
+    Tensor.__format__ = _formatted
+    Tensor.__repr__ = Tensor.__str__ = _shown
+    # Arrays are never written to: a copy shares its tensor's.
+    Tensor.__deepcopy__ = lambda t, memo: memo.setdefault(id(t), Tensor(t.jax(), t._env))
+    Tensor.__reduce_ex__ = plain()(lambda t, protocol: from_numpy(t.jax()).__reduce_ex__(protocol))  # a host tensor
+    Tensor.tolist = plain()(lambda t: as_host(t).tolist())
+    # An array of its own, as of a tensor on any accelerator after `.cpu()`; bfloat16 as numpy's extension of that name.
+    Tensor.numpy = lambda t: copy.copy(jax.device_get(whole(_valued(t))))
+    Tensor.__array__ = lambda t, dtype=None, copy=None: np.asarray(t.numpy(), dtype)

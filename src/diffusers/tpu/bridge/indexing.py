@@ -1,13 +1,10 @@
 """Reading and writing at places of a tensor, where torchax 0.0.13 differs from torch."""
 
-import weakref
-
 import jax
 import jax.numpy as jnp
 import torch
 from torch.utils._pytree import tree_map_only
 from torchax.tensor import Tensor
-from torchax.view import View
 
 from ..kernels.settings import current
 from .layers import made_of, operands
@@ -29,44 +26,19 @@ def register(env, over):
     for function, operator in ours.items():
         env.override_op_definition(function, operator)
     getitem = torch.Tensor.__getitem__
-    env.override_op_definition(getitem, over(_get_item, getitem), is_view_op=True)
-    env.override_op_definition(torch.Tensor.view, _view, is_view_op=True)
+    env.override_op_definition(getitem, over(_get_item, getitem))
     Tensor.__setitem__ = set_item
 
 
 def _get_item(plain, self, key):
-    """torchax's. Of a part of a tensor (`x[:n]`) it takes parts only; an index by numbers is of the part's values."""
+    """torchax's; where that gives a view of its own kind, a tensor: see `views`."""
     parts = key if isinstance(key, tuple) else (key,)
     if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in parts):
-        self = Tensor(self.jax(), self._env)
-    return plain(self, key)
+        return plain(self, key)
+    return Tensor(self.jax()[key], self._env)
 
 
-def _view(x, *shape, size=None, dtype=None):
-    """torch's; it remembers of what it is another shape, and of which array."""
-    (first, *_) = shape = shape or (size if dtype is None else dtype,)
-    if isinstance(first, torch.dtype):
-        return aten.view.dtype(x, first)
-    made = aten.view.default(x, first if isinstance(first, (tuple, list)) else shape)
-    made._view_of = (x if isinstance(x, View) else weakref.ref(x)), _source(x)
-    return made
-
-
-def _source(x: torch.Tensor) -> jax.Array:
-    return x.source_jax() if isinstance(x, View) else x.jax()
-
-
-def set_item(self, key, value):
-    """`self[key] = value`, also in what self is another shape of (`_view`), unless that was written to since."""
-    _set(self, key, value)
-    of, array = getattr(self, "_view_of", (None, None))
-    of = of() if isinstance(of, weakref.ref) else of
-    if of is not None and _source(of) is array:
-        of[...] = Tensor(self.jax().reshape(of.shape), self._env)
-        self._view_of = self._view_of[0], _source(of)
-
-
-def _set(self, key, value, _upstream=Tensor.__setitem__):
+def set_item(self, key, value, _upstream=Tensor.__setitem__):
     """`self[key] = value` in self's dtype, as torch casts it; JAX warns that it will refuse the cast.
 
     Host tensors come to the device: this method of torchax's is not dispatched, where they would.
@@ -79,10 +51,7 @@ def _set(self, key, value, _upstream=Tensor.__setitem__):
     while isinstance(value, torch.Tensor) and value.shape[:1] == (1,):  # torch takes more such axes than places have
         value = value.squeeze(0)
     if (whole := _placed(self, key, value)) is not None:
-        if isinstance(self, View):
-            self.update(whole)
-        else:
-            self._elem = whole
+        self._elem = whole
         return
     mask = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     given = key, _of_each(self, mask, value)

@@ -11,10 +11,9 @@ import jax
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.tensor import Tensor
-from torchax.view import View
 
 from ..weights.convert import from_numpy
-from .host_values import DEVICE_TENSORS, HOST, plain
+from .host_values import HOST, plain
 from .lines import raised_inside
 
 
@@ -55,7 +54,7 @@ def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
         return host
 
     device = kwargs.get("device")
-    args, kwargs = tree_map_only(DEVICE_TENSORS, lowered, (args, kwargs))
+    args, kwargs = tree_map_only(Tensor, lowered, (args, kwargs))
     if device is not None:
         kwargs["device"] = HOST
     result = on_host(func, args, kwargs)
@@ -64,10 +63,7 @@ def drawn(env, func: torch._ops.OpOverload, args, kwargs, on_host):
     def raised(t):
         if (owner := owners.get(id(t))) is None:
             return t if stays else Tensor(env.t2j_copy(t), env)
-        if isinstance(owner, View):
-            owner.update(env.t2j_copy(t))
-        else:
-            owner._elem = env.t2j_copy(t)
+        owner._elem = env.t2j_copy(t)
         return owner
 
     return tree_map_only(torch.Tensor, raised, result)
@@ -84,7 +80,7 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
     asks = another_type or isinstance(failed, NotTaken) or is_refused(failed) or raised_inside(failed)
     if not asks or is_draw(func):
         return None
-    arrays = [t.jax() for t in tree_leaves((args, kwargs)) if isinstance(t, DEVICE_TENSORS)]
+    arrays = [t.jax() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     by_value = any(isinstance(array, jax.core.Tracer) for array in arrays) and not isinstance(failed, NotTaken)
     error = None
     for device in (META, HOST) if by_value else (HOST,):
@@ -104,7 +100,7 @@ def refusal(func, args, kwargs, failed: Exception) -> Exception | None:
 
 def stand_in(device: torch.device, t: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape, dtype and, where it has them, values, on the host or on the meta device."""
-    ours = isinstance(t, DEVICE_TENSORS)
+    ours = isinstance(t, Tensor)
     dtype = torch.int64 if ours and t.dtype == torch.int32 else t.dtype  # as upstream has it
     if device == META or (not ours and t.is_meta):
         return torch.empty(tuple(t.shape), dtype=dtype, device=META)

@@ -61,7 +61,7 @@ class EntryMethods:
         """The original's return value in plain torch; on the chips again where glue handles device tensors."""
         env = bridge.environment()
         settled(list(self.module.parameters()), list(self.module.buffers()))
-        args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, env.host, (args, kwargs))
+        args, kwargs = tree_map_only(bridge.Tensor, env.host, (args, kwargs))
         differentiable = torch.is_grad_enabled() and not env.active  # not within a call of the chips' own
         with env.left(), torch.inference_mode(False), torch.set_grad_enabled(differentiable):
             output = self.original(name)(*args, **kwargs)

@@ -34,7 +34,7 @@ def inside(value: bool = True):
 
 def on_host(tree):
     """Device tensors among the leaves of `tree` as host tensors."""
-    return tree_map_only(bridge.DEVICE_TENSORS, lambda t: bridge.from_numpy(t.jax()), tree)
+    return tree_map_only(bridge.Tensor, lambda t: bridge.from_numpy(t.jax()), tree)
 
 
 def bring_attributes(*objects):
@@ -75,7 +75,7 @@ def _call_outside(callback, /, *args, **kwargs):
             shown[id(tensor)] = tensor, bridge.from_numpy(tensor.jax())
         return shown[id(tensor)][1]
 
-    args, kwargs = tree_map_only(bridge.DEVICE_TENSORS, show, (args, kwargs))
+    args, kwargs = tree_map_only(bridge.Tensor, show, (args, kwargs))
     with env.left(), inside(False), exclusive.released():
         answer = callback(*args, **kwargs)
     back = {}

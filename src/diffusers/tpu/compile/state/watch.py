@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ...bridge import storage
+
 
 PLAIN = (bool, int, str, bytes, type(None))
 ABSENT = object()  # in the place of a value: there is none
@@ -170,7 +172,7 @@ VARIABLE = lambda x: (x.get(ABSENT),), lambda x, before: before[0] is ABSENT or 
 BYTEARRAY = lambda x: (bytes(x),), lambda x, before: x.__setitem__(slice(None), before[0])
 ARRAY = lambda x: (bytes(x),), lambda x, before: x.__setitem__(slice(None), array.array(x.typecode, before[0]))
 VERSION = lambda x: (x._version,), _fixed
-ON_CHIPS = lambda x: (vars(x).get("_array", x),), _fixed
+ON_CHIPS = lambda x: (storage(x),), _fixed
 OBJECTS = lambda x: [*x.flat], lambda x, before: x.flat.__setitem__(slice(None), before)
 MAPPING = _pairs, _fixed
 CODE = lambda f: (f.__code__, f.__defaults__, f.__kwdefaults__), _fixed

@@ -9,7 +9,6 @@ run, which is then computed as a scan.
 import contextlib
 import contextvars
 import functools
-import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...bridge import Deferred, Tensor, View, environment
+from ...bridge import Deferred, Tensor, environment, parts, storage
 from ...chips.sharding import named
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
@@ -81,7 +80,7 @@ class BlockRuns:
     def _called(self, group: Group, index: int, *args, **kwargs):
         """In the place of a block's forward."""
         leaves, spec = tree_flatten((args, kwargs))
-        leaves = [self._taken(leaf) if isinstance(leaf, View) else leaf for leaf in leaves]
+        leaves = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         run = self.run
         if run is not None and run.group is group and run.stop == index:
             goes_on = run.continued_by(leaves, spec)
@@ -103,17 +102,10 @@ class BlockRuns:
         self.gives[group.label].append((index, of_one(gives)))
         return output
 
-    def _taken(self, view: View) -> Tensor:
-        """A tensor with a view's values; of the same part of the same array the same one, also for the next block."""
-        source, parts = view, []
-        while isinstance(source, View):
-            slices = getattr(source.view_info, "slices", source)
-            parts.append(slices if isinstance(slices, tuple) else (slices,))
-            source = source.parent
-        if not all(type(part) in (int, slice, type(None), type(...)) for part in itertools.chain(*parts)):
-            return view.torch()
-        array = source.jax()
-        return self.views.setdefault((id(array), str(parts)), (array, view.torch()))[1]
+    def _taken(self, t: Tensor) -> Tensor:
+        """A tensor, or for a view the first one of the same parts of the same array, also for the next block."""
+        named = parts(t)
+        return t if named is None else self.views.setdefault((id(storage(t)), named), (storage(t), t))[1]
 
     def _alike(self, run: Run, index: int) -> bool:
         """Whether the trace of the run's first block stands for this one of its group too."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from ...bridge import Tensor, View, environment, from_numpy, numpy_dtype, on_device
+from ...bridge import Tensor, environment, from_numpy, numpy_dtype, on_device
 from ..state import Number, Trace, read, undone
 from ..state.adapters import Adapters
 from ..state.watch import replaced
@@ -77,7 +77,7 @@ class Scale:
     def __init__(self, array: jax.Array):
         self.array = array
 
-    def _applied(self, operator, other: Tensor | View) -> Tensor:
+    def _applied(self, operator, other: Tensor) -> Tensor:
         x = other.jax()
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         return Tensor(operator(wide, self._beside(x)).astype(x.dtype), other._env)
@@ -86,7 +86,7 @@ class Scale:
         return self.array
 
     def __mul__(self, other):
-        if isinstance(other, (Tensor, View)):
+        if isinstance(other, Tensor):
             return self._applied(jnp.multiply, other)
         return type(self)(self.array * _factor(other))
 

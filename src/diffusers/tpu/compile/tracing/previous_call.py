@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 from torch.utils._pytree import tree_leaves
 
-from ...bridge import DEVICE_TENSORS, as_numpy
+from ...bridge import Tensor, as_numpy
 from ..state import Trace, read, undone
 from .function import PureFunction
 
@@ -87,8 +87,8 @@ def _alike(one: list, two: list) -> bool:
 def _same(one, two) -> bool:
     if isinstance(one, _PLAIN) or isinstance(two, _PLAIN):
         return type(one) is type(two) and one == two
-    on_chips = isinstance(one, DEVICE_TENSORS)
-    if on_chips != isinstance(two, DEVICE_TENSORS):
+    on_chips = isinstance(one, Tensor)
+    if on_chips != isinstance(two, Tensor):
         return False
     if on_chips or not (isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)):
         return True

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import TreeSpec, register_pytree_node, tree_flatten, tree_leaves, tree_unflatten
 
 from ....models.autoencoders.vae import DiagonalGaussianDistribution
-from ...bridge import Decisions, Tensor, View, on_device
+from ...bridge import Decisions, Tensor, on_device, storage
 from ..state import Written, opened
 from ..state.arguments import pickled, unpickled
 
@@ -23,10 +23,10 @@ TENSOR = _Leaf.TENSOR  # among static leaves, where a tensor is
 PLAIN = (torch.Tensor, type(None), bool, int, float, str, torch.dtype, torch.device)  # hides no tensors
 
 
-def flattened(tree, plain: Callable = lambda leaf: leaf) -> tuple[list[Tensor | View], TreeSpec, tuple]:
+def flattened(tree, plain: Callable = lambda leaf: leaf) -> tuple[list[Tensor], TreeSpec, tuple]:
     """The tensors of a tree, its spec and its static leaves. `plain`: of a leaf that is no tensor, what stays."""
     flat, spec = tree_flatten(tree)
-    found = [isinstance(x, (Tensor, View)) for x in flat]
+    found = [isinstance(x, Tensor) for x in flat]
     return [*compress(flat, found)], spec, tuple(TENSOR if tensor else plain(x) for x, tensor in zip(flat, found))
 
 
@@ -85,7 +85,7 @@ def refuse_shared(given: list[Tensor], arrays: list[jax.Array], output):
         raise Entangled("it writes into an argument")
     own = {id(array) for array in arrays}
     answers = (x for x in tree_leaves(opened(output)) if on_device(x))
-    if any(id(x.source_jax() if isinstance(x, View) else x.jax()) in own for x in answers):
+    if any(id(storage(x)) in own for x in answers):
         raise Entangled("it answers with an argument")
 
 

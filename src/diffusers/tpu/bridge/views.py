@@ -1,0 +1,168 @@
+"""Views: tensors that share storage in torch. Arrays share none here, so a view keeps its base and the operators between the two.
+
+Its array is computed when it is made, and anew where the base was written to since. What is written to a view is written to the base.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torchax.tensor import Tensor
+
+
+META = torch.device("meta")
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Step:
+    """A view operator of torch's: `of(t)` of a host or device tensor t."""
+
+    func: Any
+    args: tuple
+    kwargs: dict
+    index: int | None = None  # of an operator that makes several views
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        made = self.func(t, *self.args, **self.kwargs)
+        return made if self.index is None else made[self.index]
+
+
+class Shared:
+    """Where the values of a view are.
+
+    Attributes:
+        base: the tensor that holds them, no view itself.
+        steps: the view operators that make the view of it.
+    """
+
+    def __init__(self, base: Tensor, steps: tuple[Step, ...], array: jax.Array):
+        self.base, self.steps = base, steps
+        self._source, self._array = base.jax(), array
+
+    def read(self) -> jax.Array:
+        source = self.base.jax()
+        if source is self._source:
+            return self._array
+        return functools.reduce(self._through, self.steps, source)
+
+    def write(self, array: jax.Array):
+        self.base._elem = self._written(self.steps, self.base.jax(), array)
+        self._source, self._array = self.base.jax(), array
+
+    def _through(self, array: jax.Array, step: Step) -> jax.Array:
+        with self.base._env, torch.inference_mode(False), torch.no_grad():
+            return step.of(Tensor(array, self.base._env)).jax()
+
+    def _written(self, steps: tuple[Step, ...], whole: jax.Array, part: jax.Array) -> jax.Array:
+        """`whole` with `part` in the places that the steps view."""
+        if not steps:
+            return part
+        first, *rest = steps
+        view = functools.partial(self._through, step=first)
+        part = self._written(rest, view(whole), part) if rest else part
+        if not jnp.issubdtype(whole.dtype, jnp.inexact):
+            places = view(jnp.arange(whole.size).reshape(whole.shape))
+            return whole.reshape(-1).at[places.reshape(-1)].set(part.reshape(-1)).reshape(whole.shape)
+        placed = jax.linear_transpose(view, jax.typeof(whole))
+        (back,) = placed(part)
+        return back if part.size == whole.size else jnp.where(placed(jnp.ones_like(part))[0] != 0, back, whole)
+
+
+def storage(t: Tensor) -> jax.Array | None:
+    """The array that holds a tensor's values, of a view its base's; None of one that is not computed yet."""
+    shared = vars(t).get("_shared")
+    return vars(t if shared is None else shared.base).get("_array")
+
+
+def parts(t: Tensor) -> str | None:
+    """Which parts of its base a view is of; None of what is no view. Equal parts have equal texts."""
+    shared = vars(t).get("_shared")
+    return None if shared is None else str(shared.steps)
+
+
+def as_view(base: Tensor, view: Tensor, step: Step) -> Tensor:
+    """`view`, which the step made of `base`, as a view of it."""
+    of, array = vars(base).get("_shared"), view.jax()
+    owner, steps = (base, (step,)) if of is None else (of.base, (*of.steps, step))
+    vars(view)["_array"], vars(view)["_shared"] = None, Shared(owner, steps, array)
+    return view
+
+
+# torch's strides decide whether `reshape` and `contiguous` copy; they are found only where that is asked. `_like` of a tensor, what
+# `_strides_of` takes, is of another one that has its strides: an elementwise operator's result is laid as its argument is.
+
+
+def follow(func, args: tuple, kwargs: dict, result):
+    """Make views of what a view operator gave, and remember as what other results are laid. Of every operator that ran."""
+    base = args[0] if args else None
+    if isinstance(base, Tensor) and _makes_views(func) and not _by_entries(func, args):
+        if func is not aten.view.default or _is_viewed(base, args[1]):
+            several = isinstance(result, (tuple, list))
+            for index, view in enumerate(result if several else (result,)):
+                as_view(base, view, Step(func, args[1:], kwargs, index if several else None))
+    elif type(result) is Tensor and not any(result is t for t in args):
+        like = (t for t in args if isinstance(t, Tensor) and _may_be_strided(t) and t.shape == result.shape)
+        if (t := next(like, None)) is not None:
+            shape, before, steps = _layout(t)
+            vars(result)["_like"] = (shape, before, steps) if steps else before
+
+
+@functools.cache
+def _makes_views(func) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or not func._schema.arguments:
+        return func is torch.Tensor.__getitem__
+    given, made = func._schema.arguments[0].alias_info, [r.alias_info for r in func._schema.returns]
+    return given is not None and not given.is_write and bool(made) and None not in made
+
+
+def _by_entries(func, args: tuple) -> bool:
+    """Whether this is an index by lists, truths or tensors: torch copies what it names."""
+    if func is not torch.Tensor.__getitem__:
+        return False
+    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return not all(part is None or part is Ellipsis or type(part) is slice or _is_number(part) for part in parts)
+
+
+def _is_number(part) -> bool:
+    return hasattr(part, "__index__") and not isinstance(part, (bool, torch.Tensor, jax.Array))
+
+
+def _may_be_strided(t: Tensor) -> bool:
+    return "_shared" in vars(t) or "_like" in vars(t)
+
+
+def _layout(t: Tensor) -> tuple:
+    """Shape and `_like` of the tensor that holds its values, and the steps to it."""
+    shared = vars(t).get("_shared")
+    base, steps = (t, ()) if shared is None else (shared.base, shared.steps)
+    return tuple(base.shape), vars(base).get("_like"), steps
+
+
+def _strides_of(shape: tuple[int, ...], like: tuple | None, steps: tuple[Step, ...]) -> torch.Tensor:
+    """A meta tensor laid as torch lays what the steps view of a tensor of this shape."""
+    start = torch.empty(shape, device=META) if like is None else torch.empty_like(_strides_of(*like))
+    return functools.reduce(lambda meta, step: step.of(meta), steps, start)
+
+
+def _is_viewed(t: Tensor, shape) -> bool:
+    """Whether torch's `reshape` to this shape is a view."""
+    if not _may_be_strided(t):
+        return True
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        meta = _strides_of(*_layout(t))
+        return meta.reshape(shape).untyped_storage()._cdata == meta.untyped_storage()._cdata
+
+
+def contiguous(x: Tensor, memory_format=torch.contiguous_format) -> Tensor:
+    """torch's: a copy of what is not contiguous."""
+    if memory_format in (torch.contiguous_format, torch.preserve_format):
+        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            if not _may_be_strided(x) or _strides_of(*_layout(x)).is_contiguous():
+                return x
+    copy = Tensor(x.jax(), x._env)
+    vars(copy)["_made"] = vars(x).get("_made", (None, None, None))
+    return copy
