@@ -224,10 +224,10 @@ def test_a_full_disk_ends_the_run_and_the_next_one_goes_on(flux, write, tmp_path
     prompts = prompt_files.read(write(*({"prompt": text} for text in "abc")), 0, SIZE)
     writes = media.write
 
-    def full(values, are_videos, path, fps):
+    def full(values, path, fps):
         if path.stem == "00001":
             raise OSError(28, "No space left on device")
-        return writes(values, are_videos, path, fps)
+        return writes(values, path, fps)
 
     monkeypatch.setattr(media, "write", full)
     with pytest.raises(OSError, match="No space"):

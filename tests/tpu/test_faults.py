@@ -219,16 +219,16 @@ def test_a_full_disk_leaves_nothing_half_written(here, suffix):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     noise = torch.randint(0, 255, (8, 64, 64, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     frames = [Image.fromarray(frame.numpy()) for frame in noise]
-    values, are_videos = ([frames], True) if suffix == ".mp4" else (frames[:1], False)
+    values = [frames] if suffix == ".mp4" else frames[:1]
     (here / "x.png").write_text("an earlier one")
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limit[1]))  # ffmpeg's too
     try:
         with pytest.raises(NotWritten, match="nothing is left there. Make room"):
-            media.write(values, are_videos, here / f"x{suffix}", 16)
+            media.write(values, here / f"x{suffix}", 16)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert os.listdir() == ["x.png"] and (here / "x.png").read_text() == "an earlier one"
-    assert len(media.write(values, are_videos, here / f"x{suffix}", 16)) == len(os.listdir())
+    assert len(media.write(values, here / f"x{suffix}", 16)) == len(os.listdir())
 
 
 @pytest.mark.slow

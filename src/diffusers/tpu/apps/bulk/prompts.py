@@ -5,8 +5,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..generation.call import Request
-
 
 ID = re.compile(r"[A-Za-z0-9][\w-]{0,99}", re.ASCII)
 SEEDS = range(2**63)
@@ -21,9 +19,6 @@ class Prompt:
     prompt: str
     seed: int
     arguments: dict
-
-    def request(self) -> Request:
-        return Request(self.prompt, self.seed, self.arguments)
 
 
 def read(path: Path, seed: int, arguments: dict) -> list[Prompt]:

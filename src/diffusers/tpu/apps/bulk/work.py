@@ -33,7 +33,7 @@ class Work:
         """Return when every prompt has a record, made by this process or another."""
         for waits in (False, True):
             taken = self._taken(prompts, waits)
-            for _, alike in itertools.groupby(taken, lambda prompt: prompt.request().alike()):
+            for _, alike in itertools.groupby(taken, lambda prompt: prompt.arguments):
                 while group := [*itertools.islice(alike, self.batch)]:
                     self._make(group, self.batch)
 
@@ -75,8 +75,7 @@ class Work:
         else:
             seconds = round((time.perf_counter() - start) / len(group), 3)
             for prompt, values in zip(group, made):
-                path = self.directory.path / f"{prompt.id}.mp4"
-                files = media.write(values, isinstance(values[0], list), path, self.fps)
+                files = media.write(values, self.directory.path / f"{prompt.id}.mp4", self.fps)
                 self.directory.write_record(prompt, files=[file.name for file in files], seconds=seconds)
         for prompt in group:
             self.claims.give_back(prompt.place)
@@ -84,13 +83,12 @@ class Work:
 
     def _request(self, prompt: Prompt) -> Request:
         """Raises ValueError for arguments that the pipeline does not take, or an `image` that is no file of a picture."""
-        request, image = prompt.request(), prompt.arguments.get("image")
-        takes_image = isinstance(image, str) and "image" in parameters_of(self.cls)
-        rest = {name: value for name, value in request.arguments.items() if name != "image" or not takes_image}
-        check_arguments(self.cls, rest)
-        if not takes_image:
-            return request
+        arguments, image = dict(prompt.arguments), prompt.arguments.get("image")
+        if takes_image := isinstance(image, str) and "image" in parameters_of(self.cls):
+            del arguments["image"]
+        check_arguments(self.cls, arguments)
         try:
-            return Request(request.prompt, request.seed, {**rest, "image": load_image(image)})
+            pictures = {"image": load_image(image)} if takes_image else {}
         except OSError as error:
             raise ValueError(f"expected image to be a picture, got {image!r}: {error}") from error
+        return Request(prompt.prompt, prompt.seed, arguments | pictures)

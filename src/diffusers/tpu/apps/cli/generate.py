@@ -42,7 +42,7 @@ def run(options, rest: list[str]) -> int:
         return 0
     made = media.pictures(result)
     check_finite(pipe, target)
-    files = media.write(*made, path, options.fps)
+    files = media.write(made, path, options.fps)
     tell(stopwatch, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
     return 0
 

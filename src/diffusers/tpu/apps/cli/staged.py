@@ -37,7 +37,7 @@ def run(options, rest: list[str]) -> int:
     if not first:
         return 0
     if options.stage == "decode":
-        files = media.write(result, True, path, options.fps)
+        files = media.write(result, path, options.fps)
     else:
         changes = {"ran": {**settings.ran, options.stage: ran}}
         if options.stage == "text" and isinstance(pipe.vae, torch.nn.Module):

@@ -1,6 +1,5 @@
 """Requests of equal arguments as one call of a pipeline, each with its own prompt and noise."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -19,10 +18,6 @@ class Request:
     seed: int
     arguments: dict = field(default_factory=dict, hash=False)
 
-    def alike(self) -> str:
-        """Equal for requests that one call can answer."""
-        return json.dumps(self.arguments, sort_keys=True, default=id)
-
 
 def generate(
     pipe, requests: Sequence[Request], size: int = 1, on_step: Callable[[int, int], None] | None = None
@@ -30,7 +25,7 @@ def generate(
     """What one call makes of each request: lists of images, or of videos.
 
     Args:
-        requests: alike; more than one only where `takes_batches` says that the pipeline allows it.
+        requests: of equal arguments; more than one only where `takes_batches` says that the pipeline allows it.
         size: prompts of the call; the first ones again fill it up, so that one program does for every number of requests.
         on_step: called after each denoising step with how many are done and how many there are. What it raises ends the call.
     """
@@ -52,6 +47,6 @@ def generate(
             return {}
 
         given["callback_on_step_end"] = step_ends
-    values, _ = media.pictures(pipe(**{**requests[0].arguments, **given}))
+    values = media.pictures(pipe(**{**requests[0].arguments, **given}))
     each = len(values) // len(filled)
     return [values[each * i : each * (i + 1)] for i in range(len(requests))]

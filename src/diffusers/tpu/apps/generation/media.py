@@ -16,25 +16,22 @@ FPS = 16
 TILES_IN_A_ROW, MAX_TILES, TILE_WIDTHS = 9, 18, (128, 256)  # of contact sheets
 
 
-def pictures(output) -> tuple[list, bool]:
-    """Videos, each a list of frames, or images, all of PIL; and whether they are videos.
-
-    Raises ValueError for a pipeline that returns neither.
-    """
-    for name, are_videos in (("frames", True), ("images", False)):
+def pictures(output) -> list:
+    """Videos, each a list of frames, or images, all of PIL. Raises ValueError for a pipeline that returns neither."""
+    for name in ("frames", "images"):
         if (values := getattr(output, name, None)) is not None:
-            videos = values if are_videos else [values]
+            videos = values if name == "frames" else [values]
             if all(isinstance(frame, Image.Image) for video in videos for frame in video):
-                return list(values), are_videos
+                return list(values)
     raise ValueError(f"expected a pipeline of videos or images, got one that returns {type(output).__name__}")
 
 
-def write(values: list, are_videos: bool, path: Path, fps: int | None) -> list[Path]:
+def write(values: list, path: Path, fps: int | None) -> list[Path]:
     """Write every video with its contact sheet, or every image, as `pictures` gives them; returns the files.
 
     Raises NotWritten where there is no room for them, or they cannot be written.
     """
-    fps = FPS if fps is None else fps
+    fps, are_videos = FPS if fps is None else fps, not isinstance(values[0], Image.Image)
     stems = [path.stem if len(values) == 1 else f"{path.stem}-{number}" for number in range(len(values))]
     sheets = [path.with_name(f"{stem}.png") for stem in stems]
     videos = [sheet.with_suffix(".mp4") for sheet in sheets] if are_videos else []

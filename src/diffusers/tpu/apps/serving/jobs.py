@@ -96,8 +96,8 @@ class Jobs:
             self._changed.wait_for(lambda: self._queue or self.closed)
             if self.closed:
                 return None
-            alike = self._queue[0].request.alike()
-            jobs = [job for job in self._queue if job.request.alike() == alike][:most]
+            arguments = self._queue[0].request.arguments
+            jobs = [job for job in self._queue if job.request.arguments == arguments][:most]
             for job in jobs:
                 self._queue.remove(job)
                 job.state, job.started_at = IN_PROGRESS, time.monotonic()

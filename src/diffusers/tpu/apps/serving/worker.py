@@ -64,7 +64,7 @@ class Worker(threading.Thread):
                 return
             requests, size = [job.request for job in jobs], self.max_batch if len(jobs) > 1 else 1
             for job, values in zip(jobs, generate(self.pipe, requests, size, on_step)):
-                given = values, job.kind == "video", self.folder / f"{job.id}.png", self.settings.fps
+                given = values, self.folder / f"{job.id}.png", self.settings.fps
                 self.jobs.finish(job, COMPLETED, [] if job.cancelling else media.write(*given))
         except Stopped:
             pass
