@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tiny
-from diffusers import tpu
+from diffusers import WanPipeline, tpu
 from diffusers.tpu.compare import pipelines as fidelity
 from diffusers.tpu.pipelines.components import modules_of
 
@@ -54,7 +54,7 @@ def test_casting_keeps_what_from_pretrained_keeps_in_float32(tmp_path):
 def test_a_pipeline_on_the_path_is_refused(chips):
     pipe = tpu.install(tiny.wan())
     with pytest.raises(ValueError, match="uninstall"):
-        fidelity.compare(pipe, [(1, 1, 1)])
+        next(fidelity.compare_each(pipe, [(1, 1, 1)], fidelity.DTYPES, call(), SEED))
 
 
 def test_inputs_are_fresh_but_repeatable():
@@ -86,9 +86,11 @@ def test_low_precision_noise_is_the_float32_noise_rounded():
 @pytest.mark.slow
 def test_the_shipped_model_on_every_mesh(chips, root):
     """In bfloat16 one video's error is a draw of roundings, 0.9 to 1.3 times upstream's on any mesh: the mean of four is held."""
-    rows = [
-        row for seed in range(4) for row in fidelity.compare(root / "examples/tpu/models/wan-shapes", seed=SEED + seed)
-    ]
+    model, rows = root / "examples/tpu/models/wan-shapes", []
+    for seed in range(SEED, SEED + 4):
+        arguments = fidelity.draw_arguments(WanPipeline, seed)
+        for found in fidelity.compare_each(model, fidelity.MESHES, fidelity.DTYPES, arguments, seed):
+            rows += found
     drawn = [row for row in rows if row.module == "pipeline" and row.dtype == "bfloat16"]
     assert len(rows) == 4 * 2 * 5 * 5 and not [row for row in rows if not (row.ok or row in drawn)]
     for mesh in {row.mesh for row in drawn}:

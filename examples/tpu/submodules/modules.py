@@ -108,7 +108,9 @@ def compare_component(
     All values are kept on the host. Both forms have the weights that the model has in `form`'s dtype.
 
     Args:
-        model, arguments, seed: as of `compare_each`.
+        model: as of `compare_each`.
+        arguments: of the pipeline's call, over those of `draw_arguments`.
+        seed: of prompt and noise; None draws one.
 
     Raises ValueError for a component or an entry that the run does not call; else as `run_form`.
     """

@@ -84,28 +84,19 @@ class Reference:
     own: list
 
 
-def compare(model, meshes=MESHES, dtypes=DTYPES, arguments: dict | None = None, seed: int | None = None) -> list[Row]:
-    """Every row of `compare_each`."""
-    return [row for rows in compare_each(model, meshes, dtypes, arguments, seed) for row in rows]
-
-
-def compare_each(
-    model, meshes=MESHES, dtypes=DTYPES, arguments: dict | None = None, seed: int | None = None
-) -> Iterator[list[Row]]:
+def compare_each(model, meshes, dtypes, arguments: dict, seed: int) -> Iterator[list[Row]]:
     """The rows of each dtype and mesh, one after another.
 
     Args:
         model: a model directory, a hub id, or a pipeline without the TPU path, which is left as it is.
-        arguments: of the pipeline's call, over those of `draw_arguments`.
-        seed: of prompt and noise; None draws one.
+        arguments: of the pipeline's call, such as `draw_arguments` returns.
+        seed: of the noise.
 
     Raises:
         ValueError: a pipeline on the TPU path, a mesh that does not fit the chips.
         RuntimeError: the TPU path is off.
     """
-    seed = random.randrange(2**31) if seed is None else seed
     oracle = load(model, torch.float32)
-    arguments = {**draw_arguments(type(oracle), seed), **(arguments or {})}
     for dtype in dtypes:
         reference = make_reference(oracle, model, dtype, arguments, seed)
         for mesh in meshes:

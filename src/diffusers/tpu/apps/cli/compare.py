@@ -41,7 +41,7 @@ def _modules(options, target, cls: type, call: dict, seed: int) -> int:
     dtypes = [getattr(torch, name) for name in options.dtype or []] or pipelines.DTYPES
     drawn = {**pipelines.draw_arguments(cls, seed), **call}
     said = {n: v for n, v in drawn.items() if isinstance(v, (int, float, str)) and n != "output_type"}
-    each = pipelines.compare_each(options.model, meshes, dtypes, call, seed)
+    each = pipelines.compare_each(options.model, meshes, dtypes, drawn, seed)
     groups = [*tqdm(each, "compare", len(meshes) * len(dtypes), unit="mesh")]
     rows = [row for group in groups for row in group]
     if options.json:
