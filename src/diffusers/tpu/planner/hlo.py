@@ -76,7 +76,7 @@ class Instruction:
     def hbm_bytes(self) -> int:
         return sum(array.stored_bytes for array in self.arrays if array.space == 0)
 
-    def _attribute(self, pattern: str) -> str:
+    def attribute(self, pattern: str) -> str:
         """What the pattern's group matches of the attributes; nothing where it does not."""
         found = re.search(pattern, self.rest)
         return found[1] if found else ""
@@ -84,27 +84,22 @@ class Instruction:
     @cached_property
     def op_name(self) -> str:
         """JAX's name of the operation, the path of scopes it was traced in."""
-        return self._attribute(r'op_name="([^"]*)"')
+        return self.attribute(r'op_name="([^"]*)"')
 
     @property
     def estimated_cycles(self) -> int | None:
-        cycles = int(self._attribute(r'"estimated_cycles":"(\d+)"') or NO_ESTIMATE)
+        cycles = int(self.attribute(r'"estimated_cycles":"(\d+)"') or NO_ESTIMATE)
         return None if cycles == NO_ESTIMATE else cycles
 
     def called(self, key: str) -> str:
         """The computation that attribute `key` (calls, body, condition, to_apply) names; nothing without it."""
-        return self._attribute(rf"\b{key}=%([^\s,)}}]+)")
+        return self.attribute(rf"\b{key}=%([^\s,)}}]+)")
 
     @property
     def branches(self) -> list[str]:
         """The computations of a conditional."""
-        names = self._attribute(r"branch_computations=\{([^}]*)\}")
+        names = self.attribute(r"branch_computations=\{([^}]*)\}")
         return re.findall(r"%([^\s,]+)", names) or re.findall(r"(?:true|false)_computation=%([^\s,]+)", self.rest)
-
-    @property
-    def trip_count(self) -> int | None:
-        count = self._attribute(r'"known_trip_count":\{"n":"(\d+)"')
-        return int(count) if count else None
 
 
 @dataclass
@@ -123,8 +118,8 @@ class Program:
 
     def trip_count(self, loop: Instruction) -> int:
         """Of a while: as the compiler knows it, else the constant that its condition compares with."""
-        if loop.trip_count is not None:
-            return loop.trip_count
+        if known := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+            return int(known)
         constants = [i.operands[0] for i in self.computations[loop.called("condition")] if i.opcode == "constant"]
         return max((int(value) for value in constants if value.isdigit()), default=1)
 

@@ -15,7 +15,7 @@ import PIL.Image
 import torch
 
 from ...image_processor import VaeImageProcessor
-from ...utils import BaseOutput
+from ...schedulers.scheduling_ddim import DDIMSchedulerOutput
 from ..chips.mesh import make_mesh
 from ..chips.sharding import ModelPlan
 from ..common.config import TPUConfig
@@ -66,14 +66,6 @@ class RecordedCall:
     def runs(self, together: int) -> int:
         """Runs of a program that has so many calls side by side."""
         return sum(-(-group // together) for group in self.groups)
-
-
-@dataclass
-class Stepped(BaseOutput):
-    """What a scheduler's step returns."""
-
-    prev_sample: torch.Tensor
-    pred_original_sample: torch.Tensor
 
 
 @dataclass
@@ -132,7 +124,7 @@ class Recording:
         self.last = None
         if not isinstance(sample, torch.Tensor):  # CogVideoX's DPM gives its old prediction third
             sample = args[0]
-        return Stepped(sample, sample) if return_dict else (sample, sample)
+        return DDIMSchedulerOutput(sample, sample) if return_dict else (sample, sample)
 
 
 class RecordingRunner(CompiledModule):

@@ -227,8 +227,8 @@ class _Clock:
             whole, part = (names.get(update.operands[n]) for n in (0, 1))
             if whole is not None and part is not None and i.arrays and i.arrays[0].space == 0:
                 total -= update.hbm_bytes - part.stored_bytes
-        stated = re.search(r'"bytes_accessed":"(\d+)"', i.rest) if i.name.startswith(LINEAR) else None
-        most = total + int(stated[1]) if stated else math.inf  # of a stack of layers' weights a kernel reads one
+        stated = i.attribute(r'"bytes_accessed":"(\d+)"') if i.name.startswith(LINEAR) else ""
+        most = total + int(stated) if stated else math.inf  # of a stack of layers' weights a kernel reads one
         for number, operand in enumerate(i.operands):
             source = instructions.get(operand)
             if source is not None and inner:
@@ -258,8 +258,7 @@ class _Clock:
         """What two operations share that have one schedule: opcode, shapes, also of operands, windows, the inside of a fusion."""
         inner = [(x.opcode, x.shape) for x in self.program.inside(i)]
         operands = [instructions[name].shape for name in i.operands if name in instructions]
-        windows = re.search(r'"window_config":\{.*?\}', i.rest)
-        return repr((i.opcode, i.shape, operands, windows and windows[0], inner))
+        return repr((i.opcode, i.shape, operands, i.attribute(r'("window_config":\{.*?\})'), inner))
 
 
 def _reads_a_part(user: hlo.Instruction, operand: str) -> bool:
