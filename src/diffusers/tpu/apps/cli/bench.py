@@ -9,7 +9,7 @@ from ...kernels.attention.blocks import TUNED
 from ...planner.aot import ChildError
 from . import TABLE
 from .errors import from_checkout, one_line, refusing
-from .output import table, write_json
+from .output import cell, table, write_json
 
 
 def run(options, rest: list[str]) -> int:
@@ -33,7 +33,7 @@ def run(options, rest: list[str]) -> int:
     write_json(options.json, rows)
     if options.json != "-":
         names = dict.fromkeys(name for row in rows for name, x in row.items() if not isinstance(x, (dict, list)))
-        Console().print(table([*names], ([_cell(row.get(name)) for name in names] for row in rows), len(names)))
+        Console().print(table([*names], ([cell(row.get(name)) for name in names] for row in rows), len(names)))
     return 1 if any("failed" in row for row in rows) else 0
 
 
@@ -43,7 +43,3 @@ def _ask(case, tune) -> dict:
     except (ValueError, ChildError) as error:
         print(f"diffusers-tpu: {case.row}: {error}", file=sys.stderr)
         return {"failed": one_line(error)}
-
-
-def _cell(value) -> str:
-    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

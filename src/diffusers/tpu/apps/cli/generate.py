@@ -24,8 +24,7 @@ def run(options, rest: list[str]) -> int:
     steps = _profiled_steps(options, cls, call, target)
     path = output.output_path(options.output, call.get("prompt"))
     pipe = session.load(options, target, mesh)
-    load_seconds = time.perf_counter() - start
-    stopwatch = Stopwatch(pipe)
+    stopwatch = Stopwatch(pipe, start)
     with contextlib.ExitStack() as stack:
         if options.debug_nans:
             from ...compile import nans
@@ -43,7 +42,7 @@ def run(options, rest: list[str]) -> int:
     made = media.pictures(result)
     check_finite(pipe, target)
     files = media.write(made, path, options.fps)
-    tell(stopwatch, load_seconds, f"{where(pipe, target)}; seed {seed}", files)
+    tell(stopwatch, f"{where(pipe, target)}; seed {seed}", files)
     return 0
 
 
@@ -77,9 +76,9 @@ def check_finite(pipe, target):
         )
 
 
-def tell(stopwatch: Stopwatch, load_seconds: float, ran: str, files: list):
+def tell(stopwatch: Stopwatch, ran: str, files: list):
     """Print the times of a run, where it ran and what it wrote."""
-    rows = ((part, f"{seconds:.3f}") if part else None for part, seconds in stopwatch.rows(load_seconds))
+    rows = ((part, f"{seconds:.3f}") if part else None for part, seconds in stopwatch.rows())
     Console().print(output.table(("part", "seconds"), rows, title="times"))
     output.say(ran)
     output.say("wrote " + ", ".join(map(str, files)))

@@ -37,6 +37,11 @@ def table(
     return made
 
 
+def cell(value) -> str:
+    """Of a table, a figure to four digits, nothing for None."""
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES, kind: str = "") -> Path:
     """Where to write, of these suffixes; its folder is made. Without `wanted`: out/, named after the prompt and `kind`.
 

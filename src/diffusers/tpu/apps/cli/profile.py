@@ -16,7 +16,7 @@ from ...common.files import write_whole
 from ...compile.state.watch import replaced
 from ...planner.profile import PROGRAMS, beside, measured
 from .errors import refusing
-from .output import say, table, write_json
+from .output import cell, say, table, write_json
 from .timing import wait
 
 
@@ -35,11 +35,8 @@ def run(options, rest: list[str]) -> int:
     seconds = ("measured", "planned", "ratio") if options.plan else ("measured",)
     for kind, names in (("modules", ("component", "module")), ("operations", ("operation",))):
         longest = sorted(found[kind], key=lambda row: -(row["measured"] or 0.0))[:SHOWN]
-        rows = (
-            [row[name] for name in names] + ["" if row[s] is None else f"{row[s]:.4g}" for s in seconds]
-            for row in longest
-        )
         columns = (*names, *seconds)
+        rows = ([cell(row[name]) for name in columns] for row in longest)
         Console().print(table(columns, rows, len(columns), title=f"{kind}, seconds a step"))
     said = f"{found['seconds_per_step']:.4g} s a step of a chip; {found['steps']} steps, {found['chips']} chips: {found['device']}"
     if options.plan:

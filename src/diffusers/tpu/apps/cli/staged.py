@@ -28,8 +28,7 @@ def run(options, rest: list[str]) -> int:
         dtypes = (name and getattr(torch, name) for name in (settings.dtype, settings.vae_dtype))
         pipe = stages.load(options.model, options.stage, *dtypes)
     pipe = session.placed(pipe, options, target, mesh)
-    load_seconds = time.perf_counter() - start
-    stopwatch = Stopwatch(pipe)
+    stopwatch = Stopwatch(pipe, start)
     with stopwatch.running(whole=False):
         result = _run(options.stage, stopwatch, settings, tensors)
     ran = f"{generate.where(pipe, target)}; attention {options.attention}"
@@ -45,7 +44,7 @@ def run(options, rest: list[str]) -> int:
         kept = {**tensors, **result} if options.stage == "text" else result
         stages.save(path, dataclasses.replace(settings, stage=options.stage, **changes), kept)
         files = [path]
-    generate.tell(stopwatch, load_seconds, f"stage {options.stage}; {ran}; seed {settings.seed}", files)
+    generate.tell(stopwatch, f"stage {options.stage}; {ran}; seed {settings.seed}", files)
     for place in elsewhere:
         print(f"{place}: the last bits may differ from those of one run")
     return 0

@@ -40,9 +40,10 @@ def compile_seconds(pipe) -> Counter[str]:
 
 
 class Stopwatch:
-    """Times a call of `pipe`: seconds of `parts` and of each of its `steps` without compilation, `total` with it."""
+    """Times a call of `pipe`: seconds of `parts` and of each of its `steps` without compilation, `total` with it; `load` since `start`."""
 
-    def __init__(self, pipe):
+    def __init__(self, pipe, start: float):
+        self.load = time.perf_counter() - start
         self.pipe, self.parts, self.steps, self.total = pipe, Counter(), [], 0.0
         self._last, self._last_compile = 0.0, 0.0
 
@@ -62,9 +63,9 @@ class Stopwatch:
             yield
         self.total = time.perf_counter() - start
 
-    def rows(self, load_seconds: float) -> Iterator[tuple[str, float]]:
+    def rows(self) -> Iterator[tuple[str, float]]:
         """Names and seconds in the order of a run; an empty name before the total."""
-        yield "load", load_seconds
+        yield "load", self.load
         yield from ((f"compile {name}", seconds) for name, seconds in compile_seconds(self.pipe).items())
         yield from ((part, seconds) for part, seconds in self.parts.items() if part != "VAE decode")
         if self.steps:
@@ -73,7 +74,7 @@ class Stopwatch:
             yield f"median of {len(further)} further steps", statistics.median(further)
         yield from ((part, seconds) for part, seconds in self.parts.items() if part == "VAE decode")
         yield "", 0.0
-        yield "total", load_seconds + self.total
+        yield "total", self.load + self.total
 
     def _timed(self, method, part: str, is_whole_run: bool):
         @functools.wraps(method)
