@@ -163,12 +163,10 @@ def compare_on(reference: Reference, mesh, dtype: torch.dtype, arguments: dict, 
 
     try:
         install(pipe, TPUConfig(mesh=mesh))
-        rows = [
-            row(
-                of.module, of.entry, run_call(pipe, of), *outputs, MODULE_LIMIT * wider.of(modules_of(pipe)[of.module])
-            )
-            for of, *outputs in reference.calls
-        ]
+        modules, rows = modules_of(pipe), []
+        for of, *outputs in reference.calls:
+            limit = MODULE_LIMIT * wider.of(modules[of.module])
+            rows.append(row(of.module, of.entry, run_call(pipe, of), *outputs, limit))
         ours, limit = run_pipeline(pipe, arguments, seed), RESULT_LIMIT * wider.convolutions
         return [*rows, row("pipeline", "forward", ours, reference.oracle, reference.own, limit)]
     finally:
