@@ -69,9 +69,7 @@ def plan(
     on_progress: Callable[[str], None] = lambda text: None,
     **asked,
 ) -> dict:
-    """The plan of a model on a slice, as `diffusers-tpu plan --json` prints it.
-
-    Args: see `request_of` and `Question`.
+    """The plan of a model on a slice, as `diffusers-tpu plan --json` prints it. Arguments: see `request_of` and `Question`.
 
     Raises ValueError for what cannot be; else as `aot.run_in_child`.
     """

@@ -93,12 +93,12 @@ def run_in_child(
             "expected the package libtpu, which holds the TPU compiler, and found none; install it with"
             " pip install 'jax[tpu]' (it needs no TPU, on Linux with an x86-64 processor)"
         )
-    with tempfile.TemporaryDirectory(prefix="diffusers-tpu-", ignore_cleanup_errors=True) as work:
+    folder = tempfile.TemporaryDirectory(prefix="diffusers-tpu-", ignore_cleanup_errors=True)
+    with folder as work, open(Path(work, "errors"), "w+", errors="replace") as errors:
         variables = {**_environment(Path(work) if schedules else None), **(environment or {})}
-        with open(Path(work, "errors"), "w+", errors="replace") as errors:
-            kind, value, status, late = _ask(function, argument, variables, errors, seconds, on_progress)
-            errors.seek(0)
-            lines = [f"  {line.rstrip()}" for line in errors if line.strip()][-LAST_LINES:]
+        kind, value, status, late = _ask(function, argument, variables, errors, seconds, on_progress)
+        errors.seek(0)
+        lines = [f"  {line.rstrip()}" for line in errors if line.strip()][-LAST_LINES:]
     said = "\n".join(["Its last lines:", *lines]) if lines else "It said nothing."
     if late:
         raise ChildError(f"expected an answer within {seconds:.0f} s, stopped it then. {said}")

@@ -81,10 +81,9 @@ def build(configuration: Configuration, dtype: torch.dtype, tiled: bool | None =
         for name, (class_name, config) in configuration.components.items()
     }
     expected, settings = map(set, cls._get_signature_keys(cls))
-    missing = {name: None for name in expected - made.keys()}
-    given = {**made, **configuration.settings}
-    known = {name: value for name, value in given.items() if name in expected | settings}
-    pipe = cls(**known, **missing)  # without what it does not take, as from_pretrained does
+    given = {**dict.fromkeys(expected), **made, **configuration.settings}
+    # Without what it does not take, as from_pretrained does.
+    pipe = cls(**{name: value for name, value in given.items() if name in expected | settings})
     if configuration.tiled if tiled is None else tiled:
         vae = getattr(pipe, "vae", None)
         if not hasattr(vae, "enable_tiling"):
