@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import random
 
 import torch
 from rich.console import Console
@@ -25,7 +24,7 @@ def run(options, rest: list[str]) -> int:
         raise ValueError("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
     cls, call = session.asked(options, rest)
     check_writable(options.report, ".html")
-    seed = random.randrange(2**31) if options.seed is None else options.seed
+    seed = session.seed_of(options.seed)
     if options.component:
         return from_checkout("submodules.command").run(options, target, call, seed)
     return _modules(options, target, cls, call, seed)
