@@ -1,8 +1,7 @@
 """Who works on which prompt: byte n of one file, locked by the process that has prompt n (POSIX record locks).
 
-The system gives a lock back when its process ends, however that ends; no clock and no lease. The locks work between processes of
-one machine and over NFS. Within one process they exclude nobody, and closing the file anywhere in it gives all of them back: one
-`Claims` a process and directory.
+They work between processes of one machine and over NFS. Within one process they exclude nobody, and closing the file anywhere in
+it gives all of them back: one `Claims` a process and directory.
 """
 
 import errno

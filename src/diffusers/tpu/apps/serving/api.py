@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 
 from .errors import Refused
 from .jobs import CANCELLED, COMPLETED, FAILED, Job, Jobs, Metrics
-from .requests import Reader, WantedImages, WantedVideo, refusal
+from .requests import Reader, WantedImages, WantedVideo, fields_of, refusal
 from .worker import Worker
 
 
@@ -133,7 +133,7 @@ def _add_videos(app: FastAPI, jobs: Jobs, reader: Reader):
     @app.post("/v1/videos")
     async def create(http: Request):
         _needs("videos", reader, "/v1/images/generations")
-        (job,) = reader.jobs(await reader.read(http, WantedVideo))
+        (job,) = reader.jobs(reader.checked(await fields_of(http), WantedVideo))
         jobs.submit(job)
         return _shown(job, jobs, reader)
 
@@ -185,7 +185,7 @@ def _add_images(app: FastAPI, jobs: Jobs, reader: Reader):
     @app.post("/v1/images/generations")
     async def images(http: Request):
         _needs("images", reader, "/v1/videos")
-        made = reader.jobs(await reader.read(http, WantedImages))
+        made = reader.jobs(reader.checked(await fields_of(http), WantedImages))
         for job in made:
             job.held = True
         jobs.submit(*made)

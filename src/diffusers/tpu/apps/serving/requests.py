@@ -58,10 +58,6 @@ class Reader:
         self.takes, self.model, self.defaults = parameters_of(pipeline_class), model, defaults
         self.sizes, self.limits = sizes, sizes.limits
 
-    async def read(self, http: HTTPRequest, kind: type[Wanted]) -> Wanted:
-        """The body, checked. Raises Refused."""
-        return self.checked(await _fields(http), kind)
-
     def checked(self, fields: dict, kind: type[Wanted]) -> Wanted:
         """Fields of a request, checked. Raises Refused."""
         try:
@@ -113,7 +109,8 @@ class Reader:
             raise refused(f"expected input_reference to be a picture: {error}") from error
 
 
-async def _fields(http: HTTPRequest) -> dict:
+async def fields_of(http: HTTPRequest) -> dict:
+    """The body's, JSON or a form. Raises Refused."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/json":
         try:
