@@ -116,16 +116,11 @@ class Planner:
         modules, denoising = recording.modules, [r for r in recording.calls if stage_of(r.component) == "denoise"]
         if not denoising:
             raise BadRequest(f"expected a pipeline with a transformer or unet, got {sorted(modules)}")
-        self.denoisers = [
-            meshes.Denoiser(
-                module_plan(modules[r.component]),
-                r.work,
-                r.call.batch,
-                r.branches,
-                sum(p.nbytes for p in modules[r.component].parameters()),
-            )
-            for r in denoising
-        ]
+        self.denoisers = []
+        for r in denoising:
+            module = modules[r.component]
+            size = sum(weight.nbytes for weight in module.parameters())
+            self.denoisers.append(meshes.Denoiser(module_plan(module), r.work, r.call.batch, r.branches, size))
 
     def choose(self) -> tuple[PlannedRun, list[dict]]:
         """The run on the mesh asked for, or on the best of those that were compiled, and the ranking of meshes."""
@@ -157,24 +152,18 @@ class Planner:
 
     def plan_on(self, topology: Topology, mesh: tuple[int, int, int], stages: tuple[str, ...] = ()) -> PlannedRun:
         """The run on one mesh, its programs compiled or modelled. `stages`: of these components; none: of all that were asked for."""
-        compiler, regroup = Compiler(topology), self.config.regroup and not self.request["mesh"]
-        jax_mesh, made, config = (
-            make_mesh(compiler.devices, mesh),
-            [],
-            replace(self.config, mesh=mesh, regroup=regroup),
-        )
-        for name, runner, calls in self.recording.runners(jax_mesh, config):
-            stage = stage_of(name)
-            if name in (self.request.get("only") or [name]) and stage in (stages or [stage]):
-                made += [self._part(recorded, runner, compiler) for recorded in calls]
-        return PlannedRun(topology, mesh, made, self.recording, self.config)
+        compiler, parts, only = Compiler(topology), [], self.request.get("only")
+        config = replace(self.config, mesh=mesh, regroup=self.config.regroup and not self.request["mesh"])
+        for name, runner, calls in self.recording.runners(make_mesh(compiler.devices, mesh), config):
+            if (not only or name in only) and (not stages or stage_of(name) in stages):
+                parts += [self._part(recorded, runner, compiler) for recorded in calls]
+        return PlannedRun(topology, mesh, parts, self.recording, self.config)
 
     def _part(self, recorded: RecordedCall, runner: CompiledModule, compiler: Compiler) -> Part:
         branches = recorded.together(runner)
         inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
-        part = Part(
-            recorded, branches, runner.plan_weights().coverage.bytes_per_chip, inputs, layout=layout_of(runner)
-        )
+        weights = runner.plan_weights().coverage.bytes_per_chip
+        part = Part(recorded, branches, weights, inputs, layout=layout_of(runner))
         topology, options = compiler.topology, runner.compiler_options
         if not (part.stage == "denoise" or self.request.get("everything")):
             part.shared = topology.devices if runner.plan.parallel else 1
