@@ -43,8 +43,6 @@ def transfer(instruction: Instruction, places: list[Place], chip: Chip) -> Trans
     sent = 0.0
     for group in groups_of(instruction, len(places)):
         n = len(group)
-        if n < 2:
-            continue
         if kind == "collective-permute":
             sent += size
             messages = [(group[0], group[1:], size)]

@@ -18,8 +18,6 @@ from .aot import CompiledProgram, Compiler, OutOfMemory
 def compiled(compiler: Compiler, lowered, mesh: Mesh, options: dict | None = None) -> CompiledProgram:
     """`compiler.compile(lowered, options)`, once. Raises OutOfMemory where it did. `mesh`: of the compiler's chips, of the program."""
     cache = DiskCache.of("programs")
-    if cache.folder is None:
-        return compiler.compile(lowered, options)
     kinds = [field.name for field in fields(CompiledProgram)]
     name = _digest(" ".join([compiler.flags, *kinds]), compiler, lowered, mesh, options)
     if (found := cache.find(name)) is None:
