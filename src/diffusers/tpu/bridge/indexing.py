@@ -50,31 +50,21 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
     key, value = tree_map_only(torch.Tensor, self._env.moved, (key, value))
     while isinstance(value, torch.Tensor) and value.shape[:1] == (1,):  # torch takes more such axes than places have
         value = value.squeeze(0)
-    if (whole := _placed(self, key, value)) is not None:
-        self._elem = whole
+    if _moves_edges(key, value):
+        view = self[key]
+        view._elem = jnp.broadcast_to(value.jax(), view.shape)
         return
     mask = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     given = key, _of_each(self, mask, value)
     self._env.with_decided(lambda args, kwargs: _upstream(self, *args), given, {})
 
 
-def _placed(x: torch.Tensor, key, value) -> jax.Array | None:
-    """x with the value in one slice of an axis, among chips that share a sequence: they exchange the edges that move. JAX's scatter, of
-    which the partitioner gathers all of x on every chip, is left the rest: None."""
+def _moves_edges(key, value) -> bool:
+    """Whether to write through a view: chips that share a sequence exchange the edges that move. JAX's scatter, of which the
+    partitioner gathers the whole tensor on every chip, is left the rest."""
     mesh, parts = current().mesh, key if isinstance(key, tuple) else (key,)
-    if not (current().sequence and mesh is not None and mesh.size > 1 and all(type(part) is slice for part in parts)):
-        return None
-    array, ranges = x.jax(), [part.indices(size) for part, size in zip(parts, x.shape)]
-    cut = [axis for axis, one in enumerate(ranges) if one != (0, x.shape[axis], 1)]
-    if len(cut) != 1 or ranges[cut[0]][2] != 1 or not isinstance(value, torch.Tensor):
-        return None
-    (axis,) = cut
-    start, stop, _ = ranges[axis]
-    shape = (*x.shape[:axis], max(stop - start, 0), *x.shape[axis + 1 :])
-    widths = [(start, x.shape[axis] - stop) if n == axis else (0, 0) for n in range(x.ndim)]
-    places = jax.lax.broadcasted_iota(jnp.int32, array.shape, axis)
-    padded = jnp.pad(jnp.broadcast_to(value.jax(), shape), widths)
-    return jnp.where((places >= start) & (places < stop), padded, array)
+    shared = current().sequence and mesh is not None and mesh.size > 1
+    return shared and isinstance(value, torch.Tensor) and all(type(part) is slice for part in parts)
 
 
 def _of_each(x: torch.Tensor, mask, value):
