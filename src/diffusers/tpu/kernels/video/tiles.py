@@ -82,12 +82,9 @@ def in_tiles(function: Callable, x: jax.Array, tiling: Tiling, axis: int = -1) -
     rows = []
     for top in tops:
         for left in lefts:
-            if top:
-                before = tiles[top - tiling.strides[0], left]
-                tiles[top, left] = _faded(before, tiles[top, left], tiling.overlaps[0], axes[0])
-            if left:
-                before = tiles[top, left - tiling.strides[1]]
-                tiles[top, left] = _faded(before, tiles[top, left], tiling.overlaps[1], axes[1])
+            for n, before in enumerate([(top - tiling.strides[0], left), (top, left - tiling.strides[1])]):
+                if before in tiles:
+                    tiles[top, left] = _faded(tiles[before], tiles[top, left], tiling.overlaps[n], axes[n])
         rows.append(jnp.concatenate([_block(tiles[top, left], axes, tiling.kept) for left in lefts], axes[1]))
     return _block(jnp.concatenate(rows, axes[0]), axes, tiling.whole)
 
@@ -106,13 +103,9 @@ def _computed(function: Callable, tiles: dict, axes: tuple[int, int]) -> dict:
     return {place: _block(out, axes, sizes) for place, out, sizes in zip(tiles, outs, became)}
 
 
-def _part(x: jax.Array, start: int, size: int, axis: int) -> jax.Array:
-    return lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
-
-
 def _block(x: jax.Array, axes: tuple[int, int], sizes, starts=(0, 0)) -> jax.Array:
     for axis, size, start in zip(axes, sizes, starts):
-        x = _part(x, start, size, axis)
+        x = lax.slice_in_dim(x, start, min(start + size, x.shape[axis]), axis=axis)
     return x
 
 
@@ -122,6 +115,6 @@ def _faded(before: jax.Array, tile: jax.Array, overlap: int, axis: int) -> jax.A
     if overlap <= 0:
         return tile
     weight = (jnp.arange(overlap, dtype=jnp.float32) / overlap).reshape(-1, *(1,) * (tile.ndim - 1 - axis))
-    old = lax.slice_in_dim(before, before.shape[axis] - overlap, before.shape[axis], axis=axis)
-    new, rest = _part(tile, 0, overlap, axis), _part(tile, overlap, tile.shape[axis], axis)
+    _, old = jnp.split(before, [before.shape[axis] - overlap], axis)
+    new, rest = jnp.split(tile, [overlap], axis)
     return jnp.concatenate([(old * (1 - weight) + new * weight).astype(tile.dtype), rest], axis)
