@@ -23,7 +23,7 @@ _PACKAGES = {"diffusers", "transformers"}
 
 def replace(replacements: Replacements):
     """Put what this file has in torch's place."""
-    replacements.put(torch, "compile", Stand(torch.compile, _compiled, "torch", "compile"))
+    replacements.put(torch, "compile", Stand(torch, "compile", _compiled))
     replacements.wrap(torch.nn.Module, "compile", _in_place)
     replacements.wrap(torch.autograd.grad_mode.inference_mode, "__enter__", _entered)
     replacements.wrap(torch.amp.autocast_mode.autocast, "__init__", _without_accelerator)

@@ -41,22 +41,19 @@ NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "
 
 def replace(replacements: Replacements):
     """Put what this file has in torch's place."""
-    rows = [(torch, name, _made, "torch", name) for name in CONSTRUCTORS]
-    rows += [(torch.fft, name, _made, "torch.fft", name) for name in ("fftfreq", "rfftfreq")]
+    rows = [(torch, name, _made) for name in CONSTRUCTORS]
+    rows += [(torch.fft, name, _made) for name in ("fftfreq", "rfftfreq")]
     moves = {"to": _moved, "cuda": _to_accelerator, "pin_memory": _kept, "type": _typed, "type_as": _alike}
-    methods = dict.fromkeys(NEW, _made) | moves
-    rows += [(torch.Tensor, name, call, "torch", f"Tensor.{name}") for name, call in methods.items()]
-    for storage in (torch.storage._StorageBase, torch.TypedStorage):
-        rows.append((storage, "cuda", _kept, storage.__module__, f"{storage.__name__}.cuda"))
+    rows += [(torch.Tensor, name, call) for name, call in (dict.fromkeys(NEW, _made) | moves).items()]
+    rows += [(storage, "cuda", _kept) for storage in (torch.storage._StorageBase, torch.TypedStorage)]
     rows += [
-        (torch.nn.Module, "to", _module_moved, "torch.nn", "Module.to"),
-        (torch, "load", _loaded, "torch", "load"),
-        (torch, "set_default_tensor_type", _typed, "torch", "set_default_tensor_type"),
+        (torch.nn.Module, "to", _module_moved),
+        (torch, "load", _loaded),
+        (torch, "set_default_tensor_type", _typed),
     ]
     builtins = torch.jit._builtins
-    for owner, name, call, module, qualname in rows:
-        original = getattr(owner, name)
-        stand = Stand(original, call, module, qualname)
+    for owner, name, call in rows:
+        original, stand = getattr(owner, name), Stand(owner, name, call)
         replacements.put(owner, name, stand)
         if builtins._builtin_table is not None and (operator := builtins._find_builtin(original)) is not None:
             builtins._register_builtin(stand, operator)  # torch.jit.script knows functions by their ids

@@ -24,14 +24,15 @@ class Replacements:
         setattr(owner, attribute, value)
 
     def wrap(self, owner, attribute: str, call: Callable):
-        """Put a function in the place of the owner's: what it does is `call(original, *args, **kwargs)`."""
-        original = vars(owner)[attribute]
+        """Put a function in the place of the owner's, or a class method: what it does is `call(original, *args, **kwargs)`."""
+        own = vars(owner)[attribute]
+        original = own.__func__ if isinstance(own, classmethod) else own
 
         @functools.wraps(original)
         def run(*args, **kwargs):
             return call(original, *args, **kwargs)
 
-        self.put(owner, attribute, run)
+        self.put(owner, attribute, classmethod(run) if isinstance(own, classmethod) else run)
 
     def when_imported(self, name: str, then: Callable[[ModuleType], None]):
         """Call `then` with the module of this name: now, or when someone imports it."""
@@ -100,10 +101,13 @@ class Stand:
     whenever the table was made. It is a method where it is an attribute of a class.
     """
 
-    def __init__(self, original: Callable, call: Callable, module: str, qualname: str):
-        self.__wrapped__, self._call = original, call
-        self.__name__, self.__qualname__, self.__module__ = original.__name__, qualname, module
-        self.__doc__ = original.__doc__
+    def __init__(self, owner: type | ModuleType, name: str, call: Callable):
+        self.__wrapped__, self._call = getattr(owner, name), call
+        self.__name__, self.__doc__ = self.__wrapped__.__name__, self.__wrapped__.__doc__
+        if isinstance(owner, type):
+            self.__module__, self.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+        else:
+            self.__module__, self.__qualname__ = owner.__name__, name
 
     def __call__(self, *args, **kwargs):
         return self._call(self.__wrapped__, *args, **kwargs)
