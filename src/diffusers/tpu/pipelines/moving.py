@@ -33,9 +33,8 @@ def replace(replacements: Replacements):
         replacements.wrap(torch.nn.Module, name, call)
 
     def of_transformers(module: types.ModuleType):
-        model = module.PreTrainedModel
-        replacements.put(model, "from_pretrained", _from_pretrained(vars(model)["from_pretrained"]))
-        of_device(next(cls for cls in model.__mro__ if "device" in vars(cls)))
+        replacements.wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained)
+        of_device(next(cls for cls in module.PreTrainedModel.__mro__ if "device" in vars(cls)))
 
     def of_device(cls: type):
         original = vars(cls)["device"]
@@ -80,21 +79,15 @@ def _device(original: property, self) -> torch.device:
     return original.fget(self) if glue.in_a_call() or bridge.environment().active else ASKED
 
 
-def _from_pretrained(original):
-    load = original.__func__
+def _from_pretrained(load, cls, *args, device_map=None, **kwargs):
+    asked, on_tpu = resolve_device_map(device_map)
+    given = {} if asked is None else {"device_map": asked}
+    loaded = load(cls, *args, **given, **kwargs)  # a model or (model, information)
+    if on_tpu:
+        from . import attach
 
-    @functools.wraps(load)
-    def from_pretrained(cls, *args, device_map=None, **kwargs):
-        asked, on_tpu = resolve_device_map(device_map)
-        given = {} if asked is None else {"device_map": asked}
-        loaded = load(cls, *args, **given, **kwargs)  # a model or (model, information)
-        if on_tpu:
-            from . import attach
-
-            attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)  # its weights go when it is called
-        return loaded
-
-    return classmethod(from_pretrained)
+        attach.install(loaded[0] if isinstance(loaded, tuple) else loaded)  # its weights go when it is called
+    return loaded
 
 
 def resolve_device_map(device_map) -> tuple:
