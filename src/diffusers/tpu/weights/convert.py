@@ -10,16 +10,15 @@ from ..chips.locks import exclusive
 from .checkpoint import values
 
 
-INTEGERS = {1: torch.int8, 2: torch.int16}  # of the size of dtypes that numpy itself lacks
-
-
 def as_numpy(t: torch.Tensor, own: bool = False) -> np.ndarray:
     """A host tensor's values without a copy where it is contiguous; bfloat16 and float8 keep their bits. `own`: in memory of their own,
     for a JAX array: backends take memory as it is, or read it later, with what is written into the tensor meanwhile."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
         t = values(t).clone(memory_format=torch.contiguous_format) if own else values(t).contiguous()
         dtype = _same(t.dtype)
-        return t.numpy() if dtype.isbuiltin == 1 else t.view(INTEGERS[dtype.itemsize]).numpy().view(dtype)
+        if dtype.isbuiltin == 1:  # 2: registered, as those of ml_dtypes
+            return t.numpy()
+        return t.view(getattr(torch, f"int{8 * t.itemsize}")).numpy().view(dtype)
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
@@ -39,6 +38,6 @@ def from_numpy(x) -> torch.Tensor:
             x.block_until_ready()
     values = np.array(whole(x))
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        if values.dtype.isbuiltin == 1:  # 2: registered, as those of ml_dtypes
+        if values.dtype.isbuiltin == 1:
             return torch.from_numpy(values)
         return torch.from_numpy(values.view(f"i{values.itemsize}")).view(getattr(torch, values.dtype.name))
