@@ -158,9 +158,8 @@ def elementwise(eqn, values: list[Value], aval) -> Value:
     """One of `ELEMENTWISE`: a Choice where it is one, else a part along all axes that any operand varies along."""
     values = [_spread(v, len(aval.shape)) for v in values]
     choices = [as_choice(v) for v in values]
-    if None not in choices:
-        if (choice := _of_choices(eqn, choices, aval)) is not None:
-            return choice
+    if None not in choices and (choice := _of_choices(eqn, choices, aval)) is not None:
+        return choice
     parts = [as_part(v) for v in values]
     index, stripe = _indices(eqn.primitive.name, parts, aval.dtype)
     return _applied(eqn, parts, aval, frozenset().union(*(p.varies for p in parts)), index, stripe)
