@@ -13,6 +13,7 @@ import jax
 import torch
 from jax.sharding import Mesh
 
+from ..bridge import ExecutionDevice
 from ..chips.devices import find_target, jax_devices, keep_compiled_programs, why_off
 from ..chips.locks import exclusive
 from ..chips.mesh import make_mesh, plan_degrees, slices_of
@@ -24,9 +25,6 @@ from ..compile.state import is_entry
 from ..idioms.processes import refuse_several
 from ..weights.hbm import HbmManager, hbm_manager_of, room_on, tensor_degree
 from .plans import module_plan
-
-
-OF_PIPELINES = {"glue": "auto", "host": ()}  # settings that say nothing about a model, and what stands for them
 
 
 @dataclass(eq=False)
@@ -77,8 +75,8 @@ def resolved(
 
 @functools.cache
 def of_model(config: TPUConfig) -> TPUConfig:
-    """What of a pipeline's configuration concerns each of its models."""
-    return replace(config, **OF_PIPELINES)
+    """What of a pipeline's configuration concerns each of its models: not its glue, nor which of them stay on the host."""
+    return replace(config, glue="auto", host=())
 
 
 def differences(ours: TPUConfig, theirs: TPUConfig) -> str:
@@ -107,13 +105,12 @@ def attach(
     module, config: TPUConfig, mesh: Mesh, hbm_manager: HbmManager, on_host=False
 ) -> CompiledModule | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
-    plan, before = module_plan(module), dict(vars(module))
+    plan, hook = module_plan(module), vars(module).get("_hf_hook")
     given = (module, plan.entries, mesh) if on_host else (module, plan, mesh, config, hbm_manager)
     runner = (HostModel if on_host else CompiledModule)(*given)
     runner.config, runner.ownership = config, Ownership()
     runner.attach()
-    added = {name: value for name, value in vars(module).items() if before.get(name, module) is not value}
-    module.__getstate__ = functools.partial(_upstream_state, module, added, before)
+    module.__getstate__ = functools.partial(_upstream_state, module, hook)
     module.__deepcopy__ = functools.partial(_copied, module)
     return runner
 
@@ -242,20 +239,15 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
 
 
 _COPYING = ("__getstate__", "__deepcopy__")
-_ABSENT = object()
 
 
-def _upstream_state(module, added: dict, before: dict) -> dict:
-    """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back."""
-    own = {name: value.tpu_own if is_entry(value) else value for name, value in vars(module).items()}
-    own = {name: value for name, value in own.items() if value is not None or vars(module)[name] is None}
-    state = {name: value for name, value in own.items() if name not in _COPYING and not name.startswith("_tpu")}
-    for name, value in added.items():
-        if state.get(name, _ABSENT) is value:
-            del state[name]
-            if name in before:
-                state[name] = before[name]
-    return state
+def _upstream_state(module, hook) -> dict:
+    """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back. `hook`: of accelerate's."""
+    attributes = {n: x for n, x in vars(module).items() if n not in _COPYING and not n.startswith("_tpu")}
+    former = {name: value.tpu_own for name, value in attributes.items() if is_entry(value)}
+    if isinstance(attributes.get("_hf_hook"), ExecutionDevice):
+        former["_hf_hook"] = hook
+    return {n: x for n, x in (attributes | former).items() if x is not None or n not in former}
 
 
 def _copied(module, memo: dict) -> torch.nn.Module:
