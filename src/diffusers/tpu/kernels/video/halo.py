@@ -5,8 +5,8 @@ else may mix columns. A width that the chips do not divide is filled up on the r
 of the map depends on that. `axis` is the width's, the height lies before it.
 """
 
-import contextlib
 import contextvars
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..attention.api import attention
 from ..attention.masks import Mask
-from ..attention.reference import Keys, Out, Queries, Values
+from ..attention.reference import Keys, Out, Queries, Values, padded_to
 from ..settings import bound, current, using
 
 
@@ -169,11 +169,10 @@ def keys_of_text(text: bool = True):
     return bound(_halo_shards, split and replace(split, text=text))
 
 
-@contextlib.contextmanager
-def _computing(shards: HaloShards):
-    """`halo_shards()` inside, on one chip; operators spread nothing further."""
+def _on_shard(shards: HaloShards, function: Callable, *arrays):
+    """`function` of arrays on one chip, with these `halo_shards()`; operators spread nothing further."""
     with bound(_halo_shards, shards), using(replace(current(), mesh=None)):
-        yield
+        return function(*arrays)
 
 
 def shard_width(
@@ -194,18 +193,13 @@ def shard_width(
     count = math.prod(sizes[name] for name in axes)
     local = -(-width // (count * multiple)) * multiple if count > 1 else width
     split = HaloShards(axes, count, height, width, local)
-
-    def one_shard(*arrays):
-        with _computing(split):
-            return function(*arrays)
-
+    one_shard = functools.partial(_on_shard, split, function)
     if mesh is None or mesh.size == 1:
         return one_shard(x, *maps, *beside)
     spec = P(on_dp, *(axes if a == axis else None for a in range(1, x.ndim)))
 
     def filled(m):
-        more = count * as_finer(local, width, m.shape[axis]) - m.shape[axis] if split.filled else 0
-        return jnp.pad(m, [(0, more) if a == axis else (0, 0) for a in range(m.ndim)]) if more else m
+        return padded_to(m, axis, count * as_finer(local, width, m.shape[axis])) if split.filled else m
 
     def cut(m):
         return lax.slice_in_dim(m, 0, split.columns(m.shape[axis] // count), axis=axis) if split.filled else m
@@ -229,8 +223,7 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
     filled = [jnp.concatenate((a, jnp.broadcast_to(a[-1:], (-len(a) % chips, *a.shape[1:])))) for a in tiles]
 
     def one_tile(tile, own=None):
-        with _computing(HaloShards((), 1, height, width, width, None if own is None else tuple(own))):
-            return function(tile)
+        return _on_shard(HaloShards((), 1, height, width, width, None if own is None else tuple(own)), function, tile)
 
     def some_tiles(*tiles):
         return lax.map(lambda tile: one_tile(*tile), tiles)
