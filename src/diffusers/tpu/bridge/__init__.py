@@ -80,7 +80,13 @@ def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 class ExecutionDevice(ModelHook):
-    """Where upstream's glue has to put a module's inputs, asked through accelerate's hook: its host tensors do not tell."""
+    """Where upstream's glue has to put a module's inputs, asked through accelerate's hook: its host tensors do not tell.
+
+    `former`: the hook that the module had before.
+    """
+
+    def __init__(self, former: ModelHook | None):
+        self.former = former
 
     @property
     def execution_device(self) -> torch.device | None:

@@ -30,13 +30,16 @@ class EntryMethods:
         """Replace the module's entry methods."""
         self.replace()
         setattr(self.module, self.NAME, self)
-        self.module._hf_hook = bridge.ExecutionDevice()
+        self.module._hf_hook = bridge.ExecutionDevice(vars(self.module).get("_hf_hook"))
 
     def detach(self):
         """Put them back; what the user has put in their place stays."""
         self.put_back()
-        for name in (self.NAME, "_hf_hook"):
-            vars(self.module).pop(name, None)
+        vars(self.module).pop(self.NAME, None)
+        if isinstance(hook := vars(self.module).get("_hf_hook"), bridge.ExecutionDevice):
+            del self.module._hf_hook
+            if hook.former is not None:
+                self.module._hf_hook = hook.former
         self._replaced.clear()
 
     def replace(self):

@@ -105,12 +105,12 @@ def attach(
     module, config: TPUConfig, mesh: Mesh, hbm_manager: HbmManager, on_host=False
 ) -> CompiledModule | HostModel:
     """Take the module's methods over. `config`: `of_model` of a resolved one."""
-    plan, hook = module_plan(module), vars(module).get("_hf_hook")
+    plan = module_plan(module)
     given = (module, plan.entries, mesh) if on_host else (module, plan, mesh, config, hbm_manager)
     runner = (HostModel if on_host else CompiledModule)(*given)
     runner.config, runner.ownership = config, Ownership()
     runner.attach()
-    module.__getstate__ = functools.partial(_upstream_state, module, hook)
+    module.__getstate__ = functools.partial(_upstream_state, module)
     module.__deepcopy__ = functools.partial(_copied, module)
     return runner
 
@@ -241,12 +241,12 @@ def component_report(runner: CompiledModule | HostModel) -> dict:
 _COPYING = ("__getstate__", "__deepcopy__")
 
 
-def _upstream_state(module, hook) -> dict:
-    """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back. `hook`: of accelerate's."""
+def _upstream_state(module) -> dict:
+    """The module's attributes as upstream knows them: what `attach` added left out, what it replaced put back."""
     attributes = {n: x for n, x in vars(module).items() if n not in _COPYING and not n.startswith("_tpu")}
     former = {name: value.tpu_own for name, value in attributes.items() if is_entry(value)}
-    if isinstance(attributes.get("_hf_hook"), ExecutionDevice):
-        former["_hf_hook"] = hook
+    if isinstance(hook := attributes.get("_hf_hook"), ExecutionDevice):
+        former["_hf_hook"] = hook.former
     return {n: x for n, x in (attributes | former).items() if x is not None or n not in former}
 
 
