@@ -23,7 +23,6 @@ from ..common import notices
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
 from ..weights.transfer import PlacementRequest, Transfer
-from .state import Number
 from .state.adapters import Adapters
 from .tracing.scan import Group, find_groups
 
@@ -231,10 +230,9 @@ def plan_placement(
     )
 
 
-def stack_numbers(numbers: dict[Number, float], groups: list[Group]) -> dict[str, np.ndarray]:
-    """LoRA scales by `str(Number)`; those of a group's blocks stacked, under keys that start with its label."""
-    left = {str(number): scale for number, scale in numbers.items()}
-    values = {}
+def stack_numbers(numbers: dict[str, float], groups: list[Group]) -> dict[str, np.ndarray]:
+    """LoRA scales by `LAYER/PLACE`; those of a group's blocks stacked, under keys that start with its label."""
+    left, values = dict(numbers), {}
     for group in groups:
         blocks = [f"{group.path}.{index}." for index in range(group.start, group.stop)]
         of_blocks = [{key.removeprefix(b): left.pop(key) for key in [*left] if key.startswith(b)} for b in blocks]

@@ -7,4 +7,4 @@ Attributes, hooks, processors, classes and what the user's code names are in `St
 from .arguments import Arguments, InputRef, OutputRef, Written, opened, write_back
 from .key import Unread, is_entry, of_object, own_forward, process_key, read, signature
 from .libraries import Module, class_version
-from .state import Held, Number, State, Trace, undone, without_caches
+from .state import Held, State, Trace, undone, without_caches

@@ -14,7 +14,7 @@ import torch
 from . import watch
 from .adapters import BOOKKEEPING, SIZES, Adapters
 from .libraries import Libraries
-from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Number, Quick, State
+from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Quick, State
 from .values import PLAIN, Reader, is_ours
 from .watch import Watch, alike
 
@@ -35,7 +35,7 @@ def read(module: torch.nn.Module, apart: tuple = ()) -> State:
     state.libraries = Libraries({cls.__module__ for cls in reader.types})
     for function in state.libraries.put_into():
         reader.later(reader.once, function)
-    state.key, state.adapters = (tree, reader.rest(), state.libraries.key), reader.adapters
+    state.key = tree, reader.rest(), state.libraries.key
     seen = {*reader.adapters.tensors(module).values()}
     named = (*module.named_parameters(), *module.named_buffers())
     state.tensors = {name: tensor for name, tensor in named if name in seen}
@@ -135,7 +135,7 @@ class _Modules(Reader):
         """Of the adapters that the layer adds, by their place; a tensor (peft's, for hot swaps) may be written to."""
         self.watch(scaling, watch.DICT, foreign=False)
         of_terms = {self.adapters.order.index(name): scaling[name] for name in terms if name in scaling}
-        self.state.numbers.update((Number(path, place), float(scale)) for place, scale in of_terms.items())
+        self.state.numbers.update((f"{path}/{place}", float(scale)) for place, scale in of_terms.items())
         for scale in of_terms.values():
             if isinstance(scale, torch.Tensor):
                 self.tensor(scale)

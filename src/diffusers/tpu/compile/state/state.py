@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from .adapters import Adapters
 from .libraries import Libraries
 from .watch import Watch, all_alike
 
@@ -40,33 +39,13 @@ class Held:
         return hash(id(self.thing))
 
 
-@dataclass(frozen=True, order=True)
-class Number:
-    """A number that travels as an argument: the scale of an adapter, by its place, in the LoRA layer at `path`."""
-
-    path: str
-    adapter: int
-
-    def __str__(self):
-        return f"{self.path}/{self.adapter}"
-
-    @staticmethod
-    def parse(text: str) -> "Number":
-        path, adapter = text.split("/")
-        return Number(path, int(adapter))
-
-    def holder(self, module: torch.nn.Module) -> dict:
-        """The dict that has it, in the module that `path` is relative to."""
-        return module.get_submodule(self.path).scaling
-
-
 @dataclass(eq=False)
 class State:
     """Everything in Python that a trace of one module reads, as it was when this was read.
 
     Attributes:
-        key: equal for equal states; `numbers`, scales of LoRA layers, are not in it.
-        adapters: which of LoRA layers' a forward adds.
+        key: equal for equal states; `numbers` are not in it: scales of adapters by `LAYER/PLACE`, path of the LoRA layer and the
+            adapter's place.
         tensors: parameters and buffers that a forward reads, by name, tied ones once; `of_tensors` are the modules' dicts of them.
         modules: dicts of the submodules' attributes; without an owner those of hooks and children. `watches`: all else that can change.
         generators: random generators of Python and numpy that were met: a trace that draws from one is of no use.
@@ -75,8 +54,7 @@ class State:
 
     module: torch.nn.Module
     key: Hashable = None
-    adapters: Adapters | None = None
-    numbers: dict[Number, float] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     modules: list[Watch] = field(default_factory=list)
     watches: list[Watch] = field(default_factory=list)

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec
 
 from ...chips.figures import MIB
 from ...weights.checkpoint import FileTensor, values
-from ..state import Held, Module, Number, class_version
+from ..state import Held, Module, class_version
 from .disk_cache import DiskCache
 from .sources import NotPortable, code_words, digest, function_of, held_words
 
@@ -137,8 +137,8 @@ class StableKey:
             return f"array({x.dtype.str}, {x.shape}, {digest(x.tobytes())})"
         if isinstance(x, torch.Tensor):
             return _tensor(x)
-        if isinstance(x, (torch.Generator, Number)):
-            return f"{type(x).__name__}({x.device if isinstance(x, torch.Generator) else x})"
+        if isinstance(x, torch.Generator):
+            return f"Generator({x.device})"
         if isinstance(x, (TreeSpec, PartitionSpec, types.BuiltinFunctionType)) and " at 0x" not in repr(x):
             return repr(x)
         found = function_of(x)  # its defaults are left out: they are read apart where they count

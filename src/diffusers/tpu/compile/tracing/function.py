@@ -87,7 +87,7 @@ class PureFunction:
     def __call__(self, weights: Arrays, inputs: list[jax.Array], numbers: Arrays) -> Traced:
         """Flat output arrays, and what they are. What the module's own Python does to its state stays: see `undone_trace`.
 
-        `numbers`: LoRA scales by `str(Number)`; groups' stacked, under keys that start with the group's label.
+        `numbers`: LoRA scales by `LAYER/PLACE`; groups' stacked, under keys that start with the group's label.
         """
         if not (self.plan.methods and self.plan.by_width):
             return self._traced(weights, inputs, numbers)

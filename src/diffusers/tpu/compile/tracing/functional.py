@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from ...bridge import Tensor, environment, from_numpy, numpy_dtype, on_device
-from ..state import Number, Trace, read, undone
+from ..state import Trace, read, undone
 from ..state.adapters import Adapters
 from ..state.watch import replaced
 
@@ -36,9 +36,12 @@ def written(method: Method, weights: dict[str, torch.Tensor], args, kwargs) -> t
 def numbered(
     module: torch.nn.Module, numbers: dict[str, jax.Array], adapters: Adapters
 ) -> contextlib.AbstractContextManager:
-    """While this is open, the module's numbers are those that the program is given, by `str(Number)`."""
-    found = ((Number.parse(key), array) for key, array in numbers.items())
-    return replaced((n.holder(module), adapters.order[n.adapter], Scale(array)) for n, array in found)
+    """While this is open, the module's numbers are those that the program is given, by `LAYER/PLACE`."""
+    found = ((*key.split("/"), array) for key, array in numbers.items())
+    return replaced(
+        (module.get_submodule(layer).scaling, adapters.order[int(place)], Scale(array))
+        for layer, place, array in found
+    )
 
 
 @contextlib.contextmanager
@@ -103,7 +106,6 @@ class Scale:
 
     __bool__ = __float__ = __int__ = __index__ = __eq__ = __lt__ = __le__ = __gt__ = __ge__ = _read
     __add__ = __radd__ = __sub__ = __rsub__ = __rtruediv__ = __pow__ = __rpow__ = __abs__ = __format__ = _read
-    __hash__ = None
 
 
 class Elapsed(Scale):
@@ -117,8 +119,6 @@ class Elapsed(Scale):
 
     def __eq__(self, other):
         return False
-
-    __hash__ = None
 
     def __pow__(self, order: int):
         return Elapsed(self.array**order)
