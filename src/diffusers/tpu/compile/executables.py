@@ -191,8 +191,7 @@ def module_words(runner) -> dict[str, str]:
         (name, a.shape, a.dtype.name, repr(a.sharding.spec), repr(placed.packed.get(name)))
         for name, a in placed.avals.items()
     ]
-    names = [f.name for f in dataclasses.fields(settings) if f.name not in ("mesh", "tally")]
-    fixed = {name: getattr(settings, name) for name in names}
+    fixed = {name: value for name, value in vars(settings).items() if name not in ("mesh", "tally")}
     planned = (
         (plan.activation_spec, plan.batched, plan.replicated, plan.axes, plan.decide, runner.within),
         tuple(plan.processors.items()),

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from ..bridge import Guard
 from .host import HostModel
@@ -14,27 +14,28 @@ def rungs(runner: CompiledModule | HostModel, name: str = "") -> list[dict]:
 
     A rung is compiled, decided (compiled with guards), parts (split), eager or host.
     """
-    found = _rungs(runner, name)
-    return [{"module": module, "rung": rung, "reasons": [*dict.fromkeys(why)]} for module, rung, why in found]
+    found = []
 
+    def add(rung: str, reasons: Iterable[str]):
+        found.append({"module": name, "rung": rung, "reasons": [*dict.fromkeys(reasons)]})
 
-def _rungs(runner: CompiledModule | HostModel, name: str) -> Iterator[tuple[str, str, Iterable[str]]]:
     if isinstance(runner, HostModel):
-        yield name, "host", ["TPUConfig.host"]
+        add("host", ["TPUConfig.host"])
     elif (split := runner.split) is not None and split.host is not None:
-        yield name, "host", [split.reason, split.host]
+        add("host", [split.reason, split.host])
     elif split is not None:
-        yield name, "parts", [split.reason, *split.missing]
+        add("parts", [split.reason, *split.missing])
         for path, submodule in split.runners.items():
-            yield from _rungs(submodule, f"{name}.{path}".lstrip("."))
+            found += rungs(submodule, f"{name}.{path}".lstrip("."))
     else:
         lines = [str(guard.line) for guard in runner.known.values() if isinstance(guard, Guard)]
         if runner.programs:
-            yield name, "decided" if lines else "compiled", lines
+            add("decided" if lines else "compiled", lines)
         if runner.modes.eager:
-            yield name, "eager", runner.modes.eager.values()
+            add("eager", runner.modes.eager.values())
         if runner.modes.host:
-            yield name, "host", runner.modes.host
+            add("host", runner.modes.host)
+    return found
 
 
 def lines_of(name: str, found: list[dict]) -> list[str]:

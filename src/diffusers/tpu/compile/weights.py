@@ -30,7 +30,6 @@ from .tracing.scan import Group, find_groups
 # Of the bar: bytes; nothing of what takes less than two seconds, and nothing in a log.
 BAR = {"unit": "B", "unit_scale": True, "unit_divisor": 1024, "delay": 2.0, "disable": None}
 _placements = itertools.count()
-_VERSION_OF = operator.attrgetter("_version")
 SAMPLED = 64  # values of a tensor that are looked at for writes that torch does not count
 
 
@@ -173,12 +172,6 @@ class PlacedWeights:
                 bar.update(array.nbytes)
 
 
-FLOAT16 = (
-    "{} has float16 weights, which a TPU has no products for: they take three times as long as bfloat16's, and attention"
-    " has no kernel. Load models with torch_dtype=torch.bfloat16"
-)
-
-
 def plan_placement(
     module: torch.nn.Module,
     plan: ModelPlan,
@@ -200,7 +193,11 @@ def plan_placement(
     # A product within float16's rounding is three of bfloat16: of the exact one 2.1e-4 is left to it, one pass is 2.4e-3 off.
     half = sum(t.nbytes for t in tensors.values() if t.dtype == torch.float16)
     if half > sum(t.nbytes for t in tensors.values()) / 2:
-        notices.warn_once("float16", FLOAT16.format(model))
+        notices.warn_once(
+            "float16",
+            f"{model} has float16 weights, which a TPU has no products for: they take three times as long as bfloat16's, and"
+            " attention has no kernel. Load models with torch_dtype=torch.bfloat16",
+        )
     groups = find_groups(module) if scan and not without else []
     sources = {key: names for group in groups for key, names in group.sources(module, adapters).items()}
     taken = {name for names in sources.values() for name in names}
@@ -209,7 +206,7 @@ def plan_placement(
     shapes = {}
     for key, names in sources.items():
         some = [tensors[name] for name in names if name is not None]
-        largest = tuple(map(max, *(t.shape for t in some))) if len(some) > 1 else tuple(some[0].shape)
+        largest = tuple(map(max, zip(*(t.shape for t in some))))
         shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
     rules = () if without else plan.rules
     stored, coverage = plan_weights(shapes, rules, mesh, storage)
@@ -251,7 +248,7 @@ def quick_versions(tensors: dict[str, torch.Tensor]) -> tuple:
     held = tensors.values()
     with torch._C.DisableTorchFunction():
         of_files = [(type(t), t.source) for t in held if type(t) is FileTensor]
-        return [*map(_VERSION_OF, held)], [*map(torch.Tensor.data_ptr, held)], of_files
+        return [*map(operator.attrgetter("_version"), held)], [*map(torch.Tensor.data_ptr, held)], of_files
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor | None:

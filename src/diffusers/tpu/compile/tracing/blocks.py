@@ -141,9 +141,7 @@ class BlockRuns:
         """Weights and numbers of one block, and what is kept of it."""
         return jax.tree.map(lambda array: array[index - group.start], self.stacks[group.label])
 
-    def _call(
-        self, run: Run, index: int, arrays: list, own: tuple, filled=None
-    ) -> tuple[list, dict, functools.partial]:
+    def _call(self, run: Run, index: int, arrays: list, own: tuple, filled=None) -> tuple[list, dict, Callable]:
         """A block on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
         env, tensors = environment(), iter(arrays)
         leaves = [Tensor(next(tensors), env) if isinstance(leaf, Tensor) else leaf for leaf in run.leaves]
@@ -204,9 +202,9 @@ class BlockRuns:
         return values, of_one(gives)
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
-        slots, avals = run.slots, [output._aval for output in run.outputs]
+        feeds, avals = run.feeds, [output._aval for output in run.outputs]
         specs = self.function.layout([aval.shape for aval in avals], run.names(self.model))
-        source = {number: slot for slot, number in slots.items()}
+        source = {number: slot for slot, number in feeds.items()}
         fills = self._fills(run, specs)
         sequence = current().sequence or any(spec is not None for spec in specs)
         settings = replace(current(), pad_tokens=max(fills), sequence=sequence)
@@ -225,7 +223,7 @@ class BlockRuns:
             own, given, layer = of_block
             of_layer = {name: lax.dynamic_index_in_dim(array, layer, keepdims=False) for name, array in whole.items()}
             own = own[0] | of_layer, *own[1:]
-            inputs = [carry[slots[s]] if s in slots else given.get(s, array) for s, array in enumerate(run.arrays)]
+            inputs = [carry[feeds[s]] if s in feeds else given.get(s, array) for s, array in enumerate(run.arrays)]
             with using(settings), bound(scanned, (run.start, run.stop)), bound(_stack, (whole, layer)):
                 flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
@@ -238,7 +236,7 @@ class BlockRuns:
         stacked = {name: array for name, array in weights.items() if name not in whole}, *rest
         if part != (0, group.stop - group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
-        given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in slots}
+        given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in feeds}
         layer = jnp.arange(*part) if whole else None
         last, (passed, gives) = lax.scan(step, carry, (stacked, given, layer))
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
@@ -248,7 +246,7 @@ class BlockRuns:
         modules = run.group.block(self.model, run.start).modules()
         processors = [(m, m.processor) for m in modules if hasattr(m, "processor")]
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
-        fills, carried = [0] * len(run.outputs), {*(run.feeds or {}).values()}
+        fills, carried = [0] * len(run.outputs), {*run.feeds.values()}
         for number in carried if known else ():
             fills[number] = self.function.padding(run.outputs[number]._aval.shape, specs[number])
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)

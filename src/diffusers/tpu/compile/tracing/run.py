@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import re
 import weakref
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ class Run:
         traced: the first block's trace.
         make_output: makes a block's return value of its outputs.
         outputs: the last block's; `passed` are weak references to those of the blocks before it.
-        feeds: position among a block's arguments -> the output that it is in the next block; None of a single block.
+        feeds: number of a tensor among a block's arguments -> the output that it is in the next block; of a single block none.
         own: number of a tensor among a block's arguments -> its values in each block, where they differ.
     """
 
@@ -38,7 +39,7 @@ class Run:
     make_output: functools.partial | None = None
     outputs: list[Deferred] = field(default_factory=list)
     passed: list[list[weakref.ref]] = field(default_factory=list)
-    feeds: dict[int, int] | None = None
+    feeds: dict[int, int] = field(default_factory=dict)
     own: dict[int, list] = field(default_factory=dict)
 
     @property
@@ -58,19 +59,15 @@ class Run:
     def text(self) -> tuple[str, list]:
         return text_of(self.traced)
 
-    @property
-    def slots(self) -> dict[int, int]:
-        """Number of the tensor among a block's arguments -> output that it is in the next one; of a single block none."""
-        tensors = [p for p, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return {tensors.index(position): number for position, number in (self.feeds or {}).items()}
-
     def names(self, model: torch.nn.Module) -> dict[int, str]:
         """Output -> the name of the argument that it is in the next block; "" where the block's forward names none."""
-        args, kwargs = tree_unflatten([*range(len(self.leaves))], self.spec)
+        slots = itertools.count()
+        numbered = [next(slots) if isinstance(leaf, Tensor) else None for leaf in self.leaves]
+        args, kwargs = tree_unflatten(numbered, self.spec)
         parameters = [*inspect.signature(type(self.group.block(model, self.start)).forward).parameters][1:]
         given = (*zip(parameters, args), *kwargs.items())
-        name_of = {position: name for name, value in given for position in tree_leaves(value)}
-        return {number: name_of.get(position, "") for position, number in (self.feeds or {}).items()}
+        name_of = {slot: name for name, value in given for slot in tree_leaves(value)}
+        return {number: name_of.get(slot, "") for slot, number in self.feeds.items()}
 
     def still_held(self) -> list[tuple[int, int, Deferred]]:
         """(block of the run, number, output) of those passed on that someone else holds too."""
@@ -78,20 +75,20 @@ class Run:
         return [(k, n, output) for k, n, output in found if output is not None]
 
     def continued_by(self, leaves: list, spec) -> tuple[dict[int, int], dict[int, jax.Array]] | None:
-        """Argument position -> output number, and tensors that are not the first block's by their number, if a call with these leaves
-        goes on with this run, else None."""
+        """`feeds`, and tensors that are not the first block's by their number, if a call with these leaves goes on with this run, else
+        None."""
         if spec != self.spec:
             return None
         number = {id(output): n for n, output in enumerate(self.outputs)}
         values, feeds, started, own = enumerate(self.arrays), {}, {}, {}
-        for position, (leaf, first) in enumerate(zip(leaves, self.leaves)):
+        for leaf, first in zip(leaves, self.leaves):
             slot, value = next(values) if isinstance(first, Tensor) else (None, None)
             if id(leaf) in number:
                 if value is None or (first.shape, first.dtype) != (leaf.shape, leaf.dtype):
                     return None
                 if started.setdefault(number[id(leaf)], value) is not value:
                     return None  # two arguments that were two values are one from here on
-                feeds[position] = number[id(leaf)]
+                feeds[slot] = number[id(leaf)]
             elif value is None and leaf is not first and (isinstance(leaf, torch.Tensor) or leaf != first):
                 return None
             elif value is not None:
@@ -99,11 +96,11 @@ class Run:
                     return None
                 if leaf.jax() is not value:  # another tensor, or written to since
                     own[slot] = leaf.jax()
-        return (feeds, own) if feeds and self.feeds in (None, feeds) else None
+        return (feeds, own) if feeds and self.feeds in ({}, feeds) else None
 
     def unchanged(self, outputs: list[Deferred]) -> list[jax.Array]:
         """In the place of outputs of blocks that do not run: what they were given, zeros where nothing was."""
-        given = {number: self.arrays[slot] for slot, number in self.slots.items()}
+        given = {number: self.arrays[slot] for slot, number in self.feeds.items()}
         found = [given.get(n) if n < len(self.outputs) else None for n in range(len(outputs))]
         return [jnp.zeros(o._aval.shape, o._aval.dtype) if x is None else x for o, x in zip(outputs, found)]
 

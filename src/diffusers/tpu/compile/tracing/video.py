@@ -107,9 +107,8 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
 def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: torch.Tensor, multiple: int):
     """`function(arguments)` by `shard_width`: tensors of the arguments of these names are maps, as x is, which is one of them."""
     leaves, spec = tree_flatten(arguments)
-    of_maps = [
-        t for name in names for t in tree_leaves(arguments.get(name)) if isinstance(t, torch.Tensor) and t is not x
-    ]
+    tensors = [t for name in names for t in tree_leaves(arguments.get(name)) if isinstance(t, torch.Tensor)]
+    of_maps = [t for t in tensors if t is not x]
     if any(t.ndim != x.ndim or len(t) != len(x) or t.shape[-1] * multiple < x.shape[-1] for t in of_maps):
         raise halo.NotByShards(
             f"expected maps beside {list(x.shape)} of its batch, got {[list(t.shape) for t in of_maps]}"
@@ -119,9 +118,8 @@ def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: t
     place = {id(t): n for n, t in enumerate(moved)}
 
     def run(*parts):
-        return function(
-            tree_unflatten([parts[place[id(leaf)]] if id(leaf) in place else leaf for leaf in leaves], spec)
-        )
+        given = [parts[place[id(leaf)]] if id(leaf) in place else leaf for leaf in leaves]
+        return function(tree_unflatten(given, spec))
 
     return shard_width(run, x, multiple, maps=tuple(of_maps), beside=tuple(moved[1 + len(of_maps) :]))
 
