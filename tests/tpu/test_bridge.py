@@ -100,7 +100,7 @@ def pure_function(module, call, given, mesh):
 def test_a_trace_leaves_no_tracer_in_the_module(make_mesh):
     vae = AutoencoderKLWan(base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[True]).eval()
     before = {name: set(vars(m)) for name, m in vae.named_modules()}
-    function = pure_function(vae, vae.decode, ((tracing.INPUT,), {"return_dict": False}), make_mesh(1, 1, 1))
+    function = pure_function(vae, vae.decode, ((tracing.TENSOR,), {"return_dict": False}), make_mesh(1, 1, 1))
     z = torch.randn(1, 4, 2, 4, 4)
     tensors = (*vae.named_parameters(), *vae.named_buffers())
     weights = {name: jnp.asarray(bridge.as_numpy(t)) for name, t in tensors}
@@ -121,7 +121,7 @@ def test_a_trace_leaves_no_tracer_in_the_module(make_mesh):
 
 def test_an_output_that_hides_tensors_is_refused(make_mesh):
     odd = torch.nn.Module()
-    function = pure_function(odd, lambda x: (x, np.random.default_rng()), ((tracing.INPUT,), {}), make_mesh(1, 1, 1))
+    function = pure_function(odd, lambda x: (x, np.random.default_rng()), ((tracing.TENSOR,), {}), make_mesh(1, 1, 1))
     with pytest.raises(NotImplementedError, match="Generator"):
         jax.eval_shape(function, {}, [jnp.ones(2)], {})
 

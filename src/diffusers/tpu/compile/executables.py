@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -33,7 +32,7 @@ from .programs import Program
 from .state import process_key
 from .store.disk_cache import DiskCache
 from .store.keys import Key, StableKey
-from .store.sources import NotPortable, library_words, our_words
+from .store.sources import NotPortable, digest, library_words, our_words
 
 
 logger = logging.get_logger(__name__)
@@ -226,7 +225,7 @@ def _processor() -> str:
     """What XLA compiles for where the chips are simulated."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {hashlib.sha256(flags.encode()).hexdigest()[:12]}"
+    return f"{platform.machine()} {digest(flags.encode())}"
 
 
 def _flags() -> list[str]:

@@ -323,7 +323,7 @@ class ModulePrograms(EntryMethods):
             module=self.module,
             call=self.original(call.entry),
             spec=call.spec,
-            leaves=[tracing.INPUT if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
+            leaves=[tracing.TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in call.leaves],
             groups=placed.groups,
             specs=placed.specs,
             settled=placed.settled,

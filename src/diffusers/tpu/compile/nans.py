@@ -20,8 +20,6 @@ from .tracing.scopes import watching
 
 _debugging = contextvars.ContextVar("diffusers_tpu_debug_nans", default=False)
 _noted = contextvars.ContextVar("diffusers_tpu_nans_noted", default=None)
-
-
 is_debugging = _debugging.get
 
 

@@ -29,6 +29,7 @@ logger = logging.get_logger(__name__)
 WORTH_A_WORD = 5.0  # seconds that somebody waits
 ANOTHER = ("another form of the call", "the last one")
 _evicted = 0
+_executables = weakref.WeakValueDictionary()
 _compiling = threading.Lock()  # of JAX's cache of compiled programs a compilation may switch the use off
 
 
@@ -135,9 +136,6 @@ def cached_sharding(mesh: Mesh, sequence: bool, shape: tuple[int, ...], batch: s
     tokens = (*[None] * (len(shape) - 3), "sp") if sequence and len(shape) in (3, 4) else ()
     spec = PartitionSpec(batch, *tokens)
     return named(mesh, fit(spec, shape, mesh))
-
-
-_executables = weakref.WeakValueDictionary()
 
 
 def trace_program(

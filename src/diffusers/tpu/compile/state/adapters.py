@@ -6,14 +6,11 @@ A layer that adds nothing is its base layer. Blocks that one trace stands for ne
 term, its A and B are zeros there, and zeros fill up a lower rank; the sum is the same to the last bit. Layers are peft's.
 """
 
-import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-
-from .watch import replaced
 
 
 # Of a layer and of what its terms are made of: which term there is says the program's name for it, how large it is its shape.
@@ -181,9 +178,3 @@ def _tensors(layer: torch.nn.Module, terms: tuple[str, ...]) -> dict[str, torch.
 def _flags(layer: torch.nn.Module) -> dict:
     plain = (bool, int, float, str)
     return {k: v for k, v in vars(layer).items() if isinstance(v, plain) and k not in BOOKKEEPING}
-
-
-def lent(block: torch.nn.Module, layers: Iterable[tuple[str, torch.nn.Module]]) -> contextlib.AbstractContextManager:
-    """While this is open, the block has these layers at these paths."""
-    paths = ((path.rpartition("."), layer) for path, layer in layers)
-    return replaced((block.get_submodule(parent)._modules, name, layer) for (parent, _, name), layer in paths)

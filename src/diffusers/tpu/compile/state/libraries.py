@@ -22,6 +22,12 @@ from .watch import class_attributes, dicts_differ
 
 # Where a development checkout of one of these is installed, it is a library too.
 KNOWN = ("torch", "transformers", "peft", "accelerate", "torchax", "jax", "numpy", "huggingface_hub", "safetensors")
+# Modules whose functions and classes a trace may run: those whose names start so, where it reaches them, and these.
+READ = ("diffusers.models.", "diffusers.hooks.", "transformers.models.", "transformers.modeling_", "peft.tuners.")
+ALSO = ("torch.nn.functional", "transformers.activations", "transformers.masking_utils")
+MOST_SEEN = 64  # states of a class or a module that are known again
+_seen: "weakref.WeakKeyDictionary[type | types.ModuleType, deque[tuple[int, dict]]]" = weakref.WeakKeyDictionary()
+_numbers = itertools.count()
 
 
 @functools.cache
@@ -64,15 +70,6 @@ def is_library(x: types.FunctionType | type) -> bool:
     if file.startswith("<") and not file.startswith("<frozen"):  # made as a program runs, as dataclasses' methods are
         return is_library_module(x.__globals__.get("__name__") or "__main__")
     return is_library_file(file)
-
-
-READ = ("diffusers.models.", "diffusers.hooks.", "transformers.models.", "transformers.modeling_", "peft.tuners.")
-ALSO = ("torch.nn.functional", "transformers.activations", "transformers.masking_utils")
-MOST_SEEN = 64  # states of a class or a module that are known again
-
-
-_seen: "weakref.WeakKeyDictionary[type | types.ModuleType, deque[tuple[int, dict]]]" = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
 
 
 def _version(thing: type | types.ModuleType, now: dict) -> int:

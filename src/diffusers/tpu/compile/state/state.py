@@ -24,6 +24,7 @@ TENSORS = ("_parameters", "_buffers")
 DICTS = (*HOOKS, "_modules", *TENSORS)
 # torch's own, of which a forward reads none but `training`; hooks and children are read where they belong.
 TORCHS = frozenset(vars(torch.nn.Module())) - {"training"}
+_END = object()  # behind the values that are compared: where one has more than the other, it meets something else
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,9 +129,6 @@ class Quick:
             return False
         self.held = now  # other objects of the same values: a number that was set again
         return True
-
-
-_END = object()  # where one has more values than the other, it meets something else
 
 
 # Around a trace

@@ -18,6 +18,7 @@ MADE = "<made>"  # by a library as it runs, as dataclasses' methods are: what su
 _ASKERS = ("apps", "planner", "compare", "idioms")  # packages of ours that no program is made of
 _PLAIN = (bool, int, float, str, tuple, list, dict)
 _ROOT = str(Path(__file__).resolve().parents[4]) + os.sep  # what `diffusers` lies in
+_known: dict[tuple, str] = {}  # digests, by the key of `Libraries`
 
 
 class NotPortable(Exception):
@@ -97,9 +98,6 @@ def held_words(value) -> str:
         raise NotPortable(f"a {type(value).__qualname__}, which is no library's")
     call = function_of(getattr(type(value), "__call__", None))
     return f"{type(value).__module__}.{type(value).__qualname__} {call and code_words(call.__code__)}"
-
-
-_known: dict = {}
 
 
 def library_words(libraries: Libraries) -> str:

@@ -2,10 +2,10 @@
 
 from ...kernels.video.halo import NotByShards, keys_of_text
 from .caches import Step, StepCache, kept_by
-from .function import INPUT, PureFunction, on_every_chip, tracing
+from .function import PureFunction, on_every_chip, tracing
 from .functional import NumberRead, undone_trace
 from .previous_call import depends_on_previous_call
-from .results import PLAIN, NoProgram, TraceResult, WeightWritten
+from .results import PLAIN, TENSOR, NoProgram, TraceResult, WeightWritten
 from .video import (
     attention_by_frame,
     causal_pad,

@@ -41,7 +41,6 @@ from .user_code import is_watched_inside, scripted
 
 MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
 
-INPUT = TENSOR
 Arrays = dict[str, jax.Array]
 Traced = tuple[list[jax.Array], TraceResult]
 _tracing = contextvars.ContextVar("diffusers_tpu_tracing", default=False)
@@ -57,7 +56,7 @@ class PureFunction:
     """`call`, a bound method of `module`, with everything but tensors fixed.
 
     Args:
-        spec, leaves: the flattened (args, kwargs); INPUT stands for a tensor, the rest is static.
+        spec, leaves: the flattened (args, kwargs); TENSOR stands for a tensor, the rest is static.
         specs: spec of each weight while it computes, by its key; groups' keys start with the group's label. `settled`: those that lie so already. `packed`: those that are stored so.
         attention: settings of the trace, the mesh among them; `settings`: of each block, read once.
         kept, kind: a cache that the module has, and the call's kind of step: its tensors are the last inputs, what it gives the last outputs.
@@ -109,7 +108,7 @@ class PureFunction:
         stacked, single = self._split(weights)
         stacked_numbers, single_numbers = self._split(numbers)
         decisions = Decisions(self.values, inputs)
-        runs, given = BlockRuns(self, stacked, stacked_numbers), sum(leaf is INPUT for leaf in self.leaves)
+        runs, given = BlockRuns(self, stacked, stacked_numbers), sum(leaf is TENSOR for leaf in self.leaves)
         kept = [Tensor(x, env) for x in inputs[given:]]
         with (
             without_caches(self.module),

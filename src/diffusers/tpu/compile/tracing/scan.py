@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import jax
 import torch
 
-from ..state.adapters import Adapters, lacks, lenders, lent
+from ..state.adapters import Adapters, lacks, lenders
+from ..state.watch import replaced
 
 
 MIN_BLOCKS = 2
@@ -57,8 +58,13 @@ class Group:
 
     def lent(self, model: torch.nn.Module, block: torch.nn.Module):
         """While this is open, the block of this group has the terms of all of them."""
-        full = [(path, self.blocks(model)[number].get_submodule(path)) for path, number in self.layers]
-        return lent(block, [(path, layer) for path, layer in full if lacks(block.get_submodule(path), layer)])
+        places = []
+        for path, number in self.layers:
+            full = self.blocks(model)[number].get_submodule(path)
+            if lacks(block.get_submodule(path), full):
+                parent, _, name = path.rpartition(".")
+                places.append((block.get_submodule(parent)._modules, name, full))
+        return replaced(places)
 
 
 def find_groups(model: torch.nn.Module) -> list[Group]:

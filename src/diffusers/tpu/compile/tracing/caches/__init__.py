@@ -8,8 +8,6 @@
 | `TaylorSeerCacheConfig` | on the host, by step: upstream's own hooks | one of a first call, of a later one, and of those between |
 """
 
-import operator
-
 import torch
 
 from ..scan import Group
@@ -30,6 +28,5 @@ def kept_by(model: torch.nn.Module, groups: list[Group], known: StepCache | None
     hooked = [(module, hook) for module, registry in registries for hook in getattr(registry, "hooks", {}).values()]
     cls = KINDS.get(frozenset(type(hook).__name__ for _, hook in hooked))
     found = cls and cls.found(model, hooked, groups)
-    if found and known and len(found.hooks) == len(known.hooks) and all(map(operator.is_, found.hooks, known.hooks)):
-        return known
-    return found
+    same = found and known and [*map(id, found.hooks)] == [*map(id, known.hooks)]
+    return known if same else found

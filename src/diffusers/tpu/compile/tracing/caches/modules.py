@@ -151,8 +151,7 @@ class Modules(StepCache):
         return (*self.hooks,)
 
     def step(self) -> Step:
-        before = [(state, dict(vars(state))) for state in map(self._state, self.hooks)]
-        states = dict(zip(map(id, self.hooks), before))
+        before = {id(hook): (state := self._state(hook), dict(vars(state))) for hook in self.hooks}
         parts, tensors = [], []
         for place in self.places:
             runs, *_ = [self._decide(hook) for hook in place.hooks]
@@ -167,14 +166,14 @@ class Modules(StepCache):
                 if part.runs and of_place is not None:
                     fills, what = of_place
                     held = Held([*itertools.islice(results, len(fills))], what, fills)
-                for state, attributes in (states[id(hook)] for hook in place.hooks):
+                for state, attributes in (before[id(hook)] for hook in place.hooks):
                     if of_place is None:  # nobody called it
                         vars(state).update(attributes)
                     elif held is not None:
                         self._keep(state, held)
             self.decided.append(any(part.runs for part in parts))
 
-        return Step(tuple(parts), tensors, keep, before)
+        return Step(tuple(parts), tensors, keep, [*before.values()])
 
     def _keep(self, state, held: Held):
         setattr(state, self.KEPT, held)
