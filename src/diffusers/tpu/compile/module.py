@@ -99,8 +99,6 @@ class CompiledModule(ModulePrograms):
         """What the weights take of a chip, as they are planned."""
         return sum(placed.coverage.bytes_per_chip for placed in self._all_placed())
 
-    # Calls
-
     def run(self, entry: str, args: tuple, kwargs: dict):
         """Upstream's return value of the module's `entry(*args, **kwargs)`.
 

@@ -106,7 +106,7 @@ class ModulePrograms(EntryMethods):
         planned_for = scan, () if self.split is None else tuple(self.split.runners), storage
         former = self._placed
         if anew or former is None or former.planned_for != planned_for:
-            self._placed = plan_placement(self.module, self.plan, self.mesh, *planned_for)
+            self._placed = plan_placement(self.module, self.plan, self.mesh, planned_for)
             if former is not None:
                 self._placed.reuse(former)
         return self._placed

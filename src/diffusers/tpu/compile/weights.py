@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...utils import logging
 from ..bridge import numpy_dtype
-from ..chips.sharding import STORAGE_AXES, Coverage, ModelPlan, Packed, computed, named, plan_weights, unwrapped
+from ..chips.sharding import Coverage, ModelPlan, Packed, computed, named, plan_weights, unwrapped
 from ..common import notices
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
@@ -172,19 +172,12 @@ class PlacedWeights:
                 bar.update(array.nbytes)
 
 
-def plan_placement(
-    module: torch.nn.Module,
-    plan: ModelPlan,
-    mesh: Mesh,
-    scan: bool,
-    without: tuple[str, ...] = (),
-    storage: tuple[str, ...] = STORAGE_AXES,
-) -> PlacedWeights:
-    """Where every weight of the module will lie, those of submodules `without` left out, over the axes `storage`; nothing is moved yet.
+def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned_for: tuple) -> PlacedWeights:
+    """Where every weight of the module will lie; nothing is moved yet. `planned_for`: of `PlacedWeights`.
 
     Raises ValueError for weights that the checkpoint had no values of, NotImplementedError for quantized ones.
     """
-    adapters, model = Adapters(module), type(module).__name__
+    (scan, without, storage), adapters, model = planned_for, Adapters(module), type(module).__name__
     tensors = {name: t for name, t in named_tensors(module).items() if not _is_within(name, without)}
     if missing := sorted(name for name, t in tensors.items() if t.is_meta):
         raise ValueError(missing_message(model, missing))
@@ -221,7 +214,6 @@ def plan_placement(
         found = name and plan.packed.get(unwrapped(name))
         if found and not any(size % tp for size in found.sizes):
             packed[key] = replace(found, tp=tp)
-    planned_for = scan, without, storage
     return PlacedWeights(
         module, mesh, groups, sources, specs, avals, coverage, planned_for, terms=terms, packed=packed
     )

@@ -128,9 +128,6 @@ def take_scale(kwargs: dict, name: str | None) -> tuple[dict, float]:
     return {**kwargs, name: {k: v for k, v in given.items() if k != "scale"} or None}, scale
 
 
-# Blocks with and without
-
-
 def lenders(blocks: Sequence[torch.nn.Module], order: Sequence[str]) -> dict[str, int] | None:
     """Path of a LoRA layer -> number of the block whose layer has all terms that any block's has there, where not all have.
 

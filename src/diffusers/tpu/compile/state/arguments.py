@@ -88,9 +88,6 @@ def unpickled(parts: tuple | None) -> TreeSpec:
     return treespec_leaf() if parts is None else TreeSpec(parts[0], parts[1], [*map(unpickled, parts[2])])
 
 
-# What a call leaves in what it was given
-
-
 @dataclass(frozen=True)
 class _Ref:
     index: int

@@ -67,9 +67,7 @@ class State:
 
     def same(self) -> bool:
         """Whether nothing was changed since it was read."""
-        if not self.quick.same() or any(map(Watch.changed, self.watches)):
-            return False
-        return self.libraries is None or self.libraries.same()
+        return self.quick.same() and not any(map(Watch.changed, self.watches)) and self.libraries.same()
 
     def changed(self) -> list[Watch]:
         return [one for one in (*self.modules, *self.watches) if one.changed()]
@@ -129,9 +127,6 @@ class Quick:
             return False
         self.held = now  # other objects of the same values: a number that was set again
         return True
-
-
-# Around a trace
 
 
 @dataclass

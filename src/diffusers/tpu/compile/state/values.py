@@ -99,8 +99,6 @@ class Reader(CodeReader):
         self.state.unread.setdefault(self.at, why)
         return "unread", self.at
 
-    # Values
-
     def value(self, x, foreign: bool) -> Hashable:
         """`x` as what it is equal to. `foreign`: it belongs to an object that is no module."""
         kind = type(x)
@@ -256,8 +254,6 @@ class Reader(CodeReader):
         if not foreign and not is_library(cls):  # upstream's code calls its methods, whatever they are called
             self.names.update(name for base in cls.__mro__ if not is_library(base) for name in vars(base))
         return key, self.attributes_of(x, foreign)
-
-    # Classes
 
     def type(self, cls: type) -> Hashable:
         """A class, and which of the methods and attributes that it has had it has now."""

@@ -91,9 +91,6 @@ def _other(now, before) -> bool:
     return isinstance(now, plain) and isinstance(before, plain) and not alike(now, before)
 
 
-# How things are read and written
-
-
 def put_back(container: dict, before: dict):
     """The dict holds what its copy does. Past what a class of dicts, a frozen one say, allows its users."""
     base = OrderedDict if isinstance(container, OrderedDict) else dict
