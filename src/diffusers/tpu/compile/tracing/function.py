@@ -11,17 +11,7 @@ import jax
 import torch
 from jax.sharding import PartitionSpec
 
-from ...bridge import (
-    Decisions,
-    Tensor,
-    deciding,
-    decomposing,
-    environment,
-    lying,
-    on_device,
-    quiet_integers,
-    unpacked,
-)
+from ...bridge import Decisions, Tensor, deciding, decomposing, environment, lying, quiet_integers, unpacked
 from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, axes_of, named
 from ...common import notices
 from ...kernels.linear import LANES
@@ -146,7 +136,7 @@ class PureFunction:
                         yield vars(m), name, functools.partial(plan.methods[cls, name], m)
         for name, m in self.module.named_modules():
             if any(re.search(pattern, name) for pattern in plan.replicated):
-                yield vars(m), "forward", functools.partial(_run_whole, m, vars(m).get("forward"))
+                yield vars(m), "forward", functools.partial(_run_whole, m.forward)
 
     def eagerly(self, weights: Arrays, inputs: list[jax.Array], in_parts: bool = False) -> Traced:
         """As a trace, operation by operation: upstream's Python runs, hooks see values, what it keeps stays.
@@ -196,7 +186,7 @@ class PureFunction:
             raise Entangled("it writes into an argument")
         if written_to and self.branches > 1:
             raise Entangled("it writes into an argument, and its guidance branches are one call")
-        arrays = [x.jax() if on_device(x) else environment().moved(x).jax() for x in written_to]
+        arrays = [environment().moved(x).jax() for x in written_to]
         return [x.jax() for x in tensors] + arrays, TraceResult(*form, left)
 
     def _swapped(self, weights: dict[str, jax.Array]) -> dict[str, Tensor]:
@@ -256,7 +246,6 @@ def on_every_chip():
         yield
 
 
-def _run_whole(module: torch.nn.Module, forward: Callable | None, *args, **kwargs):
-    """`forward` of the instance, or its class's."""
+def _run_whole(forward: Callable, *args, **kwargs):
     with on_every_chip():
-        return type(module).forward(module, *args, **kwargs) if forward is None else forward(*args, **kwargs)
+        return forward(*args, **kwargs)
