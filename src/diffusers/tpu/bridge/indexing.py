@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from torch.utils._pytree import tree_map_only
 from torchax.tensor import Tensor
@@ -9,6 +10,7 @@ from torchax.tensor import Tensor
 from ..kernels.settings import current
 from .layers import made_of, operands
 from .on_host import NotTaken
+from .views import Step, as_view
 
 
 aten = torch.ops.aten
@@ -31,11 +33,13 @@ def register(env, over):
 
 
 def _get_item(plain, self, key):
-    """torchax's; where that gives a view of its own kind, a tensor: see `views`."""
+    """torchax's; of slices and numbers a view (`views`)."""
     parts = key if isinstance(key, tuple) else (key,)
     if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in parts):
         return plain(self, key)
-    return Tensor(self.jax()[key], self._env)
+    part = Tensor(self.jax()[key], self._env)
+    named = any(isinstance(one, (bool, np.ndarray)) for one in parts)
+    return part if named else as_view(self, part, Step(torch.Tensor.__getitem__, (key,), {}))
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):

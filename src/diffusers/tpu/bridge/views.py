@@ -99,7 +99,7 @@ def as_view(base: Tensor, view: Tensor, step: Step) -> Tensor:
 def follow(func, args: tuple, kwargs: dict, result):
     """Make views of what a view operator gave, and remember as what other results are laid. Of every operator that ran."""
     base = args[0] if args else None
-    if isinstance(base, Tensor) and _makes_views(func) and not _by_entries(func, args):
+    if isinstance(base, Tensor) and _makes_views(func):
         if func is not aten.view.default or _is_viewed(base, args[1]):
             several = isinstance(result, (tuple, list))
             for index, view in enumerate(result if several else (result,)):
@@ -114,21 +114,9 @@ def follow(func, args: tuple, kwargs: dict, result):
 @functools.cache
 def _makes_views(func) -> bool:
     if not isinstance(func, torch._ops.OpOverload) or not func._schema.arguments:
-        return func is torch.Tensor.__getitem__
+        return False
     given, made = func._schema.arguments[0].alias_info, [r.alias_info for r in func._schema.returns]
     return given is not None and not given.is_write and bool(made) and None not in made
-
-
-def _by_entries(func, args: tuple) -> bool:
-    """Whether this is an index by lists, truths or tensors: torch copies what it names."""
-    if func is not torch.Tensor.__getitem__:
-        return False
-    parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-    return not all(part is None or part is Ellipsis or type(part) is slice or _is_number(part) for part in parts)
-
-
-def _is_number(part) -> bool:
-    return hasattr(part, "__index__") and not isinstance(part, (bool, torch.Tensor, jax.Array))
 
 
 def _may_be_strided(t: Tensor) -> bool:
