@@ -36,9 +36,9 @@ def dispatched(monkeypatch) -> list[dict]:
         calls.append({"query": query, "key": key, "value": value, **options})
         return query + 1
 
-    room = types.ModuleType("diffusers.tpu.bridge")
+    room = types.ModuleType("diffusers.models.attention_dispatch_flax")
     room.dispatched_attention = record
-    monkeypatch.setitem(sys.modules, "diffusers.tpu.bridge", room)
+    monkeypatch.setitem(sys.modules, room.__name__, room)
     monkeypatch.setattr(diffusers.tpu, "is_active", lambda: True)
     return calls
 

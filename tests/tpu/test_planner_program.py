@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffusers.tpu.chips.devices import compiler_options
 from diffusers.tpu.chips.figures import CHIPS, TOPOLOGIES, find_topology
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.chips.sharding import named
 from diffusers.tpu.compile.store import disk_cache
 from diffusers.tpu.kernels.attention.blocks import from_list
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
@@ -61,7 +61,7 @@ def _mesh(topology: str, shape: tuple[int, int, int] = (1, 1, 1)):
 
 
 def _array(mesh, shape: tuple[int, ...], spec=P(), dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, spec))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
 
 def _timed(compiled, mesh, chip=CHIPS["v6e"]):
@@ -98,11 +98,11 @@ def products():
 
     def program(x, weights):
         for w in weights:
-            x = x @ jax.lax.with_sharding_constraint(w, named(mesh, P()))
+            x = x @ jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
         return x
 
     x, w = (_array(mesh, (rows, 1024), P("sp")) for rows in (16384, 1024))
-    lowered, answers = jax.jit(program, out_shardings=named(mesh, P("sp"))).lower(x, [w] * 3), []
+    lowered, answers = jax.jit(program, out_shardings=NamedSharding(mesh, P("sp"))).lower(x, [w] * 3), []
     for sparse_cores in (True, False):
         compiled = compiler.compile(lowered, compiler_options(compiler.devices[0], sparse_cores))
         timed = _timed(compiled, mesh)["bound"]
@@ -178,8 +178,8 @@ def split_product():
     compiler, mesh = _mesh("v6e-8", (2, 4, 1))
 
     def program(x, w):
-        w = jax.lax.with_sharding_constraint(w, named(mesh, P()))
-        return jax.lax.with_sharding_constraint(x @ w, named(mesh, P("sp")))
+        w = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+        return jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("sp")))
 
     traced = jax.jit(program).trace(_array(mesh, (4096, 2048), P("sp")), _array(mesh, (2048, 1024), P("sp")))
     compiled = compiler.compile(traced.lower())

@@ -7,10 +7,10 @@ from dataclasses import astuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.chips.sharding import PartitionSpec, named
 from diffusers.tpu.kernels.attention.blocks import Blocks, Shape, candidates, choose, from_list
 from diffusers.tpu.kernels.attention.kernel import shape_of, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
@@ -58,7 +58,7 @@ def answer(request: dict, progress: Callable) -> dict:
     mesh = make_mesh(compiler.devices[:1], (1, 1, 1))
 
     def operand(shape, dtype=dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=named(mesh, PartitionSpec()))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     q = operand((batch, heads, q_len, dim))
     k = operand((batch, request.get("kv_heads") or heads, kv_len, dim))

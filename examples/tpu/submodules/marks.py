@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching
 from torch.utils._pytree import tree_leaves
 
-from diffusers.tpu.bridge import Deferred, Tensor, View
+from diffusers.tpu.bridge import Deferred, Tensor
 from diffusers.tpu.compile.tracing.blocks import scanned
 from diffusers.tpu.compile.tracing.functional import Method
 from diffusers.tpu.compile.tracing.scan import Group
@@ -89,7 +89,4 @@ def capturing(model: torch.nn.Module, groups: list[Group]) -> contextlib.Abstrac
 def _arrays(values) -> list[jax.Array | None]:
     """Of the floating tensors among the leaves; None for one whose value waits: to ask for it would end a run of blocks."""
     tensors = (t for t in tree_leaves(values) if isinstance(t, torch.Tensor) and t.is_floating_point())
-    return [
-        t.jax() if isinstance(t, (Tensor, View)) and not (isinstance(t, Deferred) and t.waits) else None
-        for t in tensors
-    ]
+    return [t.jax() if isinstance(t, Tensor) and not (isinstance(t, Deferred) and t.waits) else None for t in tensors]

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from ...tpu.chips.devices import find_target, jax_devices, keep_compiled_programs
 from ...tpu.chips.figures import generation_of
 from ...tpu.chips.mesh import AXES, make_mesh, plan_degrees
-from ...tpu.chips.sharding import default_spec, fit, named
+from ...tpu.chips.sharding import default_spec, fit
 from ...tpu.common.config import TPUConfig, parse_mesh, read_environment
 from ...tpu.kernels.settings import Settings, using
 from ...tpu.kernels.video.halo import shard_width
@@ -111,7 +111,7 @@ class VideoAutoencoder(nnx.Module):
         vae = nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), **settings))
 
         def placed(weight):
-            sharding = named(vae.mesh, default_spec(weight.shape, vae.mesh))
+            sharding = NamedSharding(vae.mesh, default_spec(weight.shape, vae.mesh))
             return jax.ShapeDtypeStruct(weight.shape, weight.dtype, sharding=sharding)
 
         nnx.update(vae, jax.tree.map(placed, nnx.state(vae)))
@@ -200,7 +200,7 @@ class VideoAutoencoder(nnx.Module):
 
     def _spread(self, shape: tuple[int, ...]):
         """An input's width over all chips where they divide it."""
-        return named(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
+        return NamedSharding(self.mesh, fit(PartitionSpec(None, None, None, AXES, None), shape, self.mesh))
 
     def _decode(self, z: Latents) -> jax.Array:
         """A map of latents in tiles where they are on and it is larger, else a shard a chip."""

@@ -20,7 +20,7 @@ class LTXProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's. `image_rotary_emb`: cos and sin [1, T, C], each value twice, or [B, T, C]."""
-        from ...tpu.bridge import normed_and_rotated
+        from ..attention_dispatch_flax import normed_and_rotated
 
         own = encoder_hidden_states is None and attention_mask is None and image_rotary_emb is not None
         if not own or len(image_rotary_emb[0]) != 1:

@@ -14,7 +14,7 @@ class MochiProcessor:
     """As upstream's, for a mask [B, L] of words whose values are not known."""
 
     def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb=None):
-        from ...tpu.bridge import joint_attention
+        from ..attention_dispatch_flax import joint_attention
 
         def heads(x, norm=None):
             x = x.unflatten(2, (attn.heads, -1))

@@ -24,7 +24,7 @@ class WanProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         """As upstream's. `rotary_emb`: cos and sin [1, T, 1, D], each value twice."""
-        from ...tpu.bridge import normed_and_rotated
+        from ..attention_dispatch_flax import normed_and_rotated
 
         if rotary_emb is None or encoder_hidden_states is not None:
             return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)

@@ -61,7 +61,7 @@ class TwoStreamProcessor:
 
     def prepared(self, x, norm, tables):
         """Queries or keys [B, T, C]: normed, and rotated by tables [1, T, 1, D], if any."""
-        from ...tpu.bridge import normed_and_rotated
+        from ..attention_dispatch_flax import normed_and_rotated
 
         return normed_and_rotated(x, norm, *tables)
 
@@ -94,8 +94,8 @@ class TwoStreamProcessor:
 
     def joined(self, attn, hidden_states, encoder_hidden_states, seen, rotary) -> tuple:
         """(The latents' answer, the text's). `rotary`: what `tables` takes."""
-        from ...tpu.bridge import filled, joint_attention
         from ...tpu.compile.tracing import on_every_chip
+        from ..attention_dispatch_flax import filled, joint_attention
 
         tables, of_text = self.tables(rotary, encoder_hidden_states.shape[1])
         tables, of_text = (

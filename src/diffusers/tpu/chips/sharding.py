@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from .mesh import AXES, slices_of
 
@@ -188,7 +188,3 @@ def computed(name: str, spec: PartitionSpec, rules: Rules) -> PartitionSpec:
 def unwrapped(name: str) -> str:
     """A weight's name without PEFT's for the layer that it wraps."""
     return name.replace(".base_layer", "")
-
-
-def named(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    return NamedSharding(mesh, spec)

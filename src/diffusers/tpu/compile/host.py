@@ -7,11 +7,10 @@ import functools
 import inspect
 
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from torch.utils._pytree import tree_map_only
 
 from .. import bridge
-from ..chips.sharding import named
 from ..weights.checkpoint import settled
 from .state import is_entry
 
@@ -70,7 +69,7 @@ class EntryMethods:
             output = self.original(name)(*args, **kwargs)
         if not env.active:
             return output
-        everywhere = named(self.mesh, PartitionSpec())
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
         return tree_map_only(torch.Tensor, lambda t: bridge.to_torch(bridge.to_jax(t, everywhere)), output)
 
     def _entry(self, name: str):

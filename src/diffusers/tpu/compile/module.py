@@ -11,13 +11,13 @@ import dataclasses
 
 import jax
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils.peft_utils import unscale_lora_layers
 from .. import bridge
 from ..chips import hosts
 from ..chips.locks import exclusive
-from ..chips.sharding import ModelPlan, named
+from ..chips.sharding import ModelPlan
 from ..common.errors import NotFinite
 from ..idioms.refusing import without_gradients
 from ..kernels.settings import bound
@@ -157,7 +157,7 @@ class CompiledModule(ModulePrograms):
         """Give the call what its program computes with: placed weights, numbers, its tensors' values."""
         with self._within_hbm(lambda: f"for the weights of {self.name}"):
             self.place() if self.hbm_manager is None else self.hbm_manager.load(self)
-        everywhere, sequence = named(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
+        everywhere, sequence = NamedSharding(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
         if self._numbers[0] != of:
             numbers = self.state.numbers(self._placed, call.scale)

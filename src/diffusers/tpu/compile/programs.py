@@ -16,7 +16,7 @@ from ...utils import logging
 from .. import bridge
 from ..chips import hosts
 from ..chips.devices import compile_lowered, compiled_anew
-from ..chips.sharding import fit, named
+from ..chips.sharding import fit
 from ..common import notices
 from ..common.errors import told_if_slow
 from . import tracing
@@ -135,7 +135,7 @@ def cached_sharding(mesh: Mesh, sequence: bool, shape: tuple[int, ...], batch: s
     """Of an array of a step cache, [B, T, C] or [B, L, T, C] of L blocks: its tokens lie where a block has them, if `sp` divides them."""
     tokens = (*[None] * (len(shape) - 3), "sp") if sequence and len(shape) in (3, 4) else ()
     spec = PartitionSpec(batch, *tokens)
-    return named(mesh, fit(spec, shape, mesh))
+    return NamedSharding(mesh, fit(spec, shape, mesh))
 
 
 def trace_program(
@@ -147,7 +147,7 @@ def trace_program(
     """
     start, branches, name = time.perf_counter(), function.branches, type(function.module).__name__
     mesh, images = function.attention.mesh, call.images
-    everywhere, by_batch = named(mesh, PartitionSpec()), named(mesh, PartitionSpec("dp"))
+    everywhere, by_batch = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("dp"))
     cached = functools.partial(cached_sharding, mesh, function.plan.activation_spec is not None)
     split = images is not None and (branches * images) % mesh.shape["dp"] == 0
     batched = call.batched

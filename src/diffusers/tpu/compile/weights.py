@@ -14,11 +14,11 @@ from dataclasses import dataclass, field, replace
 import jax
 import numpy as np
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
 from ..bridge import numpy_dtype
-from ..chips.sharding import Coverage, ModelPlan, Packed, computed, named, plan_weights, unwrapped
+from ..chips.sharding import Coverage, ModelPlan, Packed, computed, plan_weights, unwrapped
 from ..common import notices
 from ..idioms.refusing import refuse_weights
 from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
@@ -135,7 +135,8 @@ class PlacedWeights:
     def settled(self) -> frozenset[str]:
         """Keys of arrays that are stored as they are computed with."""
         specs = {
-            key: named(self.mesh, PartitionSpec(*[None] * _is_stacked(key), *spec)) for key, spec in self.specs.items()
+            key: NamedSharding(self.mesh, PartitionSpec(*[None] * _is_stacked(key), *spec))
+            for key, spec in self.specs.items()
         }
         return frozenset(key for key, a in self.avals.items() if a.sharding.is_equivalent_to(specs[key], a.ndim))
 
@@ -207,7 +208,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
     for key, names in sources.items():
         stack, spec = ((len(names),), PartitionSpec(None, *stored[key])) if _is_stacked(key) else ((), stored[key])
         dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
-        avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=named(mesh, spec))
+        avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=NamedSharding(mesh, spec))
     terms = {key for key, names in sources.items() if any(map(adapters.in_a_term, filter(None, names)))}
     packed, tp = {}, mesh.shape["tp"]
     for key, (name, *_) in sources.items() if tp > 1 and not without else ():

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 
 import jax
 import torch
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
 from ..chips import hosts
 from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
-from ..chips.sharding import STORAGE_AXES, ModelPlan, named
+from ..chips.sharding import STORAGE_AXES, ModelPlan
 from ..common.config import TPUConfig
 
 
@@ -173,7 +173,7 @@ class HbmManager:
             self.check(runner)
             for last in [*self._placed][-1:]:
                 if last is not runner:  # a chip runs programs in order
-                    self._placed[last] = hosts.put(0, named(last.mesh, PartitionSpec())) + 1
+                    self._placed[last] = hosts.put(0, NamedSharding(last.mesh, PartitionSpec())) + 1
         self._placed.pop(runner, None)
         self._make_room(_bytes(runner))
         self._placed[runner] = None

@@ -16,10 +16,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...bridge import Deferred, Tensor, environment, parts, storage
-from ...chips.sharding import named
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
 from ..state.adapters import Adapters
@@ -211,7 +211,7 @@ class BlockRuns:
         filled = next(((aval.shape[1] + fill, fill) for aval, fill in zip(avals, fills) if fill), None)
 
         def pinned(array, number: int):
-            there = specs[number] and named(settings.mesh, specs[number])
+            there = specs[number] and NamedSharding(settings.mesh, specs[number])
             return array if there is None else lax.with_sharding_constraint(array, there)
 
         carry = [

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import torch
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ...bridge import Decisions, Tensor, deciding, decomposing, environment, lying, quiet_integers, unpacked
-from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, axes_of, named
+from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, axes_of
 from ...common import notices
 from ...kernels.linear import LANES
 from ...kernels.settings import Settings, bound, current, using
@@ -202,7 +202,7 @@ class PureFunction:
 
     def gathered(self, key: str, array, layers: tuple | None = None) -> Tensor:
         """A weight whole on every chip, but for the axes that it is computed on. `layers`: the stack that it is a layer of, and which."""
-        there = named(self.attention.mesh, self.specs[key])
+        there = NamedSharding(self.attention.mesh, self.specs[key])
         whole = array if halo_shards() is not None else jax.lax.with_sharding_constraint(array, there)
         whole = jax.block_until_ready(whole) if environment().waits else whole
         weight, spec = Tensor(whole, environment()), self.specs[key]

@@ -1,0 +1,79 @@
+"""What attention on TPU calls: the dispatcher's backends, and processors of models that stand for upstream's in a trace."""
+
+import torch
+
+from ..tpu.bridge import Tensor, environment, on_device, scaled_dot_product_attention
+from ..tpu.kernels import rotary
+from ..tpu.kernels.attention.api import among_latents, joint
+from ..tpu.kernels.attention.parallel import Text
+from ..tpu.kernels.settings import choosing, current
+
+
+def dispatched_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    attn_mask=None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """The dispatcher's TPU backends, [B, T, N, D] in and out; a mask [B, S] is a key mask, as for NATIVE.
+
+    `kernel` as `TPUConfig.attention`. Raises NotImplementedError for `return_lse`, RuntimeError for host tensors.
+    """
+    if return_lse:
+        raise NotImplementedError("expected return_lse=False: the TPU attention backend gives no log-sum-exp")
+    if not on_device(query):
+        raise RuntimeError(
+            f"expected tensors on the TPU path, got {query.device}: run the model through a pipeline on the TPU path, or"
+            ' set_attention_backend("native") for plain torch'
+        )
+    if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None, :]
+    query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
+    with choosing(kernel):
+        out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return out.permute(0, 2, 1, 3)
+
+
+def joint_attention(
+    latents: tuple[torch.Tensor, ...], text: tuple[torch.Tensor, ...], seen: torch.Tensor | None, backend=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two streams in one softmax, each q, k and v [B, T, N, D] of a trace; so are the answers.
+
+    `seen`: tokens of the text that are no padding [B, L]; `backend`: of the dispatcher, in place of `TPUConfig.attention`.
+    """
+    (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in stream] for stream in (latents, text))
+    kernel = str(getattr(backend, "value", backend or "")).removeprefix("tpu").lstrip("_") or None
+    with choosing(kernel):
+        answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
+    return tuple(Tensor(x.swapaxes(1, 2), environment()) for x in answers)
+
+
+def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Latents among themselves, q, k and v [B, T, N, D] of a trace; so is the answer."""
+    answer = among_latents(*(x.jax().swapaxes(1, 2) for x in (q, k, v)))
+    return Tensor(answer.swapaxes(1, 2), environment())
+
+
+def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Tensor, apart=False) -> torch.Tensor:
+    """`norm(x)` of a traced x [B, T, C], every head's pairs of entries rotated by cos and sin [1, T, 1, D], if given.
+
+    `norm`: RMS or layer norm over all of C, or of the entries of a head; `apart`: pairs are half a head apart, not neighbours.
+    """
+    eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
+    bias = getattr(norm, "bias", None)
+    centred = isinstance(norm, torch.nn.LayerNorm)
+    ours = rotary.Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)
+    tables = tuple(table.jax()[0, :, 0] for table in tables)
+    return Tensor(rotary.normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
+
+
+def filled(table: torch.Tensor) -> torch.Tensor:
+    """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.pad_tokens`)."""
+    return torch.nn.functional.pad(table, (0, 0, 0, current().pad_tokens)) if current().pad_tokens else table
