@@ -42,24 +42,9 @@ def test_values_that_the_host_knows(env, dtype):
     table = (torch.randn(7) * 100).to(dtype)
     t = table.to("jax")
     whole, half = t.float(), dtype == torch.bfloat16
-    parts = [
-        t,
-        torch.cat([t, torch.zeros(1, device="jax")]),
-        t[1:4],
-        t[None, 2],
-        t.expand(3, 7),
-        *t.unbind(),
-        t.clone(),
-    ]
-    made = [
-        torch.full((2,), 0.1, device="jax"),
-        whole,
-        t.bfloat16()[2:],
-        whole * 0.1,
-        whole - 1 / 3,
-        whole < 0.1,
-        -whole,
-    ]
+    zero, tenth = torch.zeros(1, device="jax"), torch.full((2,), 0.1, device="jax")
+    parts = [t, torch.cat([t, zero]), t[1:4], t[None, 2], t.expand(3, 7), *t.unbind(), t.clone()]
+    made = [tenth, whole, t.bfloat16()[2:], whole * 0.1, whole - 1 / 3, whole < 0.1, -whole]
     # With 16 bits the chips round numbers first, torch does not.
     numbers = [t - 0.3, t * 0.1, t * t, t >= t[3], t == 0.1]
     for one in [*parts, *made, *([] if half else numbers)]:

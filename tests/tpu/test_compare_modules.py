@@ -15,7 +15,7 @@ from transformers.models.umt5.modeling_umt5 import UMT5Attention
 
 import tiny
 from diffusers import tpu
-from diffusers.models import attention_dispatch_flax
+from diffusers.models import attention_dispatch_flax as attention
 from diffusers.models.autoencoders.vae_nnx_layers_flax import RMSNorm
 from diffusers.models.transformers import transformer_wan, transformer_wan_flax
 from diffusers.tpu.apps.cli import main
@@ -47,12 +47,8 @@ def norm_over(axis: int, norm: type, entry: str, **keep):
 
 def swapped_pairs(module, patch):
     """Entries half a head apart are rotated in place of neighbours, or the other way round."""
-    ours = attention_dispatch_flax.normed_and_rotated
-    patch.setattr(
-        attention_dispatch_flax,
-        "normed_and_rotated",
-        lambda x, norm, *t, apart=False: ours(x, norm, *t, apart=not apart),
-    )
+    ours = attention.normed_and_rotated
+    patch.setattr(attention, "normed_and_rotated", lambda x, norm, *t, apart=False: ours(x, norm, *t, apart=not apart))
 
 
 def masked_key(module, patch):

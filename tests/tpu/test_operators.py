@@ -192,22 +192,17 @@ def test_a_convolution_does_the_padding_before_it(env, pad, written):
         assert relative(ours, run(x, conv.weight, conv.bias)) < 1e-6
 
 
-EVEN = (..., slice(0, None, 2))
-VALUES = (  # a dtype, a place, and a value of another dtype or with more axes of one entry than the place has
-    *(
-        (torch.bfloat16, EVEN, torch.randn(2, 3, 2)),
-        (torch.bool, EVEN, 1),
-        (torch.int32, EVEN, 1.7),
-        (torch.float32, EVEN, True),
-    ),
-    *(
-        (torch.float32, place, torch.randn(shape))
-        for place, shape in ((1, (1, 4)), ((0, 2), (1,)), (slice(1), (1, 1, 3, 4)))
-    ),
-)
+EVEN, FLOAT = (..., slice(0, None, 2)), torch.float32
+CASTS = [
+    (torch.bfloat16, EVEN, torch.randn(2, 3, 2)),
+    (torch.bool, EVEN, 1),
+    (torch.int32, EVEN, 1.7),
+    (FLOAT, EVEN, True),
+]
+MORE_AXES = [(FLOAT, p, torch.randn(s)) for p, s in ((1, (1, 4)), ((0, 2), (1,)), (slice(1), (1, 1, 3, 4)))]
 
 
-@pytest.mark.parametrize("dtype, place, value", VALUES)
+@pytest.mark.parametrize("dtype, place, value", CASTS + MORE_AXES)
 def test_a_value_is_cast_and_spread_as_the_place_it_is_written_to(env, recwarn, dtype, place, value):
     target = torch.zeros(2, 3, 4, dtype=dtype)
     ours = on_chip(target)
