@@ -6,13 +6,11 @@ layer of a feed-forward split their outputs over `tp`, those after them their in
 each token's layers are computed in its own stream (see two_streams_flax.py).
 """
 
-from jax.sharding import PartitionSpec as P
-
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.pipelines.exports import upstream_names
 from ..attention_processor import CogVideoXAttnProcessor2_0
 from .cogvideox_transformer_3d import CogVideoXBlock
-from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
+from .two_streams_flax import LATENTS, TEXT, TwoStreamProcessor
 
 
 class CogVideoXProcessor(TwoStreamProcessor):
@@ -37,18 +35,9 @@ def _block(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=N
     return hidden_states, encoder_hidden_states
 
 
-RULES = (
-    (r"attn1\.to_[qkv]\.", P("tp", STORED)),
-    (r"attn1\.to_out\.0\.weight$", P(STORED, "tp")),
-    (r"ff\.net\.0\.proj\.", P("tp", STORED)),
-    (r"ff\.net\.2\.weight$", P(STORED, "tp")),
-    (r"norm[12]\.linear\.weight$", P(STORED, None)),
-)
-
 __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
-    rules=RULES,
     activation_spec=(LATENTS, TEXT),
     processors={CogVideoXAttnProcessor2_0: CogVideoXProcessor},
     methods={(CogVideoXBlock, "forward"): _block},

@@ -8,7 +8,7 @@ import torch
 
 from ...tpu.chips.sharding import ModelPlan
 from .transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
-from .two_streams_flax import LATENTS, REPLICATED, RULES, TEXT, TwoStreamProcessor, modulation, single_block
+from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor, modulation, single_block
 
 
 class FluxProcessor(TwoStreamProcessor):
@@ -42,7 +42,6 @@ def _within_range(x):
 
 
 PLAN = ModelPlan(
-    rules=RULES,
     activation_spec=(TEXT, LATENTS),
     whole=True,
     batched=(

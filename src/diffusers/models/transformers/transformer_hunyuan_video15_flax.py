@@ -11,7 +11,7 @@ from ...tpu.compile.call import asked_once
 from ...tpu.pipelines.exports import upstream_names
 from .transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0, HunyuanVideo15RotaryPosEmbed
 from .transformer_hunyuan_video_flax import ACTIVATION_SPEC, tables_by_axis
-from .two_streams_flax import REPLICATED, RULES, TwoStreamProcessor
+from .two_streams_flax import REPLICATED, TwoStreamProcessor
 
 
 def decide_is_t2v(arguments: dict) -> dict:
@@ -30,7 +30,6 @@ def _is_zero(tensor: torch.Tensor) -> bool:
 __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
-    rules=RULES,
     activation_spec=ACTIVATION_SPEC,
     batched=(
         "hidden_states",

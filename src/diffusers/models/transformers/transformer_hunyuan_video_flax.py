@@ -5,8 +5,9 @@ of its own (image-to-video by token replacement), each token picks its modulatio
 """
 
 import torch
+from jax.sharding import PartitionSpec as P
 
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import STORAGE_AXES, ModelPlan
 from .transformer_hunyuan_video import (
     HunyuanVideoAttnProcessor2_0,
     HunyuanVideoRotaryPosEmbed,
@@ -14,7 +15,7 @@ from .transformer_hunyuan_video import (
     HunyuanVideoTokenReplaceSingleTransformerBlock,
     HunyuanVideoTokenReplaceTransformerBlock,
 )
-from .two_streams_flax import LATENTS, REPLICATED, RULES, TEXT, TwoStreamProcessor, modulation, parts_of, single_block
+from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor, modulation, parts_of, single_block
 
 
 class HunyuanVideoProcessor(TwoStreamProcessor):
@@ -75,9 +76,15 @@ def _replaced(norm, temb, replaced, first, tokens) -> tuple:
 
 
 ACTIVATION_SPEC = LATENTS, TEXT
+SINGLE = r"^single_transformer_blocks\..*\b"
 
 PLAN = ModelPlan(
-    rules=RULES,
+    # The last layer of these takes attention's answer and the feed-forward's side by side.
+    rules=(
+        (SINGLE + r"(to_[qkv]|proj_mlp)\.weight$", P("tp", STORAGE_AXES)),
+        (SINGLE + r"(to_[qkv]|proj_mlp)\.bias$", P("tp")),
+        (SINGLE + r"proj_out\.weight$", P(STORAGE_AXES, "tp")),
+    ),
     activation_spec=ACTIVATION_SPEC,
     batched=(
         "hidden_states",

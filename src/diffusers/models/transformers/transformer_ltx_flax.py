@@ -4,12 +4,10 @@ Weights lie and tokens are split as Wan's. Rotation is of all channels, not of a
 a batch unless a pipeline says where each item's tokens are (`video_coords`).
 """
 
-from jax.sharding import PartitionSpec as P
-
 from ...tpu.chips.sharding import ModelPlan
 from ..attention_dispatch import dispatch_attention_fn
 from .transformer_ltx import LTXVideoAttnProcessor, LTXVideoRotaryPosEmbed
-from .two_streams_flax import LATENTS, STORED
+from .two_streams_flax import LATENTS
 
 
 class LTXProcessor:
@@ -39,17 +37,6 @@ def _tables(embed, hidden_states, *args, **kwargs):
 
 
 PLAN = ModelPlan(
-    rules=(
-        (r"attn[12]\.to_[qkv]\.weight$", P("tp", STORED)),
-        (r"attn[12]\.to_[qkv]\.bias$", P("tp")),
-        (r"attn[12]\.to_out\.0\.weight$", P(STORED, "tp")),
-        (r"ff\.net\.0\.proj\.weight$", P("tp", STORED)),
-        (r"ff\.net\.0\.proj\.bias$", P("tp")),
-        (r"ff\.net\.2\.weight$", P(STORED, "tp")),
-        (r"(time_embed|caption_projection)\..*linear_1\.weight$", P("tp", STORED)),
-        (r"(time_embed|caption_projection)\..*linear_2\.weight$", P(STORED, "tp")),
-        (r"time_embed\.linear\.weight$", P(STORED, None)),
-    ),
     activation_spec=LATENTS,
     batched=("hidden_states", "encoder_hidden_states", "timestep", "encoder_attention_mask", "video_coords"),
     processors={LTXVideoAttnProcessor: LTXProcessor},

@@ -8,7 +8,6 @@ little have one program, and the two calls of a guided step are alike, so that t
 """
 
 import torch
-from jax.sharding import PartitionSpec as P
 
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.compile.call import asked_once
@@ -18,7 +17,7 @@ from .transformer_qwenimage import (
     QwenEmbedRope,
     QwenImageTransformerBlock,
 )
-from .two_streams_flax import LATENTS, STORED, TEXT, TwoStreamProcessor
+from .two_streams_flax import LATENTS, TEXT, TwoStreamProcessor
 
 
 WORDS = 128  # a text's length is a multiple of
@@ -114,15 +113,6 @@ def _modulate(block, x, mod_params, index=None):
 
 
 PLAN = ModelPlan(
-    rules=(
-        (r"attn\.(to_[qkv]|add_[qkv]_proj)\.weight$", P("tp", STORED)),
-        (r"attn\.(to_[qkv]|add_[qkv]_proj)\.bias$", P("tp")),
-        (r"attn\.(to_out\.0|to_add_out)\.weight$", P(STORED, "tp")),
-        (r"(img|txt)_mlp\.net\.0\.proj\.weight$", P("tp", STORED)),
-        (r"(img|txt)_mlp\.net\.0\.proj\.bias$", P("tp")),
-        (r"(img|txt)_mlp\.net\.2\.weight$", P(STORED, "tp")),
-        (r"(img|txt)_mod\.1\.weight$", P(STORED, None)),
-    ),
     activation_spec=(TEXT, LATENTS),
     whole=True,
     batched=(

@@ -5,7 +5,7 @@ In 3.5 some blocks attend to the latents a second time, among themselves; in 3 n
 
 from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import JointAttnProcessor2_0
-from .two_streams_flax import LATENTS, REPLICATED, RULES, TEXT, TwoStreamProcessor
+from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor
 
 
 class JointProcessor(TwoStreamProcessor):
@@ -28,7 +28,6 @@ class JointProcessor(TwoStreamProcessor):
 
 
 PLAN = ModelPlan(
-    rules=RULES,
     activation_spec=(TEXT, LATENTS),
     whole=True,
     batched=(

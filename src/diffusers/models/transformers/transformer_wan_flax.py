@@ -42,17 +42,6 @@ class WanProcessor:
 __getattr__ = upstream_names(__name__)
 
 PLAN = ModelPlan(
-    rules=(
-        (r"attn[12]\.(to_[qkv]|add_[kv]_proj)\.weight$", P("tp", STORED)),
-        (r"attn[12]\.(to_[qkv]|add_[kv]_proj)\.bias$", P("tp")),
-        (r"attn[12]\.to_out\.0\.weight$", P(STORED, "tp")),
-        (r"ffn\.net\.0\.proj\.weight$", P("tp", STORED)),
-        (r"ffn\.net\.0\.proj\.bias$", P("tp")),
-        (r"ffn\.net\.2\.weight$", P(STORED, "tp")),
-        (r"condition_embedder\..*linear_1\.weight$", P("tp", STORED)),
-        (r"condition_embedder\..*linear_2\.weight$", P(STORED, "tp")),
-        (r"condition_embedder\.time_proj\.weight$", P(STORED, None)),
-    ),
     activation_spec=P("dp", "sp", None),
     batched=("hidden_states", "timestep", "encoder_hidden_states", "encoder_hidden_states_image"),
     processors={WanAttnProcessor: WanProcessor},

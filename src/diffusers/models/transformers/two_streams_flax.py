@@ -3,9 +3,6 @@
 Latents are split over the chips by the sequence, text is whole on every chip. Upstream concatenates the streams, latents or text
 first, for attention and in some blocks for every layer; here each token's layers are computed in its own stream, and attention
 takes the two as they are (`attention/parallel.py`). A model's own file says what its processor and blocks do differently.
-
-Queries, keys, values and the first projections of the feed-forwards split their outputs over `tp`, the projections after them
-their inputs; the other axis of each is storage over `dp` and `sp`, gathered block by block.
 """
 
 from collections.abc import Iterable
@@ -14,19 +11,7 @@ import torch
 from jax.sharding import PartitionSpec as P
 
 
-STORED = ("dp", "sp")
-
 LATENTS, TEXT = P("dp", "sp", None), P("dp", None, None)  # of what blocks hand on
-
-RULES = (
-    (r"attn2?\.(to_[qkv]|add_[qkv]_proj)\.weight$", P("tp", STORED)),
-    (r"attn2?\.(to_[qkv]|add_[qkv]_proj)\.bias$", P("tp")),
-    (r"attn2?\.(to_out\.0|to_add_out)\.weight$", P(STORED, "tp")),
-    (r"((ff|ff_context)\.net\.0\.proj|proj_mlp)\.weight$", P("tp", STORED)),
-    (r"((ff|ff_context)\.net\.0\.proj|proj_mlp)\.bias$", P("tp")),
-    (r"((ff|ff_context)\.net\.2|single_transformer_blocks\..+\.proj_out)\.weight$", P(STORED, "tp")),
-    (r"norm(1|1_context)?\.linear\.weight$", P(STORED, None)),
-)
 
 REPLICATED = (r"^context_embedder(_2)?$", r"\bff_context$")  # on every chip, as the text that they are of
 

@@ -25,7 +25,7 @@ from ..chips.hosts import put, whole
 from ..idioms.devices import inside
 from ..weights.convert import as_numpy, from_numpy
 from .decisions import decided
-from .views import Step, as_view, contiguous
+from .views import Step, as_view, contiguous, plain
 
 
 HOST = torch.device("cpu")
@@ -49,13 +49,6 @@ CONSTRUCTORS = {torch.zeros, torch.ones, torch.full, torch.tensor}
 MOVES = {torch.Tensor.to, aten._to_copy.default}
 
 _known: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
-
-
-@contextlib.contextmanager
-def plain():
-    """torch's own operators on host tensors, inside of the environment too."""
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        yield
 
 
 def remember(array: jax.Array, values: np.ndarray):

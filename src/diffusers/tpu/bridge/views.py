@@ -3,6 +3,7 @@
 Its array is computed when it is made, and anew where the base was written to since. What is written to a view is written to the base.
 """
 
+import contextlib
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,13 @@ from torchax.tensor import Tensor
 
 META = torch.device("meta")
 aten = torch.ops.aten
+
+
+@contextlib.contextmanager
+def plain():
+    """torch's own operators on host tensors, inside of the environment too."""
+    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        yield
 
 
 @dataclass(frozen=True)
@@ -37,10 +45,11 @@ class Shared:
     Attributes:
         base: the tensor that holds them, no view itself.
         steps: the view operators that make the view of it.
+        laid: see `_laid`; None: nobody asked.
     """
 
     def __init__(self, base: Tensor, steps: tuple[Step, ...], array: jax.Array):
-        self.base, self.steps = base, steps
+        self.base, self.steps, self.laid = base, steps, None
         self._source, self._array = base.jax(), array
 
     def read(self) -> jax.Array:
@@ -92,8 +101,8 @@ def as_view(base: Tensor, view: Tensor, step: Step) -> Tensor:
     return view
 
 
-# torch's strides decide whether `reshape` and `contiguous` copy; they are found only where that is asked. `_like` of a tensor, what
-# `_strides_of` takes, is of another one that has its strides: an elementwise operator's result is laid as its argument is.
+# torch's strides decide whether `reshape` and `contiguous` copy; they are found where that is asked. `_laid` of a tensor that is no view
+# and not contiguous is a meta tensor with its strides: an elementwise operator's result lies as its argument does.
 
 
 def follow(func, args: tuple, kwargs: dict, result):
@@ -105,10 +114,9 @@ def follow(func, args: tuple, kwargs: dict, result):
             for index, view in enumerate(result if several else (result,)):
                 as_view(base, view, Step(func, args[1:], kwargs, index if several else None))
     elif type(result) is Tensor and not any(result is t for t in args):
-        like = (t for t in args if isinstance(t, Tensor) and _may_be_strided(t) and t.shape == result.shape)
-        if (t := next(like, None)) is not None:
-            shape, before, steps = _layout(t)
-            vars(result)["_like"] = (shape, before, steps) if steps else before
+        alike = (t for t in args if isinstance(t, Tensor) and _may_be_strided(t) and t.shape == result.shape)
+        if (t := next(alike, None)) is not None and not (laid := _laid(t, dense=True)).is_contiguous():
+            vars(result)["_laid"] = laid
 
 
 @functools.cache
@@ -120,37 +128,32 @@ def _makes_views(func) -> bool:
 
 
 def _may_be_strided(t: Tensor) -> bool:
-    return "_shared" in vars(t) or "_like" in vars(t)
+    return "_shared" in vars(t) or "_laid" in vars(t)
 
 
-def _layout(t: Tensor) -> tuple:
-    """Shape and `_like` of the tensor that holds its values, and the steps to it."""
-    shared = vars(t).get("_shared")
-    base, steps = (t, ()) if shared is None else (shared.base, shared.steps)
-    return tuple(base.shape), vars(base).get("_like"), steps
+@plain()
+def _laid(t: Tensor, dense: bool = False) -> torch.Tensor:
+    """A meta tensor that lies as torch has this one; `dense`: as what an elementwise operator makes of it."""
+    if (shared := vars(t).get("_shared")) is None:
+        return vars(t).get("_laid", torch.empty(tuple(t.shape), device=META))
+    if shared.laid is None:
+        shared.laid = functools.reduce(lambda meta, step: step.of(meta), shared.steps, _laid(shared.base))
+    return torch.empty_like(shared.laid) if dense else shared.laid
 
 
-def _strides_of(shape: tuple[int, ...], like: tuple | None, steps: tuple[Step, ...]) -> torch.Tensor:
-    """A meta tensor laid as torch lays what the steps view of a tensor of this shape."""
-    start = torch.empty(shape, device=META) if like is None else torch.empty_like(_strides_of(*like))
-    return functools.reduce(lambda meta, step: step.of(meta), steps, start)
-
-
+@plain()
 def _is_viewed(t: Tensor, shape) -> bool:
     """Whether torch's `reshape` to this shape is a view."""
     if not _may_be_strided(t):
         return True
-    with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-        meta = _strides_of(*_layout(t))
-        return meta.reshape(shape).untyped_storage()._cdata == meta.untyped_storage()._cdata
+    return _laid(t).reshape(shape).untyped_storage()._cdata == _laid(t).untyped_storage()._cdata
 
 
 def contiguous(x: Tensor, memory_format=torch.contiguous_format) -> Tensor:
     """torch's: a copy of what is not contiguous."""
     if memory_format in (torch.contiguous_format, torch.preserve_format):
-        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
-            if not _may_be_strided(x) or _strides_of(*_layout(x)).is_contiguous():
-                return x
+        if not _may_be_strided(x) or _laid(x).is_contiguous():
+            return x
     copy = Tensor(x.jax(), x._env)
     vars(copy)["_made"] = vars(x).get("_made", (None, None, None))
     return copy

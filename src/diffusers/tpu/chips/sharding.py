@@ -102,7 +102,7 @@ class ModelPlan:
 
 @dataclass
 class Coverage:
-    """Which rule took which weights: `bytes_by_rule`, `replicated` (name -> bytes per chip), `stored_bytes_per_chip`."""
+    """Which rule took which weights: `bytes_by_rule`, `replicated` (name -> bytes), and how many bytes a chip holds of all."""
 
     bytes_per_chip: int = 0
     bytes_by_rule: dict[str, int] = field(default_factory=dict)

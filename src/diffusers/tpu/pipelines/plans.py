@@ -16,12 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from ...models.modeling_utils import ModelMixin
-from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules
+from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules, rule_of, unwrapped
 
 
 VAE_ENTRIES = ("encode", "decode")
-# Of these there is a form in plain JAX.
-FLAX = "AutoencoderKLWan", "AutoencoderKLHunyuanVideo15", "AutoencoderKLCogVideoX"
+FLAX = "AutoencoderKLWan", "AutoencoderKLHunyuanVideo15", "AutoencoderKLCogVideoX"  # in plain JAX too
 
 
 @dataclass(frozen=True)
@@ -88,9 +87,10 @@ def flax_class(name: str) -> type:
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
-    """The plan of the module's class; of a class without one, its entry methods and what upstream declares of it."""
+    """The plan of the module's class, if it has one, and what upstream declares of what that leaves open."""
     if (plan := model_plan(type(module))) is not None:
-        return plan
+        found = None if plan.activation_spec is None else declared_plan(module, plan.rules)
+        return plan if found is None else replace(plan, rules=(*plan.rules, *found.rules), packed=found.packed)
     if not isinstance(module, ModelMixin):
         parameters = inspect.signature(module.forward).parameters
         hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
@@ -107,10 +107,9 @@ def _without_cache(arguments: dict) -> dict:
 
 
 # Plans from what upstream's classes declare: which blocks are repeated, between which the sequence lies over `sp`, and `_tp_plan`, a
-# style by the glob of a linear layer: "colwise", its outputs lie over `tp`; "rowwise", its inputs.
+# style by the glob of a linear layer, weight [out, in] and bias: "colwise", its outputs lie over `tp`; "rowwise", its inputs.
 
 
-# Of a linear layer's weight [out, in] and bias.
 STYLES = {
     "colwise": {"weight": P("tp", STORAGE_AXES), "bias": P("tp")},
     "rowwise": {"weight": P(STORAGE_AXES, "tp")},
@@ -118,14 +117,15 @@ STYLES = {
 PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
 
 
-def declared_plan(module: torch.nn.Module) -> ModelPlan:
-    """How chips share the work of a model whose class has no plan: by the sequence between its repeated blocks, and as it declares."""
+def declared_plan(module: torch.nn.Module, beside: Rules = ()) -> ModelPlan:
+    """How chips share a model's work: by the sequence between its repeated blocks, and as it declares, but weights that rules `beside` name."""
     repeated = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
     # Lists of the model's own: not those between a UNet's maps.
     lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
     by_blocks = any(type(block).__name__ in repeated for blocks in lists for block in blocks)
     declared = getattr(module, "_tp_plan", None) or (_in_and_out(module) if by_blocks else {})
-    rules, packed = _declared_rules(module, declared), _declared_packed(module, declared)
+    names = [unwrapped(name) for name, _ in module.named_parameters() if rule_of(name, beside)[1] is None]
+    rules, packed = _declared_rules(names, declared), _declared_packed(module, declared)
     return ModelPlan(rules=rules, packed=packed, activation_spec=INFERRED if by_blocks else None)
 
 
@@ -133,7 +133,8 @@ def _in_and_out(module: torch.nn.Module) -> dict:
     """`_tp_plan` of a model without one: layers into the heads of an attention or the width of a feed-forward, and those out of it."""
     found = {}
     for name, part in module.named_modules():
-        layers = {key: layer for key, layer in part.named_modules() if isinstance(layer, torch.nn.Linear)}
+        linear = ((key, layer) for key, layer in part.named_modules() if isinstance(layer, torch.nn.Linear))
+        layers = {unwrapped(key): layer for key, layer in linear if "lora_" not in key}
         if "to_q" in layers:
             outward = [key for key in layers if key in ("to_out.0", "to_add_out")]
             inward = [key for key in layers if re.fullmatch("(to|add)_[qkv](_proj)?", key)]
@@ -148,9 +149,9 @@ def _in_and_out(module: torch.nn.Module) -> dict:
     return {re.sub(r"\.\d+\.", ".*.", name, count=1): style for name, style in found.items()}
 
 
-def _declared_rules(module: torch.nn.Module, declared: dict) -> Rules:
-    """A rule for each kind of weight that is declared split over `tp`; only of weights that the module has."""
-    names, rules = {name for name, _ in module.named_parameters()}, []
+def _declared_rules(names: list[str], declared: dict) -> Rules:
+    """A rule for each kind of weight that is declared split over `tp`, of those of these names."""
+    rules = []
     for style, specs in STYLES.items():
         globs = [glob for glob, what in declared.items() if PACKED.get(type(what), what) == style]
         for kind, spec in specs.items():
