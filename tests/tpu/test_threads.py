@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import diffusers.models.attention_dispatch_flax  # noqa: F401  # which a trace imports
 import tiny
 from conftest import relative, slow
 from diffusers import WanPipeline, tpu

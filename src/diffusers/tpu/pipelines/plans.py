@@ -124,7 +124,8 @@ def declared_plan(module: torch.nn.Module, beside: Rules = ()) -> ModelPlan:
     lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
     by_blocks = any(type(block).__name__ in repeated for blocks in lists for block in blocks)
     declared = getattr(module, "_tp_plan", None) or (_in_and_out(module) if by_blocks else {})
-    names = [unwrapped(name) for name, _ in module.named_parameters() if rule_of(name, beside)[1] is None]
+    names = {re.sub(r"\.\d+\.", ".0.", unwrapped(name), count=1) for name, _ in module.named_parameters()}
+    names = [name for name in names if rule_of(name, beside)[1] is None]
     rules, packed = _declared_rules(names, declared), _declared_packed(module, declared)
     return ModelPlan(rules=rules, packed=packed, activation_spec=INFERRED if by_blocks else None)
 

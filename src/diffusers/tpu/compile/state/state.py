@@ -186,9 +186,9 @@ def without_caches(module: torch.nn.Module):
 
 
 def _uncached(value) -> Callable | None:
-    """The function behind a cache, also where a wrapper chooses between both; None for anything else."""
+    """The function behind a cache, also where a wrapper chooses between both; None for anything else, and for caches of ours."""
     if isinstance(value, functools._lru_cache_wrapper):
-        return value.__wrapped__
+        return None if value.__module__.startswith("diffusers.tpu.") else value.__wrapped__
     if isinstance(value, types.FunctionType) and hasattr(value, "__wrapped__"):
         for cell in value.__closure__ or ():
             if isinstance(cell.cell_contents, functools._lru_cache_wrapper):
