@@ -45,7 +45,6 @@ class Shared:
     Attributes:
         base: the tensor that holds them, no view itself.
         steps: the view operators that make the view of it.
-        laid: see `_laid`; None: nobody asked.
     """
 
     def __init__(self, base: Tensor, steps: tuple[Step, ...], array: jax.Array):
@@ -59,6 +58,7 @@ class Shared:
         return functools.reduce(self._through, self.steps, source)
 
     def write(self, array: jax.Array):
+        array = jnp.broadcast_to(array, self._array.shape)
         self.base._elem = self._written(self.steps, self.base.jax(), array)
         self._source, self._array = self.base.jax(), array
 
@@ -73,6 +73,9 @@ class Shared:
         first, *rest = steps
         view = functools.partial(self._through, step=first)
         part = self._written(rest, view(whole), part) if rest else part
+        if jnp.iscomplexobj(whole) != jnp.iscomplexobj(part):  # `view_as_real`, `view_as_complex`
+            to_real = jnp.stack([part.real, part.imag], -1)
+            return to_real if part.ndim < whole.ndim else jax.lax.complex(*jnp.moveaxis(part, -1, 0))
         if not jnp.issubdtype(whole.dtype, jnp.inexact):
             places = view(jnp.arange(whole.size).reshape(whole.shape))
             return whole.reshape(-1).at[places.reshape(-1)].set(part.reshape(-1)).reshape(whole.shape)
@@ -115,7 +118,7 @@ def follow(func, args: tuple, kwargs: dict, result):
                 as_view(base, view, Step(func, args[1:], kwargs, index if several else None))
     elif type(result) is Tensor and not any(result is t for t in args):
         alike = (t for t in args if isinstance(t, Tensor) and _may_be_strided(t) and t.shape == result.shape)
-        if (t := next(alike, None)) is not None and not (laid := _laid(t, dense=True)).is_contiguous():
+        if (t := next(alike, None)) is not None and not (laid := _laid(t, result.dtype)).is_contiguous():
             vars(result)["_laid"] = laid
 
 
@@ -132,13 +135,13 @@ def _may_be_strided(t: Tensor) -> bool:
 
 
 @plain()
-def _laid(t: Tensor, dense: bool = False) -> torch.Tensor:
-    """A meta tensor that lies as torch has this one; `dense`: as what an elementwise operator makes of it."""
+def _laid(t: Tensor, made: torch.dtype | None = None) -> torch.Tensor:
+    """A meta tensor that lies as torch has this one; `made`: as what an elementwise operator makes of it, of this dtype."""
     if (shared := vars(t).get("_shared")) is None:
-        return vars(t).get("_laid", torch.empty(tuple(t.shape), device=META))
+        return vars(t).get("_laid", torch.empty(tuple(t.shape), dtype=t.dtype, device=META)).to(made or t.dtype)
     if shared.laid is None:
         shared.laid = functools.reduce(lambda meta, step: step.of(meta), shared.steps, _laid(shared.base))
-    return torch.empty_like(shared.laid) if dense else shared.laid
+    return shared.laid if made is None else torch.empty_like(shared.laid, dtype=made)
 
 
 @plain()
@@ -151,9 +154,8 @@ def _is_viewed(t: Tensor, shape) -> bool:
 
 def contiguous(x: Tensor, memory_format=torch.contiguous_format) -> Tensor:
     """torch's: a copy of what is not contiguous."""
-    if memory_format in (torch.contiguous_format, torch.preserve_format):
-        if not _may_be_strided(x) or _laid(x).is_contiguous():
-            return x
+    if memory_format in (torch.contiguous_format, torch.preserve_format) and _laid(x).is_contiguous():
+        return x
     copy = Tensor(x.jax(), x._env)
     vars(copy)["_made"] = vars(x).get("_made", (None, None, None))
     return copy
