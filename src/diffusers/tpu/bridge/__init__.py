@@ -16,7 +16,7 @@ import torchax.ops.jaten
 from torchax.tensor import OperatorNotFound, Tensor
 
 from .decisions import Decisions, Guard, deciding
-from .environment import DEVICE, Deferred, decomposing, environment, on_device, quiet_integers
+from .environment import DEVICE, Deferred, environment, on_device, quiet_integers
 from .host_values import READS, ValueRead, plain
 from .host_values import apart as known_apart
 from .host_values import of_tensor as known_values
@@ -24,7 +24,7 @@ from .layers import lying, rotated, unpacked
 from .lines import Line, asked_by_ours, line_of, raised_inside, whole_tracebacks
 from .on_host import is_refused
 from .operators import scaled_dot_product_attention
-from .views import parts, storage
+from .views import decomposing, parts, storage
 
 
 def to_jax(tensor: torch.Tensor, sharding) -> jax.Array:

@@ -268,13 +268,6 @@ def quiet_integers():
             warnings.filters.remove(_INTEGERS_FIT)
 
 
-@contextlib.contextmanager
-def decomposing():
-    """No gradients, and torch takes its composite operators apart before torchax sees them, in inference mode too."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 @functools.cache
 def environment() -> Environment:
     """The one environment of this process, our operators in it."""

@@ -14,7 +14,6 @@ import torch
 from torchax.tensor import Tensor
 
 
-META = torch.device("meta")
 aten = torch.ops.aten
 
 
@@ -22,6 +21,13 @@ aten = torch.ops.aten
 def plain():
     """torch's own operators on host tensors, inside of the environment too."""
     with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextlib.contextmanager
+def decomposing():
+    """No gradients, and torch takes its composite operators apart before torchax sees them, in inference mode too."""
+    with torch.inference_mode(False), torch.no_grad():
         yield
 
 
@@ -63,7 +69,7 @@ class Shared:
         self._source, self._array = self.base.jax(), array
 
     def _through(self, array: jax.Array, step: Step) -> jax.Array:
-        with self.base._env, torch.inference_mode(False), torch.no_grad():
+        with self.base._env, decomposing():
             return step.of(Tensor(array, self.base._env)).jax()
 
     def _written(self, steps: tuple[Step, ...], whole: jax.Array, part: jax.Array) -> jax.Array:
@@ -138,7 +144,7 @@ def _may_be_strided(t: Tensor) -> bool:
 def _laid(t: Tensor, made: torch.dtype | None = None) -> torch.Tensor:
     """A meta tensor that lies as torch has this one; `made`: as what an elementwise operator makes of it, of this dtype."""
     if (shared := vars(t).get("_shared")) is None:
-        return vars(t).get("_laid", torch.empty(tuple(t.shape), dtype=t.dtype, device=META)).to(made or t.dtype)
+        return vars(t).get("_laid", torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")).to(made or t.dtype)
     if shared.laid is None:
         shared.laid = functools.reduce(lambda meta, step: step.of(meta), shared.steps, _laid(shared.base))
     return shared.laid if made is None else torch.empty_like(shared.laid, dtype=made)
@@ -154,7 +160,8 @@ def _is_viewed(t: Tensor, shape) -> bool:
 
 def contiguous(x: Tensor, memory_format=torch.contiguous_format) -> Tensor:
     """torch's: a copy of what is not contiguous."""
-    if memory_format in (torch.contiguous_format, torch.preserve_format) and _laid(x).is_contiguous():
+    same = memory_format in (torch.contiguous_format, torch.preserve_format)
+    if same and (not _may_be_strided(x) or _laid(x).is_contiguous()):
         return x
     copy = Tensor(x.jax(), x._env)
     vars(copy)["_made"] = vars(x).get("_made", (None, None, None))
