@@ -46,7 +46,8 @@ def test_what_runs_upstream_runs_here_and_is_right():
     assert sum(1 for one in denoisers if not one["eager"]) >= 0.9 * len(denoisers)
     again = [found["executables"][1:] for found in ran.values() if len(found["executables"]) > 1]
     assert again.count([2, 0, 0]) >= 10  # a second size, a second prompt, the first again
-    assert all(half["holds"] for found in ran.values() for half in found.get("bfloat16", {}).values())
+    halves = [half for found in ran.values() for half in found.get("bfloat16", {}).values()]
+    assert all(half["holds"] for half in halves if "upstream_stops" not in half)
 
 
 def test_nothing_of_the_sweeps_tables_is_dead():

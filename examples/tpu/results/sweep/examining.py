@@ -134,12 +134,13 @@ def again(name: str, pipe, plain, found: dict):
 
 
 def in_bfloat16(plain, given: dict, names: list[str]) -> dict:
-    """Of each denoiser's first call in upstream's own run in bfloat16: our error, upstream's own, and whether the rule holds."""
+    """Of each denoiser's first call in upstream's own run in bfloat16: our error, upstream's own, and whether the rule holds;
+    or what stopped upstream."""
     half = load(plain, torch.bfloat16)
     try:
         calls, _ = record(half, given, SEED)
     except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
-        return {"upstream": f"{type(error).__name__}: {str(error)[:200]}"}
+        return {name: {"upstream_stops": f"{type(error).__name__}: {str(error)[:200]}"} for name in names}
     calls = [one for one in calls if one.module in names and one.entry == "forward"]
     pairs = [(run_call(plain, one.copied(widen=True)), run_call(half, one)) for one in calls]
     install(half)

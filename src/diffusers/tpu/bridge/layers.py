@@ -140,10 +140,10 @@ def summed(plain, x, dim=None, keepdim=False, **kwargs):
 
 
 def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """x / sqrt(mean(x^2) + eps) * weight in float32."""
+    """x / sqrt(mean(x^2) + eps) * weight in float32, which also has the default of eps."""
     axes = last_axes(input, normalized_shape)
     array = input.jax()
-    x, eps = array.astype(jnp.float32), torch.finfo(input.dtype).eps if eps is None else eps
+    x, eps = array.astype(jnp.float32), jnp.finfo(jnp.float32).eps.item() if eps is None else eps
     result = affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
     narrow, *_ = operands(input, cast) or (None,)
     return result if weight is None or len(axes) > 1 else made_of(result, rms_norm, array, weight.jax(), eps, narrow)
