@@ -166,8 +166,7 @@ class Environment(_Environment):
                 raise
             raise refused from None
         host_values.follow(func, args, kwargs, result)
-        with contextlib.suppress(RuntimeError):  # strides that torch would not have: it copies, so far as is known
-            views.follow(func, args, kwargs, result)
+        views.follow(func, args, kwargs, result)
         if self.waits:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result

@@ -146,7 +146,10 @@ def _laid(t: Tensor, made: torch.dtype | None = None) -> torch.Tensor:
     if (shared := vars(t).get("_shared")) is None:
         return vars(t).get("_laid", torch.empty(tuple(t.shape), dtype=t.dtype, device="meta")).to(made or t.dtype)
     if shared.laid is None:
-        shared.laid = functools.reduce(lambda meta, step: step.of(meta), shared.steps, _laid(shared.base))
+        try:
+            shared.laid = functools.reduce(lambda meta, step: step.of(meta), shared.steps, _laid(shared.base))
+        except RuntimeError:  # a view that torch's strides of the base would not have: they are not known of every operator
+            shared.laid = torch.empty(shared._array.shape, dtype=_laid(shared.base).dtype, device="meta")
     return shared.laid if made is None else torch.empty_like(shared.laid, dtype=made)
 
 
