@@ -14,7 +14,7 @@ from building import PROMPTS, arguments, build
 from coverage_tables import DENOISER_LIMIT
 from torch.utils._pytree import tree_map_only
 
-from diffusers.tpu import install, report
+from diffusers.tpu import TPUConfig, install, report
 from diffusers.tpu.compare.pipelines import (
     LOW_PRECISION_FACTOR,
     Call,
@@ -31,6 +31,7 @@ from diffusers.tpu.pipelines.plans import PIPELINES, model_plan
 SEED = 7
 SECOND_SIZE = 96
 ROUNDINGS = 4
+LAYOUTS = ((2, 4, 1), (1, 1, 8))
 
 
 class NotUpstream(Exception):
@@ -65,6 +66,21 @@ def examine(name: str, more: bool = True) -> dict:
         again(name, pipe, plain, found)
         found["bfloat16"] = in_bfloat16(plain, given, [one.module for one in denoisers])
     found["seconds"] = round(time.process_time() - start, 1)
+    return found
+
+
+def in_layouts(name: str) -> dict:
+    """Of each of `LAYOUTS`: the error of the whole result, and of the first call of each class of denoisers that is compiled."""
+    pipe, given = build(name), arguments(name, SEED)
+    plain, found = copy.deepcopy(pipe), {}
+    calls, oracle = record(plain, given, SEED)
+    for mesh in LAYOUTS:
+        install(pipe, TPUConfig(mesh=mesh))
+        errors = {"error": relative_error(run_pipeline(pipe, given, SEED), oracle)}
+        runners = {key: runner for key, runner in installation(pipe).runners.items() if runner.denoises}
+        ones = [one for one in calls if one.module in runners and one.entry == "forward"]
+        errors["denoisers"] = {one.module: of_denoiser(plain, pipe, one) for one in ones}
+        found[",".join(map(str, mesh))] = errors
     return found
 
 

@@ -39,6 +39,7 @@ def main():
     parser.add_argument("patterns", nargs="*", help="of names, without 'Pipeline'; none: all that have no result")
     parser.add_argument("--failed", action="store_true", help="all that failed or were not built")
     parser.add_argument("--brief", action="store_true", help="float32 at one size; a later sweep does the rest")
+    parser.add_argument("--layouts", action="store_true", help="one pipeline of each class of denoisers, on two more meshes")
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     folders = ("examples/tpu/results/sweep", "examples/tpu/results", "tests/tpu", "src")
@@ -50,9 +51,11 @@ def main():
     import_what_all_need()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     names = exported()
+    chosen = one_of_each_class(record) if given.layouts else [name for name in names if wanted(name, given, record)]
 
-    for name in [name for name in names if wanted(name, given, record)]:
-        found = record[name] = examined(name, given.brief)
+    for name in chosen:
+        found = examined(name, given)
+        found = record[name] = {**record[name], "layouts": found} if given.layouts else found
         with whole_files([RECORD]) as (draft,):
             draft.write_text(json.dumps({name: record[name] for name in names if name in record}, indent=1) + "\n")
         print(f"{found.get('seconds', 0):6.1f} s  {name}: {summary(found)}", flush=True)
@@ -65,6 +68,14 @@ def wanted(name: str, given, record: dict) -> bool:
     if given.failed:
         return found is not None and found["status"] in ("not", "not built")
     return found is None or (not given.brief and "error" in found and "bfloat16" not in found)
+
+
+def one_of_each_class(record: dict) -> list[str]:
+    """The quickest pipeline of each class of denoisers, without those whose layouts are recorded."""
+    found = {}
+    for name in sorted((name for name in record if "error" in record[name]), key=lambda name: -record[name]["seconds"]):
+        found |= {one["class"]: name for one in record[name]["denoisers"].values() if not one["eager"]}
+    return [name for name in dict.fromkeys(found.values()) if "layouts" not in record[name]]
 
 
 def import_what_all_need():
@@ -80,11 +91,11 @@ def import_what_all_need():
     os.environ.setdefault("DIFFUSERS_TPU_CACHE", "off")
 
 
-def examined(name: str, brief: bool) -> dict:
+def examined(name: str, given) -> dict:
     """The result of one pipeline, examined in a fork of this process."""
     start, context = time.monotonic(), multiprocessing.get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=in_child, args=(name, brief, writing))
+    child = context.Process(target=in_child, args=(name, given, writing))
     child.start()
     writing.close()
     late = not reading.poll(PATIENCE)
@@ -99,20 +110,20 @@ def examined(name: str, brief: bool) -> dict:
     return {"status": "not", "reason": reason, "seconds": round(time.monotonic() - start, 1)}
 
 
-def in_child(name: str, brief: bool, answers):
+def in_child(name: str, given, answers):
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(silence, stream)
-    from examining import NotUpstream, examine
+    from examining import NotUpstream, examine, in_layouts
 
     import diffusers
 
-    found = {"module": getattr(diffusers, name).__module__}
+    found = {} if given.layouts else {"module": getattr(diffusers, name).__module__}
     try:
-        found |= examine(name, more=not brief)
+        found |= in_layouts(name) if given.layouts else examine(name, more=not given.brief)
     except NotUpstream as stopped:
         found |= {"status": "not built", "reason": reason_of(stopped.__cause__)}
     except Exception as error:
@@ -128,6 +139,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def summary(found: dict) -> str:
+    if "layouts" in found:
+        return str(found["layouts"])
     if "error" not in found:
         return f"{found['status'].upper()} {found.get('reason', '')[:150]}"
     denoisers = ", ".join(f"{one['error']:.0e}" for one in found["denoisers"].values())
