@@ -39,7 +39,9 @@ def main():
     parser.add_argument("patterns", nargs="*", help="of names, without 'Pipeline'; none: all that have no result")
     parser.add_argument("--failed", action="store_true", help="all that failed or were not built")
     parser.add_argument("--brief", action="store_true", help="float32 at one size; a later sweep does the rest")
-    parser.add_argument("--layouts", action="store_true", help="one pipeline of each class of denoisers, on two more meshes")
+    parser.add_argument(
+        "--layouts", action="store_true", help="one pipeline of each class of denoisers, on two more meshes"
+    )
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     folders = ("examples/tpu/results/sweep", "examples/tpu/results", "tests/tpu", "src")
@@ -73,7 +75,9 @@ def wanted(name: str, given, record: dict) -> bool:
 def one_of_each_class(record: dict) -> list[str]:
     """The quickest pipeline of each class of denoisers, without those whose layouts are recorded."""
     found = {}
-    for name in sorted((name for name in record if "error" in record[name]), key=lambda name: -record[name]["seconds"]):
+    for name in sorted(
+        (name for name in record if "error" in record[name]), key=lambda name: -record[name]["seconds"]
+    ):
         found |= {one["class"]: name for one in record[name]["denoisers"].values() if not one["eager"]}
     return [name for name in dict.fromkeys(found.values()) if "layouts" not in record[name]]
 

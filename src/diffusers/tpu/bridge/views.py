@@ -148,7 +148,7 @@ def _laid(t: Tensor, made: torch.dtype | None = None) -> torch.Tensor:
     if shared.laid is None:
         try:
             shared.laid = functools.reduce(lambda meta, step: step.of(meta), shared.steps, _laid(shared.base))
-        except RuntimeError:  # a view that torch's strides of the base would not have: they are not known of every operator
+        except RuntimeError:  # torch would not have this view: strides of the base are not known of every operator
             shared.laid = torch.empty(shared._array.shape, dtype=_laid(shared.base).dtype, device="meta")
     return shared.laid if made is None else torch.empty_like(shared.laid, dtype=made)
 

@@ -41,11 +41,6 @@ LOG_CDF = (
 )  # fmt: skip
 
 
-def _gelu_tanh(x):
-    # 0.5 (1 + tanh(u / 2)) is 1 / (1 + e^-u): one exponential, where tanh would be a dozen operations
-    return x / (1 + jnp.exp(-SQRT_8_OVER_PI * (x + 0.044715 * x * x * x)))
-
-
 def _gelu(x):
     # x cdf(x) is max(x, 0) - |x| cdf(-|x|): one exponential and no division, a third of an error function's operations
     size = jnp.minimum(jnp.abs(x), 13.5)
@@ -54,7 +49,11 @@ def _gelu(x):
 
 
 # In float32, for results that are rounded to bfloat16.
-ACTIVATIONS = {"": lambda x: x, "gelu": _gelu, "gelu_tanh": _gelu_tanh, "silu": lambda x: x / (1 + jnp.exp(-x))}
+ACTIVATIONS = {
+    "": lambda x: x, "gelu": _gelu, "silu": lambda x: x / (1 + jnp.exp(-x)),
+    # 0.5 (1 + tanh(u / 2)) is 1 / (1 + e^-u): one exponential, where tanh would be a dozen operations
+    "gelu_tanh": lambda x: x / (1 + jnp.exp(-SQRT_8_OVER_PI * (x + 0.044715 * x * x * x))),
+}  # fmt: skip
 
 
 class Blocks(NamedTuple):

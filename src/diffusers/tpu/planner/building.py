@@ -13,6 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers.modeling_utils import local_torch_dtype
 
 import diffusers
 
@@ -101,7 +102,7 @@ def _component(name: str, class_name: str, config: dict, configuration: Configur
         return _tokenizer(configuration.tokens.get(name, 512)) if "Tokenizer" in cls_name else cls(**config)
     if not issubclass(cls, torch.nn.Module):
         return cls.from_config(config)
-    with init_empty_weights():
+    with init_empty_weights(), local_torch_dtype(dtype):  # as from_pretrained: buffers have it too
         if issubclass(cls, PreTrainedModel):
             module = cls(cls.config_class(**{**config, "dtype": dtype}))  # as from_pretrained notes it
         else:

@@ -25,7 +25,7 @@ class Configuration:
     pipeline: str  # its class in diffusers
     components: dict[str, tuple[str, dict]]
     settings: dict = field(default_factory=dict)  # further arguments of the pipeline's `__init__`
-    call: dict = field(default_factory=dict)  # of its model card, without prompt and image; the rest is the default
+    call: dict = field(default_factory=dict)  # of its model card; a prompt stands in, and a picture for "image"
     tokens: dict[str, int] = field(default_factory=dict)  # of text that each tokenizer pads to in it, or at most
     tiled: bool = False  # the card's script decodes in tiles
     billions: dict[str, float] = field(default_factory=dict)  # parameters of components, as the authors state them

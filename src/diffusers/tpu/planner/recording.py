@@ -179,8 +179,11 @@ def _complete(pipe, arguments: dict) -> dict:
         negative = given.get("negative_prompt") or PROMPT
         given["negative_prompt"] = [negative] * len(prompt) if isinstance(prompt, list) else negative
     image = PIL.Image.new("RGB", (given.get("width") or 1280, given.get("height") or 720))
-    if "image" in parameters and parameters["image"].default is inspect.Parameter.empty:
-        given.setdefault("image", image)
+    stand_ins = {"image": image, "video": [image] * given.get("segment_frame_length", 1)}
+    for name, parameter in parameters.items():
+        kind = name.rpartition("_")[2]
+        if kind in stand_ins and given.get(name, parameter.default) in (kind, inspect.Parameter.empty):
+            given[name] = stand_ins[kind]
     if "video" in parameters and "num_frames" not in parameters and "num_frames" in given:
         given.setdefault("video", [image] * given.pop("num_frames"))  # as many as are to come out
     if "output_type" in parameters:

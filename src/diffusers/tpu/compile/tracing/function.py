@@ -136,7 +136,7 @@ class PureFunction:
                         yield vars(m), name, functools.partial(plan.methods[cls, name], m)
         for name, m in self.module.named_modules():
             if any(re.search(pattern, name) for pattern in plan.replicated):
-                yield vars(m), "forward", functools.partial(_run_whole, m.forward)
+                yield vars(m), "forward", on_every_chip()(m.forward)
 
     def eagerly(self, weights: Arrays, inputs: list[jax.Array], in_parts: bool = False) -> Traced:
         """As a trace, operation by operation: upstream's Python runs, hooks see values, what it keeps stays.
@@ -244,8 +244,3 @@ def on_every_chip():
     """What is computed inside is whole on every chip: no sequence in it is split."""
     with using(replace(current(), sequence=False, replicated=True, pad_tokens=0)):
         yield
-
-
-def _run_whole(forward: Callable, *args, **kwargs):
-    with on_every_chip():
-        return forward(*args, **kwargs)
