@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[4]
 RECORD = ROOT / "examples/tpu/results/coverage.json"
-SECONDS, PATIENCE, BYTES = 900, 3600, 12 * 2**30  # of processor time; on the clock; of memory
+SECONDS, PATIENCE, BYTES = 900, 3600, 20 * 2**30  # of processor time; on the clock; of memory
 LIBRARIES = ("/torch/", "/torchax/", "/jax/", "/jaxlib/", "/diffusers/tpu/")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "DIFFUSERS_VERBOSITY": "critical",
