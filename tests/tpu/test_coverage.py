@@ -42,7 +42,11 @@ def test_what_runs_upstream_runs_here_and_is_right():
     assert set(record) == set(exported())
     assert [name for name, found in record.items() if found["status"] == "not"] == []
     assert [name for name, found in ran.items() if not coverage_tables.right(found)] == []
+    layouts = [one for found in ran.values() for one in found.get("layouts", {}).values()]
+    assert all(map(coverage_tables.right, layouts))
     denoisers = [one for found in ran.values() for one in found["denoisers"].values()]
+    proved = {one["class"] for layout in layouts for one in layout["denoisers"].values()}
+    assert proved == {one["class"] for one in denoisers if not one["eager"]}
     assert sum(1 for one in denoisers if not one["eager"]) >= 0.9 * len(denoisers)
     again = [found["executables"][1:] for found in ran.values() if len(found["executables"]) > 1]
     assert again.count([2, 0, 0]) >= 10  # a second size, a second prompt, the first again
