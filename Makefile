@@ -55,6 +55,7 @@ mutants: $(INSTALLED)
 
 coverage: $(INSTALLED)
 	$(BIN)/python examples/tpu/results/sweep/run.py
+	$(BIN)/python examples/tpu/results/sweep/run.py --layouts
 	$(BIN)/python examples/tpu/results/make_records.py --tables
 
 upstream: $(INSTALLED)

@@ -54,18 +54,14 @@ def examine(name: str, more: bool = True) -> dict:
         raise NotUpstream from error
     found = {"upstream_seconds": round(time.process_time() - start, 1), "shapes": [list(x.shape) for x in oracle]}
     install(pipe)
-    state = installation(pipe)
-    ours = run_pipeline(pipe, given, SEED)
-    found["error"] = relative_error(ours, oracle)
+    found["error"] = relative_error(run_pipeline(pipe, given, SEED), oracle)
     found |= described(pipe)
     found["executables"] = [compiled(pipe)]
-    runners = {key: runner for key, runner in state.runners.items() if runner.denoises}
-    denoisers = [one for one in calls if one.module in runners and one.entry == "forward"]
-    found["denoisers"] = {one.module: of_denoiser(plain, pipe, one) for one in denoisers}
+    found["denoisers"] = of_denoisers(plain, pipe, calls)
     if more:
         found["second_size_error"] = None
         again(name, pipe, plain, found)
-        found["bfloat16"] = in_bfloat16(plain, given, [one.module for one in denoisers])
+        found["bfloat16"] = in_bfloat16(plain, given, [*found["denoisers"]])
     found["seconds"] = round(time.process_time() - start, 1)
     return found
 
@@ -77,11 +73,8 @@ def in_layouts(name: str) -> dict:
     calls, oracle = record(plain, given, SEED)
     for mesh in LAYOUTS:
         install(pipe, TPUConfig(mesh=mesh))
-        errors = {"error": relative_error(run_pipeline(pipe, given, SEED), oracle)}
-        runners = {key: runner for key, runner in installation(pipe).runners.items() if runner.denoises}
-        ones = [one for one in calls if one.module in runners and one.entry == "forward"]
-        errors["denoisers"] = {one.module: of_denoiser(plain, pipe, one) for one in ones}
-        found[",".join(map(str, mesh))] = errors
+        error = relative_error(run_pipeline(pipe, given, SEED), oracle)
+        found[",".join(map(str, mesh))] = {"error": error, "denoisers": of_denoisers(plain, pipe, calls)}
     return found
 
 
@@ -107,6 +100,13 @@ def described(pipe) -> dict:
 
 def compiled(pipe) -> int:
     return sum(part.get("compilations", 0) for part in report(pipe)["components"].values())
+
+
+def of_denoisers(plain, pipe, calls: list[Call]) -> dict[str, dict]:
+    """Of each denoiser's call among these."""
+    runners = {name: runner for name, runner in installation(pipe).runners.items() if runner.denoises}
+    ones = (one for one in calls if one.module in runners and one.entry == "forward")
+    return {one.module: of_denoiser(plain, pipe, one) for one in ones}
 
 
 def of_denoiser(plain, pipe, one: Call) -> dict:
@@ -137,14 +137,15 @@ def again(name: str, pipe, plain, found: dict):
     """A second size, a second prompt, back to the first; upstream makes the same calls: some pipelines stop at every second one."""
     counts = [compiled(pipe)]
     calls = arguments(name, SEED, size=SECOND_SIZE), arguments(name, SEED, prompt=PROMPTS[1]), arguments(name, SEED)
-    for number, given in enumerate(calls):
-        oracle = None
+    for given in calls:
+        oracle = ours = None
         with contextlib.suppress(ValueError, RuntimeError, IndexError, TypeError, AssertionError):
             oracle = run_pipeline(plain, given, SEED)
-        with contextlib.nullcontext() if oracle is not None else contextlib.suppress(Exception):
+        with contextlib.suppress(*([Exception] if oracle is None else [])):  # where upstream stops, ours may
             ours = run_pipeline(pipe, given, SEED)
-            if number == 0 and [x.shape for x in oracle] != [tuple(shape) for shape in found["shapes"]]:
-                found["second_size_error"] = relative_error(ours, oracle)
+        of_second_size = given is calls[0] and oracle is not None
+        if of_second_size and [x.shape for x in oracle] != [tuple(shape) for shape in found["shapes"]]:
+            found["second_size_error"] = relative_error(ours, oracle)
         counts.append(compiled(pipe))
     found["executables"] += [*(after - before for before, after in zip(counts, counts[1:]))]
 

@@ -2,6 +2,7 @@
 
     python examples/tpu/results/sweep/run.py                    every pipeline without a result
     python examples/tpu/results/sweep/run.py 'Flux.*' Wan       those whose names match one of these, whatever is recorded
+    python examples/tpu/results/sweep/run.py --layouts          one pipeline of each class without that, on two more meshes
 
 A process that has imported torch, transformers, JAX and diffusers forks for each pipeline. It can be stopped, and goes on
 where it was. What upstream itself does not run here, with its reason, is recorded as that.
