@@ -163,7 +163,7 @@ def check_command_line(words: list[str]):
     elif options.command == "bench":
         filters = {name: getattr(options, name) for name in ("chip", "model", "topology", "variant")}
         assert benches.select(options.kind, {name: value for name, value in filters.items() if value})
-    elif options.command != "profile":
+    elif options.command not in ("profile", "check"):
         known = {"MODEL", "path/to/model", *ALIASES, *MODELS, *MAKERS}
         assert options.model.partition("@")[0] in known or (ROOT / options.model / "model_index.json").is_file()
     if options.command == "plan":

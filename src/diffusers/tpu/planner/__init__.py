@@ -2,7 +2,7 @@
 
 A plan is made by `published` and `building` (a pipeline without weights), `recording` (its calls), `work` and `meshes` (counts, guesses),
 `hlo`, `bundles`, `ici`, `timing` (compiled programs read), `kept`, `runs`, `advice`, `worker` (all of it, in the compiler's process) and
-`report`. Beside them `ahead`: executables before a run; `profile`: a traced run.
+`report`. `measured`: rates of a TPU in place of published ones. Beside them `ahead`: executables before a run; `profile`: a traced run.
 """
 
 import contextlib
@@ -90,6 +90,7 @@ def request_of(
     config: dict | None = None,
     only: list[str] | None = None,
     within: str | None = None,
+    measured: dict | None = None,
 ) -> dict:
     """What is asked for a plan.
 
@@ -104,6 +105,7 @@ def request_of(
         config: further fields of `TPUConfig`.
         only: names of components; None: all.
         within: "module:name" of a context manager that programs are traced in, for benchmarks; None: of none.
+        measured: rates of a report of `diffusers-tpu check`, as `measured.read_rates` reads them; None: published ones.
 
     Raises ValueError: what was asked for cannot be; the message says what can.
     """

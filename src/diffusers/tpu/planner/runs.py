@@ -12,6 +12,7 @@ from ..kernels.attention.softmax_modes import BOUND, MODES
 from ..weights.hbm import room_for_weights, turns
 from . import timing
 from .aot import CompiledProgram, OutOfMemory
+from .measured import Rates
 from .recording import RecordedCall, Recording
 
 
@@ -124,6 +125,7 @@ class PlannedRun:
     parts: list[Part]
     recording: Recording
     config: TPUConfig
+    rates: Rates | None = None
 
     @cached_property
     def denoise(self) -> list[Part]:
@@ -131,7 +133,18 @@ class PlannedRun:
 
     @property
     def seconds_per_step(self) -> float:
-        return sum(part.runs * part.seconds for part in self.denoise) / self.recording.steps
+        return sum(part.runs * part.seconds for part in self.denoise) / self.recording.steps + self.launches
+
+    @property
+    def seconds_total(self) -> float:
+        """Of the whole run."""
+        return sum(part.runs * part.seconds for part in self.parts) + self.launches * self.recording.steps
+
+    @property
+    def launches(self) -> float:
+        """Seconds of a step that its programs take to be launched, where that was measured; else 0."""
+        dispatch = 0.0 if self.rates is None else self.rates.dispatch
+        return dispatch * sum(part.runs for part in self.denoise) / self.recording.steps
 
     @cached_property
     def weights(self) -> dict[str, int]:
@@ -171,7 +184,8 @@ class PlannedRun:
     def _of_a_step(self, seconds: list[dict[str, float]]) -> dict[str, float]:
         """By kind; `seconds`: of a run of each denoising part."""
         shares = [part.runs / self.recording.steps for part in self.denoise]
-        return {kind: sum(share * of[kind] for share, of in zip(shares, seconds)) for kind in (*timing.KINDS, "total")}
+        sums = {kind: sum(share * of[kind] for share, of in zip(shares, seconds)) for kind in (*timing.KINDS, "total")}
+        return {kind: s + (self.launches if kind in ("other", "total") else 0.0) for kind, s in sums.items()}
 
     def as_json(self) -> dict:
         """The figures of a plan."""
@@ -198,7 +212,7 @@ class PlannedRun:
             "seconds_per_step": per_step,
             "way": BOUND,
             "by_way": by_way,
-            "seconds_total": sum(part.runs * part.seconds for part in self.parts) if known else None,
+            "seconds_total": self.seconds_total if known else None,
             "flops_per_step": flops,
             "mfu": flops / peak_flops / per_step["total"] if known else None,
             "compile_seconds": sum(part.compiled.seconds for part in compiled),

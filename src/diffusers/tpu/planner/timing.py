@@ -14,6 +14,7 @@ from ..chips.figures import Chip
 from ..kernels.attention.softmax_modes import MODES
 from . import bundles, hlo, ici
 from .aot import CompiledProgram
+from .measured import Rates
 
 
 FREE = {
@@ -96,18 +97,24 @@ class Timing:
         }
 
 
-def time_program(compiled: CompiledProgram, chip: Chip, places: list[ici.Place]) -> dict[str, Timing]:
+def time_program(
+    compiled: CompiledProgram, chip: Chip, places: list[ici.Place], rates: Rates | None = None
+) -> dict[str, Timing]:
     """The program's time by mode of the attention kernel (`softmax_modes`), as if all heads went it.
 
     Args:
         places: x, y, z and half of each device in the mesh's order.
+        rates: measured on such a chip, in place of published ones.
     """
+    links = LINKS_REACHED
+    if rates is not None and rates.links is not None:
+        chip, links = replace(chip, link_bandwidth=rates.links * chip.link_bandwidth), 1.0
     program = hlo.parse(compiled.text)
     schedules = {name: bundles.read_modes(text, chip.branch_slots) for name, text in compiled.schedules.items()}
     waiting = replace(
         chip,
         hbm_bandwidth=HBM_REACHED * chip.hbm_bandwidth,
-        link_bandwidth=LINKS_REACHED * chip.link_bandwidth,
+        link_bandwidth=links * chip.link_bandwidth,
         die_bandwidth=LINKS_REACHED * chip.die_bandwidth,
         clock=chip.clock / STALLS,
         flops=chip.flops / STALLS,
@@ -115,7 +122,7 @@ def time_program(compiled: CompiledProgram, chip: Chip, places: list[ici.Place])
     timings = {}
     for mode in MODES:
         of_mode = {name: modes[mode] for name, modes in schedules.items()}
-        timings[mode], slower = (_Clock(program, of_mode, c, places).timing() for c in (chip, waiting))
+        timings[mode], slower = (_Clock(program, of_mode, c, places, rates, mode).timing() for c in (chip, waiting))
         timings[mode].slower = slower.seconds
     return timings
 
@@ -133,9 +140,16 @@ def short(module: str) -> str:
 
 class _Clock:
     def __init__(
-        self, program: hlo.Program, schedules: dict[str, bundles.Schedule], chip: Chip, places: list[ici.Place]
+        self,
+        program: hlo.Program,
+        schedules: dict[str, bundles.Schedule],
+        chip: Chip,
+        places: list[ici.Place],
+        rates: Rates | None,
+        mode: str,
     ):
         self.program, self.schedules, self.chip, self.places = program, schedules, chip, places
+        self.rates, self.mode = rates, mode
         self.alike: dict[str, bundles.Schedule] = {}
         self.found: list[Operation] = []
         for name in program.computations:
@@ -200,6 +214,8 @@ class _Clock:
             seconds, limit = (i.estimated_cycles or 0) / self.chip.clock, "estimate"
         if memory > seconds:
             seconds, limit = memory, "memory"
+        if self.rates is not None and KERNEL in i.rest:
+            seconds *= self.rates.factor(i.name, self.mode)
         operation = self._operation(i, self._kind(i), runs, seconds, limit, moved)
         if KERNEL in i.rest and schedule is not None:
             operation.steps, operation.body = schedule.steps, schedule.body

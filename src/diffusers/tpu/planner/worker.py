@@ -19,6 +19,7 @@ from ..pipelines.plans import model_plan, module_plan, pipeline_plan
 from . import READER, advice, ici, kept, meshes, sources, timing
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of
+from .measured import Rates
 from .recording import RecordedCall, Recording, record
 from .runs import Part, PlannedRun, stage_of
 
@@ -51,7 +52,8 @@ def answer(request: dict, progress: Callable) -> dict:
             "pipeline": type(recording.pipe).__name__,
             "dtype": request["dtype"],
             "call": recording.arguments,
-            "notes": advice.notes(run),
+            "measured": request.get("measured"),
+            "notes": [*advice.notes(run), *([] if planner.rates is None else [f"rates of {planner.rates}"])],
             "ranking": ranking,
             "advice": [] if run.fits else advice.what_would_fit(planner, run),
         }
@@ -112,6 +114,7 @@ class Planner:
     def __init__(self, request: dict, topology: Topology, recording: Recording, progress: Callable):
         self.request, self.topology, self.recording, self.progress = request, topology, recording, progress
         self.config = TPUConfig(**request.get("config", {}))
+        self.rates = Rates(**request["measured"]) if request.get("measured") else None
         self.compiled: dict[int, tuple[CompiledProgram, dict[str, timing.Timing]]] = {}
         modules, denoising = recording.modules, [r for r in recording.calls if stage_of(r.component) == "denoise"]
         if not denoising:
@@ -157,7 +160,7 @@ class Planner:
         for name, runner, calls in self.recording.runners(make_mesh(compiler.devices, mesh), config):
             if (not only or name in only) and (not stages or stage_of(name) in stages):
                 parts += [self._part(recorded, runner, compiler) for recorded in calls]
-        return PlannedRun(topology, mesh, parts, self.recording, self.config)
+        return PlannedRun(topology, mesh, parts, self.recording, self.config, self.rates)
 
     def _part(self, recorded: RecordedCall, runner: CompiledModule, compiler: Compiler) -> Part:
         branches = recorded.together(runner)
@@ -185,6 +188,9 @@ class Planner:
             except OutOfMemory as error:
                 part.refused = error
                 return part
-            self.compiled[program] = compiled, timing.time_program(compiled, topology.chip, ici.places_of(mesh))
+            self.compiled[program] = (
+                compiled,
+                timing.time_program(compiled, topology.chip, ici.places_of(mesh), self.rates),
+            )
         part.compiled, part.timed = self.compiled[program]
         return part

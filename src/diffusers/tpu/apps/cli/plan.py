@@ -12,6 +12,7 @@ from ...chips.figures import find_topology
 from ...common.config import parse_mesh, read_environment
 from ...common.files import write_whole
 from ...planner import ahead
+from ...planner.measured import read_rates
 from ...planner.report import page, step_ranges, summed
 from .arguments import numbers
 from .output import check_writable, say, table, write_json
@@ -35,6 +36,9 @@ def run(options, rest: list[str]) -> int:
     topologies = [find_topology(name).name for word in options.topology for name in word.split(",") if name]
     mesh = options.mesh if options.mesh in (None, "auto") else parse_mesh(options.mesh)
     settings = {**_asked(options, rest), "mesh": mesh, "everything": options.everything, "seconds": options.time_limit}
+    if options.measured:
+        generations = [find_topology(name).chip.generation for name in topologies]
+        settings["measured"] = read_rates(options.measured, generations)
     check_writable(options.report, ".html")
     check_writable(options.json, ".json")
     quiet, plans = Console(stderr=True), []

@@ -1,0 +1,74 @@
+"""Stage 8, faults: what the runtime says of memory that is not there and of a second process, and what we make of it."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from ...chips.figures import chip_of_kind
+from ...common.errors import Failure, within_hbm
+from .chips import devices_here
+
+
+SECOND = "from diffusers.tpu.apps.check.chips import devices_here; print(len(devices_here()))"
+SECOND_SECONDS = 60
+
+
+def run(rows, request: dict):
+    devices = devices_here()
+    size = request.get("bytes") or 2 * chip_of_kind(devices[0].device_kind).hbm_bytes
+    side = int((size / 4) ** 0.5)
+    check(
+        rows,
+        "an allocation that no chip has room for",
+        lambda: jnp.zeros((size // 4,), jnp.float32).block_until_ready(),
+    )
+    check(
+        rows,
+        "a program that no chip has room for",
+        lambda: jax.block_until_ready(jax.jit(too_large, static_argnums=1)(1.0, side)),
+    )
+    x = jnp.ones(8) + 1
+    rows.equal("the chip works afterwards", float(x.sum()), 16.0)
+    second_process(rows, request["second_process_is_refused"])
+
+
+def too_large(x, side: int):
+    """A square of numbers between two products, each of which needs all of the one before."""
+    a = jnp.full((side, 1), x)
+    return ((a @ a.T) @ a).sum()
+
+
+def check(rows, name: str, fails):
+    """Runs what fails; its text, and our sentence."""
+    raw = None
+    try:
+        with within_hbm(lambda: f"for {name}", lambda: "diffusers-tpu plan"):
+            try:
+                fails()
+            except Exception as error:
+                raw = f"{type(error).__name__}: {error}"[:1500]
+                raise
+    except Failure as error:
+        rows.add(name, type(error).__name__, type(error).__name__ == "OutOfHBM", expected="OutOfHBM", note=str(error))
+    except Exception as error:
+        rows.add(name, type(error).__name__, False, expected="OutOfHBM", note="it was not recognised")
+    else:
+        return rows.add(name, "nothing", "failed", expected="OutOfHBM", note="it had room, or was never allocated")
+    rows.add(f"{name}: as the runtime says it", raw)
+
+
+def second_process(rows, refused: bool):
+    name = "a second process"
+    try:
+        done = subprocess.run([sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=SECOND_SECONDS)
+    except subprocess.TimeoutExpired:
+        return rows.add(name, None, "timed out", expected="ChipBusy", limit=SECOND_SECONDS, unit="s")
+    errors = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Busy|NoChip)): (.*)", done.stderr, re.M)
+    if not refused:
+        return rows.skip(name, "simulated chips are each process's own", expected="ChipBusy")
+    measured, sentence = errors[-1] if errors else ("nothing", done.stdout or done.stderr[-500:])
+    rows.equal(name, measured, "ChipBusy", note=sentence)
+    rows.add(f"{name}: as the runtime says it", errors[0][1] if errors else "")

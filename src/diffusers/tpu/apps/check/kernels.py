@@ -1,0 +1,84 @@
+"""Stage 4, kernels: error against the reference, two runs to the last bit, seconds over the plan's, at a published and at a ragged size."""
+
+import functools
+
+import jax
+
+from ...kernels.attention.softmax_modes import ModeCounter
+from . import cases
+from .chips import devices_here, topology_of
+from .programs import error_of, measured_seconds, planning, same_bits
+
+
+def run(rows, request: dict):
+    devices = devices_here()
+    plan = planning(f"{cases.__name__}:programs", request, topology_of(devices, request).name)
+    seconds, several = {}, False
+    for name, program in cases.programs(request, devices).items():
+        kernel, size = name.split()
+        several = several or cases.KERNELS[kernel].several
+        with rows.trying(f"{name}: runs"):
+            if program.function is None or jax.eval_shape(program.function, *program.arguments) is None:
+                rows.skip(name, "the kernel does not take this size")
+                continue
+            compiled = program.compile()
+            for mode in cases.KERNELS[kernel].modes:
+                seconds[name, mode] = check_kernel(rows, request, program, compiled, kernel, size, mode)
+        if kernel == "attention" and size == "ragged":
+            with rows.trying("attention: modes"):
+                check_modes(rows, request, program)
+    if not several:
+        rows.skip("exchange", "there is one device")
+    compare_with_plan(rows, request, seconds, plan)
+
+
+def title(kernel: str, size: str, mode: str, request: dict) -> str:
+    return f"{' '.join(filter(None, (kernel, mode)))}, {size} {'x'.join(map(str, request[size][kernel]))}"
+
+
+def check_kernel(rows, request: dict, program, compiled, kernel: str, size: str, mode: str) -> float:
+    """Two rows; the median seconds."""
+    of, name = cases.KERNELS[kernel], title(kernel, size, mode, request)
+    arrays = jax.jit(lambda key: of.arguments(request[size][kernel], key, mode))(jax.random.key(1))
+    arguments = program.placed(arrays)
+    first = compiled(*arguments)
+    rows.error(f"{name}: error", error_of(first, jax.jit(of.reference)(*arrays)), request["error"])
+    rows.equal(f"{name}: two runs are equal", same_bits(first, compiled(*arguments)), True)
+    return measured_seconds(functools.partial(compiled, *arguments), request["repeats"])
+
+
+def check_modes(rows, request: dict, program):
+    """Which mode the kernel takes, as it says itself."""
+    of = cases.KERNELS["attention"]
+    for mode in of.modes:
+        tally = ModeCounter()
+        counted = functools.partial(program.function.func, program.function.args[0], tally)
+        arrays = jax.jit(lambda key: of.arguments(request["ragged"]["attention"], key, mode))(jax.random.key(1))
+        jax.block_until_ready(jax.jit(counted)(*arrays))
+        jax.effects_barrier()
+        shares = next(iter(tally.shares().values()), {})
+        rows.equal(
+            f"attention {mode}: mode of all blocks", max(shares, key=shares.get, default=None), mode, note=str(shares)
+        )
+
+
+def compare_with_plan(rows, request: dict, seconds: dict, plan):
+    planned = {}
+    with rows.trying("plan of the kernels"):
+        planned = plan.result()
+    for (name, mode), measured in seconds.items():
+        found = planned.get(name)
+        expected = found.get(mode or "bound") if isinstance(found, dict) else None
+        limit = request.get("ratio")
+        within = limit is None or (expected is not None and measured <= limit * expected)
+        said = "limit: measured over planned" if expected is not None else f"not planned: {found}"
+        kernel, size = name.split()
+        rows.add(
+            f"{title(kernel, size, mode, request)}: seconds",
+            measured,
+            within,
+            expected=expected,
+            limit=limit,
+            unit="s",
+            note=said,
+        )

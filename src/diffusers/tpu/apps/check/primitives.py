@@ -1,0 +1,122 @@
+"""Stage 2, primitives: the largest relative error of what programs are made of, against float64 on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ...kernels.pallas import LANES, product
+from .chips import devices_here
+
+
+COLUMNS = 4 * LANES
+BLOCK = 64  # rows
+FUNCTIONS = {
+    "exp": (jnp.exp, np.exp),
+    "exp2": (jnp.exp2, np.exp2),
+    "rsqrt": (lax.rsqrt, lambda x: 1 / np.sqrt(x)),
+    "division": (lambda x: 1 / x, lambda x: 1 / x),
+    "tanh": (jnp.tanh, np.tanh),
+    "sin": (jnp.sin, np.sin),
+}
+
+
+def run(rows, request: dict):
+    interpret = devices_here()[0].platform == "cpu"
+    rng = np.random.default_rng(0)
+    for name, (low, high) in request["functions"].items():
+        ours, exact = FUNCTIONS[name]
+        x = rng.uniform(low, high, (request["rows"], COLUMNS)).astype(np.float32)
+        for where, function in (("XLA", jax.jit(ours)), ("Mosaic", in_kernel(ours, name, interpret))):
+            with rows.trying(f"{name} in {where}"):
+                y, wanted = np.asarray(function(x), np.float64), exact(x.astype(np.float64))
+                rows.error(
+                    f"{name} in {where}",
+                    float(np.max(np.abs(y / wanted - 1))),
+                    request["function_limit"],
+                    note=f"{low} to {high}",
+                )
+    x = rng.uniform(*request["large"], (request["rows"], COLUMNS)).astype(np.float32)
+    worst = np.max(np.abs(np.asarray(jax.jit(jnp.sin)(x), np.float64) - np.sin(x.astype(np.float64))))
+    rows.error(
+        f"sin of {request['large'][0]} to {request['large'][1]}", float(worst), request["large_limit"], unit="error"
+    )
+    products(rows, request, rng, interpret)
+    others(rows, request, rng)
+
+
+def in_kernel(function, name: str, interpret: bool):
+    """The function in a kernel of blocks of rows."""
+
+    def kernel(x_ref, o_ref):
+        o_ref[...] = function(x_ref[...])
+
+    spec = pl.BlockSpec((BLOCK, COLUMNS), lambda i: (i, 0))
+
+    def run(x):
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        grid = (x.shape[0] // BLOCK,)
+        return pl.pallas_call(
+            kernel, out_shape=out, grid=grid, in_specs=[spec], out_specs=spec, name=name, interpret=interpret
+        )(x)
+
+    return jax.jit(run)
+
+
+def product_in_kernel(interpret: bool):
+    def kernel(x_ref, y_ref, o_ref):
+        o_ref[...] = product(x_ref[...], y_ref[...])
+
+    def run(x, y):
+        out = jax.ShapeDtypeStruct((x.shape[0], y.shape[1]), jnp.float32)
+        return pl.pallas_call(kernel, out_shape=out, name="product", interpret=interpret)(x, y)
+
+    return jax.jit(run)
+
+
+def relative(y, wanted) -> float:
+    """The largest error over the largest number."""
+    return float(np.max(np.abs(np.asarray(y) - wanted)) / np.max(np.abs(wanted)))
+
+
+def products(rows, request: dict, rng, interpret: bool):
+    """Of x [256, K] and y [K, 256], by dtype and precision; in a kernel as `kernels.pallas.product` has them."""
+    shape = (256, request["depth"])
+    for dtype, limits in request["products"].items():
+        x, y = jnp.asarray(rng.standard_normal(shape), dtype), jnp.asarray(rng.standard_normal(shape[::-1]), dtype)
+        wanted = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+        for precision, limit in limits.items():
+            with rows.trying(name := f"product of {dtype}, {precision}, in XLA"):
+                how = {"precision": precision, "preferred_element_type": jnp.float32}
+                rows.error(name, relative(jax.jit(lambda x, y, how=how: jnp.matmul(x, y, **how))(x, y), wanted), limit)
+        if dtype != "float16":
+            with rows.trying(name := f"product of {dtype} in Mosaic"):
+                rows.error(name, relative(product_in_kernel(interpret)(x, y), wanted), list(limits.values())[-1])
+
+
+def others(rows, request: dict, rng):
+    """A convolution, complex numbers, a Fourier transform."""
+    with rows.trying("convolution of float32, high"):
+        x, w = (
+            rng.standard_normal((1, 16, 16, 64)).astype(np.float32),
+            rng.standard_normal((3, 3, 64, 32)).astype(np.float32),
+        )
+        how = {"padding": "VALID", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), "precision": "high"}
+        y = jax.jit(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), **how))(x, w)
+        windows = np.lib.stride_tricks.sliding_window_view(x.astype(np.float64), (3, 3), (1, 2))
+        wanted = np.einsum("bhwcij,ijco->bhwo", windows, w.astype(np.float64))
+        rows.error("convolution of float32, high", relative(y, wanted), request["convolution_limit"])
+    z = rng.standard_normal((2, 64, 256)).astype(np.float32)
+    z = z[0] + 1j * z[1]
+    for name, ours, exact, limit in (
+        (
+            "complex64",
+            lambda z: z * jnp.exp(1j * z.real) / jnp.conj(z),
+            lambda z: z * np.exp(1j * z.real) / np.conj(z),
+            "complex_limit",
+        ),
+        ("Fourier transform of 256", jnp.fft.fft, np.fft.fft, "fft_limit"),
+    ):
+        with rows.trying(name):
+            rows.error(name, relative(jax.jit(ours)(z), exact(z.astype(np.complex128))), request[limit])

@@ -1,0 +1,95 @@
+"""A program that a stage runs here and the planner reads: a function, its arguments' shapes and its mesh; `planned` gives its seconds."""
+
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ...chips.devices import compile_lowered
+from ...chips.figures import find_topology
+from ...planner import ici
+from ...planner.aot import Compiler, run_in_child
+from ...planner.timing import time_program
+
+
+@dataclass(frozen=True)
+class Program:
+    """`function` of arguments of these shapes and specs on a mesh. `options`: the compiler's; `of`: what it is, for who asks."""
+
+    function: Callable
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    mesh: Mesh
+    specs: tuple[PartitionSpec, ...] = ()
+    options: dict = field(default_factory=dict)
+
+    def lower(self):
+        specs = self.specs or (PartitionSpec(),) * len(self.arguments)
+        given = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, spec))
+            for x, spec in zip(self.arguments, specs)
+        ]
+        return jax.jit(self.function).lower(*given)
+
+    def compile(self):
+        return compile_lowered(self.lower(), self.options)
+
+    def placed(self, arrays) -> tuple[jax.Array, ...]:
+        specs = self.specs or (PartitionSpec(),) * len(arrays)
+        return tuple(jax.device_put(x, NamedSharding(self.mesh, spec)) for x, spec in zip(arrays, specs))
+
+
+def measured_seconds(run: Callable, repeats: int) -> float:
+    """Of one run among `repeats` that are queued together, the median of three such."""
+    found = []
+    for _ in range(3):
+        start = time.perf_counter()
+        outputs = [run() for _ in range(repeats)]
+        jax.block_until_ready(outputs)
+        found.append((time.perf_counter() - start) / repeats)
+    return statistics.median(found)
+
+
+def error_of(ours, exact) -> float:
+    """The largest error over the largest number, of trees of arrays; both on the device."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True)
+    wide = [(a.astype(jnp.float32), b.astype(jnp.float32)) for a, b in pairs]
+    return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in wide)
+
+
+def same_bits(ours, others) -> bool:
+    """Whether two trees of arrays are equal to the last bit; NaN equals none."""
+    return all(bool((a == b).all()) for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(others), strict=True))
+
+
+# Planned, in the compiler's process
+
+
+def planning(make: str, request: dict, topology: str) -> Future:
+    """The future of `planned` for the programs of `make`, "module:name"; the compiler works on the host meanwhile."""
+    argument = {"make": make, "request": request, "topology": topology}
+    pool = ThreadPoolExecutor(1, "planned")
+    future = pool.submit(run_in_child, f"{__name__}:planned", argument, seconds=request["plan_seconds"])
+    pool.shutdown(wait=False)
+    return future
+
+
+def planned(argument: dict, progress: Callable) -> dict:
+    """Seconds of each program of `argument["make"]` by mode of the attention kernel, compiled for a slice; a text where it does not compile."""
+    topology = find_topology(argument["topology"])
+    devices, found = Compiler(topology).devices, {}
+    compiler = Compiler(topology)
+    for name, program in resolve_name(argument["make"])(argument["request"], devices, topology).items():
+        progress(name)
+        try:
+            compiled = compiler.compile(program.lower(), program.options)
+            timed = time_program(compiled, topology.chip, ici.places_of(program.mesh))
+            found[name] = {mode: timing.seconds["total"] for mode, timing in timed.items()}
+        except Exception as error:  # it is a row, the others are planned
+            found[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    return found

@@ -1,0 +1,66 @@
+"""Stage 9, a trace: two steps of the model of stage 7, how much of their time is attributed, and what the trace calls its parts."""
+
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from jax.profiler import ProfileData
+
+from ... import TPUConfig, install
+from ...planner.profile import GLUE, measured
+from ..cli.profile import traced
+from . import wan
+from .chips import devices_here
+
+
+STEPS = range(2, 4)
+MOST_NAMES = 40
+
+
+def run(rows, request: dict):
+    of_model, folder = wan.model_request(request), Path(request["cache"], "trace")
+    kept = wan.kept_in(Path(request["cache"], "cache"))
+    pipe, size = wan.make_pipeline(of_model["heads"]).to(torch.bfloat16), wan.size_of(of_model, len(devices_here()))
+    install(pipe, TPUConfig(**of_model["config"]))
+    with traced(pipe, str(folder), STEPS):
+        wan.call(pipe, size)
+    if kept:
+        rows.equal(
+            "programs that a second process compiled",
+            sum(wan.compilations(pipe).values()),
+            0,
+            note="stage 7 kept them",
+        )
+    else:
+        rows.skip("programs that a second process compiled", "stage 7 kept none")
+    with rows.trying("share of the time that is attributed"):
+        found = measured(folder)
+        glue = sum(row["measured"] for row in found["modules"] if row["component"] == GLUE)
+        share = 1 - glue / found["seconds_per_step"]
+        rows.add(
+            "share of the time that is attributed",
+            share,
+            share >= request["attributed"],
+            limit=request["attributed"],
+            note="at least",
+        )
+        rows.add("a traced step", found["seconds_per_step"], unit="s", note="of each chip, without what it waits")
+    names(rows, folder)
+
+
+def names(rows, folder: Path):
+    """Of planes, lines and statistics."""
+    trace = max(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
+    lines, statistics = defaultdict(set), defaultdict(set)
+    for plane in ProfileData.from_file(str(trace)).planes:
+        lines[plane.name] |= set()
+        for line in plane.lines:
+            lines[plane.name].add(line.name)
+            for event in line.events:
+                statistics[plane.name] |= {name for name, _ in event.stats}
+    rows.add("planes", sorted(lines))
+    for plane, found in lines.items():
+        rows.add(f"lines of {plane}", sorted(found)[:MOST_NAMES], note=f"{len(found)} in all")
+        rows.add(
+            f"statistics of {plane}", sorted(statistics[plane])[:MOST_NAMES], note=f"{len(statistics[plane])} in all"
+        )

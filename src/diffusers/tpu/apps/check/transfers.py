@@ -1,0 +1,62 @@
+"""Stage 3, transfers: to and from a chip, what a launch costs, and whose memory an array is."""
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .chips import devices_here
+
+
+DISPATCH = "an empty dispatch"
+
+
+def seconds(function, repeats: int) -> float:
+    """The median of so many calls."""
+    found = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def run(rows, request: dict):
+    device, size = devices_here()[0], request["mib"] << 20
+    on_host = np.arange(size // 4, dtype=np.float32)
+    to = seconds(lambda: jax.device_put(on_host, device).block_until_ready(), request["repeats"])
+    rows.add("to the device", size / to / 1e9, unit="GB/s", note=f"{request['mib']} MiB")
+    arrays = iter(
+        [jax.device_put(on_host, device) + n for n in range(request["repeats"])]
+    )  # an array keeps its copy on the host
+    back = seconds(lambda: np.asarray(next(arrays)), request["repeats"])
+    rows.add("from the device", size / back / 1e9, unit="GB/s", note=f"{request['mib']} MiB")
+    here, there = jax.device_put(on_host, device), np.asarray(jax.device_put(on_host, device) + 0)
+    rows.equal("bytes after both ways", bool((there == on_host).all()), True)
+
+    add, x = jax.jit(lambda x: x + 1), jax.device_put(jnp.zeros(()), device)
+    add(x).block_until_ready()
+    rows.add(
+        DISPATCH, seconds(lambda: add(x), request["dispatches"]), unit="s", note=f"median of {request['dispatches']}"
+    )
+    rows.add(
+        "a round trip",
+        seconds(lambda: float(add(x)), request["dispatches"] // 10),
+        unit="s",
+        note="a launch and its value",
+    )
+
+    donated = jax.device_put(on_host, device) * 1
+    before = donated.unsafe_buffer_pointer()
+    after = jax.jit(lambda x: x + 1, donate_argnums=0)(donated)
+    rows.equal("a donated argument is the result's memory", after.unsafe_buffer_pointer() == before, True)
+    rows.equal("a donated argument is gone", donated.is_deleted(), True)
+    first = float(here[0])
+    on_host[0] = first + 1
+    rows.add(
+        "an array does not see later writes to the host's",
+        float(here[0]) == first,
+        note="where it does, memory is shared",
+    )

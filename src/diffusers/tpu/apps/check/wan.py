@@ -1,0 +1,82 @@
+"""The model that stages 6, 7 and 9 run: a Wan of two blocks whose weights are drawn from a seed, as a wheel holds no model."""
+
+import math
+import os
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+
+from ... import report
+from .running import STAGES
+
+
+WIDTH = 64  # of the text
+SPATIAL, PATCH, TEMPORAL = 8, 2, 4  # pixels of a latent, latents of a token, frames of a latent
+PROMPT, SEED = "a red circle moving right", 1
+
+
+def make_pipeline(heads: int) -> WanPipeline:
+    """In float32, as upstream has it. `heads`: of 128 channels."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        text = UMT5Config(vocab_size=64, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
+        transformer = WanTransformer3DModel(
+            num_attention_heads=heads,
+            attention_head_dim=128,
+            text_dim=WIDTH,
+            ffn_dim=512 * heads,
+            num_layers=2,
+            rope_max_seq_len=256,
+        )
+        vae = AutoencoderKLWan(
+            base_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1, temperal_downsample=[False, True, True]
+        )
+        encoder = UMT5EncoderModel(text)
+    words = Tokenizer(
+        models.WordLevel({word: n for n, word in enumerate(["<pad>", "<unk>", *PROMPT.split()])}, unk_token="<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", model_max_length=64
+    )
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    pipe = WanPipeline(tokenizer, encoder.eval(), vae.eval(), scheduler, transformer.eval())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def size_of(request: dict, chips: int) -> dict:
+    """Arguments of the call that decide sizes: as many frames as give each chip `rows` tokens."""
+    side = request["side"]
+    frames = max(2, math.ceil(request["rows"] * chips / (side // SPATIAL // PATCH) ** 2))
+    return {
+        "height": side, "width": side, "num_frames": TEMPORAL * (frames - 1) + 1, "num_inference_steps": request["steps"],
+        "max_sequence_length": 64,
+    }  # fmt: skip
+
+
+def call(pipe, size: dict, **more):
+    """The video [B, F, H, W, C] of one call, in float32."""
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    video = pipe(PROMPT, negative_prompt="", **size, generator=generator, output_type="pt", **more).frames
+    return video.detach().to("cpu", torch.float32)
+
+
+def compilations(pipe) -> dict[str, int]:
+    """By component, what was compiled and not loaded."""
+    return {name: one["compilations"] for name, one in report(pipe)["components"].items()}
+
+
+def kept_in(folder: Path) -> list[str]:
+    """Of a cache of executables, the files that are there."""
+    return sorted(os.listdir(folder / "executables")) if (folder / "executables").is_dir() else []
+
+
+def model_request(request: dict) -> dict:
+    """What stage 7 is told, for the other stages that run its model."""
+    kind = "simulated" if request["simulated"] else "tpu"
+    return {**STAGES["model"], **STAGES["model"][kind]}

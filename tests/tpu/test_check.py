@@ -1,0 +1,282 @@
+"""`diffusers-tpu check`, its report and its rates. Oracles: faults that are planted into stages' processes; figures by hand.
+
+Faults come by a `sitecustomize` of the test's, which changes a stage's module in the process that imports it.
+"""
+
+import json
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from diffusers.tpu.apps.check import report as reports
+from diffusers.tpu.apps.check import running
+from diffusers.tpu.apps.cli import TABLE, main
+from diffusers.tpu.chips.figures import CHIPS
+from diffusers.tpu.kernels.attention.softmax_modes import MODES
+from diffusers.tpu.planner import aot, timing
+from diffusers.tpu.planner.measured import PREFIXES, Rates, read_rates
+from test_planner_readers import HLO
+
+
+PLANTING = """
+import importlib, json, os
+faults, load = json.loads(os.environ["CHECK_FAULTS"]), importlib.import_module
+def import_module(name, package=None):
+    module = load(name, package)
+    exec(faults.get(name.rpartition(".")[2], ""), vars(module))
+    return module
+importlib.import_module = import_module
+"""
+HANG = "def seconds(*_):\n import time; time.sleep(600)"
+CRASH = "def products(*_):\n import os; os.abort()"
+WRONG = "import dataclasses\nwhole = cases.KERNELS['linear']\ncases.KERNELS['linear'] = dataclasses.replace(whole, run=lambda *a: 1.05 * whole.run(*a))"
+REFUSED = "def load(*_):\n raise RuntimeError('INTERNAL: wrong fingerprint of /opt/some/libtpu.so')"
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """A function from stages, and faults by stage, to the exit status and the report."""
+    monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret_indeed")
+    monkeypatch.chdir(tmp_path)
+
+    def check(*stages: str, **faults: str) -> tuple[int, dict]:
+        (tmp_path / "sitecustomize.py").write_text(PLANTING)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("CHECK_FAULTS", json.dumps(faults))
+        status = main(["check", *(word for stage in stages for word in ("--stage", stage))])
+        return status, json.loads(Path("diffusers-tpu-check.json").read_text())
+
+    return check
+
+
+def rows_of(report: dict, stage: str) -> dict[str, dict]:
+    number = running.NAMES.index(stage)
+    return {row["name"]: row for row in report["rows"] if row["stage"] == number}
+
+
+def texts(value):
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    return [text for one in value for text in texts(one)] if isinstance(value, list) else [str(value)]
+
+
+def check_form(report: dict, stages):
+    """The schema, and that nothing says who and where."""
+    kinds = {
+        "format": int,
+        "simulated": bool,
+        "sources": str,
+        "python": str,
+        "day": str,
+        "counts": dict,
+        "stages": list,
+        "rows": list,
+    }
+    assert {name: type(report[name]) for name in kinds} == kinds and {*report} == {*kinds, "chip"}
+    for row in report["rows"]:
+        assert tuple(row) == reports.COLUMNS and row["status"] in reports.STATUSES
+        assert type(row["stage"]) is int and all(type(row[name]) is str for name in ("name", "unit", "note"))
+        assert row["limit"] is None or type(row["limit"]) in (int, float)
+    assert [stage["name"] for stage in report["stages"]] == [*stages]
+    assert sum(report["counts"].values()) == len(report["rows"])
+    for text in texts(report):
+        assert not re.search(r"(?<![\w./:])/[\w.-]+/[\w.-]", text), text
+        assert "secret" not in text and str(Path.home()) not in text
+        assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text), text
+
+
+def test_a_crash_and_a_hang_are_rows_and_what_came_before_stays(check, monkeypatch, capsys):
+    monkeypatch.setitem(running.STAGES["transfers"]["simulated"], "seconds", 2)
+    status, report = check("host", "primitives", "transfers", primitives=CRASH, transfers=HANG)
+    check_form(report, ["host", "primitives", "transfers"])
+    assert status == 1 and report["counts"]["failed"] == report["counts"]["timed out"] == 1
+    crashed, hung = (rows_of(report, stage) for stage in ("primitives", "transfers"))
+    assert crashed["stage"]["status"] == "failed" and crashed["stage"]["measured"] == "killed by SIGABRT"
+    assert crashed["exp in Mosaic"]["status"] == "ok" and 0 < crashed["exp in Mosaic"]["measured"] < 2e-7
+    assert [row["status"] for row in hung.values()] == ["timed out"]
+    host = rows_of(report, "host")
+    assert host["variables"]["measured"]["DIFFUSERS_TPU"] == "cpu" and host["version of jax"]["status"] == "ok"
+    out = capsys.readouterr().out.splitlines()
+    assert out[-1] == (
+        f"check: {report['counts']['ok']} ok, 0 differ, 1 failed, 1 timed out, {report['counts']['not applicable']} not applicable;"
+        " report: diffusers-tpu-check.json; please attach it to an issue"
+    )
+
+
+def test_stage_0_imports_neither_jax_nor_torch(monkeypatch, tmp_path):
+    child = Path(running.__file__).with_name("child.py")
+    code = f"import runpy, sys; child = runpy.run_path({str(child)!r}); child['load']('host')"
+    code += "; print({'jax', 'torch', 'diffusers'} & {*sys.modules})"
+    from conftest import run_python
+
+    assert run_python("-c", code).stdout.strip() == "set()"
+
+
+def test_without_a_tpu_the_command_says_what_is_missing(bare, capsys):
+    assert main(["check"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "no TPU on this host" in error and "DIFFUSERS_TPU=cpu" in error
+    assert main(["check", "--compare", "a", "b", "--stage", "host"]) == 2 and not os.listdir()
+
+
+def test_stages_are_those_of_the_command_line():
+    assert [*running.NAMES] == TABLE["commands"]["check"]["options"]["--stage"]["choices"]
+    for stage, table in running.STAGES.items():
+        assert {"tpu", "simulated"} <= {*table} and table["tpu"]["seconds"] <= 70, stage
+    assert sum(table["tpu"]["seconds"] for table in running.STAGES.values()) <= 300
+
+
+@pytest.mark.parametrize(
+    "text, cleaned",
+    [
+        ("in /home/ann/x/lib.so: no", "in PATH lib.so: no"),
+        ("got '/home/ann/models'", "got 'PATH'"),
+        ("/host:CPU of /device:TPU:0, libtpu 0.0.42.1", "/host:CPU of /device:TPU:0, libtpu 0.0.42.1"),
+        ("t1v-n-0.us-central1-a.c.ann.internal at 10.128.0.3:8476", "HOST at ADDRESS"),
+        ("as hf_very_secret_indeed said", "as SECRET said"),
+    ],
+)
+def test_texts_lose_paths_hosts_and_secrets(text, cleaned, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret_indeed")
+    monkeypatch.setattr(socket, "gethostname", lambda: "ann-laptop")
+    assert reports.clean({"a": [f"{text} on ann-laptop"]}) == {"a": [f"{cleaned} on HOST"]}
+
+
+def made_report(path: Path, **changes) -> str:
+    """As a TPU's: a kernel's seconds of twice the plan's, links at half, a launch of 50 us."""
+    report = reports.Report(
+        {"simulated": False, "chip": "v6e", "sources": "", "python": "", "day": "2027-01-02", **changes}
+    )
+    figures = {"status": "ok", "measured": 0.02, "expected": 0.01, "unit": "s"}
+    for name in (*(f"attention {mode}" for mode in MODES), "linear"):
+        report.add(4, {**figures, "name": f"{name}, published 1x2: seconds"})
+    report.add(4, {**figures, "measured": 9.0, "name": "linear, ragged 1x2: seconds"})
+    report.add(
+        5,
+        {
+            "name": "all-gather, SparseCores on: rate",
+            "status": "ok",
+            "measured": 40.0,
+            "expected": 80.0,
+            "unit": "GB/s",
+        },
+    )
+    report.add(3, {"name": "an empty dispatch", "status": "ok", "measured": 5e-5, "unit": "s"})
+    report.write(path)
+    return str(path)
+
+
+def test_a_plan_takes_a_reports_rates_and_names_them(tmp_path, root, capsys):
+    """Attention twice as long and so on: of the same program, from the planner's cache."""
+    path, words = (
+        made_report(tmp_path / "a.json"),
+        ["plan", str(root / "examples/tpu/models/wan-shapes"), "--topology", "v6e-8", "--json"],
+    )
+    words += "--height 64 --width 64 --num-frames 9 --num-inference-steps 4".split()
+    plans = []
+    for more in ([], ["--measured", path]):
+        assert main([*words, *more]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    published, measured = (plan["seconds_per_step"] for plan in plans)
+    assert measured["attention"] == pytest.approx(2 * published["attention"])
+    runs = sum(part["runs"] for part in plans[0]["parts"] if part["stage"] == "denoise") / 4
+    assert measured["other"] == pytest.approx(published["other"] + runs * 5e-5, rel=1e-3)
+    assert measured["total"] == pytest.approx(sum(measured[kind] for kind in timing.KINDS))
+    assert plans[0]["measured"] is None and plans[1]["measured"]["links"] == 0.5
+    assert any(
+        "attention bound x 2" in note and "links x 0.5" in note and "a v6e" in note for note in plans[1]["notes"]
+    )
+
+
+def test_rates_scale_what_they_are_of():
+    """Links of half the bandwidth: a gather that nothing waits for takes twice as long; kernels by their names."""
+    chip, places = CHIPS["v6e"], [(x, y, 0, 0) for x in range(2) for y in range(4)]
+    compiled = aot.CompiledProgram(HLO, {}, {}, 0)
+    rates = Rates("v6e", kernels={"linear": 1.5, "attention bound": 2.0}, links=0.5)
+    plain, slow = (timing.time_program(compiled, chip, places, given)["bound"] for given in (None, rates))
+    assert slow.hidden_collectives == pytest.approx(2 * plain.hidden_collectives)
+    assert slow.slower["collectives"] <= 2 * plain.slower["collectives"] + 1e-12
+    assert [rates.factor(f"{name}.7", "bound") for name in PREFIXES] == [1.0, 2.0, 1.0, 1.5, 1.0]
+    assert rates.factor("attention_kernel.1", "online") == 1.0
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [({"simulated": True}, "simulated chips"), ({"chip": "v5e"}, "a report of v6e"), (None, "a report of diffusers")],
+)
+def test_a_report_that_is_not_the_slices_is_refused(changes, words, tmp_path, capsys):
+    path = tmp_path / "a.json"
+    path.write_text("{}") if changes is None else made_report(path, **changes)
+    with pytest.raises(ValueError, match=words):
+        read_rates(str(path), ["v6e"])
+    assert main(["plan", "wan2.1-t2v-1.3b", "--topology", "v6e-1", "--measured", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_two_reports_are_set_side_by_side(tmp_path, capsys):
+    paths = [made_report(tmp_path / name, chip=chip) for name, chip in (("a.json", "v5e"), ("b.json", "v6e"))]
+    second = json.loads(Path(paths[1]).read_text())
+    second["rows"][0] |= {"measured": 0.03, "status": "differs"}
+    del second["rows"][-1]
+    Path(paths[1]).write_text(json.dumps(second))
+    assert main(["check", "--compare", *paths, "--json"]) == 0
+    rows = {(row["stage"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
+    first = rows[4, "attention bound, published 1x2: seconds"]
+    assert first["ratio"] == pytest.approx(1.5) and first["statuses"] == ["ok", "differs"]
+    assert rows[3, "an empty dispatch"]["statuses"] == ["ok", None] and len(rows) == 7
+    assert main(["check", "--compare", *paths]) == 0
+    assert "v5e, 2027-01-02 beside v6e" in capsys.readouterr().out
+    assert main(["check", "--compare", paths[0], str(tmp_path)]) == 2
+
+
+WRITTEN = {
+    "chips": ["device_kind", "id, place and process of each device of v6e-8"],
+    "primitives": ["exp2 in Mosaic", "product of float32, high, in XLA", "Fourier transform of 256"],
+    "transfers": ["to the device", "an empty dispatch", "a donated argument is the result's memory"],
+    "kernels": [f"attention {mode}: mode of all blocks" for mode in MODES],
+    "exchanges": ["all-to-all: the same bits with SparseCores and without", "hop y, SparseCores on: rate"],
+    "executables": ["the same bits as compiled here", "programs that this process compiled"],
+    "model": ["video in float32", "video in bfloat16", "seconds of a step, bfloat16"],
+    "faults": ["an allocation that no chip has room for", "a program that no chip has room for", "a second process"],
+    "trace": ["programs that a second process compiled", "share of the time that is attributed", "planes"],
+}
+
+
+@pytest.mark.slow
+def test_every_stage_writes_its_rows_on_simulated_chips(check):
+    status, report = check()
+    check_form(report, running.NAMES)
+    assert status == 0 and not report["counts"]["differs"], [
+        row for row in report["rows"] if row["status"] not in ("ok", "not applicable")
+    ]
+    for stage, names in WRITTEN.items():
+        assert {*names} <= {*rows_of(report, stage)}, stage
+    seconds = [row for row in rows_of(report, "kernels").values() if row["unit"] == "s"]
+    assert len(seconds) == 16 and all(
+        row["measured"] > 0 and row["expected"] > 0 for row in seconds
+    )  # planned for v6e-8
+    assert rows_of(report, "model")["seconds of a step, bfloat16"]["expected"] > 0
+
+
+@pytest.mark.slow
+def test_faults_become_rows_and_the_last_stage_runs(check, monkeypatch):
+    monkeypatch.setitem(running.STAGES["transfers"]["simulated"], "seconds", 2)
+    stages = "primitives", "transfers", "kernels", "executables", "trace"
+    status, report = check(*stages, primitives=CRASH, transfers=HANG, kernels=WRONG, executables=REFUSED)
+    check_form(report, stages)
+    found = {stage: rows_of(report, stage) for stage in stages}
+    assert status == 1 and found["primitives"]["stage"]["status"] == "failed"
+    assert found["transfers"]["stage"]["status"] == "timed out"
+    wrong = [name for name, row in found["kernels"].items() if row["status"] == "differs"]
+    assert wrong and all(name.startswith("linear") and name.endswith("error") for name in wrong)
+    refused = found["executables"]["an executable made ahead"]
+    assert (
+        refused["status"] == "failed"
+        and refused["note"] == "RuntimeError: INTERNAL: wrong fingerprint of PATH libtpu.so"
+    )
+    assert found["executables"]["programs that this process compiled"]["measured"] == 0
+    assert found["trace"]["share of the time that is attributed"]["status"] == "ok"
