@@ -1,1 +1,1 @@
-"""What people start: the command line, the server, many prompts, a run in stages."""
+"""What people start: the command line, the server, many prompts, a run in stages, the self-check."""

@@ -36,8 +36,8 @@ def run(rows, request: dict):
 
 
 def too_large(x, side: int):
-    """A square of numbers between two products, each of which needs all of the one before."""
-    a = jnp.full((side, 1), x)
+    """A square of numbers between two products, which the compiler has to keep whole."""
+    a = jnp.full((side, 8), x)
     return ((a @ a.T) @ a).sum()
 
 

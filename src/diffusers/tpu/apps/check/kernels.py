@@ -18,9 +18,6 @@ def run(rows, request: dict):
         kernel, size = name.split()
         several = several or cases.KERNELS[kernel].several
         with rows.trying(f"{name}: runs"):
-            if program.function is None or jax.eval_shape(program.function, *program.arguments) is None:
-                rows.skip(name, "the kernel does not take this size")
-                continue
             compiled = program.compile()
             for mode in cases.KERNELS[kernel].modes:
                 seconds[name, mode] = check_kernel(rows, request, program, compiled, kernel, size, mode)

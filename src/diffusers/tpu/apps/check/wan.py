@@ -62,7 +62,7 @@ def size_of(request: dict, chips: int) -> dict:
 def call(pipe, size: dict, **more):
     """The video [B, F, H, W, C] of one call, in float32."""
     generator = torch.Generator("cpu").manual_seed(SEED)
-    video = pipe(PROMPT, negative_prompt="", **size, generator=generator, output_type="pt", **more).frames
+    video = pipe(PROMPT, negative_prompt="blurred", **size, generator=generator, output_type="pt", **more).frames
     return video.detach().to("cpu", torch.float32)
 
 
