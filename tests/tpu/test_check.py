@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import run_python
 from diffusers.tpu.apps.check import report as reports
 from diffusers.tpu.apps.check import running
 from diffusers.tpu.apps.cli import TABLE, main
@@ -107,12 +108,10 @@ def test_a_crash_and_a_hang_are_rows_and_what_came_before_stays(check, monkeypat
     )
 
 
-def test_stage_0_imports_neither_jax_nor_torch(monkeypatch, tmp_path):
+def test_stage_0_imports_neither_jax_nor_torch():
     child = Path(running.__file__).with_name("child.py")
     code = f"import runpy, sys; child = runpy.run_path({str(child)!r}); child['load']('host')"
     code += "; print({'jax', 'torch', 'diffusers'} & {*sys.modules})"
-    from conftest import run_python
-
     assert run_python("-c", code).stdout.strip() == "set()"
 
 
@@ -199,7 +198,6 @@ def test_rates_scale_what_they_are_of():
     rates = Rates("v6e", kernels={"linear": 1.5, "attention bound": 2.0}, links=0.5)
     plain, slow = (timing.time_program(compiled, chip, places, given)["bound"] for given in (None, rates))
     assert slow.hidden_collectives == pytest.approx(2 * plain.hidden_collectives)
-    assert slow.slower["collectives"] <= 2 * plain.slower["collectives"] + 1e-12
     assert [rates.factor(f"{name}.7", "bound") for name in PREFIXES] == [1.0, 2.0, 1.0, 1.5, 1.0]
     assert rates.factor("attention_kernel.1", "online") == 1.0
 

@@ -24,7 +24,7 @@ def run(options, rest: list[str]) -> int:
             f"expected a TPU to check, found none: {why_off(environment)}. DIFFUSERS_TPU=cpu diffusers-tpu check runs the same stages on"
             " simulated chips, to try the command"
         )
-    check_writable(options.json, ".json")
+    check_writable(options.json or REPORT, ".json")
     path = Path(options.json or REPORT)
     report = reports.Report(header(target))
 
