@@ -9,14 +9,16 @@ import re
 import socket
 from pathlib import Path
 
+import jax
 import pytest
 
 from conftest import run_python
+from diffusers.tpu.apps.check import cases, programs, running
 from diffusers.tpu.apps.check import report as reports
-from diffusers.tpu.apps.check import running
 from diffusers.tpu.apps.cli import TABLE, main
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.kernels.attention.softmax_modes import MODES
+from diffusers.tpu.kernels.settings import Settings
 from diffusers.tpu.planner import aot, timing
 from diffusers.tpu.planner.measured import PREFIXES, Rates, read_rates
 from test_planner_readers import HLO
@@ -235,6 +237,34 @@ def test_two_reports_are_set_side_by_side(tmp_path, capsys):
     assert main(["check", "--compare", *paths]) == 0
     assert "v5e, 2027-01-02 beside v6e" in capsys.readouterr().out
     assert main(["check", "--compare", paths[0], str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize("kind", ["tpu", "simulated"])
+def test_kernels_take_the_sizes_that_are_checked(kind):
+    """On v5e, as a TPU's kernels: of smaller sizes they leave the call to the compiler."""
+    settings, request = (
+        Settings(platform="tpu", generation="v5e", kernel="kernel", layers="kernel"),
+        running.STAGES["kernels"][kind],
+    )
+    named = {"convolution": "linear_kernel_of_windows"}
+    for name, kernel in cases.KERNELS.items():
+        for size in () if kernel.several else cases.SIZES:
+            arguments = jax.eval_shape(
+                lambda key: kernel.arguments(request[size][name], key, kernel.modes[0]), jax.random.key(0)
+            )
+            trace = jax.make_jaxpr(lambda *given: kernel.run(settings, None, *given))(*arguments)
+            assert f"name={named.get(name, f'{name}_kernel')}" in str(trace), (name, size)
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_v5e_at_their_real_sizes():
+    request = {**running.STAGES["kernels"], **running.STAGES["kernels"]["tpu"], "plan_seconds": 900}
+    planned = programs.planning(f"{cases.__name__}:programs", request, "v5e-1").result()
+    assert {name for name in planned if name.endswith("published")} == {
+        f"{k} published" for k in cases.KERNELS if k != "exchange"
+    }
+    for name, seconds in planned.items():
+        assert isinstance(seconds, dict) and 0 < seconds["bound"] <= seconds["online"] < 0.2, (name, seconds)
 
 
 WRITTEN = {
