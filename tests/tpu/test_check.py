@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from conftest import run_python
+from conftest import GIVEN_FLAGS, run_python
 from diffusers.tpu.apps.check import cases, programs, running
 from diffusers.tpu.apps.check import report as reports
 from diffusers.tpu.apps.cli import TABLE, main
@@ -45,6 +45,7 @@ def check(monkeypatch, tmp_path):
     """A function from stages, and faults by stage, to the exit status and the report."""
     monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret_indeed")
+    monkeypatch.setenv("XLA_FLAGS", GIVEN_FLAGS)  # the quick ones are not for programs of TPUs, which stages plan
     monkeypatch.chdir(tmp_path)
 
     def check(*stages: str, **faults: str) -> tuple[int, dict]:
