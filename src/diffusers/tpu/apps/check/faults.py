@@ -7,6 +7,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
+from ...chips.devices import compile_lowered, compiler_options
 from ...chips.figures import chip_of_kind
 from ...common.errors import Failure, within_hbm
 from .chips import devices_here
@@ -25,20 +26,21 @@ def run(rows, request: dict):
         "an allocation that no chip has room for",
         lambda: jnp.zeros((size // 4,), jnp.float32).block_until_ready(),
     )
-    check(
-        rows,
-        "a program that no chip has room for",
-        lambda: jax.block_until_ready(jax.jit(too_large, static_argnums=1)(1.0, side)),
-    )
+    check(rows, "a program that no chip has room for", lambda: run_too_large(devices[0], side))
     x = jnp.ones(8) + 1
     rows.equal("the chip works afterwards", float(x.sum()), 16.0)
     second_process(rows, request["second_process_is_refused"])
 
 
-def too_large(x, side: int):
-    """A square of numbers between two products, which the compiler has to keep whole."""
-    a = jnp.full((side, 8), x)
-    return ((a @ a.T) @ a).sum()
+def run_too_large(device, side: int):
+    """A square of numbers between two products, which the compiler has to keep whole; compiled as our programs are."""
+
+    def function(x):
+        a = jnp.full((side, 8), x)
+        return ((a @ a.T) @ a).sum()
+
+    compiled = compile_lowered(jax.jit(function).lower(1.0), compiler_options(device, False))
+    jax.block_until_ready(compiled(1.0))
 
 
 def check(rows, name: str, fails):
