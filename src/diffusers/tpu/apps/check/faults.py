@@ -14,7 +14,6 @@ from .chips import devices_here
 
 
 SECOND = "from diffusers.tpu.apps.check.chips import devices_here; print(len(devices_here()))"
-SECOND_SECONDS = 60
 
 
 def run(rows, request: dict):
@@ -29,7 +28,7 @@ def run(rows, request: dict):
     check(rows, "a program that no chip has room for", lambda: run_too_large(devices[0], side))
     x = jnp.ones(8) + 1
     rows.equal("the chip works afterwards", float(x.sum()), 16.0)
-    second_process(rows, request["second_process_is_refused"])
+    second_process(rows, request["second_process_is_refused"], request["second_seconds"])
 
 
 def run_too_large(device, side: int):
@@ -62,12 +61,12 @@ def check(rows, name: str, fails):
     rows.add(f"{name}: as the runtime says it", raw)
 
 
-def second_process(rows, refused: bool):
+def second_process(rows, refused: bool, seconds: float):
     name = "a second process"
     try:
-        done = subprocess.run([sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=SECOND_SECONDS)
+        done = subprocess.run([sys.executable, "-c", SECOND], capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return rows.add(name, None, "timed out", expected="ChipBusy", limit=SECOND_SECONDS, unit="s")
+        return rows.add(name, None, "timed out", expected="ChipBusy", limit=seconds, unit="s")
     errors = re.findall(r"^(?:\w+\.)*(\w+(?:Error|Busy|NoChip)): (.*)", done.stderr, re.M)
     if not refused:
         return rows.skip(name, "simulated chips are each process's own", expected="ChipBusy")
