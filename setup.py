@@ -57,6 +57,10 @@ TEST = [
     *HTTP,
     "httpx2>=2",
     "playwright>=1.50",
+    "nbclient>=0.10",
+    "nbformat>=5.10",
+    "ipykernel>=6",
+    "uv>=0.8",
 ]
 
 

@@ -7,6 +7,7 @@ import runpy
 import sys
 
 import pytest
+import torch
 from PIL import Image
 
 import diffusers.utils
@@ -77,6 +78,7 @@ def test_env_and_generate_on_simulated_chips(bare, chips, wan_folder, capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     assert "8, simulated on the CPU" in out and "2,4,1" in out and "attention" in out
+    assert ("torch is built for CUDA" in out) == bool(torch.version.cuda)
     assert main(["generate", wan_folder, *CALL, "--mesh", "2,4,1", "--seed", "1"]) == 0
     out = capsys.readouterr().out
     parts = ("load", "compile transformer", "compile vae.decode", "text encode", "first step", "VAE decode", "total")
@@ -85,6 +87,13 @@ def test_env_and_generate_on_simulated_chips(bare, chips, wan_folder, capsys):
     assert sorted(os.listdir("out")) == ["a-red-circle-moving-left.mp4", "a-red-circle-moving-left.png"]
     with Image.open("out/a-red-circle-moving-left.png") as sheet:
         assert sheet.size == (5 * 130 - 2, 85)
+
+
+def test_env_says_how_the_cuda_build_of_torch_is_replaced(chips, capsys, monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert main(["env"]) == 0 and env.CUDA_BUILD in capsys.readouterr().out
+    monkeypatch.setenv("DIFFUSERS_TPU", "off")  # a GPU's host may need it
+    assert main(["env"]) == 0 and "CUDA" not in capsys.readouterr().out
 
 
 def test_env_without_a_tpu_imports_no_jax(root):

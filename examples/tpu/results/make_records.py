@@ -47,6 +47,7 @@ PLANS = {  # file: model, slice, size, and a mesh where it is not the pipeline's
     "plan-wan2.2-t2v-a14b-v6e-8": ("wan2.2-t2v-a14b", "v6e-8", benches.VIDEO_720P),
     "plan-hunyuanvideo-1.5-720p-v6e-8": ("hunyuanvideo-1.5-720p-t2v", "v6e-8", benches.HUNYUAN_720P),
     "plan-hunyuanvideo-1.5-480p-v5e-8": ("hunyuanvideo-1.5-480p-t2v", "v5e-8", benches.HUNYUAN_480P),
+    "plan-sdxl-v5e-1": ("sdxl", "v5e-1", {}),
     "plan-wan2.1-t2v-14b-4-steps-v6e-8": ("wan2.1-t2v-14b", "v6e-8", FEW_STEPS, (1, 8, 1)),
 }
 PICTURED = "plan-wan2.1-t2v-14b-v6e-8"

@@ -7,6 +7,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 import diffusers
@@ -19,6 +20,8 @@ from .output import table
 PACKAGES = ("diffusers", "torch", "torchax", "jax", "jaxlib", "libtpu", "transformers", "accelerate")
 VARIABLES = ("DIFFUSERS_TPU", "DIFFUSERS_TPU_DEVICES", "DIFFUSERS_TPU_MESH", "DIFFUSERS_TPU_CACHE")
 OF_SEVERAL = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+CUDA_BUILD = """torch is built for CUDA: 3.7 GB that a TPU host does not need. Its CPU build instead:
+uv pip uninstall torch $(uv pip freeze | grep -oE '^(nvidia|cuda|triton)[^=]*') && uv pip install torch --torch-backend cpu"""
 
 
 def run(options, rest: list[str]) -> int:
@@ -30,6 +33,8 @@ def run(options, rest: list[str]) -> int:
     for group, values in facts.items():
         rows += [("" if number else group, *item) for number, item in enumerate(values.items())] + [None]
     Console().print(table(("", "", ""), rows, 3, show_header=False))
+    if torch.version.cuda and facts["chips"]["TPU path"] == "on":
+        print(CUDA_BUILD)  # whole, to be copied
     return 0
 
 
