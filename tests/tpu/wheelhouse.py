@@ -13,22 +13,27 @@ from conftest import ROOT
 
 
 def pack(dist: Distribution, folder: Path):
-    """Writes the wheel that an installed distribution came from, without compiled bytecode."""
+    """Writes the wheel that an installed distribution came from, without compiled bytecode and launchers."""
     tags = {tag for line in re.findall(r"^Tag: (.*)$", dist.read_text("WHEEL"), re.M) for tag in parse_tag(line)}
     tag = next(tag for tag in sys_tags() if tag in tags)
-    stem = f"{re.sub(r'[-_.]+', '_', dist.name)}-{dist.version}"
-    made_by_installers = ("INSTALLER", "REQUESTED", "direct_url.json", *dist.entry_points.names)
+    (record,) = (str(file) for file in dist.files if file.name == "RECORD" and len(file.parts) == 2)
+    info = record.removesuffix("/RECORD")
+    left_out = {f"{info}/{name}" for name in ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")}
+    left_out |= {f"bin/{name}" for name in dist.entry_points.names}
     kept = {}
     for file in dist.files:
-        if file.suffix == ".pyc" or file.name in made_by_installers and file.parts[0].endswith(("..", ".dist-info")):
+        name = "/".join(part for part in file.parts if part != "..")
+        if name in left_out or file.suffix == ".pyc":
             continue
-        kept[f"{stem}.data/scripts/{file.name}" if file.parts[0] == ".." else str(file)] = file.locate()
-    (record,) = [name for name in kept if name.endswith(".dist-info/RECORD")]
+        if file.parts[0] == "..":  # beside site-packages
+            place = "scripts" if name.startswith("bin/") else "data"
+            name = f"{info.removesuffix('.dist-info')}.data/{place}/{name.removeprefix('bin/')}"
+        kept[name] = file.locate()
+    stem = f"{re.sub(r'[-_.]+', '_', dist.name)}-{dist.version}"
     with zipfile.ZipFile(folder / f"{stem}-{tag}.whl", "w") as wheel:
         for name, path in kept.items():
-            if name != record:
-                wheel.write(path, name)
-        wheel.writestr(record, "".join(f"{name},,\n" for name in kept))
+            wheel.write(path, name)
+        wheel.writestr(record, "".join(f"{name},,\n" for name in [*kept, record]))
 
 
 def required(*requirements: str) -> set[str]:
