@@ -26,7 +26,8 @@ PYTHONS = (11, 12, 13)  # tested, of Python 3
 HAS_LIBTPU = "sys_platform == 'linux' and platform_machine == 'x86_64'"
 
 REQUIRES = [
-    "torch>=2.6,<=2.13.0",  # torchax 0.0.13 needs aten.cholesky and aten.qr when it is imported: 2.14 and 2.15 have neither (tried: 2.14.1)
+    # torchax 0.0.13 needs aten.cholesky and aten.qr when it is imported: torch 2.14 and 2.15 have neither (tried: 2.14.1).
+    "torch>=2.6,<=2.13.0",
     "torchax>=0.0.13,<0.0.14",
     "jax>=0.10.2,<0.11",
     f"jax[tpu]>=0.10.2,<0.11; {HAS_LIBTPU}",
