@@ -1,5 +1,6 @@
 """Oracle: none; what a user can get wrong before anything runs, and what detection says of a host."""
 
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -109,6 +110,29 @@ def test_what_a_host_shows_of_a_tpu(monkeypatch, mode, platforms, generation, no
     else:
         assert not is_active() and find_target(read_environment()) is None
         assert devices.why_off(read_environment()).startswith(found)
+
+
+@pytest.mark.idiom("torch-tpu")
+def test_the_chips_are_left_to_torchtpu_where_it_is_loaded(monkeypatch):
+    """A stub stands for torch_tpu."""
+    said = []
+    monkeypatch.setattr(devices.notices, "warn_once", said.append)
+    monkeypatch.setattr(devices, "torch_tpu_is_loaded", devices.torch_tpu_is_loaded.__wrapped__)
+    monkeypatch.setitem(sys.modules, "torch_tpu", SimpleNamespace())
+    monkeypatch.setattr(devices, "device_nodes", lambda: [NODE])
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    for mode, generation, active in (("auto", "v6e", False), ("auto", None, False), ("cpu", "v6e", True)):
+        monkeypatch.setenv("DIFFUSERS_TPU", mode)
+        monkeypatch.setattr(devices, "_generation_on_this_host", lambda: generation)
+        assert is_active() == active and devices.why_off(read_environment()).startswith("torch_tpu") == bool(
+            generation
+        )
+    assert len(said) == 1 and said[0].startswith("the TPU path is off: torch_tpu is loaded")
+    monkeypatch.setenv("DIFFUSERS_TPU", "tpu")
+    with pytest.raises(RuntimeError, match="TORCH_DEVICE_BACKEND_AUTOLOAD=0"):
+        is_active()
+    monkeypatch.delitem(sys.modules, "torch_tpu")
+    assert is_active()
 
 
 def test_a_tpu_that_the_bus_does_not_show_is_named_by_jax(monkeypatch):

@@ -9,6 +9,7 @@ import glob
 import os
 import pathlib
 import re
+import sys
 from dataclasses import dataclass
 
 from ..common import notices
@@ -91,14 +92,30 @@ def _generation_on_this_host(bus: str = "/sys/bus/pci/devices") -> str | None:
 
 
 def find_target(environment: Environment) -> Target | None:
-    """The target of this process, or None where plain diffusers runs."""
+    """The target of this process, or None where plain diffusers runs. Raises RuntimeError for "tpu" beside TorchTPU."""
     if environment.mode == "cpu":
         return Target("cpu", simulated=environment.simulated_devices)
     if environment.mode == "off" or (environment.mode == "auto" and environment.leaves_tpu_out):
         return None
     generation = _generation_on_this_host()
     is_there = environment.mode == "tpu" or (generation is not None and device_nodes())
+    if is_there and torch_tpu_is_loaded():
+        if environment.mode == "tpu":
+            raise RuntimeError(f"expected a TPU for DIFFUSERS_TPU=tpu, got one in use: {TORCH_TPU}")
+        notices.warn_once(f"the TPU path is off: {TORCH_TPU}")
+        return None
     return Target("tpu", generation) if is_there else None
+
+
+TORCH_TPU = (
+    "torch_tpu is loaded and has the chips; TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps `import torch` from loading it"
+)
+
+
+@functools.cache  # as it was when diffusers was imported, behind torch: the path is not turned off in the middle of a run
+def torch_tpu_is_loaded() -> bool:
+    """Whether TorchTPU was imported, by the script or, where it is installed, by torch."""
+    return "torch_tpu" in sys.modules
 
 
 def device_nodes(root: str = "/dev") -> list[str]:
@@ -113,6 +130,8 @@ def why_off(environment: Environment) -> str:
     if environment.leaves_tpu_out:
         return f"JAX_PLATFORMS={environment.platforms}"
     if (generation := _generation_on_this_host()) is not None:
+        if device_nodes():
+            return TORCH_TPU
         return f"a TPU {generation} on the bus of this host, but no /dev/vfio/N or /dev/accelN: a container has to be given them"
     return "no TPU on this host"
 
