@@ -17,6 +17,7 @@ import series
 import unified
 import upstream as store
 from laying import lay
+from move import move
 from small_fork import FILES, LINES, OURS, PATCHED, edit, laid, make_wheel, run_apply, write_patch
 from unified import ForkError
 
@@ -87,6 +88,37 @@ def test_a_new_release_moves_the_tree(fork):
     assert done.removed == ("diffusers/sub/b.py",) and not (fork / "src/diffusers/sub").exists()
     assert laid(fork) == {**files, "diffusers/a.py": PATCHED["diffusers/a.py"] + b"line 21\n", **OURS}
     assert [path.name[:14] for path in (fork / ".upstream").glob("*.zip")] == ["diffusers-1.1-"]
+
+
+def moved(fork, a: bytes) -> list[str]:
+    """A move to a release whose `a.py` is this one; its wheel is not pinned yet."""
+    pin = (fork / "patches/UPSTREAM").read_text()
+    wheel = make_wheel(fork, "1.1", {**FILES, "diffusers/a.py": a})
+    (fork / "patches/UPSTREAM").write_text(pin)
+    return move(fork, "1.1", wheel)
+
+
+def test_a_move_merges_each_patch_and_leads_back(fork):
+    before = {path: path.read_bytes() for path in sorted((fork / "patches").glob("[0-9sU]*"))}
+    assert moved(fork, b"new\n" + LINES) == [] and check.problems_of(fork) == []
+    assert laid(fork)["diffusers/a.py"] == b"new\n" + PATCHED["diffusers/a.py"]
+    assert move(fork, "1.0", fork / "diffusers-1.0-py3-none-any.whl") == [] and laid(fork) == PATCHED
+    assert {path: path.read_bytes() for path in before} == before
+    assert moved(fork, LINES.replace(b"line 9\n", b"line nine\n")) == [
+        "patches/0001-nine.patch: upstream has all of it; its row in patches/README.md can go"
+    ]
+    assert series.listed(fork / "patches") == [] and check.problems_of(fork) == []
+
+
+def test_a_move_stops_with_both_sides_and_takes_what_was_mended(fork):
+    with pytest.raises(ForkError, match=r"(?s)line 9!.*line 9\n.*line nine.*nothing else was changed") as error:
+        moved(fork, LINES.replace(b"line 9\n", b"line 9!\n"))
+    assert laid(fork) == PATCHED and check.problems_of(fork) == []
+    (place,) = (fork / ".upstream/merges/1.1").iterdir()
+    assert str(place.relative_to(fork)) in str(error.value)
+    place.write_bytes(LINES.replace(b"line 9\n", b"line nine!\n"))
+    assert moved(fork, LINES.replace(b"line 9\n", b"line 9!\n")) == []
+    assert b"line nine!\n" in laid(fork)["diffusers/a.py"] and check.problems_of(fork) == []
 
 
 @pytest.mark.parametrize("stop", range(5))
