@@ -180,10 +180,10 @@ def traced(tmp_path):
 
 PLAN = {
     "model": "wan", "topology": "v6e-4", "mesh": {}, "call": {}, "versions": {}, "steps": 50,
-    "seconds_per_step": {"total": 0.004},
+    "seconds_per_step": {"total": 0.004}, "flops_per_step": 3e12, "peak_flops": 1e15,
     "parts": [
         {"stage": "decode", "component": "vae", "runs": 1, "timing": None},
-        {"stage": "denoise", "component": "transformer", "runs": 100, "timing": {
+        {"stage": "denoise", "component": "transformer", "runs": 100, "branches": 1, "flops_by_module": {"blocks.*.attn1.to_q": 6e11}, "timing": {
             "by_module": {"blocks.*.attn1": 0.001, "proj_out": 0.0005},
             "by_operation": {"matmul: dot_general": 0.0005, "other: dot_general": 0.001}}},
     ],
@@ -204,7 +204,8 @@ def test_a_tpus_operations_are_summed_by_module_beside_what_was_planned(traced, 
         }
     )
     assert found["seconds_per_step"] == pytest.approx(0.006)
-    assert {row["operation"] for row in found["operations"]} == {"dot_general", "gelu", "while", "copy.9"}
+    limits = {row["operation"]: row["limit"] for row in found["operations"]}
+    assert limits == {"dot_general": "matrix", "gelu": "memory", "while": "vector", "copy.9": None}
     (tmp_path / "plan.json").write_text(json.dumps(PLAN))
     words = ["profile", str(traced), "--plan", str(tmp_path / "plan.json")]
     assert main([*words, "--json", str(tmp_path / "found.json")]) == 0
@@ -215,8 +216,21 @@ def test_a_tpus_operations_are_summed_by_module_beside_what_was_planned(traced, 
     assert (rows["proj_out"]["measured"], rows["blocks.*.ffn"]["planned"]) == (None, None)
     operations = {row["operation"]: row for row in found["operations"]}
     assert operations["dot_general"]["planned"] == pytest.approx(0.003)
+    assert rows["blocks.*.attn1"]["mfu"] == pytest.approx(0.8) and found["mfu"] == pytest.approx(0.5)
     assert found["ratio"] == pytest.approx(1.5) and found["plan"]["topology"] == "v6e-4"
-    assert "planned 0.004 s, measured is 1.5 of that" in capsys.readouterr().out
+    assert "planned 0.004 s, measured is 1.5 of that; MFU 50.0%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("known, component", [(9.1, "transformer"), (8.9, None)])
+def test_a_program_is_told_by_nine_tenths_of_its_time(known, component):
+    """The compiler renames some operations between its text and the trace. `links`: of a text with a gather."""
+    programs = [{"component": "transformer", "text": TEXT}, {"component": "vae", "text": HLO}]
+    runs = [("fusion.1", known), ("renamed.8", 10 - known)]
+    events = [(profile.Event("chip", ("jit_program", 1), name, "", 0, 1), seconds) for name, seconds in runs]
+    events.append((profile.Event("chip", ("m", 2), "start", "", 0, 1), 1.0))
+    found = profile.programs_by_event(programs, events)
+    assert (found["jit_program", 1] or [None])[0] == component
+    assert found["m", 2][1]["start"].limit(1.0, CHIPS["v6e"]) == "links"
 
 
 def test_bad_input_is_one_line(traced, chips, wan_folder, tmp_path, capsys):

@@ -2,7 +2,7 @@
 
 `jax.profiler`'s trace has planes "/device:TPU:0" with lines "XLA Ops" and "XLA Modules"; simulated chips are threads of "/host:CPU". The
 file `PROGRAMS` beside it has the text of each program that ran. Seconds are of one chip (the mean of all) and one step; an operation's are
-its own, without those inside of it. Of simulated chips they say which operation is of which module, and nothing of a TPU.
+its own, without those inside of it. MFU is the plan's floating point operations over the slice's peak in the measured time. Of simulated chips they say which operation is of which module, and nothing of a TPU.
 """
 
 import json
@@ -14,7 +14,8 @@ from pathlib import Path
 
 from jax.profiler import ProfileData
 
-from . import hlo
+from ..chips.figures import Chip, chip_of_kind
+from . import timing
 from .report import summed, timed_parts
 from .timing import module_of, short
 
@@ -23,6 +24,7 @@ PROGRAMS = "diffusers-tpu-programs.json"  # beside the trace: what ran, and the 
 DEVICE = re.compile(r"/device:TPU:\d+$")
 OPERATIONS, MODULES, HOST = "XLA Ops", "XLA Modules", "/host:CPU"
 GLUE = "(between models)"
+ATTRIBUTED = 0.9  # of a program's time, what a text must know: the compiler may rename some of what runs
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,18 @@ def measured(folder: Path) -> dict:
     events = [event for events in lines(ProfileData.from_file(str(traces[-1]))) for event in own(events)]
     if not events:
         raise ValueError(f"expected operations in {traces[-1]}, got none: no program ran while it was traced")
-    programs = programs_by_event(facts["programs"], [event for event, _ in events])
+    programs, chip = programs_by_event(facts["programs"], events), chip_of_kind(facts["device"])
     chips = len({event.chip for event, _ in events})
-    modules, operations = Counter(), Counter()
+    modules, operations, limits = Counter(), Counter(), defaultdict(Counter)
     for event, seconds in events:
-        component, names = programs[event.program] or (GLUE, {})
-        name = event.name or names.get(event.operation, "")
+        component, known = programs[event.program] or (GLUE, {})
+        of_program = known.get(event.operation)
+        name = event.name or (of_program.op_name if of_program else "")
         each = seconds / chips / facts["steps"]
         modules[component, short(module_of(name))] += each
-        operations[name.split(";")[0].rpartition("/")[2] or event.operation] += each
+        what = name.split(";")[0].rpartition("/")[2] or event.operation
+        operations[what] += each
+        limits[what][of_program.limit(seconds, chip) if of_program and chip else None] += each
     return {
         "trace": str(traces[-1]),
         "device": facts["device"],
@@ -69,20 +74,25 @@ def measured(folder: Path) -> dict:
         "chips": chips,
         "seconds_per_step": sum(modules.values()),
         "modules": [{"component": c, "module": m, "measured": s} for (c, m), s in modules.most_common()],
-        "operations": [{"operation": o, "measured": s} for o, s in operations.most_common()],
+        "operations": [
+            {"operation": o, "measured": s, "limit": limits[o].most_common(1)[0][0]}
+            for o, s in operations.most_common()
+        ],
     }
 
 
 def beside(found: dict, plan: dict) -> dict:
-    """The same with `planned` seconds, and `ratio` of measured to planned, in each row, and rows that only the plan has.
+    """The same with `planned` seconds, and `ratio` of measured to planned, in each row, and rows that only the plan has; `mfu`.
 
     Raises ValueError for a plan whose denoiser was not compiled: it has no seconds.
     """
-    modules, operations = Counter(), Counter()
+    modules, operations, flops = Counter(), Counter(), Counter()
     if untimed := [p["component"] for p in plan["parts"] if p["stage"] == "denoise" and not p.get("timing")]:
         raise ValueError(f"expected a plan with the seconds of {untimed[0]}, got one that does not fit its chips")
     for part, runs in timed_parts(plan):
         modules.update({(part["component"], name): runs * s for name, s in part["timing"]["by_module"].items()})
+        for name, count in part["flops_by_module"].items():
+            flops[part["component"], short(name)] += runs * part["branches"] * count / plan["peak_flops"]
     for name, seconds in summed(plan, "by_operation"):
         operations[(name.partition(": ")[2],)] += seconds
     total = plan["seconds_per_step"]["total"]
@@ -91,18 +101,22 @@ def beside(found: dict, plan: dict) -> dict:
         "plan": {name: plan[name] for name in ("model", "topology", "mesh", "call", "versions")},
         "planned_seconds_per_step": total,
         "ratio": found["seconds_per_step"] / total,
-        "modules": _with_planned(found["modules"], ("component", "module"), modules),
+        "mfu": plan["flops_per_step"] / plan["peak_flops"] / found["seconds_per_step"],
+        "modules": [
+            {**row, "mfu": flops[row["component"], row["module"]] / row["measured"] if row["measured"] else None}
+            for row in _with_planned(found["modules"], ("component", "module"), modules)
+        ],
         "operations": _with_planned(found["operations"], ("operation",), operations),
     }
 
 
 def _with_planned(rows: list[dict], names: tuple[str, ...], planned: dict[tuple, float]) -> list[dict]:
-    measured = {tuple(row[name] for name in names): row["measured"] for row in rows}
+    measured = {tuple(row[name] for name in names): row for row in rows}
     found = []
     for key in dict.fromkeys([*measured, *planned]):
-        ours, theirs = measured.get(key), planned.get(key)
-        ratio = ours / theirs if ours and theirs else None
-        found.append({**dict(zip(names, key)), "measured": ours, "planned": theirs, "ratio": ratio})
+        row = measured.get(key, {**dict(zip(names, key)), "measured": None})
+        ours, theirs = row["measured"], planned.get(key)
+        found.append({**row, "planned": theirs, "ratio": ours / theirs if ours and theirs else None})
     return found
 
 
@@ -154,21 +168,42 @@ def own(events: list[Event]) -> Iterator[tuple[Event, float]]:
     yield from map(tuple, reversed(inside))
 
 
-def programs_by_event(programs: list[dict], events: list[Event]) -> dict[tuple, tuple[str, dict[str, str]] | None]:
-    """Component, and JAX's names by operation, of the program that each event is part of; None: none of these.
+@dataclass(frozen=True)
+class Known:
+    """An operation of a program's text: JAX's name, what it uses beside memory ("links", "matrix", "vector"), bytes to and from HBM."""
 
-    All programs have one name in a trace. Which of them is meant by a program's number shows in the operations that ran: it has all
-    of them, and of several that do it is the smallest.
+    op_name: str
+    unit: str
+    bytes: int
+
+    def limit(self, seconds: float, chip: Chip) -> str:
+        """What a run of so many seconds was bound by: "memory" if its bytes take half of them at the HBM's bandwidth, else its unit."""
+        of_memory = self.unit != "links" and self.bytes / chip.hbm_bandwidth >= seconds / 2
+        return "memory" if of_memory else self.unit
+
+
+def programs_by_event(
+    programs: list[dict], events: list[tuple[Event, float]]
+) -> dict[tuple, tuple[str, dict[str, Known]] | None]:
+    """Component, and its operations by name, of the program that each event with its seconds is part of; None: none of these.
+
+    All programs have one name in a trace. Which of them is meant by a program's number shows in the operations that ran: those that it
+    has took the largest share of the time, `ATTRIBUTED` at least; of several equal ones it is the smallest.
     """
-    known, ran = [], defaultdict(set)
+    texts, ran = [], defaultdict(Counter)
     for program in programs:
-        names = {i.name: i.op_name for some in hlo.parse(program["text"]).computations.values() for i in some}
         module = re.match(r"HloModule ([^,\s]+)", program["text"])
-        known.append((module[1] if module else "", program["component"], names))
-    for event in events:
-        ran[event.program].add(event.operation)
+        operations = {name: Known(*of) for name, of in timing.units(program["text"]).items()}
+        texts.append((module[1] if module else "", program["component"], operations))
+    for event, seconds in events:
+        ran[event.program][event.operation] += seconds
     found = {}
-    for program, operations in ran.items():
-        fits = [one[1:] for one in known if one[0] == program[0] and operations <= one[2].keys()]
-        found[program] = min(fits, key=lambda one: len(one[1]), default=None)
+    for program, spent in ran.items():
+        shares = [
+            (sum(s for name, s in spent.items() if name in text[2]) / (spent.total() or 1), -len(text[2]), text[1:])
+            for text in texts
+            if text[0] == program[0]
+        ]
+        share, _, text = max(shares, key=lambda one: one[:2], default=(0, 0, None))
+        found[program] = text if share >= ATTRIBUTED else None
     return found

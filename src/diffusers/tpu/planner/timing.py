@@ -127,6 +127,18 @@ def time_program(
     return timings
 
 
+def units(text: str) -> dict[str, tuple[str, str, int]]:
+    """Of each operation of a program's text: JAX's name, "links", "matrix" or "vector", and bytes to and from HBM in one run."""
+    program = hlo.parse(text)
+    clock, found = _Clock(program, {}, None, []), {}
+    for instructions in map(program.by_name, program.computations):
+        for i in instructions.values():
+            moves = i.opcode.startswith(ici.COLLECTIVES) or clock._collective(i) is not None
+            unit = "links" if moves else "vector" if clock._kind(i) == "other" else "matrix"
+            found[i.name] = i.op_name, unit, clock._bytes(i, instructions)
+    return found
+
+
 def module_of(op_name: str) -> str:
     """Upstream's module in an operation's name (`compile/tracing/scopes.py` writes it): `blocks.*.attn1.to_q`."""
     name = ".".join(re.findall(r"(?:^|/)\[([^\]]+)\]", op_name.split(";")[0]))

@@ -7,13 +7,16 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
 
+from ...common import notices
 from ...common.files import write_whole
+from ...compile.module import CompiledModule
 from ...compile.state.watch import replaced
+from ...pipelines.pipeline import installation
 from ...planner.profile import PROGRAMS, beside, measured
 from .errors import refusing
 from .output import cell, say, table, write_json
@@ -32,15 +35,15 @@ def run(options, rest: list[str]) -> int:
     write_json(options.json, found)
     if options.json == "-":
         return 0
-    seconds = ("measured", "planned", "ratio") if options.plan else ("measured",)
-    for kind, names in (("modules", ("component", "module")), ("operations", ("operation",))):
+    seconds = ("measured", "planned", "ratio", "mfu") if options.plan else ("measured",)
+    for kind, names in (("modules", ("component", "module")), ("operations", ("operation", "limit"))):
         longest = sorted(found[kind], key=lambda row: -(row["measured"] or 0.0))[:SHOWN]
-        columns = (*names, *seconds)
-        rows = ([cell(row[name]) for name in columns] for row in longest)
+        columns = (*names, *(name for name in seconds if name in longest[0]))
+        rows = ([cell(row.get(name)) for name in columns] for row in longest)
         Console().print(table(columns, rows, len(columns), title=f"{kind}, seconds a step"))
     said = f"{found['seconds_per_step']:.4g} s a step of a chip; {found['steps']} steps, {found['chips']} chips: {found['device']}"
     if options.plan:
-        said += f"; planned {found['planned_seconds_per_step']:.4g} s, measured is {found['ratio']:.3g} of that"
+        said += f"; planned {found['planned_seconds_per_step']:.4g} s, measured is {found['ratio']:.3g} of that; MFU {found['mfu']:.1%}"
     say(said)
     return 0
 
@@ -102,18 +105,30 @@ def traced(pipe, folder: str, steps: range) -> Iterator[None]:
             begin()
             yield
     if done > steps.start:
-        _write_programs(pipe, Path(folder) / PROGRAMS, min(done, steps.stop) - steps.start)
+        write_programs(installation(pipe).runners, folder, min(done, steps.stop) - steps.start)
 
 
-def _write_programs(pipe, file: Path, steps: int):
-    from ...pipelines.pipeline import installation
-
-    state = installation(pipe)
-    programs = [
-        {"component": f"{name}.{path}".rstrip("."), "entry": program.entry, "text": program.compiled.as_text()}
-        for name, runner in state.runners.items()
-        for path, one in runner.nested()
-        for program in one.programs.values()
-    ]
-    device, mesh = state.mesh.devices.flat[0].device_kind, dict(state.mesh.shape)
-    write_whole(file, json.dumps({"steps": steps, "device": device, "mesh": mesh, "programs": programs}))
+def write_programs(runners: Mapping[str, CompiledModule], folder: str, steps: int):
+    """Beside a trace of so many `steps`: device, mesh, and the text of each program of these models, warning of those without one."""
+    programs, without, mesh = [], set(), next(iter(runners.values())).mesh
+    for name, runner in runners.items():
+        for path, one in runner.nested():
+            for program in one.programs.values():
+                component, text = f"{name}.{path}".rstrip("."), None
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # what a runtime says that keeps no text
+                    text = program.compiled.as_text()
+                if text:
+                    programs.append({"component": component, "entry": program.entry, "text": text})
+                else:
+                    without.add(component)
+    if without:
+        notices.warn(
+            f"{', '.join(sorted(without))}: the runtime has no text of a program, its seconds count between models"
+        )
+    facts = {
+        "steps": steps,
+        "device": mesh.devices.flat[0].device_kind,
+        "mesh": dict(mesh.shape),
+        "programs": programs,
+    }
+    write_whole(Path(folder) / PROGRAMS, json.dumps(facts))
