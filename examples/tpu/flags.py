@@ -9,16 +9,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from diffusers.tpu.apps.cli.profile import traced, write_programs
+from diffusers.tpu.apps.cli.session import pipeline_class
 from diffusers.tpu.apps.cli.timing import wait
 from diffusers.tpu.chips.devices import Target, find_target, jax_devices
 from diffusers.tpu.chips.mesh import plan_degrees
 from diffusers.tpu.common.config import TPUConfig, read_environment
 from diffusers.tpu.common.files import whole_files
 from diffusers.tpu.compile.state.watch import replaced
+from diffusers.tpu.pipelines.attach import runs
 from diffusers.utils import export_to_video
 
 
-BLOCKS = ("bqsize", "bkvsize", "bkvcomputesize")
+BLOCKS = {"bqsize": 3328, "bkvsize": 2816, "bkvcomputesize": 256}  # what one means that is left out beside others
 FIRST_PROFILED, PROFILED_STEPS = 1, 3  # the first step compiles and is no step like the others
 LAYOUT = {"use_dp": True, "use_fsdp": True, "sp_num": 1}  # what a flag means that is left out beside others
 
@@ -36,7 +39,7 @@ def add(parser: argparse.ArgumentParser):
     add = parser.add_argument
     add("--use_custom_attention", default=True, **flag, help="this library's kernel; False: JAX's splash attention")
     for name in BLOCKS:
-        add(f"--{name}", type=int, help="of the kernel's blocks, all three or none (default: tuned for the chip)")
+        add(f"--{name}", type=int, help="of the kernel's blocks (default: tuned for the chip; beside another: theirs)")
     add("--use_k_smooth", default=True, **flag, help="keys around their mean, where that lets the kernel go faster")
     add("--use_dp", **flag, help="the two guidance branches side by side")
     add("--sp_num", type=int, help="chips around which keys travel, in place of trading heads")
@@ -58,16 +61,11 @@ def config_of(args: argparse.Namespace, chips: int, branches: int | None = None)
     given = {name: value for name in LAYOUT if (value := getattr(args, name)) is not None}
     if given:
         mesh, ring = _layout(chips, **{**LAYOUT, **given})
-    blocks = tuple(getattr(args, name) for name in BLOCKS)
-    sizes = [f"--{name}" for name, size in zip(BLOCKS, blocks) if size is not None]
-    if sizes and len(sizes) < len(BLOCKS):
-        raise ValueError(
-            f"expected all of --{', --'.join(BLOCKS)} or none (tuned for the chip), got {', '.join(sizes)}"
-        )
+    sizes = {name: size for name in BLOCKS if (size := getattr(args, name)) is not None}
     return TPUConfig(
         mesh=mesh,
         attention="auto" if args.use_custom_attention else "splash",
-        attention_blocks=blocks if sizes else None,
+        attention_blocks=tuple({**BLOCKS, **sizes}.values()) if sizes else None,
         attention_smoothing=args.use_k_smooth,
         attention_ring=ring,
     )
@@ -116,6 +114,16 @@ def target_of(parser: argparse.ArgumentParser) -> Target:
     return target
 
 
+def check_class(parser: argparse.ArgumentParser, model: str, expected: type, words: str):
+    """Ends the process with status 2 where the model's `model_index.json` names no `expected` pipeline, `words` say which."""
+    try:
+        found = pipeline_class(model)
+    except ValueError as error:
+        parser.error(str(error))
+    if not issubclass(found, expected):
+        parser.error(f"expected --model_id of {words}, got a {found.__name__}")
+
+
 def at_least_one(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str):
     """Ends the process with status 2 where one of these counts is less than 1."""
     for name in names:
@@ -138,12 +146,13 @@ def write_video(frames, path: Path, fps: int):
         export_to_video(frames, str(draft), fps=fps)
 
 
-def time_runs(run: Callable[[], object], count: int, profile: str | None = None) -> object:
+def time_runs(run: Callable[[], object], count: int, profile: str | None = None, **models) -> object:
     """The answer of the last run. Prints the seconds of the first, which compiles, and of `count` more.
 
     Args:
         run: returns when its answer is on the host.
-        profile: the folder of a trace of the runs that count, None for none.
+        profile: the folder of a trace of the runs that count, for `diffusers-tpu profile`, None for none.
+        models: by name, whose programs the trace is of.
     """
     import jax
 
@@ -158,6 +167,8 @@ def time_runs(run: Callable[[], object], count: int, profile: str | None = None)
         for _ in range(count):
             answer, seconds = timed()
             times.append(1e3 * seconds)
+    if profile and (runners := {name: runner for name, model in models.items() if (runner := runs(model))}):
+        write_programs(runners, profile, count)
     print(
         f"{count} runs: mean {statistics.mean(times):.1f} ms, least {min(times):.1f}, most {max(times):.1f}"
         + (f"; traced into {profile}" if profile else "")
@@ -172,41 +183,46 @@ class Steps:
 
     Args:
         count: steps of the call.
-        profile: the folder of the trace, None for none.
+        profile: the folder of the trace, for `diffusers-tpu profile`, None for none.
     """
 
     def __init__(self, pipe, count: int, profile: str | None = None):
-        self.scheduler, self.profile = pipe.scheduler, profile
+        self.pipe, self.profile = pipe, profile
         self.last_profiled = min(FIRST_PROFILED + PROFILED_STEPS, count) - 1
         self.seconds: list[float] = []
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> "Steps":
-        self._step = self.scheduler.step
+        self._step = self.pipe.scheduler.step
         timed = functools.wraps(self._step)(functools.partial(self._timed))  # upstream reads what `step` takes
-        self._open.enter_context(replaced([(vars(self.scheduler), "step", timed)]))
-        self._trace = self._open.enter_context(contextlib.ExitStack())
+        self._open.enter_context(replaced([(vars(self.pipe.scheduler), "step", timed)]))
+        if self.profile:
+            self._open.enter_context(traced(self.pipe, self.profile, range(FIRST_PROFILED, self.last_profiled + 1)))
         self._since = time.perf_counter()
         return self
 
     def __exit__(self, *error):
-        self._open.close()
+        return self._open.__exit__(*error)
 
     def _timed(self, *args, **kwargs):
-        import jax
-
         answer = self._step(*args, **kwargs)
         wait(answer)
         self.seconds.append(time.perf_counter() - self._since)
-        if self.profile and len(self.seconds) == FIRST_PROFILED:
-            self._trace.enter_context(jax.profiler.trace(self.profile))
-        if len(self.seconds) == self.last_profiled + 1:
-            self._trace.close()
         self._since = time.perf_counter()
         return answer
 
+    @property
+    def median(self) -> float:
+        """Seconds of a step after the first, which begins with the text and may compile."""
+        return statistics.median(self.seconds[1:] or self.seconds)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all steps, each of the median: the rest of a call is text, VAE and the pipeline's own."""
+        return len(self.seconds) * self.median
+
     def __str__(self) -> str:
-        return f"{statistics.median(self.seconds[1:] or self.seconds):.3f} s a step after the first"
+        return f"{self.median:.3f} s a step after the first"
 
     @property
     def traced(self) -> str:
@@ -225,5 +241,6 @@ def repeat_call(pipe, call: dict, args: argparse.Namespace) -> tuple[object, Ste
         with Steps(pipe, args.num_inference_steps, args.profile if last else None) as steps:
             frames = pipe(**call, generator=torch.Generator().manual_seed(args.seed)).frames[0]
         seconds = time.perf_counter() - start
-        print(f"run {number + 1}: {seconds:.2f} s{'' if number else ' with compilation'}, {steps}")
+        rest = f", {seconds - steps.total:.2f} s outside of steps" if number else " with compilation"
+        print(f"run {number + 1}: {seconds:.2f} s{rest}, {steps}")
     return frames, steps

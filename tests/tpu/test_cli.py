@@ -12,7 +12,7 @@ from PIL import Image
 
 import diffusers.utils
 import tiny
-from conftest import relative, run_python
+from conftest import relative, run_python, slow
 from diffusers import WanImageToVideoPipeline, WanPipeline
 from diffusers.tpu.apps.cli import arguments, env, main
 from diffusers.tpu.apps.cli.output import say
@@ -118,14 +118,20 @@ def test_arguments_follow_the_signature():
         arguments.require(WanPipeline, ["image"])
 
 
-def test_the_example_gives_upstreams_frames(chips, root, wan_folder, tmp_path, monkeypatch):
-    script = root / "examples/tpu/wan/text_to_video.py"
+@pytest.mark.parametrize("name", ["text_to_video", slow("image_to_video")])
+def test_an_example_gives_upstreams_frames(chips, root, wan_folder, tmp_path, monkeypatch, name):
+    script = root / f"examples/tpu/wan/{name}.py"
+    more = []
+    if name == "image_to_video":
+        tiny.picture(40, 40).save(tmp_path / "first.png")
+        tiny.make("wan_i2v").save_pretrained(wan_folder := str(tmp_path))
+        more = ["--image", f"{tmp_path}/first.png"]
     assert not re.search(r"\b(tpu|jax|torchax)\b", script.read_text(), re.IGNORECASE)
     videos = {}
     monkeypatch.setattr(diffusers.utils, "export_to_video", lambda frames, path, fps: videos.update({path: frames}))
     for mode, device in (("cpu", "cuda"), ("off", "cpu")):
         monkeypatch.setenv("DIFFUSERS_TPU", mode)
-        words = ["--model", wan_folder, "--output", mode, *CALL, "--dtype", "float32", "--device", device]
+        words = ["--model", wan_folder, "--output", mode, *CALL, *more, "--dtype", "float32", "--device", device]
         monkeypatch.setattr(sys, "argv", [str(script), *words])
         runpy.run_path(str(script), run_name="__main__")
     assert videos["cpu"].shape == (5, 32, 48, 3)

@@ -15,6 +15,7 @@ import tiny
 from conftest import ROOT, relative, slow
 from diffusers import AutoencoderKLCogVideoX, DiffusionPipeline
 from diffusers.tpu import TPUConfig
+from diffusers.tpu.planner import profile
 from diffusers.tpu.planner.published import MODELS
 
 
@@ -62,6 +63,7 @@ BLOCKS = TPUConfig(attention_blocks=(3328, 2816, 256))
 CONFIGS = {
     "": TPUConfig(),
     "--use_custom_attention --bqsize 3328 --bkvsize 2816 --bkvcomputesize 256": BLOCKS,
+    "--bqsize 512": TPUConfig(attention_blocks=(512, 2816, 256)),
     "--use_custom_attention False --use_k_smooth false": TPUConfig(attention="splash", attention_smoothing=False),
     "--use_dp": TPUConfig(mesh=(2, 4, 1)),
     "--use_dp False": TPUConfig(mesh=(1, 8, 1)),
@@ -81,7 +83,7 @@ def test_flags_as_configuration(name):
 
 
 BAD = {
-    "--bqsize 256": (WAN, "all of --bqsize, --bkvsize, --bkvcomputesize or none"),
+    "--bkvcomputesize 512": (WAN, "a divisor of those"),
     "--bqsize 256 --bkvsize 256 --bkvcomputesize 100": (WAN, "a divisor of those"),
     "--sp_num 3": (DIT, "that divide the 8 chips"),
     "--use_dp perhaps": (WAN, "expected True or False, got 'perhaps'"),
@@ -92,6 +94,7 @@ BAD = {
     "--height 480 --width 832 --image x.png": (HUNYUAN, "no --height and --width with --image"),
     f"--model_id {WAN_SHAPES}": (HUNYUAN, "--model_id of HunyuanVideo-1.5, got a WanPipeline"),
     "--resolution 1080p": (DIT, "invalid choice: '1080p'"),
+    "--model_id i2v": (WAN, "--model_id of Wan, text-to-video, got a WanImageToVideoPipeline"),
     f"--model_id {WAN_SHAPES} --prompt x": (COG, "--model_id of CogVideoX, text-to-video, got a WanPipeline"),
     "--width 100": (COG_VAE, "--width of a multiple of 8, got 100"),
     "--use_dp": (COG_VAE, "unrecognized arguments"),
@@ -101,6 +104,8 @@ BAD = {
 @pytest.mark.parametrize("words", BAD)
 def test_bad_flags_are_refused_before_anything_is_loaded(run, capsys, words):
     name, expected = BAD[words]
+    Path("i2v").mkdir()
+    Path("i2v/model_index.json").write_text('{"_class_name": "WanImageToVideoPipeline"}')
     with pytest.raises(SystemExit) as stop:
         run(load(name), words)
     assert stop.value.code == 2 and expected in capsys.readouterr().err
@@ -145,7 +150,7 @@ ONCE = "--num_iterations 1 --use_dp False"
 # Kind: script, its flags, what upstream's pipeline is told, what is changed in that.
 VIDEOS = {
     "wan": (
-        WAN, f"--width 32 --height 48 --frames 5 --guidance_scale 2 --flow_shift 2 {BLOCK_FLAGS} --profile trace",
+        WAN, f"--width 32 --height 48 --frames 5 --guidance_scale 2 --flow_shift 2 {BLOCK_FLAGS} {TWICE}",
         {"height": 48, "width": 32, "num_frames": 5, "guidance_scale": 2.0}, with_shift,
     ),
     "hunyuan15": (
@@ -179,10 +184,12 @@ def test_a_script_gives_upstreams_frames_and_a_trace(run, written, folder, monke
     common = f"--model_id {model} --num_inference_steps 3 --seed 6 --fps 8 --dtype float32"
     out = run(script, f"{common} {words}", *prompts)
     assert ("mesh dp 1, sp 8, tp 1" if ONCE in words else "mesh dp 2, sp 4, tp 1") in out
-    assert ("reference" in out) == (kind == "wan")
+    assert ("reference" in out) == ("flow_shift 2, the model's own is 3.0" in out) == (kind == "wan")
     assert out.count("a step after the first") == (2 if TWICE in words else 1)
     traced = "traced steps 2 to 3 into trace" in out
-    assert traced == bool(list(Path("trace").rglob("*.xplane.pb"))) == ("--profile" in words)
+    assert out.count("s outside of steps") == (1 if TWICE in words else 0)
+    assert traced == Path("trace").exists() == ("--profile" in words)
+    assert not traced or profile.measured(Path("trace"))["modules"][0]["component"] == "transformer"
     (video,) = Path().glob("*.mp4")
     assert video.stat().st_size and (video.name == "a.mp4") == ("a.mp4" in words)
     assert seen[0].vae.use_tiling == (kind != "wan" and "--disable_vae_tiling" not in words)
@@ -222,7 +229,8 @@ def test_a_transformer_by_itself_gives_upstreams_answer(run, monkeypatch, make, 
     )
     out = run(script, f"{given} --profile trace")
     assert "mesh dp 2, sp 4, tp 1" in out and f"480p, {frames} frames, batch 2: {words}" in out
-    assert "2 runs: mean" in out and list(Path("trace").rglob("*.xplane.pb")) and len(answers) == 3
+    assert "2 runs: mean" in out and len(answers) == 3
+    assert profile.measured(Path("trace"))["modules"][0]["component"] == "transformer"
     config = model.config if name == DIT else model
     theirs = once(model, script.make_inputs(config, frames, "480p", 2, 3, torch.float32))
     assert all(relative(answer, theirs) < 1e-5 for answer in answers)
@@ -257,7 +265,8 @@ def test_cogvideoxs_vae_by_itself_gives_upstreams_answer(run, folder, monkeypatc
     found = [float(error) for error in re.findall(r"relative (\S+)", out)]
     assert len(found) == (len(shapes) if "--compare" in words else 0) and all(error < 1e-5 for error in found)
     if "--profile" in words:
-        assert all(list(Path("trace", entry).rglob("*.xplane.pb")) for entry in script.ENTRIES)
+        traces = [profile.measured(Path("trace", entry)) for entry in script.ENTRIES]
+        assert {trace["modules"][0]["component"] for trace in traces} == {"vae"}
 
     vae = AutoencoderKLCogVideoX.from_pretrained(model, subfolder="vae")
     if "--enable_tiling" in words:

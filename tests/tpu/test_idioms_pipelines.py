@@ -173,6 +173,12 @@ def test_other_modules_stay_on_the_host_and_it_is_said(plain, said):
 # Models and pipelines
 
 
+@idiom("earlier-arguments")
+def test_an_argument_of_the_earlier_scripts_is_refused_by_name(installed):
+    with pytest.raises(TypeError, match="use_dp"):
+        installed(**call(use_dp=True))
+
+
 @idiom("model-into-pipeline")
 def test_a_model_moved_by_itself_is_adopted_by_a_pipeline(plain, theirs, tmp_path):
     parts = copy.deepcopy(plain.components)

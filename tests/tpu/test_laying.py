@@ -81,19 +81,12 @@ def test_hand_edited_files_stop_laying_and_survive_until_they_are_discarded(fork
     assert laid(fork) == PATCHED
 
 
-def test_a_new_release_moves_the_tree(fork):
-    files = {**FILES, "diffusers/c.py": b"new\n", "diffusers/a.py": LINES + b"line 21\n"}
-    del files["diffusers/sub/b.py"]
-    done = lay(fork, make_wheel(fork, "1.1", files))
-    assert done.removed == ("diffusers/sub/b.py",) and not (fork / "src/diffusers/sub").exists()
-    assert laid(fork) == {**files, "diffusers/a.py": PATCHED["diffusers/a.py"] + b"line 21\n", **OURS}
-    assert [path.name[:14] for path in (fork / ".upstream").glob("*.zip")] == ["diffusers-1.1-"]
-
-
 def moved(fork, a: bytes) -> list[str]:
-    """A move to a release whose `a.py` is this one; its wheel is not pinned yet."""
+    """A move to a release with this `a.py`, another file and one less; its wheel is not pinned yet."""
     pin = (fork / "patches/UPSTREAM").read_text()
-    wheel = make_wheel(fork, "1.1", {**FILES, "diffusers/a.py": a})
+    files = {**FILES, "diffusers/a.py": a, "diffusers/c.py": b"new\n"}
+    del files["diffusers/sub/b.py"]
+    wheel = make_wheel(fork, "1.1", files)
     (fork / "patches/UPSTREAM").write_text(pin)
     return move(fork, "1.1", wheel)
 
@@ -102,6 +95,8 @@ def test_a_move_merges_each_patch_and_leads_back(fork):
     before = {path: path.read_bytes() for path in sorted((fork / "patches").glob("[0-9sU]*"))}
     assert moved(fork, b"new\n" + LINES) == [] and check.problems_of(fork) == []
     assert laid(fork)["diffusers/a.py"] == b"new\n" + PATCHED["diffusers/a.py"]
+    assert (fork / "src/diffusers/c.py").exists() and not (fork / "src/diffusers/sub").exists()
+    assert [path.name[:14] for path in (fork / ".upstream").glob("*.zip")] == ["diffusers-1.1-"]
     assert move(fork, "1.0", fork / "diffusers-1.0-py3-none-any.whl") == [] and laid(fork) == PATCHED
     assert {path: path.read_bytes() for path in before} == before
     assert moved(fork, LINES.replace(b"line 9\n", b"line nine\n")) == [

@@ -223,14 +223,15 @@ def test_a_tpus_operations_are_summed_by_module_beside_what_was_planned(traced, 
 
 @pytest.mark.parametrize("known, component", [(9.1, "transformer"), (8.9, None)])
 def test_a_program_is_told_by_nine_tenths_of_its_time(known, component):
-    """The compiler renames some operations between its text and the trace. `links`: of a text with a gather."""
-    programs = [{"component": "transformer", "text": TEXT}, {"component": "vae", "text": HLO}]
+    """The compiler renames some operations between its text and the trace. "links": of a gather, and where it is waited for."""
+    programs = [{"component": "transformer", "text": TEXT}, {"component": "vae", "text": on_a_sparse_core(HLO)}]
     runs = [("fusion.1", known), ("renamed.8", 10 - known)]
     events = [(profile.Event("chip", ("jit_program", 1), name, "", 0, 1), seconds) for name, seconds in runs]
     events.append((profile.Event("chip", ("m", 2), "start", "", 0, 1), 1.0))
     found = profile.programs_by_event(programs, events)
     assert (found["jit_program", 1] or [None])[0] == component
-    assert found["m", 2][1]["start"].limit(1.0, CHIPS["v6e"]) == "links"
+    limits = [found["m", 2][1][name].limit(1.0, CHIPS["v6e"]) for name in ("start", "done", "slice")]
+    assert limits == ["links", "links", "vector"]
 
 
 def test_bad_input_is_one_line(traced, chips, wan_folder, tmp_path, capsys):

@@ -102,6 +102,8 @@ def run_cases() -> list[Case]:
         ("v6e-8", "wan2.1-t2v-14b", VIDEO_720P, 50),
         ("v6e-1", "wan2.1-t2v-1.3b", VIDEO_480P, 50),
         ("v6e-8", "cogvideox1.5-5b", COGVIDEOX_15, 50),
+        ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P, 50),
+        ("v6e-8", "wan2.1-i2v-14b-720p", VIDEO_720P, 50),
         ("v6e-4", "flux.1-dev", IMAGE, 28),
         ("v6e-1", "flux.1-dev", IMAGE, 28),
         ("v6e-8", "qwen-image", IMAGE, 50),
@@ -163,6 +165,11 @@ def vae_cases() -> list[Case]:
                 (49, "ours", "decode"),
                 (49, "ours", "encode"),
             )
+        ),
+        *(
+            ("v6e-1", COGVIDEOX_VIDEO_TO_VIDEO, {**COGVIDEOX_15, "num_frames": frames}, "bfloat16", "ours", entry)
+            for frames in (4, 8, 16)  # of a guide, which runs out of memory at 16
+            for entry in ("decode", "encode")
         ),
         ("v6e-1", "ltx-video", LTX, "bfloat16", "ours"),
     ]

@@ -93,7 +93,7 @@ def main():
         f"{args.resolution}, {args.frames} frames, batch {batch}: {frames * height * width // patch:,} tokens and"
         f" {text:,} of text"
     )
-    flags.time_runs(lambda: run(transformer, inputs), args.num_runs, args.profile)
+    flags.time_runs(lambda: run(transformer, inputs), args.num_runs, args.profile, transformer=transformer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""CogVideoX text-to-video with the flags of the earlier TPU scripts, on this library. What each became: README.md, beside it."""
+"""CogVideoX text-to-video with the flags of the earlier TPU scripts, on this library. What each became: SCRIPTS.md, one folder up."""
 
 import argparse
 import sys
@@ -9,7 +9,6 @@ import torch
 import diffusers.tpu
 from diffusers import CogVideoXPipeline
 from diffusers.tpu.apps.cli.generate import where
-from diffusers.tpu.apps.cli.session import pipeline_class
 
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -43,25 +42,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace):
-    """Raises ValueError for a size in part, and a model that is not text-to-video of CogVideoX."""
-    if (args.height is None) != (args.width is None):
-        raise ValueError("expected --height and --width together, or neither for the model's own size, got one")
-    cls = pipeline_class(args.model_id)
-    if not issubclass(cls, CogVideoXPipeline):
-        raise ValueError(f"expected --model_id of CogVideoX, text-to-video, got a {cls.__name__}")
-
-
 def main():
     parser = make_parser()
     args = parser.parse_args()
     config, target = flags.checked(parser, args, args.num_inference_steps)
     flags.at_least_one(parser, args, "num_iterations")
     output = flags.output_file(parser, "--output", args.output)
-    try:
-        check(args)
-    except ValueError as error:
-        parser.error(str(error))
+    if (args.height is None) != (args.width is None):
+        parser.error("expected --height and --width together, or neither for the model's own size, got one")
+    flags.check_class(parser, args.model_id, CogVideoXPipeline, "CogVideoX, text-to-video")
 
     pipe = CogVideoXPipeline.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))
     if not args.disable_vae_tiling:

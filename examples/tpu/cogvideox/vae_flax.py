@@ -121,7 +121,7 @@ def main():
     for entry in [args.only] if args.only else ENTRIES:
         print(f"{entry} {list(x.shape)}, {args.dtype}")
         profile = args.profile and f"{args.profile}/{entry}"
-        answer = flags.time_runs(lambda: run(vae, entry, x), args.num_runs, profile)
+        answer = flags.time_runs(lambda: run(vae, entry, x), args.num_runs, profile, vae=vae)
         if theirs is not None:
             print(f"from upstream's in float32: {compared(answer, upstreams(theirs, entry, x.float()))}")
         x = answer.to(x.dtype)

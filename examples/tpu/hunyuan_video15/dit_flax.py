@@ -88,7 +88,7 @@ def main():
     print(
         f"{args.resolution}, {args.frames} frames, batch {batch}: {tokens:,} tokens and {TEXT + GLYPHS + IMAGE:,} of text"
     )
-    flags.time_runs(lambda: run(transformer, inputs), args.num_runs, args.profile)
+    flags.time_runs(lambda: run(transformer, inputs), args.num_runs, args.profile, transformer=transformer)
 
 
 if __name__ == "__main__":

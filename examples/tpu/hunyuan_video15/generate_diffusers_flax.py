@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5, text- and image-to-video, with the flags of the earlier TPU script. What each became: README.md, beside it."""
+"""HunyuanVideo-1.5, text- and image-to-video, with the flags of the earlier TPU script. What each became: SCRIPTS.md, one folder up."""
 
 import argparse
 import sys

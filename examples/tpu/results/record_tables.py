@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import coverage_tables
+import guides_tables
 import ready_tables
 import upstream_tables
 from coverage_tables import markdown
@@ -284,6 +285,7 @@ TABLES = {
     "steps": Table("step.json", _steps),
     "models": Table("models.json", _models),
     "run": Table("run.json", _run),
+    "guides": Table("run.json", guides_tables.beside),
     "attention": Table("attention.json", _attention),
     "vae": Table("vae.json", _vae),
     "calibration": Table("calibration.json", _calibration),

@@ -1,19 +1,22 @@
-"""Wan text-to-video with the flags of the earlier TPU scripts, on this library. What each became: README.md, beside it."""
+"""Wan text-to-video with the flags of the earlier TPU scripts, on this library. What each became: SCRIPTS.md, one folder up."""
 
 import argparse
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 import diffusers.tpu
+from diffusers import WanPipeline as Upstream
 from diffusers.tpu.apps.cli.generate import where
 
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import flags  # noqa: E402
+
+
+PASSED = ("prompt", "negative_prompt", "height", "width", "num_inference_steps", "guidance_scale")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -28,10 +31,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--frames", type=int, default=81)
     add("--fps", type=int, default=16)
     add("--guidance_scale", type=float, default=5.0)
-    add("--flow_shift", type=float, help="of the scheduler: 5 for 720p, 3 for 480p (default: as the model says)")
+    add("--flow_shift", type=float, default=5.0, help="of the scheduler: 5 for 720p, 3 for 480p")
     add("--seed", type=int, default=0)
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    add("--output", default="output.mp4")
+    add("--num_iterations", type=int, default=2, help="runs of the same call, the first of which compiles")
+    add("--output", default="output.mp4", help="the video of the last run")
     flags.add(parser)
     return parser
 
@@ -40,31 +44,23 @@ def main():
     parser = make_parser()
     args = parser.parse_args()
     config, target = flags.checked(parser, args, args.num_inference_steps)
+    flags.at_least_one(parser, args, "num_iterations")
     output = flags.output_file(parser, "--output", args.output)
+    flags.check_class(parser, args.model_id, Upstream, "Wan, text-to-video")
 
     from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline
 
     pipe = WanPipeline.from_pretrained(args.model_id, dtype=getattr(torch, args.dtype))
-    if args.flow_shift is not None:
-        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=args.flow_shift)
+    theirs = pipe.scheduler.config.get("flow_shift")
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, flow_shift=args.flow_shift)
     diffusers.tpu.install(pipe, config).to("tpu")
-    print(f"{where(pipe, target)}; attention {config.attention}")
+    differs = f"; flow_shift {args.flow_shift:g}, the model's own is {theirs}" if theirs != args.flow_shift else ""
+    print(f"{where(pipe, target)}; attention {config.attention}{differs}")
 
-    start = time.perf_counter()
-    with flags.Steps(pipe, args.num_inference_steps, args.profile) as steps:
-        frames = pipe(
-            prompt=args.prompt,
-            negative_prompt=args.negative_prompt,
-            height=args.height,
-            width=args.width,
-            num_frames=args.frames,
-            num_inference_steps=args.num_inference_steps,
-            guidance_scale=args.guidance_scale,
-            generator=torch.Generator().manual_seed(args.seed),
-        ).frames[0]
-    seconds = time.perf_counter() - start
+    call = {name: getattr(args, name) for name in PASSED} | {"num_frames": args.frames}
+    frames, steps = flags.repeat_call(pipe, call, args)
     flags.write_video(frames, output, args.fps)
-    print(f"{seconds:.2f} s with compilation, {steps}; wrote {args.output}")
+    print(f"wrote {args.output}")
     if args.profile:
         print(steps.traced)
 

@@ -133,8 +133,9 @@ def units(text: str) -> dict[str, tuple[str, str, int]]:
     clock, found = _Clock(program, {}, None, []), {}
     for instructions in map(program.by_name, program.computations):
         for i in instructions.values():
-            moves = i.opcode.startswith(ici.COLLECTIVES) or clock._collective(i) is not None
-            unit = "links" if moves else "vector" if clock._kind(i) == "other" else "matrix"
+            unit = "links" if clock._collective(i) else "vector" if clock._kind(i) == "other" else "matrix"
+            if i.opcode.endswith("-done") and i.operands:  # it waits for what was started
+                unit = found.get(i.operands[0], ("", unit))[1]
             found[i.name] = i.op_name, unit, clock._bytes(i, instructions)
     return found
 

@@ -1,0 +1,93 @@
+"""The table that sets the figures of the guides, which this project started from, beside ours of the same work.
+
+Theirs are typed here, each with the guide that states it; ours are of the records, and "no record" where none is made yet.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from coverage_tables import markdown
+
+
+FOLDER = Path(__file__).resolve().parent
+WAN, IMAGE_TO_VIDEO, HUNYUAN = "wan2.1-t2v-14b", "wan2.1-i2v-14b-720p", "hunyuanvideo-1.5-720p-t2v"
+COGVIDEOX = "cogvideox-5b@CogVideoXVideoToVideoPipeline"
+NONE = "no record"
+
+
+def _rows(record: str, **wanted) -> list[dict]:
+    rows = json.loads((FOLDER / f"{record}.json").read_text())
+    return [row for row in rows if wanted.items() <= row.items()]
+
+
+def _span(least: float, most: float) -> str:
+    return f"{least:.3g} to {most:.3g} s"
+
+
+def _steps(model: str, topology: str, count: int) -> str:
+    """Seconds of so many steps at 720p, all heads bounded, nothing else."""
+    rows = _rows("step", model=model, topology=topology, height=720, variant="ours", way="bound")
+    return f"{_span(count * rows[0]['seconds_per_step'], count * rows[0]['slower'])}, steps alone" if rows else NONE
+
+
+def _run(model: str, topology: str, key: str = "", steps: int | None = None) -> str:
+    """Seconds of a run, with `steps` in place of the record's, or a first one (`key`); without a record its steps alone."""
+    row = next(iter(_rows("run", model=model, topology=topology, way="bound")), None)
+    if row is None:
+        return _steps(model, topology, steps or 50)
+    least, most = (
+        (row["first_run_seconds"], row["first_run_slower"]) if key else (row["seconds"]["total"], row["slower"])
+    )
+    left_out = 1 - steps / row["steps"] if steps else 0
+    spent = row["seconds"]["steps"]
+    return _span(least - left_out * spent, most - left_out * spent * most / least)
+
+
+def _vae(frames: int) -> str:
+    rows = _rows("vae", model=COGVIDEOX, topology="v6e-1", num_frames=frames, variant="ours")
+    said = (
+        f"{row['entry']} {_span(row['seconds'], row['slower'] or row['seconds'])}" for row in rows if row["seconds"]
+    )
+    return ", ".join(said) or NONE
+
+
+def _attention() -> str:
+    (row,) = _rows("step", model=WAN, topology="v6e-8", height=720, variant="ours", way="bound")
+    return f"{100 * row['seconds']['attention'] / row['seconds']['total']:.1f} %; of the step {100 * row['mfu']:.0f} %"
+
+
+PORT, COMPLETE, FASTER, IN_JAX = "HunyuanVideo-1.5 port", "Wan, complete", "Wan 2.1, faster", "CogVideoX VAE"
+SLICE, CHIP = "v6e-8", "v6e-1"
+
+# Guide; what; slice; its figures; ours of the same work.
+FIGURES: list[tuple[str, str, str, str, Callable[[], str]]] = [
+    (PORT, "5 frames, 5 steps, a first run", SLICE, "578 s", lambda: NONE),
+    (PORT, "720p x 121, 50 steps, a first run", SLICE, "1,010 s", lambda: _run(HUNYUAN, SLICE, key="first")),
+    (
+        COMPLETE,
+        "Wan 2.1 14B, 720p x 81, 50 steps: standard attention; JAX's splash; with base 2; with another scheduler",
+        SLICE,
+        "428; 285; 265; 245 s",
+        lambda: _run(WAN, SLICE),
+    ),
+    (COMPLETE, "the same, all that it has", "see below", "125 s", lambda: _steps(WAN, "v6e-16", 50) + ", v6e-16"),
+    (COMPLETE, "image-to-video 14B: before; after", "not said", "450; 94.5 s", lambda: _run(IMAGE_TO_VIDEO, SLICE)),
+    (COMPLETE, "attention's share of a step; its MFU", SLICE, "66.8 %; 37 %", _attention),
+    (
+        FASTER,
+        "3 steps, text, VAE: JAX's splash; with base 2; with another order of axes",
+        SLICE,
+        "27.57; 25.80; 24.80 s",
+        lambda: _run(WAN, SLICE, steps=3),
+    ),
+    (IN_JAX, "768 x 1360 x 4: eager; compiled (112 x)", CHIP, "23,140; 206 ms", lambda: _vae(4)),
+    (IN_JAX, "8 frames: eager; compiled", CHIP, "out of memory; 1,286 ms", lambda: _vae(8)),
+    (IN_JAX, "16 frames, compiled", CHIP, "out of memory", lambda: _vae(16)),
+]
+
+
+def beside(rows: list[dict]) -> list[str]:
+    """`rows`: of run.json, which the other records are read beside."""
+    head = ("guide", "what", "slice", "theirs, measured", "ours, compiled")
+    return markdown(head, [(guide, what, slice_, theirs, ours()) for guide, what, slice_, theirs, ours in FIGURES])
