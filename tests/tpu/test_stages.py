@@ -201,6 +201,9 @@ SPOILT = {  # what is said, how
     "to be a whole file of the stage text": lambda path: path.write_bytes(path.read_bytes()[:-7]),
     "a whole file of the stage text": lambda path: path.write_text("a video"),
     "safetensors that no stage wrote": lambda path: safetensors.torch.save_file({"x": torch.ones(1)}, path),
+    "embeddings of an earlier script's first stage": lambda path: safetensors.torch.save_file(
+        {"prompt_embeds": torch.ones(1)}, path
+    ),
     "of format 1, got 2; run the stage text again": lambda path: _rewritten(path, format=2),
     "got 0.41.0; run the stage text again": lambda path: _rewritten(path, package="0.41.0"),
     "of stage text, got denoise": lambda path: _rewritten(path, stage="denoise"),
@@ -250,8 +253,8 @@ def test_bad_input_is_one_line_and_status_2(bare, finished, wan, capsys, stage, 
 def test_a_stage_without_its_input_and_pipelines_without_stages(bare, wan, capsys):
     assert main(["generate", wan, "--stage", "decode", "--device", "upstream"]) == 2
     assert "the file that the stage denoise wrote" in capsys.readouterr().err
-    tiny.cogvideox().save_pretrained("cog")
-    assert main(["generate", "cog", "--stage", "text", "--prompt", "x", "--device", "upstream"]) == 2
+    tiny.flux().save_pretrained("flux")
+    assert main(["generate", "flux", "--stage", "text", "--prompt", "x", "--device", "upstream"]) == 2
     assert "expected a pipeline that can run in stages" in capsys.readouterr().err
 
 

@@ -17,6 +17,10 @@ from ...common.files import write_whole
 
 FORMAT = 1
 METADATA = "diffusers-tpu stage"
+EARLIER = {  # of the earlier TPU scripts' stages, whose files name neither model nor call
+    "prompt_embeds": "embeddings of an earlier script's first stage, which `pipe(prompt_embeds=...)` takes",
+    "latents": "latents of an earlier script's second stage: `pipe.vae.decode` takes them, denormalized",
+}
 MODES = ("L", "RGB", "RGBA")  # of pictures: those whose values are bytes
 
 
@@ -58,7 +62,8 @@ def read(path, stage: str) -> tuple[Settings, dict[str, torch.Tensor]]:
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise ValueError(f"expected {path} to be a whole file of the stage {stage}, got {error}; {again}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"expected a file of the stage {stage}, got {path}, safetensors that no stage wrote; {again}")
+        got = next((words for name, words in EARLIER.items() if name in tensors), "safetensors that no stage wrote")
+        raise ValueError(f"expected a file of the stage {stage}, got {path}, {got}; {again}")
     for name, wanted in (("format", FORMAT), ("package", __version__), ("stage", stage)):
         if found.get(name) != wanted:
             way_out = "give that stage's file" if name == "stage" else f"{again} with this version"

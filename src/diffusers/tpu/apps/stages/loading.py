@@ -15,13 +15,11 @@ from ....pipelines.pipeline_utils import DiffusionPipeline
 
 
 STAGES = ("text", "denoise", "decode")
-_WAN = ("prompt_embeds", "negative_prompt_embeds")
+_TWO = ("prompt_embeds", "negative_prompt_embeds")
 _HUNYUAN_15 = ("prompt_embeds", "prompt_embeds_mask", "prompt_embeds_2", "prompt_embeds_mask_2")
 STAGED = {  # pipelines whose run can be cut in three: what one call of their `encode_prompt` answers
-    "WanPipeline": _WAN,
-    "WanImageToVideoPipeline": _WAN,
-    "WanVideoToVideoPipeline": _WAN,
-    "WanVACEPipeline": _WAN,
+    **dict.fromkeys(("WanPipeline", "WanImageToVideoPipeline", "WanVideoToVideoPipeline", "WanVACEPipeline"), _TWO),
+    **dict.fromkeys(("CogVideoXPipeline", "CogVideoXImageToVideoPipeline", "CogVideoXVideoToVideoPipeline"), _TWO),
     "HunyuanVideo15Pipeline": _HUNYUAN_15,
     "HunyuanVideo15ImageToVideoPipeline": _HUNYUAN_15,
 }
