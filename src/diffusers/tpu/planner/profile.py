@@ -60,13 +60,13 @@ def measured(folder: Path) -> dict:
     modules, operations, limits = Counter(), Counter(), defaultdict(Counter)
     for event, seconds in events:
         component, known = programs[event.program] or (GLUE, {})
-        of_program = known.get(event.operation)
-        name = event.name or (of_program.op_name if of_program else "")
+        op_name, unit, size = known.get(event.operation, ("", None, 0))
+        name = event.name or op_name
         each = seconds / chips / facts["steps"]
         modules[component, short(module_of(name))] += each
         what = name.split(";")[0].rpartition("/")[2] or event.operation
         operations[what] += each
-        limits[what][of_program.limit(seconds, chip) if of_program and chip else None] += each
+        limits[what][_limit(unit, size, seconds, chip)] += each
     return {
         "trace": str(traces[-1]),
         "device": facts["device"],
@@ -168,24 +168,15 @@ def own(events: list[Event]) -> Iterator[tuple[Event, float]]:
     yield from map(tuple, reversed(inside))
 
 
-@dataclass(frozen=True)
-class Known:
-    """An operation of a program's text: JAX's name, what it uses beside memory ("links", "matrix", "vector"), bytes to and from HBM."""
-
-    op_name: str
-    unit: str
-    bytes: int
-
-    def limit(self, seconds: float, chip: Chip) -> str:
-        """What a run of so many seconds was bound by: "memory" if its bytes take half of them at the HBM's bandwidth, else its unit."""
-        of_memory = self.unit != "links" and self.bytes / chip.hbm_bandwidth >= seconds / 2
-        return "memory" if of_memory else self.unit
+def _limit(unit: str | None, size: int, seconds: float, chip: Chip | None) -> str | None:
+    """What bound a run: "memory" if its bytes take half of its seconds at the HBM's bandwidth, else its unit; None: not known."""
+    if unit is None or chip is None:
+        return None
+    return "memory" if unit != "links" and size / chip.hbm_bandwidth >= seconds / 2 else unit
 
 
-def programs_by_event(
-    programs: list[dict], events: list[tuple[Event, float]]
-) -> dict[tuple, tuple[str, dict[str, Known]] | None]:
-    """Component, and its operations by name, of the program that each event with its seconds is part of; None: none of these.
+def programs_by_event(programs: list[dict], events: list[tuple[Event, float]]) -> dict[tuple, tuple[str, dict] | None]:
+    """Component, and its operations by name as `timing.units` has them, of the program that each event with its seconds is part of; None: none of these.
 
     All programs have one name in a trace. Which of them is meant by a program's number shows in the operations that ran: those that it
     has took the largest share of the time, `ATTRIBUTED` at least; of several equal ones it is the smallest.
@@ -193,8 +184,7 @@ def programs_by_event(
     texts, ran = [], defaultdict(Counter)
     for program in programs:
         module = re.match(r"HloModule ([^,\s]+)", program["text"])
-        operations = {name: Known(*of) for name, of in timing.units(program["text"]).items()}
-        texts.append((module[1] if module else "", program["component"], operations))
+        texts.append((module[1] if module else "", program["component"], timing.units(program["text"])))
     for event, seconds in events:
         ran[event.program][event.operation] += seconds
     found = {}
