@@ -20,14 +20,15 @@ class Request:
 
 
 def generate(
-    pipe, requests: Sequence[Request], size: int = 1, on_step: Callable[[int, int], None] | None = None
+    pipe, requests: Sequence[Request], size: int = 1, on_step: Callable[[int, int, dict], None] | None = None
 ) -> list[list]:
     """What one call makes of each request: lists of images, or of videos.
 
     Args:
         requests: of equal arguments; more than one only where `takes_batches` says that the pipeline allows it.
         size: prompts of the call; the first ones again fill it up, so that one program does for every number of requests.
-        on_step: called after each denoising step with how many are done and how many there are. What it raises ends the call.
+        on_step: called after each denoising step with how many are done, how many there are, and the tensors that upstream's
+            callback gets (`latents`), on the host. What it raises ends the call.
     """
     filled = list(islice(cycle(requests), max(size, len(requests))))
     takes = parameters_of(type(pipe))
@@ -43,7 +44,7 @@ def generate(
     if on_step is not None and "callback_on_step_end" in takes:
 
         def step_ends(pipe, step: int, timestep, tensors: dict) -> dict:
-            on_step(step + 1, max(getattr(pipe, "num_timesteps", 0) or 0, step + 1))
+            on_step(step + 1, max(getattr(pipe, "num_timesteps", 0) or 0, step + 1), tensors)
             return {}
 
         given["callback_on_step_end"] = step_ends

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import io
 import time
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
@@ -124,6 +125,15 @@ def _video(video_id: str, jobs: Jobs) -> Job:
     return job
 
 
+async def _preview(job: Job) -> Response:
+    """A JPEG of a job that runs. Raises Refused where there is none."""
+    if (image := await asyncio.to_thread(job.preview)) is None:
+        expected = "expected a video in progress, after its second step, of a model with previews"
+        raise Refused(409, f"{expected}, got step {job.step} of one that is {job.state}", code="no_preview")
+    image.save(file := io.BytesIO(), "JPEG", quality=90)
+    return Response(file.getvalue(), media_type="image/jpeg", headers={"Cache-Control": "no-store"})
+
+
 def _needs(kind: str, reader: Reader, other: str):
     if kind != ("videos" if reader.sizes.are_videos else "images"):
         raise Refused(400, f"expected a model of {kind}, {reader.model!r} is none: POST {other}", code="model")
@@ -158,7 +168,9 @@ def _add_one_video(app: FastAPI, jobs: Jobs, reader: Reader):
         return _shown(job, jobs, reader)
 
     @app.get("/v1/videos/{video_id}/content")
-    async def content(job: Found, variant: Literal["video", "spritesheet"] = "video"):
+    async def content(job: Found, variant: Literal["video", "spritesheet", "preview"] = "video"):
+        if variant == "preview":
+            return await _preview(job)
         if job.state != COMPLETED:
             raise Refused(409, f"expected a completed video, got one that is {job.state}", code="not_completed")
         (file,) = (file for file in job.files if file.suffix == SUFFIXES[variant])

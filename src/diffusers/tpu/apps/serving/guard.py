@@ -34,12 +34,12 @@ class Guard:
     - With a token, `/v1/` and `/metrics` want `Authorization: Bearer TOKEN`.
     - Bound to loopback, the request must name loopback as its host: no name that someone points there.
     - A browser's request from another site's page is refused.
-    - The page's uploads are closed.
+    - The page's uploads are closed, but where the page takes a picture to start from.
     - A body beyond the limit is refused, by its length if it says one, else when it comes.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics):
-        self.app, self.token, self.metrics = app, settings.token, metrics
+    def __init__(self, app: ASGIApp, settings: Settings, metrics: Metrics, uploads: bool = False):
+        self.app, self.token, self.metrics, self.uploads = app, settings.token, metrics, uploads
         self.loopback, self.body_bytes = is_loopback(settings.host), settings.limits.body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send):
@@ -74,7 +74,7 @@ class Guard:
             raise Refused(403, f"expected a local host name of a server bound to loopback, got {host!r}", code="host")
         if origin is not None and origin.partition("://")[2] != host:
             raise Refused(403, f"expected a page of this server, got one of {origin!r}", code="origin")
-        if path.startswith(UPLOAD):  # Gradio's, whether or not a page has a place for files
+        if path.startswith(UPLOAD) and not self.uploads:  # Gradio's, whether or not a page has a place for files
             raise Refused(404, f"expected no files at {UPLOAD}: the page takes none", code="not_found")
         if self.token is not None and path.startswith(TOKEN_PATHS):
             kind, _, given = headers.get("authorization", "").partition(" ")

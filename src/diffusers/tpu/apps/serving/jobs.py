@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from PIL import Image
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..generation.call import Request
@@ -21,6 +22,10 @@ from .sizes import Limits, Size
 QUEUED, IN_PROGRESS, COMPLETED, FAILED, CANCELLED = "queued", "in_progress", "completed", "failed", "cancelled"
 FINISHED = (COMPLETED, FAILED, CANCELLED)
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)  # buckets of the histograms
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass(eq=False)
@@ -45,6 +50,7 @@ class Job:
     started_at: float | None = None
     finished_at: float | None = None
     watchers: set[Callable[[], None]] = field(default_factory=set)  # called whenever it has changed
+    preview: Callable[[], Image.Image | None] = _nothing  # a picture of it as it is now
 
     def __post_init__(self):
         self.id = f"{self.kind}_{secrets.token_hex(12)}"
@@ -112,7 +118,7 @@ class Jobs:
                 state, error = CANCELLED, None
             job.files = list(files) if state == COMPLETED else []
             job.file_bytes = sum(file.stat().st_size for file in job.files)
-            job.error, job.state = error, state
+            job.error, job.state, job.preview = error, state, _nothing
             job.finished_at, job.completed_at = time.monotonic(), int(time.time())
             if state == COMPLETED:
                 self._seconds += 0.2 * (job.finished_at - job.started_at - self._seconds)
@@ -131,6 +137,11 @@ class Jobs:
                 self._queue.remove(job)
         if waited:
             self.finish(job, CANCELLED)
+
+    def ahead(self, job: Job) -> int:
+        """How many jobs wait before this one, which waits too."""
+        with self._changed:
+            return self._queue.index(job) if job in self._queue else 0
 
     def end(self, job: Job):
         """Nobody wants the job any more: one that has finished goes with its files, another one is cancelled."""

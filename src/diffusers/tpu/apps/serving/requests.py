@@ -34,6 +34,7 @@ class Wanted(BaseModel):
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, lt=2**63)
+    input_reference: UploadFile | None = None
 
 
 class WantedVideo(Wanted):
@@ -41,7 +42,6 @@ class WantedVideo(Wanted):
 
     seconds: float | None = Field(None, gt=0)
     num_frames: int | None = Field(None, ge=1)
-    input_reference: UploadFile | None = None
 
 
 class WantedImages(Wanted):
@@ -57,6 +57,15 @@ class Reader:
     def __init__(self, pipeline_class: type, model: str, defaults: dict, sizes: Sizes):
         self.takes, self.model, self.defaults = parameters_of(pipeline_class), model, defaults
         self.sizes, self.limits = sizes, sizes.limits
+
+    @property
+    def takes_picture(self) -> bool:
+        """Whether requests need `input_reference`."""
+        return "image" in self.takes
+
+    def default(self, name: str):
+        """The value of an argument that a request leaves out; None where only the pipeline knows."""
+        return self.defaults.get(name, self.takes[name].default)
 
     def checked(self, fields: dict, kind: type[Wanted]) -> Wanted:
         """Fields of a request, checked. Raises Refused."""
@@ -88,7 +97,7 @@ class Reader:
             if name not in self.takes:
                 raise Refused(400, f"expected no {name}: {self.model} takes none, got {value!r}", param=name)
             arguments[name] = value
-        if is_video and (wanted.input_reference is not None or "image" in self.takes):
+        if self.takes_picture or wanted.input_reference is not None:
             arguments["image"] = self._image(wanted.input_reference)
         seed = random.randrange(2**31) if wanted.seed is None else wanted.seed
         kind, count = ("video", 1) if is_video else ("image", wanted.n)
@@ -98,7 +107,7 @@ class Reader:
         refused = functools.partial(Refused, 400, param="input_reference")
         if upload is None:
             raise refused(f"expected input_reference: {self.model} starts from a picture")
-        if "image" not in self.takes:
+        if not self.takes_picture:
             raise refused(f"expected no input_reference: {self.model} takes none")
         try:
             picture = Image.open(io.BytesIO(upload.file.read()))

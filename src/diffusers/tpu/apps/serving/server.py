@@ -11,12 +11,22 @@ from pathlib import Path
 
 import uvicorn
 
+from ...chips.figures import generation_of
 from .api import make_app
 from .guard import Guard
 from .jobs import Jobs, Metrics
 from .requests import Reader
 from .sizes import Settings, Sizes, default_size
 from .worker import Worker
+
+
+def about(pipe) -> str:
+    """Pipeline and chips, in a line."""
+    if (state := getattr(pipe, "_tpu", None)) is None:
+        return f"{type(pipe).__name__} without the TPU path"
+    devices, degrees = state.mesh.devices.flatten(), " x ".join(f"{name} {n}" for name, n in state.mesh.shape.items())
+    kind = f"TPU {name}" if (name := generation_of(devices[0])) else "simulated"
+    return f"{type(pipe).__name__} on {len(devices)} {kind} chip{'s' * (len(devices) > 1)} ({degrees})"
 
 
 class Service:
@@ -37,8 +47,8 @@ class Service:
         if settings.page:
             from . import page
 
-            app = page.mounted(app, self.jobs, self.reader, self.folder, settings.token)
-        self.app = Guard(app, settings, self.metrics)
+            app = page.mounted(app, self.jobs, self.reader, self.folder, settings.token, about(pipe))
+        self.app = Guard(app, settings, self.metrics, uploads=settings.page and self.reader.takes_picture)
 
     def start(self):
         """Compile every size, then start the worker."""

@@ -1,5 +1,6 @@
 """The one thread that runs the pipeline: jobs that are alike in one call, each with its own noise."""
 
+import functools
 import logging
 import threading
 from pathlib import Path
@@ -10,6 +11,7 @@ from ..generation import media
 from ..generation.call import Request, generate
 from ..generation.signature import parameters_of, takes_batches
 from .jobs import CANCELLED, COMPLETED, FAILED, Job, Jobs
+from .preview import Colours, Steps
 from .sizes import Settings, Size
 
 
@@ -32,6 +34,7 @@ class Worker(threading.Thread):
         super().__init__(name="diffusers-tpu-worker")
         self.pipe, self.jobs, self.folder, self.settings = pipe, jobs, folder, settings
         self.max_batch = settings.max_batch if takes_batches(type(pipe)) else 1
+        self.colours = Colours()
 
     def warm_up(self, size: Size):
         """Compile what jobs of this size need, in the calling thread, before the first one comes."""
@@ -43,18 +46,30 @@ class Worker(threading.Thread):
         if "image" in takes:
             arguments["image"] = Image.new("RGB", (size.width, size.height))
         for batch in sorted({1, self.max_batch}):
-            generate(self.pipe, [Request("a", 0, arguments)], batch)
+            seen = Steps()
+            (values,) = generate(self.pipe, [Request("a", 0, arguments)], batch, functools.partial(self._see, [seen]))
+            self.colours.learn(seen.last(), values[0])
 
     def run(self):
         while (jobs := self.jobs.take(self.max_batch)) is not None:
             self._answer(jobs)
 
+    def _see(self, seen: list[Steps], step: int, steps: int, tensors: dict):
+        """Keep the latents of a step for previews, which the threads that ask for them make."""
+        if (latents := tensors.get("latents")) is not None and len(latents) >= len(seen):
+            for place, its in enumerate(seen):
+                its.add(latents[place], getattr(self.pipe, "scheduler", None), step, steps)
+
     def _answer(self, jobs: list[Job]):
         """Every one of them is finished afterwards, whatever happens. Jobs of a call that fails are run one by one."""
 
-        def on_step(step: int, steps: int):
-            for job in jobs:
+        seen = [Steps() for _ in jobs]
+
+        def on_step(step: int, steps: int, tensors: dict):
+            self._see(seen, step, steps, tensors)
+            for job, its in zip(jobs, seen):
                 job.step, job.steps = step, steps
+                job.preview = functools.partial(self.colours.picture, its)
                 job.tell()
             if all(job.cancelling for job in jobs):
                 raise Stopped
@@ -63,7 +78,8 @@ class Worker(threading.Thread):
             if all(job.cancelling for job in jobs):
                 return
             requests, size = [job.request for job in jobs], self.max_batch if len(jobs) > 1 else 1
-            for job, values in zip(jobs, generate(self.pipe, requests, size, on_step)):
+            for job, its, values in zip(jobs, seen, generate(self.pipe, requests, size, on_step)):
+                self.colours.learn(its.last(), values[0])
                 given = values, self.folder / f"{job.id}.png", self.settings.fps
                 self.jobs.finish(job, COMPLETED, [] if job.cancelling else media.write(*given))
         except Stopped:
