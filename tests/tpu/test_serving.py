@@ -9,6 +9,7 @@ import re
 import shlex
 import threading
 import time
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -20,10 +21,11 @@ from conftest import ROOT, needs, slow
 
 needs("fastapi.sse", "prometheus_client", "uvicorn")
 
+import uvicorn  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 from diffusers import FluxPipeline, tpu  # noqa: E402
-from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
+from diffusers.tpu.apps.serving.server import Server, Service, Settings  # noqa: E402
 from diffusers.tpu.apps.serving.sizes import Limits, Size  # noqa: E402
 from test_bulk import by_hand  # noqa: E402
 from test_pages import first_cells, section  # noqa: E402
@@ -44,6 +46,22 @@ def client_of(pipe, sizes=(SIZE,), start=True, defaults=DEFAULTS, **settings):
     client.service, client.jobs = service, service.jobs
     yield client
     service.end()
+
+
+@contextlib.contextmanager
+def listening(pipe, settings: Settings):
+    """(address, service) of a server at a port of this machine, in a thread of this process."""
+    service, addresses = Service(pipe, settings), SimpleQueue()
+    service.start()
+    config = uvicorn.Config(service.app, port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5)
+    server = Server(config, service, addresses.put)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield addresses.get(timeout=20), service
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.fixture
@@ -189,10 +207,13 @@ def test_a_video_from_its_creation_to_its_end(wan, serving):
     content = client.get(f"{path}/content")
     assert content.headers["content-type"] == "video/mp4" and len(content.content) > 500
     assert client.get(f"{path}/content", headers={"range": "bytes=0-9"}).status_code == 206
+    refuses(client.get(f"{path}/content?variant=preview"), 409, "in progress, after its second step.*is completed")
     sheet = client.get(f"{path}/content", params={"variant": "spritesheet"})
     assert Image.open(io.BytesIO(sheet.content)).format == "PNG"
     refuses(
-        client.get(f"{path}/content", params={"variant": "x"}), 400, "valid variant.*'video' or 'spritesheet'.*got 'x'"
+        client.get(f"{path}/content", params={"variant": "x"}),
+        400,
+        "valid variant.*'video', 'spritesheet' or 'preview'.*got 'x'",
     )
     listed = client.get(VIDEOS).json()
     assert [v["id"] for v in listed["data"]] == [video["id"]] and listed["has_more"] is False

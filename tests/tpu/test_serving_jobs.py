@@ -1,10 +1,14 @@
-"""Jobs, sizes and the end of a server. Oracles: hand counts of files, jobs and threads."""
+"""Jobs, sizes, previews and the end of a server. Oracles: hand counts of files, jobs and threads; latents made of frames by hand."""
 
 import functools
 import threading
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import tiny
 from conftest import needs
@@ -17,6 +21,7 @@ from diffusers.tpu.apps.cli import main, serve  # noqa: E402
 from diffusers.tpu.apps.generation.call import Request  # noqa: E402
 from diffusers.tpu.apps.serving.errors import Refused  # noqa: E402
 from diffusers.tpu.apps.serving.jobs import CANCELLED, COMPLETED, IN_PROGRESS, Job, Jobs  # noqa: E402
+from diffusers.tpu.apps.serving.preview import Colours, Steps  # noqa: E402
 from diffusers.tpu.apps.serving.server import Service, Settings  # noqa: E402
 from diffusers.tpu.apps.serving.sizes import Limits, Size, Sizes, default_size, parse  # noqa: E402
 from test_serving import DEFAULTS, SIZE, wait  # noqa: E402
@@ -121,6 +126,32 @@ def test_sizes_are_parsed_chosen_and_defaulted(flux):
         with pytest.raises(Refused, match=rf"compiled \(64x64x9 \(0.5625 s\), .*got {text}"):
             sizes.choose(text)
     assert Sizes(sizes.served, True, 16, Limits()).choose("128x64", seconds=1) == Size(128, 64, 16)
+
+
+# Previews
+
+
+def test_the_line_through_two_steps_and_the_fit_give_the_frame_in_the_middle_or_none():
+    """Of 9 frames of 32 x 32 whose 4 x 4 blocks are 3 x 8 x 8 latents of 4 channels, linearly."""
+    blocks = np.random.randint(0, 256, (3, 8, 8, 3)).astype(np.uint8)
+    frames = [Image.fromarray(blocks[round(n / 4)]).resize((32, 32), Image.Resampling.NEAREST) for n in range(9)]
+    latents = torch.tensor(blocks / 127.5 - 1).permute(3, 0, 1, 2)
+    latents = torch.cat([latents, latents[:1] - latents[2:]])
+    noise, sigmas = torch.randn_like(latents), [1.0, 0.75, 0.5, 0.25, 0.0]
+    colours, steps, plain, unlike, packed = Colours(), Steps(), Steps(), Colours(), Colours()
+    colours.learn(latents, frames)
+    assert colours.fit > 0.999 and colours.picture(steps) is None
+    for step in (1, 2):
+        noisy = (1 - sigmas[step]) * latents + sigmas[step] * noise
+        steps.add(noisy, SimpleNamespace(sigmas=sigmas), step, 4)
+        plain.add(noisy, SimpleNamespace(), step, 4)
+    torch.testing.assert_close(steps.clean(), latents.float(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(plain.clean(), noisy.float())
+    expected = Image.fromarray(blocks[1]).resize((384, 384), Image.Resampling.BICUBIC)
+    assert np.abs(np.asarray(colours.picture(steps), int) - np.asarray(expected, int)).max() <= 3
+    unlike.learn(noise, frames)
+    packed.learn(torch.ones(64, 16), frames)
+    assert unlike.fit < 0.4 and unlike.picture(steps) is None and packed.picture(steps) is None
 
 
 # The command

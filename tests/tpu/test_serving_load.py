@@ -4,13 +4,13 @@ Oracles: what a browser shows and asks; exit statuses; those of load.py.
 """
 
 import base64
+import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
-import threading
 import time
-from queue import SimpleQueue
 
 import load
 import numpy as np
@@ -30,9 +30,13 @@ PLAYS = """(async () => {
 })()"""
 
 
+def field(page, name: str):
+    return page.locator(f"#{name} input, #{name} textarea")
+
+
 def make_a_video(page, prompt: str) -> tuple[list, set[str]]:
     """Type, click, look: (width, height and error of the video that is shown, what the status said on the way)."""
-    page.fill("#prompt textarea", prompt)
+    field(page, "prompt").fill(prompt)
     page.click("#generate")
     said, begun = set(), time.monotonic()
     while not any(words.startswith("completed") for words in said):
@@ -46,45 +50,66 @@ def make_a_video(page, prompt: str) -> tuple[list, set[str]]:
 def served():
     """A function from settings to the address of a tiny Wan's page, which ends with the test."""
     needs("fastapi.sse", "gradio", "uvicorn")
-    import uvicorn
+    from diffusers.tpu.apps.serving.server import Settings
+    from test_serving import SMALL, listening
 
-    from diffusers.tpu.apps.serving.server import Server, Service, Settings
-    from diffusers.tpu.apps.serving.sizes import Size
+    with contextlib.ExitStack() as stack:
 
-    running = []
+        def served(pipe=None, **settings):
+            given = Settings("tiny", {"num_inference_steps": 100}, (SMALL,), **settings)
+            return stack.enter_context(listening(pipe or tiny.wan(), given))[0]
 
-    def served(**settings):
-        arguments = {"num_inference_steps": 100}
-        service = Service(tiny.wan(), Settings("tiny", arguments, (Size(32, 32, 5),), **settings))
-        service.start()
-        addresses = SimpleQueue()
-        config = uvicorn.Config(service.app, port=0, log_level="warning", ws="none", timeout_graceful_shutdown=5)
-        server = Server(config, service, addresses.put)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        running.append((server, thread))
-        return addresses.get(timeout=20)
-
-    yield served
-    for server, thread in running:
-        server.should_exit = True
-        thread.join()
+        yield served
 
 
 def test_the_page_takes_a_prompt_shows_progress_and_the_video_cancels_and_asks_nobody_else(served):
-    address = served()
+    address = served(any_size=True)
     with browser() as page:
         asked = []
         page.on("request", lambda request: asked.append(request.url))
+        page.set_viewport_size({"width": 390, "height": 844})
         page.goto(address)
+        page.click("#more button")
+        for name, shown in (
+            ("seed", "empty: drawn"),
+            ("num_frames", "as the size says"),
+            ("num_inference_steps", "100"),
+        ):
+            assert (field(page, name).input_value(), field(page, name).get_attribute("placeholder")) == ("", shown)
+        field(page, "seed").fill("0")
+        field(page, "num_inference_steps").fill("90")
         video, said = make_a_video(page, "a red circle moving left")
         assert video == [32, 32, None]
-        assert any(words.startswith("in progress: step ") and words.endswith(" of 100") for words in said)
+        assert any(
+            re.fullmatch(r"in progress: step \d+ of 90, \d+\ss passed, about \d+\ss left", words) for words in said
+        )
+        with page.expect_download() as download:
+            page.click("#download")
+        assert download.value.path().stat().st_size > 500
+        for name in ("prompt", "seed", "num_inference_steps"):
+            field(page, name).fill("7")
+        page.click("#results .thumbnail-item")
+        page.wait_for_function("document.querySelector('#prompt textarea').value != '7'")
+        again = [field(page, name).input_value() for name in ("prompt", "seed", "num_inference_steps")]
+        assert again == ["a red circle moving left", "0", "90"]
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
         page.click("#generate")
         page.wait_for_selector("#status :text('in progress: step ')")
         page.click("#cancel")
         page.wait_for_selector("#status :text-is('cancelled')")
+        field(page, "seed").fill("x")
+        page.click("#generate")
+        page.wait_for_selector(":text('expected a valid seed')")
         assert [url for url in asked if not url.startswith((address, "data:", "blob:", "about:"))] == []
+
+
+def test_the_page_takes_a_picture_where_the_pipeline_starts_from_one(served, tmp_path):
+    tiny.picture(32, 32).save(tmp_path / "a.png")
+    with browser() as page:
+        page.goto(served(tiny.wan_i2v()))
+        page.set_input_files("#picture input[type=file]", tmp_path / "a.png")
+        page.wait_for_selector("#picture img")
+        assert make_a_video(page, "a red circle moving left")[0] == [32, 32, None]
 
 
 def test_the_page_has_a_login_where_the_server_has_a_token(served):
