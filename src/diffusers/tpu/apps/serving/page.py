@@ -26,7 +26,7 @@ from .requests import Reader, WantedImages, WantedVideo  # noqa: E402
 FONTS = ["system-ui", "sans-serif"]  # of the browser: none is fetched
 TICK = 1.0  # seconds between two updates of a job that has not changed: the time passed goes on
 PREVIEW_SECONDS = 2.0  # between two previews
-STYLE = "width: 100%; accent-color: var(--primary-500)"  # of the progress bar
+STYLE = "appearance: auto; width: 100%; accent-color: var(--primary-500)"  # of the progress bar
 RESULTS = 12  # of one browser session
 
 
@@ -71,7 +71,7 @@ class Page:
                         make = gradio.Button("Generate", variant="primary", elem_id="generate", min_width=120)
                         stop = gradio.Button("Cancel", elem_id="cancel", min_width=120)
                     self.status = gradio.Markdown(elem_id="status")
-                    self.bar = gradio.HTML(visible=False, padding=False)
+                    self.bar = gradio.HTML(visible=False)
                 with gradio.Column(min_width=300):
                     plain = {"interactive": False, "buttons": []}
                     self.preview = gradio.Image(label="Preview", visible=False, elem_id="preview", **plain)
