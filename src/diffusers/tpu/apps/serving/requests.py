@@ -1,6 +1,7 @@
 """Bodies of requests, JSON or forms, as jobs; every refusal says what was expected and what came."""
 
 import functools
+import inspect
 import io
 import json
 import random
@@ -60,7 +61,7 @@ class Reader:
 
     @property
     def takes_picture(self) -> bool:
-        """Whether requests need `input_reference`."""
+        """Whether a request may have `input_reference`; it must where the pipeline makes videos, or has no default for it."""
         return "image" in self.takes
 
     def default(self, name: str):
@@ -97,7 +98,8 @@ class Reader:
             if name not in self.takes:
                 raise Refused(400, f"expected no {name}: {self.model} takes none, got {value!r}", param=name)
             arguments[name] = value
-        if self.takes_picture or wanted.input_reference is not None:
+        is_needed = self.takes_picture and (is_video or self.default("image") is inspect.Parameter.empty)
+        if is_needed or wanted.input_reference is not None:
             arguments["image"] = self._image(wanted.input_reference)
         seed = random.randrange(2**31) if wanted.seed is None else wanted.seed
         kind, count = ("video", 1) if is_video else ("image", wanted.n)
