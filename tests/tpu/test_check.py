@@ -127,7 +127,7 @@ def test_stage_0_imports_neither_jax_nor_torch():
 def test_without_a_tpu_the_command_says_what_is_missing(bare, capsys):
     assert main(["check"]) == 2
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "no TPU on this host" in error and "DIFFUSERS_TPU=cpu" in error
+    assert error.count("\n") == 1 and "expected a TPU to check, found none: " in error and "DIFFUSERS_TPU=cpu" in error
     assert main(["check", "--compare", "a", "b", "--stage", "host"]) == 2 and not os.listdir()
 
 

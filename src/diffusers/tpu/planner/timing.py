@@ -158,8 +158,8 @@ class _Clock:
         schedules: dict[str, bundles.Schedule],
         chip: Chip,
         places: list[ici.Place],
-        rates: Rates | None,
-        mode: str,
+        rates: Rates | None = None,
+        mode: str = "",
     ):
         self.program, self.schedules, self.chip, self.places = program, schedules, chip, places
         self.rates, self.mode = rates, mode
