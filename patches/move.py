@@ -8,6 +8,7 @@ The file with both sides is in `MERGES`: mended there, the next `move` takes it.
 from __future__ import annotations
 
 import contextlib
+import email
 import hashlib
 import re
 import shutil
@@ -60,7 +61,24 @@ def move(root: Path, version: str, wheel: Path | None = None) -> list[str]:
             raise
     shutil.rmtree(root / MERGES, ignore_errors=True)
     dropped = [name for name, text in patches.items() if text is None]
-    return [f"patches/{name}: upstream has all of it; its row in patches/README.md can go" for name in dropped]
+    left = [f"patches/{name}: upstream has all of it; its row in patches/README.md can go" for name in dropped]
+    metadata = email.message_from_bytes(files[pin.dist_info + "METADATA"])
+    return left + _locked_otherwise(root / "requirements-lock.txt", metadata.get_all("Requires-Dist", []))
+
+
+def _locked_otherwise(lock: Path, requirements: list[str]) -> list[str]:
+    """A line for each package that the release always needs, in another version than the locked one."""
+    from pip._vendor.packaging.requirements import Requirement  # `apply` needs only Python
+    from pip._vendor.packaging.utils import canonicalize_name
+
+    lines = [Requirement(line) for line in lock.read_text().splitlines() if "==" in line] if lock.exists() else []
+    locked = {canonicalize_name(line.name): str(line.specifier)[2:] for line in lines}
+    asked = {canonicalize_name(one.name): one for one in map(Requirement, requirements) if one.marker is None}
+    return [
+        f"{lock.name}: {locked[name]} of {name} is locked, the release needs {one.specifier}"
+        for name, one in asked.items()
+        if name in locked and locked[name] not in one.specifier
+    ]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,13 @@ def a_diff(old: bytes = b"line 9\n", new: bytes = b"line nine\n") -> bytes:
 
 
 FILES = {"diffusers/__init__.py": b"", "diffusers/a.py": LINES, "diffusers/sub/b.py": b"one\ntwo\nthree\nfour\n"}
-METADATA = b"Metadata-Version: 2.1\nName: diffusers\nVersion: %b\n"
+METADATA = b"""Metadata-Version: 2.1
+Name: diffusers
+Version: %b
+Requires-Dist: regex<2
+Requires-Dist: safetensors
+Requires-Dist: other<1; extra == "more"
+"""
 
 
 def make_wheel(root, version: str, files: dict[str, bytes]):

@@ -93,7 +93,10 @@ def moved(fork, a: bytes) -> list[str]:
 
 def test_a_move_merges_each_patch_and_leads_back(fork):
     before = {path: path.read_bytes() for path in sorted((fork / "patches").glob("[0-9sU]*"))}
-    assert moved(fork, b"new\n" + LINES) == [] and check.problems_of(fork) == []
+    (fork / "requirements-lock.txt").write_text("Other==1\nRegex==2.0\nsafetensors==1.0\n")
+    assert moved(fork, b"new\n" + LINES) == ["requirements-lock.txt: 2.0 of regex is locked, the release needs <2"]
+    (fork / "requirements-lock.txt").unlink()
+    assert check.problems_of(fork) == []
     assert laid(fork)["diffusers/a.py"] == b"new\n" + PATCHED["diffusers/a.py"]
     assert (fork / "src/diffusers/c.py").exists() and not (fork / "src/diffusers/sub").exists()
     assert [path.name[:14] for path in (fork / ".upstream").glob("*.zip")] == ["diffusers-1.1-"]

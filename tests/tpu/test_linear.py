@@ -14,7 +14,6 @@ import tiny
 from conftest import relative, slow, wide
 from diffusers import WanTransformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
-from diffusers.models.transformers.transformer_kandinsky6 import apply_rotary
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge
@@ -151,13 +150,19 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     assert relative(jax.jit(run)(x, weight, bias, cos, sin), exact) < 1.02 * relative(twice, exact)
 
 
+def by_matrices(x, norm, tables):
+    """Each pair's own four numbers."""
+    # Not in every release that we move to.
+    from diffusers.models.transformers.transformer_kandinsky6 import apply_rotary
+
+    return apply_rotary(norm(x.float()).type_as(x), torch.stack([*tables], -1).reshape(1, x.shape[1], 1, -1, 2, 2))
+
+
 # Upstream's ways to say it, of heads normed and tables [2, T, D].
 ROTATIONS = {
     "neighbours": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, sequence_dim=1),
     "halves": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, use_real_unbind_dim=-2, sequence_dim=1),
-    "matrices": lambda x, norm, tables: apply_rotary(  # each pair's own four numbers
-        norm(x.float()).type_as(x), torch.stack([*tables], -1).reshape(1, x.shape[1], 1, -1, 2, 2)
-    ),
+    "matrices": by_matrices,
 }
 
 
