@@ -77,6 +77,7 @@ def test_the_steps_replayed_in_order_without_docker_serve_the_shipped_model(tmp_
 
     for name, words in instructions():
         if name == "RUN":
+            words = words.replace("uv venv", f"uv venv --python {tmp_path}/base/bin/python")  # an image has one
             words = words.replace("--torch-backend cpu", f"--no-index --find-links {wheels}")
             subprocess.run(["bash", "-euc", here(words)], cwd=folder, env=env, check=True)
         elif name == "ENV":
