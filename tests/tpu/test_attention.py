@@ -112,9 +112,9 @@ def test_the_kernel_around_a_ring(make_mesh, heads, kind):
 
 @pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
 def test_the_kernel_that_others_measured_runs_where_ours_would(degrees, make_mesh):
-    """As `bench.calibration` compiles it: by name "online", on any mesh of the measured scripts."""
+    """As `bench.calibration` compiles it: by name "online", on any mesh of the measured scripts. Keys fill its blocks."""
     settings = Settings(mesh=degrees and make_mesh(*degrees), kernel="online", blocks=(128, 256, 128), interpret=True)
-    operands = draw(260, 260 if degrees else 77, heads=8, kv_heads=8)
+    operands = draw(512, 512 if degrees else 256, heads=8, kv_heads=8)
     with mock.patch.object(exp2, "exp2_attention", wraps=exp2.exp2_attention) as theirs, calibration.as_theirs():
         assert relative(run(settings, *operands), formula(*operands)) < 3e-6
     assert theirs.called
