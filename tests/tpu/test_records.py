@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import make_records as maker
 import pytest
 
-from bench import benches, naming
+from bench import benches, naming, tokamax_cases
 from bench.attention_cases import ATTENTION_SHAPES
 from bench.cases import Case
 from conftest import ROOT
@@ -70,6 +70,60 @@ def test_a_table_is_made_anew_and_nothing_around_it(tmp_path):
     for page in (unended, unbegun, PAGE + unended, PAGE.replace(": check", ": nothing")):
         with pytest.raises(ValueError, match="expected"):
             maker.rewritten(page, tmp_path)
+
+
+def timed(length: str, heads: str, ours: float) -> dict:
+    name = f"tokamax, {length} x {heads}"
+    row = {"name": name, "topology": "v7x-8", "model": "attention", "measured_seconds": 0.002, "our_seconds": ours}
+    return {**row, "slower": 1.25 * ours, "error": ours / 0.002 - 1}
+
+
+TIMED = [
+    timed("2 x 8,192", "32 x 64", 0.0015),
+    timed("2 x 8,192", "8 x 256", 0.001),
+    timed("1 x 16", "8 x 256", 0.0022),
+]
+
+
+def test_timings_of_tokamax_are_a_table_of_their_own():
+    """Medians by hand: of -25 and -50, of -50 and +10, of all three; and the sizes of the other rows' errors."""
+    other = {**timed("", "", 0.0021), "name": "a step", "model": "m"}
+    assert maker.TABLES["tokamax"].make([other, *TIMED])[2:] == [
+        "| 2 x 8,192 | 2.000; 1.500 to 1.875 (-25 %) | 2.000; 1.000 to 1.250 (-50 %) | -37.5 % |",
+        "| 1 x 16 | | 2.000; 2.200 to 2.750 (+10 %) | +10.0 % |",
+        "| median | -25.0 % | -20.0 % | -25.0 % |",
+    ]
+    first, _, last = maker.TABLES["calibration"].make([*TIMED, other])[2:]
+    assert first.startswith("| a step | v7x-8 |") and last == "The median of the errors' sizes is 5.0 %."
+
+
+def test_timings_are_of_the_wheel_or_of_the_record(tmp_path, monkeypatch):
+    """Of its rows those that are forward, without residuals and a mask; without the wheel the record's, as they stand."""
+    table, said = (
+        tmp_path / tokamax_cases.TABLE,
+        {"q": "bf16[1,16,8,256]", "k": "bf16[1,16,8,256]", "v": "bf16[1,16,8,64]"},
+    )
+    rows = {}
+    for residuals, causal, times in ((False, False, [3, 9, 2]), (True, False, [1]), (False, True, [1])):
+        asked = {**said, "return_residuals": residuals, "mask": {"is_causal": causal}}
+        rows[json.dumps(asked)] = {'{"block_q": 128}': {"evaluation_times_ms": times}}
+    rows[json.dumps({**said, "q": "f16[1,16,8,256]"})] = {}
+    table.parent.mkdir(parents=True)
+    table.write_text(json.dumps(rows))
+    wheel = SimpleNamespace(locate_file=lambda name: tmp_path / name)
+    monkeypatch.setattr(tokamax_cases.importlib.metadata, "distribution", lambda name: wheel)
+    (case,) = tokamax_cases.cases()
+    assert case.row["name"] == "tokamax, 1 x 16 x 8 x 256" and case.question.request["config"] == {"block_q": 128}
+    assert case.question.request["shapes"] == [[1, 16, 8, 256], [1, 16, 8, 256], [1, 16, 8, 64]]
+    made = case.read({"our_seconds": 0.0015})
+    assert (made["measured_seconds"], made["error"]) == (0.003, -0.5)
+
+    def absent(name):
+        raise tokamax_cases.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(tokamax_cases.importlib.metadata, "distribution", absent)
+    record = [row for row in read("calibration.json") if row["name"].startswith("tokamax")]
+    assert record and [{**case.row, **case.ask()} for case in tokamax_cases.cases()] == record
 
 
 # No figure above a chip's peak

@@ -13,7 +13,7 @@ from diffusers.tpu.chips.figures import CHIPS, find_topology
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES, ONLINE
 from diffusers.tpu.planner import PLANS, Question, ahead, request_of
 
-from . import cache_row, check_row, host_row, load_row, ready_row
+from . import cache_row, check_row, host_row, load_row, ready_row, tokamax_cases
 from .attention_cases import attention_cases, sweep_cases
 from .calibration import PUBLISHED
 from .cases import AS_THEIRS, DENOISERS, IMAGE, KERNELS, LTX, VAES, Case
@@ -225,7 +225,7 @@ def torch_vae(
 
 def calibration_cases() -> list[Case]:
     """Our sum for configurations that others measured on hardware, and its error."""
-    return [_calibration(published) for published in PUBLISHED]
+    return [*(_calibration(published) for published in PUBLISHED), *tokamax_cases.cases()]
 
 
 def _calibration(published) -> Case:

@@ -26,7 +26,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[2]
 sys.path.append(str(FOLDER.parent))
 
-from bench import attention_cases  # noqa: E402
+from bench import attention_cases, tokamax_cases  # noqa: E402
 
 
 TABLE = re.compile(r"(?<=<!-- table: )(\S+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
@@ -188,6 +188,7 @@ def _attention(rows: list[dict]) -> list[str]:
 
 def _calibration(rows: list[dict]) -> list[str]:
     lines = []
+    rows = [row for row in rows if not row["name"].startswith(tokamax_cases.NAMED)]
     for row in rows:
         unit = "a call" if row["model"] == "attention" else "a step"
         ours = _significant(row["our_seconds"])
@@ -197,6 +198,31 @@ def _calibration(rows: list[dict]) -> list[str]:
     median = statistics.median(abs(row["error"]) for row in rows)
     head = ("configuration", "slice", "measured by its authors", "our sum", "error")
     return [*markdown(head, lines), "", f"The median of the errors' sizes is {100 * median:.1f} %."]
+
+
+def _tokamax(rows: list[dict]) -> list[str]:
+    """A row for each batch and length, a column for each number and size of heads; and the medians of each."""
+    found: dict[str, dict[str, dict]] = {}
+    for row in rows:
+        if row["name"].startswith(tokamax_cases.NAMED):
+            *tokens, heads, dim = row["name"].removeprefix(f"{tokamax_cases.NAMED}, ").split(" x ")
+            found.setdefault(" x ".join(tokens), {})[f"{heads} x {dim}"] = row
+
+    def cell(row: dict) -> str:
+        figures = (f"{1000 * row[name]:.3f}" for name in ("measured_seconds", "our_seconds", "slower"))
+        return "{}; {} to {} ({:+.0f} %)".format(*figures, 100 * row["error"])
+
+    def median(rows: list[dict]) -> str:
+        return f"{100 * statistics.median(row['error'] for row in rows):+.1f} %"
+
+    columns = [*dict.fromkeys(heads for of in found.values() for heads in of)]
+    lines = [
+        (tokens, *(cell(of[heads]) if heads in of else "" for heads in columns), median([*of.values()]))
+        for tokens, of in found.items()
+    ]
+    by_heads = [median([of[heads] for of in found.values() if heads in of]) for heads in columns]
+    every = [row for of in found.values() for row in of.values()]
+    return markdown(("batch x tokens", *columns, "median"), [*lines, ("median", *by_heads, median(every))])
 
 
 def _vae(rows: list[dict]) -> list[str]:
@@ -289,6 +315,7 @@ TABLES = {
     "attention": Table("attention.json", _attention),
     "vae": Table("vae.json", _vae),
     "calibration": Table("calibration.json", _calibration),
+    "tokamax": Table("calibration.json", _tokamax),
     "check": Table("check.json", _check),
     "compiled": Table("compile.json", ready_tables.compiled),
     "host": Table("host.json", ready_tables.host),

@@ -20,6 +20,7 @@ class Chip:
     `branch_slots`: bundles until a branch takes effect. `splash_blocks`: of JAX's attention kernel, queries, keys, keys computed at once,
     the largest usual ones that compile, for benchmarks; none: not compared there.
     `most_scores` of one piece of its code: as many as compile in some 10 s on two cores.
+    `stalls`: what kernels took on hardware over our sum of them, of the upper end of a range.
     `sparse_core_options`: exchanges between chips by the SparseCores, while the core computes; without, the core waits for each.
     """
 
@@ -45,6 +46,7 @@ class Chip:
     most_scores: int = 5_600_000
     branch_slots: int = 4
     splash_blocks: tuple[int, ...] = ()
+    stalls: float = 1.06
     sparse_core_options: tuple[str, ...] = ()
 
     def matrix_cycles(self, rows: int) -> float:

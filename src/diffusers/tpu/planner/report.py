@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from ..chips.figures import find_topology
 from . import timing
 from .pages import render
 
@@ -41,6 +42,7 @@ def page(plans: list[dict]) -> str:
         plans=views,
         facts=_facts(plans),
         timing=timing,
+        stalls=" or ".join(sorted({f"{find_topology(plan['topology']).chip.stalls - 1:.0%}" for plan in plans})),
     )
 
 

@@ -52,15 +52,15 @@ class Operation:
 
 
 # What a chip may reach of its figures, for the upper end of a range: of HBM and links, as "How To Scale Your Model" says
-# of v5e; of the clock what a profiled kernel took beside our sum of it (43.93 ms, `calibration`, first row; ours 41.5).
-HBM_REACHED, LINKS_REACHED, STALLS = 0.9, 0.75, 1.06
+# of v5e; of the clock `Chip.stalls`.
+HBM_REACHED, LINKS_REACHED = 0.9, 0.75
 
 
 @dataclass
 class Timing:
     """The operations of one program, and sums over them in seconds.
 
-    `slower`: `seconds` of a chip that waits more: of `HBM_REACHED`, `LINKS_REACHED`, `STALLS`.
+    `slower`: `seconds` of a chip that waits more: of `HBM_REACHED`, `LINKS_REACHED`, `Chip.stalls`.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -116,8 +116,8 @@ def time_program(
         hbm_bandwidth=HBM_REACHED * chip.hbm_bandwidth,
         link_bandwidth=links * chip.link_bandwidth,
         die_bandwidth=LINKS_REACHED * chip.die_bandwidth,
-        clock=chip.clock / STALLS,
-        flops=chip.flops / STALLS,
+        clock=chip.clock / chip.stalls,
+        flops=chip.flops / chip.stalls,
     )
     timings = {}
     for mode in MODES:
