@@ -49,6 +49,7 @@ class Call:
         scale: what the scales of LoRA layers are multiplied by.
         step: what it does of a step cache that the module has, if any.
         given: the caller's own args and kwargs; `unread`: why no key can be made of them.
+        wanted: by what its program is differentiated (`gradients.Wanted`), if it is.
     """
 
     entry: str
@@ -66,6 +67,7 @@ class Call:
     given: tuple = ((), {})
     unread: str | None = None
     images: int | None = None
+    wanted: object = None
 
     @property
     def shapes(self) -> tuple:

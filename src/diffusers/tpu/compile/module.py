@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch.utils._pytree import tree_leaves
 
 from ...utils.peft_utils import unscale_lora_layers
 from .. import bridge
@@ -23,6 +24,7 @@ from ..idioms.refusing import without_gradients
 from ..kernels.settings import bound
 from . import nans, tracing
 from .call import Call, Values, flatten_call, version_of
+from .gradients import DifferentiatedCall
 from .modes import Mode, from_libraries
 from .module_programs import ModulePrograms
 from .programs import Program, cached_sharding
@@ -79,6 +81,8 @@ class CompiledModule(ModulePrograms):
         if tracing.tracing() or (self.split is not None and self.split.is_running):
             return self.original(name)(*args, **kwargs)
         with exclusive.pinned():
+            if (result := self._differentiated(name, args, kwargs)) is not None:
+                return result
             return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
 
     def _all_placed(self) -> list[PlacedWeights]:
@@ -128,6 +132,21 @@ class CompiledModule(ModulePrograms):
             finally:
                 call.step.undo()  # of a call that has failed
             return self._finite(result, entry, args, kwargs)
+
+    def _differentiated(self, entry: str, args: tuple, kwargs: dict):
+        """Upstream's return value, which torch can go back through; None where nothing asks for that, or no program stands for the call."""
+        if not torch.is_grad_enabled() or bridge.environment().active or self.within:
+            return None
+        if not any(t.requires_grad for t in (*self.module.parameters(), *tree_leaves((args, kwargs))) if torch.is_tensor(t)):
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            call = self._scaled_call(entry, args, kwargs)
+            self.look()
+            self.current()
+            if self.modes.of(call, self.within) is not Mode.COMPILED or self.step_cache is not None:
+                return None
+        with torch.inference_mode(False):
+            return DifferentiatedCall(self, call).output()
 
     def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
@@ -181,6 +200,13 @@ class CompiledModule(ModulePrograms):
             self.hbm_manager.prefetch(self, calls if program.calls == 1 else None)
         return outputs
 
+    def execute(self, program: Program, call: Call) -> list[jax.Array]:
+        """Flat output arrays of a call by itself."""
+        return self._execute(program, [call])[0]
+
+    def in_memory(self, doing: str):
+        return self._within_hbm(lambda: doing)
+
     def _alone(self, call: Call) -> Program | None:
         """The program of a deferred call by itself; None where the module is another since: then its own program is filled up."""
         self._read_state()
@@ -192,17 +218,17 @@ class CompiledModule(ModulePrograms):
         own = len(outputs) - program.result.results
         cached = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]]
         call.step.keep(cached, program.result.form)
-        result = self._output(program.result, outputs[:own], call)
+        result = self.output_of(program.result, outputs[:own], call)
         if call.scale == 0:
             unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
         return result
 
-    def _output(self, result: tracing.TraceResult, outputs: list, call: Call):
+    def output_of(self, result: tracing.TraceResult, outputs: list, call: Call):
         """Upstream's return value; what the call leaves in its arguments is in the caller's own."""
         if bridge.environment().active:
             outputs = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs]
         else:
-            outputs = [bridge.from_numpy(x) for x in outputs]
+            outputs = [x if torch.is_tensor(x) else bridge.from_numpy(x) for x in outputs]
         own, written = len(outputs) - result.written.arrays, result.written
         if written.holders or written.tensors:
             write_back(written, call.given, call.tensors, outputs[own:], bridge.write)
@@ -240,7 +266,7 @@ class CompiledModule(ModulePrograms):
         if self.within:  # the caller may look at what it gave, and at what of that it is given back
             return function.line_by_line(weights, args, kwargs, split)
         outputs, result = function.eagerly(weights, call.values.inputs, split)
-        return self._output(result, outputs, call)
+        return self.output_of(result, outputs, call)
 
     def _finite(self, result, entry: str, args: tuple, kwargs: dict):
         """The result. Raises NotFinite where NaN is searched for and found; of pictures it is noted for the end of the pipeline's call."""

@@ -17,7 +17,7 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
-from ..bridge import numpy_dtype
+from ..bridge import from_numpy, numpy_dtype
 from ..chips.sharding import Coverage, ModelPlan, Packed, computed, plan_weights, unwrapped
 from ..common import notices
 from ..idioms.refusing import refuse_weights
@@ -126,6 +126,14 @@ class PlacedWeights:
                     arrays[name] = array[tuple(map(slice, self.watched[1][name].shape))]
                     specs[name] = self.specs[key]
         return arrays, specs
+
+    def apart(self, key: str, array: jax.Array, asked: dict[int, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Of an array that lies as one of ours, the part of each of these tensors, by their number in its sources, on the host."""
+        array = self.packed[key].apart(array, self.packed[key].axis + _is_stacked(key)) if key in self.packed else array
+        host = from_numpy(array)
+        for number, tensor in asked.items():
+            own = host[number] if _is_stacked(key) else host
+            yield own[tuple(map(slice, tensor.shape))].to(tensor.dtype, copy=True)
 
     def _named(self) -> Iterator[tuple[str, list[str]]]:
         """The sources that are tensors."""

@@ -238,6 +238,7 @@ class BlockRuns:
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
         given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in feeds}
         layer = jnp.arange(*part) if whole else None
+        step = jax.checkpoint(step) if self.function.again else step
         last, (passed, gives) = lax.scan(step, carry, (stacked, given, layer))
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 

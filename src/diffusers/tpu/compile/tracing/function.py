@@ -52,6 +52,7 @@ class PureFunction:
         kept, kind: a cache that the module has, and the call's kind of step: its tensors are the last inputs, what it gives the last outputs.
         branches: how many calls are side by side in the batch.
         part: of a model whose own lines run one by one: it must not share memory with them.
+        again: it will be differentiated, and what blocks compute is not kept for that.
         values: number of a tensor of the call -> its values, by which a trace decides (`TraceResult.decisions`); None: it cannot.
     """
 
@@ -69,6 +70,7 @@ class PureFunction:
     branches: int = 1
     part: bool = False
     values: Callable | None = None
+    again: bool = False
     settled: frozenset[str] = frozenset()
     packed: dict[str, Packed] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)

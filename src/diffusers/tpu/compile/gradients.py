@@ -1,0 +1,213 @@
+"""Gradients of a compiled call. Torch sees one `autograd.Function` a call; the way back is a program of its own.
+
+In training mode the call's program keeps on the chips what the way back needs, and what asks for a gradient is in the program's key.
+In evaluation mode the call's program is that of a call without gradients, and the way back computes it again: a script that only
+forgot `torch.no_grad` pays nothing. Blocks that are scanned keep their inputs alone where upstream's gradient checkpointing is on, and
+on the way back of evaluation mode; else all that they compute.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .. import bridge
+from ..chips.devices import compile_lowered
+from ..chips.locks import exclusive
+from .call import Call
+from .programs import Program
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """By what a call is differentiated: numbers of its tensors, keys of weights. `again`: scanned blocks are computed again."""
+
+    tensors: tuple[int, ...]
+    weights: tuple[str, ...]
+    again: bool
+
+    def of(self, call: Call) -> Call:
+        """The same call, whose key names what is wanted of it."""
+        key = *call.key[:-1], ("gradients", self.tensors, self.weights, self.again), call.key[-1]
+        return dataclasses.replace(call, key=key, wanted=self)
+
+
+class Differentiable:
+    """The executables of a traced program: outputs and residuals, and gradients by them; or all the way back at once.
+
+    Gradients of weights lie as these are stored, over the chips.
+    """
+
+    def __init__(self, program: Program, wanted: Wanted):
+        self.program, self.wanted, self.jaxpr = program, wanted, program.traced.jaxpr
+        self._compiled: dict[str, jax.stages.Compiled] = {}
+        self._tree, self._places = None, []  # of the way back, a tree of residuals; of each: is it an argument, and its number
+
+    def forward(self, *given) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Flat outputs, and residuals. `given`: weights, numbers, inputs."""
+        outputs, new = self._run("outputs_and_residuals", *given)
+        flat = jax.tree.leaves(given)
+        return outputs, [flat[n] if is_given else new[n] for is_given, n in self._places]
+
+    def backward(self, residuals: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
+        """Of what is wanted, tensors first, by the gradients of those outputs that are floating."""
+        return self._run("back", residuals, gradients)
+
+    def whole_backward(self, *given_and_gradients) -> list[jax.Array]:
+        """`backward` without residuals."""
+        return self._run("there_and_back", *given_and_gradients)
+
+    def _run(self, name: str, *arguments):
+        if name not in self._compiled:
+            start = time.perf_counter()
+            lowered = jax.jit(getattr(self, f"_{name}")).trace(*arguments).lower()
+            self._compiled[name] = compile_lowered(lowered, self.program.options)
+            self.program.compile_seconds += time.perf_counter() - start
+        return self._compiled[name](*arguments)
+
+    def _outputs_and_residuals(self, *given):
+        outputs, back = self._way_back(given)
+        residuals, self._tree = jax.tree.flatten(back)
+        arguments = {id(x): n for n, x in enumerate(jax.tree.leaves(given))}
+        new = [x for x in residuals if id(x) not in arguments]
+        kept = iter(range(len(new)))
+        self._places = [(True, arguments[id(x)]) if id(x) in arguments else (False, next(kept)) for x in residuals]
+        return outputs, new
+
+    def _back(self, residuals, gradients):
+        return self._as_stored(jax.tree.unflatten(self._tree, residuals)(gradients)[0])
+
+    def _there_and_back(self, *given_and_gradients):
+        *given, gradients = given_and_gradients
+        return self._as_stored(self._way_back(given)[1](gradients)[0])
+
+    def _way_back(self, given) -> tuple[list, Callable]:
+        """Outputs, and the function from their gradients to those of what is wanted."""
+        flat = jax.tree.leaves(given)
+        places = self._places_of_wanted(given)
+
+        def outputs_of(asked):
+            arguments = list(flat)
+            for place, x in zip(places, asked):
+                arguments[place] = x
+            outputs = jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *arguments)
+            return [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)], outputs
+
+        _, back, outputs = jax.vjp(outputs_of, [flat[n] for n in places], has_aux=True)
+        return outputs, back
+
+    def _places_of_wanted(self, given) -> list[int]:
+        numbers = itertools.count()
+        weights, _, inputs = jax.tree.map(lambda _: next(numbers), tuple(given))
+        return [inputs[n] for n in self.wanted.tensors] + [weights[key] for key in self.wanted.weights]
+
+    def _as_stored(self, gradients: list) -> list:
+        avals, everywhere = self.program.weights, NamedSharding(self.program.mesh, PartitionSpec())
+        there = [everywhere] * len(self.wanted.tensors) + [avals[key].sharding for key in self.wanted.weights]
+        return [jax.lax.with_sharding_constraint(*pair) for pair in zip(gradients, there)]
+
+
+class _Residuals(torch.Tensor):
+    """A tensor of nothing that holds what a call keeps: torch lets go of it when it has gone back through the call."""
+
+
+class _Call(torch.autograd.Function):
+    """A call of a model, between its flat output tensors and those of its arguments and weights that ask for a gradient."""
+
+    @staticmethod
+    def forward(ctx, call: "DifferentiatedCall", *asked: torch.Tensor):
+        outputs, kept = call.run()
+        token = torch.empty(0).as_subclass(_Residuals)
+        token.kept = kept
+        ctx.call = call
+        ctx.save_for_backward(token)
+        ctx.mark_non_differentiable(*(t for t in outputs if not _is_floating(t)))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor):
+        (token,) = ctx.saved_tensors
+        return None, *ctx.call.back(token.kept, gradients)
+
+
+class DifferentiatedCall:
+    """One call of a module's method that torch can go back through.
+
+    In training mode its program keeps residuals; else the call is kept, and computed again.
+    """
+
+    def __init__(self, runner, call: Call):
+        self.runner, self.call, self.keeps = runner, call, runner.module.training
+        self.inputs = {n: t for n, t in enumerate(call.tensors) if t.requires_grad}
+        tensors, self.weights = runner.state.now.tensors, {}
+        for key, names in runner.plan_weights().sources.items():
+            asked = {n: tensors[name] for n, name in enumerate(names) if name and tensors[name].requires_grad}
+            self.weights |= {key: asked} if asked else {}
+        again = not self.keeps or getattr(runner.module, "is_gradient_checkpointing", False)
+        self.wanted = Wanted((*self.inputs,), (*self.weights,), again)
+
+    def output(self):
+        """Upstream's return value. None: there is no program for the call."""
+        runner, call = self.runner, self.call
+        if self.keeps:
+            self.call = call = self.wanted.of(call)
+        self.program = runner.find_program(call, 1)
+        if self.program is None:
+            return None
+        asked = [*self.inputs.values(), *(t for some in self.weights.values() for t in some.values())]
+        flat = _Call.apply(self, *asked)
+        return runner.output_of(self.program.result, flat, call)
+
+    def run(self) -> tuple[list[torch.Tensor], object]:
+        """Flat output tensors, and what is kept for `back`."""
+        runner, call, program = self.runner, self.call, self.program
+        runner.take_values(call, program.mesh)
+        values = call.values
+        if self.keeps:
+            with runner.in_memory(f"to train {runner.name} by {program.shapes}"):
+                outputs, kept = self._differentiable(program).forward(values.weights, values.numbers, values.inputs)
+        else:
+            outputs, kept = runner.execute(program, call), (values.weights, values.numbers, values.inputs)
+        return [bridge.from_numpy(x) for x in outputs], kept
+
+    def back(self, kept, gradients: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
+        """Gradients of what asked for one, arguments first. `gradients`: of the flat outputs."""
+        runner, program = self.runner, self.program
+        with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
+            everywhere = NamedSharding(program.mesh, PartitionSpec())
+            given = [bridge.to_jax(g.contiguous(), everywhere) for g in gradients if _is_floating(g)]
+            with runner.in_memory(f"to go back through {runner.name} of {program.shapes}"):
+                if self.keeps:
+                    found = self._differentiable(program).backward(kept, given)
+                else:
+                    found = self._differentiable(self._program_again()).whole_backward(*kept, given)
+            found = iter(found)
+            yield from (bridge.from_numpy(next(found)).to(t.dtype) for t in self.inputs.values())
+            for key, asked in self.weights.items():
+                yield from runner.plan_weights().apart(key, next(found), asked)
+
+    def _program_again(self) -> Program:
+        """The traced program of a call that was kept."""
+        call = self.wanted.of(self.call)
+        self.runner.current()
+        if self.runner.state_key != self.call.state:
+            raise RuntimeError(
+                f"expected {self.runner.name} as it was when it was called, to go back through the call; its Python state has"
+                " changed since: call backward() before changing it, or put it into training mode, model.train()"
+            )
+        return self.runner.find_program(call, 1)
+
+    def _differentiable(self, program: Program) -> Differentiable:
+        if program.differentiable is None:
+            program.differentiable = Differentiable(program, self.wanted)
+        return program.differentiable
+
+
+def _is_floating(t: torch.Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
