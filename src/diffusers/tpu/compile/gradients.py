@@ -161,7 +161,8 @@ class DifferentiatedCall:
         if self.program is None:
             return None
         asked = [*self.inputs.values(), *(t for some in self.weights.values() for t in some.values())]
-        flat = _Call.apply(self, *asked)
+        with torch.enable_grad():
+            flat = _Call.apply(self, *asked)
         return runner.output_of(self.program.result, flat, call)
 
     def run(self) -> tuple[list[torch.Tensor], object]:

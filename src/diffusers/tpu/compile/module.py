@@ -139,14 +139,12 @@ class CompiledModule(ModulePrograms):
             return None
         if not any(t.requires_grad for t in (*self.module.parameters(), *tree_leaves((args, kwargs))) if torch.is_tensor(t)):
             return None
-        with torch.inference_mode(False), torch.no_grad():
-            call = self._scaled_call(entry, args, kwargs)
+        call = self._scaled_call(entry, args, kwargs)  # what it decides of its tensors, torch goes back through
+        with torch.no_grad():
             self.look()
             self.current()
-            if self.modes.of(call, self.within) is not Mode.COMPILED or self.step_cache is not None:
-                return None
-        with torch.inference_mode(False):
-            return DifferentiatedCall(self, call).output()
+            compiled = self.modes.of(call, self.within) is Mode.COMPILED and self.step_cache is None
+            return DifferentiatedCall(self, call).output() if compiled else None
 
     def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
