@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import denoisers
-import test_vae
-import tiny
 from conftest import relative, slow
-from diffusers import WanTransformer3DModel, tpu
+from diffusers import tpu
 from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.pipelines.attach import runs
 
@@ -71,3 +70,63 @@ def test_gradients_of_denoisers(chips, kind, mesh, batch, heads, training, again
         ours.enable_gradient_checkpointing(), theirs.enable_gradient_checkpointing()
     assert_alike(gradients(ours, given), gradients(theirs, given))
     assert not tpu.report(ours)["eager"]
+
+
+def trained(model, steps: int, optimizer, after_first=lambda: None) -> list[float]:
+    """Losses of a loop as upstream's training scripts have it: noise on latents, the model's guess of it, one step of the optimizer."""
+    torch.manual_seed(5)
+    losses, given = [], denoisers.inputs("flux", 2, images=1)
+    target = torch.randn(2, 35, 4)
+    for step in range(steps):
+        given |= {"hidden_states": torch.randn(2, 35, 4) + target, "timestep": torch.rand(2)}
+        loss = torch.nn.functional.mse_loss(model(**given)[0].float(), target)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if not step:
+            after_first()
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_training_loop_is_upstreams(chips, kind, mesh=(1, 4, 2)):
+    """Losses, trained weights, and no program after the first step's."""
+    theirs = denoisers.built("flux", 4).train()
+    if kind == "lora":
+        theirs.requires_grad_(False)
+        theirs.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_v", "to_out.0"]))
+    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh))
+    programs, results = [], []
+    for model in (theirs, ours):
+        asked = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(asked, lr=3e-2 if kind == "lora" else 1e-3)
+        count = (lambda: programs.append(runs(ours).traces)) if model is ours else (lambda: None)
+        results.append((trained(model, 6, optimizer, count), [p.detach() for p in asked]))
+    (expected, weights), (found, own) = results
+    assert expected[-1] < 0.9 * expected[0] and found == pytest.approx(expected, rel=1e-4)
+    assert max(map(relative, own, weights)) < 1e-3
+    assert programs == [runs(ours).traces] and not tpu.report(ours)["eager"]
+
+
+def test_evaluation_mode_shares_the_program_of_calls_without_gradients(chips):
+    theirs, given = denoisers.built("flux", 4), denoisers.inputs("flux", 1)
+    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=(1, 2, 1)))
+    with torch.no_grad():
+        ours(**given)
+    (program,) = runs(ours).programs.values()
+    ours(**given)[0].sum()
+    assert [*runs(ours).programs.values()] == [program] and program.calls == 2
+    x = given["hidden_states"].requires_grad_()
+    (gradient,) = torch.autograd.grad(ours(**given)[0].square().sum(), x)
+    (expected,) = torch.autograd.grad(theirs(**given)[0].square().sum(), x)
+    assert relative(gradient, expected) < LIMIT
+    loss = ours(**given)[0].sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    loss = ours(**given)[0].sum()
+    ours.scale_by = 2  # its Python is another now
+    with pytest.raises(RuntimeError, match="has changed since"):
+        loss.backward()

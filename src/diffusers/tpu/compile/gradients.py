@@ -71,6 +71,16 @@ class Differentiable:
             self.program.compile_seconds += time.perf_counter() - start
         return self._compiled[name](*arguments)
 
+    def lowered(self) -> jax.stages.Lowered:
+        """All the way back at once, of shapes alone."""
+        everywhere = NamedSharding(self.program.mesh, PartitionSpec())
+        gradients = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+            for x in self.program.avals
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        return jax.jit(self._there_and_back).trace(*self.program.given, gradients).lower()
+
     def _outputs_and_residuals(self, *given):
         outputs, back = self._way_back(given)
         residuals, self._tree = jax.tree.flatten(back)
@@ -108,7 +118,7 @@ class Differentiable:
         return [inputs[n] for n in self.wanted.tensors] + [weights[key] for key in self.wanted.weights]
 
     def _as_stored(self, gradients: list) -> list:
-        avals, everywhere = self.program.weights, NamedSharding(self.program.mesh, PartitionSpec())
+        avals, everywhere = self.program.given[0], NamedSharding(self.program.mesh, PartitionSpec())
         there = [everywhere] * len(self.wanted.tensors) + [avals[key].sharding for key in self.wanted.weights]
         return [jax.lax.with_sharding_constraint(*pair) for pair in zip(gradients, there)]
 

@@ -329,7 +329,9 @@ class ModulePrograms(EntryMethods):
             settled=placed.settled,
             packed=placed.packed,
             plan=dataclasses.replace(self.plan, **without),
-            attention=dataclasses.replace(self.settings, mesh=self.mesh_of(call, branches)),
+            attention=dataclasses.replace(
+                self.settings, mesh=self.mesh_of(call, branches), differentiable=call.wanted is not None
+            ),
             matmul_precision=self.config.matmul_precision,
             part=self.within,
             kept=None if call.step.kind is None else self.step_cache,

@@ -45,7 +45,7 @@ class Program:
         avals: shapes and dtypes of one call's flat outputs.
         key: its name on disk, for other processes; None: it is not written.
         recalled: another process has compiled it.
-        weights: shapes and shardings of those that it was traced for.
+        given: shapes and shardings of weights, numbers and inputs of one call that it was traced for.
         differentiable: of a call that asks for gradients, its executables (`gradients.Differentiable`).
     """
 
@@ -63,7 +63,7 @@ class Program:
     avals: list = field(default_factory=list)
     key: Key | None = None
     recalled: bool = False
-    weights: dict = field(default_factory=dict)
+    given: tuple = ({}, {}, [])
     differentiable: object = None
 
     @functools.cached_property
@@ -188,4 +188,5 @@ def trace_program(
     jitted = jax.jit(program, **({"out_shardings": everywhere} if function.kept is None else {}))
     traced = jitted.trace(placed.avals, numbers, [inputs] * branches)
     avals, seconds = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in traced.out_info[0]], time.perf_counter() - start
-    return Program(name, call.entry, call.shapes, branches, mesh, options, traced, found[-1], seconds, avals=avals, weights=placed.avals)
+    of = name, call.entry, call.shapes, branches, mesh, options, traced, found[-1], seconds
+    return Program(*of, avals=avals, given=(placed.avals, numbers, inputs))

@@ -91,6 +91,7 @@ def request_of(
     only: list[str] | None = None,
     within: str | None = None,
     measured: dict | None = None,
+    train: str | None = None,
 ) -> dict:
     """What is asked for a plan.
 
@@ -106,6 +107,7 @@ def request_of(
         only: names of components; None: all.
         within: "module:name" of a context manager that programs are traced in, for benchmarks; None: of none.
         measured: rates of a report of `diffusers-tpu check`, as `measured.read_rates` reads them; None: published ones.
+        train: "lora" or "full": a step of training the denoiser, there and back, in place of a run.
 
     Raises ValueError: what was asked for cannot be; the message says what can.
     """

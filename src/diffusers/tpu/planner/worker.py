@@ -16,7 +16,7 @@ from ..common.config import TPUConfig
 from ..compile.module import CompiledModule
 from ..pipelines.attach import degrees_of
 from ..pipelines.plans import model_plan, module_plan, pipeline_plan
-from . import READER, advice, ici, kept, meshes, sources, timing
+from . import READER, advice, ici, kept, meshes, sources, timing, training
 from .aot import BadRequest, CompiledProgram, Compiler, OutOfMemory
 from .building import build, configuration_of
 from .measured import Rates
@@ -71,6 +71,8 @@ def recording_of(request: dict, progress: Callable) -> Recording:
         configuration = configuration_of(request["model"])
         pipe = build(configuration, getattr(torch, request["dtype"]), request.get("tiling"))
         arguments = {**configuration.call, **request["arguments"]}
+        if train := request.get("train"):
+            training.prepare(pipe, train, arguments)
         if request["batch"] > 1:
             arguments["prompt"] = ["word"] * request["batch"]
         recording = record(pipe, arguments, progress)
@@ -79,6 +81,8 @@ def recording_of(request: dict, progress: Callable) -> Recording:
     if not recording.steps:
         raise BadRequest(f"expected a pipeline that denoises in steps, got {type(pipe).__name__} without any")
     _check_size(arguments, recording)
+    if train:
+        training.one_step(recording)
     recording.arguments = {k: v for k, v in arguments.items() if isinstance(v, (int, float, str, bool))}
     return recording
 
@@ -163,7 +167,7 @@ class Planner:
         return PlannedRun(topology, mesh, parts, self.recording, self.config, self.rates)
 
     def _part(self, recorded: RecordedCall, runner: CompiledModule, compiler: Compiler) -> Part:
-        branches = recorded.together(runner)
+        branches = 1 if self.request.get("train") else recorded.together(runner)
         inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
         weights = runner.plan_weights().coverage.bytes_per_chip
         part = Part(recorded, branches, weights, inputs, layout=layout_of(runner))
@@ -176,7 +180,10 @@ class Planner:
         part.mesh = dict(mesh.shape)
         self.progress(f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, part.mesh.values()))}")
         start = time.perf_counter()
-        lowered = runner.trace(recorded.call, branches).traced.lower()
+        if train := self.request.get("train"):
+            lowered, part.passes = training.lowered(runner, recorded.call), training.PASSES[train]
+        else:
+            lowered = runner.trace(recorded.call, branches).traced.lower()
         part.trace_seconds = time.perf_counter() - start
         part.program_name = kept.name_of(compiler, lowered, mesh, options)
         if self.request.get("named"):

@@ -36,6 +36,7 @@ def run(options, rest: list[str]) -> int:
     topologies = [find_topology(name).name for word in options.topology for name in word.split(",") if name]
     mesh = options.mesh if options.mesh in (None, "auto") else parse_mesh(options.mesh)
     settings = {**_asked(options, rest), "mesh": mesh, "everything": options.everything, "seconds": options.time_limit}
+    settings["train"] = options.train
     if options.measured:
         generations = [find_topology(name).chip.generation for name in topologies]
         settings["measured"] = read_rates(options.measured, generations)

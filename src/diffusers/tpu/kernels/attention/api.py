@@ -156,15 +156,24 @@ def _program(settings: Settings, scale: float):
 
 def _local(settings: Settings, q, k, v, mask):
     """(name, attention of one chip, reason): the kernel of `Settings.kernel`; for "auto" the fastest that takes this call."""
-    name = settings.kernel
-    if name == "auto":
-        name = "kernel" if settings.platform == "tpu" else "reference"
+    name, auto = settings.kernel, settings.kernel == "auto" or settings.differentiable
+    if auto:
+        name = "reference" if settings.platform != "tpu" else "splash" if settings.differentiable else "kernel"
     run, unsupported = KERNELS[name](settings)
-    if (reason := unsupported(q, k, v, mask)) is None:
+    reason = unsupported(q, k, v, mask)
+    if reason is None and name == "splash" and _on_a_ring(settings, q, k):
+        reason = "a ring, which heads that the chips do not divide need"
+    if reason is None:
         return name, run, ""
-    if settings.kernel == "auto":
+    if auto:
         return "reference", reference_attention, f"{name} does not take {reason}"
     raise NotImplementedError(f"attention {name!r} does not take {reason}; use 'auto' or 'reference'")
+
+
+def _on_a_ring(settings: Settings, q, k) -> bool:
+    mesh = settings.mesh
+    split = mesh is not None and mesh.size > 1 and settings.sequence and q.shape[2] == k.shape[2] >= mesh.shape["sp"]
+    return split and split_over(mesh, q, k, settings.ring).ring > 1
 
 
 def _ours(settings: Settings, **fixed):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ..settings import current
 from .masks import Mask, takes_part
 
 
@@ -92,6 +93,8 @@ def reference_attention(
         out = a / jnp.where(l == 0, 1.0, l)[..., None]
         return (out, m + jnp.log(l)) if with_lse else out.astype(q.dtype)
 
+    if current().differentiable:
+        visit_rows = jax.checkpoint(visit_rows)  # scores are computed again, and not kept
     if q_blocks == 1:
         out = visit_rows(0)
     else:

@@ -67,7 +67,10 @@ def splash_attention(
     one = splash.CausalMask if mask.band is not None else splash.FullMask
     kernel = splash.make_splash_mha_single_device(
         mask=splash.MultiHeadMask([one((q_padded, s_padded))] * heads),
-        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner),
+        block_sizes=splash.BlockSizes(
+            block_q=block_q, block_kv=block_kv, block_kv_compute=inner,
+            block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=inner, block_q_dq=block_q, block_kv_dq=block_kv,
+        ),  # fmt: skip
         interpret=interpret,
     )
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.

@@ -1,0 +1,47 @@
+"""A step of training in place of a run: the denoiser there and back, compiled as one program; optimizers run on the host."""
+
+import jax
+from peft import LoraConfig
+
+from ..compile.call import Call
+from ..compile.gradients import DifferentiatedCall, Differentiable
+from ..compile.module import CompiledModule
+from ..pipelines.components import modules_of
+from .recording import Recording
+from .runs import stage_of
+
+
+RANK = 16
+PROJECTIONS = ["to_q", "to_k", "to_v", "to_out.0"]  # of upstream's scripts for LoRA
+PASSES = {"lora": 2, "full": 3}  # of the call's FLOPs: itself, gradients of activations, those of weights; not what is computed again
+
+
+def prepare(pipe, kind: str, arguments: dict):
+    """Denoisers as a training script has them, and a call without guidance.
+
+    Raises ValueError for a denoiser without such projections.
+    """
+    arguments["guidance_scale"] = 1.0
+    for name, module in modules_of(pipe).items():
+        if stage_of(name) != "denoise":
+            continue
+        module.requires_grad_(kind == "full").train()
+        if kind == "lora":
+            module.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=PROJECTIONS))
+        if module._supports_gradient_checkpointing:
+            module.enable_gradient_checkpointing()
+
+
+def one_step(recording: Recording):
+    """Only denoisers are called, each once."""
+    recording.calls = [call for call in recording.calls if stage_of(call.component) == "denoise"]
+    recording.stepped.clear()
+    recording.stepped[0] = 1
+    for call in recording.calls:
+        call.groups = [1]
+
+
+def lowered(runner: CompiledModule, call: Call) -> jax.stages.Lowered:
+    runner.current()
+    wanted = DifferentiatedCall(runner, call).wanted
+    return Differentiable(runner.trace(wanted.of(call)), wanted).lowered()
