@@ -19,6 +19,7 @@ from .. import bridge
 from ..chips import hosts
 from ..chips.locks import exclusive
 from ..chips.sharding import ModelPlan
+from ..common import notices
 from ..common.errors import NotFinite
 from ..idioms.refusing import without_gradients
 from ..kernels.settings import bound
@@ -143,8 +144,14 @@ class CompiledModule(ModulePrograms):
         with torch.no_grad():
             self.look()
             self.current()
-            compiled = self.modes.of(call, self.within) is Mode.COMPILED and self.step_cache is None
-            return DifferentiatedCall(self, call).output() if compiled else None
+            if self.modes.of(call, self.within) is Mode.COMPILED and self.step_cache is None:
+                if (result := DifferentiatedCall(self, call).output()) is not None:
+                    return result
+        if not self.module.training:
+            return None
+        words = f"{self.name}.{entry} is trained on the host: it is not compiled as it is now (diffusers.tpu.report says why)"
+        notices.warn_once(f"trains on host {self.name}.{entry}", words)
+        return self.on_host(entry, args, kwargs)
 
     def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""

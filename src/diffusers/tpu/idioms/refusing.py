@@ -47,9 +47,9 @@ def refuse_weights(model: str, name: str, tensor: torch.Tensor):
 
 
 GRADIENTS = (
-    "the TPU path computes no gradients: what a model of it answers cannot be differentiated. To train or to guide by"
-    " gradients, diffusers.tpu.uninstall(pipe) first (or .to('cpu')), or TPUConfig(host=('unet',)) for one model of a"
-    " pipeline; it then runs on the host as upstream's"
+    "the TPU path goes back through compiled calls outside of a pipeline's own: this model is not compiled as it is now"
+    " (diffusers.tpu.report says why), has a step cache, or was called within pipe(...). To differentiate it on the host,"
+    " diffusers.tpu.uninstall(pipe) first (or .to('cpu')), or TPUConfig(host=('unet',)) for one model of a pipeline"
 )
 
 
