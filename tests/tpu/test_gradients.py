@@ -96,7 +96,9 @@ def test_a_training_loop_is_upstreams(chips, kind, mesh=(1, 4, 2)):
     theirs = denoisers.built("flux", 4).train()
     if kind == "lora":
         theirs.requires_grad_(False)
-        theirs.add_adapter(LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_v", "to_out.0"]))
+        theirs.add_adapter(
+            LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_v", "to_out.0"])
+        )
     ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh))
     programs, results = [], []
     for model in (theirs, ours):

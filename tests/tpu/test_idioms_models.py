@@ -283,8 +283,7 @@ def test_gradients_and_a_forgotten_no_grad_are_as_upstream(pipe):
     x, theirs = torch.randn(2, 4, 8, 8, requires_grad=True), tiny.pixart().transformer
     given = inputs(hidden_states=x)
     found, expected = (
-        torch.autograd.grad(model(**given)[0].square().mean(), x)[0]
-        for model in (pipe.transformer, theirs)
+        torch.autograd.grad(model(**given)[0].square().mean(), x)[0] for model in (pipe.transformer, theirs)
     )
     assert relative(found, expected) < 1e-5
     block = pipe.transformer.transformer_blocks[0]

@@ -285,6 +285,9 @@ def _cache(rows: list[dict]) -> list[str]:
     return markdown(head, lines)
 
 
+ERRORS = ("error", "upstream_error")
+
+
 def _few(plan: dict) -> list[str]:
     head = (
         "model and size",
@@ -304,7 +307,22 @@ def _few(plan: dict) -> list[str]:
     return markdown(head, [(work, plan["topology"], mesh, str(steps), *seconds)])
 
 
+def _at_size(record: dict) -> list[str]:
+    """Errors of the models of values-at-size.json, in float32, and in bfloat16 beside upstream's own."""
+    head = ("model and call", "parameters, billions", "float32", "bfloat16", "upstream's own in bfloat16")
+    lines = []
+    for row in record["rows"]:
+        single, half = row.get("float32"), row.get("bfloat16")
+        errors = (
+            f"{single['error']:.1e}" if single else "",
+            *(f"{half[name]:.2%}" if half else "" for name in ERRORS),
+        )
+        lines.append((row["what"], f"{row['parameters'] / 1e9:.2g}", *errors))
+    return markdown(head, lines)
+
+
 TABLES = {
+    "at-size": Table("values-at-size.json", _at_size),
     "cache": Table("cache.json", _cache),
     "few-steps": Table("plan-wan2.1-t2v-14b-4-steps-v6e-8.json", _few),
     "speed": Table("step.json", _speed),

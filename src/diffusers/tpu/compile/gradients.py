@@ -47,7 +47,9 @@ class Differentiable:
     def __init__(self, program: Program, wanted: Wanted):
         self.program, self.wanted, self.jaxpr = program, wanted, program.traced.jaxpr
         self._compiled: dict[str, jax.stages.Compiled] = {}
-        self._tree, self._places = None, []  # of the way back, a tree of residuals; of each: is it an argument, and its number
+        # The way back is a tree of residuals; of each: whether it is an argument, and its number among these or the others.
+        self._tree: jax.tree_util.PyTreeDef | None = None
+        self._places: list[tuple[bool, int]] = []
 
     def forward(self, *given) -> tuple[list[jax.Array], list[jax.Array]]:
         """Flat outputs, and residuals. `given`: weights, numbers, inputs."""
@@ -185,6 +187,7 @@ class DifferentiatedCall:
                 outputs, kept = self._differentiable(program).forward(values.weights, values.numbers, values.inputs)
         else:
             outputs, kept = runner.execute(program, call), (values.weights, values.numbers, values.inputs)
+        call.values = None  # torch decides how long what is kept lives
         return [bridge.from_numpy(x) for x in outputs], kept
 
     def back(self, kept, gradients: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:

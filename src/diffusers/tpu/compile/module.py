@@ -138,7 +138,9 @@ class CompiledModule(ModulePrograms):
         """Upstream's return value, which torch can go back through; None where nothing asks for that, or no program stands for the call."""
         if not torch.is_grad_enabled() or bridge.environment().active or self.within:
             return None
-        if not any(t.requires_grad for t in (*self.module.parameters(), *tree_leaves((args, kwargs))) if torch.is_tensor(t)):
+        if not any(
+            t.requires_grad for t in (*self.module.parameters(), *tree_leaves((args, kwargs))) if torch.is_tensor(t)
+        ):
             return None
         call = self._scaled_call(entry, args, kwargs)  # what it decides of its tensors, torch goes back through
         with torch.no_grad():

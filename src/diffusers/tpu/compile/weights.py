@@ -129,7 +129,8 @@ class PlacedWeights:
 
     def apart(self, key: str, array: jax.Array, asked: dict[int, torch.Tensor]) -> Iterator[torch.Tensor]:
         """Of an array that lies as one of ours, the part of each of these tensors, by their number in its sources, on the host."""
-        array = self.packed[key].apart(array, self.packed[key].axis + _is_stacked(key)) if key in self.packed else array
+        if key in self.packed:
+            array = self.packed[key].apart(array, self.packed[key].axis + _is_stacked(key))
         host = from_numpy(array)
         for number, tensor in asked.items():
             own = host[number] if _is_stacked(key) else host

@@ -4,7 +4,7 @@ import jax
 from peft import LoraConfig
 
 from ..compile.call import Call
-from ..compile.gradients import DifferentiatedCall, Differentiable
+from ..compile.gradients import Differentiable, DifferentiatedCall
 from ..compile.module import CompiledModule
 from ..pipelines.components import modules_of
 from .recording import Recording
@@ -13,7 +13,8 @@ from .runs import stage_of
 
 RANK = 16
 PROJECTIONS = ["to_q", "to_k", "to_v", "to_out.0"]  # of upstream's scripts for LoRA
-PASSES = {"lora": 2, "full": 3}  # of the call's FLOPs: itself, gradients of activations, those of weights; not what is computed again
+# Of the call's FLOPs: itself, gradients of activations, those of weights; not what is computed again.
+PASSES = {"lora": 2, "full": 3}
 
 
 def prepare(pipe, kind: str, arguments: dict):

@@ -68,9 +68,15 @@ def splash_attention(
     kernel = splash.make_splash_mha_single_device(
         mask=splash.MultiHeadMask([one((q_padded, s_padded))] * heads),
         block_sizes=splash.BlockSizes(
-            block_q=block_q, block_kv=block_kv, block_kv_compute=inner,
-            block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=inner, block_q_dq=block_q, block_kv_dq=block_kv,
-        ),  # fmt: skip
+            block_q=block_q,
+            block_kv=block_kv,
+            block_kv_compute=inner,
+            block_q_dkv=block_q,
+            block_kv_dkv=block_kv,
+            block_kv_dkv_compute=inner,
+            block_q_dq=block_q,
+            block_kv_dq=block_kv,
+        ),
         interpret=interpret,
     )
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
