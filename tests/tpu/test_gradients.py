@@ -53,11 +53,11 @@ def assert_alike(found: tuple[dict, dict], expected: tuple[dict, dict]):
     "kind, mesh, batch, heads, training, again",
     [
         ("flux", (2, 2, 2), 2, 4, True, False),
-        ("sd3.5", (1, 8, 1), 1, 3, True, True),
+        slow("sd3.5", (1, 8, 1), 1, 3, True, True),
         ("qwen", (1, 4, 1), 1, 3, False, False),
         ("cogvideox 1.5 image", (1, 4, 2), 2, 6, True, True),
         ("hunyuan", (2, 2, 2), 2, 2, True, True),
-        ("ltx", (1, 1, 1), 1, 4, False, False),
+        slow("ltx", (1, 1, 1), 1, 4, False, False),
         slow("flux2", (1, 2, 4), 1, 4, True, True),
         slow("flux", (1, 1, 1), 1, 4, True, False),
     ],
@@ -90,7 +90,7 @@ def trained(model, steps: int, optimizer, after_first=lambda: None) -> list[floa
     return losses
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", ["lora", slow("full")])
 def test_a_training_loop_is_upstreams(chips, kind, mesh=(1, 4, 2)):
     """Losses, trained weights, and no program after the first step's."""
     theirs = denoisers.built("flux", 4).train()

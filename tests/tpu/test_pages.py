@@ -297,6 +297,14 @@ def test_the_lora_pages_script_makes_a_video_without_a_second_branch(run, tmp_pa
     assert pipe.get_active_adapters() == ["default_0"]
 
 
+def test_the_training_pages_script_trains_an_adapter(run, tmp_path):
+    names = run(EXAMPLES / "TRAINING.md")
+    assert names["loss"].isfinite() and (tmp_path / "adapter/pytorch_lora_weights.safetensors").stat().st_size
+    trained = [p for name, p in names["transformer"].named_parameters() if "lora_B" in name]
+    assert trained and all(p.any() for p in trained)  # they begin as zeros
+    assert not report(names["pipe"])["components"]["transformer"]["eager"]
+
+
 @pytest.mark.slow
 def test_the_script_of_hunyuan_video15s_page_makes_a_video(run, tmp_path):
     idioms.on()  # as `import diffusers` does where the path is active
@@ -321,6 +329,6 @@ def test_the_attention_page_explains_calls_and_the_video_page_encodes_and_decode
 
 def test_every_page_with_python_is_run_here():
     ran = {"README_TPU.md", *(f"src/diffusers/tpu/kernels/{name}/README.md" for name in ("attention", "video"))}
-    pages = "SCRIPTS", "LORA", "MIGRATION", "MIGRATION.zh"  # the last two in test_migration.py
+    pages = "SCRIPTS", "LORA", "TRAINING", "MIGRATION", "MIGRATION.zh"  # the last two in test_migration.py
     ran |= {f"examples/tpu/{name}.md" for name in pages}
     assert {str(page.relative_to(ROOT)) for page in PAGES if blocks(page, "python")} == ran

@@ -33,7 +33,7 @@ def test_every_table_of_a_page_is_its_record_and_every_table_is_on_a_page():
     assert sorted(shown) == sorted(n for n, table in maker.TABLES.items() if (RESULTS / table.record).exists())
     there = {path.name for path in RESULTS.iterdir() if path.is_file() and path.suffix != ".py"}
     made = {name for record in maker.records().values() for name in record.files}
-    of_scripts = {f"{name}.json" for name in ("mutants", "coverage", "upstream", "bulk", "serve")}
+    of_scripts = {f"{name}.json" for name in ("mutants", "coverage", "upstream", "bulk", "serve", "values-at-size")}
     assert there - of_scripts <= made and made - there <= {"run.json"}
 
 

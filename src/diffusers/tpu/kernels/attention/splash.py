@@ -9,6 +9,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array
 
 from ..pallas import LANES, round_up
+from ..settings import current
 from .masks import Mask
 from .reference import Keys, Out, Queries, Values
 
@@ -65,18 +66,13 @@ def splash_attention(
         valid = valid & jnp.pad(mask.keys[:, 0, 0], ((0, 0), (0, s_padded - s_len)))
     segments = _segments(valid, q_padded)
     one = splash.CausalMask if mask.band is not None else splash.FullMask
+    back = {}
+    if current().differentiable:
+        back = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": inner}
+        back |= {"block_q_dq": block_q, "block_kv_dq": block_kv}
     kernel = splash.make_splash_mha_single_device(
         mask=splash.MultiHeadMask([one((q_padded, s_padded))] * heads),
-        block_sizes=splash.BlockSizes(
-            block_q=block_q,
-            block_kv=block_kv,
-            block_kv_compute=inner,
-            block_q_dkv=block_q,
-            block_kv_dkv=block_kv,
-            block_kv_dkv_compute=inner,
-            block_q_dq=block_q,
-            block_kv_dq=block_kv,
-        ),
+        block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner, **back),
         interpret=interpret,
     )
     # The kernel's products are exact for bfloat16 operands; asked for more, the compiler refuses them.
