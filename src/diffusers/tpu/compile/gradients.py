@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ...utils import logging
 from .. import bridge
 from ..chips.devices import compile_lowered
 from ..chips.locks import exclusive
 from .call import Call
 from .programs import Program
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,9 @@ class Differentiable:
             start = time.perf_counter()
             lowered = jax.jit(getattr(self, f"_{name}")).trace(*arguments).lower()
             self._compiled[name] = compile_lowered(lowered, self.program.options)
-            self.program.compile_seconds += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.program.compile_seconds += seconds
+            logger.info(f"compiled {self.program.name}.{self.program.entry}, {name}, in {seconds:.1f} s")
         return self._compiled[name](*arguments)
 
     def lowered(self) -> jax.stages.Lowered:

@@ -319,6 +319,10 @@ class ModulePrograms(EntryMethods):
             without["processors"] = {}
         if self.plan.axes not in (None, *(t.ndim for t in call.tensors[:1])):
             without["methods"] = {}
+        if call.wanted is not None and self.plan.by_width and call.tensors[0].ndim == 5:
+            without[
+                "methods"
+            ] = {}  # JAX 0.10.2 does not go back through a scan in a shard_map that weights are closed over by
         return tracing.PureFunction(
             module=self.module,
             call=self.original(call.entry),
