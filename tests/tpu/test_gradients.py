@@ -10,7 +10,7 @@ from peft import LoraConfig
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import denoisers
-from conftest import relative, slow
+from conftest import relative, run_python, slow
 from diffusers import tpu
 from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.kernels.attention.masks import Mask
@@ -156,3 +156,9 @@ def test_splashs_way_back_is_the_references(mask):
 
     found = gradients_by(splash_attention, interpret=True, blocks=(128, 128, 128))
     assert max(map(relative, found, gradients_by(reference_attention))) < 1e-4
+
+
+def test_a_plan_needs_no_peft():
+    run_python(
+        "-c", "import sys; sys.modules['peft'] = None; import diffusers.tpu.planner.worker", DIFFUSERS_TPU="off"
+    )

@@ -1,7 +1,6 @@
 """A step of training in place of a run: the denoiser there and back, compiled as one program; optimizers run on the host."""
 
 import jax
-from peft import LoraConfig
 
 from ..compile.call import Call
 from ..compile.gradients import Differentiable, DifferentiatedCall
@@ -22,6 +21,9 @@ def prepare(pipe, kind: str, arguments: dict):
 
     Raises ValueError for a denoiser without such projections.
     """
+    if kind == "lora":
+        from peft import LoraConfig  # an extra's
+
     arguments["guidance_scale"] = 1.0
     for name, module in modules_of(pipe).items():
         if stage_of(name) != "denoise":
