@@ -167,6 +167,7 @@ class Executables:
             compiled = serialize_executable.serialize(program.compiled)
             _loaded[program.key.name] = program.compiled
             stored = {"mesh": program.mesh.shape["dp"], "options": {}, "calls": 0, "key": None, "recalled": True}
+            stored |= {"given": (), "differentiable": None}
             return dataclasses.replace(program, compiled=compiled, **stored)
 
         self.keep(program.key, make, ahead)

@@ -63,7 +63,7 @@ class Program:
     avals: list = field(default_factory=list)
     key: Key | None = None
     recalled: bool = False
-    given: tuple = ({}, {}, [])
+    given: tuple = ()
     differentiable: object = None
 
     @functools.cached_property
