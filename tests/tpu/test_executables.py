@@ -48,7 +48,7 @@ def running(model, plan: ModelPlan, mesh, config: TPUConfig = TPUConfig()):
 @pytest.fixture
 def run(make_mesh, store):
     """A function: a tiny Wan transformer's answer as of a process of its own, and its runner."""
-    with contextlib.ExitStack() as attached:
+    with contextlib.ExitStack() as attached, torch.no_grad():  # programs for gradients are not kept
 
         def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=TPUConfig()):
             model = tiny.wan_transformer(seed=seed, num_layers=2)
