@@ -231,7 +231,8 @@ def _vae(rows: list[dict]) -> list[str]:
     for row in rows:
         compiled, held = row["how"] == "compiled", row["hbm_gib"]
         module = {"ours": "upstream's", "ours, in tiles": "upstream's, in tiles", "nnx": "plain JAX"}[row["variant"]]
-        seconds = _span(row["seconds"], row.get("slower")) + ("" if compiled else ", modelled")
+        seconds = _span(row["seconds"], row.get("slower")) if row["seconds"] else "no room"
+        seconds += ", modelled" if row["how"] == "modelled" else ""
         took = f"{row['compile_seconds']:.0f}" if compiled else ""
         work = (_work(row), row["entry"], row["topology"], row["dtype"], module)
         lines.append((*work, seconds, f"{held['activations']:.1f}", took))
