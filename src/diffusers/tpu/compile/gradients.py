@@ -61,6 +61,10 @@ class Differentiable:
         flat = jax.tree.leaves(given)
         return outputs, [flat[n] if is_given else new[n] for is_given, n in self._places]
 
+    def compile_forward(self, *given) -> bool:
+        """Compile it; False where that is done already."""
+        return self._compile("outputs_and_residuals", *given)
+
     def backward(self, residuals: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
         """Of what is wanted, tensors first, by the gradients of those outputs that are floating."""
         return self._run("back", residuals, gradients)
@@ -70,14 +74,19 @@ class Differentiable:
         return self._run("there_and_back", *given_and_gradients)
 
     def _run(self, name: str, *arguments):
-        if name not in self._compiled:
-            start = time.perf_counter()
-            lowered = jax.jit(getattr(self, f"_{name}")).trace(*arguments).lower()
-            self._compiled[name] = compile_lowered(lowered, self.program.options)
-            seconds = time.perf_counter() - start
-            self.program.compile_seconds += seconds
-            logger.info(f"compiled {self.program.name}.{self.program.entry}, {name}, in {seconds:.1f} s")
+        self._compile(name, *arguments)
         return self._compiled[name](*arguments)
+
+    def _compile(self, name: str, *arguments) -> bool:
+        if name in self._compiled:
+            return False
+        start = time.perf_counter()
+        lowered = jax.jit(getattr(self, f"_{name}")).trace(*arguments).lower()
+        self._compiled[name] = compile_lowered(lowered, self.program.options)
+        seconds = time.perf_counter() - start
+        self.program.compile_seconds += seconds
+        logger.info(f"compiled {self.program.name}.{self.program.entry}, {name}, in {seconds:.1f} s")
+        return True
 
     def lowered(self) -> jax.stages.Lowered:
         """All the way back at once, of shapes alone."""
@@ -170,14 +179,29 @@ class DifferentiatedCall:
         again = not self.keeps or getattr(runner.module, "is_gradient_checkpointing", False)
         self.wanted = Wanted((*self.inputs,), (*self.weights,), again)
 
-    def output(self):
-        """Upstream's return value. None: there is no program for the call."""
-        runner, call = self.runner, self.call
+    def find(self) -> Program | None:
+        """Its program; None: there is none for the call."""
         if self.keeps:
-            self.call = call = self.wanted.of(call)
-        self.program = runner.find_program(call, 1)
-        if self.program is None:
-            return None
+            self.call = self.wanted.of(self.call)
+        self.program = self.runner.find_program(self.call, 1)
+        return self.program
+
+    def ready(self) -> bool:
+        """Weights placed, program compiled. False: the call has another key, as another thread changed what it depends on."""
+        runner, call, program = self.runner, self.call, self.program
+        if not self.keeps:
+            return runner.make_ready(call, program)
+        runner.take_values(call, program.mesh)
+        with runner.in_memory(f"to train {runner.name} by {program.shapes}"):
+            anew = self._differentiable(program).compile_forward(*self._given())
+        runner.current()
+        if anew and runner.state_key == call.state:
+            runner.take_values(call, program.mesh)
+        return runner.state_key == call.state
+
+    def output(self):
+        """Upstream's return value."""
+        runner, call = self.runner, self.call
         asked = [*self.inputs.values(), *(t for some in self.weights.values() for t in some.values())]
         with torch.enable_grad():
             flat = _Call.apply(self, *asked)
@@ -186,13 +210,11 @@ class DifferentiatedCall:
     def run(self) -> tuple[list[torch.Tensor], object]:
         """Flat output tensors, and what is kept for `back`."""
         runner, call, program = self.runner, self.call, self.program
-        runner.take_values(call, program.mesh)
-        values = call.values
         if self.keeps:
             with runner.in_memory(f"to train {runner.name} by {program.shapes}"):
-                outputs, kept = self._differentiable(program).forward(values.weights, values.numbers, values.inputs)
+                outputs, kept = self._differentiable(program).forward(*self._given())
         else:
-            outputs, kept = runner.execute(program, call), (values.weights, values.numbers, values.inputs)
+            outputs, kept = runner.execute(program, call), self._given()
         call.values = None  # torch decides how long what is kept lives
         return [bridge.from_numpy(x) for x in outputs], kept
 
@@ -222,6 +244,10 @@ class DifferentiatedCall:
                 " changed since: call backward() before changing it, or put it into training mode, model.train()"
             )
         return self.runner.find_program(call, 1)
+
+    def _given(self) -> tuple:
+        values = self.call.values
+        return values.weights, values.numbers, values.inputs
 
     def _differentiable(self, program: Program) -> Differentiable:
         if program.differentiable is None:

@@ -125,7 +125,7 @@ class CompiledModule(ModulePrograms):
                     call.step.undo()
                     self.state.leave_step_cache()
                     result = self._run_uncompiled(mode, entry, args, kwargs)
-                elif self._make_ready(call, program):
+                elif self.make_ready(call, program):
                     result = self._unflatten(call, program, self.branches.run(call, program))
                 else:
                     call.step.undo()
@@ -146,9 +146,13 @@ class CompiledModule(ModulePrograms):
         with torch.no_grad():
             self.look()
             self.current()
-            if self.modes.of(call, self.within) is Mode.COMPILED and self.step_cache is None:
-                if (result := DifferentiatedCall(self, call).output()) is not None:
-                    return result
+            compiled = self.modes.of(call, self.within) is Mode.COMPILED and self.step_cache is None
+            differentiated = DifferentiatedCall(self, call) if compiled else None
+            found = compiled and differentiated.find() is not None
+            if found and differentiated.ready():
+                return differentiated.output()
+        if found:
+            return self._differentiated(entry, args, kwargs)
         if not self.module.training:
             return None
         words = f"{self.name}.{entry} is trained on the host: it is not compiled as it is now (diffusers.tpu.report says why)"
@@ -167,7 +171,7 @@ class CompiledModule(ModulePrograms):
         call.scale = scale
         return call
 
-    def _make_ready(self, call: Call, program: Program) -> bool:
+    def make_ready(self, call: Call, program: Program) -> bool:
         """Weights placed, program compiled. False: the call has another key, as a trace or another thread changed what it depends on."""
         if self.state.numbers_are_static and call.scale != 1.0:
             return False

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ..chips.figures import find_topology
+from ..chips.figures import Chip
 from . import timing
 from .pages import render
 
@@ -42,7 +42,7 @@ def page(plans: list[dict]) -> str:
         plans=views,
         facts=_facts(plans),
         timing=timing,
-        stalls=" or ".join(sorted({f"{find_topology(plan['topology']).chip.stalls - 1:.0%}" for plan in plans})),
+        stalls=" or ".join(sorted({f"{plan['chip'].get('stalls', Chip.stalls) - 1:.0%}" for plan in plans})),
     )
 
 

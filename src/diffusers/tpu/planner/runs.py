@@ -222,6 +222,11 @@ class PlannedRun:
             "peak_flops": peak_flops,
             "programs": [part.digest for part in self.parts],
             "steps": self.recording.steps,
-            "chip": {"devices": self.topology.devices, "flops": chip.flops, "hbm": chip.hbm_bytes},
+            "chip": {
+                "devices": self.topology.devices,
+                "flops": chip.flops,
+                "hbm": chip.hbm_bytes,
+                "stalls": chip.stalls,
+            },
             "parts": [part.as_json() for part in self.parts],
         }
