@@ -187,17 +187,12 @@ class DifferentiatedCall:
         return self.program
 
     def ready(self) -> bool:
-        """Weights placed, program compiled. False: the call has another key, as another thread changed what it depends on."""
-        runner, call, program = self.runner, self.call, self.program
-        if not self.keeps:
-            return runner.make_ready(call, program)
-        runner.take_values(call, program.mesh)
-        with runner.in_memory(f"to train {runner.name} by {program.shapes}"):
-            anew = self._differentiable(program).compile_forward(*self._given())
-        runner.current()
-        if anew and runner.state_key == call.state:
-            runner.take_values(call, program.mesh)
-        return runner.state_key == call.state
+        """As `CompiledModule.make_ready`."""
+        return self.runner.make_ready(self.call, self.program, self._compile if self.keeps else None)
+
+    def _compile(self, program: Program) -> bool:
+        with self.runner.within_hbm(lambda: f"to train {self.runner.name} by {program.shapes}"):
+            return self._differentiable(program).compile_forward(*self._given())
 
     def output(self):
         """Upstream's return value."""
@@ -211,7 +206,7 @@ class DifferentiatedCall:
         """Flat output tensors, and what is kept for `back`."""
         runner, call, program = self.runner, self.call, self.program
         if self.keeps:
-            with runner.in_memory(f"to train {runner.name} by {program.shapes}"):
+            with runner.within_hbm(lambda: f"to train {runner.name} by {program.shapes}"):
                 outputs, kept = self._differentiable(program).forward(*self._given())
         else:
             outputs, kept = runner.execute(program, call), self._given()
@@ -224,7 +219,7 @@ class DifferentiatedCall:
         with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
             everywhere = NamedSharding(program.mesh, PartitionSpec())
             given = [bridge.to_jax(g.contiguous(), everywhere) for g in gradients if _is_floating(g)]
-            with runner.in_memory(f"to go back through {runner.name} of {program.shapes}"):
+            with runner.within_hbm(lambda: f"to go back through {runner.name} of {program.shapes}"):
                 if self.keeps:
                     found = self._differentiable(program).backward(kept, given)
                 else:

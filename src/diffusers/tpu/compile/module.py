@@ -8,11 +8,11 @@ what the user changed makes another program, or is an argument of the same one. 
 import contextlib
 import contextvars
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from torch.utils._pytree import tree_leaves
 
 from ...utils.peft_utils import unscale_lora_layers
 from .. import bridge
@@ -21,7 +21,7 @@ from ..chips.locks import exclusive
 from ..chips.sharding import ModelPlan
 from ..common import notices
 from ..common.errors import NotFinite
-from ..idioms.refusing import without_gradients
+from ..idioms.refusing import asking, without_gradients
 from ..kernels.settings import bound
 from . import nans, tracing
 from .call import Call, Values, flatten_call, version_of
@@ -82,9 +82,9 @@ class CompiledModule(ModulePrograms):
         if tracing.tracing() or (self.split is not None and self.split.is_running):
             return self.original(name)(*args, **kwargs)
         with exclusive.pinned():
-            if (result := self._differentiated(name, args, kwargs)) is not None:
-                return result
-            return without_gradients(self.module, (args, kwargs), self.run(name, args, kwargs))
+            asked = asking(self.module, (args, kwargs))
+            back = bool(asked) and not (self.within or bridge.environment().active)
+            return without_gradients(asked, self.run(name, args, kwargs, back))
 
     def _all_placed(self) -> list[PlacedWeights]:
         return [runner._placed for _, runner in self.nested() if runner._placed is not None]
@@ -104,18 +104,29 @@ class CompiledModule(ModulePrograms):
         """What the weights take of a chip, as they are planned."""
         return sum(placed.coverage.bytes_per_chip for placed in self._all_placed())
 
-    def run(self, entry: str, args: tuple, kwargs: dict):
-        """Upstream's return value of the module's `entry(*args, **kwargs)`.
+    def run(self, entry: str, args: tuple, kwargs: dict, back: bool = False):
+        """Upstream's return value of the module's `entry(*args, **kwargs)`; `back`: torch is to go back through it.
 
         Flatten the call -> mode -> key, guards, look up or trace -> weights there, program compiled -> batch guidance branches and
         execute -> unflatten. Calls without a program run split, eagerly or on the host.
         """
         with torch.inference_mode(False), torch.no_grad():
-            call = self._scaled_call(entry, args, kwargs)
+            with torch.set_grad_enabled(back):  # through what it decides of its tensors too
+                call = self._scaled_call(entry, args, kwargs)
             if not _in_pipeline.get():
                 self.look()
             self.current()
             mode = self.modes.of(call, self.within)
+            if back and mode is Mode.COMPILED and self.step_cache is None:
+                differentiated = DifferentiatedCall(self, call)
+                if differentiated.find() is None:
+                    mode = self.modes.fallback
+                elif differentiated.ready():
+                    return self._finite(differentiated.output(), entry, args, kwargs)
+                else:
+                    return self.run(entry, args, kwargs, back)
+            if back and self.module.training:
+                return self._trained_on_host(entry, args, kwargs)
             if mode is Mode.COMPILED and entry == "forward" and self.step_cache is not None:
                 call.become(self.step_cache.step())
             try:
@@ -134,30 +145,11 @@ class CompiledModule(ModulePrograms):
                 call.step.undo()  # of a call that has failed
             return self._finite(result, entry, args, kwargs)
 
-    def _differentiated(self, entry: str, args: tuple, kwargs: dict):
-        """Upstream's return value, which torch can go back through; None where nothing asks for that, or no program stands for the call."""
-        if not torch.is_grad_enabled() or bridge.environment().active or self.within:
-            return None
-        if not any(
-            t.requires_grad for t in (*self.module.parameters(), *tree_leaves((args, kwargs))) if torch.is_tensor(t)
-        ):
-            return None
-        call = self._scaled_call(entry, args, kwargs)  # what it decides of its tensors, torch goes back through
-        with torch.no_grad():
-            self.look()
-            self.current()
-            compiled = self.modes.of(call, self.within) is Mode.COMPILED and self.step_cache is None
-            differentiated = DifferentiatedCall(self, call) if compiled else None
-            found = compiled and differentiated.find() is not None
-            if found and differentiated.ready():
-                return differentiated.output()
-        if found:
-            return self._differentiated(entry, args, kwargs)
-        if not self.module.training:
-            return None
+    def _trained_on_host(self, entry: str, args: tuple, kwargs: dict):
         words = f"{self.name}.{entry} is trained on the host: it is not compiled as it is now (diffusers.tpu.report says why)"
         notices.warn_once(f"trains on host {self.name}.{entry}", words)
-        return self.on_host(entry, args, kwargs)
+        with torch.enable_grad():
+            return self.on_host(entry, args, kwargs)
 
     def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
@@ -171,12 +163,12 @@ class CompiledModule(ModulePrograms):
         call.scale = scale
         return call
 
-    def make_ready(self, call: Call, program: Program) -> bool:
-        """Weights placed, program compiled. False: the call has another key, as a trace or another thread changed what it depends on."""
+    def make_ready(self, call: Call, program: Program, compile: Callable[[Program], bool] | None = None) -> bool:
+        """Weights placed, program compiled, by `compile` if it is not `_compile`. False: the call has another key, as a trace or another thread changed what it depends on."""
         if self.state.numbers_are_static and call.scale != 1.0:
             return False
         self.take_values(call, program.mesh)
-        if not self.branches.waits(call, program) and self._compile(program):
+        if not self.branches.waits(call, program) and (compile or self._compile)(program):
             self._read_state()  # other threads may have run meanwhile
             if self.state_key != call.state:
                 return False
@@ -185,7 +177,7 @@ class CompiledModule(ModulePrograms):
 
     def take_values(self, call: Call, mesh: Mesh | None = None):
         """Give the call what its program computes with: placed weights, numbers, its tensors' values."""
-        with self._within_hbm(lambda: f"for the weights of {self.name}"):
+        with self.within_hbm(lambda: f"for the weights of {self.name}"):
             self.place() if self.hbm_manager is None else self.hbm_manager.load(self)
         everywhere, sequence = NamedSharding(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
@@ -205,7 +197,7 @@ class CompiledModule(ModulePrograms):
         if len(calls) < program.branches and (alone := self._alone(calls[0])) is not None:
             return [self._execute(alone, [call])[0] for call in calls]
         self._compile(program)
-        with self._within_hbm(lambda: f"to run {self.name}.{program.entry} for {program.shapes}"):
+        with self.within_hbm(lambda: f"to run {self.name}.{program.entry} for {program.shapes}"):
             outputs = program.run(calls)
         if self.hbm_manager is not None:
             self.hbm_manager.prefetch(self, calls if program.calls == 1 else None)
@@ -214,9 +206,6 @@ class CompiledModule(ModulePrograms):
     def execute(self, program: Program, call: Call) -> list[jax.Array]:
         """Flat output arrays of a call by itself."""
         return self._execute(program, [call])[0]
-
-    def in_memory(self, doing: str):
-        return self._within_hbm(lambda: doing)
 
     def _alone(self, call: Call) -> Program | None:
         """The program of a deferred call by itself; None where the module is another since: then its own program is filled up."""
@@ -229,10 +218,7 @@ class CompiledModule(ModulePrograms):
         own = len(outputs) - program.result.results
         cached = [x if bridge.on_device(x) else bridge.to_torch(x) for x in outputs[own:]]
         call.step.keep(cached, program.result.form)
-        result = self.output_of(program.result, outputs[:own], call)
-        if call.scale == 0:
-            unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
-        return result
+        return self.output_of(program.result, outputs[:own], call)
 
     def output_of(self, result: tracing.TraceResult, outputs: list, call: Call):
         """Upstream's return value; what the call leaves in its arguments is in the caller's own."""
@@ -243,6 +229,8 @@ class CompiledModule(ModulePrograms):
         own, written = len(outputs) - result.written.arrays, result.written
         if written.holders or written.tensors:
             write_back(written, call.given, call.tensors, outputs[own:], bridge.write)
+        if call.scale == 0:
+            unscale_lora_layers(self.module, 0)  # as upstream's forward ends: scales are those of the files again
         return result.output(outputs[:own])
 
     def _run_uncompiled(self, mode: Mode, entry: str, args: tuple, kwargs: dict):

@@ -264,7 +264,7 @@ class ModulePrograms(EntryMethods):
         if former and not self.within:
             announce(program, former[-1])
         doing = f"to run {self.name}.{program.entry} for {program.shapes}"
-        with self._within_hbm(lambda: doing), exclusive.released(pins=1) as released:
+        with self.within_hbm(lambda: doing), exclusive.released(pins=1) as released:
             first = program.compile()
         if first:
             self.compiled += 1
@@ -272,7 +272,7 @@ class ModulePrograms(EntryMethods):
             self.executables.keep_program(program)
         return released
 
-    def _within_hbm(self, doing):
+    def within_hbm(self, doing):
         manager = self.hbm_manager
         return within_hbm(doing, lambda: "diffusers-tpu plan" if manager is None else manager.question(self))
 
@@ -319,10 +319,9 @@ class ModulePrograms(EntryMethods):
             without["processors"] = {}
         if self.plan.axes not in (None, *(t.ndim for t in call.tensors[:1])):
             without["methods"] = {}
+        # JAX 0.10.2 does not go back through a scan over frames in a shard_map that weights are closed over by.
         if call.wanted is not None and self.plan.by_width and call.tensors[0].ndim == 5:
-            without[
-                "methods"
-            ] = {}  # JAX 0.10.2 does not go back through a scan in a shard_map that weights are closed over by
+            without["methods"] = {}
         return tracing.PureFunction(
             module=self.module,
             call=self.original(call.entry),

@@ -65,17 +65,24 @@ class _Refusing(torch.autograd.Function):
         raise NotImplementedError(GRADIENTS)
 
 
-def without_gradients(module: torch.nn.Module, arguments, output):
-    """The output, which answers a gradient through it with a sentence, where upstream's would have one.
+def asking(module: torch.nn.Module, arguments) -> list[torch.Tensor]:
+    """The weights and arguments that ask for a gradient; none where torch computes none."""
+    if not torch.is_grad_enabled():
+        return []
+    tensors = (*module.parameters(), *(t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)))
+    return [t for t in tensors if t.requires_grad]
+
+
+def without_gradients(asked: list[torch.Tensor], output):
+    """The output, which answers a gradient through it with a sentence where upstream's would have one and it has none.
 
     A script that only forgot `torch.no_grad` gets what upstream gives it.
     """
-    if not torch.is_grad_enabled():
+    if not asked:
         return output
-    tensors = (*module.parameters(), *(t for t in tree_leaves(arguments) if isinstance(t, torch.Tensor)))
-    asked = [t for t in tensors if t.requires_grad]
-    floating = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-    if not asked or not floating:
+    tensors = (t for t in tree_leaves(output) if isinstance(t, torch.Tensor))
+    floating = [t for t in tensors if t.is_floating_point() and not t.requires_grad]
+    if not floating:
         return output
     marked = dict(zip(map(id, floating), _Refusing.apply(len(asked), *asked, *floating)))
     return tree_map(lambda leaf: marked.get(id(leaf), leaf), output)
