@@ -16,7 +16,6 @@ from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.reference import reference_attention
 from diffusers.tpu.kernels.attention.splash import splash_attention
-from diffusers.tpu.kernels.settings import Settings, using
 from diffusers.tpu.pipelines.attach import runs
 
 
@@ -151,11 +150,10 @@ def test_splashs_way_back_is_the_references(mask):
         def loss(*arrays):
             return (attention(*arrays, scale=0.2, mask=mask, **how) * weights).sum()
 
-        with using(Settings(differentiable=True)):
-            return jax.grad(loss, (0, 1, 2))(*arrays)
+        return jax.grad(loss, (0, 1, 2))(*arrays)
 
-    found = gradients_by(splash_attention, interpret=True, blocks=(128, 128, 128))
-    assert max(map(relative, found, gradients_by(reference_attention))) < 1e-4
+    found = gradients_by(splash_attention, interpret=True, differentiable=True, blocks=(128, 128, 128))
+    assert max(map(relative, found, gradients_by(reference_attention, again=True))) < 1e-4
 
 
 def test_a_plan_needs_no_peft():

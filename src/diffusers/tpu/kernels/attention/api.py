@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...common.notices import warn_once
 from ..settings import Settings, current, using
 from . import kernel, masks, splash
-from .parallel import Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
+from .parallel import Split, Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
 from .reference import Keys, Out, Queries, Values, reference_attention
 from .softmax_modes import ONLINE
 
@@ -158,22 +158,17 @@ def _local(settings: Settings, q, k, v, mask):
     """(name, attention of one chip, reason): the kernel of `Settings.kernel`; for "auto" the fastest that takes this call."""
     name, auto = settings.kernel, settings.kernel == "auto" or settings.differentiable
     if auto:
-        name = "reference" if settings.platform != "tpu" else "splash" if settings.differentiable else "kernel"
+        fast = "splash" if settings.differentiable else "kernel"
+        name = fast if settings.platform == "tpu" else "reference"
     run, unsupported = KERNELS[name](settings)
     reason = unsupported(q, k, v, mask)
-    if reason is None and name == "splash" and _on_a_ring(settings, q, k):
+    if reason is None and name == "splash" and (split := _split(settings, q, k)) and split.ring > 1:
         reason = "a ring, which heads that the chips do not divide need"
     if reason is None:
         return name, run, ""
     if auto:
-        return "reference", reference_attention, f"{name} does not take {reason}"
+        return "reference", _plain(settings)[0], f"{name} does not take {reason}"
     raise NotImplementedError(f"attention {name!r} does not take {reason}; use 'auto' or 'reference'")
-
-
-def _on_a_ring(settings: Settings, q, k) -> bool:
-    mesh = settings.mesh
-    split = mesh is not None and mesh.size > 1 and settings.sequence and q.shape[2] == k.shape[2] >= mesh.shape["sp"]
-    return split and split_over(mesh, q, k, settings.ring).ring > 1
 
 
 def _ours(settings: Settings, **fixed):
@@ -183,8 +178,14 @@ def _ours(settings: Settings, **fixed):
 
 
 def _stock(settings: Settings):
-    run = functools.partial(splash.splash_attention, interpret=settings.interpreted, blocks=settings.blocks)
-    return run, splash.unsupported
+    how = {"interpret": settings.interpreted, "blocks": settings.blocks, "differentiable": settings.differentiable}
+    return functools.partial(splash.splash_attention, **how), splash.unsupported
+
+
+def _plain(settings: Settings):
+    again = settings.differentiable
+    run = functools.partial(reference_attention, again=True) if again else reference_attention
+    return run, lambda q, k, v, mask: None
 
 
 # Name -> (attention of one chip with these settings, the reason why it does not take a call).
@@ -192,7 +193,7 @@ KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
     "kernel": _ours,
     "online": functools.partial(_ours, modes=(ONLINE,)),
     "splash": _stock,
-    "reference": lambda settings: (reference_attention, lambda q, k, v, mask: None),
+    "reference": _plain,
 }
 
 
@@ -204,10 +205,16 @@ def _spread(settings: Settings, q, k, local):
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
     spread = functools.partial(parallel_attention, **_over_mesh(settings, local))
-    if q.shape[2] != k.shape[2]:
+    if (split := _split(settings, q, k)) is None:
         return spread, f"queries over {mesh.shape['sp']}, whole keys"
-    split = split_over(mesh, q, k, settings.ring)
     return spread, f"ring {split.ring} x ulysses {split.ulysses}"
+
+
+def _split(settings: Settings, q, k) -> Split | None:
+    """How a sequence is split over the chips with its keys; None: it is not."""
+    mesh = settings.mesh
+    alone = mesh is None or mesh.size == 1 or not settings.sequence or q.shape[2] < mesh.shape["sp"]
+    return None if alone or q.shape[2] != k.shape[2] else split_over(mesh, q, k, settings.ring)
 
 
 def _check(q, k, v, enable_gqa):

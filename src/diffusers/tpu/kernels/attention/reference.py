@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..settings import current
 from .masks import Mask, takes_part
 
 
@@ -30,10 +29,12 @@ def reference_attention(
     first_row: int | Array = 0,
     first_key: int | Array = 0,
     with_lse: bool = False,
+    again: bool = False,
     block_q: int = BLOCK_Q,
     block_kv: int = BLOCK_KV,
 ) -> Out | tuple[Out, LogSumExp]:
     """Attention in q's dtype; with `with_lse` in float32, and the natural log of each row's sum of e^score.
+    `again`: its backward pass computes scores again, and does not keep them.
 
     A key that the mask hides from every query, its `queries` left aside, can hold anything, NaN too. `first_row`, `first_key`: positions of the first query and the first
     key, for the mask's band where one chip holds a part of the rows or keys.
@@ -93,8 +94,8 @@ def reference_attention(
         out = a / jnp.where(l == 0, 1.0, l)[..., None]
         return (out, m + jnp.log(l)) if with_lse else out.astype(q.dtype)
 
-    if current().differentiable:
-        visit_rows = jax.checkpoint(visit_rows)  # scores are computed again, and not kept
+    if again:
+        visit_rows = jax.checkpoint(visit_rows)
     if q_blocks == 1:
         out = visit_rows(0)
     else:

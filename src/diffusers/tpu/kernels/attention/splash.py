@@ -9,7 +9,6 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jaxtyping import Array
 
 from ..pallas import LANES, round_up
-from ..settings import current
 from .masks import Mask
 from .reference import Keys, Out, Queries, Values
 
@@ -41,11 +40,12 @@ def splash_attention(
     first_key: int | Array = 0,
     with_lse: bool = False,
     blocks: tuple[int, int, int] | None = None,
+    differentiable: bool = False,
     interpret: bool = False,
 ) -> Out:
     """Attention in q's dtype on one chip. Raises NotImplementedError with the reason (`unsupported`; a ring).
 
-    `blocks`: queries, keys, and keys of one inner step.
+    `blocks`: queries, keys, and keys of one inner step; of the backward pass too, where it is `differentiable`.
     """
     mask = mask or Mask()
     if reason := "with_lse" if with_lse else unsupported(q, k, v, mask):
@@ -67,7 +67,7 @@ def splash_attention(
     segments = _segments(valid, q_padded)
     one = splash.CausalMask if mask.band is not None else splash.FullMask
     back = {}
-    if current().differentiable:
+    if differentiable:
         back = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": inner}
         back |= {"block_q_dq": block_q, "block_kv_dq": block_kv}
     kernel = splash.make_splash_mha_single_device(
