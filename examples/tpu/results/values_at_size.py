@@ -161,7 +161,7 @@ def _recorded(case: Case, device: str, small: bool):
         pass
 
     class Runner(recording.RecordingRunner):
-        def run(self, entry, args, kwargs):
+        def run(self, entry, args, kwargs, back=False):
             if (self.component, entry) == (case.component, case.entry):
                 raise Stop(args, kwargs)
             return super().run(entry, args, kwargs)

@@ -117,7 +117,7 @@ def _ask(function: str, argument: dict, environment: dict, errors, seconds: floa
         command, stdin=pipe, stdout=pipe, stderr=errors, env=environment, start_new_session=True, text=True
     )
     late = threading.Event()
-    timer = threading.Timer(seconds, lambda: (late.set(), _kill(child)))
+    timer = threading.Timer(seconds, lambda: (late.set(), kill(child)))
     timer.start()
     kind = value = None
     try:
@@ -133,13 +133,14 @@ def _ask(function: str, argument: dict, environment: dict, errors, seconds: floa
         return kind, value, child.wait(), late.is_set()
     finally:
         timer.cancel()
-        _kill(child)
+        kill(child)
         for end in (child.stdin, child.stdout):
             with contextlib.suppress(BrokenPipeError):
                 end.close()
 
 
-def _kill(child: subprocess.Popen):
+def kill(child: subprocess.Popen):
+    """The child and all processes that it started."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()

@@ -134,7 +134,7 @@ class RecordingRunner(CompiledModule):
         super().__init__(module, plan, make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), TPUConfig())
         self.component, self.recording = component, recording
 
-    def run(self, entry: str, args: tuple, kwargs: dict):
+    def run(self, entry: str, args: tuple, kwargs: dict, back: bool = False):
         return self.recording.add(self, self.flatten_call(entry, args, kwargs)).output()
 
 

@@ -167,7 +167,7 @@ class Planner:
         return PlannedRun(topology, mesh, parts, self.recording, self.config, self.rates)
 
     def _part(self, recorded: RecordedCall, runner: CompiledModule, compiler: Compiler) -> Part:
-        branches = 1 if self.request.get("train") else recorded.together(runner)
+        branches = recorded.together(runner)
         inputs = branches * sum(t.nbytes for t in recorded.call.tensors)
         weights = runner.plan_weights().coverage.bytes_per_chip
         part = Part(recorded, branches, weights, inputs, layout=layout_of(runner))

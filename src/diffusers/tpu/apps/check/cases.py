@@ -25,11 +25,8 @@ from .programs import Program
 SIZES = ("published", "ragged")
 HEAD = 128
 OFFSET = 300.0  # of all keys: far above what the mode "bound" takes, and gone around their mean
-SCALES = {
-    BOUND: 1.0,
-    CENTRED: 1.0,
-    ONLINE: 4.0,
-}  # of queries and keys, which are normal: by 16 scores are beyond the mode "centred"
+# Of queries and keys, which are normal: by 16 scores are beyond the mode "centred".
+SCALES = {BOUND: 1.0, CENTRED: 1.0, ONLINE: 4.0}
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,18 @@ class Rows:
         """A relative error, ok up to the limit; NaN is not."""
         self.add(name, measured, bool(measured <= limit), limit=limit, **{"unit": "relative error", **rest})
 
+    def beside_plan(self, name: str, measured: float, planned, limit: float | None, *, why, rate=False, **rest):
+        """A figure beside the plan's; `limit`: how many times it may be worse, None: anything is ok.
+
+        `planned`: None where there is none, and `why`; `rate`: more is better.
+        """
+        expected = planned if isinstance(planned, (int, float)) else None
+        within = limit is None or (
+            expected is not None and (measured * limit >= expected if rate else measured <= limit * expected)
+        )
+        note = rest.pop("note", "limit: measured over planned") if expected is not None else f"not planned: {why}"
+        self.add(name, measured, within, expected=expected, limit=limit, note=note, **rest)
+
     def skip(self, name: str, note: str, **rest):
         self.add(name, None, "not applicable", note=note, **rest)
 

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from ...chips.devices import compiler_options
 from ...chips.figures import Topology
+from ...kernels.attention.softmax_modes import BOUND
 from .chips import devices_here, place, topology_of
 from .programs import Program, measured_seconds, planning
 
@@ -74,9 +75,8 @@ def run(rows, request: dict):
         name = title.partition(",")[0]
         with rows.trying(title):
             shape = program.arguments[0].shape
-            x = (
-                np.arange(shape[0], dtype=np.float32)[:, None] % 251 + np.arange(shape[1]) % 5
-            )  # whole numbers that bfloat16 has
+            # Whole numbers that bfloat16 has.
+            x = np.arange(shape[0], dtype=np.float32)[:, None] % 251 + np.arange(shape[1]) % 5
             (placed,), compiled = program.placed([jnp.asarray(x, jnp.bfloat16)]), program.compile()
             y = np.asarray(compiled(placed), np.float32)
             wanted = hopped(x, program.mesh, name.split()[1]) if name.startswith("hop") else x
@@ -90,15 +90,6 @@ def run(rows, request: dict):
         planned = plan.result()
     for title, seconds in measured.items():
         size, found = received_bytes(title.partition(",")[0], request, len(devices)), planned.get(title)
-        expected = size / found["bound"] / 1e9 if isinstance(found, dict) else None
-        limit, rate = request.get("ratio"), size / seconds / 1e9
-        within = limit is None or (expected is not None and rate * limit >= expected)
-        rows.add(
-            f"{title}: rate",
-            rate,
-            within,
-            expected=expected,
-            limit=limit,
-            unit="GB/s",
-            note="that each chip receives" if expected else f"not planned: {found}",
-        )
+        expected = size / found[BOUND] / 1e9 if isinstance(found, dict) else None
+        how = {"unit": "GB/s", "note": "that each chip receives", "rate": True, "why": found}
+        rows.beside_plan(f"{title}: rate", size / seconds / 1e9, expected, request.get("ratio"), **how)

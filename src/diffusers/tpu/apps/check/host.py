@@ -41,9 +41,8 @@ def chips_on_the_bus(rows, request, real: bool):
         if Path(vendor).read_text().strip() == GOOGLE:
             found.append(Path(vendor).with_name("device").read_text().strip())
     named = sorted(f"{number} {known[number]}" for number in found if number in known)
-    others = sorted(
-        number for number in found if number not in known
-    )  # network cards and disks, or a chip that is new
+    # Network cards and disks, or a chip that is new.
+    others = sorted(number for number in found if number not in known)
     status = bool(named) if real else "not applicable"
     rows.add("TPUs on the PCI bus", named, status, expected=sorted(known), note=f"others of Google: {others}")
 

@@ -4,7 +4,7 @@ import functools
 
 import jax
 
-from ...kernels.attention.softmax_modes import ModeCounter
+from ...kernels.attention.softmax_modes import BOUND, ModeCounter
 from . import cases
 from .chips import devices_here, topology_of
 from .programs import error_of, measured_seconds, planning, same_bits
@@ -65,17 +65,6 @@ def compare_with_plan(rows, request: dict, seconds: dict, plan):
         planned = plan.result()
     for (name, mode), measured in seconds.items():
         found = planned.get(name)
-        expected = found.get(mode or "bound") if isinstance(found, dict) else None
-        limit = request.get("ratio")
-        within = limit is None or (expected is not None and measured <= limit * expected)
-        said = "limit: measured over planned" if expected is not None else f"not planned: {found}"
-        kernel, size = name.split()
-        rows.add(
-            f"{title(kernel, size, mode, request)}: seconds",
-            measured,
-            within,
-            expected=expected,
-            limit=limit,
-            unit="s",
-            note=said,
-        )
+        expected = found.get(mode or BOUND) if isinstance(found, dict) else None
+        of = f"{title(*name.split(), mode, request)}: seconds"
+        rows.beside_plan(of, measured, expected, request.get("ratio"), why=found, unit="s")

@@ -42,11 +42,9 @@ def run(rows, request: dict):
                 rows, request, wan.make_pipeline(request["heads"]).to(dtype), size, exact, limit, note
             )
     thread.join(request["plan_seconds"])
-    planned, limit = plans.get("seconds"), request.get("ratio")
     if (step := seconds.get("bfloat16")) is not None:
-        within = limit is None or (planned is not None and step <= limit * planned)
-        note = "limit: measured over planned" if planned else f"not planned: {plans.get('error', 'in time')}"
-        rows.add("seconds of a step, bfloat16", step, within, expected=planned, limit=limit, unit="s", note=note)
+        how = {"why": plans.get("error", "in time"), "unit": "s"}
+        rows.beside_plan("seconds of a step, bfloat16", step, plans.get("seconds"), request.get("ratio"), **how)
 
 
 def _plan(found: dict, model: str, topology: str, asked: dict):

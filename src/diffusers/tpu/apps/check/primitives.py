@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 
 from ...kernels.pallas import LANES, product
 from .chips import devices_here
+from .programs import error_of
 
 
 COLUMNS = 4 * LANES
@@ -75,11 +76,6 @@ def product_in_kernel(interpret: bool):
     return jax.jit(run)
 
 
-def relative(y, wanted) -> float:
-    """The largest error over the largest number."""
-    return float(np.max(np.abs(np.asarray(y) - wanted)) / np.max(np.abs(wanted)))
-
-
 def products(rows, request: dict, rng, interpret: bool):
     """Of x [256, K] and y [K, 256], by dtype and precision; in a kernel as `kernels.pallas.product` has them."""
     shape = (256, request["depth"])
@@ -89,10 +85,10 @@ def products(rows, request: dict, rng, interpret: bool):
         for precision, limit in limits.items():
             with rows.trying(name := f"product of {dtype}, {precision}, in XLA"):
                 how = {"precision": precision, "preferred_element_type": jnp.float32}
-                rows.error(name, relative(jax.jit(lambda x, y, how=how: jnp.matmul(x, y, **how))(x, y), wanted), limit)
+                rows.error(name, error_of(jax.jit(lambda x, y, how=how: jnp.matmul(x, y, **how))(x, y), wanted), limit)
         if dtype != "float16":
             with rows.trying(name := f"product of {dtype} in Mosaic"):
-                rows.error(name, relative(product_in_kernel(interpret)(x, y), wanted), list(limits.values())[-1])
+                rows.error(name, error_of(product_in_kernel(interpret)(x, y), wanted), list(limits.values())[-1])
 
 
 def others(rows, request: dict, rng):
@@ -106,7 +102,7 @@ def others(rows, request: dict, rng):
         y = jax.jit(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), **how))(x, w)
         windows = np.lib.stride_tricks.sliding_window_view(x.astype(np.float64), (3, 3), (1, 2))
         wanted = np.einsum("bhwcij,ijco->bhwo", windows, w.astype(np.float64))
-        rows.error("convolution of float32, high", relative(y, wanted), request["convolution_limit"])
+        rows.error("convolution of float32, high", error_of(y, wanted), request["convolution_limit"])
     z = rng.standard_normal((2, 64, 256)).astype(np.float32)
     z = z[0] + 1j * z[1]
     for name, ours, exact, limit in (
@@ -119,4 +115,4 @@ def others(rows, request: dict, rng):
         ("Fourier transform of 256", jnp.fft.fft, np.fft.fft, "fft_limit"),
     ):
         with rows.trying(name):
-            rows.error(name, relative(jax.jit(ours)(z), exact(z.astype(np.complex128))), request[limit])
+            rows.error(name, error_of(jax.jit(ours)(z), exact(z.astype(np.complex128))), request[limit])

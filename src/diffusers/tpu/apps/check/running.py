@@ -17,14 +17,14 @@ from pathlib import Path
 
 from ...chips.devices import Target
 from ...planner import sources
+from ...planner.aot import kill
 from .report import Report
 
 
 STAGES = tomllib.loads(Path(__file__).with_name("stages.toml").read_text())
 NAMES = tuple(STAGES)
-START_SECONDS = (
-    120.0  # until a stage's modules are imported: from a cold disk that may take a minute, and is not what is checked
-)
+# Until a stage's modules are imported: from a cold disk that may take a minute, and is not what is checked.
+START_SECONDS = 120.0
 LAST_LINES = 12
 
 
@@ -81,7 +81,9 @@ def rows_of(request: dict, folder: str) -> Iterator[dict]:
             if not late:
                 late = _ends_late(child, ends)
         finally:
-            _kill(child)
+            kill(child)
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.close()
         log.seek(0)
         lines = [line.strip() for line in log if line.strip()][-LAST_LINES:]
     limit, note = request["seconds"] if started else START_SECONDS, " | ".join(lines)
@@ -123,11 +125,3 @@ def _ends_late(child: subprocess.Popen, ends: float) -> bool:
         return False
     except subprocess.TimeoutExpired:
         return True
-
-
-def _kill(child: subprocess.Popen):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)  # the processes that a stage started as well
-    child.wait()
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.close()
