@@ -1,6 +1,6 @@
 """Models of published size on an NVIDIA GPU: what the TPU path computes, by JAX on CUDA, beside upstream's own on CUDA.
 
-    python values_at_size.py OUT.jsonl [CASE ...] [--seconds N] [--gib N] [--small]
+    python values_at_size.py OUT.jsonl [CASE ...] [--small]
 
 Same weights, same inputs, one card. Weights are random; they and the inputs are numbers that bfloat16 has, so that the error of a run in
 bfloat16 is of its arithmetic alone. The call is the one that the published pipeline makes (`diffusers.tpu.planner`), its hidden states random.
@@ -13,8 +13,6 @@ on JAX's CPU backend where there is no GPU, to try this script.
 """
 
 import argparse
-import contextlib
-import fcntl
 import functools
 import gc
 import json
@@ -37,11 +35,10 @@ TRUE_FLOAT32 = {"matmul_precision": "highest", "convolution_precision": "highest
 
 @dataclass(frozen=True)
 class Case:
-    """One model's call. `gib`: of the card's memory, at most; `small`: its configuration where all is to be small."""
+    """One model's call. `small`: its configuration where all is to be small."""
 
     model: str
     component: str
-    gib: int
     entry: str = "forward"
     call: dict = field(default_factory=dict)
     config: dict = field(default_factory=dict)
@@ -56,32 +53,31 @@ TWO = {"num_layers": 2}
 # Upstream rounds 1000 times the scale to bfloat16: of 3500 that makes 3504, an error of 0.5 in upstream's and ours.
 GUIDANCE = {"guidance_scale": 3.504}
 CASES = {
-    "wan-1.3b": Case(WAN, "transformer", 16, call={"num_frames": 33}, small=TWO),
-    "wan-vae": Case(WAN, "vae", 28, "decode", {"num_frames": 17}),
-    "sdxl": Case("stabilityai/stable-diffusion-xl-base-1.0", "unet", 22, small={"transformer_layers_per_block": [1, 1, 1]}),
-    "cogvideox-5b": Case("THUDM/CogVideoX-5b", "transformer", 32, call={"num_frames": 17}, small=TWO),
-    "sd3.5-medium": Case("stabilityai/stable-diffusion-3.5-medium", "transformer", 18, small=TWO | {"dual_attention_layers": [0]}),
-    "wan-1.3b-kernels": Case(WAN, "transformer", 14, call={"num_frames": 17}, config=KERNELS, small=TWO),
+    "wan-1.3b": Case(WAN, "transformer", call={"num_frames": 33}, small=TWO),
+    "wan-vae": Case(WAN, "vae", "decode", {"num_frames": 17}),
+    "sdxl": Case("stabilityai/stable-diffusion-xl-base-1.0", "unet", small={"transformer_layers_per_block": [1, 1, 1]}),
+    "cogvideox-5b": Case("THUDM/CogVideoX-5b", "transformer", call={"num_frames": 17}, small=TWO),
+    "sd3.5-medium": Case("stabilityai/stable-diffusion-3.5-medium", "transformer", small=TWO | {"dual_attention_layers": [0]}),
+    "wan-1.3b-kernels": Case(WAN, "transformer", call={"num_frames": 17}, config=KERNELS, small=TWO),
     "hunyuan-1.5": Case(
-        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "transformer", 38, call={"num_frames": 17},
+        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "transformer", call={"num_frames": 17},
         small=TWO | {"num_refiner_layers": 1},
     ),
-    "wan-1.3b-loop": Case(WAN, "transformer", 16, call={"num_frames": 17}, small=TWO, dtypes=("float32", "bfloat16"), steps=3),
-    "sdxl-vae": Case("stabilityai/stable-diffusion-xl-base-1.0", "vae", 24, "decode"),
-    "flux.1-dev": Case("black-forest-labs/FLUX.1-dev", "transformer", 54, call=GUIDANCE, small=TWO | {"num_single_layers": 2}),
-    "ltx": Case("Lightricks/LTX-Video", "transformer", 14, call={"num_frames": 97}, small=TWO),
-    "ltx-vae": Case("Lightricks/LTX-Video", "vae", 24, "decode", {"num_frames": 33}),
-    "hunyuan-1.5-vae": Case("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "vae", 40, "decode", {"num_frames": 17}),
-    "cogvideox-vae": Case("THUDM/CogVideoX-5b", "vae", 40, "decode", {"num_frames": 9}),
+    "wan-1.3b-loop": Case(WAN, "transformer", call={"num_frames": 17}, small=TWO, dtypes=("float32", "bfloat16"), steps=3),
+    "sdxl-vae": Case("stabilityai/stable-diffusion-xl-base-1.0", "vae", "decode"),
+    "flux.1-dev": Case("black-forest-labs/FLUX.1-dev", "transformer", call=GUIDANCE, small=TWO | {"num_single_layers": 2}),
+    "ltx": Case("Lightricks/LTX-Video", "transformer", call={"num_frames": 97}, small=TWO),
+    "ltx-vae": Case("Lightricks/LTX-Video", "vae", "decode", {"num_frames": 33}),
+    "hunyuan-1.5-vae": Case("hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v", "vae", "decode", {"num_frames": 17}),
+    "cogvideox-vae": Case("THUDM/CogVideoX-5b", "vae", "decode", {"num_frames": 9}),
     "kandinsky-5": Case(
-        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", "transformer", 18, call={"num_frames": 17},
+        "kandinskylab/Kandinsky-5.0-T2V-Lite-sft-5s-Diffusers", "transformer", call={"num_frames": 17},
         small={"num_text_blocks": 1, "num_visual_blocks": 2},
     ),
-    "wan-2.2-vae": Case("wan2.2-ti2v-5b", "vae", 40, "decode", {"num_frames": 9}),
-    "flux.1-dev-kernels": Case("black-forest-labs/FLUX.1-dev", "transformer", 64, call=GUIDANCE, config=KERNELS, dtypes=("bfloat16",), small=TWO | {"num_single_layers": 2}),
-    "wan-1.3b-81": Case(WAN, "transformer", 24, repeat=False, small=TWO),
+    "wan-2.2-vae": Case("wan2.2-ti2v-5b", "vae", "decode", {"num_frames": 9}),
+    "flux.1-dev-kernels": Case("black-forest-labs/FLUX.1-dev", "transformer", call=GUIDANCE, config=KERNELS, dtypes=("bfloat16",), small=TWO | {"num_single_layers": 2}),
+    "wan-1.3b-81": Case(WAN, "transformer", repeat=False, small=TWO),
 }  # fmt: skip
-PROBE = "wan-1.3b-kernels"  # small, before all others: whether anything runs
 
 
 # One case, in a process of its own
@@ -106,12 +102,12 @@ def run(name: str, out: Path, small: bool):
         work = functools.partial(_loop, pipe, case, small)
     else:
         work = functools.partial(_call, module, case.entry, args, kwargs, narrow)
-    oracle, seconds = _timed(out, work, torch.float32, case.repeat)
+    oracle, seconds = _timed(work, torch.float32, case.repeat)
     say(stage="upstream", dtype="float32", seconds=seconds, **_spread(oracle))
     upstream = {"float32": 0.0}
     if "bfloat16" in case.dtypes:
         _cast(module, torch.bfloat16)
-        own, seconds = _timed(out, work, torch.bfloat16, case.repeat)
+        own, seconds = _timed(work, torch.bfloat16, case.repeat)
         upstream["bfloat16"] = _error(own, oracle)
         say(stage="upstream", dtype="bfloat16", seconds=seconds, error=upstream["bfloat16"])
     module.to("cpu")
@@ -129,7 +125,7 @@ def run(name: str, out: Path, small: bool):
         config = tpu.TPUConfig(**TRUE_FLOAT32, **case.config)
         began, whole = time.perf_counter(), pipe if case.steps else module
         tpu.install(whole, config)
-        ours, _ = _timed(None, work, getattr(torch, dtype), repeat=False)
+        ours, _ = _timed(work, getattr(torch, dtype), repeat=False)
         first = time.perf_counter() - began
         found = tpu.report(whole)
         found = found["components"]["transformer"] if "components" in found else found
@@ -142,7 +138,7 @@ def run(name: str, out: Path, small: bool):
         }  # fmt: skip
         say(**row)
         if case.repeat:
-            again, seconds = _timed(out, work, getattr(torch, dtype), repeat=False)
+            again, seconds = _timed(work, getattr(torch, dtype), repeat=False)
             say(stage="again", dtype=dtype, seconds=seconds, same=_error(again, ours))
         tpu.uninstall(whole)
     calls = [f"{how.kernel} {how.q} {how.k} {how.dtype} {how.mask} {how.reason}" for how in api.explain()]
@@ -279,24 +275,13 @@ def _loop(pipe, case: Case, small: bool, dtype):
     return [latents.float().cpu()]
 
 
-def _timed(out: Path | None, work, dtype, repeat: bool):
-    """(output, seconds): of a second run where it is repeated. With `out`, alone on the card among these processes."""
-    with _alone(out):
-        for _ in range(1 + repeat):
-            began = time.perf_counter()
-            output = work(dtype)
-            seconds = time.perf_counter() - began
+def _timed(work, dtype, repeat: bool):
+    """(output, seconds): of a second run where it is repeated."""
+    for _ in range(1 + repeat):
+        began = time.perf_counter()
+        output = work(dtype)
+        seconds = time.perf_counter() - began
     return output, seconds
-
-
-@contextlib.contextmanager
-def _alone(out: Path | None):
-    if out is None:
-        yield
-        return
-    with open(f"{out}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _enter_path(on_gpu: bool):
@@ -370,52 +355,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--seconds", type=float, default=460)
-    parser.add_argument("--each", type=float, default=270, help="seconds that a case may take")
-    parser.add_argument("--gib", type=int, default=72, help="memory of the card that cases may have together")
+    parser.add_argument("--each", type=float, default=600, help="seconds that a case may take")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--one", action="store_true", help="this case, in this process")
     given = parser.parse_intermixed_args()
     if given.one:
         return run(given.cases[0], given.out, given.small)
-    end = time.monotonic() + given.seconds
-    if not given.small and not given.cases:
-        if not _finish([_start(PROBE, given.out, small=True)], min(end, time.monotonic() + 150)):
-            return f"nothing runs: see {given.out}.{PROBE}-small.log"
-    waiting, running = list(given.cases or CASES), []
-    while (waiting or running) and time.monotonic() < end:
-        for name in [*waiting]:
-            used = sum(CASES[other].gib for other, *_ in running)
-            if not running or (used + CASES[name].gib <= given.gib and len(running) < 5 and not given.small):
-                waiting.remove(name)
-                running.append(_start(name, given.out, given.small))
-        time.sleep(0.5)
-        for _, process, began in running:
-            if time.monotonic() - began > given.each:
-                process.kill()
-        running = [one for one in running if one[1].poll() is None]
-    _finish(running, end)
-    return f"not begun: {', '.join(waiting)}" if waiting else None
-
-
-def _start(name: str, out: Path, small: bool):
-    words = [sys.executable, __file__, str(out), name, "--one"] + ["--small"] * small
-    variables = {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "4",
-    } | os.environ
-    log = open(f"{out}.{name}{'-small' * small}.log", "w")
-    return name, subprocess.Popen(words, stdout=log, stderr=subprocess.STDOUT, env=variables), time.monotonic()
-
-
-def _finish(running: list, end: float) -> bool:
-    """Whether all have ended well by then; those that have not are ended."""
-    while any(process.poll() is None for _, process, _ in running) and time.monotonic() < end:
-        time.sleep(0.5)
-    for _, process, _ in running:
-        process.kill() if process.poll() is None else None
-    return all(process.wait() == 0 for _, process, _ in running)
+    failed, variables = [], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
+    for name in given.cases or CASES:
+        words = [sys.executable, __file__, str(given.out), name, "--one"] + ["--small"] * given.small
+        try:
+            subprocess.run(words, env=variables, timeout=given.each, check=True)
+        except subprocess.SubprocessError as error:
+            failed.append(f"{name}: {error}")
+    return "\n".join(failed) or None
 
 
 if __name__ == "__main__":
