@@ -2,8 +2,6 @@
 
 import copy
 
-import jax
-import jax.numpy as jnp
 import pytest
 import torch
 from peft import LoraConfig
@@ -13,9 +11,6 @@ import denoisers
 from conftest import relative, run_python, slow
 from diffusers import tpu
 from diffusers.tpu.common.config import TPUConfig
-from diffusers.tpu.kernels.attention.masks import Mask
-from diffusers.tpu.kernels.attention.reference import reference_attention
-from diffusers.tpu.kernels.attention.splash import splash_attention
 from diffusers.tpu.pipelines.attach import runs
 
 
@@ -138,23 +133,6 @@ def test_evaluation_mode_shares_the_program_of_calls_without_gradients(chips):
     ours.scale_by = 2  # its Python is another now
     with pytest.raises(RuntimeError, match="has changed since"):
         loss.backward()
-
-
-@pytest.mark.parametrize("mask", [None, Mask(keys=jnp.arange(300)[None, None, None] < 170), Mask(band=(None, 0))])
-def test_splashs_way_back_is_the_references(mask):
-    """What attention on a TPU goes back by, interpreted; odd lengths, a mask of keys, a causal one."""
-    shapes = (2, 2, 300 if mask and mask.band else 210, 48), (2, 2, 300, 48), (2, 2, 300, 48)
-    arrays = [jnp.asarray(torch.randn(shape).numpy()) for shape in shapes]
-    weights = jnp.asarray(torch.randn(shapes[0]).numpy())
-
-    def gradients_by(attention, **how):
-        def loss(*arrays):
-            return (attention(*arrays, scale=0.2, mask=mask, **how) * weights).sum()
-
-        return jax.grad(loss, (0, 1, 2))(*arrays)
-
-    found = gradients_by(splash_attention, interpret=True, differentiable=True, blocks=(128, 128, 128))
-    assert max(map(relative, found, gradients_by(reference_attention, again=True))) < 1e-4
 
 
 def test_a_plan_needs_no_peft():

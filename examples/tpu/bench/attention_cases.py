@@ -42,6 +42,24 @@ def _attention(chip: str, shape: str, path: str) -> Case:
     return Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read)
 
 
+def gradient_cases() -> list[Case]:
+    """The backward pass of attention by chip, shape and path: ours, or JAX's in its best blocks; as `attention_cases`."""
+    return [
+        _gradients(chip, shape, path)
+        for chip in COMPARED
+        for shape in ("wan-480p-self", "cogvideox1.5-720p", "flux-1024")
+        for path in ("ours", "stock")
+    ]
+
+
+def _gradients(chip: str, shape: str, path: str) -> Case:
+    request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "gradients"}
+    if path == "stock":
+        request |= {"kernel": "splash gradients", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
+    row = {"chip": chip, "shape": shape, "path": path}
+    return Case(row, Question(KERNELS, request, 600), dict)
+
+
 def _of_mode(answer: dict, way: str) -> dict:
     """The row of one way; all are of one program."""
     rest = dict(answer)

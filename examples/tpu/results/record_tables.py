@@ -186,6 +186,21 @@ def _attention(rows: list[dict]) -> list[str]:
     return markdown(("", *(f"{chip}: {', '.join(paths)}" for chip in attention_cases.COMPARED)), lines)
 
 
+def _gradients(rows: list[dict]) -> list[str]:
+    """Beside the floor: five products at the peak of the matrix units."""
+    bundles = {(row["shape"], row["chip"], row["path"]): row["bundles_per_mtile"] for row in rows}
+    chips = {row["chip"]: None for row in rows}
+    lines = []
+    for shape in {row["shape"]: None for row in rows}:
+        _, heads, queries, _, dim = attention_cases.ATTENTION_SHAPES[shape]
+        floors = {chip: 5 * 2 * dim * 2**20 / (CHIPS[chip].flops / CHIPS[chip].clock) for chip in chips}
+        cells = (
+            f"{bundles[shape, chip, 'ours']:,.0f}, {bundles[shape, chip, 'stock']:,.0f}, {floors[chip]:,.0f}" for chip in chips
+        )
+        lines.append((f"{SHAPES[shape]} ({heads} heads x {queries:,}, head size {dim})", *cells))
+    return markdown(("", *(f"{chip}: ours, splash, floor" for chip in chips)), lines)
+
+
 def _calibration(rows: list[dict]) -> list[str]:
     lines = []
     rows = [row for row in rows if not row["name"].startswith(tokamax_cases.NAMED)]
@@ -332,6 +347,7 @@ TABLES = {
     "run": Table("run.json", _run),
     "guides": Table("run.json", guides_tables.beside),
     "attention": Table("attention.json", _attention),
+    "gradients": Table("gradients.json", _gradients),
     "vae": Table("vae.json", _vae),
     "calibration": Table("calibration.json", _calibration),
     "tokamax": Table("calibration.json", _tokamax),
