@@ -198,8 +198,7 @@ def linear(
         return None
 
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
-    # a gradient of a stack would be as large as that, for every layer
-    w, layer = (w, None) if layers is None or settings.differentiable else layers
+    w, layer = (w, None) if layers is None else layers
 
     def local(x, w, b, gate, residual, layer):
         batch = 1 if gate is None else x.shape[0]  # rows of several samples are one's, unless gates tell them apart
@@ -235,9 +234,19 @@ def _plain(activation: str, x, w, b, gate, residual):
     """As `tpu_linear`, of plain operations."""
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.float32)
     result = (result if b is None else result + b).astype(x.dtype)
-    result = EXACT_ACTIVATIONS[activation](result.astype(jnp.float32)).astype(x.dtype) if activation else result
+    if activation:
+        result = EXACT_ACTIVATIONS[activation](_apart(result).astype(jnp.float32)).astype(x.dtype)
     result = result if gate is None else (result.astype(jnp.float32) * gate).astype(gate.dtype)
     return result if residual is None else (residual.astype(jnp.float32) + result).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _apart(x):
+    """x, whose gradient is computed once: XLA would compute an activation's in the product behind it, for every tile."""
+    return x
+
+
+_apart.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
 
 
 def _is_wide(size: int) -> bool:

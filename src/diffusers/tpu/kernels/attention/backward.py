@@ -18,6 +18,7 @@ from collections import deque
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -31,6 +32,7 @@ from .masks import Mask
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to, reference_attention
 
 
+KEPT = "attention"  # name of what blocks that are computed again keep: half of their time for as much memory as their inputs
 NEVER = 3e38  # the log-sum-exp of a row without keys, here: all its weights are 0
 
 
@@ -68,8 +70,9 @@ def differentiable_attention(
         learnt = mask if any(x.perturbed for x in jax.tree.leaves(arguments[3])) else None
         places = {"first_row": first_row, "first_key": first_key}
         out, lse = tpu_attention(q, k, v, mask=mask, with_lse=True, **places, **forward)
-        kept = out if with_lse else out.astype(q.dtype)
-        return (kept, lse if with_lse else None), (q, k, v, mask, places, kept, lse, learnt)
+        if not with_lse:  # a ring would keep those of every hop
+            out, lse = (checkpoint_name(x, KEPT) for x in (out.astype(q.dtype), lse))
+        return (out, lse if with_lse else None), (q, k, v, mask, places, out, lse, learnt)
 
     def go_back(kept, gradients):
         q, k, v, mask, places, out, lse, learnt = kept
