@@ -50,22 +50,22 @@ def assert_alike(found: tuple[dict, dict], expected: tuple[dict, dict]):
 
 
 @pytest.mark.parametrize(
-    "kind, mesh, batch, heads, training, again",
+    "kind, mesh, batch, heads, training, again, kernel",
     [
-        ("flux", (2, 2, 2), 2, 4, True, False),
-        slow("sd3.5", (1, 8, 1), 1, 3, True, True),
-        ("qwen", (1, 4, 1), 1, 3, False, False),
-        ("cogvideox 1.5 image", (1, 4, 2), 2, 6, True, True),
-        ("hunyuan", (2, 2, 2), 2, 2, True, True),
-        slow("ltx", (1, 1, 1), 1, 4, False, False),
-        slow("flux2", (1, 2, 4), 1, 4, True, True),
-        slow("flux", (1, 1, 1), 1, 4, True, False),
+        ("flux", (2, 2, 2), 2, 4, True, False, "auto"),
+        slow("sd3.5", (1, 8, 1), 1, 3, True, True, "kernel"),
+        ("qwen", (1, 4, 1), 1, 3, False, False, "auto"),
+        ("cogvideox 1.5 image", (1, 4, 2), 2, 6, True, True, "auto"),
+        ("hunyuan", (2, 2, 2), 2, 2, True, True, "kernel"),
+        slow("ltx", (1, 1, 1), 1, 4, False, False, "auto"),
+        slow("flux2", (1, 2, 4), 1, 4, True, True, "kernel"),
+        slow("flux", (1, 1, 1), 1, 4, True, False, "kernel"),
     ],
 )
-def test_gradients_of_denoisers(chips, kind, mesh, batch, heads, training, again):
-    """`again`: with upstream's gradient checkpointing."""
+def test_gradients_of_denoisers(chips, kind, mesh, batch, heads, training, again, kernel):
+    """`again`: with upstream's gradient checkpointing. `kernel`: of attention, interpreted."""
     theirs, given = denoisers.built(kind, heads).train(training), denoisers.inputs(kind, batch)
-    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh))
+    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh, attention=kernel))
     if again:
         ours.enable_gradient_checkpointing(), theirs.enable_gradient_checkpointing()
     assert_alike(gradients(ours, given), gradients(theirs, given))
@@ -139,3 +139,16 @@ def test_a_plan_needs_no_peft():
     run_python(
         "-c", "import sys; sys.modules['peft'] = None; import diffusers.tpu.planner.worker", DIFFUSERS_TPU="off"
     )
+
+
+@pytest.mark.slow
+def test_the_script_teaches_the_shipped_model_a_shape(root, tmp_path):
+    """TRAINING.md's lines; a run that is stopped and goes on ends with the same adapter; upstream alone draws the same video by it."""
+    models, clips = root / "examples/tpu/models", tmp_path / "clips"
+    run_python(models / "draw_clips.py", "diamond", clips, "--count", 48)
+    words = ["--model", models / "wan-shapes", "--data", clips, "--dtype", "float32", "--batch-size", 8, "--learning-rate", 2e-3]
+    script = root / "examples/tpu/train_lora.py"
+    shown = ["--validation-prompt", "a red diamond moving right", "--validation-steps", 16, "--validation-guidance", 2]
+    run_python(script, *words, *shown, "--steps", 300, "--output", tmp_path / "out", DIFFUSERS_TPU="cpu")
+    named = run_python(models / "score_wan_shapes.py", tmp_path / "out/validation.mp4").stdout
+    assert "red diamond right" in named
