@@ -67,6 +67,8 @@ SHAPES = {
     "hunyuanvideo-1.5-720p": "HunyuanVideo-1.5 720p",
     "cogvideox1.5-720p": "CogVideoX1.5",
     "flux-1024": "FLUX.1 1024 px",
+    "wan-480p-33": "Wan 1.3B, 480p x 33",
+    "cogvideox-480p": "CogVideoX 5B, 480p x 49",
 }
 PROGRAMS = {
     "stock splash": "JAX's splash attention",
@@ -192,7 +194,7 @@ def _gradients(rows: list[dict]) -> list[str]:
     chips = {row["chip"]: None for row in rows}
     lines = []
     for shape in {row["shape"]: None for row in rows}:
-        _, heads, queries, _, dim = attention_cases.ATTENTION_SHAPES[shape]
+        _, heads, queries, _, dim = attention_cases.GRADIENT_SHAPES[shape]
         floors = {chip: 5 * 2 * dim * 2**20 / (CHIPS[chip].flops / CHIPS[chip].clock) for chip in chips}
         cells = (
             f"{bundles[shape, chip, 'ours']:,.0f}, {bundles[shape, chip, 'stock']:,.0f}, {floors[chip]:,.0f}" for chip in chips
