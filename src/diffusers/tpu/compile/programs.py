@@ -30,7 +30,7 @@ WORTH_A_WORD = 5.0  # seconds that somebody waits
 ANOTHER = ("another form of the call", "the last one")
 _evicted = 0
 _executables = weakref.WeakValueDictionary()
-_compiling = threading.Lock()  # of JAX's cache of compiled programs a compilation may switch the use off
+_compiling = threading.RLock()  # of JAX's cache of compiled programs a compilation may switch the use off
 
 
 @dataclass
@@ -107,9 +107,10 @@ class Program:
             what = f"{self.name}.{self.entry} of {self.shapes}{part}"
             hosts.agree(what, {"program": digest, "options": str(self.options)})
         key = (hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree, self.mesh, *self.options.items())
-        if (compiled := _executables.get(key)) is None:
-            with contextlib.nullcontext() if self.key is None else compiled_anew():
-                compiled = _executables[key] = compile_lowered(lowered, self.options)
+        with _compiling:
+            if (compiled := _executables.get(key)) is None:
+                with contextlib.nullcontext() if self.key is None else compiled_anew():
+                    compiled = _executables[key] = compile_lowered(lowered, self.options)
         return compiled
 
 
