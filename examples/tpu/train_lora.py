@@ -45,9 +45,7 @@ transformer, vae = pipe.transformer.requires_grad_(False), pipe.vae.requires_gra
 def encoded(clip: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Latents [C, F, H, W] as the denoiser has them, and the text's embeddings."""
     frames = torch.from_numpy(np.asarray(imageio.v3.imread(clip))).permute(3, 0, 1, 2)[None] / 127.5 - 1
-    mean, std = (
-        torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std)
-    )
+    mean, std = (torch.tensor(x).view(1, -1, 1, 1, 1) for x in (vae.config.latents_mean, vae.config.latents_std))
     latents = vae.encode(frames.to(args.device, vae.dtype)).latent_dist.mode().cpu().float()
     text, _ = pipe.encode_prompt(clip.with_suffix(".txt").read_text().strip(), do_classifier_free_guidance=False)
     return ((latents - mean) / std)[0], text[0].cpu()

@@ -143,12 +143,30 @@ def test_a_plan_needs_no_peft():
 
 @pytest.mark.slow
 def test_the_script_teaches_the_shipped_model_a_shape(root, tmp_path):
-    """TRAINING.md's lines; a run that is stopped and goes on ends with the same adapter; upstream alone draws the same video by it."""
+    """TRAINING.md's lines; the scorer names it."""
     models, clips = root / "examples/tpu/models", tmp_path / "clips"
     run_python(models / "draw_clips.py", "diamond", clips, "--count", 48)
-    words = ["--model", models / "wan-shapes", "--data", clips, "--dtype", "float32", "--batch-size", 8, "--learning-rate", 2e-3]
+    words = [
+        "--model",
+        models / "wan-shapes",
+        "--data",
+        clips,
+        "--dtype",
+        "float32",
+        "--batch-size",
+        8,
+        "--learning-rate",
+        2e-3,
+    ]
     script = root / "examples/tpu/train_lora.py"
-    shown = ["--validation-prompt", "a red diamond moving right", "--validation-steps", 16, "--validation-guidance", 2]
+    shown = [
+        "--validation-prompt",
+        "a green diamond moving left",
+        "--validation-steps",
+        16,
+        "--validation-guidance",
+        2,
+    ]
     run_python(script, *words, *shown, "--steps", 300, "--output", tmp_path / "out", DIFFUSERS_TPU="cpu")
     named = run_python(models / "score_wan_shapes.py", tmp_path / "out/validation.mp4").stdout
-    assert "red diamond right" in named
+    assert "green diamond left" in named

@@ -26,7 +26,9 @@ BACK = functools.partial(jax.jit, compiler_options=QUICKLY)
 def drawn(rng, heads, kv_heads, t, s, dim, v_dim=None):
     """q, k, v and gradients of output and log-sum-exp."""
     q, k, v = draw(heads, kv_heads, t, s, dim, v_dim)
-    of_out, of_lse = (rng.standard_normal(shape).astype(np.float32) for shape in ((*q.shape[:3], v.shape[3]), q.shape[:3]))
+    of_out, of_lse = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((*q.shape[:3], v.shape[3]), q.shape[:3])
+    )
     return q, k, v, of_out, of_lse
 
 
@@ -47,7 +49,9 @@ def test_every_mask(kind, monkeypatch):
     how = {"scale": 0.1, "blocks": SMALL, "interpret": True}
     found = BACK(functools.partial(attention_gradients, **how))(q, k, v, mask, out, lse, of_out, of_lse)
     for ours, theirs in zip(found, expected):
-        assert np.isfinite(ours).all() and np.linalg.norm(ours - theirs) <= 3e-6 * np.linalg.norm(theirs)  # measured: 6e-7
+        assert np.isfinite(ours).all() and np.linalg.norm(ours - theirs) <= 3e-6 * np.linalg.norm(
+            theirs
+        )  # measured: 6e-7
 
 
 def test_bfloat16_is_as_exact_as_plain_products_in_it():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import imageio.v3
 import numpy as np
+
 from wan_shapes_clips import COLOURS, DIRECTIONS, Subject, draw_clip
 
 

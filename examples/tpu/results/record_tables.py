@@ -19,6 +19,7 @@ import ready_tables
 import upstream_tables
 from coverage_tables import markdown
 
+from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES
 
 
@@ -171,7 +172,9 @@ def _run(rows: list[dict]) -> list[str]:
         text = sum(of for part, of in seconds.items() if part.startswith("text_encoder"))
         parts = (_span(text), f"{row['steps']} in {_span(seconds['steps'])}", _span(seconds["vae.decode"]))
         whole = (_span(one["seconds"]["total"], one["slower"]) for one in (row, other))
-        before = (_span(row["compile_seconds"]), _span(row["first_run_seconds"], row["first_run_slower"]))
+        before = ("", "")  # what was not timed on two quiet cores is left out
+        if row["compile_seconds"]:
+            before = (_span(row["compile_seconds"]), _span(row["first_run_seconds"], row["first_run_slower"]))
         lines.append((_work(row), row["topology"], *parts, *whole, *before))
     return [*markdown(head, lines), "", f"In seconds. Not counted: {rows[0]['not_counted']}."]
 
@@ -197,7 +200,8 @@ def _gradients(rows: list[dict]) -> list[str]:
         _, heads, queries, _, dim = attention_cases.GRADIENT_SHAPES[shape]
         floors = {chip: 5 * 2 * dim * 2**20 / (CHIPS[chip].flops / CHIPS[chip].clock) for chip in chips}
         cells = (
-            f"{bundles[shape, chip, 'ours']:,.0f}, {bundles[shape, chip, 'stock']:,.0f}, {floors[chip]:,.0f}" for chip in chips
+            f"{bundles[shape, chip, 'ours']:,.0f}, {bundles[shape, chip, 'stock']:,.0f}, {floors[chip]:,.0f}"
+            for chip in chips
         )
         lines.append((f"{SHAPES[shape]} ({heads} heads x {queries:,}, head size {dim})", *cells))
     return markdown(("", *(f"{chip}: ours, splash, floor" for chip in chips)), lines)

@@ -33,6 +33,7 @@ from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to, referen
 
 
 KEPT = "attention"  # name of what blocks that are computed again keep: half of their time for as much memory as their inputs
+PER_BLOCK = 60  # tokens' time that a block costs beside its own
 NEVER = 3e38  # the log-sum-exp of a row without keys, here: all its weights are 0
 
 
@@ -99,13 +100,13 @@ def _gradient_of_bias(q, k, v, mask: Mask, of_out, of_lse, **how) -> Mask:
 
 
 def blocks_of(shape: Shape) -> Blocks:
-    """Sizes of the kernel of gradients: near 1,024 tokens a block, as equal as tiles allow; straight code as long as it compiles soon."""
+    """Sizes of the kernel of gradients: up to 1,024 tokens a block, where that pads little; straight code as long as it compiles soon."""
     tile = Tile(*(min(256, round_up(n, LANES)) for n in (shape.q_len, shape.kv_len)), 3)
     short = shape.bytes == 2 and max(shape.dim, shape.out_dim) <= LANES
     most = 1024 if short else 512
     queries, keys = (
-        round_up(pl.cdiv(n, pl.cdiv(n, most)), of_tile)
-        for n, of_tile in ((shape.q_len, tile.queries), (shape.kv_len, tile.keys))
+        min(range(size, most + 1, size), key=lambda block: round_up(n, block) * (1 + PER_BLOCK / block))
+        for n, size in ((shape.q_len, tile.queries), (shape.kv_len, tile.keys))
     )
     return Blocks(queries, keys, queries if short else tile.queries, tile, tile)
 
@@ -195,7 +196,10 @@ def attention_gradients(
             "column": pltpu.VMEM((SUBLANES if mask.keys is None else blocks.keys, LANES), jnp.float32),
         },
     )
-    of_k, of_v = (results[name].sum(0).reshape(batch, call.kv_heads, -1, *results[name].shape[2:]).sum(2) for name in ("dk", "dv"))
+    of_k, of_v = (
+        results[name].sum(0).reshape(batch, call.kv_heads, -1, *results[name].shape[2:]).sum(2)
+        for name in ("dk", "dv")
+    )
     of_q = results["dq"].reshape(batch, heads, dim, queries)
     return tuple(
         jnp.swapaxes(x * by, 2, 3)[:, :, :tokens].astype(q.dtype)
