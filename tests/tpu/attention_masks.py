@@ -89,6 +89,23 @@ def attention_formula(q, k, v, scale: float, mask=None, first_row: int = 0, firs
     return np.matmul(weights, np.repeat(np.asarray(v, np.float64), q.shape[1] // v.shape[1], axis=1)), lse
 
 
+def gradients_formula(q, k, v, of_out, of_lse, scale: float, mask=None):
+    """Those of q, k, v and of the scores, in float64; of_lse counts where a row sees a key."""
+    q, k, v, of_out = (np.asarray(x, np.float64) for x in (q, k, v, of_out))
+    if mask and mask.queries is not None:
+        of_out = np.where(np.asarray(mask.queries), of_out, 0)
+    weights, lse = attention_weights(q, k, scale, mask)
+    every_k, every_v = (np.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+    less = (of_out * (weights @ every_v)).sum(-1) - np.where(np.isneginf(lse), 0, of_lse)
+    of_scores = weights * (of_out @ every_v.swapaxes(2, 3) - less[..., None])
+
+    def of_group(x):
+        return x.reshape(len(x), k.shape[1], -1, *x.shape[2:]).sum(2)
+
+    of_k, of_v = of_group(scale * of_scores.swapaxes(2, 3) @ q), of_group(weights.swapaxes(2, 3) @ of_out)
+    return scale * of_scores @ every_k, of_k, of_v, of_scores
+
+
 def spoilt(q, k, v, mask, first_row=0, first_key=0):
     """k and v with NaN in the keys that are hidden from all of their queries: they have no part in the answer."""
     mask = dataclasses.replace(mask, queries=None)  # rows that give zeros hide no key

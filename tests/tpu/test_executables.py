@@ -48,7 +48,7 @@ def running(model, plan: ModelPlan, mesh, config: TPUConfig = TPUConfig()):
 @pytest.fixture
 def run(make_mesh, store):
     """A function: a tiny Wan transformer's answer as of a process of its own, and its runner."""
-    with contextlib.ExitStack() as attached, torch.no_grad():  # programs for gradients are not kept
+    with contextlib.ExitStack() as attached, torch.no_grad():
 
         def answer(seed=0, change=lambda model: None, frames=2, mesh=(1, 4, 1), config=TPUConfig()):
             model = tiny.wan_transformer(seed=seed, num_layers=2)
@@ -78,6 +78,22 @@ def test_another_process_traces_nothing_and_answers_the_same(run, store):
     assert run(seed=1)[1].traces == 0  # other weights are other arguments
     assert run(frames=3)[1].traces == 1  # another size
     assert run(frames=3)[1].traces == run(frames=2)[1].traces == 0 and len([*store.folder.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("training, programs", [(True, 1), (False, 2)])
+def test_another_process_goes_back_by_the_same_programs(make_mesh, store, training, programs):
+    """In evaluation mode the forward pass has a program of its own."""
+
+    def gradients() -> tuple[list[torch.Tensor], int]:
+        model, given = tiny.wan_transformer(seed=0, num_layers=2).train(training).requires_grad_(False), inputs(2)
+        asked = [given["hidden_states"], model.blocks[0].attn1.to_q.weight, model.proj_out.bias]
+        for tensor in asked:
+            tensor.requires_grad_()
+        with running(model, module_plan(model), make_mesh(1, 2, 1)) as runner:
+            return [*torch.autograd.grad(model(**given)[0].square().sum(), asked)], runner.traces
+
+    (first, traced), (second, again) = gradients(), gradients()
+    assert (traced, again) == (programs, 0) and all(map(torch.equal, first, second))
 
 
 CHANGES = {

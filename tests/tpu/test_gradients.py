@@ -2,8 +2,6 @@
 
 import copy
 
-import jax
-import jax.numpy as jnp
 import pytest
 import torch
 from peft import LoraConfig
@@ -13,9 +11,6 @@ import denoisers
 from conftest import relative, run_python, slow
 from diffusers import tpu
 from diffusers.tpu.common.config import TPUConfig
-from diffusers.tpu.kernels.attention.masks import Mask
-from diffusers.tpu.kernels.attention.reference import reference_attention
-from diffusers.tpu.kernels.attention.splash import splash_attention
 from diffusers.tpu.pipelines.attach import runs
 
 
@@ -55,22 +50,22 @@ def assert_alike(found: tuple[dict, dict], expected: tuple[dict, dict]):
 
 
 @pytest.mark.parametrize(
-    "kind, mesh, batch, heads, training, again",
+    "kind, mesh, batch, heads, training, again, kernel",
     [
-        ("flux", (2, 2, 2), 2, 4, True, False),
-        slow("sd3.5", (1, 8, 1), 1, 3, True, True),
-        ("qwen", (1, 4, 1), 1, 3, False, False),
-        ("cogvideox 1.5 image", (1, 4, 2), 2, 6, True, True),
-        ("hunyuan", (2, 2, 2), 2, 2, True, True),
-        slow("ltx", (1, 1, 1), 1, 4, False, False),
-        slow("flux2", (1, 2, 4), 1, 4, True, True),
-        slow("flux", (1, 1, 1), 1, 4, True, False),
+        ("flux", (2, 2, 2), 2, 4, True, False, "auto"),
+        slow("sd3.5", (1, 8, 1), 1, 3, True, True, "kernel"),
+        ("qwen", (1, 4, 1), 1, 3, False, False, "auto"),
+        ("cogvideox 1.5 image", (1, 4, 2), 2, 6, True, True, "auto"),
+        ("hunyuan", (2, 2, 2), 2, 2, True, True, "kernel"),
+        slow("ltx", (1, 1, 1), 1, 4, False, False, "auto"),
+        slow("flux2", (1, 2, 4), 1, 4, True, True, "kernel"),
+        slow("flux", (1, 1, 1), 1, 4, True, False, "kernel"),
     ],
 )
-def test_gradients_of_denoisers(chips, kind, mesh, batch, heads, training, again):
-    """`again`: with upstream's gradient checkpointing."""
+def test_gradients_of_denoisers(chips, kind, mesh, batch, heads, training, again, kernel):
+    """`again`: with upstream's gradient checkpointing. `kernel`: of attention, interpreted."""
     theirs, given = denoisers.built(kind, heads).train(training), denoisers.inputs(kind, batch)
-    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh))
+    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh, attention=kernel))
     if again:
         ours.enable_gradient_checkpointing(), theirs.enable_gradient_checkpointing()
     assert_alike(gradients(ours, given), gradients(theirs, given))
@@ -140,24 +135,38 @@ def test_evaluation_mode_shares_the_program_of_calls_without_gradients(chips):
         loss.backward()
 
 
-@pytest.mark.parametrize("mask", [None, Mask(keys=jnp.arange(300)[None, None, None] < 170), Mask(band=(None, 0))])
-def test_splashs_way_back_is_the_references(mask):
-    """What attention on a TPU goes back by, interpreted; odd lengths, a mask of keys, a causal one."""
-    shapes = (2, 2, 300 if mask and mask.band else 210, 48), (2, 2, 300, 48), (2, 2, 300, 48)
-    arrays = [jnp.asarray(torch.randn(shape).numpy()) for shape in shapes]
-    weights = jnp.asarray(torch.randn(shapes[0]).numpy())
-
-    def gradients_by(attention, **how):
-        def loss(*arrays):
-            return (attention(*arrays, scale=0.2, mask=mask, **how) * weights).sum()
-
-        return jax.grad(loss, (0, 1, 2))(*arrays)
-
-    found = gradients_by(splash_attention, interpret=True, differentiable=True, blocks=(128, 128, 128))
-    assert max(map(relative, found, gradients_by(reference_attention, again=True))) < 1e-4
-
-
 def test_a_plan_needs_no_peft():
     run_python(
         "-c", "import sys; sys.modules['peft'] = None; import diffusers.tpu.planner.worker", DIFFUSERS_TPU="off"
     )
+
+
+@pytest.mark.slow
+def test_the_script_teaches_the_shipped_model_a_shape(root, tmp_path):
+    """TRAINING.md's lines; the scorer names it."""
+    models, clips = root / "examples/tpu/models", tmp_path / "clips"
+    run_python(models / "draw_clips.py", "diamond", clips, "--count", 48)
+    words = [
+        "--model",
+        models / "wan-shapes",
+        "--data",
+        clips,
+        "--dtype",
+        "float32",
+        "--batch-size",
+        8,
+        "--learning-rate",
+        2e-3,
+    ]
+    script = root / "examples/tpu/train_lora.py"
+    shown = [
+        "--validation-prompt",
+        "a green diamond moving left",
+        "--validation-steps",
+        16,
+        "--validation-guidance",
+        2,
+    ]
+    run_python(script, *words, *shown, "--steps", 300, "--output", tmp_path / "out", DIFFUSERS_TPU="cpu")
+    named = run_python(models / "score_wan_shapes.py", tmp_path / "out/validation.mp4").stdout
+    assert "green diamond left" in named

@@ -14,11 +14,11 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from attention_masks import KINDS, attention_formula, make_mask
+from attention_masks import KINDS, attention_formula, gradients_formula, make_mask
 from conftest import relative, wide
 from diffusers.tpu.kernels import convolution as convolution_kernel
 from diffusers.tpu.kernels import linear, rotary
-from diffusers.tpu.kernels.attention import exchange, kernel, kernel_body
+from diffusers.tpu.kernels.attention import backward, exchange, kernel, kernel_body
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, CENTRED, MODES, ONLINE
 from test_linear import activated, normed, turned
@@ -74,6 +74,24 @@ def test_attention(interpreted, kind):
     if not empty.all():
         assert relative(wide(out), oracle) < (3e-6 if dtype == jnp.float32 else 6e-3), what  # measured: 4e-7, 2.6e-3
         assert np.abs(wide(lse)[~empty] - oracle_lse[~empty]).max() < (1e-5 if dtype == jnp.float32 else 1e-4), what
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_attention(interpreted, kind):
+    rng = np.random.default_rng()
+    (t, s), dim, kv_heads = sizes(rng), int(rng.choice([64, 128])), int(rng.choice([1, 2]))
+    q, k, v, of_out = draw(rng, jnp.float32, (2, 2, t, dim), *[(2, kv_heads, s, dim)] * 2, (2, 2, t, dim))
+    mask, of_lse = make_mask(rng, kind, 2, t, s), draw(rng, jnp.float32, (2, 2, t))[0]
+    out, lse = map(jnp.float32, attention_formula(q, k, v, 0.1, mask))
+    expected = gradients_formula(q, k, v, of_out, of_lse, 0.1, mask)
+    with mock.patch.object(backward, "chunk_of", lambda *_: 1):
+        call = functools.partial(
+            backward.attention_gradients, q, k, v, mask, out, lse, of_out, of_lse, scale=0.1, blocks=SMALL
+        )
+        found, raced = interpreted(lambda settings: call(interpret=settings))
+    assert not raced
+    for ours, theirs in zip(found, expected):
+        assert np.linalg.norm(ours - theirs) <= 3e-6 * np.linalg.norm(theirs), (kind, t, s, dim, kv_heads)
 
 
 @pytest.mark.parametrize("way", MODES)

@@ -21,6 +21,11 @@ ATTENTION_SHAPES = {
     "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
     "flux-1024": (1, 24, 4608, 4608, 128),
 }
+GRADIENT_SHAPES = {  # the same, of one step of training
+    "wan-480p-33": (1, 12, 14040, 14040, 128),
+    "cogvideox-480p": (1, 48, 17776, 17776, 64),
+    "flux-1024": ATTENTION_SHAPES["flux-1024"],
+}
 ATTENTION_PATHS = ("stock", *reversed(MODES))
 # Beside JAX's kernel, which is asked as it is fastest: in its best blocks, padded keys not masked.
 COMPARED = [name for name, chip in CHIPS.items() if chip.splash_blocks]
@@ -40,6 +45,24 @@ def _attention(chip: str, shape: str, path: str) -> Case:
         request |= {"kernel": "splash", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
     read = dict if path == "stock" else functools.partial(_of_mode, way=path)
     return Case({"chip": chip, "shape": shape, "path": path}, Question(KERNELS, request, 600), read)
+
+
+def gradient_cases() -> list[Case]:
+    """The backward pass of attention by chip, shape and path, as `attention_cases`: ours, and JAX's, which is fastest as one kernel in
+    equal blocks of up to 1,024 tokens: 2,048 take more."""
+    return [
+        _gradients(chip, shape, path) for chip in COMPARED for shape in GRADIENT_SHAPES for path in ("ours", "stock")
+    ]
+
+
+def _gradients(chip: str, shape: str, path: str) -> Case:
+    sizes = GRADIENT_SHAPES[shape]
+    request = {"topology": SMALLEST[chip], "shape": sizes, "kernel": "gradients"}
+    if path == "stock":
+        block = next(n for n in (1024, 768, 512) if -sizes[2] % n < 0.05 * sizes[2])
+        request |= {"kernel": "splash gradients", "blocks": [block, block, block // 2], "as_theirs": True}
+    row = {"chip": chip, "shape": shape, "path": path}
+    return Case(row, Question(KERNELS, request, 600), dict)
 
 
 def _of_mode(answer: dict, way: str) -> dict:

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.kernels.attention.backward import attention_gradients, blocks_of
 from diffusers.tpu.kernels.attention.blocks import Blocks, Shape, candidates, choose, from_list
 from diffusers.tpu.kernels.attention.kernel import shape_of, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
@@ -25,6 +26,7 @@ from .exp2 import exp2_attention
 
 
 BANDS = {"causal": (None, 0), "window": (1000, 1000)}
+BACKWARD = ("attention_gradients", "splash_mha_dq", "splash_mha_dkv")  # kernels, ours and splash's
 PARTS = {  # name: the mask's part and its shape for [B, N, T, S]
     "keys": ("keys", lambda b, n, t, s: (b, 1, 1, s), jnp.bool_),
     "keys-bias": ("keys", lambda b, n, t, s: (b, n, 1, s), jnp.float32),
@@ -42,8 +44,9 @@ def answer(request: dict, progress: Callable) -> dict:
     """Cycles of one kernel, in all and per 1024 x 1024 scores; of ours by way, all of them in one program as a run has it.
 
     Args:
-        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash" or
-            "exp2"; `blocks`, as `Blocks` in a list for ours and three sizes for the others, None for the kernel's own;
+        request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash", "exp2", or
+            "gradients" and "splash gradients", which are counted without the forward pass; `blocks`, as `Blocks` in a list for
+            ours and three sizes for the others, None for the kernel's own;
             `kv_heads`, `dtype`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`;
             `named` (see `naming`).
 
@@ -68,21 +71,32 @@ def answer(request: dict, progress: Callable) -> dict:
         parts = {part: operand(shape_in(batch, heads, q_len, kv_len), kind_of_values)}
     mask = None if kind == "none" else Mask(**parts, band=BANDS.get(kind))
     with_lse = request.get("with_lse", False)
-    if name in ("splash", "exp2"):
-        run = splash_attention if name == "splash" else exp2_attention
+    operands = (q, k, k, mask)
+    if name == "gradients":
+        wanted = from_list(blocks) if blocks else blocks_of(shape_of(q, k, k, mask))
+        blocks, operands = as_list(wanted), (*operands, q, operand(q.shape[:3], jnp.float32), q)
+    elif name in ("splash", "splash gradients", "exp2"):
+        run = exp2_attention if name == "exp2" else splash_attention
         wanted = blocks and tuple(blocks)
+        operands += (q,) if name == "splash gradients" else ()
     else:
         wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask, with_lse), topology.chip.generation)
         blocks = as_list(wanted)
         run = functools.partial(tpu_attention, generation=topology.chip.generation)
 
-    def scaled_dot_product_attention(q, k, v, mask):
-        return run(q, k, v, scale=dim**-0.5, mask=mask, blocks=wanted, with_lse=with_lse)
+    def scaled_dot_product_attention(q, k, v, mask, *of_gradients):
+        how = {"scale": dim**-0.5, "blocks": wanted}
+        if name == "gradients":
+            return attention_gradients(q, k, v, mask, *of_gradients, **how, generation=topology.chip.generation)
+        if of_gradients:
+            there = functools.partial(run, mask=mask, differentiable=True, **how)
+            return jax.vjp(there, q, k, v)[1](*of_gradients)
+        return run(q, k, v, mask=mask, with_lse=with_lse, **how)
 
     progress(f"compiling {name} for {topology.chip.generation}")
     try:
         with as_theirs() if request.get("as_theirs") else contextlib.nullcontext():
-            lowered = jax.jit(scaled_dot_product_attention).lower(q, k, k, mask)
+            lowered = jax.jit(scaled_dot_product_attention).lower(*operands)
         of_program = {"programs": [kept.name_of(compiler, lowered, mesh)], "reader": READER}
         if request.get("named"):
             return of_program
@@ -108,10 +122,12 @@ def _kernel_of(timed: timing.Timing, bundles_per_second: float) -> dict:
     if not kernels:
         raise BadRequest(f"expected a kernel in the program, got {[o.name for o in timed.operations]}")
     kernel = max(kernels, key=lambda o: o.seconds)  # what is done beside it, norms of keys as well, is around it
+    back = [o.seconds for o in kernels if o.name.startswith(BACKWARD)]
+    seconds = sum(back) if back else kernel.seconds
     return {
-        "bundles_per_mtile": kernel.seconds * bundles_per_second,
-        "seconds": kernel.seconds,
-        "around_seconds": timed.seconds["total"] - kernel.seconds,
+        "bundles_per_mtile": seconds * bundles_per_second,
+        "seconds": seconds,
+        "around_seconds": timed.seconds["total"] - seconds,
         "steps": kernel.steps,
         "body": kernel.body,
     }

@@ -14,7 +14,7 @@ from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES, ONLINE
 from diffusers.tpu.planner import PLANS, Question, ahead, request_of
 
 from . import cache_row, check_row, host_row, load_row, ready_row, tokamax_cases
-from .attention_cases import attention_cases, sweep_cases
+from .attention_cases import attention_cases, gradient_cases, sweep_cases
 from .calibration import PUBLISHED
 from .cases import AS_THEIRS, DENOISERS, IMAGE, KERNELS, LTX, VAES, Case
 from .model_cases import model_cases
@@ -309,6 +309,7 @@ def load_cases() -> list[Case]:
 
 BENCHES = {
     "attention": attention_cases,
+    "gradients": gradient_cases,
     "sweep": sweep_cases,
     "step": step_cases,
     "models": model_cases,

@@ -3,7 +3,8 @@
 Background: the median of the picture's border over all frames. Foreground: pixels that differ from it by more than
 half of the largest difference, largest connected part only. Colour: the named hue nearest to the foreground's median
 hue. Shape: the share of the bounding box that is covered (square 1, circle pi/4, triangle 1/2), with partly covered
-edge pixels counted in part. Direction: the larger component of the centroid's fitted velocity.
+edge pixels counted in part; of a half, a triangle's centroid is a sixth of its height below the box's centre, a diamond's is there.
+Direction: the larger component of the centroid's fitted velocity.
 
 Letters: F frames, H height, W width.
 """
@@ -23,6 +24,7 @@ MIN_SATURATION = 0.25
 MIN_AREA = 12
 MIN_TRAVEL = 4.0
 TRIANGLE_BELOW, SQUARE_ABOVE = 0.64, 0.89
+DIAMOND_BELOW = 1 / 12  # of the height
 
 
 class Score(NamedTuple):
@@ -48,7 +50,7 @@ def score(video: np.ndarray) -> Score:
     if not seen:
         return Score(None, None, None)
     colour = name_colour(np.concatenate([video[index][coverages[index] > 0.9] for index in seen]))
-    shape = name_shape([measure_fill(coverages[index]) for index in seen])
+    shape = name_shape(*zip(*(measure_fill(coverages[index]) for index in seen)))
     centroids = np.array([ndimage.center_of_mass(coverages[index]) for index in seen])
     return Score(colour, shape, name_direction(np.array(seen), centroids, len(video)))
 
@@ -88,19 +90,21 @@ def name_colour(pixels: np.ndarray) -> str | None:
     return min(HUES, key=lambda name: abs((360 * hue - HUES[name] + 180) % 360 - 180))
 
 
-def measure_fill(coverage: np.ndarray) -> float:
-    """Returns the share of the bounding box that `coverage` `H W` fills.
+def measure_fill(coverage: np.ndarray) -> tuple[float, float]:
+    """Returns the share of the bounding box that `coverage` `H W` fills, and how far below its centre the centroid is, over its height.
 
     A side of the box is the sum of the largest coverage in each row or column, so an edge pixel counts in part.
     """
-    height, width = coverage.max(axis=1).sum(), coverage.max(axis=0).sum()
-    return float(coverage.sum() / (height * width))
+    rows, columns = coverage.max(axis=1), coverage.max(axis=0)
+    low = ndimage.center_of_mass(coverage)[0] - ndimage.center_of_mass(rows)[0]
+    return float(coverage.sum() / (rows.sum() * columns.sum())), float(low / rows.sum())
 
 
-def name_shape(fills: list[float]) -> str:
+def name_shape(fills: tuple[float, ...], lows: tuple[float, ...]) -> str:
     """Returns the shape whose fill of the bounding box is nearest to the median over the frames."""
-    fill = np.median(fills)
-    return "triangle" if fill < TRIANGLE_BELOW else "square" if fill > SQUARE_ABOVE else "circle"
+    fill, low = np.median(fills), np.median(lows)
+    half = "diamond" if low < DIAMOND_BELOW else "triangle"
+    return half if fill < TRIANGLE_BELOW else "square" if fill > SQUARE_ABOVE else "circle"
 
 
 def name_direction(frames: np.ndarray, centroids: np.ndarray, num_frames: int) -> str | None:

@@ -131,6 +131,7 @@ def records() -> dict[str, Record]:
         "step": of_bench("step"),
         "run": of_bench("run"),
         "attention": of_bench("attention"),
+        "gradients": of_bench("gradients"),
     }
     for name, asked in PLANS.items():
         rows = functools.partial(rows_of_plan, *asked)

@@ -129,11 +129,20 @@ class Executables:
                 function = export.deserialize(bytearray(found.compute))
                 return dataclasses.replace(found, compute=jax.jit(function.call))
             if isinstance(found, Program):
-                found.mesh, compiled = regrouped(self.runner.mesh, found.mesh), _loaded.get(key.name)
-                if compiled is None:
-                    devices = [*found.mesh.devices.flat]
-                    compiled = serialize_executable.deserialize_and_load(*found.compiled, devices[0].client, devices)
-                found.compiled = _loaded[key.name] = compiled
+                found.mesh = regrouped(self.runner.mesh, found.mesh)
+                devices = [*found.mesh.devices.flat]
+
+                def loaded(serialized, part: str = ""):
+                    if (compiled := _loaded.get(key.name + part)) is None:
+                        compiled = serialize_executable.deserialize_and_load(*serialized, devices[0].client, devices)
+                    _loaded[key.name + part] = compiled
+                    return compiled
+
+                if (parts := found.differentiable) is None:
+                    found.compiled = loaded(found.compiled)
+                else:
+                    compiled = {part: loaded(serialized, part) for part, serialized in parts.compiled.items()}
+                    found.differentiable = parts.with_compiled(found, compiled)
             return found
         except Exception as error:  # of a runtime that refuses it: whatever it is, the program can be compiled
             return self.cache.remove(key.name, error)
@@ -163,12 +172,19 @@ class Executables:
     def keep_program(self, program: Program, ahead: bool = False):
         """Write a compiled program. `ahead`: for a run to come."""
 
+        def serialized(compiled: jax.stages.Compiled, part: str = ""):
+            _loaded[program.key.name + part] = compiled
+            return serialize_executable.serialize(compiled)
+
         def make() -> Program:
-            compiled = serialize_executable.serialize(program.compiled)
-            _loaded[program.key.name] = program.compiled
             stored = {"mesh": program.mesh.shape["dp"], "options": {}, "calls": 0, "key": None, "recalled": True}
-            stored |= {"given": (), "differentiable": None}
-            return dataclasses.replace(program, compiled=compiled, **stored)
+            stored |= {"given": (), "traced": None}
+            if (parts := program.differentiable) is None:
+                stored["compiled"] = serialized(program.compiled)
+            else:
+                compiled = {part: serialized(one, part) for part, one in parts.compiled.items()}
+                stored["differentiable"] = parts.with_compiled(None, compiled)
+            return dataclasses.replace(program, **stored)
 
         self.keep(program.key, make, ahead)
 

@@ -6,6 +6,7 @@ forgot `torch.no_grad` pays nothing. Blocks that are scanned keep their inputs a
 on the way back of evaluation mode; else all that they compute.
 """
 
+import copy
 import dataclasses
 import itertools
 import time
@@ -19,7 +20,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...utils import logging
 from .. import bridge
-from ..chips.devices import compile_lowered
 from ..chips.locks import exclusive
 from .call import Call
 from .programs import Program
@@ -30,15 +30,17 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """By what a call is differentiated: numbers of its tensors, keys of weights. `again`: scanned blocks are computed again."""
+    """By what a call is differentiated: numbers of its tensors, keys of weights. `again`: scanned blocks are computed again. `keeps`: its
+    program keeps residuals."""
 
     tensors: tuple[int, ...]
     weights: tuple[str, ...]
     again: bool
+    keeps: bool
 
     def of(self, call: Call) -> Call:
         """The same call, whose key names what is wanted of it."""
-        key = *call.key[:-1], ("gradients", self.tensors, self.weights, self.again), call.key[-1]
+        key = *call.key[:-1], ("gradients", *dataclasses.astuple(self)), call.key[-1]
         return dataclasses.replace(call, key=key, wanted=self)
 
 
@@ -46,11 +48,14 @@ class Differentiable:
     """The executables of a traced program: outputs and residuals, and gradients by them; or all the way back at once.
 
     Gradients of weights lie as these are stored, over the chips.
+
+    Attributes:
+        compiled: by name.
     """
 
     def __init__(self, program: Program, wanted: Wanted):
-        self.program, self.wanted, self.jaxpr = program, wanted, program.traced.jaxpr
-        self._compiled: dict[str, jax.stages.Compiled] = {}
+        self.program, self.wanted = program, wanted
+        self.compiled: dict[str, jax.stages.Compiled] = {}
         # The way back is a tree of residuals; of each: whether it is an argument, and its number among these or the others.
         self._tree: jax.tree_util.PyTreeDef | None = None
         self._places: list[tuple[bool, int]] = []
@@ -60,6 +65,12 @@ class Differentiable:
         outputs, new = self._run("outputs_and_residuals", *given)
         flat = jax.tree.leaves(given)
         return outputs, [flat[n] if is_given else new[n] for is_given, n in self._places]
+
+    def with_compiled(self, program: Program | None, compiled: dict) -> "Differentiable":
+        """The same of another program, or None to be written down; without what only tracing needs."""
+        other = copy.copy(self)
+        other.program, other.compiled, other._tree = program, compiled, None
+        return other
 
     def compile_forward(self, *given) -> bool:
         """Compile it; False where that is done already."""
@@ -75,14 +86,14 @@ class Differentiable:
 
     def _run(self, name: str, *arguments):
         self._compile(name, *arguments)
-        return self._compiled[name](*arguments)
+        return self.compiled[name](*arguments)
 
     def _compile(self, name: str, *arguments) -> bool:
-        if name in self._compiled:
+        if name in self.compiled:
             return False
         start = time.perf_counter()
         lowered = jax.jit(getattr(self, f"_{name}")).trace(*arguments).lower()
-        self._compiled[name] = compile_lowered(lowered, self.program.options)
+        self.compiled[name] = self.program.compile_lowered(lowered, f", {name}")
         seconds = time.perf_counter() - start
         self.program.compile_seconds += seconds
         logger.info(f"compiled {self.program.name}.{self.program.entry}, {name}, in {seconds:.1f} s")
@@ -116,14 +127,14 @@ class Differentiable:
 
     def _way_back(self, given) -> tuple[list, Callable]:
         """Outputs, and the function from their gradients to those of what is wanted."""
-        flat = jax.tree.leaves(given)
+        flat, jaxpr = jax.tree.leaves(given), self.program.traced.jaxpr
         places = self._places_of_wanted(given)
 
         def outputs_of(asked):
             arguments = list(flat)
             for place, x in zip(places, asked):
                 arguments[place] = x
-            outputs = jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *arguments)
+            outputs = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arguments)
             return [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)], outputs
 
         _, back, outputs = jax.vjp(outputs_of, [flat[n] for n in places], has_aux=True)
@@ -177,7 +188,7 @@ class DifferentiatedCall:
             asked = {n: tensors[name] for n, name in enumerate(names) if name and tensors[name].requires_grad}
             self.weights |= {key: asked} if asked else {}
         again = not self.keeps or getattr(runner.module, "is_gradient_checkpointing", False)
-        self.wanted = Wanted((*self.inputs,), (*self.weights,), again)
+        self.wanted = Wanted((*self.inputs,), (*self.weights,), again, self.keeps)
 
     def find(self) -> Program | None:
         """Its program; None: there is none for the call."""
@@ -220,10 +231,16 @@ class DifferentiatedCall:
             everywhere = NamedSharding(program.mesh, PartitionSpec())
             given = [bridge.to_jax(g.contiguous(), everywhere) for g in gradients if _is_floating(g)]
             with runner.within_hbm(lambda: f"to go back through {runner.name} of {program.shapes}"):
+                if not self.keeps:
+                    program = self._program_again()
+                differentiable = self._differentiable(program)
+                before = len(differentiable.compiled)
                 if self.keeps:
-                    found = self._differentiable(program).backward(kept, given)
+                    found = differentiable.backward(kept, given)
                 else:
-                    found = self._differentiable(self._program_again()).whole_backward(*kept, given)
+                    found = differentiable.whole_backward(*kept, given)
+            if len(differentiable.compiled) > before:
+                runner.executables.keep_program(program)
             found = iter(found)
             yield from (bridge.from_numpy(next(found)).to(t.dtype) for t in self.inputs.values())
             for key, asked in self.weights.items():

@@ -30,7 +30,7 @@ WORTH_A_WORD = 5.0  # seconds that somebody waits
 ANOTHER = ("another form of the call", "the last one")
 _evicted = 0
 _executables = weakref.WeakValueDictionary()
-_compiling = threading.Lock()  # of JAX's cache of compiled programs a compilation may switch the use off
+_compiling = threading.RLock()  # of JAX's cache of compiled programs a compilation may switch the use off
 
 
 @dataclass
@@ -91,22 +91,27 @@ class Program:
         with _compiling:
             if self.compiled is not None:
                 return False
-            start, lowered = time.perf_counter(), self.traced.lower()
-            # With names: arguments that are not used are no part of the text, and two texts may be equal but for which those are.
-            text = lowered.as_text(debug_info=True).encode()
-            if hosts.process_count() > 1:  # another program in another process would wait for this one for good
-                digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
-                what = f"{self.name}.{self.entry} of {self.shapes}"
-                hosts.agree(what, {"program": digest, "options": str(self.options)})
-            key = (hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree, self.mesh, *self.options.items())
-            self.compiled = _executables.get(key)
-            if self.compiled is None:
-                with contextlib.nullcontext() if self.key is None else compiled_anew():
-                    self.compiled = _executables[key] = compile_lowered(lowered, self.options)
+            start = time.perf_counter()
+            self.compiled = self.compile_lowered(self.traced.lower())
             self.traced = None
             self.compile_seconds += time.perf_counter() - start
             logger.info(f"compiled {self.name}.{self.entry} in {self.compile_seconds:.1f} s")
             return True
+
+    def compile_lowered(self, lowered: jax.stages.Lowered, part: str = "") -> jax.stages.Compiled:
+        """Compiled, or an equal one of another module. `part`: of the program, of which all processes have the same."""
+        # With names: arguments that are not used are no part of the text, and two texts may be equal but for which those are.
+        text = lowered.as_text(debug_info=True).encode()
+        if hosts.process_count() > 1:  # another program in another process would wait for this one for good
+            digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
+            what = f"{self.name}.{self.entry} of {self.shapes}{part}"
+            hosts.agree(what, {"program": digest, "options": str(self.options)})
+        key = (hashlib.sha256(text).digest(), lowered.in_tree, lowered.out_tree, self.mesh, *self.options.items())
+        with _compiling:
+            if (compiled := _executables.get(key)) is None:
+                with contextlib.nullcontext() if self.key is None else compiled_anew():
+                    compiled = _executables[key] = compile_lowered(lowered, self.options)
+        return compiled
 
 
 def clear_jax_caches(most: int):

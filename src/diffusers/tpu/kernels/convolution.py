@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 
 from ..chips.figures import chip_of
 from .linear import MARGIN
-from .pallas import LANES, call_kernel, cost, product, round_up
+from .pallas import LANES, call_kernel, cost, product, round_up, with_gradients_of
 from .settings import Settings
 
 
@@ -126,4 +126,11 @@ def convolution(
     blocks = choose(height, width, channels, features, taps, settings.generation) if taken else None
     if blocks is None:
         return None
-    return tpu_convolution(x, w, b, blocks=blocks, generation=settings.generation, interpret=interpret)
+    how = {"blocks": blocks, "generation": settings.generation, "interpret": interpret}
+    run = functools.partial(tpu_convolution, **how)
+    return (with_gradients_of(_plain, run) if settings.differentiable else run)(x, w, b)
+
+
+def _plain(x, w, b):
+    out = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return out if b is None else (out.astype(jnp.float32) + b).astype(x.dtype)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ..chips.figures import MIB, chip_of
-from .pallas import LANES, call_kernel, cost, product, round_up
+from .pallas import LANES, call_kernel, cost, product, round_up, with_gradients_of
 from .settings import Settings
 
 
@@ -53,6 +53,10 @@ ACTIVATIONS = {
     "": lambda x: x, "gelu": _gelu, "silu": lambda x: x / (1 + jnp.exp(-x)),
     # 0.5 (1 + tanh(u / 2)) is 1 / (1 + e^-u): one exponential, where tanh would be a dozen operations
     "gelu_tanh": lambda x: x / (1 + jnp.exp(-SQRT_8_OVER_PI * (x + 0.044715 * x * x * x))),
+}  # fmt: skip
+
+EXACT_ACTIVATIONS = {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu,
 }  # fmt: skip
 
 
@@ -216,9 +220,33 @@ def linear(
     rows, gate_spec = tuple(found.spec)[:2], P("dp" if gate is not None and gate.shape[0] > 1 else None)
     inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
     specs = inputs, P(*over) if layer is None else P(None, *over), P(over[0]), gate_spec, outputs, P()
-    operands = x, w, None if summed else b, gate, residual, layer
-    out = replace(found, spec=outputs).run(local, operands, specs)
-    return (out.astype(jnp.float32) + b).astype(out.dtype) if summed and b is not None else out
+    b, after = (None, b) if summed else (b, None)
+
+    def by_kernel(*operands):
+        return replace(found, spec=outputs).run(local, (*operands, layer), specs)
+
+    run = with_gradients_of(functools.partial(_plain, activation), by_kernel) if settings.differentiable else by_kernel
+    out = run(x, w, b, gate, residual)
+    return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)
+
+
+def _plain(activation: str, x, w, b, gate, residual):
+    """As `tpu_linear`, of plain operations."""
+    result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.float32)
+    result = (result if b is None else result + b).astype(x.dtype)
+    if activation:
+        result = EXACT_ACTIVATIONS[activation](_apart(result).astype(jnp.float32)).astype(x.dtype)
+    result = result if gate is None else (result.astype(jnp.float32) * gate).astype(gate.dtype)
+    return result if residual is None else (residual.astype(jnp.float32) + result).astype(x.dtype)
+
+
+@jax.custom_vjp
+def _apart(x):
+    """x, whose gradient is computed once: XLA would compute an activation's in the product behind it, for every tile."""
+    return x
+
+
+_apart.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
 
 
 def _is_wide(size: int) -> bool:

@@ -1,7 +1,8 @@
-"""What the Pallas kernels share: sizes of registers, a call with references by name, its cost, a product, a layout."""
+"""What the Pallas kernels share: sizes of registers, a call with references by name, its cost, gradients, a product, a layout."""
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -56,6 +57,13 @@ def call_kernel(
         name=name,
     )(*scalars.values(), *(x for x, _ in operands.values()))
     return dict(zip(outputs, results))
+
+
+def with_gradients_of(plain, kernel):
+    """`kernel`, a function of arrays, whose gradients are those of `plain`, computed again from the arguments."""
+    run = jax.custom_vjp(kernel)
+    run.defvjp(lambda *given: (kernel(*given), given), lambda given, gradient: jax.vjp(plain, *given)[1](gradient))
+    return run
 
 
 def product(x, y, axis: int = 0):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .linear import rows_over_mesh
-from .pallas import LANES, call_kernel, cost, product
+from .pallas import LANES, call_kernel, cost, product, with_gradients_of
 from .settings import Settings
 
 
@@ -89,8 +89,17 @@ def by_kernel(
     table = P(found.spec[1], None) if found.mesh is not None else P()
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart}
-    run = functools.partial(_by_kernel, **static, interpret=settings.interpreted)
-    return found.run(run, (x, *vectors, *tables), (found.spec, *(P() for _ in vectors), *(table for _ in tables)))
+    local = functools.partial(_by_kernel, **static, interpret=settings.interpreted)
+    specs = found.spec, *(P() for _ in vectors), *(table for _ in tables)
+
+    def run(x, vectors, tables):
+        return found.run(local, (x, *vectors, *tables), specs)
+
+    def plain(x, vectors, tables):
+        return _plainly(x, replace(norm, **dict(zip(("weight", "bias"), vectors))), tables, apart)
+
+    run = with_gradients_of(plain, run) if settings.differentiable else run
+    return run(x, vectors, tables)
 
 
 def _plainly(x, norm, tables, apart):

@@ -24,7 +24,7 @@ class Settings:
         platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
         layers, convolutions: as `TPUConfig.layers` and `TPUConfig.convolution_precision`.
-        differentiable: the trace will be differentiated: kernels that have no way back are not used.
+        differentiable: the trace will be differentiated: kernels are used by functions that have gradients.
         tally: a `ModeCounter` of the attention kernel; None: nothing is counted.
 
     Raises NotImplementedError for a TPU of a generation that nothing is known of.
@@ -59,8 +59,7 @@ class Settings:
     @property
     def own_layers(self) -> bool:
         """`linear`, `rotary` and `convolution` may use their kernels."""
-        wanted = self.layers == "kernel" or (self.layers == "auto" and self.platform == "tpu")
-        return wanted and not self.differentiable
+        return self.layers == "kernel" or (self.layers == "auto" and self.platform == "tpu")
 
 
 _settings = contextvars.ContextVar("diffusers_tpu_settings", default=Settings())

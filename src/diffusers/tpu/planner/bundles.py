@@ -75,10 +75,11 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
     body_start, body_stop = max(straight, key=lambda piece: piece[1] - piece[0], default=(0, 0))
     rounds = [piece for piece in pieces if piece.value is not None and not piece.of_a_way]
     last = max((piece.value for piece in rounds), default=0)
-    # What holds the body runs always, unless another body runs in the other rounds: its condition asks whether there is
-    # anything to do.
-    always = all(piece.only or piece.value != last for piece in rounds)
+    others = [piece for piece in rounds if not piece.only and piece.value == last]
     for start, stop, value, only in rounds if last else ():
+        # What holds the body runs always, unless outside of it another body runs in the other rounds: its condition asks whether
+        # there is anything to do.
+        always = all(start <= piece.start and piece.stop <= stop for piece in others)
         holds_body = start < body_start and body_stop <= stop and always
         if only and value in (0, last) and not holds_body:
             share = 1 / (last + 1)

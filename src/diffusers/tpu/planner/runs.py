@@ -42,7 +42,7 @@ class Part:
     shared: int = 1  # chips that share what is not compiled
     layout: str = ""  # who says how chips share it
     mesh: dict[str, int] | None = None  # the program's: its batch may have more of `dp` than the run
-    passes: int = 1  # what it takes of the call's FLOPs
+    passes: tuple[int, int] = (1, 1)  # what it takes of the call's FLOPs: of layers, of attention
 
     @property
     def component(self) -> str:
@@ -106,7 +106,7 @@ class Part:
             "how": "compiled" if compiled else "refused" if self.refused else "modelled",
             "shapes": [list(t.shape) for t in self.recorded.call.tensors],
             "seconds": None if self.refused else self.seconds,
-            "flops": self.passes * self.branches * work.flops,
+            "flops": self.branches * work.flops_of(self.passes),
             "flops_by_module": dict(work.by_module.most_common(LARGEST_MODULES)),
             "hbm_gib": {name: amount / GIB for name, amount in hbm.items()},
             "memory_analysis": compiled.memory if compiled else None,
@@ -199,7 +199,7 @@ class PlannedRun:
             for way in (MODES if known else ())
         }
         per_step = by_way[BOUND]["seconds"] if known else dict.fromkeys((*timing.KINDS, "total"))
-        flops = sum(part.passes * part.recorded.count * part.recorded.work.flops for part in self.denoise)
+        flops = sum(part.recorded.count * part.recorded.work.flops_of(part.passes) for part in self.denoise)
         flops /= self.recording.steps
         chip, (fullest, held) = self.topology.chip, self.at_peak
         peak_flops = chip.flops * self.topology.devices

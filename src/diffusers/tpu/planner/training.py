@@ -12,8 +12,9 @@ from .runs import stage_of
 
 RANK = 16
 PROJECTIONS = ["to_q", "to_k", "to_v", "to_out.0"]  # of upstream's scripts for LoRA
-# Of the call's FLOPs: itself, gradients of activations, those of weights; not what is computed again.
-PASSES = {"lora": 2, "full": 3}
+# Of the call's FLOPs of layers and of attention: itself, gradients of activations, those of weights; not what is computed again.
+# Each of attention's two products has two gradients, whatever is trained.
+PASSES = {"lora": (2, 3), "full": (3, 3)}
 
 
 def prepare(pipe, kind: str, arguments: dict):

@@ -36,7 +36,11 @@ class Work:
 
     @property
     def flops(self) -> float:
-        return self.products + self.attention
+        return self.flops_of((1, 1))
+
+    def flops_of(self, passes: tuple[int, int]) -> float:
+        """With so many passes through layers and through attention."""
+        return passes[0] * self.products + passes[1] * self.attention
 
     def seconds(self, chip: Chip, chips: int) -> float:
         """A guess for `chips` that share the work evenly, transfers left out."""

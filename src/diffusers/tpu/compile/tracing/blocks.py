@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...bridge import Deferred, Tensor, environment, parts, storage
+from ...kernels.attention.backward import KEPT
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
 from ..state.adapters import Adapters
@@ -231,14 +232,17 @@ class BlockRuns:
 
         numbers, group = sorted({n for _, n, _ in held}), run.group
         (weights, *rest), part = self.stacks[group.label], (run.start - group.start, run.stop - group.start)
-        # What need not be gathered: a slice would be a copy, where a kernel can read its layer of the stack.
-        whole = {name: array for name, array in weights.items() if f"{group.label}.{name}" in self.function.settled}
+        # What need not be gathered: a slice would be a copy, where a kernel can read its layer of the stack. A gradient of a
+        # stack would be added up layer by layer.
+        settled = () if settings.differentiable else self.function.settled
+        whole = {name: array for name, array in weights.items() if f"{group.label}.{name}" in settled}
         stacked = {name: array for name, array in weights.items() if name not in whole}, *rest
         if part != (0, group.stop - group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
         given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in feeds}
         layer = jnp.arange(*part) if whole else None
-        step = jax.checkpoint(step) if self.function.again else step
+        if self.function.again:
+            step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
         last, (passed, gives) = lax.scan(step, carry, (stacked, given, layer))
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from ...common.notices import warn_once
 from ..settings import Settings, current, using
 from . import kernel, masks, splash
+from .backward import differentiable_attention
 from .parallel import Split, Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
 from .reference import Keys, Out, Queries, Values, reference_attention
 from .softmax_modes import ONLINE
@@ -156,14 +157,11 @@ def _program(settings: Settings, scale: float):
 
 def _local(settings: Settings, q, k, v, mask):
     """(name, attention of one chip, reason): the kernel of `Settings.kernel`; for "auto" the fastest that takes this call."""
-    name, auto = settings.kernel, settings.kernel == "auto" or settings.differentiable
+    name, auto = settings.kernel, settings.kernel == "auto"
     if auto:
-        fast = "splash" if settings.differentiable else "kernel"
-        name = fast if settings.platform == "tpu" else "reference"
+        name = "kernel" if settings.platform == "tpu" else "reference"
     run, unsupported = KERNELS[name](settings)
     reason = unsupported(q, k, v, mask)
-    if reason is None and name == "splash" and (split := _split(settings, q, k)) and split.ring > 1:
-        reason = "a ring, which heads that the chips do not divide need"
     if reason is None:
         return name, run, ""
     if auto:
@@ -173,7 +171,8 @@ def _local(settings: Settings, q, k, v, mask):
 
 def _ours(settings: Settings, **fixed):
     fixed |= {"generation": settings.generation, "wanted": settings.blocks, "smoothing": settings.smoothing}
-    run = functools.partial(kernel.tpu_attention, tally=settings.tally, interpret=settings.interpreted, **fixed)
+    attention = differentiable_attention if settings.differentiable else kernel.tpu_attention
+    run = functools.partial(attention, tally=settings.tally, interpret=settings.interpreted, **fixed)
     return run, kernel.unsupported
 
 

@@ -16,13 +16,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost
+from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost, round_up
 from . import kernel_body
 from .blocks import Blocks, Shape, choose, folded_parts, vmem_bytes
 from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask, takes_part
-from .reference import Keys, LogSumExp, Out, Queries, Values
+from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to
 from .softmax_modes import BOUND, CENTRED, MODES, ONLINE, ModeCounter
 
 
@@ -185,7 +185,8 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
     if bias is not None and not call.cut_at_end:
-        scalars["state"], scalars["fetch"] = _states(bias, blocks.keys)
+        scalars["state"] = states_of(bias, blocks.keys)
+        scalars["fetch"] = _fetched_blocks(scalars["state"], math.prod(bias.shape[:2]))
 
     def fetched(h, i, j, given):
         return _block_to_fetch(call, dict(zip(scalars, given)), h, i, j)
@@ -247,7 +248,7 @@ def _ends_of_rows(mask: Mask, shift, first, rows: int):
 
 def _queries_keys_values(call: Call, q, k, v, fetched) -> Operands:
     blocks, shape, kv_heads = call.blocks, call.shape, call.kv_heads
-    q = _heads_beside_tokens(q)
+    q = heads_beside_tokens(q)
     in_rows = shape.dim % LANES == 0  # as linear layers give them, all heads of a token side by side: no copy
     k = by_token(k) if in_rows else k.reshape(-1, *k.shape[2:])
 
@@ -262,11 +263,11 @@ def _queries_keys_values(call: Call, q, k, v, fetched) -> Operands:
     return {
         "q": (q, pl.BlockSpec((None, shape.dim, blocks.queries), lambda h, i, j, *s: (h, 0, i))),
         "k": (k, pl.BlockSpec((None, blocks.keys, shape.dim), place_of_keys)),
-        "v": (_heads_beside_tokens(v), pl.BlockSpec((None, shape.out_dim, blocks.keys), place_of_values)),
+        "v": (heads_beside_tokens(v), pl.BlockSpec((None, shape.out_dim, blocks.keys), place_of_values)),
     }
 
 
-def _heads_beside_tokens(x) -> Float[Array, "B*K D S"]:
+def heads_beside_tokens(x) -> Float[Array, "B*K D S"]:
     """[B, K, S, D] with tokens minor, as one transposition of a matrix of tokens and heads."""
     return jnp.swapaxes(by_token(x), 1, 2).reshape(-1, x.shape[3], x.shape[2])
 
@@ -283,14 +284,17 @@ def _block_to_fetch(call: Call, scalars: dict, h, i, j):
     return j if "fetch" not in scalars else scalars["fetch"][call.row_of(mask.keys, h) * call.kv_blocks + j]
 
 
-def _states(bias, block: int):
-    """`state` and `fetch` of a key mask, by row and block of keys."""
+def states_of(bias, block: int):
+    """Of a key mask, by row and block of keys: `SKIPPED`, `WHOLE` or `MIXED`."""
     b, n, _, s_len = bias.shape
-    blocks = pl.cdiv(s_len, block)
-    rows = jnp.pad(bias.reshape(b * n, s_len), ((0, 0), (0, blocks * block - s_len)), constant_values=MASKED)
-    rows = rows.reshape(b * n, blocks, block)
+    rows = padded_to(bias.reshape(b * n, s_len), 1, round_up(s_len, block), MASKED).reshape(b * n, -1, block)
     whole = (rows == 0).all(-1)
-    state = jnp.where(whole, WHOLE, jnp.where((rows <= MASKED).all(-1), SKIPPED, MIXED)).astype(jnp.int32)
-    before = lax.cummax(jnp.where(state > SKIPPED, jnp.arange(blocks), -1), axis=1)
+    return jnp.where(whole, WHOLE, jnp.where((rows <= MASKED).all(-1), SKIPPED, MIXED)).astype(jnp.int32).reshape(-1)
+
+
+def _fetched_blocks(state, rows: int):
+    """`fetch` of these states of so many rows."""
+    state = state.reshape(rows, -1)
+    before = lax.cummax(jnp.where(state > SKIPPED, jnp.arange(state.shape[1]), -1), axis=1)
     fetch = jnp.where(before >= 0, before, jnp.argmax(state > SKIPPED, axis=1)[:, None])
-    return state.reshape(-1), fetch.astype(jnp.int32).reshape(-1)
+    return fetch.astype(jnp.int32).reshape(-1)

@@ -97,12 +97,21 @@ def band_ends(mask: Mask, shift, row):
 
 def run(r, call: Call):
     """Program (head, block of queries, block of keys). `r`: the references by name."""
-    mask = call.mask
     head, i, j = (pl.program_id(axis) for axis in range(3))
     first_query, first_key = i * call.blocks.queries, j * call.blocks.keys
     pl.when(j == 0)(lambda: _start(r, call, first_query, call.row_of_kv(head)))
 
-    some, cut = [], []  # conditions: any score of this block counts; not all of them do as they are
+    def visit(is_cut: bool):
+        _each_mode(r, call, lambda mode: _visit(r, call, first_query, first_key, mode, is_cut))
+
+    where_seen(r, call, head, j, first_query, visit)
+    pl.when(j == call.kv_blocks - 1)(lambda: _finish(r))
+
+
+def where_seen(r, call: Call, head, j, first_query, visit):
+    """`visit(is_cut)` if any score of this block of queries and block j of keys counts; `is_cut`: not all of them do as they are."""
+    mask, first_key = call.mask, j * call.blocks.keys
+    some, cut = [], []
     if mask.keys is not None and not call.cut_at_end:
         state = r.state[call.row_of(mask.keys, head) * call.kv_blocks + j]
         some.append(state != SKIPPED)
@@ -119,9 +128,6 @@ def run(r, call: Call):
     if call.ragged or (mask.keys is not None and call.cut_at_end):
         cut.append(j == call.kv_blocks - 1)
 
-    def visit(is_cut: bool):
-        _each_mode(r, call, lambda mode: _visit(r, call, first_query, first_key, mode, is_cut))
-
     if mask.dense is not None or (cut and call.cut_at_end and call.kv_blocks == 1):  # no block is whole
         _when(some, functools.partial(visit, True))
     elif cut:
@@ -130,7 +136,6 @@ def run(r, call: Call):
         _when([*some, jnp.logical_not(is_cut)], functools.partial(visit, False))
     else:
         _when(some, functools.partial(visit, False))
-    pl.when(j == call.kv_blocks - 1)(lambda: _finish(r))
 
 
 def _start(r, call: Call, first_query, kv):
@@ -220,7 +225,7 @@ def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):
     if cut:
         _prepare_cut(r, call, first_key)
     piece, keys = blocks.straight(mode, call.shape.kv_len, cut, call.cut_at_end)
-    masked = functools.partial(_masked, r, call, first_query, first_key) if cut else None
+    masked = functools.partial(masked_scores, r, call, first_query, first_key) if cut else None
 
     def run(n):
         start = 0 if isinstance(n, int) else pl.multiple_of(n * piece, piece)
@@ -233,7 +238,7 @@ def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):
 
 
 def _prepare_cut(r, call: Call, first_key):
-    """Values without what lies beyond the end, which may hold anything; the key mask laid out along sublanes."""
+    """Values without what lies beyond the end, which may hold anything; the key mask."""
 
     def without_end(keys):
         v = r.v[:, keys]
@@ -242,6 +247,11 @@ def _prepare_cut(r, call: Call, first_key):
 
     if call.ragged:
         _in_steps(call.blocks.keys, LANES, without_end)
+    lay_out_key_mask(r, call)
+
+
+def lay_out_key_mask(r, call: Call):
+    """The key mask of this block along sublanes, for `masked_scores`."""
     if call.mask.keys is not None:
         r.column[...] = jnp.broadcast_to(r.bias[...], (LANES, call.blocks.keys)).T
 
@@ -305,7 +315,7 @@ def _piece(r, call: Call, mode: str, masked, start, queries: int, keys: int):
         values(*tile_and_scores)
 
 
-def _masked(r, call: Call, first_query, first_key, s, queries, keys):
+def masked_scores(r, call: Call, first_query, first_key, s, queries, keys):
     """Scores [keys, queries] of a tile with what the mask takes away."""
     mask = call.mask
     end = call.shape.kv_len if mask.keys is None else mask.whole

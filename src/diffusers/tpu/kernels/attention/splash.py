@@ -69,7 +69,7 @@ def splash_attention(
     back = {}
     if differentiable:
         back = {"block_q_dkv": block_q, "block_kv_dkv": block_kv, "block_kv_dkv_compute": inner}
-        back |= {"block_q_dq": block_q, "block_kv_dq": block_kv}
+        back["use_fused_bwd_kernel"] = True  # a quarter faster than two (v6e), for a dq of each block of keys
     kernel = splash.make_splash_mha_single_device(
         mask=splash.MultiHeadMask([one((q_padded, s_padded))] * heads),
         block_sizes=splash.BlockSizes(block_q=block_q, block_kv=block_kv, block_kv_compute=inner, **back),

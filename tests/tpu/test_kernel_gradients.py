@@ -1,0 +1,163 @@
+"""Gradients of kernels. Oracle: attention's formula in float64 numpy, the others' plain operations in float32; kernels are interpreted."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attention_masks import KINDS, attention_formula, draw, gradients_formula, make_mask, spoilt
+from conftest import QUICKLY, relative, slow
+from diffusers.tpu.kernels import convolution, linear, rotary
+from diffusers.tpu.kernels.attention import api
+from diffusers.tpu.kernels.attention.backward import attention_gradients, blocks_of, chunk_of, differentiable_attention
+from diffusers.tpu.kernels.attention.blocks import Blocks, Shape, Tile
+from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.settings import Settings, using
+
+
+SMALL = Blocks(256, 256, 128, Tile(128, 128, 1), Tile(128, 128, 1))
+KERNELS = Settings(layers="kernel", interpret=True, differentiable=True)
+BACK = functools.partial(jax.jit, compiler_options=QUICKLY)
+
+
+def drawn(rng, heads, kv_heads, t, s, dim, v_dim=None):
+    """q, k, v and gradients of output and log-sum-exp."""
+    q, k, v = draw(heads, kv_heads, t, s, dim, v_dim)
+    of_out, of_lse = (
+        rng.standard_normal(shape).astype(np.float32) for shape in ((*q.shape[:3], v.shape[3]), q.shape[:3])
+    )
+    return q, k, v, of_out, of_lse
+
+
+RARE = ("prefix", "keys", "bfloat16 bias", "half window", "window", "keys, causal", "causal by frame", "dense")
+
+
+@pytest.mark.parametrize("kind", [slow(kind) if kind in RARE else kind for kind in KINDS])
+def test_every_mask(kind, monkeypatch):
+    """Odd lengths, grouped heads, chunks of queries; keys that nobody sees hold NaN."""
+    rng = np.random.default_rng()
+    (t, s), dim = rng.integers(130, 400, 2), int(rng.choice([40, 64, 128]))
+    q, k, v, of_out, of_lse = drawn(rng, 2, int(rng.choice([1, 2])), t, s, dim, int(rng.choice([dim, 72])))
+    mask = make_mask(rng, kind, 2, t, s)
+    expected = gradients_formula(q, k, v, of_out, of_lse, 0.1, mask)[:3]
+    out, lse = (x.astype(np.float32) for x in attention_formula(q, k, v, 0.1, mask))
+    k, v = spoilt(q, k, v, mask)
+    monkeypatch.setattr("diffusers.tpu.kernels.attention.backward.chunk_of", lambda *_: 1)
+    how = {"scale": 0.1, "blocks": SMALL, "interpret": True}
+    found = BACK(functools.partial(attention_gradients, **how))(q, k, v, mask, out, lse, of_out, of_lse)
+    for ours, theirs in zip(found, expected):
+        assert np.isfinite(ours).all() and np.linalg.norm(ours - theirs) <= 3e-6 * np.linalg.norm(
+            theirs
+        )  # measured: 6e-7
+
+
+def test_bfloat16_is_as_exact_as_plain_products_in_it():
+    rng = np.random.default_rng()
+    given = [jnp.asarray(x, jnp.bfloat16) for x in drawn(rng, 2, 2, 300, 260, 64)[:4]]
+    wide = [np.asarray(x, np.float32) for x in given]
+    expected = gradients_formula(*wide, 0, 0.125)[:3]
+
+    def rounded(x):
+        return np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
+
+    q, k, v, of_out = wide
+    *_, of_scores = gradients_formula(*wide, 0, 0.125)
+    theirs = 0.125 * rounded(of_scores) @ k, 0.125 * rounded(of_scores).swapaxes(2, 3) @ q
+    attend = functools.partial(differentiable_attention, scale=0.125, blocks=SMALL, back=SMALL, interpret=True)
+    found = BACK(lambda q, k, v, g: jax.vjp(attend, q, k, v)[1](g))(*given)
+    for ours, plain, exact in zip(found, theirs, expected):
+        assert relative(ours, exact) < 1.25 * relative(rounded(plain), exact)
+    assert relative(found[2], expected[2]) < 4e-3  # weights and result are rounded
+
+
+def test_a_bias_is_differentiated_where_it_asks():
+    rng = np.random.default_rng()
+    q, k, v, of_out, of_lse = map(jnp.asarray, drawn(rng, 2, 2, 150, 140, 40))
+    bias = rng.standard_normal((1, 2, 150, 140)).astype(np.float32)
+
+    def loss(q, bias):
+        mask = Mask(dense=bias)
+        out, lse = differentiable_attention(
+            q, k, v, scale=0.1, mask=mask, with_lse=True, blocks=SMALL, back=SMALL, interpret=True
+        )
+        return (out * of_out).sum() + (lse * of_lse).sum()
+
+    found = BACK(jax.grad(loss, (0, 1)))(q, bias)
+    of_q, *_, of_scores = gradients_formula(q, k, v, of_out, of_lse, 0.1, Mask(dense=bias))
+    assert relative(found[0], of_q) < 3e-6 and relative(found[1], of_scores.sum(0, keepdims=True)) < 3e-6
+
+
+@pytest.mark.parametrize("heads, kind", [(2, "none"), (1, "prefix"), (4, "keys")])
+def test_over_chips_with_blocks_that_are_computed_again(make_mesh, heads, kind):
+    """By the public function: a ring, Ulysses and both; the second use of a block recomputes the first."""
+    rng, t = np.random.default_rng(), 251
+    q, k, v, of_out, _ = drawn(rng, heads, heads, t, t, 16)
+    mask = make_mask(rng, kind, heads, t, t)
+    settings = Settings(mesh=make_mesh(2, 4, 1), kernel="kernel", interpret=True, differentiable=True)
+
+    @jax.checkpoint
+    def attend(q, k, v):
+        with using(settings):
+            return api.attention(q, k, v, mask=mask, scale=0.1)
+
+    found = BACK(lambda *given: jax.vjp(attend, *given[:3])[1](given[3]))(q, k, v, of_out)
+    for ours, theirs in zip(found, gradients_formula(q, k, v, of_out, 0, 0.1, mask)):
+        assert relative(ours, theirs) < 3e-6  # measured: 5e-7
+    with using(dataclasses.replace(settings, kernel="auto", platform="tpu", generation="v6e", interpret=True)):
+        jax.eval_shape(functools.partial(api.attention, scale=0.1), *map(jnp.asarray, (q, k, v)))
+    assert any(how.kernel == "kernel" and how.q == q.shape for how in api.explain())
+
+
+@pytest.mark.parametrize("dim, dtype_bytes", [(64, 2), (128, 2), (512, 2), (128, 4)])
+def test_blocks_fit_every_length(dim, dtype_bytes):
+    for tokens in (1, 77, 1300, 14040, 75600, 250000):
+        shape = Shape(tokens, tokens, dim, dim, dtype_bytes)
+        for generation in ("v5e", "v7x"):
+            blocks = blocks_of(shape)
+            assert chunk_of(blocks, shape, generation) >= 1 and blocks.queries % blocks.piece == 0
+            assert blocks.keys % blocks.bound.keys == 0 and blocks.keys < tokens + 256
+
+
+def of_linear(activation, gated, draw):
+    x, w, b = draw(1, 300, 256), draw(384, 256), draw(384)
+    more = (draw(1, 1, 384), draw(1, 300, 384)) if gated else (None, None)
+    run = lambda x, w, b, gate, residual: linear.linear(x, w, b, activation, KERNELS, gate, residual)  # noqa: E731
+    return run, functools.partial(linear._plain, activation), (x, w, b, *more)
+
+
+def of_rotary(draw):
+    angle = np.repeat(np.random.default_rng().uniform(-9, 9, (300, 64)), 2, 1)
+    tables = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
+    norm = functools.partial(rotary.Norm, eps=1e-6)
+    run = lambda x, w: rotary.normed_and_rotated(x, norm(w), tables, KERNELS)  # noqa: E731
+    return run, lambda x, w: rotary._plainly(x, norm(w), tables, False), (draw(1, 300, 256), draw(256))
+
+
+def of_convolution(draw):
+    run = lambda *given: convolution.convolution(*given, KERNELS)  # noqa: E731
+    return run, convolution._plain, (draw(1, 16, 32, 64), draw(3, 3, 64, 128), draw(128))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        functools.partial(of_linear, "gelu_tanh", False),
+        functools.partial(of_linear, "", True),
+        of_rotary,
+        of_convolution,
+    ],
+)
+def test_other_kernels_have_gradients_of_plain_operations(case):
+    rng = np.random.default_rng()
+    run, plain, given = case(lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16))
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+    weights = jnp.asarray(rng.standard_normal(run(*given).shape), jnp.float32)
+    programs = (jax.grad(lambda *x, f=f: (f(*x) * weights).sum(), [*range(len(given))]) for f in (run, plain))
+    program = str(jax.make_jaxpr(run)(*given))
+    assert "pallas_call" in program and "custom_vjp" in program
+    found, expected = (BACK(program)(*x) for program, x in zip(programs, (given, exact)))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+        assert relative(ours, theirs) < 5e-3  # measured: at most 2.9e-3
