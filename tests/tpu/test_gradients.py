@@ -52,7 +52,7 @@ def assert_alike(found: tuple[dict, dict], expected: tuple[dict, dict]):
 @pytest.mark.parametrize(
     "kind, mesh, batch, heads, training, again, kernel",
     [
-        ("flux", (2, 2, 2), 2, 4, True, False, "auto"),
+        slow("flux", (2, 2, 2), 2, 4, True, False, "auto"),
         slow("sd3.5", (1, 8, 1), 1, 3, True, True, "kernel"),
         ("qwen", (1, 4, 1), 1, 3, False, False, "auto"),
         ("cogvideox 1.5 image", (1, 4, 2), 2, 6, True, True, "auto"),
