@@ -36,6 +36,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--dtype", default="bfloat16")
 parser.add_argument("--device", default="cuda")
 args = parser.parse_args()
+torch.manual_seed(args.seed)
 
 pipe = WanPipeline.from_pretrained(args.model, torch_dtype=getattr(torch, args.dtype)).to(args.device)
 pipe.set_progress_bar_config(disable=True)
