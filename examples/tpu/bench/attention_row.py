@@ -26,7 +26,7 @@ from .exp2 import exp2_attention
 
 
 BANDS = {"causal": (None, 0), "window": (1000, 1000)}
-BACKWARD = ("attention_gradients", "splash_mha_dq", "splash_mha_dkv")  # kernels, ours and splash's
+BACKWARD = ("attention_gradients", "splash_mha_dkv")  # kernels, ours and splash's
 PARTS = {  # name: the mask's part and its shape for [B, N, T, S]
     "keys": ("keys", lambda b, n, t, s: (b, 1, 1, s), jnp.bool_),
     "keys-bias": ("keys", lambda b, n, t, s: (b, n, 1, s), jnp.float32),

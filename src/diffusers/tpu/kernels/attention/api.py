@@ -16,7 +16,7 @@ from ...common.notices import warn_once
 from ..settings import Settings, current, using
 from . import kernel, masks, splash
 from .backward import differentiable_attention
-from .parallel import Split, Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
+from .parallel import Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
 from .reference import Keys, Out, Queries, Values, reference_attention
 from .softmax_modes import ONLINE
 
@@ -204,16 +204,10 @@ def _spread(settings: Settings, q, k, local):
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"
     spread = functools.partial(parallel_attention, **_over_mesh(settings, local))
-    if (split := _split(settings, q, k)) is None:
+    if q.shape[2] != k.shape[2]:
         return spread, f"queries over {mesh.shape['sp']}, whole keys"
+    split = split_over(mesh, q, k, settings.ring)
     return spread, f"ring {split.ring} x ulysses {split.ulysses}"
-
-
-def _split(settings: Settings, q, k) -> Split | None:
-    """How a sequence is split over the chips with its keys; None: it is not."""
-    mesh = settings.mesh
-    alone = mesh is None or mesh.size == 1 or not settings.sequence or q.shape[2] < mesh.shape["sp"]
-    return None if alone or q.shape[2] != k.shape[2] else split_over(mesh, q, k, settings.ring)
 
 
 def _check(q, k, v, enable_gqa):
