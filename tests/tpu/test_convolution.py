@@ -1,5 +1,7 @@
 """Oracle: torch's convolution in float64, of the same bfloat16 numbers, rounded once."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from diffusers.tpu import bridge
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import convolution as convolution_kernel
-from diffusers.tpu.kernels.convolution import MOST_WORK, Blocks, choose, tpu_convolution
+from diffusers.tpu.kernels.convolution import LANES, MOST_WORK, Blocks, choose, convolution, tpu_convolution
 from diffusers.tpu.kernels.settings import Settings, using
 
 
@@ -32,25 +34,32 @@ def rounding(exact) -> float:
 
 
 @pytest.mark.parametrize(
-    "taps, width, blocks, bias",
+    "taps, edge, repeated, positions, blocks, bias",
     [
-        (3, 32, None, True), (3, 16, Blocks(2, 128, 1), False), (5, None, Blocks(8, 128, 4), True),
-        (1, None, Blocks(8, 128, 8), True),
+        ((3, 1, 3), 1, False, 32, None, True), ((3, 3, 3), 1, True, 16, Blocks(2, 3, 128, 1), False),
+        ((5, 2, 5), 2, False, None, Blocks(8, 1, 128, 4), True), ((1, 3, 1), 0, False, None, Blocks(8, 2, 128, 8), True),
+        ((3, 3, 3), 0, False, None, None, False), ((3, 3, 3), 1, True, None, Blocks(4, 1, 96, 2), True),
     ],
 )  # fmt: skip
-def test_any_map(taps, width, blocks, bias):
-    """Any heights, whole registers of columns and any, rows and features that blocks do not divide, maps smaller than their windows."""
+@pytest.mark.parametrize("wide", [False, True])
+def test_any_map(taps, edge, repeated, positions, blocks, bias, wide):
+    """Any sizes, whole registers of positions and any, lines, frames and features that blocks do not divide, lines shorter than a window."""
     rng = np.random.default_rng()
-    bounds = ((1, 3), (3, 14), (1, 40), (1, 3), (1, 4))
-    batch, height, drawn, channels, features = (int(rng.integers(*pair)) for pair in bounds)
-    width, channels, features = width or drawn, 64 * channels, 64 * features
-    x, w, b = draw(batch, channels, height, width), draw(features, channels, taps, taps), draw(features)
-    exact = F.conv2d(x.double(), w.double(), b.double() if bias else None, padding=taps // 2)
-    blocks = blocks or choose(height, width, channels, features, taps)
-    given = arrays(x.permute(0, 2, 3, 1), w.permute(2, 3, 1, 0), b)
-    ours = jax.jit(lambda x, w, b: tpu_convolution(x, w, b if bias else None, blocks=blocks, interpret=True))(*given)
-    ours = np.asarray(ours.astype(jnp.float32), np.float64).transpose(0, 3, 1, 2)
-    assert relative(ours, exact.numpy()) < 1.05 * rounding(exact), (x.shape, w.shape, blocks)
+    bounds = ((1, 3), (1, 12), (1, 5), (taps[2] - 2 * edge, 40), (1, 4), (2, 8))
+    batch, lines, frames, drawn, channels, features = (int(rng.integers(*pair)) for pair in bounds)
+    lines, frames, positions, channels, features = (
+        lines + taps[0] - 1, frames + taps[1] - 1, positions or drawn, 64 * channels, 32 * features
+    )  # fmt: skip
+    x, w, b = draw(batch, channels, lines, frames, positions), draw(features, channels, *taps), draw(features)
+    around = F.pad(x.double(), (edge, edge, 0, 0, 0, 0), mode="replicate" if repeated else "constant")
+    exact = F.conv3d(around, w.double(), b.double() if bias else None)
+    blocks = blocks or choose((*exact.shape[2:4], positions), channels, features, taps)
+    given = arrays(x.permute(0, 2, 3, 4, 1), w.permute(2, 3, 4, 1, 0), b)
+    how = {"blocks": blocks, "edge": edge, "repeated": repeated, "wide": wide, "interpret": True}
+    ours = jax.jit(lambda x, w, b: tpu_convolution(x, w, b if bias else None, **how))(*given)
+    assert ours.dtype == (jnp.float32 if wide else jnp.bfloat16)
+    ours = np.asarray(ours.astype(jnp.float32), np.float64).transpose(0, 4, 1, 2, 3)
+    assert relative(ours, exact.numpy()) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
 
 
 @pytest.mark.parametrize(
@@ -86,29 +95,30 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, given):
 
 
 def test_what_is_not_taken(chips):
-    x, w = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 8, 8, 64), (3, 3, 64, 64)))
-    assert convolution_kernel.convolution(x, w, None, KERNEL) is not None
+    x, w = (jnp.zeros(shape, jnp.bfloat16) for shape in ((1, 8, 3, 8, 64), (3, 3, 3, 64, 64)))
+    assert convolution(x, w, None, KERNEL, edge=1).shape == (1, 6, 1, 8, 64)
     on_tpu = Settings(platform="tpu", generation="v5e")
     refused = [
         (x.astype(jnp.float32), w.astype(jnp.float32), KERNEL),
-        (x[..., :4], w[:, :, :4], KERNEL),
+        (x[..., :4], w[:, :, :, :4], KERNEL),
         (x, w[..., :4], KERNEL),
-        (x, w[:2, :2], KERNEL),
-        (x, w[:1], KERNEL),
+        (x, w[:, :, :2], KERNEL),  # lines that get longer
+        (x[:, :, :2], w, KERNEL),
         (x, w, Settings()),
         (x, w, Settings(layers="kernel", mesh=make_mesh(chips, (2, 4, 1)))),
         (x, w, on_tpu),  # so few positions
     ]
-    assert [convolution_kernel.convolution(x, w, None, settings) for x, w, settings in refused] == [None] * 8
+    assert [convolution(x, w, None, settings, edge=1) for x, w, settings in refused] == [None] * 8
 
 
 @pytest.mark.parametrize("generation", CHIPS)
 def test_blocks_fit(generation):
-    """Of Stable Diffusion XL's maps at 1024 x 1024, and of one that no VMEM holds whole."""
-    sizes = [(128, 960, 320), (64, 1920, 640), (32, 2560, 1280), (32, 1280, 1280), (1024, 256, 256)]
-    for size, channels, features in sizes:
-        blocks = choose(size, size, channels, features, 3, generation)
-        side = CHIPS[generation].matrix_side
-        assert blocks.rows % blocks.piece == 0 and (blocks.features % side == 0 or blocks.features == features)
-        assert 9 * channels * blocks.features <= MOST_WORK or blocks.features == side
-    assert choose(128, 128, 1 << 20, 128, 3, generation) is None
+    """Of Stable Diffusion XL's maps at 1024 x 1024, of videos' and of one that no VMEM holds whole."""
+    maps = [(128, 960, 320), (64, 1920, 640), (32, 2560, 1280), (32, 1280, 1280), (1024, 256, 256)]
+    sizes = [((size, 1, size), channels, features, (3, 1, 3)) for size, channels, features in maps]
+    sizes += [((176, 8, 768), 128, 128, (3, 3, 3)), ((22, 1, 96), 1024, 1024, (3, 3, 3))]
+    for size, channels, features, taps in sizes:
+        blocks = choose(size, channels, features, taps, generation)
+        assert blocks.lines % blocks.piece == 0 and (blocks.features % LANES == 0 or blocks.features == features)
+        assert math.prod(taps) * channels * blocks.features <= MOST_WORK or blocks.features == LANES
+    assert choose((128, 1, 128), 1 << 20, 128, (3, 1, 3), generation) is None

@@ -132,19 +132,24 @@ def test_rotary(interpreted, tokens, dim):
 
 
 @pytest.mark.parametrize(
-    "height, width, channels, features, taps, biased",
-    [(9, 20, 64, 192, 3, True), (5, 33, 128, 64, 5, False), (7, 16, 64, 64, 1, True)],
+    "sizes, channels, features, taps, biased",
+    [
+        ((9, 4, 20), 64, 192, (3, 3, 3), True),
+        ((5, 1, 33), 128, 64, (5, 1, 5), False),
+        ((7, 3, 16), 64, 64, (1, 2, 1), True),
+    ],
 )
-def test_convolution(interpreted, height, width, channels, features, taps, biased):
-    """A last block of rows that is not full, columns that are no whole registers, and more than one block of features."""
-    shapes = (2, height, width, channels), (taps, taps, channels, features), (features,)
+def test_convolution(interpreted, sizes, channels, features, taps, biased):
+    """Last blocks of lines and frames that are not full, positions that are no whole registers, and more than one block of features."""
+    shapes = (2, *sizes, channels), (*taps, channels, features), (features,)
     x, w, b = draw(np.random.default_rng(), jnp.bfloat16, *shapes)
-    blocks = convolution_kernel.Blocks(rows=4, features=min(features, 128), piece=2)
-    call = functools.partial(convolution_kernel.tpu_convolution, x, w, b if biased else None, blocks=blocks)
+    blocks, edge = convolution_kernel.Blocks(lines=4, frames=1, features=min(features, 128), piece=2), taps[2] // 2
+    how = {"blocks": blocks, "edge": edge}
+    call = functools.partial(convolution_kernel.tpu_convolution, x, w, b if biased else None, **how)
     ours, raced = interpreted(lambda settings: call(interpret=settings))
-    around = np.pad(wide(x), [(0, 0), (taps // 2, taps // 2), (taps // 2, taps // 2), (0, 0)])
-    windows = np.lib.stride_tricks.sliding_window_view(around, (taps, taps), (1, 2))
-    exact = np.einsum("bhwcij,ijco->bhwo", windows, wide(w)) + (wide(b) if biased else 0)
+    around = np.pad(wide(x), [(0, 0), (0, 0), (0, 0), (edge, edge), (0, 0)])
+    windows = np.lib.stride_tricks.sliding_window_view(around, taps, (1, 2, 3))
+    exact = np.einsum("bltpcijk,ijkco->bltpo", windows, wide(w)) + (wide(b) if biased else 0)
     assert not raced and relative(ours, exact) < 5e-3  # measured: 1.7e-3
 
 

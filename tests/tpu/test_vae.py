@@ -202,16 +202,21 @@ def test_in_bfloat16_within_upstreams_error(attach, family, height, width):
 
 
 @pytest.mark.parametrize("precision, limit", [("default", 5e-3), ("high", 1e-5), ("highest", None)])
-def test_float32_by_products_of_bfloat16(chips, precision, limit):
-    """What a TPU is given for a float32 convolution; at its most exact as good as sums of float32 are on this machine."""
-    shapes = (2, 40, 3, 6, 8), (5, 40, 2, 3, 3)
+@pytest.mark.parametrize("channels", [40, 64])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_float32_by_products_of_bfloat16(precision, limit, channels, repeated):
+    """What a TPU is given for a float32 convolution, by our kernel and without; at its most exact as good as sums of float32 are on this machine."""
+    shapes = (2, channels, 3, 6, 8), (channels, channels, 2, 3, 3)
     x, w = (np.random.default_rng().standard_normal(shape).astype(np.float32) for shape in shapes)
-    exact = F.conv3d(torch.tensor(x).double(), torch.tensor(w).double(), padding=(0, 1, 0))
+    around = F.pad(torch.tensor(x).double(), (0, 0, 1, 1, 0, 0), mode="replicate" if repeated else "constant")
+    exact = F.conv3d(around, torch.tensor(w).double())
 
     def error(platform):
-        with using(Settings(platform=platform, generation="v6e", convolutions=precision)):
-            ours = jax.jit(lambda x, w: operators._by_columns(x, w, None, [(0, 0), (1, 1)]))(x, w)
-        return relative(ours, exact)
+        with using(Settings(platform=platform, generation="v6e", convolutions=precision, interpret=True)):
+            run = jax.jit(lambda x, w: operators._by_columns(x, w, None, [(0, 0), (1, 1)], repeated))
+            by_kernel = "pallas_call" in str(jax.make_jaxpr(run)(x, w))
+            assert by_kernel == (platform == "tpu" and channels == 64)
+            return relative(run(x, w), exact)
 
     limit = limit or 6 * error("cpu")  # of a sum of six times as many terms
     assert limit / 20 < error("tpu") < limit

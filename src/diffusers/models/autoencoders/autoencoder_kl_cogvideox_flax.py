@@ -38,7 +38,7 @@ def _convolved(layer, inputs, conv_cache=None):
     from ...tpu.compile.tracing import causal_pad
 
     inputs = causal_pad(inputs, conv_cache, back)
-    return layer.conv(inputs), inputs[:, :, -back:]
+    return layer.conv(inputs), inputs[:, :, -back:]  # read from where the convolution has them
 
 
 def _not_in_parts(conv, x):

@@ -39,14 +39,17 @@ class Chunk:
         """`x`, in the first chunk `first` repeated in time."""
         return torch.where(self.number > 0, x, first.expand_as(x))
 
-    def with_history(self, x, frames: int):
-        """x [B, C, T, H, W] behind the last `frames` before it, which in the first chunk are its frame."""
+    def padded(self, x, frames: int, *around, mode):
+        """x [B, C, T, H, W] behind the last `frames` before it, which in the first chunk are its frame, and padded `around`."""
+        from ...tpu.compile.tracing import behind
+
         before = self.cache[self.asked]
         before = x.new_zeros(*x.shape[:2], frames, *x.shape[3:]) if before is None else before
-        longer = torch.cat([self.or_first(before, x[:, :, :1]), x], 2)
+        longer = behind(self.or_first(before, x[:, :, :1]), x)
+        padded = F.pad(longer, around, mode=mode)
         self.cache[self.asked] = longer[:, :, -frames:]
         self.asked += 1
-        return longer
+        return padded
 
 
 _chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
@@ -57,7 +60,7 @@ def _convolved(layer, x):
     chunk, (*sides, back, ahead) = _chunk.get(), layer.time_causal_padding
     if chunk is None or not back:
         return type(layer).forward(layer, x)
-    return layer.conv(F.pad(chunk.with_history(x, back), (*sides, 0, ahead), mode=layer.pad_mode))
+    return layer.conv(chunk.padded(x, back, *sides, 0, ahead, mode=layer.pad_mode))
 
 
 def _upsampled(layer, x):

@@ -98,7 +98,7 @@ class Conv(nnx.Module):
             rows = 0, 0
         if self.stride[2] == 1:
             y = by_columns(padded.transpose(0, 3, 1, 2, 4), w, b, [(0, 0), rows], self.stride[:2])
-            return y.transpose(0, 2, 3, 1, 4).astype(x.dtype)
+            return y.transpose(0, 2, 3, 1, 4)
         y = lax.conv_general_dilated(
             padded.reshape(-1, *padded.shape[2:]),
             w[0],

@@ -123,7 +123,21 @@ def _standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:
     return x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
 
 
-WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already"
+WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already, rows at its ends are to be repeated"
+
+
+def joined_in_time(environment, *parts: jax.Array) -> Tensor:
+    """Frames [B, C, t, H, W] one after another; a convolution that reads them lays them beside its neighbours' itself."""
+    return made_of(Tensor(jnp.concatenate(parts, 2), environment), joined_in_time, *parts)
+
+
+def _with_neighbours(input, split, left: int, right: int, repeated: bool = False) -> jax.Array:
+    """`HaloShards.with_neighbours` of a tensor, which is from then on read from there: nothing has to hold it twice."""
+    parts = operands(input, joined_in_time)
+    beside = split.with_neighbours(parts or input.jax(), left, right, repeated=repeated, time=2 if parts else None)
+    if parts:
+        input._elem = beside[..., left : left + input.shape[-1]]
+    return beside
 
 
 def _product(plain, *factors, **kwargs):
@@ -144,9 +158,9 @@ def _pad(torchax_pad, input, pad, mode="constant", value=None):
     x, split = input.jax(), halo_shards()
     if split is not None and mode == "replicate" and len(pad) == 2 * (x.ndim - 2) and max(pad[:2]) <= 1:
         widths = [(0, 0)] * 2 + list(zip(pad[-2::-2], pad[-1::-2]))
-        padded = split.with_neighbours(x, *widths[-1], repeated=True)
-        padded = jnp.pad(padded, [*widths[:-1], (0, 0)], mode="edge")
-        return made_of(Tensor(padded, input._env), WITH_NEIGHBOURS)
+        beside = _with_neighbours(input, split, *widths[-1], repeated=True)
+        padded = jnp.pad(beside, [*widths[:-1], (0, 0)], mode="edge")
+        return made_of(Tensor(padded, input._env), WITH_NEIGHBOURS, beside, widths[2:-1])
     if mode != "constant" or value not in (None, 0) or min(pad, default=0) < 0:
         if split is not None and any(pad[:2]):
             raise NotByShards(f"expected zeros around a split map, got {pad} of mode {mode!r}, value {value}")
@@ -154,7 +168,7 @@ def _pad(torchax_pad, input, pad, mode="constant", value=None):
     widths = [(0, 0)] * (x.ndim - len(pad) // 2) + list(zip(pad[-2::-2], pad[-1::-2]))
     padded = x if split is None else split.with_neighbours(x, *widths[-1])
     padded = jnp.pad(padded, widths if split is None else [*widths[:-1], (0, 0)])
-    return made_of(Tensor(padded, input._env), F.pad, x, widths)
+    return made_of(Tensor(padded, input._env), F.pad, input, x, widths)
 
 
 def _at_its_precision(*args):
@@ -177,26 +191,27 @@ def _convolution(
         return Tensor(result.astype(x.dtype), input._env)
     axes = w.ndim - 2
     stride, padding, dilation = (tuple(s) * (axes if len(s) == 1 else 1) for s in (stride, padding, dilation))
-    x, widths = operands(input, F.pad) or (x, [(0, 0)] * x.ndim)
+    padded, x, widths = operands(input, F.pad) or (input, x, [(0, 0)] * x.ndim)
+    padded = padded if padded.jax() is x else Tensor(x, input._env)  # it was written to since
     widths = [(p + left, p + right) for p, (left, right) in zip(padding, widths[2:])]
-    if split is not None and w.shape[-1] > 1 and operands(input, WITH_NEIGHBOURS) is None:
+    beside, repeated = operands(input, WITH_NEIGHBOURS) or (None, [])
+    if split is not None and w.shape[-1] > 1 and beside is None:
         if widths[-1] == (0, 0):
             raise NotByShards("expected a convolution of a split map to be padded along the width, got one without")
-        x, widths[-1] = split.with_neighbours(x, *widths[-1]), (0, 0)
+        x, widths[-1] = _with_neighbours(padded, split, *widths[-1]), (0, 0)
     simple, taps = dilation == (1,) * axes and groups == 1, w.shape[2:]
     if split is not None and stride == (1,) * axes and simple and not (axes == 2 and x.dtype == jnp.bfloat16):
-        return Tensor(_by_columns(x, w, b, widths[:-1]).astype(x.dtype), input._env)
+        rows_repeated = axes == 3 and repeated == [(0, 0), (1, 1)] and not any(map(any, widths))
+        x, widths = (beside, [*repeated, (0, 0)]) if rows_repeated else (x, widths)
+        return Tensor(_by_columns(x, w, b, widths[:-1], rows_repeated), input._env)
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
-    # Zeros around a map, or neighbours beside a shard, that give a result of its own size, each position in the middle of its window.
-    beside = taps[-1] // 2 if split is not None else 0
-    around = [*widths[:-1], (beside, beside) if beside else widths[-1]]
-    if simple and axes == 2 and all(width == (tap // 2, tap // 2) for width, tap in zip(around, taps)):
-        large = convolution_kernel.convolution(x.transpose(0, 2, 3, 1), w.transpose(2, 3, 1, 0), b, current())
-        if large is not None:
-            # Of every position: with strides, of which a UNet has two or three, some are for nothing; neighbours' own are their chips'.
-            large = large[:, :: stride[0], beside : large.shape[2] - beside : stride[1]]
-            return Tensor(large.transpose(0, 3, 1, 2), input._env)
+    if simple and axes == 2 and widths[1] in ((0, 0), (taps[1] // 2,) * 2):
+        lines = jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), widths[0], (0, 0), (0, 0)])[:, :, None]
+        by_lines = w.transpose(2, 3, 1, 0)[:, None]
+        large = convolution_kernel.convolution(lines, by_lines, b, current(), edge=widths[1][0])
+        if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
+            return Tensor(large[:, :: stride[0], 0, :: stride[1]].transpose(0, 3, 1, 2), input._env)
     wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)
     grouped = {"dimension_numbers": numbers, "feature_group_count": groups, "preferred_element_type": wide}
     result = jax.lax.conv_general_dilated(x, w, stride, widths, rhs_dilation=dilation, **grouped)
@@ -217,12 +232,13 @@ def _by_patches(x, w, b):
     return jnp.moveaxis(y if b is None else y + b, -1, 1)
 
 
-def _by_columns(x, w, b, widths):
-    """A convolution [N, C, (T,) H, W] of stride 1 in float32 as `by_columns` computes it."""
+def _by_columns(x, w, b, widths, repeated=False):
+    """A convolution [N, C, (T,) H, W] of stride 1 as `by_columns` computes it."""
     if x.ndim == 4:  # many maps, none of which sees another: as if they were one's frames
         out = _by_columns(x.swapaxes(0, 1)[None], w[:, :, None], b, [(0, 0), *widths])
         return out[0].swapaxes(0, 1)
-    return by_columns(x.transpose(0, 4, 2, 3, 1), w.transpose(2, 3, 4, 1, 0), b, widths).transpose(0, 4, 2, 3, 1)
+    columns, by_tap = x.transpose(0, 4, 2, 3, 1), w.transpose(2, 3, 4, 1, 0)
+    return by_columns(columns, by_tap, b, widths, repeated=repeated).transpose(0, 4, 2, 3, 1)
 
 
 def _in_float32(jax_function, x, *args, **kwargs):

@@ -1,16 +1,20 @@
-"""A convolution of maps for one TPU chip: y[h, w] = sum over taps (i, j) of x[h + i - p, w + j - p] w[i, j] + b, p zeros around.
+"""Convolution of maps and videos for one TPU chip: y[l, t, p] = sum over taps (i, j, k) of x[l + i, t + j, p + k - e] w[i, j, k] + b.
 
-The compiler's own takes 8 to 28 s of a core each for some 40 of SDXL's UNet, at 53 to 72 % of the units' peak (v5e, libtpu 0.0.42.1).
+The compiler's own takes 8 to 28 s of a core each for some 40 of SDXL's UNet, at 53 to 72 % of the units' peak (v5e, libtpu 0.0.42.1);
+of a video it writes a result per tap along the width in float32, which are then summed.
 
-Grid: (blocks of features, batch, blocks of rows), rows innermost: a block of w with all taps and channels stays in VMEM while
-the map passes. A block of x has p rows more on both sides (`pl.Element`). A piece of straight code is whole rows of the map:
-for each tap along the width a sum of products [positions, C] [C, O] over taps along the height, in float32, is moved by whole
-positions and added where the map has such a column. So nothing is moved before the products.
+A line is what lies along sublanes: a row of a map, a column of a video. Grid: (blocks of features, batch, blocks of lines, blocks of
+frames), frames innermost: a block of w with all taps and channels stays in VMEM while the maps pass. A block of x has the lines and
+frames that its taps reach beside it (`pl.Element`). A piece of straight code is whole lines of one frame: what all taps of lines and
+frames see lies side by side [positions, taps * C], is multiplied with [taps * C, taps along a line * O] in float32, and the
+features of each tap along the line are moved by whole positions and added where the line has such a position. So nothing is moved
+before the product, and the matrix units are as full as the taps together make them.
 
-VMEM: two buffers of x [rows + 2p, W, C], w [k, k, C, features], the result; and per tap along the width a spilled piece, twice.
+VMEM: two buffers of x [lines + taps - 1, frames + taps - 1, P, C], w [taps * C, taps * features], the result; a spilled piece, twice.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -26,111 +30,179 @@ from .pallas import LANES, call_kernel, cost, product, round_up, with_gradients_
 from .settings import Settings
 
 
-SUBLANES = 16  # of bfloat16: the columns of a map are whole registers of them
-PIECE = 256  # positions of one piece of straight code, where the map's rows are no longer
-MOST_POSITIONS = 2048  # of one step
-MOST_WORK = 3_000_000  # taps x channels x features of a block: 3 s of a core to compile; twice as much is no faster
+SUBLANES = 16  # of bfloat16: the positions of a line are whole registers of them
+PIECE = 512  # most positions of one piece of straight code, where lines are no longer
+LEAST_PIECE = 224  # positions that take as long as weights take to get into a matrix unit
+MOST_POSITIONS = 8192  # of one step
+MOST_WORK = 4_000_000  # taps x channels x features of a block: 4 s of a core to compile; twice as much is no faster
 LEAST_CHANNELS = 64
 LEAST_POSITIONS = 512  # of all maps; for some of 16 x 16 the compiler takes up to a minute each, of less it is fast and leaves weights as they lie
 
 
 class Blocks(NamedTuple):
-    """`rows` of the map and `features` of the result in one grid step; `piece` rows in one piece of straight code."""
+    """`lines`, `frames` and `features` of the result in one grid step; `piece` lines of a frame in one piece of straight code."""
 
-    rows: int
+    lines: int
+    frames: int
     features: int
     piece: int
 
 
-def choose(height: int, width: int, channels: int, features: int, taps: int, generation=None) -> Blocks | None:
-    """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the largest; None if none do."""
-    width, found, chip = round_up(width, SUBLANES), [], chip_of(generation)
-    piece = max(1, min(height, PIECE // width))
-    most_rows = min(round_up(height, piece), max(1, MOST_POSITIONS // (piece * width)) * piece)
+@functools.lru_cache(1024)
+def choose(
+    sizes: tuple[int, int, int],
+    channels: int,
+    features: int,
+    taps: tuple[int, int, int],
+    generation: str | None = None,
+) -> Blocks | None:
+    """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the least to fetch; None if none do.
+
+    Args:
+        sizes: lines and frames of the result, positions of x; taps: along each of them.
+    """
+    lines, frames, positions = sizes
+    positions, deep, chip, found = round_up(positions, SUBLANES), round_up(channels, LANES), chip_of(generation), []
     for count in range(1, -(-features // LANES) + 1):
         columns = features if count == 1 else round_up(-(-features // count), LANES)
-        if columns > chip.matrix_side and taps**2 * channels * columns > MOST_WORK:
+        wide = taps[2] * round_up(columns, LANES)
+        if columns > LANES and math.prod(taps) * channels * columns > MOST_WORK:
             continue
-        for rows in range(most_rows, 0, -piece):
-            operands = (rows + taps - 1) * width * channels + taps**2 * channels * columns + rows * width * columns
-            if 4 * operands + 8 * taps * piece * width * columns <= chip.vmem_bytes - MARGIN:
-                found.append((count * round_up(columns, chip.matrix_side), count, Blocks(rows, columns, piece)))
-                break
+        for piece in range(1, max(1, min(lines, PIECE // positions)) + 1):
+            fixed = 4 * math.prod(taps[:2]) * channels * wide + 8 * piece * positions * wide
+            slower = max(piece * positions, LEAST_PIECE) / (piece * positions)
+            for t in range(1, frames + 1):
+                for l in range(piece, round_up(lines, piece) + 1, piece):  # noqa: E741
+                    fetched = (l + taps[0] - 1) * (t + taps[1] - 1) * deep
+                    vmem = fixed + 4 * positions * (fetched + 2 * l * t * columns)
+                    if (l, t) != (piece, 1) and l * t * positions > MOST_POSITIONS or vmem > chip.vmem_bytes - MARGIN:
+                        break
+                    filled = round_up(lines, l) * round_up(frames, t)
+                    work = count * round_up(wide, chip.matrix_side) * filled * slower
+                    found.append((work, count * fetched * filled / (l * t), Blocks(l, t, columns, piece)))
     return min(found, key=lambda x: x[:2])[2] if found else None
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "generation", "interpret"), inline=True)
+@functools.partial(
+    jax.jit, static_argnames=("blocks", "edge", "repeated", "wide", "generation", "interpret"), inline=True
+)
 def tpu_convolution(
-    x: Float[Array, "B H W C"],
-    w: Float[Array, "k k C O"],
+    x: Float[Array, "B L T P C"],
+    w: Float[Array, "l t p C O"],
     b: Float[Array, " O"] | None,
     *,
     blocks: Blocks,
+    edge: int,
+    repeated: bool = False,
+    wide: bool = False,
     generation: str | None = None,
     interpret: bool = False,
-) -> Float[Array, "B H W O"]:
-    """The convolution with an odd number k of taps and k // 2 zeros around, summed in float32 and rounded once to x's dtype."""
-    batch, height, width, channels = x.shape
-    taps, features = w.shape[0], w.shape[-1]
-    edge, wide, tall = taps // 2, round_up(width, SUBLANES), round_up(height, blocks.rows)
-    x = jnp.pad(x, [(0, 0), (edge, edge + tall - height), (0, wide - width), (0, 0)])
+) -> Float[Array, "B M U Q O"]:
+    """The convolution with `edge` zeros at both ends of each line, and nothing around lines and frames, summed in float32.
+
+    If `repeated`, with each line's own end in place of one zero there. Rounded once to x's dtype, or in float32 if `wide`.
+    """
+    batch, lines, frames, positions, channels = x.shape
+    *taps, _, features = w.shape
+    dtype = jnp.float32 if wide else x.dtype
+    lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
+    line, columns = round_up(positions, 8 if blocks.piece == 1 else SUBLANES), round_up(blocks.features, LANES)
+    longest = min(round_up(kept, SUBLANES), line)
+    fill = -lines % blocks.lines, -frames % blocks.frames, line - positions
+    x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
+    count = pl.cdiv(features, blocks.features)
+    w = jnp.pad(w, [(0, 0)] * 4 + [(0, count * blocks.features - features)])
+    w = w.reshape(-1, taps[2], channels, count, blocks.features)
+    w = jnp.pad(w, [(0, 0)] * 4 + [(0, columns - blocks.features)])
+    w = w.transpose(3, 0, 2, 1, 4).reshape(count, -1, taps[2] * columns)
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
-    positions = blocks.piece * wide
+    size = blocks.piece * line
 
     def piece(r, number):
-        first = number * blocks.piece
-        column = lax.broadcasted_iota(jnp.int32, (positions, 1), 0) % wide
-        rows = [r.x[pl.ds(first + i, blocks.piece)].reshape(positions, channels) for i in range(taps)]
-        total = r.b[...]
-        for j in range(taps):
-            y = sum(product(rows[i], r.w[i, j]) for i in range(taps))
-            if j != edge:
-                y = pltpu.roll(y, (edge - j) % positions, 0)
-                y = jnp.where((column >= edge - j) & (column < width + edge - j), y, 0)
-            total = total + y
-        r.o[pl.ds(first, blocks.piece)] = total.astype(x.dtype).reshape(blocks.piece, wide, -1)
+        frame, first = lax.rem(number, blocks.frames), lax.div(number, blocks.frames) * blocks.piece
+        seen = [
+            r.x[pl.ds(first + i, blocks.piece), frame + j].reshape(size, channels)
+            for i in range(taps[0])
+            for j in range(taps[1])
+        ]
+        y = product(jnp.concatenate(seen, 1), r.w[...])
+        position, total = lax.rem(lax.broadcasted_iota(jnp.int32, (size, 1), 0), line), r.b[...]
+        for k in range(taps[2]):
+            own, ahead = y[:, k * columns : k * columns + blocks.features], k - edge
+            of_tap = pltpu.roll(own, -ahead % size, 0) if ahead else own
+            if edge and ahead:
+                there = (position >= -ahead) & (position < positions - ahead)
+                of_tap = jnp.where(there, of_tap, own if repeated else 0)
+            total = total + of_tap
+        total = total.astype(dtype).reshape(blocks.piece, line, -1)
+        r.o[pl.ds(first, blocks.piece), frame] = total[:, :longest]
 
-    with_edges = None, pl.Element(blocks.rows + 2 * edge), pl.Element(wide), pl.Element(channels)
-    out_spec = pl.BlockSpec((None, blocks.rows, wide, blocks.features), lambda n, i, m: (i, m, 0, n))
+    steps = count, batch, pl.cdiv(lines, blocks.lines), pl.cdiv(frames, blocks.frames)
+    reached = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
+    out = jax.ShapeDtypeStruct((batch, steps[2] * blocks.lines, steps[3] * blocks.frames, longest, features), dtype)
+    out_block = (None, blocks.lines, blocks.frames, longest, blocks.features)
     out = call_kernel(
-        lambda r: pl.loop(0, blocks.rows // blocks.piece)(functools.partial(piece, r)),
+        lambda r: pl.loop(0, blocks.lines // blocks.piece * blocks.frames)(functools.partial(piece, r)),
         "linear_kernel_of_windows",
-        (pl.cdiv(features, blocks.features), batch, tall // blocks.rows),
+        steps,
         {
-            "x": (x, pl.BlockSpec(with_edges, lambda n, i, m: (i, m * blocks.rows, 0, 0))),
-            "w": (w, pl.BlockSpec((taps, taps, channels, blocks.features), lambda n, i, m: (0, 0, 0, n))),
-            "b": (b, pl.BlockSpec((1, blocks.features), lambda n, i, m: (0, n))),
+            "x": (
+                x,
+                pl.BlockSpec(
+                    (None, *map(pl.Element, reached)),
+                    lambda n, i, l, t: (i, l * blocks.lines, t * blocks.frames, 0, 0),
+                ),
+            ),
+            "w": (w, pl.BlockSpec((None, *w.shape[1:]), lambda n, i, l, t: (n, 0, 0))),
+            "b": (b, pl.BlockSpec((1, blocks.features), lambda n, i, l, t: (0, n))),
         },
-        {"o": (jax.ShapeDtypeStruct((batch, tall, wide, features), x.dtype), out_spec)},
+        {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t: (i, l, t, 0, n)))},
         parallel=1,
-        work=cost(x, w, flops=2 * batch * height * width * w.size),
+        work=cost(x, w, out, flops=2 * batch * lines * frames * positions * math.prod(taps) * channels * features),
         interpret=interpret,
         vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
     )["o"]
-    return out[:, :height, :width]
+    return out[:, :lines, :frames, :kept]
 
 
 def convolution(
-    x: Float[Array, "B H W C"], w: Float[Array, "k k C O"], b: Float[Array, " O"] | None, settings: Settings
-) -> Float[Array, "B H W O"] | None:
+    x: Float[Array, "B L T P C"],
+    w: Float[Array, "l t p C O"],
+    b: Float[Array, " O"] | None,
+    settings: Settings,
+    *,
+    edge: int,
+    repeated: bool = False,
+    wide: bool = False,
+) -> Float[Array, "B M U Q O"] | None:
     """As `tpu_convolution`, with its blocks; None for a call that the kernel does not take.
 
-    It takes bfloat16, windows that are odd squares, at least `LEAST_CHANNELS` and whole ones, one chip, and `LEAST_POSITIONS`.
+    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS`, one chip, and `LEAST_POSITIONS`.
     """
-    batch, height, width, channels = x.shape
-    taps, across, _, features = w.shape
+    batch, lines, frames, positions, channels = x.shape
+    *taps, _, features = w.shape
+    lines, frames = lines - taps[0] + 1, frames - taps[1] + 1
     interpret, mesh = settings.interpreted, settings.mesh
-    taken = settings.own_layers and x.dtype == w.dtype == jnp.bfloat16 and taps == across and taps % 2
-    taken = taken and not channels % LEAST_CHANNELS and not features % LEAST_CHANNELS
-    taken = taken and (mesh is None or mesh.size == 1) and (interpret or batch * height * width >= LEAST_POSITIONS)
-    blocks = choose(height, width, channels, features, taps, settings.generation) if taken else None
+    taken = settings.own_layers and x.dtype == w.dtype == jnp.bfloat16 and min(lines, frames) > 0
+    taken = (
+        taken
+        and 2 * edge < taps[2] <= positions
+        and edge <= (1 if repeated else edge)
+        and min(channels, features) >= LEAST_CHANNELS
+    )
+    taken = taken and not channels % 32 and not features % 32 and (mesh is None or mesh.size == 1)
+    taken = taken and (interpret or batch * lines * frames * positions >= LEAST_POSITIONS)
+    sizes = lines, frames, positions
+    blocks = choose(sizes, channels, features, tuple(taps), settings.generation) if taken else None
     if blocks is None:
         return None
-    how = {"blocks": blocks, "generation": settings.generation, "interpret": interpret}
-    run = functools.partial(tpu_convolution, **how)
-    return (with_gradients_of(_plain, run) if settings.differentiable else run)(x, w, b)
+    how = {"edge": edge, "repeated": repeated, "wide": wide}
+    run = functools.partial(tpu_convolution, blocks=blocks, generation=settings.generation, interpret=interpret, **how)
+    return (with_gradients_of(functools.partial(_plain, **how), run) if settings.differentiable else run)(x, w, b)
 
 
-def _plain(x, w, b):
-    out = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    return out if b is None else (out.astype(jnp.float32) + b).astype(x.dtype)
+def _plain(x, w, b, edge, repeated, wide):
+    x, w = (x.astype(jnp.float32), w.astype(jnp.float32)) if wide else (x, w)
+    x = jnp.pad(x, [(0, 0)] * 3 + [(edge, edge), (0, 0)], mode="edge" if repeated else "constant")
+    y = lax.conv_general_dilated(x, w, (1,) * 3, "VALID", dimension_numbers=("NDHWC", "DHWIO", "NDHWC"))
+    return (y.astype(jnp.float32) + (0 if b is None else b)).astype(x.dtype)

@@ -111,15 +111,19 @@ def _rotary(settings, tally, x, weight, cos, sin):
 
 def _convolution_arguments(shape, key, mode):
     height, width, channels, features = shape
-    x, w, b = _normal(key, (1, height, width, channels), (3, 3, channels, features), (features,))
+    x, w, b = _normal(key, (1, height + 2, 1, width, channels), (3, 1, 3, channels, features), (features,))
     return x, w * (9 * channels) ** -0.5, b
 
 
 def _convolution_reference(x, w, b):
-    how = {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC"), "precision": "highest"}
-    return lax.conv_general_dilated(x.astype(jnp.float32), w.astype(jnp.float32), (1, 1), **how) + b.astype(
-        jnp.float32
-    )
+    numbers, around = ("NDHWC", "DHWIO", "NDHWC"), [(0, 0), (0, 0), (1, 1)]
+    how = {"padding": around, "dimension_numbers": numbers, "precision": "highest"}
+    x, w, b = (array.astype(jnp.float32) for array in (x, w, b))
+    return lax.conv_general_dilated(x, w, (1, 1, 1), **how) + b
+
+
+def _convolution(settings, tally, x, w, b):
+    return convolution(x, w, b, settings, edge=1)
 
 
 KERNELS = {
@@ -129,9 +133,7 @@ KERNELS = {
         _linear_arguments, lambda settings, _, x, w, b: linear(x, w, b, "gelu_tanh", settings), _linear_reference
     ),
     "rotary": Kernel(_rotary_arguments, _rotary, lambda *arguments: _rotary(Settings(layers="xla"), None, *arguments)),
-    "convolution": Kernel(
-        _convolution_arguments, lambda settings, _, x, w, b: convolution(x, w, b, settings), _convolution_reference
-    ),
+    "convolution": Kernel(_convolution_arguments, _convolution, _convolution_reference),
     "exchange": Kernel(_attention_arguments, _exchange, _attention_reference, several=True),
 }
 

@@ -8,6 +8,7 @@ from .previous_call import depends_on_previous_call
 from .results import PLAIN, TENSOR, NoProgram, TraceResult, WeightWritten
 from .video import (
     attention_by_frame,
+    behind,
     causal_pad,
     doubled,
     in_tiles,

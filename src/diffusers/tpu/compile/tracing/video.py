@@ -10,6 +10,7 @@ from jax import lax
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...bridge import Tensor, environment
+from ...bridge.operators import joined_in_time
 from ...kernels.video import chunks, halo, norm, tiles
 from ...kernels.video.convolution import doubled_by_columns
 from .functional import Method
@@ -40,9 +41,19 @@ def _arrays(tree):
 
 attention_by_frame = _lifted(halo.attention_by_frame)
 in_tiles = _lifted(tiles.in_tiles)
-causal_pad = _lifted(chunks.causal_pad, axis=2)
 shard_width = _lifted(halo.shard_width)
 scan_batches = _lifted(chunks.scan_batches, axis=2)
+
+
+def behind(before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """x [B, C, T, H, W] behind the frames before it, for a convolution: what computes x writes it where that reads it (see `operators`)."""
+    return joined_in_time(environment(), before.jax(), x.jax())
+
+
+def causal_pad(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:
+    """`chunks.causal_parts` of x [B, C, T, H, W] as `behind`."""
+    parts = chunks.causal_parts(x.jax(), None if kept is None else kept.jax(), frames, axis=2)
+    return joined_in_time(environment(), *parts)
 
 
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:

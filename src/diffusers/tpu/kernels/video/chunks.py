@@ -68,6 +68,11 @@ def full_places(frames: int) -> jax.Array | None:
 
 
 def causal_pad(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> jax.Array:
+    """The `causal_parts` of x as one array."""
+    return jnp.concatenate(causal_parts(x, kept, frames, axis), axis)
+
+
+def causal_parts(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> tuple[jax.Array, ...]:
     """x with so many frames before it: those `kept` of the batch before, in the first batch its own first frame.
 
     Where its first place is empty, they come before the second.
@@ -75,12 +80,12 @@ def causal_pad(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1)
     (first, longer), own = _batch.get(), lax.slice_in_dim(x, 0, 1, axis=axis)
     before = jnp.concatenate([own] * frames, axis)
     if first is None:
-        return jnp.concatenate([before if kept is None else kept, x], axis)
+        return before if kept is None else kept, x
     before = jnp.where(first, before, kept)
     if not longer:
-        return jnp.concatenate([before, x], axis)
+        return before, x
     none = jnp.where(first, own, lax.slice_in_dim(kept, 0, 1, axis=axis))
-    return jnp.concatenate([none, before, lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)], axis)
+    return none, before, lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)
 
 
 def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.Array:

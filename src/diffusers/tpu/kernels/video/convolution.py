@@ -1,13 +1,15 @@
 """Convolution of a video with its columns for the batch.
 
 A convolution of one map in its usual form the TPU compiler takes apart into pieces of the width, at many times the cost in
-both times. Here each tap along the width gives features of its own, which are then summed one column apart.
+both times. Here columns are the lines of our kernel; where it does not take a call, each tap along the width gives features of its
+own, which are then summed one column apart.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from ..convolution import convolution
 from ..settings import current
 
 
@@ -25,12 +27,25 @@ def by_columns(
     b: Float[Array, " O"] | None,
     padding: list[tuple[int, int]],
     strides: tuple[int, int] = (1, 1),
+    repeated: bool = False,
 ) -> Float[Array, "B V U G O"]:
-    """A convolution in float32: `padding` and `strides` of time and height; the width is padded already, its stride is 1."""
-    y, taps, features = _taps(x, w, padding, strides), w.shape[2], w.shape[4]
-    columns = x.shape[1] - taps + 1
+    """A convolution summed in float32 and rounded once: `padding` and `strides` of time and height; the width is padded already, its stride is 1.
+
+    `repeated`: the height is padded by its ends, not by zeros.
+    """
+    dtype, taps, features, (in_time, (top, bottom)) = x.dtype, w.shape[2], w.shape[4], padding
+    x, w = _as_the_unit_has_it(x, w)
+    if tuple(strides) == (1, 1) and top == bottom:
+        lines = jnp.pad(x, [(0, 0), (0, 0), in_time, (0, 0), (0, 0)])
+        how = {"edge": top, "repeated": repeated, "wide": dtype == jnp.float32}
+        y = convolution(lines, w.transpose(2, 0, 1, 3, 4), b, current(), **how)
+        if y is not None:
+            return y
+    if repeated:
+        x, padding = jnp.pad(x, [(0, 0)] * 3 + [(top, bottom), (0, 0)], mode="edge"), [in_time, (0, 0)]
+    y, columns = _taps(x, w, padding, strides), x.shape[1] - taps + 1
     y = sum(y[:, tap : tap + columns, ..., tap * features : (tap + 1) * features] for tap in range(taps))
-    return y if b is None else y + b
+    return (y if b is None else y + b).astype(dtype)
 
 
 def doubled_by_columns(
@@ -40,6 +55,7 @@ def doubled_by_columns(
 
     Columns that are alike are convolved once.
     """
+    x, w = _as_the_unit_has_it(x, w)
     y = _taps(jnp.repeat(x, 2, 3), w[None], [(0, 0), (1, 1)], (1, 1))
     first, second, third = jnp.split(y, 3, -1)
     left, here, right = slice(0, -2), slice(1, -1), slice(2, None)
@@ -50,8 +66,6 @@ def doubled_by_columns(
 
 def _taps(x, w, padding, strides):
     """The features of each tap along the width side by side, in float32 [B, W, U, G, taps * O]."""
-    if x.dtype == w.dtype == jnp.float32 and current().platform == "tpu":
-        x, w = as_bfloat16_products(x, w, PRODUCTS[current().convolutions])
     *spatial, taps, channels, features = w.shape
     w = w.transpose(0, 1, 3, 2, 4).reshape(*spatial, channels, taps * features)
     y = lax.conv_general_dilated(
@@ -64,6 +78,13 @@ def _taps(x, w, padding, strides):
         preferred_element_type=jnp.float32,
     )
     return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def _as_the_unit_has_it(x, w):
+    """Both as they are, or of float32 on a TPU as products of bfloat16."""
+    if x.dtype == w.dtype == jnp.float32 and current().platform == "tpu":
+        return as_bfloat16_products(x, w, PRODUCTS[current().convolutions])
+    return x, w
 
 
 def as_bfloat16_products(x, w, products):

@@ -66,45 +66,61 @@ class HaloShards:
         """The last shards hold columns that are not the map's."""
         return self.width < self.count * self.local
 
-    def with_neighbours(self, x: jax.Array, left: int, right: int, axis: int = -1, repeated=False) -> jax.Array:
+    def with_neighbours(
+        self, x: jax.Array | tuple, left: int, right: int, axis: int = -1, repeated=False, time: int | None = None
+    ) -> jax.Array:
         """A shard with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
-        Rows that are filled up become as what is beyond the map. Raises NotByShards where a neighbour has fewer columns.
+        Rows that are filled up become as what is beyond the map. What computes x writes it where it stands in the result: nothing is
+        copied afterwards. `x`: or several, which follow each other along `time`.
+
+        Raises NotByShards where a neighbour has fewer columns.
         """
-        axis %= x.ndim
-        local = x.shape[axis]
+        parts = x if isinstance(x, tuple) else (x,)
+        axis %= parts[0].ndim
+        local = parts[0].shape[axis]
         if not left and not right:
-            return x
+            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, time)
         if max(left, right) > local:
             raise NotByShards(
                 f"expected shards of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
             )
-        if self.count == 1:
-            if self.own is not None:
-                rows, columns = self._own(x.shape[axis - 1], local)
-                x = _filled_up(_filled_up(x, rows - 1, axis - 1, repeated), columns - 1, axis, repeated)
-            widths = [(left, right) if a == axis else (0, 0) for a in range(x.ndim)]
-            return jnp.pad(x, widths, mode="edge" if repeated else "constant")
-        place = lax.axis_index(self.axes)
+        place = lax.axis_index(self.axes) if self.count > 1 else 0
         last = self.columns(local) - 1 - place * local  # of the map, seen from this shard
-        if self.filled:
-            x = _filled_up(x, last, axis, repeated)
 
-        def part(start, stop):
-            return lax.slice_in_dim(x, start, stop, axis=axis)
+        def filled(part):
+            if self.count == 1 and self.own is not None:
+                rows, columns = self._own(part.shape[axis - 1], local)
+                return _filled_up(_filled_up(part, rows - 1, axis - 1, repeated), columns - 1, axis, repeated)
+            return _filled_up(part, last, axis, repeated) if self.filled else part
+
+        sizes = list(parts[0].shape)
+        sizes[axis] += left + right
+        if time is not None:
+            sizes[time] = sum(part.shape[time] for part in parts)
+        whole, before = lax.empty(tuple(sizes), parts[0].dtype), 0
+        for part in parts:
+            start = [left if a == axis else before if a == time else 0 for a in range(part.ndim)]
+            whole = lax.dynamic_update_slice(whole, filled(part), start)
+            before += 0 if time is None else part.shape[time]
+
+        def columns(start, number):
+            return lax.slice_in_dim(whole, left + start, left + start + number, axis=axis)
 
         def sent(edge, steps):
-            return lax.ppermute(edge, self.axes, steps)
+            return lax.ppermute(edge, self.axes, steps) if self.count > 1 else jnp.zeros_like(edge)
 
-        parts = [x]
+        edges = []
         if left:
-            edge = sent(part(local - left, local), [(i, i + 1) for i in range(self.count - 1)])
-            parts.insert(0, jnp.where(place == 0, part(0, 1), edge) if repeated else edge)
+            edge = sent(columns(local - left, left), [(i, i + 1) for i in range(self.count - 1)])
+            edges.append((jnp.where(place == 0, columns(0, 1), edge) if repeated else edge, 0))
         if right:
-            edge = sent(part(0, right), [(i + 1, i) for i in range(self.count - 1)])
-            own = part(local - 1, local)
-            parts.append(jnp.where(last < local, own, edge) if repeated else edge)
-        return jnp.concatenate(parts, axis)
+            edge = sent(columns(0, right), [(i + 1, i) for i in range(self.count - 1)])
+            ends = last < local
+            edges.append((jnp.where(ends, columns(local - 1, 1), edge) if repeated else edge, left + local))
+        for edge, start in edges:
+            whole = lax.dynamic_update_slice_in_dim(whole, edge, start, axis)
+        return whole
 
     def _own(self, height: int, width: int) -> tuple[jax.Array, jax.Array]:
         """Rows and columns that are not filled up, where the map has this height and width."""

@@ -18,9 +18,8 @@ def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G
     and channels have is put together by Chan, Golub and LeVeque's formula for the variance of parts.
     """
     split, spread = halo_shards(), (1, 2, 3)
-    wide = x.astype(jnp.float32)
-    pivot = wide[:, :, :, :1].mean(spread)
-    left = wide - pivot[:, None, None, None]
+    pivot = x[:, :, :, :1].astype(jnp.float32).mean(spread)
+    left = x.astype(jnp.float32) - pivot[:, None, None, None]
     own = None if split is None else split.own_positions(x.shape[2], x.shape[3])
     full = full_places(x.shape[1])
     count = jnp.float32(x[0, ..., 0].size)
