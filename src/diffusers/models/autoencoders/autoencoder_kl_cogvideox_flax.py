@@ -46,11 +46,11 @@ def _not_in_parts(conv, x):
     return torch.nn.Conv3d.forward(conv, x)
 
 
-def _spatial_norm(norm, f, zq, conv_cache=None):
+def _spatial_norm(norm, f, zq, conv_cache=None, silu=False):
     """As upstream's: f normed, scaled and shifted by what the latents are where it is."""
     from ...tpu.compile.tracing import normed_by_place
 
-    return normed_by_place(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq)), None
+    return normed_by_place(norm.norm_layer, f, norm.conv_y.conv(zq), norm.conv_b.conv(zq), silu), None
 
 
 def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
@@ -59,8 +59,9 @@ def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
 
     def half(norm_and_conv, x, kept):
         norm, conv = norm_and_conv
-        x = norm(x) if zq is None else norm(x, zq)[0]
-        return conv(block.nonlinearity(x), conv_cache=kept)
+        silu = zq is not None and type(block.nonlinearity) is torch.nn.SiLU
+        x = norm(x) if zq is None else norm(x, zq, silu=silu)[0]
+        return conv(x if silu else block.nonlinearity(x), conv_cache=kept)
 
     halves = [torch.nn.ModuleList([block.norm1, block.conv1]), torch.nn.ModuleList([block.norm2, block.conv2])]
     if block.in_channels == block.out_channels:

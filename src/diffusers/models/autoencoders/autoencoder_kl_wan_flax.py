@@ -61,8 +61,14 @@ def _resample(resample, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstre
     """As upstream's: doubles or halves the frames, but for the first, and the map."""
 
     def in_space(x):
+        from ...tpu.compile.tracing import doubled
+
+        if resample.mode.startswith("upsample"):
+            return doubled(resample.resample[1], x)
         return type(resample).forward(resample, x)
 
+    if resample.mode == "upsample2d":
+        return in_space(x)
     if _number.get() is None or resample.mode not in ("upsample3d", "downsample3d"):
         return type(resample).forward(resample, x, feat_cache, feat_idx)
     slot = feat_idx[0]

@@ -114,7 +114,7 @@ class Conv(nnx.Module):
         """The same of frames each of whose positions has become four; of a kernel [1, 3, 3] with zeros around the map."""
         padded = halo_shards().with_neighbours(x, 1, 1, axis=3)
         y = doubled_by_columns(padded.transpose(0, 3, 1, 2, 4), self.kernel[0], self.bias[...])
-        return y.transpose(0, 2, 3, 1, 4).astype(x.dtype)
+        return y.transpose(0, 2, 3, 1, 4)
 
 
 class RMSNorm(nnx.Module):

@@ -88,13 +88,13 @@ def scan_alike(call: Callable, modules: list[torch.nn.Module], x: torch.Tensor, 
 
 
 def normed_by_place(
-    layer: torch.nn.GroupNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+    layer: torch.nn.GroupNorm, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, silu: bool = False
 ) -> torch.Tensor:
     """`norm.normed_by_place` of x [B, C, T, H, W] and maps that are as fine or coarser."""
 
     def of_arrays(weight, bias, *maps):
         x, *maps = (jnp.moveaxis(array, 1, -1) for array in maps)
-        return jnp.moveaxis(norm.normed_by_place(x, weight, bias, layer.num_groups, layer.eps, *maps), -1, 1)
+        return jnp.moveaxis(norm.normed_by_place(x, weight, bias, layer.num_groups, layer.eps, *maps, silu), -1, 1)
 
     return _lifted(of_arrays)(layer.weight, layer.bias, x, scale, shift)
 
@@ -112,7 +112,7 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     padded = jnp.pad(array, [(0, 0)] * 4 + [(1, 1)]) if split is None else split.with_neighbours(array, 1, 1)
     columns = padded.transpose(0, 4, 2, 3, 1)
     out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
-    return Tensor(out.transpose(0, 4, 2, 3, 1).astype(array.dtype), x._env)
+    return Tensor(out.transpose(0, 4, 2, 3, 1), x._env)
 
 
 def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: torch.Tensor, multiple: int):

@@ -1,14 +1,21 @@
 """Group norm of a map that may lie over chips: statistics are of the whole map's own positions."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from ..pallas import LANES, SUBLANES, call_kernel, cost, with_gradients_of
+from ..settings import current
 from .chunks import full_places
 from .halo import halo_shards
 
 
 Map = Float[Array, "B T H W C"]
+ROWS = 16  # of bfloat16 in a register
 
 
 def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
@@ -55,27 +62,82 @@ def normed(x: Map, weight, bias, groups: int, eps: float) -> Map:
 
 
 def normed_by_place(
-    x: Map, weight, bias, groups: int, eps: float, scale: Float[Array, "B t h w C"], shift: Float[Array, "B t h w C"]
+    x: Map,
+    weight,
+    bias,
+    groups: int,
+    eps: float,
+    scale: Float[Array, "B t h w C"],
+    shift: Float[Array, "B t h w C"],
+    silu: bool = False,
 ) -> Map:
     """Group norm of x, times `scale` plus `shift`, which are of a coarser map: each of its positions is of a block of x.
 
-    A first frame of an odd number of them is a block of its own.
+    A first frame of an odd number of them is a block of its own. With `silu`, that of the result, which is rounded before it.
     """
     factor, summand = _group_norm(x, weight, bias, groups, eps)
     scale, shift = (a.astype(jnp.float32) for a in (scale, shift))
     factor, summand = factor * scale, summand * scale + shift
-    factor, summand = (_spread(a, x.shape[1], x.shape[2]).transpose(0, 3, 1, 2, 4) for a in (factor, summand))
     # As convolutions have them: the width is where a block is spread without a copy.
-    columns = x.transpose(0, 3, 1, 2, 4)
-    columns = columns.reshape(len(x), factor.shape[1], -1, *columns.shape[2:])
-    out = (columns.astype(jnp.float32) * factor[:, :, None] + summand[:, :, None]).astype(x.dtype)
-    return out.reshape(len(x), -1, *out.shape[3:]).transpose(0, 2, 3, 1, 4)
+    columns, settings = x.transpose(0, 3, 1, 2, 4), current()
+    factor, summand = (repeated_in_time(a, x.shape[1]).transpose(0, 3, 1, 2, 4) for a in (factor, summand))
+    run = functools.partial(_applied, silu=silu)
+    aligned = x.dtype == jnp.bfloat16 and not columns.shape[3] % ROWS and not columns.shape[4] % LANES
+    if settings.own_layers and aligned and (settings.mesh is None or settings.mesh.size == 1):
+        how = {"silu": silu, "interpret": settings.interpreted}
+        kernel = functools.partial(_applied_by_kernel, **how)
+        run = with_gradients_of(run, kernel) if settings.differentiable else kernel
+    return run(columns, factor, summand).transpose(0, 2, 3, 1, 4)
 
 
-def _spread(x, frames: int, height: int):
-    """A coarse map with these frames and rows."""
-    x = repeated_in_time(x, frames)
-    return x if x.shape[2] == height else jnp.repeat(x, height // x.shape[2], 2)
+def _applied(x: Float[Array, "B W T H C"], factor: Float[Array, "B w T h C"], summand, silu: bool):
+    """x times the factor plus the summand, of the coarser map's blocks, and its SiLU."""
+    factor, summand = (_with_rows(a, x.shape[3])[:, :, None] for a in (factor, summand))
+    wide = x.reshape(len(x), factor.shape[1], -1, *x.shape[2:]).astype(jnp.float32) * factor + summand
+    return _rounded(wide, x.dtype, silu).reshape(x.shape)
+
+
+def _applied_by_kernel(x, factor, summand, silu: bool, interpret):
+    """`_applied`, read and written once: the compiler writes what a coarse map comes to, in float32, and reads it again."""
+    batch, columns, frames, rows, channels = x.shape
+    if rows != SUBLANES * factor.shape[3]:  # else rows of the coarse map are spread over whole registers
+        factor, summand = (_with_rows(a, rows) for a in (factor, summand))
+    across, coarse = columns // factor.shape[1], factor.shape[3]
+
+    def of_block(r):
+        def of_column(column):
+            def spread(a):
+                if coarse == rows:
+                    return a[...]
+                return jnp.broadcast_to(a[...][:, None], (coarse, SUBLANES, channels)).reshape(rows, channels)
+
+            wide = r.x[column].astype(jnp.float32) * spread(r.factor) + spread(r.summand)
+            r.o[column] = _rounded(wide, x.dtype, silu)
+
+        pl.loop(0, across)(of_column)
+
+    block = pl.BlockSpec((None, across, None, rows, channels), lambda b, w, t: (b, w, t, 0, 0))
+    of_coarse = pl.BlockSpec((None, None, None, coarse, channels), lambda b, w, t: (b, w, t, 0, 0))
+    return call_kernel(
+        of_block,
+        "norm_kernel_by_place",
+        (batch, columns // across, frames),
+        {"x": (x, block), "factor": (factor, of_coarse), "summand": (summand, of_coarse)},
+        {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), block)},
+        parallel=3,
+        work=cost(x, x, factor, summand, flops=4 * x.size, transcendentals=2 * x.size * silu),
+        interpret=interpret,
+    )["o"]
+
+
+def _rounded(wide, dtype, silu: bool):
+    out = wide.astype(dtype)
+    return jax.nn.silu(out.astype(jnp.float32)).astype(dtype) if silu else out
+
+
+def _with_rows(x, rows: int):
+    """A coarse map with so many rows."""
+    return x if x.shape[3] == rows else jnp.repeat(x, rows // x.shape[3], 3)
 
 
 def repeated_in_time(x: Map, frames: int) -> Map:
