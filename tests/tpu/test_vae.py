@@ -21,6 +21,7 @@ from diffusers.models.autoencoders.vae import DecoderOutput
 from diffusers.models.autoencoders.vae_nnx_flax import VideoAutoencoder
 from diffusers.tpu.bridge import operators
 from diffusers.tpu.kernels.settings import Settings, using
+from diffusers.tpu.kernels.video import norm
 from diffusers.tpu.kernels.video.chunks import scan_chunks
 from diffusers.tpu.pipelines.plans import flax_class, module_plan
 
@@ -220,6 +221,29 @@ def test_float32_by_products_of_bfloat16(precision, limit, channels, repeated):
 
     limit = limit or 6 * error("cpu")  # of a sum of six times as many terms
     assert limit / 20 < error("tpu") < limit
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("rows, finer", [(48, 8), (32, 4)])
+def test_norm_by_place(rows, finer, silu):
+    """By our kernel and without, of a map whose first frame is a block of its own; float64 formula."""
+    rng = np.random.default_rng()
+    x = jnp.asarray(1 + 2 * rng.standard_normal((2, 5, rows, 2 * finer, 128)), jnp.bfloat16)
+    coarse = rng.standard_normal((2, 2, 3, rows // finer, 2, 128)).astype(np.float32)
+    weight, bias = rng.standard_normal((2, 128)).astype(np.float32)
+    wide = np.asarray(x.astype(jnp.float32), np.float64).reshape(*x.shape[:-1], 32, 4)
+    exact = (wide - wide.mean((1, 2, 3, 5), keepdims=True)) / np.sqrt(wide.var((1, 2, 3, 5), keepdims=True) + 1e-6)
+    frames = np.concatenate([coarse[:, :, :1], coarse[:, :, 1:].repeat(2, 2)], 2).repeat(finer, 3).repeat(finer, 4)
+    exact = (exact.reshape(x.shape) * weight + bias) * frames[0] + frames[1]
+    exact = exact / (1 + np.exp(-exact)) if silu else exact
+
+    def error(layers):
+        with using(Settings(layers=layers)):
+            run = jax.jit(lambda x, *maps: norm.normed_by_place(x, weight, bias, 32, 1e-6, *maps, silu=silu))
+            assert ("pallas_call" in str(jax.make_jaxpr(run)(x, *coarse))) == (layers == "kernel")
+            return relative(np.asarray(run(x, *coarse).astype(jnp.float32)), exact)
+
+    assert error("kernel") < 1.01 * error("xla") < 1e-2, (error("kernel"), error("xla"))
 
 
 @pytest.mark.parametrize("family", ["wan2.1", *map(slow, ("wan2.2 nnx", "hunyuanvideo1.5 nnx", "cogvideox nnx"))])

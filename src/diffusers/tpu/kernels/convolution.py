@@ -65,7 +65,7 @@ def choose(
     positions, deep, chip, found = round_up(positions, SUBLANES), round_up(channels, LANES), chip_of(generation), []
     for count in range(1, -(-features // LANES) + 1):
         columns = features if count == 1 else round_up(-(-features // count), LANES)
-        wide = taps[2] * round_up(columns, LANES)
+        wide = taps[2] * _lanes(columns, taps[2])
         if columns > LANES and math.prod(taps) * channels * columns > MOST_WORK:
             continue
         for piece in range(1, max(1, min(lines, PIECE // positions)) + 1):
@@ -81,6 +81,11 @@ def choose(
                     work = count * round_up(wide, chip.matrix_side) * filled * slower
                     found.append((work, count * fetched * filled / (l * t), Blocks(l, t, columns, piece)))
     return min(found, key=lambda x: x[:2])[2] if found else None
+
+
+def _lanes(features: int, taps: int) -> int:
+    """Of a product's columns, those of one tap along a line: whole registers, unless all taps have room in one."""
+    return features if taps * features <= LANES else round_up(features, LANES)
 
 
 @functools.partial(
@@ -106,7 +111,7 @@ def tpu_convolution(
     *taps, _, features = w.shape
     dtype = jnp.float32 if wide else x.dtype
     lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
-    line, columns = round_up(positions, 8 if blocks.piece == 1 else SUBLANES), round_up(blocks.features, LANES)
+    line, columns = round_up(positions, 8 if blocks.piece == 1 else SUBLANES), _lanes(blocks.features, taps[2])
     longest = min(round_up(kept, SUBLANES), line)
     fill = -lines % blocks.lines, -frames % blocks.frames, line - positions
     x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
@@ -183,14 +188,9 @@ def convolution(
     *taps, _, features = w.shape
     lines, frames = lines - taps[0] + 1, frames - taps[1] + 1
     interpret, mesh = settings.interpreted, settings.mesh
-    taken = settings.own_layers and x.dtype == w.dtype == jnp.bfloat16 and min(lines, frames) > 0
-    taken = (
-        taken
-        and 2 * edge < taps[2] <= positions
-        and edge <= (1 if repeated else edge)
-        and min(channels, features) >= LEAST_CHANNELS
-    )
-    taken = taken and not channels % 32 and not features % 32 and (mesh is None or mesh.size == 1)
+    taken = settings.own_layers and x.dtype == w.dtype == jnp.bfloat16 and (mesh is None or mesh.size == 1)
+    taken = taken and channels >= LEAST_CHANNELS and not channels % 32 and (features < LANES or not features % 32)
+    taken = taken and 2 * edge < taps[2] <= positions and not (repeated and edge > 1) and min(lines, frames) > 0
     taken = taken and (interpret or batch * lines * frames * positions >= LEAST_POSITIONS)
     sizes = lines, frames, positions
     blocks = choose(sizes, channels, features, tuple(taps), settings.generation) if taken else None

@@ -71,8 +71,8 @@ class HaloShards:
     ) -> jax.Array:
         """A shard with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
-        Rows that are filled up become as what is beyond the map. What computes x writes it where it stands in the result: nothing is
-        copied afterwards. `x`: or several, which follow each other along `time`.
+        Rows that are filled up become as what is beyond the map. What computes a video writes it where it stands in the result: nothing is
+        copied afterwards. `x`: or several videos, which follow each other along `time`.
 
         Raises NotByShards where a neighbour has fewer columns.
         """
@@ -94,31 +94,38 @@ class HaloShards:
                 return _filled_up(_filled_up(part, rows - 1, axis - 1, repeated), columns - 1, axis, repeated)
             return _filled_up(part, last, axis, repeated) if self.filled else part
 
-        sizes = list(parts[0].shape)
-        sizes[axis] += left + right
-        if time is not None:
-            sizes[time] = sum(part.shape[time] for part in parts)
-        whole, before = lax.empty(tuple(sizes), parts[0].dtype), 0
-        for part in parts:
-            start = [left if a == axis else before if a == time else 0 for a in range(part.ndim)]
-            whole = lax.dynamic_update_slice(whole, filled(part), start)
-            before += 0 if time is None else part.shape[time]
+        in_place = parts[0].ndim == 5  # a map's columns lie within registers, where that is slow
+        first = left if in_place else 0
+        if in_place:
+            sizes = list(parts[0].shape)
+            sizes[axis] += left + right
+            if time is not None:
+                sizes[time] = sum(part.shape[time] for part in parts)
+            whole, before = lax.empty(tuple(sizes), parts[0].dtype), 0
+            for part in parts:
+                start = [left if a == axis else before if a == time else 0 for a in range(part.ndim)]
+                whole = lax.dynamic_update_slice(whole, filled(part), start)
+                before += 0 if time is None else part.shape[time]
+        else:
+            whole = filled(parts[0])
 
         def columns(start, number):
-            return lax.slice_in_dim(whole, left + start, left + start + number, axis=axis)
+            return lax.slice_in_dim(whole, first + start, first + start + number, axis=axis)
 
         def sent(edge, steps):
             return lax.ppermute(edge, self.axes, steps) if self.count > 1 else jnp.zeros_like(edge)
 
-        edges = []
+        edges = {}
         if left:
             edge = sent(columns(local - left, left), [(i, i + 1) for i in range(self.count - 1)])
-            edges.append((jnp.where(place == 0, columns(0, 1), edge) if repeated else edge, 0))
+            edges[0] = jnp.where(place == 0, columns(0, 1), edge) if repeated else edge
         if right:
             edge = sent(columns(0, right), [(i + 1, i) for i in range(self.count - 1)])
-            ends = last < local
-            edges.append((jnp.where(ends, columns(local - 1, 1), edge) if repeated else edge, left + local))
-        for edge, start in edges:
+            edges[left + local] = jnp.where(last < local, columns(local - 1, 1), edge) if repeated else edge
+        if not in_place:
+            beside = edges.get(0), whole, edges.get(left + local)
+            return jnp.concatenate([part for part in beside if part is not None], axis)
+        for start, edge in edges.items():
             whole = lax.dynamic_update_slice_in_dim(whole, edge, start, axis)
         return whole
 
