@@ -69,10 +69,18 @@ def _upsampled(layer, x):
     if chunk is None or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
     h = layer.conv(x)
-    first = spread(h[:, :, -1:])
-    first = first[:, : first.shape[1] // 2] + spread(x[:, :, -1:]).repeat_interleave(layer.repeats // 2, dim=1)
-    rest = spread(h, r1=2) + spread(x, r1=2).repeat_interleave(layer.repeats, dim=1)
-    return chunk.or_first(rest, first)
+    last = spread(h[:, :, -1:])
+    first = last[:, : last.shape[1] // 2] + spread(_repeated(x[:, :, -1:], layer.repeats // 2))
+    return chunk.or_first(spread(h + _repeated(x, layer.repeats), r1=2), first)
+
+
+def _repeated(x, times: int):
+    """x [B, C, T, H, W], each channel so many times; of bfloat16 as a product with ones, as chips are slow to move lanes."""
+    if x.dtype != torch.bfloat16:
+        return x.repeat_interleave(times, dim=1)
+    channels = torch.arange(x.shape[1], device=x.device)
+    ones = channels.repeat_interleave(times)[:, None] == channels
+    return torch.einsum("oc,bcthw->bothw", ones.to(x.dtype), x)
 
 
 def _downsampled(layer, x):

@@ -117,9 +117,12 @@ def tpu_convolution(
     x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
     count = pl.cdiv(features, blocks.features)
     w = jnp.pad(w, [(0, 0)] * 4 + [(0, count * blocks.features - features)])
-    w = w.reshape(-1, taps[2], channels, count, blocks.features)
-    w = jnp.pad(w, [(0, 0)] * 4 + [(0, columns - blocks.features)])
-    w = w.transpose(3, 0, 2, 1, 4).reshape(count, -1, taps[2] * columns)
+    of_blocks = [
+        jnp.pad(of_tap.reshape(-1, blocks.features), [(0, 0), (0, columns - blocks.features)])
+        for of_block in jnp.split(w, count, -1)
+        for of_tap in jnp.split(of_block, taps[2], 2)
+    ]
+    w = jnp.concatenate(of_blocks, 1)  # no transposition, which the compiler leaves in a loop, whose rounds have it alike
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     size = blocks.piece * line
 
@@ -158,7 +161,7 @@ def tpu_convolution(
                     lambda n, i, l, t: (i, l * blocks.lines, t * blocks.frames, 0, 0),
                 ),
             ),
-            "w": (w, pl.BlockSpec((None, *w.shape[1:]), lambda n, i, l, t: (n, 0, 0))),
+            "w": (w, pl.BlockSpec((len(w), taps[2] * columns), lambda n, i, l, t: (0, n))),
             "b": (b, pl.BlockSpec((1, blocks.features), lambda n, i, l, t: (0, n))),
         },
         {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t: (i, l, t, 0, n)))},
