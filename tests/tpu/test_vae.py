@@ -202,6 +202,25 @@ def test_in_bfloat16_within_upstreams_error(attach, family, height, width):
     assert max(ratios) < 1.25, ratios  # measured: 0.73 to 1.10
 
 
+WIDE = [
+    ("wan2.1 small", {"base_dim": 64}, (1, 2, 1)),
+    ("hunyuanvideo1.5 small", {"block_out_channels": (64, 64, 128)}, (1, 1, 1)),
+    slow("cogvideox", {"block_out_channels": (128, 128, 128), "sample_height": 64}, (1, 2, 1)),
+]
+
+
+@pytest.mark.parametrize("family, config, degrees", WIDE)
+def test_by_our_kernels_within_upstreams_error(attach, family, config, degrees):
+    """A whole VAE in bfloat16 by interpreted kernels: what convolutions read, columns of neighbours, earlier frames, doubled maps."""
+    theirs, ours = both(family, functools.partial(attach, layers="kernel"), degrees, torch.bfloat16, **config)
+    exact, ratios = copy.deepcopy(theirs).double(), []
+    for run, x in zip((decoded, encoded), draw(family, 1, 9, 4, 6)):
+        x = (x - 1).bfloat16()
+        oracle = run(exact, x.double())
+        ratios.append(relative(run(ours, x), oracle) / relative(run(theirs, x), oracle))
+    assert max(ratios) < 1.25, ratios
+
+
 @pytest.mark.parametrize("precision, limit", [("default", 5e-3), ("high", 1e-5), ("highest", None)])
 @pytest.mark.parametrize("channels", [40, 64])
 @pytest.mark.parametrize("repeated", [False, True])

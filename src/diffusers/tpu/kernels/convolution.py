@@ -117,12 +117,10 @@ def tpu_convolution(
     x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
     count = pl.cdiv(features, blocks.features)
     w = jnp.pad(w, [(0, 0)] * 4 + [(0, count * blocks.features - features)])
-    of_blocks = [
-        jnp.pad(of_tap.reshape(-1, blocks.features), [(0, 0), (0, columns - blocks.features)])
-        for of_block in jnp.split(w, count, -1)
-        for of_tap in jnp.split(of_block, taps[2], 2)
-    ]
-    w = jnp.concatenate(of_blocks, 1)  # no transposition, which the compiler leaves in a loop, whose rounds have it alike
+    # Taps side by side: a transposition the compiler would leave in a loop, all of whose rounds have the same weights.
+    side_by_side = (tap for part in jnp.split(w, count, -1) for tap in jnp.split(part, taps[2], 2))
+    registers = (0, 0), (0, columns - blocks.features)
+    w = jnp.concatenate([jnp.pad(tap.reshape(-1, blocks.features), registers) for tap in side_by_side], 1)
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     size = blocks.piece * line
 
