@@ -125,6 +125,8 @@ class HaloShards:
         if not in_place:
             beside = edges.get(0), whole, edges.get(left + local)
             return jnp.concatenate([part for part in beside if part is not None], axis)
+        # A column that is chosen while it is written would be read from where it is written, which the compiler copies whole.
+        edges = lax.optimization_barrier(edges) if repeated else edges
         for start, edge in edges.items():
             whole = lax.dynamic_update_slice_in_dim(whole, edge, start, axis)
         return whole
