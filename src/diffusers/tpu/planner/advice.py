@@ -64,7 +64,12 @@ def what_would_fit(planner, run: PlannedRun) -> list[str]:
 
 
 def _smallest_slice(planner, run: PlannedRun) -> str | None:
-    """The smallest slice, of this generation first, whose compiled denoiser and the rest fit; compiled to be sure."""
+    """The smallest slice, of this generation first, whose compiled denoiser and the rest fit; compiled to be sure.
+
+    None too where a VAE or a text encoder was asked for alone.
+    """
+    if not run.denoise:
+        return None
     modules, here = run.recording.modules, run.topology
     weights = sum(w.nbytes for name in {part.component for part in run.parts} for w in modules[name].parameters())
     activations = max(part.activations for part in run.parts)
