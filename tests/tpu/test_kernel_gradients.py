@@ -136,9 +136,11 @@ def of_rotary(draw):
     return run, lambda x, w: rotary._plainly(x, norm(w), tables, False), (draw(1, 300, 256), draw(256))
 
 
-def of_convolution(draw):
-    run = lambda *given: convolution.convolution(*given, KERNELS)  # noqa: E731
-    return run, convolution._plain, (draw(1, 16, 32, 64), draw(3, 3, 64, 128), draw(128))
+def of_convolution(repeated, draw):
+    how = {"edge": 1, "repeated": repeated}
+    run = functools.partial(convolution.convolution, settings=KERNELS, **how)
+    plain = functools.partial(convolution._plain, wide=False, **how)
+    return run, plain, (draw(1, 18, 3, 32, 64), draw(3, 2, 3, 64, 128), draw(128))
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,8 @@ def of_convolution(draw):
         functools.partial(of_linear, "gelu_tanh", False),
         functools.partial(of_linear, "", True),
         of_rotary,
-        of_convolution,
+        functools.partial(of_convolution, False),
+        functools.partial(of_convolution, True),
     ],
 )
 def test_other_kernels_have_gradients_of_plain_operations(case):
