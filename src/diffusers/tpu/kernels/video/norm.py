@@ -8,8 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from ...chips.figures import chip_of
+from ..linear import MARGIN
 from ..pallas import LANES, SUBLANES, call_kernel, cost, with_gradients_of
-from ..settings import current
+from ..settings import Settings, current
 from .chunks import full_places
 from .halo import halo_shards
 
@@ -84,8 +86,7 @@ def normed_by_place(
     run = functools.partial(_applied, silu=silu)
     aligned = x.dtype == jnp.bfloat16 and not columns.shape[3] % ROWS and not columns.shape[4] % LANES
     if settings.own_layers and aligned and (settings.mesh is None or settings.mesh.size == 1):
-        how = {"silu": silu, "interpret": settings.interpreted}
-        kernel = functools.partial(_applied_by_kernel, **how)
+        kernel = functools.partial(_applied_by_kernel, silu=silu, settings=settings)
         run = with_gradients_of(run, kernel) if settings.differentiable else kernel
     return run(columns, factor, summand).transpose(0, 2, 3, 1, 4)
 
@@ -97,7 +98,7 @@ def _applied(x: Float[Array, "B W T H C"], factor: Float[Array, "B w T h C"], su
     return _rounded(wide, x.dtype, silu).reshape(x.shape)
 
 
-def _applied_by_kernel(x, factor, summand, silu: bool, interpret):
+def _applied_by_kernel(x, factor, summand, silu: bool, settings: Settings):
     """`_applied`, read and written once: the compiler writes what a coarse map comes to, in float32, and reads it again."""
     batch, columns, frames, rows, channels = x.shape
     if rows != SUBLANES * factor.shape[3]:  # else rows of the coarse map are spread over whole registers
@@ -126,7 +127,8 @@ def _applied_by_kernel(x, factor, summand, silu: bool, interpret):
         {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), block)},
         parallel=3,
         work=cost(x, x, factor, summand, flops=4 * x.size, transcendentals=2 * x.size * silu),
-        interpret=interpret,
+        interpret=settings.interpreted,
+        vmem_bytes=chip_of(settings.generation).vmem_bytes - MARGIN,  # tall maps take more than the default
     )["o"]
 
 
