@@ -141,7 +141,7 @@ def test_rotary(interpreted, tokens, dim):
 )
 def test_convolution(interpreted, sizes, channels, features, taps, biased):
     """Last blocks of lines and frames that are not full, positions that are no whole registers, and more than one block of features."""
-    shapes = (2, *sizes, channels), (*taps, channels, features), (features,)
+    shapes = (2, *sizes, channels), (*taps, features, channels), (features,)
     x, w, b = draw(np.random.default_rng(), jnp.bfloat16, *shapes)
     blocks, edge = convolution_kernel.Blocks(lines=4, frames=1, features=min(features, 128), piece=2), taps[2] // 2
     how = {"blocks": blocks, "edge": edge}
@@ -149,7 +149,7 @@ def test_convolution(interpreted, sizes, channels, features, taps, biased):
     ours, raced = interpreted(lambda settings: call(interpret=settings))
     around = np.pad(wide(x), [(0, 0), (0, 0), (0, 0), (edge, edge), (0, 0)])
     windows = np.lib.stride_tricks.sliding_window_view(around, taps, (1, 2, 3))
-    exact = np.einsum("bltpcijk,ijkco->bltpo", windows, wide(w)) + (wide(b) if biased else 0)
+    exact = np.einsum("bltpcijk,ijkoc->bltpo", windows, wide(w)) + (wide(b) if biased else 0)
     assert not raced and relative(ours, exact) < 5e-3  # measured: 1.7e-3
 
 

@@ -66,8 +66,7 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
 def _moves_edges(key, value) -> bool:
     """Whether to write through a view: chips that share a sequence exchange the edges that move. JAX's scatter, of which the
     partitioner gathers the whole tensor on every chip, is left the rest."""
-    mesh, parts = current().mesh, key if isinstance(key, tuple) else (key,)
-    shared = current().sequence and mesh is not None and mesh.size > 1
+    parts, shared = key if isinstance(key, tuple) else (key,), current().sequence and current().chips > 1
     return shared and isinstance(value, torch.Tensor) and all(type(part) is slice for part in parts)
 
 

@@ -208,7 +208,7 @@ def _convolution(
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     if simple and axes == 2 and widths[1] in ((0, 0), (taps[1] // 2,) * 2):
         lines = jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), widths[0], (0, 0), (0, 0)])[:, :, None]
-        by_lines = w.transpose(2, 3, 1, 0)[:, None]
+        by_lines = w.transpose(2, 3, 0, 1)[:, None]
         large = convolution_kernel.convolution(lines, by_lines, b, current(), edge=widths[1][0])
         if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
             return Tensor(large[:, :: stride[0], 0, :: stride[1]].transpose(0, 3, 1, 2), input._env)

@@ -6,14 +6,18 @@ of a video it writes a result per tap along the width in float32, which are then
 A line is what lies along sublanes: a row of a map, a column of a video. Grid: (blocks of features, batch, blocks of lines, blocks of
 frames), frames innermost: a block of w with all taps and channels stays in VMEM while the maps pass. A block of x has the lines and
 frames that its taps reach beside it (`pl.Element`). A piece of straight code is whole lines of one frame: what all taps of lines and
-frames see lies side by side [positions, taps * C], is multiplied with [taps * C, taps along a line * O] in float32, and the
+frames see lies side by side [positions, taps * C], is multiplied with [taps along a line * O, taps * C] in float32, and the
 features of each tap along the line are moved by whole positions and added where the line has such a position. So nothing is moved
 before the product, and the matrix units are as full as the taps together make them.
 
-VMEM: two buffers of x [lines + taps - 1, frames + taps - 1, P, C], w [taps * C, taps * features], the result; a spilled piece, twice.
+w is read as the TPU lays torch's weights [O, C, ...]: the two last axes last. A block of whole registers has its taps side by side as it
+is; of another they are put so once, in VMEM.
+
+VMEM: two buffers of x [lines + taps - 1, frames + taps - 1, P, C], w [taps, features, C], the result; a spilled piece, twice.
 """
 
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
@@ -69,7 +73,9 @@ def choose(
         if columns > LANES and math.prod(taps) * channels * columns > MOST_WORK:
             continue
         for piece in range(1, max(1, min(lines, PIECE // positions)) + 1):
-            fixed = 4 * math.prod(taps[:2]) * channels * wide + 8 * piece * positions * wide
+            fixed = 4 * math.prod(taps) * round_up(columns, SUBLANES) * deep + 8 * piece * positions * wide
+            if not _as_it_lies(columns, channels):
+                fixed += 2 * round_up(wide, SUBLANES) * round_up(math.prod(taps[:2]) * channels, LANES)
             slower = max(piece * positions, LEAST_PIECE) / (piece * positions)
             for t in range(1, frames + 1):
                 for l in range(piece, round_up(lines, piece) + 1, piece):  # noqa: E741
@@ -83,6 +89,11 @@ def choose(
     return min(found, key=lambda x: x[:2])[2] if found else None
 
 
+def _as_it_lies(features: int, channels: int) -> bool:
+    """Whether taps of [features, channels] are whole registers, which lie side by side without being moved."""
+    return not features % SUBLANES and not channels % LANES
+
+
 def _lanes(features: int, taps: int) -> int:
     """Of a product's columns, those of one tap along a line: whole registers, unless all taps have room in one."""
     return features if taps * features <= LANES else round_up(features, LANES)
@@ -93,7 +104,7 @@ def _lanes(features: int, taps: int) -> int:
 )
 def tpu_convolution(
     x: Float[Array, "B L T P C"],
-    w: Float[Array, "l t p C O"],
+    w: Float[Array, "l t p O C"],
     b: Float[Array, " O"] | None,
     *,
     blocks: Blocks,
@@ -108,21 +119,33 @@ def tpu_convolution(
     If `repeated`, with each line's own end in place of one zero there. Rounded once to x's dtype, or in float32 if `wide`.
     """
     batch, lines, frames, positions, channels = x.shape
-    *taps, _, features = w.shape
+    *taps, features, _ = w.shape
     dtype = jnp.float32 if wide else x.dtype
     lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
     line, columns = round_up(positions, 8 if blocks.piece == 1 else SUBLANES), _lanes(blocks.features, taps[2])
     longest = min(round_up(kept, SUBLANES), line)
     fill = -lines % blocks.lines, -frames % blocks.frames, line - positions
     x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
-    count = pl.cdiv(features, blocks.features)
-    w = jnp.pad(w, [(0, 0)] * 4 + [(0, count * blocks.features - features)])
-    # Taps side by side: a transposition the compiler would leave in a loop, all of whose rounds have the same weights.
-    side_by_side = (tap for part in jnp.split(w, count, -1) for tap in jnp.split(part, taps[2], 2))
-    registers = (0, 0), (0, columns - blocks.features)
-    w = jnp.concatenate([jnp.pad(tap.reshape(-1, blocks.features), registers) for tap in side_by_side], 1)
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
-    size = blocks.piece * line
+    size, depth = blocks.piece * line, math.prod(taps[:2]) * channels
+    reads_stored = _as_it_lies(blocks.features, channels)
+
+    def taps_side_by_side(r):
+        """[taps along a line * columns, taps of lines and frames * C]"""
+        of_lines = [[r.w[i, j, k] for i in range(taps[0]) for j in range(taps[1])] for k in range(taps[2])]
+        fill = [jnp.zeros((columns - blocks.features, depth), w.dtype)] if columns > blocks.features else []
+        return jnp.concatenate([part for side in of_lines for part in (jnp.concatenate(side, 1), *fill)], 0)
+
+    def run(r):
+        if not reads_stored:
+
+            @pl.when(sum(pl.program_id(axis) for axis in (1, 2, 3)) == 0)
+            def _():
+                for i, j, k in itertools.product(*map(range, taps)):
+                    rows, at = pl.ds(k * columns, blocks.features), pl.ds((i * taps[1] + j) * channels, channels)
+                    r.side_by_side[rows, at] = r.w[i, j, k]
+
+        pl.loop(0, blocks.lines // blocks.piece * blocks.frames)(functools.partial(piece, r))
 
     def piece(r, number):
         frame, first = lax.rem(number, blocks.frames), lax.div(number, blocks.frames) * blocks.piece
@@ -131,7 +154,7 @@ def tpu_convolution(
             for i in range(taps[0])
             for j in range(taps[1])
         ]
-        y = product(jnp.concatenate(seen, 1), r.w[...])
+        y = product(jnp.concatenate(seen, 1), taps_side_by_side(r) if reads_stored else r.side_by_side[...], 1)
         position, total = lax.rem(lax.broadcasted_iota(jnp.int32, (size, 1), 0), line), r.b[...]
         for k in range(taps[2]):
             own, ahead = y[:, k * columns : k * columns + blocks.features], k - edge
@@ -143,12 +166,12 @@ def tpu_convolution(
         total = total.astype(dtype).reshape(blocks.piece, line, -1)
         r.o[pl.ds(first, blocks.piece), frame] = total[:, :longest]
 
-    steps = count, batch, pl.cdiv(lines, blocks.lines), pl.cdiv(frames, blocks.frames)
+    steps = pl.cdiv(features, blocks.features), batch, pl.cdiv(lines, blocks.lines), pl.cdiv(frames, blocks.frames)
     reached = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
     out = jax.ShapeDtypeStruct((batch, steps[2] * blocks.lines, steps[3] * blocks.frames, longest, features), dtype)
     out_block = (None, blocks.lines, blocks.frames, longest, blocks.features)
     out = call_kernel(
-        lambda r: pl.loop(0, blocks.lines // blocks.piece * blocks.frames)(functools.partial(piece, r)),
+        run,
         "linear_kernel_of_windows",
         steps,
         {
@@ -159,11 +182,12 @@ def tpu_convolution(
                     lambda n, i, l, t: (i, l * blocks.lines, t * blocks.frames, 0, 0),
                 ),
             ),
-            "w": (w, pl.BlockSpec((len(w), taps[2] * columns), lambda n, i, l, t: (0, n))),
+            "w": (w, pl.BlockSpec((*taps, blocks.features, channels), lambda n, i, l, t: (0, 0, 0, n, 0))),
             "b": (b, pl.BlockSpec((1, blocks.features), lambda n, i, l, t: (0, n))),
         },
         {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t: (i, l, t, 0, n)))},
         parallel=1,
+        scratch={} if reads_stored else {"side_by_side": pltpu.VMEM((taps[2] * columns, depth), w.dtype)},
         work=cost(x, w, out, flops=2 * batch * lines * frames * positions * math.prod(taps) * channels * features),
         interpret=interpret,
         vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
@@ -173,7 +197,7 @@ def tpu_convolution(
 
 def convolution(
     x: Float[Array, "B L T P C"],
-    w: Float[Array, "l t p C O"],
+    w: Float[Array, "l t p O C"],
     b: Float[Array, " O"] | None,
     settings: Settings,
     *,
@@ -186,10 +210,10 @@ def convolution(
     It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS`, one chip, and `LEAST_POSITIONS`.
     """
     batch, lines, frames, positions, channels = x.shape
-    *taps, _, features = w.shape
+    *taps, features, _ = w.shape
     lines, frames = lines - taps[0] + 1, frames - taps[1] + 1
-    interpret, mesh = settings.interpreted, settings.mesh
-    taken = settings.own_layers and x.dtype == w.dtype == jnp.bfloat16 and (mesh is None or mesh.size == 1)
+    interpret = settings.interpreted
+    taken = settings.own_layers and settings.chips == 1 and x.dtype == w.dtype == jnp.bfloat16
     taken = taken and channels >= LEAST_CHANNELS and not channels % 32 and (features < LANES or not features % 32)
     taken = taken and 2 * edge < taps[2] <= positions and not (repeated and edge > 1) and min(lines, frames) > 0
     taken = taken and (interpret or batch * lines * frames * positions >= LEAST_POSITIONS)
@@ -205,5 +229,5 @@ def convolution(
 def _plain(x, w, b, edge, repeated, wide):
     x, w = (x.astype(jnp.float32), w.astype(jnp.float32)) if wide else (x, w)
     x = jnp.pad(x, [(0, 0)] * 3 + [(edge, edge), (0, 0)], mode="edge" if repeated else "constant")
-    y = lax.conv_general_dilated(x, w, (1,) * 3, "VALID", dimension_numbers=("NDHWC", "DHWIO", "NDHWC"))
+    y = lax.conv_general_dilated(x, w, (1,) * 3, "VALID", dimension_numbers=("NDHWC", "DHWOI", "NDHWC"))
     return (y.astype(jnp.float32) + (0 if b is None else b)).astype(x.dtype)

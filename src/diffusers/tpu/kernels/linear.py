@@ -290,7 +290,7 @@ def rows_over_mesh(shape: tuple[int, ...], settings: Settings, split: bool = Fal
     """How rows of [B, T, C], or of any axes on one chip, lie on the chips; None where chips share columns too, or nothing is known.
     `split`: who asks knows how columns lie over `tp`."""
     mesh, least = settings.mesh, 1 if settings.interpreted else LEAST_ROWS
-    if mesh is None or mesh.size == 1:
+    if settings.chips == 1:
         return Rows(None, math.prod(shape[:-1]), least)
     dp, sp, tp = (mesh.shape[axis] for axis in ("dp", "sp", "tp"))
     if not (settings.sequence or settings.replicated) or (tp > 1 and not split) or len(shape) != 3 or shape[0] % dp:

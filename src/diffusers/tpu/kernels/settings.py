@@ -52,6 +52,10 @@ class Settings:
             chip_of(self.generation or "unknown")
 
     @property
+    def chips(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size
+
+    @property
     def interpreted(self) -> bool:
         """Kernels run in Pallas's interpret mode."""
         return self.interpret or self.platform == "cpu"

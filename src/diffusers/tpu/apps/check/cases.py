@@ -111,12 +111,12 @@ def _rotary(settings, tally, x, weight, cos, sin):
 
 def _convolution_arguments(shape, key, mode):
     height, width, channels, features = shape
-    x, w, b = _normal(key, (1, height + 2, 1, width, channels), (3, 1, 3, channels, features), (features,))
+    x, w, b = _normal(key, (1, height + 2, 1, width, channels), (3, 1, 3, features, channels), (features,))
     return x, w * (9 * channels) ** -0.5, b
 
 
 def _convolution_reference(x, w, b):
-    numbers, around = ("NDHWC", "DHWIO", "NDHWC"), [(0, 0), (0, 0), (1, 1)]
+    numbers, around = ("NDHWC", "DHWOI", "NDHWC"), [(0, 0), (0, 0), (1, 1)]
     how = {"padding": around, "dimension_numbers": numbers, "precision": "highest"}
     x, w, b = (array.astype(jnp.float32) for array in (x, w, b))
     return lax.conv_general_dilated(x, w, (1, 1, 1), **how) + b

@@ -199,7 +199,7 @@ KERNELS: dict[str, Callable[[Settings], tuple[Callable, Callable]]] = {
 def _spread(settings: Settings, q, k, local):
     """(attention of all chips, `Dispatch.chips`)."""
     mesh = settings.mesh
-    if mesh is None or mesh.size == 1:
+    if settings.chips == 1:
         return local, "one chip"
     if not settings.sequence or q.shape[2] < mesh.shape["sp"]:
         return functools.partial(attention_by_heads, mesh=mesh, local=local), "by heads"

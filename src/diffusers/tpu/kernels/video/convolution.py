@@ -38,7 +38,7 @@ def by_columns(
     if tuple(strides) == (1, 1) and top == bottom:
         lines = jnp.pad(x, [(0, 0), (0, 0), in_time, (0, 0), (0, 0)])
         how = {"edge": top, "repeated": repeated, "wide": dtype == jnp.float32}
-        y = convolution(lines, w.transpose(2, 0, 1, 3, 4), b, current(), **how)
+        y = convolution(lines, w.transpose(2, 0, 1, 4, 3), b, current(), **how)
         if y is not None:
             return y
     if repeated:
@@ -58,7 +58,7 @@ def doubled_by_columns(
     dtype = x.dtype
     x, w = _as_the_unit_has_it(x, w)
     four = jnp.repeat(jnp.repeat(x, 2, 1)[:, 1:-1], 2, 3)
-    y = convolution(four, w.transpose(1, 0, 2, 3)[:, None], b, current(), edge=1, wide=dtype == jnp.float32)
+    y = convolution(four, w.transpose(1, 0, 3, 2)[:, None], b, current(), edge=1, wide=dtype == jnp.float32)
     if y is not None:
         return y
     y = _taps(jnp.repeat(x, 2, 3), w[None], [(0, 0), (1, 1)], (1, 1))

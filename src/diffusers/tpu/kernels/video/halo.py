@@ -219,7 +219,7 @@ def shard_width(
     local = -(-width // (count * multiple)) * multiple if count > 1 else width
     split = HaloShards(axes, count, height, width, local)
     one_shard = functools.partial(_on_shard, split, function)
-    if mesh is None or mesh.size == 1:
+    if current().chips == 1:
         return one_shard(x, *maps, *beside)
     spec = P(on_dp, *(axes if a == axis else None for a in range(1, x.ndim)))
 
@@ -241,9 +241,8 @@ def over_tiles(function: Callable, x: jax.Array, own: np.ndarray | None = None, 
     Args:
         own: [N, 2], rows and columns of each that are not filled up; None: all. What becomes of the others is anything.
     """
-    mesh, axis = current().mesh, axis % x.ndim
+    mesh, chips, axis = current().mesh, current().chips, axis % x.ndim
     height, width = x.shape[axis - 1], x.shape[axis]
-    chips = 1 if mesh is None else mesh.size
     tiles = (x,) if own is None else (x, jnp.asarray(own))
     filled = [jnp.concatenate((a, jnp.broadcast_to(a[-1:], (-len(a) % chips, *a.shape[1:])))) for a in tiles]
 

@@ -85,7 +85,7 @@ def normed_by_place(
     factor, summand = (repeated_in_time(a, x.shape[1]).transpose(0, 3, 1, 2, 4) for a in (factor, summand))
     run = functools.partial(_applied, silu=silu)
     aligned = x.dtype == jnp.bfloat16 and not columns.shape[3] % ROWS and not columns.shape[4] % LANES
-    if settings.own_layers and aligned and (settings.mesh is None or settings.mesh.size == 1):
+    if settings.own_layers and settings.chips == 1 and aligned:
         kernel = functools.partial(_applied_by_kernel, silu=silu, settings=settings)
         run = with_gradients_of(run, kernel) if settings.differentiable else kernel
     return run(columns, factor, summand).transpose(0, 2, 3, 1, 4)
