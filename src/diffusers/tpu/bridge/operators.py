@@ -16,7 +16,7 @@ from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
 from . import indexing, layers, resizing
-from .layers import made_of, operands
+from .layers import lying, made_of, operands
 
 
 aten = torch.ops.aten
@@ -208,8 +208,9 @@ def _convolution(
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     if simple and axes == 2 and widths[1] in ((0, 0), (taps[1] // 2,) * 2):
         lines = jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), widths[0], (0, 0), (0, 0)])[:, :, None]
-        by_lines = w.transpose(2, 3, 0, 1)[:, None]
-        large = convolution_kernel.convolution(lines, by_lines, b, current(), edge=widths[1][0])
+        _, layers = operands(weight, lying) or (None, None)
+        layers = None if layers is None else (_by_lines(layers[0]), layers[1])
+        large = convolution_kernel.convolution(lines, _by_lines(w), b, current(), edge=widths[1][0], layers=layers)
         if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
             return Tensor(large[:, :: stride[0], 0, :: stride[1]].transpose(0, 3, 1, 2), input._env)
     wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)
@@ -217,6 +218,11 @@ def _convolution(
     result = jax.lax.conv_general_dilated(x, w, stride, widths, rhs_dilation=dilation, **grouped)
     result = result if b is None else result + b.reshape(-1, *(1,) * axes)
     return Tensor(result.astype(x.dtype), input._env)
+
+
+def _by_lines(w):
+    """Weights [..., O, C, h, w] of maps as those of videos [..., h, 1, w, O, C], which lie on a TPU as they do."""
+    return jnp.moveaxis(w, (-4, -3), (-2, -1))[..., None, :, :, :]
 
 
 def _by_patches(x, w, b):

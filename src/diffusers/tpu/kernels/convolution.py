@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from ..chips.figures import chip_of
 from .linear import MARGIN
@@ -40,7 +40,6 @@ LEAST_PIECE = 224  # positions that take as long as weights take to get into a m
 MOST_POSITIONS = 8192  # of one step
 MOST_WORK = 4_000_000  # taps x channels x features of a block: 4 s of a core to compile; twice as much is no faster
 LEAST_CHANNELS = 64
-LEAST_POSITIONS = 512  # of all maps; for some of 16 x 16 the compiler takes up to a minute each, of less it is fast and leaves weights as they lie
 
 
 class Blocks(NamedTuple):
@@ -104,9 +103,10 @@ def _lanes(features: int, taps: int) -> int:
 )
 def tpu_convolution(
     x: Float[Array, "B L T P C"],
-    w: Float[Array, "l t p O C"],
+    w: Float[Array, "l t p O C"] | Float[Array, "N l t p O C"],
     b: Float[Array, " O"] | None,
     *,
+    layer: Int[Array, ""] | None = None,
     blocks: Blocks,
     edge: int,
     repeated: bool = False,
@@ -117,9 +117,10 @@ def tpu_convolution(
     """The convolution with `edge` zeros at both ends of each line, and nothing around lines and frames, summed in float32.
 
     If `repeated`, with each line's own end in place of one zero there. Rounded once to x's dtype, or in float32 if `wide`.
+    `layer`: which one of a stack w is; a slice of it would be a copy.
     """
     batch, lines, frames, positions, channels = x.shape
-    *taps, features, _ = w.shape
+    *taps, features, _ = w.shape[-5:]
     dtype = jnp.float32 if wide else x.dtype
     lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
     line, columns = round_up(positions, 8 if blocks.piece == 1 else SUBLANES), _lanes(blocks.features, taps[2])
@@ -167,6 +168,12 @@ def tpu_convolution(
         r.o[pl.ds(first, blocks.piece), frame] = total[:, :longest]
 
     steps = pl.cdiv(features, blocks.features), batch, pl.cdiv(lines, blocks.lines), pl.cdiv(frames, blocks.frames)
+    one_layer = jax.ShapeDtypeStruct(w.shape[-5:], w.dtype)
+    flops = 2 * batch * lines * frames * positions * math.prod(taps) * channels * features
+    weights, place = (*taps, blocks.features, channels), (0, 0, 0)
+    of_weights = pl.BlockSpec(weights, lambda n, *_: (*place, n, 0))
+    if layer is not None:
+        of_weights = pl.BlockSpec((None, *weights), lambda n, i, l, t, layer: (layer[0], *place, n, 0))
     reached = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
     out = jax.ShapeDtypeStruct((batch, steps[2] * blocks.lines, steps[3] * blocks.frames, longest, features), dtype)
     out_block = (None, blocks.lines, blocks.frames, longest, blocks.features)
@@ -179,16 +186,17 @@ def tpu_convolution(
                 x,
                 pl.BlockSpec(
                     (None, *map(pl.Element, reached)),
-                    lambda n, i, l, t: (i, l * blocks.lines, t * blocks.frames, 0, 0),
+                    lambda n, i, l, t, *_: (i, l * blocks.lines, t * blocks.frames, 0, 0),
                 ),
             ),
-            "w": (w, pl.BlockSpec((*taps, blocks.features, channels), lambda n, i, l, t: (0, 0, 0, n, 0))),
-            "b": (b, pl.BlockSpec((1, blocks.features), lambda n, i, l, t: (0, n))),
+            "w": (w, of_weights),
+            "b": (b, pl.BlockSpec((1, blocks.features), lambda n, *_: (0, n))),
         },
-        {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t: (i, l, t, 0, n)))},
+        {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t, *_: (i, l, t, 0, n)))},
         parallel=1,
+        scalars={} if layer is None else {"layer": layer.reshape(1)},
         scratch={} if reads_stored else {"side_by_side": pltpu.VMEM((taps[2] * columns, depth), w.dtype)},
-        work=cost(x, w, out, flops=2 * batch * lines * frames * positions * math.prod(taps) * channels * features),
+        work=cost(x, one_layer, out, flops=flops),
         interpret=interpret,
         vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
     )["o"]
@@ -204,26 +212,28 @@ def convolution(
     edge: int,
     repeated: bool = False,
     wide: bool = False,
+    layers: tuple[Float[Array, "N l t p O C"], Int[Array, ""]] | None = None,
 ) -> Float[Array, "B M U Q O"] | None:
     """As `tpu_convolution`, with its blocks; None for a call that the kernel does not take.
 
-    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS`, one chip, and `LEAST_POSITIONS`.
+    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS`, and one chip. `layers`: the stack that w is a layer of, and which.
     """
-    batch, lines, frames, positions, channels = x.shape
+    _, lines, frames, positions, channels = x.shape
     *taps, features, _ = w.shape
     lines, frames = lines - taps[0] + 1, frames - taps[1] + 1
-    interpret = settings.interpreted
     taken = settings.own_layers and settings.chips == 1 and x.dtype == w.dtype == jnp.bfloat16
     taken = taken and channels >= LEAST_CHANNELS and not channels % 32 and (features < LANES or not features % 32)
     taken = taken and 2 * edge < taps[2] <= positions and not (repeated and edge > 1) and min(lines, frames) > 0
-    taken = taken and (interpret or batch * lines * frames * positions >= LEAST_POSITIONS)
     sizes = lines, frames, positions
     blocks = choose(sizes, channels, features, tuple(taps), settings.generation) if taken else None
     if blocks is None:
         return None
     how = {"edge": edge, "repeated": repeated, "wide": wide}
-    run = functools.partial(tpu_convolution, blocks=blocks, generation=settings.generation, interpret=interpret, **how)
-    return (with_gradients_of(functools.partial(_plain, **how), run) if settings.differentiable else run)(x, w, b)
+    chip = {"generation": settings.generation, "interpret": settings.interpreted}
+    run = functools.partial(tpu_convolution, blocks=blocks, **chip, **how)
+    if settings.differentiable:
+        return with_gradients_of(functools.partial(_plain, **how), run)(x, w, b)
+    return run(x, w, b) if layers is None else run(x, layers[0], b, layer=layers[1])
 
 
 def _plain(x, w, b, edge, repeated, wide):

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -33,7 +34,7 @@ from .scan import Group, of_one
 
 # First of the blocks that are traced as one here, and behind the last; None outside of a scan of blocks.
 scanned = contextvars.ContextVar("diffusers_tpu_scanned", default=None)
-_stack = contextvars.ContextVar("diffusers_tpu_stack", default=None)  # in a scan: weights of all layers, and the layer
+_stack = contextvars.ContextVar("diffusers_tpu_stack", default=None)  # weights of all layers, and the one that runs
 
 
 class BlockRuns:
@@ -99,7 +100,8 @@ class BlockRuns:
                 run.outputs, self.run = [*map(self._deferred, avals)], run
                 return run.make_output(run.outputs)
         # A block that writes to its arguments, to an object among them (a key-value cache) say, runs here and once.
-        output, gives = self._run_block(group, index, args, kwargs, self._stacked_at(group, index))
+        with self._of_stack(group, index):
+            output, gives = self._run_block(group, index, args, kwargs, self._stacked_at(group, index))
         self.gives[group.label].append((index, of_one(gives)))
         return output
 
@@ -141,6 +143,15 @@ class BlockRuns:
     def _stacked_at(self, group: Group, index: int) -> tuple[dict, dict, dict]:
         """Weights and numbers of one block, and what is kept of it."""
         return jax.tree.map(lambda array: array[index - group.start], self.stacks[group.label])
+
+    def _not_gathered(self, group: Group) -> dict[str, jax.Array]:
+        """Stacks of which a kernel reads its layer, where a slice would be a copy: none of whose gradients would be added up layer by layer."""
+        settled, (weights, *_) = () if current().differentiable else self.function.settled, self.stacks[group.label]
+        return {name: stack for name, stack in weights.items() if f"{group.label}.{name}" in settled}
+
+    def _of_stack(self, group: Group, index: int):
+        """A context in which one block runs that is in no scan."""
+        return bound(_stack, (self._not_gathered(group), np.int32(index - group.start)))
 
     def _call(self, run: Run, index: int, arrays: list, own: tuple, filled=None) -> tuple[list, dict, Callable]:
         """A block on arrays: flat output arrays, what it gives to keep, what makes its return value of tensors."""
@@ -199,7 +210,8 @@ class BlockRuns:
         if run.stop - run.start > 1:
             return self._scan(run, held)
         own = self._stacked_at(run.group, run.start)
-        values, gives, _ = self._call(run, run.start, run.arrays, own)
+        with self._of_stack(run.group, run.start):
+            values, gives, _ = self._call(run, run.start, run.arrays, own)
         return values, of_one(gives)
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
@@ -232,10 +244,7 @@ class BlockRuns:
 
         numbers, group = sorted({n for _, n, _ in held}), run.group
         (weights, *rest), part = self.stacks[group.label], (run.start - group.start, run.stop - group.start)
-        # What need not be gathered: a slice would be a copy, where a kernel can read its layer of the stack. A gradient of a
-        # stack would be added up layer by layer.
-        settled = () if settings.differentiable else self.function.settled
-        whole = {name: array for name, array in weights.items() if f"{group.label}.{name}" in settled}
+        whole = self._not_gathered(group)
         stacked = {name: array for name, array in weights.items() if name not in whole}, *rest
         if part != (0, group.stop - group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
