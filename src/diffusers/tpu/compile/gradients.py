@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import torch
+from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ...utils import logging
@@ -51,11 +52,13 @@ class Differentiable:
 
     Attributes:
         compiled: by name.
+        reached: of each of what is wanted, whether an output depends on it.
     """
 
     def __init__(self, program: Program, wanted: Wanted):
         self.program, self.wanted = program, wanted
         self.compiled: dict[str, jax.stages.Compiled] = {}
+        self.reached: list[bool] = []
         # The way back is a tree of residuals; of each: whether it is an argument, and its number among these or the others.
         self._tree: jax.tree_util.PyTreeDef | None = None
         self._places: list[tuple[bool, int]] = []
@@ -129,13 +132,16 @@ class Differentiable:
         """Outputs, and the function from their gradients to those of what is wanted."""
         flat, jaxpr = jax.tree.leaves(given), self.program.traced.jaxpr
         places = self._places_of_wanted(given)
+        floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jaxpr.out_avals]
+        _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, floating)
+        self.reached = [used[place] for place in places]
 
         def outputs_of(asked):
             arguments = list(flat)
             for place, x in zip(places, asked):
                 arguments[place] = x
             outputs = jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *arguments)
-            return [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)], outputs
+            return [*itertools.compress(outputs, floating)], outputs
 
         _, back, outputs = jax.vjp(outputs_of, [flat[n] for n in places], has_aux=True)
         return outputs, back
@@ -224,8 +230,8 @@ class DifferentiatedCall:
         call.values = None  # torch decides how long what is kept lives
         return [bridge.from_numpy(x) for x in outputs], kept
 
-    def back(self, kept, gradients: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
-        """Gradients of what asked for one, arguments first. `gradients`: of the flat outputs."""
+    def back(self, kept, gradients: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor | None]:
+        """Gradients of what asked for one, arguments first; None where no output depends on it. `gradients`: of the flat outputs."""
         runner, program = self.runner, self.program
         with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
             everywhere = NamedSharding(program.mesh, PartitionSpec())
@@ -241,10 +247,11 @@ class DifferentiatedCall:
                     found = differentiable.whole_backward(*kept, given)
             if len(differentiable.compiled) > before:
                 runner.executables.keep_program(program)
-            found = iter(found)
-            yield from (bridge.from_numpy(next(found)).to(t.dtype) for t in self.inputs.values())
-            for key, asked in self.weights.items():
-                yield from runner.plan_weights().apart(key, next(found), asked)
+            found = (x if reached else None for x, reached in zip(found, differentiable.reached))
+            for t, x in zip(self.inputs.values(), found):
+                yield None if x is None else bridge.from_numpy(x).to(t.dtype)
+            for (key, asked), x in zip(self.weights.items(), found):
+                yield from [None] * len(asked) if x is None else runner.plan_weights().apart(key, x, asked)
 
     def _program_again(self) -> Program:
         """The traced program of a call that was kept."""
