@@ -140,7 +140,7 @@ def of_convolution(repeated, draw):
     how = {"edge": 1, "repeated": repeated}
     run = functools.partial(convolution.convolution, settings=KERNELS, **how)
     plain = functools.partial(convolution._plain, wide=False, **how)
-    return run, plain, (draw(1, 18, 3, 32, 64), draw(3, 2, 3, 64, 128), draw(128))
+    return run, plain, (draw(1, 18, 3, 32, 64), draw(3, 2, 3, 128, 64), draw(128))
 
 
 @pytest.mark.parametrize(
