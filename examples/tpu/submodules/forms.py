@@ -20,12 +20,13 @@ from diffusers.tpu.bridge import as_numpy
 from diffusers.tpu.chips.devices import compile_lowered
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.common.config import TPUConfig
-from diffusers.tpu.compare.pipelines import NARROW, Call, cast_module
+from diffusers.tpu.compare.pipelines import NARROW, Call
 from diffusers.tpu.compile.module import CompiledModule
 from diffusers.tpu.compile.tracing.scan import Group
 from diffusers.tpu.compile.tracing.scopes import watching
 from diffusers.tpu.pipelines.attach import target_devices
 from diffusers.tpu.pipelines.plans import FLAX, module_plan
+from diffusers.tpu.planner.building import cast_module
 
 from .intermediates import Axis, Intermediates, Place, with_intermediates
 from .marks import capturing

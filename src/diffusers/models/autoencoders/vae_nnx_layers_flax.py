@@ -94,8 +94,8 @@ class Conv(nnx.Module):
         rows, columns = ((k // 2, k // 2) if s == 1 else (0, k - s) for k, s in zip(size, self.stride[1:]))
         padded = halo_shards().with_neighbours(x, *columns, axis=3, repeated=self.repeated)
         if self.stride[2] == 1:
-            lines, repeated = padded.transpose(0, 3, 1, 2, 4), self.repeated and any(rows)
-            return by_columns(lines, w, b, [(0, 0), rows], self.stride[:2], repeated).transpose(0, 2, 3, 1, 4)
+            y = by_columns(padded.transpose(0, 3, 1, 2, 4), w, b, [(0, 0), rows], self.stride[:2], self.repeated)
+            return y.transpose(0, 2, 3, 1, 4)
         if self.repeated:
             padded, rows = jnp.pad(padded, [(0, 0), (0, 0), rows, (0, 0), (0, 0)], mode="edge"), (0, 0)
         y = lax.conv_general_dilated(

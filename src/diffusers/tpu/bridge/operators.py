@@ -208,9 +208,9 @@ def _convolution(
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     if simple and axes == 2 and widths[1] in ((0, 0), (taps[1] // 2,) * 2):
         lines = jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), widths[0], (0, 0), (0, 0)])[:, :, None]
-        _, layers = operands(weight, lying) or (None, None)
-        layers = None if layers is None else (_by_lines(layers[0]), layers[1])
-        large = convolution_kernel.convolution(lines, _by_lines(w), b, current(), edge=widths[1][0], layers=layers)
+        _, of_stack = operands(weight, lying) or (None, None)
+        of_stack = None if of_stack is None else (_by_lines(of_stack[0]), of_stack[1])
+        large = convolution_kernel.convolution(lines, _by_lines(w), b, current(), edge=widths[1][0], layers=of_stack)
         if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
             return Tensor(large[:, :: stride[0], 0, :: stride[1]].transpose(0, 3, 1, 2), input._env)
     wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)

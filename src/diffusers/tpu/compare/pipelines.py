@@ -25,7 +25,7 @@ from ..common.config import TPUConfig
 from ..compile.state.watch import replaced
 from ..pipelines.components import modules_of
 from ..pipelines.pipeline import installation
-from ..planner.building import kept_in_float32
+from ..planner.building import cast_module
 from .roundings import widening_here
 
 
@@ -118,15 +118,6 @@ def load(model, dtype: torch.dtype) -> DiffusionPipeline:
             cast_module(module, dtype)
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """The module with its weights in this dtype, but for what its class keeps in float32."""
-    kept, saved = kept_in_float32(module), module.state_dict().keys()
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_floating_point() and name in saved and not kept & set(name.split(".")):
-            tensor.data = tensor.data.to(dtype)
-    return module
 
 
 def draw_arguments(pipeline_class: type, seed: int) -> dict:

@@ -52,7 +52,7 @@ class Differentiable:
 
     Attributes:
         compiled: by name.
-        reached: of each of what is wanted, whether an output depends on it.
+        reached: of each of what is wanted, whether an output depends on it; the others have no gradient.
     """
 
     def __init__(self, program: Program, wanted: Wanted):
@@ -80,7 +80,7 @@ class Differentiable:
         return self._compile("outputs_and_residuals", *given)
 
     def backward(self, residuals: list[jax.Array], gradients: list[jax.Array]) -> list[jax.Array]:
-        """Of what is wanted, tensors first, by the gradients of those outputs that are floating."""
+        """Of what is wanted and `reached`, tensors first, by the gradients of those outputs that are floating."""
         return self._run("back", residuals, gradients)
 
     def whole_backward(self, *given_and_gradients) -> list[jax.Array]:
@@ -129,12 +129,13 @@ class Differentiable:
         return self._as_stored(self._way_back(given)[1](gradients)[0])
 
     def _way_back(self, given) -> tuple[list, Callable]:
-        """Outputs, and the function from their gradients to those of what is wanted."""
+        """Outputs, and the function from their gradients to those of what is wanted and `reached`."""
         flat, jaxpr = jax.tree.leaves(given), self.program.traced.jaxpr
         places = self._places_of_wanted(given)
         floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jaxpr.out_avals]
         _, used = partial_eval.dce_jaxpr(jaxpr.jaxpr, floating)
         self.reached = [used[place] for place in places]
+        places = [*itertools.compress(places, self.reached)]
 
         def outputs_of(asked):
             arguments = list(flat)
@@ -154,6 +155,7 @@ class Differentiable:
     def _as_stored(self, gradients: list) -> list:
         avals, everywhere = self.program.given[0], NamedSharding(self.program.mesh, PartitionSpec())
         there = [everywhere] * len(self.wanted.tensors) + [avals[key].sharding for key in self.wanted.weights]
+        there = itertools.compress(there, self.reached)
         return [jax.lax.with_sharding_constraint(*pair) for pair in zip(gradients, there)]
 
 
@@ -247,7 +249,8 @@ class DifferentiatedCall:
                     found = differentiable.whole_backward(*kept, given)
             if len(differentiable.compiled) > before:
                 runner.executables.keep_program(program)
-            found = (x if reached else None for x, reached in zip(found, differentiable.reached))
+            reached = iter(found)
+            found = (next(reached) if is_reached else None for is_reached in differentiable.reached)
             for t, x in zip(self.inputs.values(), found):
                 yield None if x is None else bridge.from_numpy(x).to(t.dtype)
             for (key, asked), x in zip(self.weights.items(), found):

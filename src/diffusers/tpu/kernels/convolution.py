@@ -29,8 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..chips.figures import chip_of
-from .linear import MARGIN
-from .pallas import LANES, call_kernel, cost, product, round_up, with_gradients_of
+from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
 from .settings import Settings
 
 
@@ -80,7 +79,7 @@ def choose(
                 for l in range(piece, round_up(lines, piece) + 1, piece):  # noqa: E741
                     fetched = (l + taps[0] - 1) * (t + taps[1] - 1) * deep
                     vmem = fixed + 4 * positions * (fetched + 2 * l * t * columns)
-                    if (l, t) != (piece, 1) and l * t * positions > MOST_POSITIONS or vmem > chip.vmem_bytes - MARGIN:
+                    if (l, t) != (piece, 1) and l * t * positions > MOST_POSITIONS or vmem > vmem_room(generation):
                         break
                     filled = round_up(lines, l) * round_up(frames, t)
                     work = count * round_up(wide, chip.matrix_side) * filled * slower
@@ -170,10 +169,7 @@ def tpu_convolution(
     steps = pl.cdiv(features, blocks.features), batch, pl.cdiv(lines, blocks.lines), pl.cdiv(frames, blocks.frames)
     one_layer = jax.ShapeDtypeStruct(w.shape[-5:], w.dtype)
     flops = 2 * batch * lines * frames * positions * math.prod(taps) * channels * features
-    weights, place = (*taps, blocks.features, channels), (0, 0, 0)
-    of_weights = pl.BlockSpec(weights, lambda n, *_: (*place, n, 0))
-    if layer is not None:
-        of_weights = pl.BlockSpec((None, *weights), lambda n, i, l, t, layer: (layer[0], *place, n, 0))
+    scalars, of_weights = layer_of_stack(layer, (*taps, blocks.features, channels), lambda n: (0, 0, 0, n, 0))
     reached = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
     out = jax.ShapeDtypeStruct((batch, steps[2] * blocks.lines, steps[3] * blocks.frames, longest, features), dtype)
     out_block = (None, blocks.lines, blocks.frames, longest, blocks.features)
@@ -194,11 +190,11 @@ def tpu_convolution(
         },
         {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t, *_: (i, l, t, 0, n)))},
         parallel=1,
-        scalars={} if layer is None else {"layer": layer.reshape(1)},
+        scalars=scalars,
         scratch={} if reads_stored else {"side_by_side": pltpu.VMEM((taps[2] * columns, depth), w.dtype)},
         work=cost(x, one_layer, out, flops=flops),
         interpret=interpret,
-        vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
+        vmem_bytes=vmem_room(generation),
     )["o"]
     return out[:, :lines, :frames, :kept]
 

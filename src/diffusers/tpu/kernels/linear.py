@@ -18,8 +18,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from ..chips.figures import MIB, chip_of
-from .pallas import LANES, call_kernel, cost, product, round_up, with_gradients_of
+from ..chips.figures import chip_of
+from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
 from .settings import Settings
 
 
@@ -28,7 +28,6 @@ LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
 LEAST_WHOLE_ROWS = 128  # where every chip computes all rows: text, for which the compiler takes seconds a layer
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
-MARGIN = 12 * MIB  # of VMEM, the compiler's
 DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
 SHORT = 2e-5  # seconds of a layer for which the compiler would take up to a minute, with what comes before it in one loop (SD 1.5)
 LEAST_UNEVEN = 2 * LANES  # columns or depth that are not whole lanes but half of them: of less most would be padding
@@ -84,7 +83,7 @@ def choose(
         for height in (1024, 768, 512, 256):
             vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
             vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
-            if width * depth > MOST_WORK or vmem > chip.vmem_bytes - MARGIN:
+            if width * depth > MOST_WORK or vmem > vmem_room(generation):
                 continue
             done = -(-rows // height) * height * -(-columns // width) * width
             moved = 2 * (-(-columns // width) * rows * depth + columns * depth + results * rows * columns)
@@ -121,9 +120,7 @@ def tpu_linear(
     columns = w.shape[-2]
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
-    of_weight = pl.BlockSpec((blocks.columns, depth), lambda n, i, m: (n, 0))
-    if layer is not None:
-        of_weight = pl.BlockSpec((None, blocks.columns, depth), lambda n, i, m, layer: (layer[0], n, 0))
+    scalars, of_weight = layer_of_stack(layer, (blocks.columns, depth), lambda n: (n, 0))
     b = jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     operands = {
         "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m, *_: (i, m, 0))),
@@ -157,10 +154,10 @@ def tpu_linear(
         operands,
         {"o": (jax.ShapeDtypeStruct((batch, rows, columns), x.dtype), of_rows)},
         parallel=1,
-        scalars={} if layer is None else {"layer": layer.reshape(1)},
+        scalars=scalars,
         work=cost(*read, flops=2 * x.size * columns),
         interpret=interpret,
-        vmem_bytes=chip_of(generation).vmem_bytes - MARGIN,
+        vmem_bytes=vmem_room(generation),
     )["o"]
 
 

@@ -9,8 +9,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from ..chips.figures import MIB, chip_of
+
 
 LANES, SUBLANES = 128, 8  # of a register of 32-bit numbers
+MARGIN = 12 * MIB  # of VMEM, the compiler's
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -57,6 +60,19 @@ def call_kernel(
         name=name,
     )(*scalars.values(), *(x for x, _ in operands.values()))
     return dict(zip(outputs, results))
+
+
+def vmem_room(generation: str | None) -> int:
+    """Bytes of VMEM that a kernel may take."""
+    return chip_of(generation).vmem_bytes - MARGIN
+
+
+def layer_of_stack(layer, shape: tuple[int, ...], place) -> tuple[dict, pl.BlockSpec]:
+    """Scalars of `call_kernel`, and the block of weights of this shape: of the layer of this number in a stack of them, or of weights by
+    themselves where it is None. `place`: from the grid's first index to the block's indices."""
+    if layer is None:
+        return {}, pl.BlockSpec(shape, lambda n, *_: place(n))
+    return {"layer": layer.reshape(1)}, pl.BlockSpec((None, *shape), lambda n, *others: (others[-1][0], *place(n)))
 
 
 def with_gradients_of(plain, kernel):

@@ -131,6 +131,15 @@ def kept_in_float32(module: torch.nn.Module) -> set[str]:
     return set(getattr(module, names, None) or ())
 
 
+def cast_module(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The module with its weights in this dtype, but for what its class keeps in float32."""
+    kept, saved = kept_in_float32(module), module.state_dict().keys()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and name in saved and not kept & set(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+    return module
+
+
 def _weightless(module: torch.nn.Module, dtype: torch.dtype):
     """Every parameter as a view of one zero, in the dtype `from_pretrained` would give it; buffers keep their values."""
     kept, seen = kept_in_float32(module), {}

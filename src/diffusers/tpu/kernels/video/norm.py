@@ -8,9 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ...chips.figures import chip_of
-from ..linear import MARGIN
-from ..pallas import LANES, SUBLANES, call_kernel, cost, with_gradients_of
+from ..pallas import LANES, SUBLANES, call_kernel, cost, vmem_room, with_gradients_of
 from ..settings import Settings, current
 from .chunks import full_places
 from .halo import halo_shards
@@ -128,7 +126,7 @@ def _applied_by_kernel(x, factor, summand, silu: bool, settings: Settings):
         parallel=3,
         work=cost(x, x, factor, summand, flops=4 * x.size, transcendentals=2 * x.size * silu),
         interpret=settings.interpreted,
-        vmem_bytes=chip_of(settings.generation).vmem_bytes - MARGIN,  # tall maps take more than the default
+        vmem_bytes=vmem_room(settings.generation),  # tall maps take more than the default
     )["o"]
 
 

@@ -1,0 +1,354 @@
+"""One case of `values_at_size.py`, in a process of its own: upstream in torch, then the same module on the TPU path."""
+
+import functools
+import gc
+import io
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from value_errors import INPUT, compared, limits, spread
+
+
+DRAWN = {  # arguments that a model of zeros has made zeros
+    "hidden_states", "sample", "z", "x", "encoder_hidden_states", "encoder_hidden_states_2", "pooled_projections", "text_embeds",
+}  # fmt: skip
+# "high" is TF32 to XLA's compiler for CUDA.
+TRUE_FLOAT32 = {"matmul_precision": "highest", "convolution_precision": "highest"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model's call. `small`: its configuration where all is to be small. `what`: its name in a new row of the record, where that is of
+    gradients without saying so."""
+
+    model: str
+    component: str
+    entry: str = "forward"
+    call: dict = field(default_factory=dict)
+    config: dict = field(default_factory=dict)
+    small: dict = field(default_factory=dict)
+    dtypes: tuple[str, ...] = ("bfloat16", "float32")
+    repeat: bool = True
+    steps: int = 0  # of a whole loop; 0: one call
+    gradients: bool = False
+    what: str = ""
+
+
+def run(name: str, case: Case, out: Path, small: bool):
+    """Append to `out` what is found, a line of JSON for each stage."""
+    os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # upstream's torch, till it is done
+    import torch
+
+    on_gpu, began = torch.cuda.is_available(), time.perf_counter()
+    os.environ["JAX_PLATFORMS"] = "cuda,cpu" if on_gpu else "cpu"
+    # Trying algorithms takes a minute for each program in float32, and gigabytes.
+    if case.component == "transformer" or case.gradients:
+        os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    say = functools.partial(_say, out, case=name + "-small" * small, started=began)
+
+    pipe, args, kwargs, narrow, module = _recorded(case, "cuda" if on_gpu else "cpu", small)
+    facts = {"parameters": sum(p.numel() for p in module.parameters()), "inputs": _shapes((args, kwargs))}
+    say(stage="built", **facts)
+    if case.steps:
+        work = functools.partial(_loop, pipe, case, small)
+    elif case.gradients:
+        module.requires_grad_()
+        if module._supports_gradient_checkpointing:
+            module.enable_gradient_checkpointing()
+        work = functools.partial(_gradients, module, case.entry, args, kwargs, narrow)
+    else:
+        work = functools.partial(_call, module, case.entry, args, kwargs, narrow)
+    oracle, seconds = _timed(work, torch.float32, case.repeat)
+    say(stage="upstream", dtype="float32", seconds=seconds, **spread(oracle))
+    upstream = {"float32": {"error": 0.0}}
+    if "bfloat16" in case.dtypes:
+        _cast(module, torch.bfloat16)
+        own, seconds = _timed(work, torch.bfloat16, case.repeat)
+        upstream["bfloat16"] = compared(own, oracle)
+        say(stage="upstream", dtype="bfloat16", seconds=seconds, **upstream["bfloat16"])
+        del own
+    module.to("cpu")
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+
+    _enter_path(on_gpu)
+    from diffusers import tpu
+    from diffusers.tpu.kernels.attention import api
+
+    for dtype in case.dtypes:
+        _cast(module, getattr(torch, dtype))
+        config = tpu.TPUConfig(**TRUE_FLOAT32, **case.config)
+        began, whole = time.perf_counter(), pipe if case.steps else module
+        tpu.install(whole, config)
+        ours, _ = _timed(work, getattr(torch, dtype), repeat=False)
+        first = time.perf_counter() - began
+        found = tpu.report(whole)
+        found = found["components"]["transformer"] if "components" in found else found
+        errors, own = compared(ours, oracle), upstream[dtype]
+        most = limits(dtype, own)
+        ok = all(errors[name] <= limit for name, limit in most.items())
+        row = {
+            "stage": "ours", "dtype": dtype, **errors, "upstream_error": own["error"], "limit": most["error"], "ok": ok,
+            "first_seconds": first, "compile_seconds": sum(p["compile_seconds"] for p in found["programs"]),
+            "programs": len(found["programs"]), "eager": str(found["eager"]), "explain": tpu.explain(whole)[:300], **_where(), **spread(ours),
+        }  # fmt: skip
+        say(**row)
+        if case.repeat:
+            again, seconds = _timed(work, getattr(torch, dtype), repeat=False)
+            say(stage="again", dtype=dtype, seconds=seconds, same=compared(again, ours)["error"])
+        tpu.uninstall(whole)
+        del ours
+    calls = [f"{how.kernel} {how.q} {how.k} {how.dtype} {how.mask} {how.reason}" for how in api.explain()]
+    say(stage="attention", calls=calls)
+
+
+def _recorded(case: Case, device: str, small: bool):
+    """(the pipeline, the component's first call in it with the dtypes that it has in bfloat16, the component, random, on the device)."""
+    import torch
+    from accelerate import init_empty_weights
+
+    from diffusers.tpu.planner import building
+
+    # In another process, as it imports torchax: with that, torch has no gradients on CUDA.
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as apart:
+        saved = io.BytesIO(apart.submit(_arguments, case, small).result())
+    args, kwargs, narrow = torch.load(saved, weights_only=False)
+    pipe = building.build(building.configuration_of(case.model), torch.float32, tiled=False)
+    module = getattr(pipe, case.component)
+    with init_empty_weights():  # what upstream keeps as plain attributes stays on the host, where all goes later
+        module = type(module).from_config({**module.config, **(case.small if small else {})})
+    for owner in module.modules():
+        for name, p in owner.named_parameters(recurse=False):
+            owner._parameters[name] = torch.nn.Parameter(torch.empty(p.shape, device=device), requires_grad=False)
+    _fill(module.eval().to(device))
+    setattr(pipe, case.component, module)
+    return pipe, _drawn(args, "", case.gradients), _drawn(kwargs, "", case.gradients), narrow, module
+
+
+def _arguments(case: Case, small: bool) -> bytes:
+    """Saved by torch: the arguments of the component's first call, by place and by name, and their leaves' dtypes in bfloat16."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    from diffusers.tpu.planner import building, recording
+
+    class Stop(Exception):
+        pass
+
+    class Runner(recording.RecordingRunner):
+        def run(self, entry, args, kwargs, back=False):
+            if (self.component, entry) == (case.component, case.entry):
+                raise Stop(args, kwargs)
+            return super().run(entry, args, kwargs)
+
+    configuration = building.configuration_of(case.model)
+    call = {**configuration.call, **case.call, "num_inference_steps": 4}
+    if small:
+        call |= {"height": 64, "width": 96} | ({"num_frames": 9} if "num_frames" in call else {})
+
+    def arguments(dtype):
+        try:
+            recording.record(building.build(configuration, dtype, tiled=False), call, runner=Runner)
+            raise RuntimeError(f"expected a call of {case.component}.{case.entry}")
+        except Stop as stop:
+            return stop.args
+
+    args, kwargs = arguments(torch.float32)
+    narrow = [getattr(leaf, "dtype", None) for leaf in tree_leaves(arguments(torch.bfloat16))]
+    saved = io.BytesIO()
+    torch.save((args, kwargs, narrow), saved)
+    return saved.getvalue()
+
+
+def _fill(module):
+    """Every weight random: matrices keep a vector's size, norms are near one, biases near zero; all are numbers of bfloat16's."""
+    import torch
+
+    of_norms = (m for m in module.modules() if "norm" in type(m).__name__.lower())
+    norms = {id(p) for m in of_norms for p in m.parameters(recurse=False)}
+    for name, p in module.named_parameters():
+        if p.ndim > 1 and id(p) not in norms:
+            p.data.normal_(0, 1 / math.sqrt(max(1, p[0].numel())))
+        else:
+            p.data.normal_(1.0 if name.endswith(("weight", "gamma")) else 0.0, 0.1)
+    for tensor in module.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.copy_(tensor.to(torch.bfloat16))
+
+
+def _drawn(given, name: str, gradients: bool):
+    """The arguments, those named in `DRAWN` random, and asking for gradients if these are compared."""
+    import torch
+
+    if isinstance(given, dict):
+        return {key: _drawn(x, key, gradients) for key, x in given.items()}
+    if isinstance(given, (list, tuple)):
+        names = (name or ("hidden_states" if n == 0 else "") for n in range(len(given)))
+        return type(given)(_drawn(x, name, gradients) for x, name in zip(given, names))
+    if isinstance(given, torch.Tensor) and given.is_floating_point():
+        if name in DRAWN:
+            return torch.randn(given.shape).to(torch.bfloat16).float().requires_grad_(gradients)
+        return given.float().contiguous().clone()
+    return given.clone() if isinstance(given, torch.Tensor) else given
+
+
+def _cast(module, dtype):
+    """As `from_pretrained` casts."""
+    import torch
+
+    from diffusers.tpu.planner.building import cast_module
+
+    if dtype == torch.bfloat16:
+        cast_module(module, dtype)
+        return
+    saved = module.state_dict().keys()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and name in saved:
+            tensor.data = tensor.data.float()
+
+
+def _call(module, entry: str, args, kwargs, narrow: list, dtype):
+    """The output's tensors in float32, on the host. `narrow`: the dtype of each leaf of the arguments in a run in bfloat16."""
+    import torch
+
+    args, kwargs = _placed((args, kwargs), next(module.parameters()).device, narrow, dtype)
+    with torch.no_grad():
+        return [t.float().cpu() for t in _floating(getattr(module, entry)(*args, **kwargs))]
+
+
+def _gradients(module, entry: str, args, kwargs, narrow: list, dtype) -> dict:
+    """By name, in float32, on the host: gradients of the inputs that ask for one, and of every weight. Arguments are those of `_call`."""
+    import torch
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    device, draw = next(module.parameters()).device, torch.Generator().manual_seed(3)
+    given = _placed((args, kwargs), device, narrow, dtype)
+    outputs = _floating(getattr(module, entry)(*given[0], **given[1]))
+    factors = [torch.randn(t.shape, generator=draw).to(device) for t in outputs]
+    loss = sum((t.float() * factor).sum() / t.numel() ** 0.5 for t, factor in zip(outputs, factors))
+    loss.backward()
+    inputs = {f"{INPUT}{keystr(path[1:])}": leaf for path, leaf in tree_flatten_with_path(given)[0]}
+    found = {}
+    for name, t in (*inputs.items(), *module.named_parameters()):
+        if isinstance(t, torch.Tensor) and t.grad is not None:
+            found[name], t.grad = t.grad.float().cpu(), None
+    return found
+
+
+def _placed(given, device, narrow: list, dtype):
+    """The arguments on the device, in the dtypes of a run in `dtype`; what asks for gradients does so there."""
+    import torch
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    leaves, spec = tree_flatten(given)
+    for n, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            there = leaf.detach().to(device, narrow[n] if dtype == torch.bfloat16 else leaf.dtype)
+            leaves[n] = there.requires_grad_(leaf.requires_grad)
+    return tree_unflatten(leaves, spec)
+
+
+def _floating(output) -> list:
+    """The tensors of an output that are floating."""
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+
+
+def _loop(pipe, case: Case, small: bool, dtype):
+    """The latents after a few steps, and guidance; noise of the host's generator."""
+    import torch
+
+    from diffusers.tpu.planner import building
+
+    call = {**building.configuration_of(case.model).call, **case.call, "num_inference_steps": case.steps}
+    if small:
+        call |= {"height": 64, "width": 96, "num_frames": 9}
+    draw = torch.Generator().manual_seed(1)
+    words = (torch.randn(1, 512, 4096, generator=draw).to(torch.bfloat16).to(dtype) for _ in range(2))
+    positive, negative = words
+    pipe.set_progress_bar_config(disable=True)
+    # An old scheduler keeps tensors of its last run.
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    with torch.no_grad():
+        device = pipe.transformer.device
+        given = {"prompt_embeds": positive, "negative_prompt_embeds": negative}
+        if device.type == "cuda" and os.environ["DIFFUSERS_TPU"] == "off":
+            given = {key: t.to(device) for key, t in given.items()}
+            type(pipe)._execution_device = property(lambda self: device)  # the other components hold no weights
+        latents = pipe(**call, **given, generator=torch.Generator().manual_seed(2), output_type="latent").frames
+    return [latents.float().cpu()]
+
+
+def _timed(work, dtype, repeat: bool):
+    """(output, seconds): of a second run where it is repeated."""
+    for _ in range(1 + repeat):
+        began = time.perf_counter()
+        output = work(dtype)
+        seconds = time.perf_counter() - began
+    return output, seconds
+
+
+def _enter_path(on_gpu: bool):
+    """Our path from here on; on one CUDA device in place of simulated chips."""
+    os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_DEVICES"] = "cpu", "1"
+    if not on_gpu:
+        return
+    import jax
+
+    from diffusers.tpu.chips import devices
+    from diffusers.tpu.compile import module_programs
+    from diffusers.tpu.pipelines import attach
+
+    card = (jax.devices("cuda")[0],)
+    devices.jax_devices = lambda target: card
+    for module in [*sys.modules.values()]:
+        if getattr(module, "__name__", "").startswith("diffusers") and "jax_devices" in vars(module):
+            module.jax_devices = devices.jax_devices
+    of_programs = next(c for c in vars(module_programs).values() if isinstance(c, type) and "settings" in vars(c))
+    original = of_programs.settings.fget
+
+    def settings(self):
+        found = original(self)
+        return replace(found, interpret=True) if found.kernel == "kernel" else found
+
+    of_programs.settings = property(settings)
+    assert attach.target_devices() == card
+
+
+# What is said
+
+
+def _say(out: Path, case: str, started: float, **facts):
+    row = {"case": case, "at": round(time.perf_counter() - started, 1), **facts}
+    line = json.dumps({key: float(f"{x:.4g}") if isinstance(x, float) else x for key, x in row.items()})
+    with open(out, "a") as file:
+        file.write(line + "\n")
+    print(line[:600], flush=True)
+
+
+def _shapes(given) -> list:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [[str(t.dtype)[6:], *t.shape] for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+
+
+def _where() -> dict:
+    """JAX's device that computed, and what JAX held of its memory at most."""
+    import jax
+
+    device = jax.devices()[0]
+    used = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    return {"device": device.device_kind, "jax_gib": round(used / 2**30, 2)}
