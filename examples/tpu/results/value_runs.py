@@ -38,6 +38,7 @@ class Case:
     repeat: bool = True
     steps: int = 0  # of a whole loop; 0: one call
     gradients: bool = False
+    clamped: bool = False  # the outputs, to [-1, 1]
     what: str = ""
 
 
@@ -64,7 +65,7 @@ def run(name: str, case: Case, out: Path, small: bool):
         module.requires_grad_()
         if module._supports_gradient_checkpointing:
             module.enable_gradient_checkpointing()
-        work = functools.partial(_gradients, module, case.entry, args, kwargs, narrow)
+        work = functools.partial(_gradients, module, case.entry, args, kwargs, narrow, case.clamped)
     else:
         work = functools.partial(_call, module, case.entry, args, kwargs, narrow)
     oracle, seconds = _timed(work, torch.float32, case.repeat)
@@ -226,8 +227,11 @@ def _call(module, entry: str, args, kwargs, narrow: list, dtype):
         return [t.float().cpu() for t in _floating(getattr(module, entry)(*args, **kwargs))]
 
 
-def _gradients(module, entry: str, args, kwargs, narrow: list, dtype) -> dict:
-    """By name, in float32, on the host: gradients of the inputs that ask for one, and of every weight. Arguments are those of `_call`."""
+def _gradients(module, entry: str, args, kwargs, narrow: list, clamped: bool, dtype) -> dict:
+    """By name, in float32, on the host: gradients of the inputs that ask for one, and of every weight. Arguments are those of `_call`.
+
+    Of a clamped element at its limit a rounding decides whether there is a gradient: the nearer one is, the smaller its factor.
+    """
     import torch
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
@@ -235,6 +239,8 @@ def _gradients(module, entry: str, args, kwargs, narrow: list, dtype) -> dict:
     given = _placed((args, kwargs), device, narrow, dtype)
     outputs = _floating(getattr(module, entry)(*given[0], **given[1]))
     factors = [torch.randn(t.shape, generator=draw).to(device) for t in outputs]
+    if clamped:
+        factors = [factor * (1 - t.detach().float() ** 2) for t, factor in zip(outputs, factors)]
     loss = sum((t.float() * factor).sum() / t.numel() ** 0.5 for t, factor in zip(outputs, factors))
     loss.backward()
     inputs = {f"{INPUT}{keystr(path[1:])}": leaf for path, leaf in tree_flatten_with_path(given)[0]}

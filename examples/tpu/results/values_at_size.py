@@ -8,8 +8,8 @@ bfloat16 is of its arithmetic alone. The call is the one that the published pipe
 
     error(x) = |x - o| / |o|, the largest over the output tensors;  o: upstream in float32, products in float32 (no TF32)
 
-Cases of gradients go back from the sum of an output's elements, each by a fixed random factor, over the root of how many there are, in
-evaluation mode, with upstream's gradient checkpointing where the model has it. Compared are the gradients of every weight and of every random
+Cases of gradients go back from the sum of an output's elements, each by a fixed random factor (of clamped elements one that is zero at the
+limits, where a rounding decides whether there is a gradient), over the root of how many there are, in evaluation mode, with upstream's gradient checkpointing where the model has it. Compared are the gradients of every weight and of every random
 input, and the error is the largest of any. A gradient whose root mean square in o is below 1e-3 of the largest one's, among weights or among
 inputs, counts as noise (those of keys' biases are differences of almost equal numbers): its error is |x - o| over the norm of a tensor of
 that root mean square. One that either side does not have counts as zeros.
@@ -79,7 +79,7 @@ CASES = {
         what="SDXL's UNet, 512, both guidance branches",
     ),
     "wan-vae-gradients": Case(
-        WAN, "vae", "decode", {"height": 240, "width": 416, "num_frames": 9}, small={"base_dim": 16}, **BACK,
+        WAN, "vae", "decode", {"height": 240, "width": 416, "num_frames": 9}, small={"base_dim": 16}, **BACK, clamped=True,
         what="Wan 2.1's VAE, decode, 240 x 416 x 9",
     ),
 }  # fmt: skip
