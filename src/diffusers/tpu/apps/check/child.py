@@ -1,6 +1,6 @@
 """A stage's process: runs one stage and writes its rows to the parent as they come. Of the standard library alone, as stage 0 is.
 
-One request in JSON on standard input; a line of JSON on what was standard output for the start, and for each row.
+On standard input one request in JSON, and a line when it is its turn; a line of JSON on what was standard output for the start, and for each row.
 """
 
 import contextlib
@@ -74,15 +74,24 @@ def load(stage: str):
     return module
 
 
+def _watch_parent(turn: threading.Event):
+    """A line of it says that it is our turn; it keeps our standard input open while it lives."""
+    if sys.stdin.readline():
+        turn.set()
+        sys.stdin.read()
+    os._exit(1)
+
+
 def main():
     rows = Rows(os.fdopen(os.dup(1), "w"))
     os.dup2(2, 1)  # whatever prints from here on must not mix with the rows
     request = json.loads(sys.stdin.readline())
-    # The parent keeps our standard input open while it lives.
-    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+    turn = threading.Event()
+    threading.Thread(target=_watch_parent, args=(turn,), daemon=True).start()
     status = 1
     try:
         module = load(request["stage"])
+        turn.wait()
         rows.say("started")
         module.run(rows, request)
         status = 0

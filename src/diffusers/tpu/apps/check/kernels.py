@@ -46,12 +46,12 @@ def check_kernel(rows, request: dict, program, compiled, kernel: str, size: str,
 
 def check_modes(rows, request: dict, program):
     """Which mode the kernel takes, as it says itself."""
-    of = cases.KERNELS["attention"]
+    of, tally = cases.KERNELS["attention"], ModeCounter()
+    counted = jax.jit(functools.partial(program.function.func, program.function.args[0], tally))
     for mode in of.modes:
-        tally = ModeCounter()
-        counted = functools.partial(program.function.func, program.function.args[0], tally)
         arrays = jax.jit(lambda key: of.arguments(request["ragged"]["attention"], key, mode))(jax.random.key(1))
-        jax.block_until_ready(jax.jit(counted)(*arrays))
+        tally.clear()
+        jax.block_until_ready(counted(*arrays))
         jax.effects_barrier()
         shares = next(iter(tally.shares().values()), {})
         rows.equal(

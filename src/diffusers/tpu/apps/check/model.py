@@ -27,7 +27,7 @@ def run(rows, request: dict):
     thread.start()
     with torch.no_grad():
         exact = wan.call(pipe, size)
-        theirs = relative(wan.call(pipe.to(torch.bfloat16), size), exact)
+        theirs = relative(wan.call(wan.make_pipeline(request["heads"], torch.bfloat16), size), exact)
     seconds = {}
     for dtype, limit in (
         (torch.float32, request["float32"]),
@@ -38,9 +38,8 @@ def run(rows, request: dict):
             note = "against upstream in float32 on the host" + (
                 f", whose own error is {theirs:.3g}" if "b" in name else ""
             )
-            seconds[name] = check_model(
-                rows, request, wan.make_pipeline(request["heads"]).to(dtype), size, exact, limit, note
-            )
+            pipe = wan.make_pipeline(request["heads"], dtype)
+            seconds[name] = check_model(rows, request, pipe, size, exact, limit, note)
     thread.join(request["plan_seconds"])
     if (step := seconds.get("bfloat16")) is not None:
         how = {"why": plans.get("error", "in time"), "unit": "s"}

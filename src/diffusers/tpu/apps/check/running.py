@@ -49,67 +49,81 @@ def request_of(stage: str, target: Target, cache: str) -> dict:
 def run_stages(report: Report, target: Target, stages: list[str], ended: Callable[[str, float], None]):
     """Runs stages in order, rows into the report; `ended(stage, seconds)` after each."""
     with tempfile.TemporaryDirectory(prefix="diffusers-tpu-check-", ignore_cleanup_errors=True) as cache:
-        for stage in stages:
-            start, number, request = time.perf_counter(), NAMES.index(stage), request_of(stage, target, cache)
-            for row in rows_of(request, cache):
-                report.add(number, row)
-            seconds = time.perf_counter() - start
-            report.stages.append({"stage": number, "name": stage, "seconds": seconds, "limit": request["seconds"]})
-            ended(stage, seconds)
+        following = None
+        try:
+            for stage, later in zip(stages, [*stages[1:], None]):
+                start, child = time.perf_counter(), following or Child(request_of(stage, target, cache), cache)
+                # It imports its modules meanwhile, which takes half of a short stage.
+                following = later and Child(request_of(later, target, cache), cache)
+                number, limit = NAMES.index(stage), child.request["seconds"]
+                for row in child.rows():
+                    report.add(number, row)
+                seconds = time.perf_counter() - start
+                report.stages.append({"stage": number, "name": stage, "seconds": seconds, "limit": limit})
+                ended(stage, seconds)
+        finally:
+            if following:
+                following.end()
 
 
-def rows_of(request: dict, folder: str) -> Iterator[dict]:
-    """The rows of one stage's process as they come, and one of the stage itself where it did not end well."""
-    with open(Path(folder, f"{request['stage']}.log"), "w+", errors="replace") as log:
-        child = _start(request, folder, log)
-        said: queue.Queue = queue.Queue()
-        threading.Thread(target=_listen, args=(child.stdout, said), daemon=True).start()
+class Child:
+    """The process of one stage, which imports its modules and waits for its turn: until then it starts nothing on the chips."""
+
+    def __init__(self, request: dict, folder: str):
+        self.request, self.said = request, queue.Queue()
+        self.log = open(Path(folder, f"{request['stage']}.log"), "w+", errors="replace")
+        variables = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what this process can import, the child can
+            "DIFFUSERS_TPU_CACHE": str(Path(folder, "cache")),
+        }
+        command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("child.py"))], subprocess.PIPE
+        self.process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=self.log, env=variables, start_new_session=True, text=True
+        )
+        self._tell(json.dumps(request))
+        threading.Thread(target=_listen, args=(self.process.stdout, self.said), daemon=True).start()
+
+    def end(self):
+        kill(self.process)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.log.close()
+
+    def rows(self) -> Iterator[dict]:
+        """It is its turn: its rows as they come, and one of the stage itself where it did not end well."""
+        self._tell("")
         started, late, ends = False, False, time.monotonic() + START_SECONDS
         try:
             while True:
                 try:
-                    kind, value = said.get(timeout=max(0.0, ends - time.monotonic()))
+                    kind, value = self.said.get(timeout=max(0.0, ends - time.monotonic()))
                 except queue.Empty:
                     late = True
                     break
                 if kind == "row":
                     yield value
                 elif kind == "started":
-                    started, ends = True, time.monotonic() + request["seconds"]
+                    started, ends = True, time.monotonic() + self.request["seconds"]
                 else:
                     break
-            if not late:
-                late = _ends_late(child, ends)
+            late = late or _ends_late(self.process, ends)
+            self.log.seek(0)
+            lines = [line.strip() for line in self.log if line.strip()][-LAST_LINES:]
         finally:
-            kill(child)
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.close()
-        log.seek(0)
-        lines = [line.strip() for line in log if line.strip()][-LAST_LINES:]
-    limit, note = request["seconds"] if started else START_SECONDS, " | ".join(lines)
-    row = {"name": "stage", "limit": limit, "unit": "s", "note": note}
-    if late:
-        yield {**row, "status": "timed out", "note": f"{'' if started else 'while it was imported: '}{note}"}
-    elif child.returncode:
-        code = child.returncode
-        died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-        yield {**row, "status": "failed", "measured": died, "limit": None, "unit": ""}
+            self.end()
+        limit, note = self.request["seconds"] if started else START_SECONDS, " | ".join(lines)
+        row = {"name": "stage", "limit": limit, "unit": "s", "note": note}
+        if late:
+            yield {**row, "status": "timed out", "note": f"{'' if started else 'while it was imported: '}{note}"}
+        elif code := self.process.returncode:
+            died = f"killed by {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+            yield {**row, "status": "failed", "measured": died, "limit": None, "unit": ""}
 
-
-def _start(request: dict, folder: str, log) -> subprocess.Popen:
-    variables = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # what this process can import, the child can
-        "DIFFUSERS_TPU_CACHE": str(Path(folder, "cache")),
-    }
-    command, pipe = [sys.executable, "-P", str(Path(__file__).with_name("child.py"))], subprocess.PIPE
-    child = subprocess.Popen(
-        command, stdin=pipe, stdout=pipe, stderr=log, env=variables, start_new_session=True, text=True
-    )
-    with contextlib.suppress(BrokenPipeError):
-        child.stdin.write(json.dumps(request) + "\n")
-        child.stdin.flush()  # and stays open: its end tells the child that we are gone
-    return child
+    def _tell(self, line: str):
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(line + "\n")
+            self.process.stdin.flush()  # and stays open: its end tells the child that we are gone
 
 
 def _listen(stream, said: queue.Queue):

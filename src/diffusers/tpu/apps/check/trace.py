@@ -20,7 +20,7 @@ MOST_NAMES = 40
 def run(rows, request: dict):
     of_model, folder = wan.model_request(request), Path(request["cache"], "trace")
     kept = wan.kept_in(Path(request["cache"], "cache"))
-    pipe, size = wan.make_pipeline(of_model["heads"]).to(torch.bfloat16), wan.size_of(of_model, len(devices_here()))
+    pipe, size = wan.make_pipeline(of_model["heads"], torch.bfloat16), wan.size_of(of_model, len(devices_here()))
     install(pipe, TPUConfig(**of_model["config"]))
     with traced(pipe, str(folder), STEPS):
         wan.call(pipe, size)

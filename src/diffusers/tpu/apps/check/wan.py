@@ -19,8 +19,8 @@ SPATIAL, PATCH, TEMPORAL = 8, 2, 4  # pixels of a latent, latents of a token, fr
 PROMPT, SEED = "a red circle moving right", 1
 
 
-def make_pipeline(heads: int) -> WanPipeline:
-    """In float32, as upstream has it. `heads`: of 128 channels."""
+def make_pipeline(heads: int, dtype: torch.dtype = torch.float32) -> WanPipeline:
+    """As upstream has it, the VAE in float32 as model cards load it. `heads`: of 128 channels."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         text = UMT5Config(vocab_size=64, d_model=WIDTH, d_kv=16, d_ff=128, num_layers=1, num_heads=4)
@@ -44,7 +44,7 @@ def make_pipeline(heads: int) -> WanPipeline:
         tokenizer_object=words, unk_token="<unk>", pad_token="<pad>", model_max_length=64
     )
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
-    pipe = WanPipeline(tokenizer, encoder.eval(), vae.eval(), scheduler, transformer.eval())
+    pipe = WanPipeline(tokenizer, encoder.eval().to(dtype), vae.eval(), scheduler, transformer.eval().to(dtype))
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

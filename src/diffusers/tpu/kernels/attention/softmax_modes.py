@@ -45,6 +45,11 @@ class ModeCounter:
 
         return add
 
+    def clear(self):
+        """Counts from here on."""
+        with self._lock:
+            self._blocks.clear()
+
     def shares(self) -> dict[str, dict[str, float]]:
         """Call -> mode -> the share of blocks so far."""
         with self._lock:
