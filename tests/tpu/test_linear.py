@@ -2,6 +2,7 @@
 
 import copy
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.mesh import make_mesh
-from diffusers.tpu.kernels import linear, rotary
+from diffusers.tpu.kernels import linear, narrow, rotary
 from diffusers.tpu.kernels.rotary import Norm, normed_and_rotated
 from diffusers.tpu.kernels.settings import Settings, using
 
@@ -115,6 +116,69 @@ def test_of_a_weight_over_tp(chips, split, activation):
     ours, one = run(x, w, b), linear.linear(x, w, b, activation, KERNEL)
     assert relative(ours, exact) <= (1 + split) * relative(one, exact)  # of two sums each is rounded
     assert linear.linear(x, w, b, "silu", settings, residual=x, split=split) is None
+
+
+def in_8_bits(x: np.ndarray, kind: str) -> np.ndarray:
+    """Rows of x [..., K] rounded to numbers of 8 bits times their scale. Numbers halfway between two go either way in other than float32."""
+    dtype, most = narrow.TYPES[kind]
+    largest = np.abs(x).max(-1, keepdims=True)
+    scaled = x.astype(np.float32) * (np.float32(most) / largest.astype(np.float32))
+    rounded = np.round(scaled) if kind == "int8" else scaled.astype(dtype)
+    return rounded.astype(np.float64) * (largest / most)
+
+
+@pytest.mark.parametrize("degrees, split", [(None, None), ((2, 4, 1), None), ((2, 2, 2), 0), ((2, 2, 2), 1)])
+@pytest.mark.parametrize("kind", narrow.TYPES)
+def test_products_of_8_bits(chips, kind, degrees, split):
+    """By the kernels and by plain operations; of inputs over `tp` each chip has scales of its own, which are no worse."""
+    rng, mesh = np.random.default_rng(), degrees and make_mesh(chips, degrees)
+    tokens, columns, depth = int(rng.integers(40, 400)), 128 * int(rng.integers(2, 6)), 256 * int(rng.integers(1, 4))
+    x, w, b, residual = draw(2, tokens, depth), draw(columns, depth), draw(columns), draw(2, tokens, columns)
+    exact, sums = wide(x) @ wide(w).T + wide(b), in_8_bits(wide(x), kind) @ in_8_bits(wide(w), kind).T + wide(b)
+    for layers in ("kernel", "xla"):
+        settings = Settings(layers=layers, linear=kind, mesh=mesh)
+        run = jax.jit(lambda x, w, b, *more: linear.linear(x, w, b, "", settings, *more, split=split))
+        ours, loss = run(x, w, b), relative(sums, exact)
+        assert relative(ours, exact) < 1.01 * np.hypot(loss, 2**-8), (layers, tokens, columns, depth)
+        if split != 1:
+            assert relative(ours, sums) < 1.1 * relative(jnp.asarray(sums, jnp.bfloat16), sums) + loss / 100
+        added = run(x, w, b, jnp.ones((1, 1, columns), jnp.float32), residual)
+        assert relative(added, sums + wide(residual)) < 2**-7 + loss * (split == 1)
+    alone = x[:, :1], w, b, "", replace(settings, layers="auto")
+    assert linear.linear(*alone) is None  # what conditions all tokens stays in bfloat16
+
+
+@pytest.mark.parametrize("kernel", [False, True])
+def test_products_of_8_bits_of_a_denoiser(attach, own_store, kernel):
+    """Against upstream with the same rounding, computed in float64; asked for no more, values are those of before to the last bit."""
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 64, "ffn_dim": 384, "num_layers": 2, "text_dim": 128}
+    model = WanTransformer3DModel(patch_size=(1, 2, 2), rope_max_seq_len=32, **sizes).eval().bfloat16()
+    arguments = torch.randn(2, 16, 3, 8, 16).bfloat16(), torch.tensor([900, 20]), torch.randn(2, 24, 128).bfloat16()
+    how = {"plan": PLAN, "layers": "kernel" if kernel else "auto"}
+    plain, rounded = F.linear, []
+
+    def of_8_bits(x, w, b=None):
+        if x.ndim < 3 or min(w.shape) < 128:
+            return plain(x, w, b)
+        rounded.append(w.shape)
+        x_, w_ = (torch.tensor(in_8_bits(wide(t.bfloat16()), "int8")) for t in (x, w))
+        return (x_ @ w_.T + b.double()).to(x.dtype)
+
+    def found(**more) -> torch.Tensor:
+        runner = attach(model, 2, 4, 1, **how, **more)
+        ours = model(*arguments, return_dict=False)[0]
+        runner.detach()
+        return ours
+
+    with torch.no_grad():
+        before, ours, after = found(), found(linear="int8"), found()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(F, "linear", of_8_bits)
+            exact = copy.deepcopy(model).float()(*(a.float() for a in arguments), return_dict=False)[0]
+            theirs = model(*arguments, return_dict=False)[0]
+    assert len(rounded) == 2 * (2 * 10 + 2)  # blocks of ten, and the text's two
+    assert torch.equal(before, after) and not torch.equal(before, ours)
+    assert relative(ours, exact) < 1.25 * relative(theirs, exact)
 
 
 @pytest.mark.parametrize("kernel, degrees", [(True, None), (True, (2, 4, 1)), (False, (2, 4, 1))])

@@ -24,6 +24,7 @@ from ..chips.sharding import Packed
 from ..kernels import rotary
 from ..kernels.linear import ACTIVATIONS as COMPUTED
 from ..kernels.linear import linear as fast_linear
+from ..kernels.narrow import Narrow
 from ..kernels.settings import current
 from .on_host import NotTaken
 
@@ -62,10 +63,10 @@ def unpacked(stored: Tensor, packed: Packed) -> Tensor:
     return made_of(Tensor(packed.apart(stored.jax(), packed.axis), stored._env), unpacked, stored, packed)
 
 
-def lying(weight: Tensor, split: int | None, layers: tuple | None) -> Tensor:
-    """The weight, of which it is known that chips of `tp` have parts of its outputs (`split` 0) or inputs (1), and of which stack it is
-    which layer, as it lies on the chips."""
-    return made_of(weight, lying, split, layers)
+def lying(weight: Tensor, split: int | None, layers: tuple | None, narrow: Narrow | None = None) -> Tensor:
+    """The weight, of which it is known that chips of `tp` have parts of its outputs (`split` 0) or inputs (1), of which stack it is
+    which layer, as it lies on the chips, and what it is in 8 bits."""
+    return made_of(weight, lying, split, layers, narrow)
 
 
 def linear(input, weight, bias=None):
@@ -76,9 +77,9 @@ def linear(input, weight, bias=None):
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
-    split, layers = operands(weight, lying) or (None, None)
-    if (result := fast_linear(x, w, b, "", current(), split=split, layers=layers)) is not None:
-        return made_of(Tensor(result, input._env), linear, x, w, b, current(), split, layers)
+    lies = dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))
+    if (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
+        return made_of(Tensor(result, input._env), linear, x, w, b, current(), lies)
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = result if b is None else result + b
@@ -265,7 +266,7 @@ def _added(result, x, residual):
 
 def _again(layer: tuple, gate=None, residual=None, activation: str = "") -> jax.Array | None:
     """A layer with what follows it, on the chips where it was; None where the kernel does not take it."""
-    x, w, b, settings, split, layers = layer
+    x, w, b, settings, lies = layer
     if residual is not None and residual.dtype != x.dtype:
         return None
-    return fast_linear(x, w, b, activation, settings, gate, residual, split=split, layers=layers)
+    return fast_linear(x, w, b, activation, settings, gate, residual, **lies)

@@ -21,11 +21,13 @@ class Chip:
     the largest usual ones that compile, for benchmarks; none: not compared there.
     `most_scores` of one piece of its code: as many as compile in some 10 s on two cores.
     `stalls`: what kernels took on hardware over our sum of them, of the upper end of a range.
+    `narrow`: of which numbers of 8 bits it multiplies twice as many as of bfloat16, "int8" or "fp8".
     `sparse_core_options`: exchanges between chips by the SparseCores, while the core computes; without, the core waits for each.
     """
 
     generation: str
     flops: float
+    narrow: str
     clock: float
     hbm_bytes: int
     hbm_bandwidth: float

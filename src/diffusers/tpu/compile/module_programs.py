@@ -299,6 +299,7 @@ class ModulePrograms(EntryMethods):
             ring=self.config.attention_ring,
             tally=self.tally,
             layers=self.config.layers,
+            linear=self.config.linear if self.denoises else "bfloat16",
             convolutions=self.config.convolution_precision,
             platform=self.mesh.devices.flat[0].platform,
             generation=generation_of(self.mesh.devices.flat[0]),

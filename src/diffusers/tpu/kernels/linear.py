@@ -2,7 +2,8 @@
 
 On v6e at Wan 14B's sizes XLA's reaches 61 % of the matrix units' peak in the feed-forward and 85 % elsewhere, this kernel 89 to
 98 %: a block of w with all of its depth stays in VMEM while rows of x pass, so that the matrix units' own accumulators sum.
-The result is rounded once; what follows is computed in float32 and rounded where torch rounds.
+The result is rounded once; what follows is computed in float32 and rounded where torch rounds. Of numbers of 8 bits (`narrow`), where
+they were asked for, it takes half the time.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ..chips.figures import chip_of
+from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
 from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
 from .settings import Settings
 
@@ -67,30 +69,32 @@ class Blocks(NamedTuple):
 
 
 def choose(
-    rows: int, columns: int, depth: int, generation: str | None = None, residual=False, patient=False
+    rows: int, columns: int, depth: int, generation: str | None = None, residual=False, patient=False, narrow=False
 ) -> Blocks | None:
-    """The blocks of bfloat16 operands that read HBM least, or None where many rows would leave the units waiting for it, in a layer
-    that is not `SHORT` and nothing makes `patient`.
+    """The blocks of bfloat16 operands, or `narrow` ones of 8 bits, that read HBM least, or None where many rows would leave the units
+    waiting for it, in a layer that is not `SHORT` and nothing makes `patient`.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
     """
     chip, found, results = chip_of(generation), [], 2 if residual else 1
-    depth = round_up(depth, LANES)
-    patient = patient or rows < LEAST_ROWS or 2 * rows * columns * depth < SHORT * chip.flops
+    depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1)
+    patient = patient or narrow or rows < LEAST_ROWS or 2 * rows * columns * depth < SHORT * flops
     for count in range(1, columns // LANES + 1):
         width = round_up(-(-columns // count), LANES)
         for height in (1024, 768, 512, 256):
-            vmem = 4 * (height * depth + width * depth + results * height * width) + 8 * TILE_ROWS * width
-            vmem += 2 * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
-            if width * depth > MOST_WORK or vmem > vmem_room(generation):
+            vmem = 2 * size * (height + width) * depth + 4 * results * height * width + 8 * TILE_ROWS * width
+            vmem += size * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
+            vmem += 8 * LANES * height if narrow else 0  # scales of rows, in whole lanes
+            work = width * depth * size // 2
+            if work > MOST_WORK or vmem > vmem_room(generation):
                 continue
             done = -(-rows // height) * height * -(-columns // width) * width
-            moved = 2 * (-(-columns // width) * rows * depth + columns * depth + results * rows * columns)
+            moved = size * (-(-columns // width) * rows * depth + columns * depth) + 2 * results * rows * columns
             steps = -(-rows // height) * -(-columns // width)
-            compute = 2 * done * depth / chip.flops + steps * 200 / chip.clock
+            compute = 2 * done * depth / flops + steps * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
-            found.append((max(compute, wait), moved, width * depth, wait / compute, Blocks(height, width)))
+            found.append((max(compute, wait), moved, work, wait / compute, Blocks(height, width)))
     # At most so much work a tile, where HBM takes less than a share of the units' time.
     for most, share in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
         if fitting := [one for one in found if one[2] <= most and one[3] < share]:
@@ -105,6 +109,7 @@ def tpu_linear(
     b: Float[Array, " N"] | None,
     *,
     layer: Int[Array, ""] | None = None,
+    scales: tuple[Float[Array, "B M 1"], Float[Array, "N 1"]] | None = None,
     activation: str = "",
     gate: Float[Array, "B 1 N"] | None = None,
     residual: Float[Array, "B M N"] | None = None,
@@ -114,10 +119,11 @@ def tpu_linear(
 ) -> Float[Array, "B M N"]:
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
-    `layer`: which one of a stack w is; a slice of it would be a copy. `gate`: in the dtype to which the gated result is rounded; only with a residual, which has x's dtype.
+    `layer`: which one of a stack w is; a slice of it would be a copy. `scales`: of the rows of x and w in 8 bits, for a result in bfloat16.
+    `gate`: in the dtype to which the gated result is rounded; only with a residual, which has the result's dtype.
     """
     batch, rows, depth = x.shape
-    columns = w.shape[-2]
+    columns, dtype = w.shape[-2], x.dtype if scales is None else jnp.bfloat16
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
     scalars, of_weight = layer_of_stack(layer, (blocks.columns, depth), lambda n: (n, 0))
@@ -127,6 +133,9 @@ def tpu_linear(
         "w": (w, of_weight),
         "b": (b, pl.BlockSpec((1, blocks.columns), lambda n, i, m, *_: (0, n))),
     }
+    if scales is not None:
+        place = pl.BlockSpec((None, blocks.rows, 1), lambda n, i, m, *_: (i, m, 0))
+        operands |= {"row_scales": (scales[0], place), "scales": (scales[1].T, operands["b"][1])}
     if gate is not None:
         place = pl.BlockSpec((None, 1, blocks.columns), lambda n, i, m, *_: (i, 0, n))
         operands["gate"] = gate.astype(jnp.float32), place
@@ -138,13 +147,17 @@ def tpu_linear(
 
     def tile(r, n):
         at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
-        result = (product(r.x[at, :], r.w[...], 1) + r.b[...]).astype(x.dtype)
+        if scales is None:
+            result = product(r.x[at, :], r.w[...], 1)
+        else:
+            result = narrow_product(r.x[at, :], r.w[...]) * r.row_scales[at, :] * r.scales[...]
+        result = (result + r.b[...]).astype(dtype)
         if activation:
-            result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(x.dtype)
+            result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(dtype)
         if gate is not None:
             result = (result.astype(jnp.float32) * r.gate[...]).astype(gate.dtype)
         if residual is not None:
-            result = (r.residual[at, :].astype(jnp.float32) + result.astype(jnp.float32)).astype(x.dtype)
+            result = (r.residual[at, :].astype(jnp.float32) + result.astype(jnp.float32)).astype(dtype)
         r.o[at, :] = result
 
     return call_kernel(
@@ -152,7 +165,7 @@ def tpu_linear(
         "linear_kernel",
         (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
         operands,
-        {"o": (jax.ShapeDtypeStruct((batch, rows, columns), x.dtype), of_rows)},
+        {"o": (jax.ShapeDtypeStruct((batch, rows, columns), dtype), of_rows)},
         parallel=1,
         scalars=scalars,
         work=cost(*read, flops=2 * x.size * columns),
@@ -171,14 +184,26 @@ def linear(
     residual: Float[Array, "... N"] | None = None,
     split: int | None = None,
     layers: tuple[Float[Array, "L N K"], Int[Array, ""]] | None = None,
+    narrow: Narrow | None = None,
 ) -> Float[Array, "... N"] | None:
     """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K].
 
     `split`: the axis of w that lies over `tp`. Of inputs the chips' sums are added, rounded, as the compiler does. `layers`: the stack that
-    w is a layer of, and which.
+    w is a layer of, and which. `narrow`: w in 8 bits, where that is known.
     """
-    in_bfloat16 = x.dtype == w.dtype == jnp.bfloat16
-    if not settings.own_layers or x.ndim < 2 or not in_bfloat16 or not all(map(_is_wide, w.shape)):
+    if settings.linear != "bfloat16" and not settings.differentiable and takes(x, w):
+        w = narrowed(w, settings.linear) if narrow is None else narrow
+        found = _by_kernel(x, w, b, activation, settings, gate, residual, split)
+        return _plain(activation, narrowed(x, settings.linear), w, b, gate, residual) if found is None else found
+    if x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
+        return None
+    return _by_kernel(x, w, b, activation, settings, gate, residual, split, layers)
+
+
+def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None) -> Array | None:
+    """`linear` of arrays, or of a `Narrow` w."""
+    narrow = isinstance(w, Narrow)
+    if not settings.own_layers or len(x.shape) < 2 or not all(map(_is_wide, w.shape)):
         return None
     if (found := rows_over_mesh(x.shape, settings, split is not None)) is None:
         return None
@@ -190,7 +215,8 @@ def linear(
     if (max(parts) > 1 and (gate is not None or residual is not None)) or (parts[1] > 1 and followed):
         return None
     # The compiler's sums of several chips are exchanged in float32.
-    blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, patient=parts[1] > 1)
+    how = {"patient": parts[1] > 1, "narrow": narrow}
+    blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, **how)
     if blocks is None or found.rows < found.least or not (_is_wide(columns) and _is_wide(depth)):
         return None
 
@@ -199,12 +225,16 @@ def linear(
 
     def local(x, w, b, gate, residual, layer):
         batch = 1 if gate is None else x.shape[0]  # rows of several samples are one's, unless gates tell them apart
-        flat = x.reshape(batch, -1, x.shape[-1])
+        flat, scales = x.reshape(batch, -1, x.shape[-1]), None
+        if narrow:
+            flat, *scales = tpu_narrowed(flat, settings.linear, interpret=settings.interpreted)
+            w, scales = w.values, (*scales, w.scale)
         out = tpu_linear(
             flat,
             w,
             b,
             layer=layer,
+            scales=scales,
             activation=activation,
             gate=None if gate is None else jnp.broadcast_to(gate, (batch, *gate.shape[1:])),
             residual=None if residual is None else residual.reshape(*flat.shape[:-1], -1),
@@ -216,7 +246,9 @@ def linear(
 
     rows, gate_spec = tuple(found.spec)[:2], P("dp" if gate is not None and gate.shape[0] > 1 else None)
     inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
-    specs = inputs, P(*over) if layer is None else P(None, *over), P(over[0]), gate_spec, outputs, P()
+    of_weights = P(*over) if layer is None else P(None, *over)
+    of_weights = Narrow(of_weights, P(over[0], None)) if narrow else of_weights
+    specs = inputs, of_weights, P(over[0]), gate_spec, outputs, P()
     b, after = (None, b) if summed else (b, None)
 
     def by_kernel(*operands):
@@ -228,13 +260,16 @@ def linear(
 
 
 def _plain(activation: str, x, w, b, gate, residual):
-    """As `tpu_linear`, of plain operations."""
-    result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.float32)
-    result = (result if b is None else result + b).astype(x.dtype)
+    """As `tpu_linear`, of plain operations; of `Narrow` x and w too."""
+    if isinstance(x, Narrow):
+        result, dtype = narrow_product(x.values, w.values) * x.scale * w.scale[:, 0], jnp.bfloat16
+    else:
+        result, dtype = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.float32), x.dtype
+    result = (result if b is None else result + b).astype(dtype)
     if activation:
-        result = EXACT_ACTIVATIONS[activation](_apart(result).astype(jnp.float32)).astype(x.dtype)
+        result = EXACT_ACTIVATIONS[activation](_apart(result).astype(jnp.float32)).astype(dtype)
     result = result if gate is None else (result.astype(jnp.float32) * gate).astype(gate.dtype)
-    return result if residual is None else (residual.astype(jnp.float32) + result).astype(x.dtype)
+    return result if residual is None else (residual.astype(jnp.float32) + result).astype(dtype)
 
 
 @jax.custom_vjp
@@ -274,7 +309,7 @@ class Rows:
             return local(*operands)
 
         def filled(x, spec):
-            if x is None or not self.pad_tokens or "sp" not in spec:
+            if x is None or isinstance(x, tuple) or not self.pad_tokens or "sp" not in spec:
                 return x
             return jnp.pad(x, [(0, self.pad_tokens if n == tuple(spec).index("sp") else 0) for n in range(x.ndim)])
 

@@ -24,10 +24,11 @@ class Settings:
         platform: "tpu" or "cpu"; `generation` of a TPU, None elsewhere.
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
         layers, convolutions: as `TPUConfig.layers` and `TPUConfig.convolution_precision`.
+        linear: as `TPUConfig.linear`, of denoisers only.
         differentiable: the trace will be differentiated: kernels are used by functions that have gradients.
         tally: a `ModeCounter` of the attention kernel; None: nothing is counted.
 
-    Raises NotImplementedError for a TPU of a generation that nothing is known of.
+    Raises NotImplementedError for a TPU of a generation that nothing is known of, ValueError for numbers of 8 bits that it does not multiply.
     """
 
     mesh: Mesh | None = None
@@ -44,12 +45,18 @@ class Settings:
     interpret: bool = False
     layers: str = "auto"
     convolutions: str = "high"
+    linear: str = "bfloat16"
     differentiable: bool = False
     tally: object = None
 
     def __post_init__(self):
         if self.platform == "tpu" or self.generation is not None:
-            chip_of(self.generation or "unknown")
+            narrow = chip_of(self.generation or "unknown").narrow
+            if self.linear not in ("bfloat16", narrow):
+                raise ValueError(
+                    f"expected TPUConfig.linear to be 'bfloat16' or '{narrow}' on {self.generation}, got '{self.linear}',"
+                    " whose products it makes of bfloat16 ones"
+                )
 
     @property
     def chips(self) -> int:

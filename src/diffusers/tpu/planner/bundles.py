@@ -19,8 +19,10 @@ ONLY_IF = r"(?:\(!?%p\w+\), )?"  # an instruction that a predicate turns off; wh
 COMPARE = re.compile(rf"%(p\d+(?:_p\d+)?) = scmp\.(\w+)\.s32\.totalorder {ONLY_IF}(%?[\w.]+), (%?[\w.]+)")
 ADD = re.compile(rf"%(s\d+(?:_s\d+)?) = sadd\.s32 {ONLY_IF}(\d+), ")
 REGION = re.compile(r"Start region (\d+)|Start/End empty region (\d+)")
-PRODUCT = re.compile(r"\bvmatmul[\w.]*\.bf16[\w.\[\]]*\.mxu(\d)")
-PRODUCT_ROWS = 16  # of bfloat16 that one such instruction sends through a matrix unit
+PRODUCT = re.compile(r"\bvmatmul[\w.]*\.(?:bf16|s8|f8e4m3fn)[\w.\[\]]*\.mxu(\d)")
+PRODUCT_ROWS = (
+    16  # of bfloat16 that one such instruction sends through a matrix unit; of 8 bits twice as many, at twice the rate
+)
 PIPELINE = "iteration index, stage = 1"
 
 

@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 from ...chips import hosts
-from ...common.config import ATTENTIONS
+from ...common.config import ATTENTIONS, LINEAR
 from ...common.errors import Failure
 from .errors import one_line, raised_here
 
@@ -19,7 +19,7 @@ from .errors import one_line, raised_here
 TABLE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
 DEFAULTS = {name[2:]: option["default"] for name, option in TABLE["options"].items() if "default" in option}
 ACTIONS = {"yes or no": argparse.BooleanOptionalAction}
-CHOICES = {"attentions": ATTENTIONS, "any": None}
+CHOICES = {"attentions": ATTENTIONS, "linear": LINEAR, "any": None}
 TYPES = {"int": int, "float": float}
 
 

@@ -28,6 +28,12 @@ def given_arguments(options, rest: list[str]) -> dict[str, list[str]]:
     return given
 
 
+def config_of(options) -> dict:
+    """What the options say of `TPUConfig`, beside the mesh: what is not as it is without them."""
+    plain = {"attention": "auto", "linear": "bfloat16"}
+    return {name: value for name, default in plain.items() if (value := getattr(options, name)) != default}
+
+
 def numbers(options, rest: list[str]) -> dict:
     """Arguments where no pipeline is at hand: a number where the word reads as one, else the word itself."""
     found = {}

@@ -14,7 +14,7 @@ from ...common.files import write_whole
 from ...planner import ahead
 from ...planner.measured import read_rates
 from ...planner.report import page, step_ranges, summed
-from .arguments import numbers
+from .arguments import config_of, numbers
 from .output import check_writable, say, table, write_json
 
 
@@ -27,7 +27,7 @@ def _asked(options, rest: list[str]) -> dict:
         "batch": options.batch,
         "arguments": numbers(options, rest),
         "tiling": options.tiling,
-        "config": {} if options.attention == "auto" else {"attention": options.attention},
+        "config": config_of(options),
     }
 
 

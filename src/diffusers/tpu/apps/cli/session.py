@@ -109,8 +109,9 @@ def placed(pipe, options, target: Target | None, mesh):
         pipe.set_progress_bar_config(disable=True)
     from ...pipelines.pipeline import installation
 
-    if mesh is not None or options.attention != "auto":
-        tpu.install(pipe, TPUConfig(mesh=mesh, attention=options.attention))
+    config = arguments.config_of(options)
+    if mesh is not None or config:
+        tpu.install(pipe, TPUConfig(mesh=mesh, **config))
     pipe.to("tpu")
     installation(pipe).hbm_manager.ready()
     return pipe

@@ -15,6 +15,7 @@ from ...bridge import Decisions, Tensor, deciding, decomposing, environment, lyi
 from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, axes_of
 from ...common import notices
 from ...kernels.linear import LANES
+from ...kernels.narrow import Narrow, is_wide, narrowed
 from ...kernels.settings import Settings, bound, current, using
 from ...kernels.video.halo import NotByShards, halo_shards
 from ..state import Arguments, opened, read, without_caches
@@ -209,8 +210,19 @@ class PureFunction:
         whole = jax.block_until_ready(whole) if environment().waits else whole
         weight, spec = Tensor(whole, environment()), self.specs[key]
         axis = next((n for n, entry in enumerate(spec) if "tp" in axes_of(entry)), None)
-        weight = weight if axis is layers is None else lying(weight, axis, layers)
+        narrow = self._narrow(array, spec) if layers is None else None
+        weight = weight if axis is layers is narrow is None else lying(weight, axis, layers, narrow)
         return unpacked(weight, self.packed[key]) if key in self.packed else weight
+
+    def _narrow(self, array, spec: PartitionSpec) -> Narrow | None:
+        """A weight in 8 bits, made so by the chips that store its parts, and gathered then: half the exchange; None: it stays as it is."""
+        settings = self.attention
+        if settings.linear == "bfloat16" or settings.differentiable or not is_wide(array):
+            return None
+        narrow, rows = narrowed(array, settings.linear), PartitionSpec(*spec[:1])
+        there = Narrow(*(NamedSharding(settings.mesh, one) for one in (spec, rows)))
+        # Without the barrier the compiler gathers numbers of 32 bits, and rounds them then.
+        return jax.lax.with_sharding_constraint(jax.lax.optimization_barrier(narrow), there)
 
     def layout(self, shapes: list[tuple[int, ...]], names: dict[int, str]) -> list[PartitionSpec | None]:
         """Where each output of a block lies between blocks, None: anywhere. `names`: of the arguments of the next block that they are."""

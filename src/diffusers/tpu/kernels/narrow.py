@@ -1,0 +1,86 @@
+"""Numbers of 8 bits with a scale for each row: a chip multiplies twice as many of them a second as of bfloat16.
+
+    x ~ values * scale,  scale = max |x| of the row / the largest number of the type
+
+so that (x w^T)[m, n] ~ (values w_values^T)[m, n] * scale[m] * w_scale[n], summed in int32 or float32.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from .pallas import LANES, call_kernel, cost
+
+
+ROWS, TILE_ROWS = 256, 32  # of a block, and of straight code: whole registers of 8 bits
+TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}  # and the largest number
+
+
+class Narrow(NamedTuple):
+    """Rows of numbers of 8 bits [..., K], and their scales [..., 1] in float32."""
+
+    values: Array
+    scale: Float[Array, "... 1"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+
+def narrowed(x: Float[Array, "... K"], kind: str) -> Narrow:
+    """x in the numbers of `TYPES`; a row that has one that is not finite has none but NaN in its product."""
+    dtype, most = TYPES[kind]
+    largest = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32)  # not of x in float32, which XLA would keep
+    largest = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny * most)
+    values = x.astype(jnp.float32) * (most / largest)
+    return Narrow((jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), largest / most)
+
+
+def tpu_narrowed(x: Float[Array, "B M K"], kind: str, *, interpret: bool = False) -> Narrow:
+    """`narrowed`, with one pass over x."""
+    batch, rows, depth = x.shape
+    dtype, _ = TYPES[kind]
+
+    def tile(r, n):
+        at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
+        r.values[at, :], r.scale[at, :] = narrowed(r.x[at, :].astype(jnp.float32), kind)
+
+    def block(columns: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, ROWS, columns), lambda i, m: (i, m, 0))
+
+    outputs = {
+        "values": (jax.ShapeDtypeStruct(x.shape, dtype), block(depth)),
+        "scale": (jax.ShapeDtypeStruct((batch, rows, 1), jnp.float32), block(1)),
+    }
+    found = call_kernel(
+        lambda r: pl.loop(0, ROWS // TILE_ROWS)(lambda n: tile(r, n)),
+        "narrow_kernel",
+        (batch, pl.cdiv(rows, ROWS)),
+        {"x": (x, block(depth))},
+        outputs,
+        parallel=2,
+        work=cost(x, *(shape for shape, _ in outputs.values()), flops=4 * x.size),
+        interpret=interpret,
+    )
+    return Narrow(**found)
+
+
+def takes(x: Array, w: Array) -> bool:
+    """Whether a layer of inputs x [..., T, K] and weights w [N, K] has them: one of several tokens, and of some width."""
+    return x.dtype == jnp.bfloat16 and x.ndim > 2 and x.shape[-2] > 1 and is_wide(w)
+
+
+def is_wide(w: Array) -> bool:
+    """Whether weights [N, K] of a layer may be narrow."""
+    return w.dtype == jnp.bfloat16 and w.ndim == 2 and min(w.shape) >= LANES
+
+
+def narrow_product(x: Array, w: Array) -> Float[Array, "... N"]:
+    """The values x [..., K] times w [N, K], without their scales, in float32."""
+    wide = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+    dimensions = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+    how = {"precision": jax.lax.Precision.DEFAULT, "preferred_element_type": wide}
+    return jax.lax.dot_general(x, w, dimensions, **how).astype(jnp.float32)
