@@ -17,7 +17,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
-from diffusers.tpu import bridge
+from diffusers.tpu import TPUConfig, bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import linear, narrow, rotary
@@ -129,8 +129,9 @@ def in_8_bits(x: np.ndarray, kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize("degrees, split", [(None, None), ((2, 4, 1), None), ((2, 2, 2), 0), ((2, 2, 2), 1)])
 @pytest.mark.parametrize("kind", narrow.TYPES)
-def test_products_of_8_bits(chips, kind, degrees, split):
+def test_products_of_8_bits(chips, monkeypatch, kind, degrees, split):
     """By the kernels and by plain operations; of inputs over `tp` each chip has scales of its own, which are no worse."""
+    monkeypatch.setattr(narrow, "BYTES_OF_A_WEIGHT", 0)
     rng, mesh = np.random.default_rng(), degrees and make_mesh(chips, degrees)
     tokens, columns, depth = int(rng.integers(40, 400)), 128 * int(rng.integers(2, 6)), 256 * int(rng.integers(1, 4))
     x, w, b, residual = draw(2, tokens, depth), draw(columns, depth), draw(columns), draw(2, tokens, columns)
@@ -144,13 +145,25 @@ def test_products_of_8_bits(chips, kind, degrees, split):
             assert relative(ours, sums) < 1.1 * relative(jnp.asarray(sums, jnp.bfloat16), sums) + loss / 100
         added = run(x, w, b, jnp.ones((1, 1, columns), jnp.float32), residual)
         assert relative(added, sums + wide(residual)) < 2**-7 + loss * (split == 1)
-    alone = x[:, :1], w, b, "", replace(settings, layers="auto")
-    assert linear.linear(*alone) is None  # what conditions all tokens stays in bfloat16
+    plain = replace(settings, layers="auto")
+    assert linear.linear(x[:, :1], w, b, "", plain) is None  # what conditions all tokens stays in bfloat16
+    monkeypatch.undo()
+    assert linear.linear(x, w, b, "", plain) is None  # as few tokens do
+
+
+def test_numbers_that_a_chip_does_not_multiply_are_refused():
+    for generation, kind, other in (("v6e", "int8", "fp8"), ("v5e", "int8", "fp8"), ("v7x", "fp8", "int8")):
+        Settings(platform="tpu", generation=generation, linear=kind)
+        with pytest.raises(ValueError, match=f"'bfloat16' or '{kind}' on {generation}, got '{other}'"):
+            Settings(platform="tpu", generation=generation, linear=other)
+    with pytest.raises(ValueError, match="linear to be one of"):
+        TPUConfig(linear="int4")
 
 
 @pytest.mark.parametrize("kernel", [False, True])
-def test_products_of_8_bits_of_a_denoiser(attach, own_store, kernel):
+def test_products_of_8_bits_of_a_denoiser(attach, own_store, monkeypatch, kernel):
     """Against upstream with the same rounding, computed in float64; asked for no more, values are those of before to the last bit."""
+    monkeypatch.setattr(narrow, "BYTES_OF_A_WEIGHT", 0)
     sizes = {"num_attention_heads": 2, "attention_head_dim": 64, "ffn_dim": 384, "num_layers": 2, "text_dim": 128}
     model = WanTransformer3DModel(patch_size=(1, 2, 2), rope_max_seq_len=32, **sizes).eval().bfloat16()
     arguments = torch.randn(2, 16, 3, 8, 16).bfloat16(), torch.tensor([900, 20]), torch.randn(2, 24, 128).bfloat16()

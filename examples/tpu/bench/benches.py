@@ -66,6 +66,10 @@ def step_cases() -> list[Case]:
         ("v5e-1", "sdxl", IMAGE),
     ]
     cases += [(*other, "ours", way, {}) for other in others for way in MODES]
+    cases += [
+        (*other, cache_row.EIGHT_BITS, BOUND, {"linear": find_topology(other[0]).chip.narrow})
+        for other in (wan, others[0], others[2])
+    ]
     return [_step(*case) for case in cases]
 
 
@@ -265,10 +269,10 @@ def check_cases() -> list[Case]:
 
 
 def cache_cases() -> list[Case]:
-    """Caches on the shipped model: measured here, and by that planned of a large one."""
+    """Caches, and products of 8 bits, on the shipped model: measured here, and by that planned of a large one."""
     return [
         Case({"model": "wan-shapes", "name": name}, None, functools.partial(cache_row.answer, name))
-        for name in cache_row.CACHES
+        for name in (*cache_row.CACHES, *cache_row.PRODUCTS)
     ]
 
 

@@ -77,6 +77,7 @@ PROGRAMS = {
     "no SparseCores": "exchanges on the core",
     "unrolled, stock": "all three, blocks unrolled",
     "unrolled, online": "the same, online attention to base 2",
+    "8 bits": "linear layers in 8 bits",
 }
 
 
@@ -135,7 +136,8 @@ def _steps(rows: list[dict]) -> list[str]:
         figures = (_span(row["seconds_per_step"], row.get("slower")), ", ".join(kinds), f"{100 * row['mfu']:.0f}")
         program = PROGRAMS.get(row["variant"])
         work = (_work(row) + (f": {program}" if program else ""), row["topology"])
-        lines.append((*work, *figures, _gib(row), f"{row['compile_seconds']:.0f}"))
+        took = "" if row["compile_seconds"] is None else f"{row['compile_seconds']:.0f}"
+        lines.append((*work, *figures, _gib(row), took))
     return markdown((*head, "MFU, %", "GiB a chip", "compilation, s"), lines)
 
 
@@ -302,8 +304,21 @@ def _cache(rows: list[dict]) -> list[str]:
             f"{row['psnr']:.1f}",
             f"{row['ssim']:.3f}",
         )
-        seconds = _span(row["planned_seconds"], row["planned_slower"])
+        seconds = "" if row["planned_seconds"] is None else _span(row["planned_seconds"], row["planned_slower"])
         lines.append((row["name"], *runs, str(row["steps_with_blocks"]), seconds))
+    return markdown(head, lines)
+
+
+def _eight_bits(rows: list[dict]) -> list[str]:
+    """Steps with linear layers in numbers of 8 bits beside those in bfloat16."""
+    lines, same = [], ("model", "topology", "height", "way")
+    for row in (row for row in rows if row["variant"] == "8 bits"):
+        ours = next(r for r in rows if r["variant"] == "ours" and all(r[name] == row[name] for name in same))
+        seconds = (_span(one["seconds_per_step"], one["slower"]) for one in (ours, row))
+        layers = (f"{one['seconds']['matmul']:.2g}" for one in (ours, row))
+        less = 1 - row["seconds_per_step"] / ours["seconds_per_step"]
+        lines.append((_work(row), row["topology"], *seconds, ", ".join(layers), f"{100 * less:.0f}"))
+    head = ("model and size", "slice", "bfloat16, s a step", "8 bits, s a step", "layers alone, s", "less, %")
     return markdown(head, lines)
 
 
@@ -349,6 +364,7 @@ TABLES = {
     "few-steps": Table("plan-wan2.1-t2v-14b-4-steps-v6e-8.json", _few),
     "speed": Table("step.json", _speed),
     "steps": Table("step.json", _steps),
+    "eight-bits": Table("step.json", _eight_bits),
     "models": Table("models.json", _models),
     "run": Table("run.json", _run),
     "guides": Table("run.json", guides_tables.beside),

@@ -82,9 +82,9 @@ class TPUConfig:
         attention_tally: `report(pipe)` says which softmax modes heads took; each call of attention then waits for the host.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also elsewhere,
             interpreted; "xla": the compiler's, and upstream's attention processors.
-        linear: products of the denoiser's linear layers in bfloat16 that have more than one token: "bfloat16"; "int8" (v5e, v5p, v6e) or "fp8"
-            (v7x) at twice the rate and with a loss (examples/tpu/CACHES.md): inputs by token and weights by output channel as numbers of
-            8 bits and a scale each. What a backward pass differentiates stays in bfloat16.
+        linear: products of the denoiser's linear layers in bfloat16 that have some two thousand tokens a chip: "bfloat16"; "int8" (v5e, v5p,
+            v6e) or "fp8" (v7x) at twice the rate and with a loss (examples/tpu/CACHES.md): inputs by token and weights by output channel
+            as numbers of 8 bits and a scale each. What a backward pass differentiates stays in bfloat16.
         sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core computes.
         host: names of components that stay on the host and run there as upstream's, such as ("text_encoder",).
         hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all components are

@@ -191,7 +191,7 @@ def linear(
     `split`: the axis of w that lies over `tp`. Of inputs the chips' sums are added, rounded, as the compiler does. `layers`: the stack that
     w is a layer of, and which. `narrow`: w in 8 bits, where that is known.
     """
-    if settings.linear != "bfloat16" and not settings.differentiable and takes(x, w):
+    if settings.linear != "bfloat16" and not settings.differentiable and takes(x, w, settings):
         w = narrowed(w, settings.linear) if narrow is None else narrow
         found = _by_kernel(x, w, b, activation, settings, gate, residual, split)
         return _plain(activation, narrowed(x, settings.linear), w, b, gate, residual) if found is None else found

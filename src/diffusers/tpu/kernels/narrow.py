@@ -5,6 +5,7 @@
 so that (x w^T)[m, n] ~ (values w_values^T)[m, n] * scale[m] * w_scale[n], summed in int32 or float32.
 """
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -12,9 +13,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from ..chips.figures import chip_of
 from .pallas import LANES, call_kernel, cost
+from .settings import Settings
 
 
+# To and from HBM until one is rounded and read: 3.7 of FLUX.1 dev, whole on every chip of v6e-8, whose 576 tokens a chip lost by it.
+BYTES_OF_A_WEIGHT = 4
 ROWS, TILE_ROWS = 256, 32  # of a block, and of straight code: whole registers of 8 bits
 TYPES = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}  # and the largest number
 
@@ -68,9 +73,14 @@ def tpu_narrowed(x: Float[Array, "B M K"], kind: str, *, interpret: bool = False
     return Narrow(**found)
 
 
-def takes(x: Array, w: Array) -> bool:
-    """Whether a layer of inputs x [..., T, K] and weights w [N, K] has them: one of several tokens, and of some width."""
-    return x.dtype == jnp.bfloat16 and x.ndim > 2 and x.shape[-2] > 1 and is_wide(w)
+def takes(x: Array, w: Array, settings: Settings) -> bool:
+    """Whether a layer of inputs x [..., T, K] and weights w [N, K] has them: one of some width whose tokens on a chip win more by the
+    product than it takes to round the weights."""
+    chip, mesh = chip_of(settings.generation), settings.mesh
+    parts = 1 if mesh is None else mesh.shape["dp"] * (mesh.shape["sp"] if settings.sequence else 1)
+    least = BYTES_OF_A_WEIGHT * chip.flops / chip.hbm_bandwidth
+    tokens = math.prod(x.shape[:-1]) / parts
+    return x.dtype == jnp.bfloat16 and x.ndim > 2 and x.shape[-2] > 1 and tokens >= least and is_wide(w)
 
 
 def is_wide(w: Array) -> bool:
