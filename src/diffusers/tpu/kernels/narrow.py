@@ -36,7 +36,7 @@ class Narrow(NamedTuple):
 
 
 def narrowed(x: Float[Array, "... K"], kind: str) -> Narrow:
-    """x in the numbers of `TYPES`; a row that has one that is not finite has none but NaN in its product."""
+    """x in the numbers of `TYPES`; of a row with a number that is not finite no product is."""
     dtype, most = TYPES[kind]
     largest = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32)  # not of x in float32, which XLA would keep
     largest = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny * most)
