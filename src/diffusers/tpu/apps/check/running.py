@@ -84,11 +84,14 @@ class Child:
         self._tell(json.dumps(request))
         threading.Thread(target=_listen, args=(self.process.stdout, self.said), daemon=True).start()
 
-    def end(self):
+    def end(self) -> list[str]:
+        """The last lines of its log, which nothing writes to any more."""
         kill(self.process)
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
-        self.log.close()
+        with self.log:
+            self.log.seek(0)
+            return [line.strip() for line in self.log if line.strip()][-LAST_LINES:]
 
     def rows(self) -> Iterator[dict]:
         """It is its turn: its rows as they come, and one of the stage itself where it did not end well."""
@@ -108,10 +111,8 @@ class Child:
                 else:
                     break
             late = late or _ends_late(self.process, ends)
-            self.log.seek(0)
-            lines = [line.strip() for line in self.log if line.strip()][-LAST_LINES:]
         finally:
-            self.end()
+            lines = self.end()
         limit, note = self.request["seconds"] if started else START_SECONDS, " | ".join(lines)
         row = {"name": "stage", "limit": limit, "unit": "s", "note": note}
         if late:
