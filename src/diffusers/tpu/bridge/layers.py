@@ -69,6 +69,11 @@ def lying(weight: Tensor, split: int | None, layers: tuple | None, narrow: Narro
     return made_of(weight, lying, split, layers, narrow)
 
 
+def how_it_lies(weight: Tensor) -> dict:
+    """What `lying` was told of a weight, by name; nothing where it was not."""
+    return dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))
+
+
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
     if (of := operands(weight, unpacked)) is not None:
@@ -77,7 +82,7 @@ def linear(input, weight, bias=None):
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
-    lies = dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))
+    lies = how_it_lies(weight)
     if (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current(), lies)
     dtype = jnp.promote_types(x.dtype, w.dtype)

@@ -16,7 +16,7 @@ from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
 from . import indexing, layers, resizing
-from .layers import lying, made_of, operands
+from .layers import how_it_lies, made_of, operands
 
 
 aten = torch.ops.aten
@@ -208,7 +208,7 @@ def _convolution(
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     if simple and axes == 2 and widths[1] in ((0, 0), (taps[1] // 2,) * 2):
         lines = jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), widths[0], (0, 0), (0, 0)])[:, :, None]
-        _, of_stack = operands(weight, lying) or (None, None)
+        of_stack = how_it_lies(weight).get("layers")
         of_stack = None if of_stack is None else (_by_lines(of_stack[0]), of_stack[1])
         large = convolution_kernel.convolution(lines, _by_lines(w), b, current(), edge=widths[1][0], layers=of_stack)
         if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
