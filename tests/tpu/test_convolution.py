@@ -95,6 +95,19 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, given):
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
 
+@pytest.mark.parametrize("features", [256, 384])
+def test_one_of_each_position_is_a_linear_layer(monkeypatch, features):
+    monkeypatch.setattr(convolution_kernel, "tpu_convolution", None)
+    x, w, b = draw(2, 320, 9, 11), draw(features, 320, 1, 1), draw(features)
+
+    def ours(*tensors):
+        with using(KERNEL), bridge.quiet_integers(), bridge.environment():
+            return F.conv2d(*map(bridge.to_torch, tensors)).jax()
+
+    exact, found = F.conv2d(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
+    assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+
+
 def test_weights_of_one_layer_of_a_stack():
     x, w, b = arrays(draw(1, 3, 1, 9, 64), draw(2, 3, 1, 3, 96, 64), draw(96))
     run = jax.jit(lambda x, w, b, n, one: convolution(x, one, b, KERNEL, edge=1, layers=(w, n)))

@@ -109,10 +109,10 @@ def test_of_a_weight_over_tp(chips, split, activation):
     exact = wide(x) @ wide(w).T + wide(b)
     exact = exact / (1 + np.exp(-exact)) if activation else exact
     stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)
-    of_stack = jax.jit(
-        lambda x, w, b, layers: linear.linear(x, w, b, activation, settings, split=split, layers=layers)
-    )
-    np.testing.assert_array_equal(wide(of_stack(x, w, b, stack)), wide(run(x, w, b)))
+    for turned in (False, True):
+        how = {"split": split, "turned": turned}
+        of_stack = jax.jit(lambda x, w, b, layers: linear.linear(x, w, b, activation, settings, **how, layers=layers))  # noqa: B023
+        np.testing.assert_array_equal(wide(of_stack(x, w, b, stack)), wide(run(x, w, b)))
     ours, one = run(x, w, b), linear.linear(x, w, b, activation, KERNEL)
     assert relative(ours, exact) <= (1 + split) * relative(one, exact)  # of two sums each is rounded
     assert linear.linear(x, w, b, "silu", settings, residual=x, split=split) is None

@@ -157,6 +157,8 @@ PRODUCTS = [
     (torch.nn.Conv2d(6, 8, 3, padding=1), (2, 6, 9, 7)),
     (torch.nn.Conv3d(6, 8, (3, 1, 1), stride=(2, 1, 1), groups=2), (1, 6, 5, 4, 6)),
     (torch.nn.Conv1d(6, 8, 3, padding="same", dilation=2, bias=False), (2, 6, 11)),
+    (torch.nn.Conv1d(6, 6, 4, groups=6, bias=False), (2, 6, 11)),
+    (torch.nn.Conv2d(6, 6, (3, 5), padding=(1, 2), groups=6), (2, 6, 9, 7)),
     (torch.nn.ConvTranspose2d(6, 8, 4, stride=2, padding=1), (2, 6, 5, 4)),
 ]
 

@@ -1,9 +1,12 @@
 """Operators that torchax 0.0.13 lacks or gets wrong for diffusers; each one has a test that fails without it."""
 
 import functools
+import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torchax.ops import mappings
@@ -11,6 +14,7 @@ from torchax.tensor import Tensor
 
 from ..kernels import convolution as convolution_kernel
 from ..kernels.attention.api import attention
+from ..kernels.linear import linear as fast_linear
 from ..kernels.settings import current
 from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
@@ -204,6 +208,12 @@ def _convolution(
         rows_repeated = axes == 3 and repeated == [(0, 0), (1, 1)] and not any(map(any, widths))
         x, widths = (beside, [*repeated, (0, 0)]) if rows_repeated else (x, widths)
         return Tensor(_by_columns(x, w, b, widths[:-1], rows_repeated), input._env)
+    here = split is not None or current().chips == 1  # a sum of slices the partitioner would exchange slice by slice
+    if here and dilation == stride == (1,) * axes and groups == x.shape[1] == len(w) > 1:
+        return Tensor(_by_channel(x, w, b, widths).astype(x.dtype), input._env)
+    if split is None and simple and math.prod((*stride, *taps)) == 1 and not any(map(any, widths)):
+        if (result := _by_position(x, weight, b)) is not None:
+            return Tensor(result, input._env)
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     if simple and axes == 2 and widths[1] in ((0, 0), (taps[1] // 2,) * 2):
@@ -223,6 +233,32 @@ def _convolution(
 def _by_lines(w):
     """Weights [..., O, C, h, w] of maps as those of videos [..., h, 1, w, O, C], which lie on a TPU as they do."""
     return jnp.moveaxis(w, (-4, -3), (-2, -1))[..., None, :, :, :]
+
+
+def _by_position(x, weight, b):
+    """A convolution of each position alone by the kernel of linear layers; None where that does not take it.
+
+    Such weights lie on a TPU with the longer one of outputs and inputs last.
+    """
+    w, lies = weight.jax(), how_it_lies(weight)
+    split, layers = lies.get("split"), lies.get("layers")
+    layers = None if layers is None else (layers[0].reshape(*layers[0].shape[: -w.ndim], *w.shape[:2]), layers[1])
+    tokens = jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)
+    settings, turned = replace(current(), linear="bfloat16"), len(w) > w.shape[1]
+    y = fast_linear(tokens, w.reshape(w.shape[:2]), b, "", settings, split=split, layers=layers, turned=turned)
+    return None if y is None else jnp.moveaxis(y, 2, 1).reshape(len(x), len(w), *x.shape[2:])
+
+
+def _by_channel(x, w, b, widths):
+    """A convolution of each channel alone, in float32: a sum of shifted maps. The compiler's uses a few rows of the matrix units."""
+    channels_last = jnp.pad(x, [(0, 0), (0, 0), *widths]).transpose(0, *range(2, x.ndim), 1)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    sizes = [n - taps + 1 for n, taps in zip(channels_last.shape[1:], w.shape[2:])]
+    y = 0 if b is None else b.astype(wide)
+    for tap in np.ndindex(w.shape[2:]):
+        part = channels_last[(slice(None), *(slice(at, at + size) for at, size in zip(tap, sizes)))]
+        y = y + part.astype(wide) * w[(slice(None), 0, *tap)].astype(wide)
+    return y.transpose(0, y.ndim - 1, *range(1, y.ndim - 1))
 
 
 def _by_patches(x, w, b):

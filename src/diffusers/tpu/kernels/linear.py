@@ -102,13 +102,14 @@ def choose(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "blocks", "generation", "interpret"), inline=True)
+@functools.partial(jax.jit, static_argnames=("turned", "activation", "blocks", "generation", "interpret"), inline=True)
 def tpu_linear(
     x: Float[Array, "B M K"],
     w: Float[Array, "N K"] | Float[Array, "L N K"],
     b: Float[Array, " N"] | None,
     *,
     layer: Int[Array, ""] | None = None,
+    turned: bool = False,
     scales: tuple[Float[Array, "B M 1"], Float[Array, "N 1"]] | None = None,
     activation: str = "",
     gate: Float[Array, "B 1 N"] | None = None,
@@ -119,14 +120,19 @@ def tpu_linear(
 ) -> Float[Array, "B M N"]:
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
-    `layer`: which one of a stack w is; a slice of it would be a copy. `scales`: of the rows of x and w in 8 bits, for a result in bfloat16.
+    `layer`: which one of a stack w is; a slice of it would be a copy. `turned`: w lies in memory with its outputs last.
+    `scales`: of the rows of x and w in 8 bits, for a result in bfloat16.
     `gate`: in the dtype to which the gated result is rounded; only with a residual, which has the result's dtype.
     """
     batch, rows, depth = x.shape
     columns, dtype = w.shape[-2], x.dtype if scales is None else jnp.bfloat16
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
-    scalars, of_weight = layer_of_stack(layer, (blocks.columns, depth), lambda n: (n, 0))
+    if turned:
+        w = jnp.swapaxes(w, -1, -2)
+        scalars, of_weight = layer_of_stack(layer, (depth, blocks.columns), lambda n: (0, n))
+    else:
+        scalars, of_weight = layer_of_stack(layer, (blocks.columns, depth), lambda n: (n, 0))
     b = jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     operands = {
         "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m, *_: (i, m, 0))),
@@ -148,7 +154,7 @@ def tpu_linear(
     def tile(r, n):
         at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
         if scales is None:
-            result = product(r.x[at, :], r.w[...], 1)
+            result = product(r.x[at, :], r.w[...], 0 if turned else 1)
         else:
             result = narrow_product(r.x[at, :], r.w[...]) * r.row_scales[at, :] * r.scales[...]
         result = (result + r.b[...]).astype(dtype)
@@ -185,11 +191,12 @@ def linear(
     split: int | None = None,
     layers: tuple[Float[Array, "L N K"], Int[Array, ""]] | None = None,
     narrow: Narrow | None = None,
+    turned: bool = False,
 ) -> Float[Array, "... N"] | None:
     """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K].
 
     `split`: the axis of w that lies over `tp`. Of inputs the chips' sums are added, rounded, as the compiler does. `layers`: the stack that
-    w is a layer of, and which. `narrow`: w in 8 bits, where that is known.
+    w is a layer of, and which. `narrow`: w in 8 bits, where that is known. `turned`: as of `tpu_linear`, in bfloat16.
     """
     if settings.linear != "bfloat16" and not settings.differentiable and takes(x, w, settings):
         w = narrowed(w, settings.linear) if narrow is None else narrow
@@ -197,10 +204,10 @@ def linear(
         return _plain(activation, narrowed(x, settings.linear), w, b, gate, residual) if found is None else found
     if x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
         return None
-    return _by_kernel(x, w, b, activation, settings, gate, residual, split, layers)
+    return _by_kernel(x, w, b, activation, settings, gate, residual, split, layers, turned)
 
 
-def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None) -> Array | None:
+def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None, turned=False) -> Array | None:
     """`linear` of arrays, or of a `Narrow` w."""
     narrow = isinstance(w, Narrow)
     if not settings.own_layers or len(x.shape) < 2 or not all(map(_is_wide, w.shape)):
@@ -234,6 +241,7 @@ def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None
             w,
             b,
             layer=layer,
+            turned=turned,
             scales=scales,
             activation=activation,
             gate=None if gate is None else jnp.broadcast_to(gate, (batch, *gate.shape[1:])),
