@@ -12,6 +12,8 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
+from diffusers.tpu.compile.state.state import State
+from diffusers.tpu.weights.hbm import hbm_manager_of
 from test_changes import resident
 
 
@@ -44,6 +46,19 @@ def test_one_program_per_shape_and_static_argument(attach):
     module(torch.randn(3, 8), torch.rand(3))
     assert runner.compilations == 4
     assert relative(module.encode(x), encoded) < 1e-6 and runner.compilations == 5
+
+
+@pytest.mark.parametrize("room", [None, 1.0])
+def test_a_call_looks_at_its_module_once(attach, monkeypatch, room):
+    looks, look = [], State.same
+    monkeypatch.setattr(State, "same", lambda self: looks.append(self) or look(self))
+    module = Denoiser()
+    runner = attach(module, 1, 1, 1, hbm_gib=room)
+    runner.hbm_manager = hbm_manager_of(runner.mesh, runner.config)
+    for expected in (None, 1, 1):
+        looks.clear()
+        module(torch.randn(2, 8), torch.rand(2))
+        assert expected in (None, len(looks))
 
 
 def test_programs_that_were_not_used_for_long_go(attach, monkeypatch):

@@ -111,7 +111,9 @@ class CompiledModule(ModulePrograms):
         execute -> unflatten. Calls without a program run split, eagerly or on the host.
         """
         with torch.inference_mode(False), torch.no_grad():
-            with torch.set_grad_enabled(back):  # through what it decides of its tensors too
+            with (
+                torch.enable_grad() if back else contextlib.nullcontext()
+            ):  # through what it decides of its tensors too
                 call = self._scaled_call(entry, args, kwargs)
             if not _in_pipeline.get():
                 self.look()
@@ -176,9 +178,9 @@ class CompiledModule(ModulePrograms):
         return True
 
     def take_values(self, call: Call, mesh: Mesh | None = None):
-        """Give the call what its program computes with: placed weights, numbers, its tensors' values."""
+        """Give the call what its program computes with: placed weights, numbers, its tensors' values; of the module as last read."""
         with self.within_hbm(lambda: f"for the weights of {self.name}"):
-            self.place() if self.hbm_manager is None else self.hbm_manager.load(self)
+            self.place(read=False) if self.hbm_manager is None else self.hbm_manager.load(self)
         everywhere, sequence = NamedSharding(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
         if self._numbers[0] != of:

@@ -88,6 +88,7 @@ class ModulePrograms(EntryMethods):
         self._numbers: tuple[tuple, dict[str, jax.Array]] = (), {}
         self.traces = self.compiled = 0  # how often
         self.tally = ModeCounter() if config.attention_tally else None
+        self._unchanged = False  # the weights are on the chips as `current` found the module
 
     @property
     def split(self):
@@ -111,18 +112,24 @@ class ModulePrograms(EntryMethods):
                 self._placed.reuse(former)
         return self._placed
 
-    def current(self, place: bool = False) -> PlacedWeights:
-        """Where the weights lie or will lie, as the module is now; `place`: on the mesh, up to date with its host tensors."""
+    def current(self) -> PlacedWeights:
+        """Where the weights lie or will lie, as the module is now."""
         self._read_state()
-        if self.plan_weights().refresh(self.state.now.tensors, place):
+        placed, tensors = self.plan_weights(), self.state.now.tensors
+        self._unchanged = placed.unchanged(tensors)
+        if not self._unchanged and placed.refresh(tensors, place=False):
             self.plan_weights(anew=True)
-            if place:
-                self._placed.refresh(self.state.now.tensors)
         return self._placed
 
-    def place(self) -> PlacedWeights:
-        """The weights on the mesh, up to date with the module's host tensors."""
-        return self.current(place=True)
+    def place(self, read: bool = True) -> PlacedWeights:
+        """The weights on the mesh, up to date with the module's host tensors; without `read` as `current` has just found it."""
+        if read:
+            self.current()
+        placed, tensors, unchanged = self.plan_weights(), self.state.now.tensors, self._unchanged
+        self._unchanged = False
+        if not (unchanged and placed.watched is not None) and placed.refresh(tensors):
+            self.plan_weights(anew=True).refresh(tensors)
+        return self._placed
 
     def _read_state(self):
         if self.state.changed(None if self.within else self.plan_weights().groups):

@@ -65,14 +65,19 @@ class PlacedWeights:
     terms: set[str] = field(default_factory=set)
     packed: dict[str, Packed] = field(default_factory=dict)
 
+    def unchanged(self, tensors: dict[str, torch.Tensor]) -> bool:
+        """Whether the weights are on the chips as these tensors are now."""
+        known = self.watched
+        return known is not None and tensors is known[0] and quick_versions(known[1]) == known[2]
+
     def refresh(self, tensors: dict[str, torch.Tensor], place: bool = True) -> bool:
         """Whether names, shapes or dtypes of the module's tensors are no longer those planned for.
 
         Places what is new or was changed there since, if they are; `place=False` only tells.
         """
-        stale, given, known = {}, tensors, self.watched
-        if known is not None and given is known[0] and quick_versions(known[1]) == known[2]:
+        if self.unchanged(tensors):
             return False
+        stale, given = {}, tensors
         tensors = {name: t for name, t in given.items() if not _is_within(name, self.planned_for[1])}
         with torch._C.DisableTorchFunction():  # no detour for tensors of a file, nor by the glue around the call
             for key, names in self._named():

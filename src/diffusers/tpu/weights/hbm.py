@@ -137,16 +137,17 @@ class HbmManager:
         for runner in runners:
             runner.executables.expect()
         for runner in runners:
+            runner.current()
             self.load(runner) if runner in self._placed or self._free() >= _bytes(runner) else self.check(runner)
 
     def check_all(self, owner):
         """Raises ValueError for a model of the pipeline that lacks weights, and for one that would not fit even alone."""
         for runner in self.orders[owner].values():
+            runner.current()
             self.check(runner)
 
     def check(self, runner):
-        """Raises ValueError where the runner's weights do not fit a chip."""
-        runner.current()
+        """Raises ValueError where the runner's weights, as last read, do not fit a chip."""
         need = runner.bytes_per_chip
         if self.limit is None or need <= self.limit:
             return
@@ -168,7 +169,7 @@ class HbmManager:
         return f"diffusers-tpu plan {model} --topology {','.join(larger)} --mesh auto"
 
     def load(self, runner):
-        """The runner's weights on the chips and up to date; others leave where it needs their room."""
+        """The runner's weights, as last read, on the chips; others leave where it needs their room."""
         if self.limit is not None:
             self.check(runner)
             for last in [*self._placed][-1:]:
@@ -177,7 +178,7 @@ class HbmManager:
         self._placed.pop(runner, None)
         self._make_room(_bytes(runner))
         self._placed[runner] = None
-        runner.place()
+        runner.place(read=False)
 
     def kind(self, runner) -> list:
         """The runners of models like this one's in its pipelines, itself among them, in the order of use."""
