@@ -22,7 +22,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
 from diffusers.tpu.chips.figures import GIB
-from diffusers.tpu.chips.sharding import INFERRED, ModelPlan
+from diffusers.tpu.chips.mesh import AXES
+from diffusers.tpu.chips.sharding import INFERRED, ModelPlan, axes_of
 from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.kernels.attention.api import explain
@@ -172,9 +173,29 @@ def test_weights_lie_over_as_few_chips_as_have_room():
     rows = {1.0: (), 0.5: ("dp",), 0.25: ("sp",), 0.125: ("dp", "sp"), 0.1: ("dp", "sp")}
     rooms = {part: int(part * size + beside / 8) + 1 for part in rows}
     assert {part: storages(models, lengths, room)["a"] for part, room in rooms.items()} == rows
-    assert [tensor_degree(models, 8, room) for room in rooms.values()] == [1, 2, 4, 8, 1]
     assert storages(models, lengths, None)["a"] == ("dp", "sp") and tensor_degree(models, 8, None) == 1
-    assert storages(models, {**lengths, "tp": 2}, rooms[0.5])["a"] == ()
+    patterns = [
+        pattern for pattern, _ in models["a"][1].rules
+    ]  # the rest is whole whatever tp is: embeddings, modulation
+    over_tp = sum(p.nbytes for n, p in model.named_parameters() if any(re.search(one, n) for one in patterns))
+    enough = [int(over_tp / tp + size - over_tp + beside / 8) + 1 for tp in (1, 2, 4, 8)]
+    assert [tensor_degree(models, 8, room) for room in (*enough, enough[-1] - 2)] == [1, 2, 4, 8, 1]
+    over_two = {"dp": 2, "sp": 2, "tp": 2}
+    assert [storages(models, over_two, room)["a"] for room in (enough[1], enough[1] - 2)] == [(), ("dp",)]
+
+
+@pytest.mark.parametrize("kind, mesh", [("flux", (2, 2, 2)), ("sd3.5", (1, 8, 1))])
+def test_layers_that_meet_no_tokens_are_computed_in_parts(chips, own_store, kind, mesh):
+    """Where they are stored, by all chips; as upstream's is shown above."""
+    ours = tpu.install(built(kind), TPUConfig(mesh=mesh))
+    with torch.no_grad():
+        ours(**inputs(kind, mesh[0]))
+    placed = ours._tpu_runner._placed
+    layers = [key for key in placed.avals if re.search(r"norm1(_context)?\.linear\.weight$", key)]
+    found = {key: placed.specs[key][0] for key in layers}
+    axes = {name for name, size in zip(AXES, mesh) if size > 1}
+    assert found and all({*axes_of(entry)} == axes for entry in found.values()), found
+    assert all(key in placed.settled for key in found)
 
 
 @pytest.mark.parametrize(

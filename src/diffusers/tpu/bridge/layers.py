@@ -69,6 +69,11 @@ def lying(weight: Tensor, split: int | None, layers: tuple | None, narrow: Narro
     return made_of(weight, lying, split, layers, narrow)
 
 
+def by_output(weight: Tensor, everywhere: jax.sharding.Sharding) -> Tensor:
+    """The weight, of whose outputs all chips have parts: they are put together, `everywhere`."""
+    return made_of(weight, by_output, everywhere)
+
+
 def how_it_lies(weight: Tensor) -> dict:
     """What `lying` was told of a weight, by name; nothing where it was not."""
     return dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))
@@ -82,6 +87,11 @@ def linear(input, weight, bias=None):
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
+    if (everywhere := operands(weight, by_output)) is not None:
+        # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
+        wide = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+        result = (wide if b is None else wide + b).astype(jnp.result_type(x, w))
+        return Tensor(jax.lax.with_sharding_constraint(result, *everywhere), input._env)
     lies = how_it_lies(weight)
     if (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current(), lies)

@@ -1,7 +1,8 @@
 """Where weights and activations lie: name patterns -> PartitionSpec, and the plan of one model class.
 
 A weight's spec names its storage. Of a rule's, `tp` stays while the block computes; `dp` and `sp` are storage only (FSDP) and are
-gathered when the block runs, so one table serves both: `computed` is the spec during compute. A weight without a rule is whole then.
+gathered when the block runs, so one table serves both: `computed` is the spec during compute. A weight without a rule is whole then;
+one by `BY_OUTPUT` lies as it is stored.
 """
 
 import itertools
@@ -21,6 +22,8 @@ LARGE_ELEMENTS = 1 << 16
 # In place of specs between blocks: the longest sequence that a block hands to the next lies over `sp`.
 INFERRED = "inferred"
 TOKENS = PartitionSpec("dp", "sp", None)
+# Of weights that meet a vector a sample, no tokens: each chip computes its part of the outputs, which are exchanged then.
+BY_OUTPUT = PartitionSpec(AXES)
 
 Rules = tuple[tuple[str, PartitionSpec], ...]
 
@@ -161,7 +164,10 @@ def plan_weights(
     everywhere = (*inside, "tp") if storage == STORAGE_AXES else inside
     for name, (shape, size_bytes) in shapes.items():
         label, spec = rule_of(name, rules)
-        spec = default_spec(shape, mesh, everywhere) if spec is None else fit(gathered(spec, inside), shape, mesh)
+        if spec == BY_OUTPUT:
+            spec = fit(spec if one_slice else gathered(spec, ("sp",)), shape, mesh)
+        else:
+            spec = default_spec(shape, mesh, everywhere) if spec is None else fit(gathered(spec, inside), shape, mesh)
         specs[name] = spec
         parts = math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
         coverage.bytes_per_chip += size_bytes // parts
@@ -182,7 +188,8 @@ def rule_of(name: str, rules: Rules) -> tuple[str, PartitionSpec | None]:
 
 def computed(name: str, spec: PartitionSpec, rules: Rules) -> PartitionSpec:
     """Where a weight that is stored so lies while its block computes."""
-    return PartitionSpec() if rule_of(name, rules)[1] is None else gathered(spec)
+    rule = rule_of(name, rules)[1]
+    return PartitionSpec() if rule is None else spec if rule == BY_OUTPUT else gathered(spec)
 
 
 def unwrapped(name: str) -> str:

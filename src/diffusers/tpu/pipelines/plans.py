@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from ...models.modeling_utils import ModelMixin
-from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules, rule_of, unwrapped
+from ..chips.sharding import BY_OUTPUT, INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules, rule_of, unwrapped
 
 
 VAE_ENTRIES = ("encode", "decode")
@@ -87,7 +87,28 @@ def flax_class(name: str) -> type:
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
-    """The plan of the module's class, if it has one, and what upstream declares of what that leaves open."""
+    """The plan of the module's class, if it has one, and what upstream declares of what that leaves open; where weights stay whole, those
+    that meet no tokens are split."""
+    plan = _plan_of(module)
+    return replace(plan, rules=(*_of_vectors(module), *plan.rules)) if plan.whole else plan
+
+
+def _of_vectors(module: torch.nn.Module) -> Rules:
+    """A rule for the linear layers that give scales and shifts of a time's embedding: of several times its width, behind its activation."""
+    found = set()
+    for name, part in module.named_modules():
+        layers = [
+            (key, one) for key, one in part.named_children() if isinstance(one, (torch.nn.SiLU, torch.nn.Linear))
+        ]
+        if [type(one) for _, one in layers] == [torch.nn.SiLU, torch.nn.Linear]:
+            key, layer = layers[1]
+            if layer.out_features >= 2 * layer.in_features:
+                found.add(re.sub(r"\.\d+\.", ".#.", f"{name}.{key}", count=1))
+    either = "|".join(re.escape(name).replace(r"\#", "[^.]+") for name in sorted(found))
+    return ((rf"^({either})\.(weight|bias)$", BY_OUTPUT),) if found else ()
+
+
+def _plan_of(module: torch.nn.Module) -> ModelPlan:
     if (plan := model_plan(type(module))) is not None:
         found = None if plan.activation_spec is None else declared_plan(module, plan.rules)
         return plan if found is None else replace(plan, rules=(*plan.rules, *found.rules), packed=found.packed)

@@ -5,8 +5,10 @@ prefetched while that works: compiled, and moved in if both have room.
 """
 
 import gc
+import itertools
 import math
 import operator
+import re
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -17,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ...utils import logging
 from ..chips import hosts
 from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
-from ..chips.sharding import STORAGE_AXES, ModelPlan
+from ..chips.sharding import BY_OUTPUT, STORAGE_AXES, ModelPlan, axes_of, rule_of
 from ..common.config import TPUConfig
 
 
@@ -73,16 +75,32 @@ Models = dict[str, tuple[torch.nn.Module, ModelPlan]]
 def tensor_degree(models: Models, chips: int, limit: int | None) -> int:
     """The least `tp` with which the weights of `whole` models that have rules for `tp` fit a chip beside the others', stored over all
     `chips`; 1 where none does, or where there is no such model."""
-    sizes = _sizes(models)
-    split = [name for name, (_, plan) in models.items() if plan.whole and plan.rules]
-    rest = sum(size / chips for name, size in sizes.items() if name not in split)
+    found = {name: _bytes_by_rule(*model) for name, model in models.items()}
+    split = [name for name, (_, plan) in models.items() if plan.whole and found[name]["tp"]]
     degrees = [n for n in range(1, chips + 1) if chips % n == 0] if split and limit is not None else []
-    return next((tp for tp in degrees if rest + sum(sizes[name] for name in split) / tp <= limit), 1)
+
+    def need(tp: int) -> float:
+        lengths = {"dp": 1, "sp": chips // tp, "tp": tp}
+        return sum(_bytes_of(found[n], lengths, () if n in split else STORAGE_AXES) for n in models)
+
+    return next((tp for tp in degrees if need(tp) <= limit), 1)
 
 
-def _sizes(models: Models) -> dict[str, int]:
-    """Bytes of the weights of each."""
-    return {n: sum(t.nbytes for t in (*m.parameters(), *m.buffers())) for n, (m, _) in models.items()}
+def _bytes_by_rule(module: torch.nn.Module, plan: ModelPlan) -> dict[str, int]:
+    """Bytes of the weights that rules lay over `tp`, and over all chips ("all"); of the rest ("")."""
+    found = {"tp": 0, "all": 0, "": 0}
+    for name, t in itertools.chain(module.named_parameters(), module.named_buffers()):
+        _, spec = rule_of(re.sub(r"\.\d+\.", ".*.", name, count=1), plan.rules)
+        over_tp = spec is not None and any("tp" in axes_of(entry) for entry in spec)
+        found["all" if spec == BY_OUTPUT else "tp" if over_tp else ""] += t.nbytes
+    return found
+
+
+def _bytes_of(found: dict[str, int], lengths: Mapping[str, int], axes: tuple[str, ...]) -> float:
+    """Of these a chip's share, stored over `axes` of a mesh of such lengths; a little less than where not all is divided evenly."""
+    chips, tp = math.prod(lengths[axis] for axis in axes), lengths["tp"]
+    rest = chips * tp if axes == STORAGE_AXES else chips
+    return found["all"] / math.prod(lengths.values()) + found["tp"] / (chips * tp) + found[""] / rest
 
 
 def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> dict[str, tuple[str, ...]]:
@@ -91,14 +109,10 @@ def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> d
     Args:
         models: with their plans. `lengths`: of the mesh's axes. `limit`: bytes of a chip that weights may take; None: not known.
     """
-    found, sizes = dict.fromkeys(models, STORAGE_AXES), _sizes(models)
-
-    def chips(name: str, axes: tuple[str, ...]) -> int:
-        tp = models[name][1].rules or axes == STORAGE_AXES
-        return math.prod(lengths[axis] for axis in axes) * (lengths["tp"] if tp else 1)
+    found, by_rule = dict.fromkeys(models, STORAGE_AXES), {n: _bytes_by_rule(*model) for n, model in models.items()}
 
     def need(axes: dict[str, tuple[str, ...]]) -> float:
-        return sum(sizes[name] / chips(name, some) for name, some in axes.items())
+        return sum(_bytes_of(by_rule[name], lengths, some) for name, some in axes.items())
 
     for name in sorted(n for n, (_, plan) in models.items() if plan.whole and limit is not None):
         choices = ({**found, name: axes} for axes in ((), ("dp",), ("sp",), STORAGE_AXES))

@@ -11,8 +11,8 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...bridge import Decisions, Tensor, deciding, decomposing, environment, lying, quiet_integers, unpacked
-from ...chips.sharding import INFERRED, TOKENS, ModelPlan, Packed, axes_of
+from ...bridge import Decisions, Tensor, by_output, deciding, decomposing, environment, lying, quiet_integers, unpacked
+from ...chips.sharding import INFERRED, STORAGE_AXES, TOKENS, ModelPlan, Packed, axes_of
 from ...common import notices
 from ...kernels.linear import LANES
 from ...kernels.narrow import Narrow, is_wide, narrowed
@@ -209,6 +209,8 @@ class PureFunction:
         whole = array if halo_shards() is not None else jax.lax.with_sharding_constraint(array, there)
         whole = jax.block_until_ready(whole) if environment().waits else whole
         weight, spec = Tensor(whole, environment()), self.specs[key]
+        if any(axis in STORAGE_AXES for entry in spec[:1] for axis in axes_of(entry)):
+            return by_output(weight, NamedSharding(self.attention.mesh, PartitionSpec()))
         axis = next((n for n, entry in enumerate(spec) if "tp" in axes_of(entry)), None)
         narrow = self._narrow(array, spec) if layers is None else None
         weight = weight if axis is layers is narrow is None else lying(weight, axis, layers, narrow)
