@@ -198,6 +198,13 @@ def test_layers_that_meet_no_tokens_are_computed_in_parts(chips, own_store, kind
     assert all(key in placed.settled for key in found)
 
 
+def test_such_layers_of_a_time_by_token(chips, own_store):
+    theirs, ours, given = drawn("ltx2 image")
+    ours = tpu.install(ours, TPUConfig(mesh=(1, 2, 2)))
+    assert relative(answers(ours, given), answers(theirs, given)) < 1e-5
+    assert not tpu.report(ours)["eager"]
+
+
 @pytest.mark.parametrize(
     "room, degrees, storage", [(1.1, (1, 8, 1), ()), (0.6, (1, 4, 2), ()), (None, (1, 8, 1), ("dp", "sp"))]
 )

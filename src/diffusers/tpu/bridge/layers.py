@@ -13,6 +13,7 @@ rounds where the single operations round; they are dead code then.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,8 @@ from .on_host import NotTaken
 
 
 aten = torch.ops.aten
+
+FEW_ROWS = 64  # samples that scales and shifts are computed of; more are tokens
 
 
 def register(env):
@@ -88,10 +91,12 @@ def linear(input, weight, bias=None):
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
     if (everywhere := operands(weight, by_output)) is not None:
-        # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
-        wide = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
-        result = (wide if b is None else wide + b).astype(jnp.result_type(x, w))
-        return Tensor(jax.lax.with_sharding_constraint(result, *everywhere), input._env)
+        if math.prod(x.shape[:-1]) <= FEW_ROWS:
+            # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
+            wide = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+            result = (wide if b is None else wide + b).astype(jnp.result_type(x, w))
+            return Tensor(jax.lax.with_sharding_constraint(result, *everywhere), input._env)
+        w = jax.lax.with_sharding_constraint(w, *everywhere)  # a time by token, as image-to-video has it
     lies = how_it_lies(weight)
     if (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current(), lies)

@@ -97,9 +97,8 @@ def _of_vectors(module: torch.nn.Module) -> Rules:
     """A rule for the linear layers that give scales and shifts of a time's embedding: of several times its width, behind its activation."""
     found = set()
     for name, part in module.named_modules():
-        layers = [
-            (key, one) for key, one in part.named_children() if isinstance(one, (torch.nn.SiLU, torch.nn.Linear))
-        ]
+        children = ((key, getattr(one, "base_layer", one)) for key, one in part.named_children())  # PEFT's wraps it
+        layers = [(key, one) for key, one in children if isinstance(one, (torch.nn.SiLU, torch.nn.Linear))]
         if [type(one) for _, one in layers] == [torch.nn.SiLU, torch.nn.Linear]:
             key, layer = layers[1]
             if layer.out_features >= 2 * layer.in_features:
