@@ -111,9 +111,8 @@ class CompiledModule(ModulePrograms):
         execute -> unflatten. Calls without a program run split, eagerly or on the host.
         """
         with torch.inference_mode(False), torch.no_grad():
-            with (
-                torch.enable_grad() if back else contextlib.nullcontext()
-            ):  # through what it decides of its tensors too
+            # Back through what it decides of its tensors too.
+            with torch.enable_grad() if back else contextlib.nullcontext():
                 call = self._scaled_call(entry, args, kwargs)
             if not _in_pipeline.get():
                 self.look()
