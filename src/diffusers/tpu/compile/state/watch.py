@@ -59,14 +59,16 @@ class Watch:
 
     def __post_init__(self):
         self.before = self.read(self.thing)
-        self.seen = self._glance()
 
-    def _glance(self) -> list:
-        """Of a class all that it holds, of others nothing: where these are the same objects as before it has not changed."""
-        return _pairs(vars(self.thing)) if self.read is CLASS[0] else []
+    def _is_as_seen(self) -> bool:
+        """Of a class, whether it holds the same objects under the same names; False: `read` tells."""
+        if self.read is not CLASS[0]:
+            return False
+        seen = _pairs(vars(self.thing))  # most have none of what is `ON_DEMAND`
+        return len(seen) == len(self.before) and all(map(operator.is_, seen, self.before))
 
     def changed(self) -> bool:
-        if self.seen and len(seen := self._glance()) == len(self.seen) and all(map(operator.is_, seen, self.seen)):
+        if self._is_as_seen():
             return False
         now = self.read(self.thing)
         return dicts_differ(now, self.before) if isinstance(now, dict) else not all_alike(now, self.before)
