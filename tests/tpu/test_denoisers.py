@@ -174,9 +174,8 @@ def test_weights_lie_over_as_few_chips_as_have_room():
     rooms = {part: int(part * size + beside / 8) + 1 for part in rows}
     assert {part: storages(models, lengths, room)["a"] for part, room in rooms.items()} == rows
     assert storages(models, lengths, None)["a"] == ("dp", "sp") and tensor_degree(models, 8, None) == 1
-    patterns = [
-        pattern for pattern, _ in models["a"][1].rules
-    ]  # the rest is whole whatever tp is: embeddings, modulation
+    # What no rule splits is whole whatever tp is: embeddings, modulation.
+    patterns = [pattern for pattern, _ in models["a"][1].rules]
     over_tp = sum(p.nbytes for n, p in model.named_parameters() if any(re.search(one, n) for one in patterns))
     enough = [int(over_tp / tp + size - over_tp + beside / 8) + 1 for tp in (1, 2, 4, 8)]
     assert [tensor_degree(models, 8, room) for room in (*enough, enough[-1] - 2)] == [1, 2, 4, 8, 1]

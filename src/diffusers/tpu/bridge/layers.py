@@ -90,20 +90,19 @@ def linear(input, weight, bias=None):
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
-    if (everywhere := operands(weight, by_output)) is not None:
-        if math.prod(x.shape[:-1]) <= FEW_ROWS:
-            # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
-            wide = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
-            result = (wide if b is None else wide + b).astype(jnp.result_type(x, w))
-            return Tensor(jax.lax.with_sharding_constraint(result, *everywhere), input._env)
-        w = jax.lax.with_sharding_constraint(w, *everywhere)  # a time by token, as image-to-video has it
+    everywhere = operands(weight, by_output)
+    if everywhere is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a time by token, as image-to-video has it
+        w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
     lies = how_it_lies(weight)
-    if (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
+    if everywhere is None and (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current(), lies)
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
-    result = result if b is None else result + b
-    return Tensor(result.astype(dtype), input._env)
+    result = (result if b is None else result + b).astype(dtype)
+    if everywhere is not None:
+        # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
+        result = jax.lax.with_sharding_constraint(result, *everywhere)
+    return Tensor(result, input._env)
 
 
 def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:

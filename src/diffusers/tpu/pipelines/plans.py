@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,9 +103,13 @@ def _of_vectors(module: torch.nn.Module) -> Rules:
         if [type(one) for _, one in layers] == [torch.nn.SiLU, torch.nn.Linear]:
             key, layer = layers[1]
             if layer.out_features >= 2 * layer.in_features:
-                found.add(re.sub(r"\.\d+\.", ".#.", f"{name}.{key}", count=1))
-    either = "|".join(re.escape(name).replace(r"\#", "[^.]+") for name in sorted(found))
-    return ((rf"^({either})\.(weight|bias)$", BY_OUTPUT),) if found else ()
+                found.add(re.sub(r"\.\d+\.", ".*.", f"{name}.{key}", count=1))
+    return ((rf"^({_either(sorted(found))})\.(weight|bias)$", BY_OUTPUT),) if found else ()
+
+
+def _either(globs: Iterable[str]) -> str:
+    """A regular expression of these names. Of a run of blocks a weight's name has `*` or a range in the place of the number."""
+    return "|".join(re.escape(glob).replace(r"\*", r"[^.]+") for glob in globs)
 
 
 def _plan_of(module: torch.nn.Module) -> ModelPlan:
@@ -176,10 +181,8 @@ def _declared_rules(names: list[str], declared: dict) -> Rules:
     for style, specs in STYLES.items():
         globs = [glob for glob, what in declared.items() if PACKED.get(type(what), what) == style]
         for kind, spec in specs.items():
-            # Of a run of blocks a weight's name has `*` or a range in the place of the number.
             there = [glob for glob in globs if fnmatch.filter(names, f"{glob}.{kind}")]
-            either = "|".join(re.escape(glob).replace(r"\*", r"[^.]+") for glob in there)
-            rules += [(rf"^({either})\.{kind}$", spec)] if there else []
+            rules += [(rf"^({_either(there)})\.{kind}$", spec)] if there else []
     return tuple(rules)
 
 
