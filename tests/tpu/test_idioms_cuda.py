@@ -162,20 +162,22 @@ def test_settings_that_mean_nothing_here_are_taken():
 
 
 @idiom("autocast")
-def test_autocast_leaves_models_in_their_own_dtype(said):
+def test_autocast_casts_the_hosts_tensors_too(said):
     x = torch.randn(2, 2)
     for cast in (
         torch.autocast("cuda", dtype=torch.bfloat16),
-        torch.amp.autocast("cuda"),
         torch.autocast("tpu", torch.bfloat16),
+        torch.amp.autocast("cuda"),
     ):
         with cast:
-            assert (x @ x).dtype == torch.float32
-    with torch.autocast("cuda", enabled=False):
-        pass
-    assert len(said) == 1 and "own dtype" in said[0]
+            assert (x @ x).dtype == torch.bfloat16 and torch.is_autocast_enabled()
+            with torch.autocast("cuda", enabled=False):
+                assert (x @ x).dtype == torch.float32 and not torch.is_autocast_enabled()
+            assert (x @ x).dtype == torch.bfloat16
+        assert (x @ x).dtype == torch.float32
+    assert len(said) == 1 and "bfloat16 takes its place" in said[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert (x @ x).dtype == torch.bfloat16
+        assert (x @ x).dtype == torch.bfloat16 and not torch.is_autocast_enabled()
 
 
 @idiom("compile-other")

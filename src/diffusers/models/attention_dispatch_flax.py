@@ -2,7 +2,7 @@
 
 import torch
 
-from ..tpu.bridge import Tensor, environment, on_device, scaled_dot_product_attention
+from ..tpu.bridge import Tensor, autocast, environment, on_device, scaled_dot_product_attention
 from ..tpu.kernels import rotary
 from ..tpu.kernels.attention.api import among_latents, joint
 from ..tpu.kernels.attention.parallel import Text
@@ -35,6 +35,7 @@ def dispatched_attention(
         )
     if attn_mask is not None and attn_mask.ndim == 2 and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
+    query, key, value, attn_mask = autocast.lowered(query, key, value, attn_mask)
     query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
     with choosing(kernel):
         out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -48,7 +49,7 @@ def joint_attention(
 
     `seen`: tokens of the text that are no padding [B, L]; `backend`: of the dispatcher, in place of `TPUConfig.attention`.
     """
-    (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in stream] for stream in (latents, text))
+    (q, k, v), words = ([x.jax().swapaxes(1, 2) for x in autocast.lowered(*stream)] for stream in (latents, text))
     kernel = str(getattr(backend, "value", backend or "")).removeprefix("tpu").lstrip("_") or None
     with choosing(kernel):
         answers = joint(q, k, v, Text(*words, None if seen is None else seen.jax().astype(bool)))
@@ -57,7 +58,7 @@ def joint_attention(
 
 def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Latents among themselves, q, k and v [B, T, N, D] of a trace; so is the answer."""
-    answer = among_latents(*(x.jax().swapaxes(1, 2) for x in (q, k, v)))
+    answer = among_latents(*(x.jax().swapaxes(1, 2) for x in autocast.lowered(q, k, v)))
     return Tensor(answer.swapaxes(1, 2), environment())
 
 

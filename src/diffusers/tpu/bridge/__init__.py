@@ -15,6 +15,7 @@ import torchax.decompositions
 import torchax.ops.jaten
 from torchax.tensor import OperatorNotFound, Tensor
 
+from . import autocast
 from .decisions import Decisions, Guard, deciding
 from .environment import DEVICE, Deferred, environment, on_device, quiet_integers
 from .host_values import READS, ValueRead, plain

@@ -20,7 +20,7 @@ from ..common import notices
 from ..idioms.devices import inside
 from ..weights.checkpoint import is_about_values, settled
 from ..weights.convert import as_numpy, from_numpy
-from . import functions, host_values, operators, views
+from . import autocast, functions, host_values, operators, views
 from .decisions import decided
 from .host_values import READS, plain, usable_outside
 from .layers import cast
@@ -120,6 +120,9 @@ class Environment(_Environment):
 
     def dispatch(self, func, types, args, kwargs):
         kwargs = kwargs or {}
+        if (given := autocast.given(func, args, kwargs)) is not None:
+            with autocast.without():
+                return self._given(func, types, *given)
         self.draws += is_draw(func)
         if func in RANDOM_CONSTRUCTORS:
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
@@ -170,6 +173,15 @@ class Environment(_Environment):
         if self.waits:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
+
+    def _given(self, func, types, args, kwargs):
+        """`func` of other arguments than it was called with. Of a function that has no operator torch finds those that it is made of."""
+        try:
+            return self.dispatch(func, types, args, kwargs)
+        except OperatorNotFound:
+            if isinstance(func, torch._ops.OpOverload):
+                raise
+            return func(*args, **kwargs)
 
     def with_decided(self, operator: Callable, args: tuple, kwargs: dict):
         """What the operator gives, of decided values where it asks for values: of truth values alone if that is enough."""

@@ -77,6 +77,17 @@ def by_output(weight: Tensor, everywhere: jax.sharding.Sharding) -> Tensor:
     return made_of(weight, by_output, everywhere)
 
 
+def recast(weight: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """`result`, which is the weight in another dtype: it lies as the weight does, but in no stack."""
+    if (of := operands(weight, unpacked)) is not None:
+        stored, packed = of
+        return made_of(result, unpacked, recast(stored, stored.to(result.dtype)), packed)
+    if lies := how_it_lies(weight):
+        return lying(result, **{**lies, "layers": None})
+    everywhere = operands(weight, by_output)
+    return result if everywhere is None else by_output(result, *everywhere)
+
+
 def how_it_lies(weight: Tensor) -> dict:
     """What `lying` was told of a weight, by name; nothing where it was not."""
     return dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))

@@ -6,6 +6,7 @@ Detection reads the PCI bus, so that asking costs nothing and imports nothing.
 import contextlib
 import functools
 import glob
+import logging
 import os
 import pathlib
 import re
@@ -197,6 +198,7 @@ def compiled_anew():
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
+    logging.getLogger("jax._src.compilation_cache").setLevel(logging.WARNING)  # it notes each reset, at INFO
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it looks at the setting once

@@ -50,6 +50,7 @@ class Call:
         step: what it does of a step cache that the module has, if any.
         given: the caller's own args and kwargs; `unread`: why no key can be made of them.
         wanted: by what its program is differentiated (`gradients.Wanted`), if it is.
+        autocast: what its products are cast to, if they are.
     """
 
     entry: str
@@ -68,6 +69,7 @@ class Call:
     unread: str | None = None
     images: int | None = None
     wanted: object = None
+    autocast: torch.dtype | None = None
 
     @property
     def shapes(self) -> tuple:
@@ -119,6 +121,8 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         leaves, spec = tree_flatten((args, kwargs))
         unread, static = str(error), ()
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    autocast = bridge.autocast.dtype_now()
+    static += () if autocast is None else ("autocast", autocast)
     key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
     batched, batch, bound = (False,) * len(tensors), None, {}
     if plan.batched or not signature.parameters.keys().isdisjoint(LATENTS):
@@ -132,7 +136,8 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         batch = images = sizes.pop() if len(sizes) == 1 else None
     elif plan.activation_spec == INFERRED and images is not None:  # what leads with as many is taken to be theirs
         batched, batch = tuple(t.shape[:1] == (images,) for t in tensors), images
-    return Call(entry, leaves, spec, tensors, key, batched, batch, given=(args, kwargs), unread=unread, images=images)
+    said = {"given": (args, kwargs), "unread": unread, "images": images, "autocast": autocast}
+    return Call(entry, leaves, spec, tensors, key, batched, batch, **said)
 
 
 def version_of(tensor: torch.Tensor):

@@ -56,7 +56,9 @@ class EntryMethods:
 
     def original(self, name: str):
         """What stood there before: the class's method, as it is now, or the instance's own."""
-        own = self._replaced[name]
+        return self._method(name, self._replaced[name])
+
+    def _method(self, name: str, own):
         return getattr(type(self.module), name).__get__(self.module) if own is None else own
 
     def on_host(self, name: str, args: tuple, kwargs: dict):
@@ -75,7 +77,11 @@ class EntryMethods:
     def _entry(self, name: str):
         @functools.wraps(self.original(name))
         def run(*args, **kwargs):
-            return self.called(name, args, kwargs)
+            if name in self._replaced:
+                return self.called(name, args, kwargs)
+            return self._method(name, run.tpu_own)(
+                *args, **kwargs
+            )  # detached; a wrapper of the user's, accelerate's say, has it yet
 
         run.__signature__ = self._signatures[name]
         run.tpu_own = self._replaced[name]

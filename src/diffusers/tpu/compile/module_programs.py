@@ -350,6 +350,7 @@ class ModulePrograms(EntryMethods):
             branches=branches,
             values=(lambda number: values_of(call.tensors[number])) if branches == 1 else None,
             again=call.wanted is not None and call.wanted.again,
+            autocast=call.autocast,
         )
 
 

@@ -2,10 +2,12 @@
 
 torch_xla, where it is installed too (Colab, Kaggle), is left out: upstream's loops would call `mark_step` in each step. Inference mode
 is `torch.no_grad`, of the same values: its tensors have no version, by which changed weights are known, and torch does not decompose
-operators under it, which torchax needs. Autocast to an accelerator does nothing.
+operators under it, which torchax needs. Autocast on an accelerator is that of CUDA's tensors, which the bridge reads, and of the
+host's, for what a script does with its tensors outside of models; its float16 is bfloat16.
 """
 
 import contextlib
+import contextvars
 import functools
 import os
 import types
@@ -26,7 +28,9 @@ def replace(replacements: Replacements):
     replacements.put(torch, "compile", Stand(torch, "compile", _compiled))
     replacements.wrap(torch.nn.Module, "compile", _in_place)
     replacements.wrap(torch.autograd.grad_mode.inference_mode, "__enter__", _entered)
-    replacements.wrap(torch.amp.autocast_mode.autocast, "__init__", _without_accelerator)
+    autocast = torch.amp.autocast_mode.autocast
+    for name, call in (("__init__", _made), ("__enter__", _cast_inside), ("__exit__", _cast_outside)):
+        replacements.wrap(autocast, name, call)
     if import_utils._torch_xla_available:  # it would take the chips, which one runtime can have
         replacements.put(import_utils, "_torch_xla_available", False)
         os.environ["USE_TORCH_XLA"] = "0"  # accelerate and transformers ask this before they import it
@@ -99,9 +103,40 @@ def _entered(enter, mode):
     mode._inference_mode_context.__enter__()
 
 
-def _without_accelerator(init, self, device_type, dtype=None, enabled=True, cache_enabled=None):
+def _made(init, self, device_type, dtype=None, enabled=True, cache_enabled=None):
     if isinstance(device_type, str) and names_accelerator(device_type):
-        if enabled:
-            warn_once("autocast", "torch.autocast: on the TPU path models compute in their own dtype; load them in it")
-        device_type, enabled = "cuda", False
+        device_type = "cuda"
+        if enabled and (dtype or torch.get_autocast_dtype(device_type)) == torch.float16:
+            warn_once("autocast", "torch.autocast: a TPU has no products of float16; bfloat16 takes its place")
+            dtype = torch.bfloat16
     init(self, device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+
+
+# To what this thread's autocast on an accelerator casts, for the bridge: inside of an operator torch says that there is none.
+casting: contextvars.ContextVar[torch.dtype | None] = contextvars.ContextVar("diffusers_tpu_casting", default=None)
+
+
+def _companions() -> tuple[str, str]:
+    """Devices that it is of too: the script's tensors', and what a traced model is told that its own are on."""
+    return "cpu", torch._C._get_privateuse1_backend_name()
+
+
+def _cast_inside(enter, self):
+    if self.device == "cuda":
+        others = [(torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in _companions()]
+        self._before = casting.get(), others
+        casting.set(self.fast_dtype if self._enabled else None)
+        for name in _companions():
+            torch.set_autocast_enabled(name, self._enabled)
+            torch.set_autocast_dtype(name, self.fast_dtype)
+    return enter(self)
+
+
+def _cast_outside(leave, self, *error):
+    if before := vars(self).pop("_before", None):
+        dtype, others = before
+        casting.set(dtype)
+        for name, (enabled, dtype) in zip(_companions(), others):
+            torch.set_autocast_enabled(name, enabled)
+            torch.set_autocast_dtype(name, dtype)
+    return leave(self, *error)

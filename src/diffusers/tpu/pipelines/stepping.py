@@ -210,7 +210,7 @@ def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dic
         hash(spec)
     except TypeError:
         spec = repr(spec)
-    return (spec, *words.values(), *key), tensors, arrays
+    return (spec, bridge.autocast.dtype_now(), *words.values(), *key), tensors, arrays
 
 
 def _static(leaf):

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...bridge import Deferred, Tensor, environment, parts, storage
+from ...bridge import Deferred, Tensor, autocast, environment, parts, storage
 from ...kernels.attention.backward import KEPT
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
@@ -84,7 +84,7 @@ class BlockRuns:
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [self._taken(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         run = self.run
-        if run is not None and run.group is group and run.stop == index:
+        if run is not None and (run.group, run.stop, run.autocast) == (group, index, autocast.dtype_now()):
             goes_on = run.continued_by(leaves, spec)
             if goes_on is not None and self._alike(run, index):
                 run.extend(*goes_on, [self._deferred(output._aval) for output in run.outputs])
@@ -207,12 +207,13 @@ class BlockRuns:
 
     def _values(self, run: Run, held: list) -> tuple[list[jax.Array], dict]:
         """Of the last block's outputs, and of those that are held; what all of them give to keep, stacked."""
-        if run.stop - run.start > 1:
-            return self._scan(run, held)
-        own = self._stacked_at(run.group, run.start)
-        with self._of_stack(run.group, run.start):
-            values, gives, _ = self._call(run, run.start, run.arrays, own)
-        return values, of_one(gives)
+        with autocast.computing_in(run.autocast):
+            if run.stop - run.start > 1:
+                return self._scan(run, held)
+            own = self._stacked_at(run.group, run.start)
+            with self._of_stack(run.group, run.start):
+                values, gives, _ = self._call(run, run.start, run.arrays, own)
+            return values, of_one(gives)
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
         feeds, avals = run.feeds, [output._aval for output in run.outputs]

@@ -11,7 +11,18 @@ import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...bridge import Decisions, Tensor, by_output, deciding, decomposing, environment, lying, quiet_integers, unpacked
+from ...bridge import (
+    Decisions,
+    Tensor,
+    autocast,
+    by_output,
+    deciding,
+    decomposing,
+    environment,
+    lying,
+    quiet_integers,
+    unpacked,
+)
 from ...chips.sharding import INFERRED, STORAGE_AXES, TOKENS, ModelPlan, Packed, axes_of
 from ...common import notices
 from ...kernels.linear import LANES
@@ -54,6 +65,7 @@ class PureFunction:
         branches: how many calls are side by side in the batch.
         part: of a model whose own lines run one by one: it must not share memory with them.
         again: it will be differentiated, and what blocks compute is not kept for that.
+        autocast: what products are cast to.
         values: number of a tensor of the call -> its values, by which a trace decides (`TraceResult.decisions`); None: it cannot.
     """
 
@@ -72,6 +84,7 @@ class PureFunction:
     part: bool = False
     values: Callable | None = None
     again: bool = False
+    autocast: torch.dtype | None = None
     settled: frozenset[str] = frozenset()
     packed: dict[str, Packed] = field(default_factory=dict)
     settings: dict = field(default_factory=dict)
@@ -163,7 +176,8 @@ class PureFunction:
     def _computing(self):
         with jax.default_matmul_precision(self.matmul_precision), using(self.attention), quiet_integers():
             with decomposing(), environment().override_property(mesh=self.attention.mesh), environment():
-                yield
+                with autocast.computing_in(self.autocast):
+                    yield
 
     def _forward(self, weights: Arrays, args, kwargs):
         cls, call, name = type(self.module), self.call, getattr(self.call, "__name__", "")

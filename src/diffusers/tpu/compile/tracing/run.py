@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from ...bridge import Deferred, Tensor
+from ...bridge import Deferred, Tensor, autocast
 from .scan import Group
 
 
@@ -28,6 +28,7 @@ class Run:
         outputs: the last block's; `passed` are weak references to those of the blocks before it.
         feeds: number of a tensor among a block's arguments -> the output that it is in the next block; of a single block none.
         own: number of a tensor among a block's arguments -> its values in each block, where they differ.
+        autocast: what products are cast to, where the blocks were called.
     """
 
     group: Group
@@ -41,6 +42,7 @@ class Run:
     passed: list[list[weakref.ref]] = field(default_factory=list)
     feeds: dict[int, int] = field(default_factory=dict)
     own: dict[int, list] = field(default_factory=dict)
+    autocast: torch.dtype | None = field(default_factory=autocast.dtype_now)
 
     @property
     def stop(self) -> int:

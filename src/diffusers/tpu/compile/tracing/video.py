@@ -9,7 +9,7 @@ import torch
 from jax import lax
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ...bridge import Tensor, environment
+from ...bridge import Tensor, autocast, environment
 from ...bridge.operators import joined_in_time
 from ...kernels.video import chunks, halo, norm, tiles
 from ...kernels.video.convolution import doubled_by_columns
@@ -108,10 +108,10 @@ def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
         raise halo.NotByShards(f"expected zeros around a map that is doubled, got padding_mode {conv.padding_mode!r}")
     if x.ndim == 4:  # none of them sees another: as if they were one's frames
         return doubled(conv, x.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
-    array, split = x.jax(), halo.halo_shards()
+    (array, weight, bias), split = (t.jax() for t in autocast.lowered(x, conv.weight, conv.bias)), halo.halo_shards()
     padded = jnp.pad(array, [(0, 0)] * 4 + [(1, 1)]) if split is None else split.with_neighbours(array, 1, 1)
     columns = padded.transpose(0, 4, 2, 3, 1)
-    out = doubled_by_columns(columns, conv.weight.jax().transpose(2, 3, 1, 0), conv.bias.jax())
+    out = doubled_by_columns(columns, weight.transpose(2, 3, 1, 0), bias)
     return Tensor(out.transpose(0, 4, 2, 3, 1), x._env)
 
 
