@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffusers.tpu import is_active
 from diffusers.tpu.chips import devices, figures
 from diffusers.tpu.chips.devices import Target, find_target
-from diffusers.tpu.chips.mesh import plan_degrees
-from diffusers.tpu.chips.sharding import default_spec, fit, gathered, plan_weights
+from diffusers.tpu.chips.mesh import plan_degrees, regrouped
+from diffusers.tpu.chips.sharding import BY_OUTPUT, default_spec, fit, gathered, plan_weights
 from diffusers.tpu.common.config import TPUConfig, read_environment
 from diffusers.tpu.idioms import chips
 from diffusers.tpu.kernels import linear
@@ -189,3 +190,11 @@ def test_weights_by_rules(make_mesh):
     assert coverage.bytes_per_chip == (4 << 20) // 8 + (2 << 20) + 16
     with pytest.raises(ValueError, match="dead rules"):
         plan_weights(shapes, ((r"to_qkv\.weight$", P("tp")),), mesh)
+
+
+@pytest.mark.parametrize("degrees", [(1, 8, 1), (1, 4, 2), (2, 4, 1)])
+def test_weights_by_output_stay_where_they_are_in_a_program_with_more_on_dp(make_mesh, degrees):
+    mesh, rules = make_mesh(*degrees), ((r"linear\.weight$", BY_OUTPUT),)
+    (spec,) = plan_weights({"norm.linear.weight": ((48, 8), 768)}, rules, mesh)[0].values()
+    parts = [NamedSharding(regrouped(mesh, dp), spec).devices_indices_map((48, 8)) for dp in (degrees[0], 2, 4)]
+    assert parts[0] == parts[1] == parts[2] and len({*map(str, parts[0].values())}) == 8

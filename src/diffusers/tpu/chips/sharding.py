@@ -166,6 +166,10 @@ def plan_weights(
         label, spec = rule_of(name, rules)
         if spec == BY_OUTPUT:
             spec = fit(spec if one_slice else gathered(spec, ("sp",)), shape, mesh)
+            if one_slice and "sp" in (
+                axes := axes_of(spec[0])
+            ):  # `dp` of one chip too: a program may have more of them on it
+                spec = PartitionSpec(tuple(axis for axis in AXES if axis in (*axes, "dp")))
         else:
             spec = default_spec(shape, mesh, everywhere) if spec is None else fit(gathered(spec, inside), shape, mesh)
         specs[name] = spec
