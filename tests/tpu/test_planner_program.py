@@ -14,17 +14,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import torch
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diffusers.tpu.bridge.operators import group_norm
 from diffusers.tpu.chips.devices import compiler_options
 from diffusers.tpu.chips.figures import CHIPS, TOPOLOGIES, find_topology
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.compile.store import disk_cache
 from diffusers.tpu.kernels.attention.blocks import from_list
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
-from diffusers.tpu.planner import aot, bundles, kept, timing, work
+from diffusers.tpu.planner import aot, bundles, kept, timing, work, worker
 
 
 HERE = Path(__file__).parent
@@ -216,6 +218,19 @@ def refuse(argument, progress):
 
 
 # Here
+
+
+def test_a_fault_in_a_trace_is_no_bad_input(root, monkeypatch):
+    """Its traceback is what helps, not its message; upstream's own refusal of an argument is a sentence."""
+    request = {"model": str(root / "examples/tpu/models/wan-shapes"), "dtype": "float32", "arguments": {}, "batch": 1}
+    for kind, fails in (
+        (aot.BadRequest, lambda *_: int("three")),
+        (ValueError, lambda *_: group_norm(torch.ones(1, 3), 2)),
+    ):
+        monkeypatch.setattr(worker, "record", fails)
+        with pytest.raises(ValueError) as error:
+            worker.recording_of(request, lambda text: None)
+        assert error.type is kind
 
 
 def test_kernels_count_as_by_hand(answers):

@@ -1,7 +1,7 @@
 """`torch.autocast` of device tensors: what an operator of torch's list is given is cast as CUDA's autocast casts it.
 
-Operators that torch does not list, and what runs inside of one that it lists, take their tensors as they are. The state is torch's own, a
-thread's; host tensors are torch's to cast.
+Operators that torch does not list, and what runs inside of one that it lists, take their tensors as they are. To what is cast, a thread's
+`torch.autocast` notes (`idioms.compiling`); host tensors are torch's to cast.
 """
 
 import functools

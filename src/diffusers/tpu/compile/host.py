@@ -77,11 +77,9 @@ class EntryMethods:
     def _entry(self, name: str):
         @functools.wraps(self.original(name))
         def run(*args, **kwargs):
-            if name in self._replaced:
-                return self.called(name, args, kwargs)
-            return self._method(name, run.tpu_own)(
-                *args, **kwargs
-            )  # detached; a wrapper of the user's, accelerate's say, has it yet
+            if name not in self._replaced:  # detached; a wrapper of the user's, accelerate's say, has it yet
+                return self._method(name, run.tpu_own)(*args, **kwargs)
+            return self.called(name, args, kwargs)
 
         run.__signature__ = self._signatures[name]
         run.tpu_own = self._replaced[name]
