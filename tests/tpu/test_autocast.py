@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import denoisers
@@ -158,11 +159,19 @@ def test_gradients_go_back_through_the_casts(training):
     assert not tpu.report(ours)["eager"]
 
 
-def test_accelerates_wrapper_outlives_what_it_wraps():
+@pytest.fixture
+def accelerator():
+    """In bfloat16, which is the process's from its first one on."""
+    AcceleratorState._reset_state(True)
+    yield Accelerator(mixed_precision="bf16")
+    AcceleratorState._reset_state(True)
+
+
+def test_accelerates_wrapper_outlives_what_it_wraps(accelerator):
     """A script that prepares a model and then puts it into a pipeline, whose mesh is another, and takes it off again."""
     theirs, given = denoisers.built("flux", 4), denoisers.inputs("flux", 1)
     ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=(1, 2, 1)))
-    prepared = Accelerator(mixed_precision="bf16").prepare(ours)
+    prepared = accelerator.prepare(ours)
     with torch.no_grad():
         exact = called(theirs, "flux", given)
         with torch.autocast("cpu", torch.bfloat16):
