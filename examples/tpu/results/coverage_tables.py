@@ -2,6 +2,8 @@
 
 import re
 
+from table_words import markdown
+
 
 RESULT_LIMIT, DENOISER_LIMIT = 1e-4, 1e-5
 OWN_FACTOR = 2.0  # of how far upstream's own answer goes when its inputs are rounded, where that is past the limit
@@ -95,9 +97,3 @@ def others(record: dict) -> list[str]:
             )
             groups.setdefault(why, []).append(name.removesuffix("Pipeline"))
     return markdown(("why", "pipelines"), [(why, ", ".join(names)) for why, names in sorted(groups.items())])
-
-
-def markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A table in Markdown."""
-    first, *rest = ("|" + "".join(f" {cell} |" if cell else " |" for cell in cells) for cells in (head, *rows))
-    return [first, "|" + "---|" * len(head), *rest]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from coverage_tables import markdown
+from table_words import markdown
 
 
 FOLDER = Path(__file__).resolve().parent

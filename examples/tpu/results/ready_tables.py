@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from coverage_tables import markdown
+from table_words import markdown
 
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND
 

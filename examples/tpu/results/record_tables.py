@@ -17,7 +17,7 @@ import coverage_tables
 import guides_tables
 import ready_tables
 import upstream_tables
-from coverage_tables import markdown
+from table_words import MODELS, gib, markdown, significant, span, work_of
 
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, MODES
@@ -33,24 +33,6 @@ from bench import attention_cases, tokamax_cases  # noqa: E402
 TABLE = re.compile(r"(?<=<!-- table: )(\S+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
 MARK = re.compile(r"<!-- (?:table: .*|end of table) -->")
 
-MODELS = {
-    "wan2.1-t2v-14b": "Wan 2.1 14B",
-    "wan2.1-i2v-14b-720p": "Wan 2.1 14B image-to-video",
-    "wan2.2-t2v-a14b": "Wan 2.2 A14B, either expert",
-    "wan2.2-ti2v-5b": "Wan 2.2 TI2V 5B",
-    "wan2.1-t2v-1.3b": "Wan 2.1 1.3B",
-    "cogvideox1.5-5b": "CogVideoX1.5 5B",
-    "cogvideox-5b": "CogVideoX 5B",
-    "cogvideox-2b": "CogVideoX 2B",
-    "cogvideox-5b@CogVideoXVideoToVideoPipeline": "CogVideoX 5B, video to video",
-    "hunyuanvideo-1.5-720p-t2v": "HunyuanVideo-1.5",
-    "hunyuanvideo-1.5-480p-t2v": "HunyuanVideo-1.5",
-    "ltx-video": "LTX-Video",
-    "flux.1-dev": "FLUX.1 dev",
-    "qwen-image": "Qwen-Image",
-    "sdxl": "Stable Diffusion XL",
-    "linear-1000": "a thousand submodules",
-}
 SHOWN = {  # on the README: model, height and slice
     ("wan2.1-t2v-14b", 720, "v6e-8"),
     ("wan2.2-ti2v-5b", 704, "v6e-8"),
@@ -60,7 +42,6 @@ SHOWN = {  # on the README: model, height and slice
     ("hunyuanvideo-1.5-720p-t2v", 720, "v6e-8"),
     ("ltx-video", 512, "v6e-1"),
 }
-SIZES = {(720, 1280): "720p", (480, 832): "480p", (480, 848): "480p"}
 SHAPES = {
     "wan-720p-self": "Wan 720p, self",
     "wan-480p-self": "Wan 480p, self",
@@ -121,8 +102,8 @@ def _speed(rows: list[dict]) -> list[str]:
     lines = []
     for key in sorted(found, key=lambda key: key[:2]):
         ways = found[key]
-        seconds = (_span(ways[way]["seconds_per_step"], ways[way]["slower"]) for way in MODES)
-        lines.append((_work(ways[BOUND]), key[2], *seconds, _gib(ways[BOUND])))
+        seconds = (span(ways[way]["seconds_per_step"], ways[way]["slower"]) for way in MODES)
+        lines.append((work_of(ways[BOUND]), key[2], *seconds, gib(ways[BOUND])))
     return markdown(("model and size", "slice", "all heads bounded", "centred", "online", "GiB a chip"), lines)
 
 
@@ -133,11 +114,11 @@ def _steps(rows: list[dict]) -> list[str]:
         if row["variant"] == "ours" and row.get("way", BOUND) != BOUND:
             continue
         kinds = (f"{row['seconds'][kind]:.2f}" for kind in ("attention", "matmul", "other", "collectives"))
-        figures = (_span(row["seconds_per_step"], row.get("slower")), ", ".join(kinds), f"{100 * row['mfu']:.0f}")
+        figures = (span(row["seconds_per_step"], row.get("slower")), ", ".join(kinds), f"{100 * row['mfu']:.0f}")
         program = PROGRAMS.get(row["variant"])
-        work = (_work(row) + (f": {program}" if program else ""), row["topology"])
+        work = (work_of(row) + (f": {program}" if program else ""), row["topology"])
         took = "" if row["compile_seconds"] is None else f"{row['compile_seconds']:.0f}"
-        lines.append((*work, *figures, _gib(row), took))
+        lines.append((*work, *figures, gib(row), took))
     return markdown((*head, "MFU, %", "GiB a chip", "compilation, s"), lines)
 
 
@@ -173,12 +154,12 @@ def _run(rows: list[dict]) -> list[str]:
             continue
         seconds, other = row["seconds"], online[row["model"], row["topology"]]
         text = sum(of for part, of in seconds.items() if part.startswith("text_encoder"))
-        parts = (_span(text), f"{row['steps']} in {_span(seconds['steps'])}", _span(seconds["vae.decode"]))
-        whole = (_span(one["seconds"]["total"], one["slower"]) for one in (row, other))
+        parts = (span(text), f"{row['steps']} in {span(seconds['steps'])}", span(seconds["vae.decode"]))
+        whole = (span(one["seconds"]["total"], one["slower"]) for one in (row, other))
         before = ("", "")  # what was not timed on two quiet cores is left out
         if row["compile_seconds"]:
-            before = (_span(row["compile_seconds"]), _span(row["first_run_seconds"], row["first_run_slower"]))
-        lines.append((_work(row), row["topology"], *parts, *whole, *before))
+            before = (span(row["compile_seconds"]), span(row["first_run_seconds"], row["first_run_slower"]))
+        lines.append((work_of(row), row["topology"], *parts, *whole, *before))
     return [*markdown(head, lines), "", f"In seconds. Not counted: {rows[0]['not_counted']}."]
 
 
@@ -215,9 +196,9 @@ def _calibration(rows: list[dict]) -> list[str]:
     rows = [row for row in rows if not row["name"].startswith(tokamax_cases.NAMED)]
     for row in rows:
         unit = "a call" if row["model"] == "attention" else "a step"
-        ours = _significant(row["our_seconds"])
-        ours += f" to {_significant(row['slower'])}" if row.get("slower") else ""
-        measured = f"{_significant(row['measured_seconds'])} s {unit}"
+        ours = significant(row["our_seconds"])
+        ours += f" to {significant(row['slower'])}" if row.get("slower") else ""
+        measured = f"{significant(row['measured_seconds'])} s {unit}"
         lines.append((row["name"], row["topology"], measured, ours, f"{100 * row['error']:+.1f} %"))
     median = statistics.median(abs(row["error"]) for row in rows)
     head = ("configuration", "slice", "measured by its authors", "our sum", "error")
@@ -255,10 +236,10 @@ def _vae(rows: list[dict]) -> list[str]:
     for row in rows:
         compiled, held = row["how"] == "compiled", row["hbm_gib"]
         module = {"ours": "upstream's", "ours, in tiles": "upstream's, in tiles", "nnx": "plain JAX"}[row["variant"]]
-        seconds = _span(row["seconds"], row.get("slower")) if row["seconds"] else "no room"
+        seconds = span(row["seconds"], row.get("slower")) if row["seconds"] else "no room"
         seconds += ", modelled" if row["how"] == "modelled" else ""
         took = f"{row['compile_seconds']:.0f}" if compiled else ""
-        work = (_work(row), row["entry"], row["topology"], row["dtype"], module)
+        work = (work_of(row), row["entry"], row["topology"], row["dtype"], module)
         lines.append((*work, seconds, f"{held['activations']:.1f}", took))
     return markdown((*head, "compilation, s"), lines)
 
@@ -297,7 +278,7 @@ def _cache(rows: list[dict]) -> list[str]:
         "steps of 50 with blocks",
         "Wan 2.1 14B, v6e-8, s",
     )
-    lines = [("none", "400", "", "", "", "50", _span(rows[0]["planned_without"]))]
+    lines = [("none", "400", "", "", "", "50", span(rows[0]["planned_without"]))]
     for row in rows:
         runs = (
             f"{row['block_runs']:.0f}",
@@ -305,7 +286,7 @@ def _cache(rows: list[dict]) -> list[str]:
             f"{row['psnr']:.1f}",
             f"{row['ssim']:.3f}",
         )
-        seconds = "" if row["planned_seconds"] is None else _span(row["planned_seconds"], row["planned_slower"])
+        seconds = "" if row["planned_seconds"] is None else span(row["planned_seconds"], row["planned_slower"])
         lines.append((row["name"], *runs, str(row["steps_with_blocks"]), seconds))
     return markdown(head, lines)
 
@@ -315,10 +296,10 @@ def _eight_bits(rows: list[dict]) -> list[str]:
     lines, same = [], ("model", "topology", "height", "way")
     for row in (row for row in rows if row["variant"] == "8 bits"):
         ours = next(r for r in rows if r["variant"] == "ours" and all(r[name] == row[name] for name in same))
-        seconds = (_span(one["seconds_per_step"], one["slower"]) for one in (ours, row))
+        seconds = (span(one["seconds_per_step"], one["slower"]) for one in (ours, row))
         layers = (f"{one['seconds']['matmul']:.2g}" for one in (ours, row))
         less = 1 - row["seconds_per_step"] / ours["seconds_per_step"]
-        lines.append((_work(row), row["topology"], *seconds, ", ".join(layers), f"{100 * less:.0f}"))
+        lines.append((work_of(row), row["topology"], *seconds, ", ".join(layers), f"{100 * less:.0f}"))
     head = ("model and size", "slice", "bfloat16, s a step", "8 bits, s a step", "layers alone, s", "less, %")
     return markdown(head, lines)
 
@@ -339,9 +320,9 @@ def _few(plan: dict) -> list[str]:
     steps, size, step = plan["steps"], plan["call"], plan["by_way"][BOUND]
     others = plan["seconds_total"] - steps * step["seconds"]["total"]
     mesh = ", ".join(map(str, plan["mesh"].values()))
-    whole = _span(plan["seconds_total"], others + steps * step["slower"])
-    work = _work({"model": plan["model"], **size})
-    seconds = (_span(step["seconds"]["total"], step["slower"]), _span(others), whole)
+    whole = span(plan["seconds_total"], others + steps * step["slower"])
+    work = work_of({"model": plan["model"], **size})
+    seconds = (span(step["seconds"]["total"], step["slower"]), span(others), whole)
     return markdown(head, [(work, plan["topology"], mesh, str(steps), *seconds)])
 
 
@@ -386,29 +367,3 @@ TABLES = {
     "upstream": Table("upstream.json", upstream_tables.counts),
     "upstream-lost": Table("upstream.json", upstream_tables.lost),
 }
-
-
-# Words and figures
-
-
-def _work(row: dict) -> str:
-    """The model and the size of its image or video."""
-    if "height" not in row:
-        return MODELS[row["model"]]
-    size = SIZES.get((row["height"], row["width"]), f"{row['height']} x {row['width']}")
-    frames = f" x {row['num_frames']}" if "num_frames" in row else ""
-    return f"{MODELS[row['model']]}, {size}{frames}"
-
-
-def _gib(row: dict) -> str:
-    return f"{row['hbm_gib_per_chip']['peak']:.1f}"
-
-
-def _span(seconds: float, slower: float | None = None) -> str:
-    """Seconds, up to those of a chip that waits more where they are known; in hundredths, from ten on in tenths, from a hundred in full."""
-    digits = 2 if seconds < 10 else 1 if seconds < 100 else 0
-    return f"{seconds:.{digits}f}" + ("" if slower is None else f" to {slower:.{digits}f}")
-
-
-def _significant(seconds: float) -> str:
-    return f"{seconds:.4g}"

@@ -2,7 +2,7 @@
 
 import re
 
-from coverage_tables import markdown
+from table_words import markdown
 
 
 TRAINING = "training"
