@@ -88,12 +88,17 @@ def test_operators_give_the_dtypes_that_cudas_autocast_gives(of_cuda, name):
         assert found.dtype == of_cuda[name, pair], pair
 
 
-def decoder() -> torch.nn.Module:
-    return AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, up_block_types=("UpDecoderBlock2D",) * 2).eval()
+def decoder() -> tuple[torch.nn.Module, dict]:
+    model = AutoencoderKL(block_out_channels=(8, 8), norm_num_groups=4, up_block_types=("UpDecoderBlock2D",) * 2)
+    return model.eval(), {"z": torch.randn(2, 4, 6, 5), "return_dict": False}
 
 
-def unet() -> torch.nn.Module:
-    return tiny.unet().eval()
+def unet() -> tuple[torch.nn.Module, dict]:
+    given = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(7)}
+    return tiny.unet().eval(), {**given, "encoder_hidden_states": torch.randn(2, 5, 32), "return_dict": False}
+
+
+OTHERS = {"unet": unet, "decoder": decoder}
 
 
 def called(model, kind: str, given: dict):
@@ -113,19 +118,7 @@ def called(model, kind: str, given: dict):
 )
 def test_models_compute_as_upstreams_do(kind, mesh):
     """Float32 weights. Off upstream's in float32 by what bfloat16 is off; no program of one way is taken for the other."""
-    if kind in ("unet", "decoder"):
-        theirs, given = (unet, decoder)[kind == "decoder"](), {"return_dict": False}
-        given |= (
-            {"z": torch.randn(2, 4, 6, 5)}
-            if kind == "decoder"
-            else {
-                "sample": torch.randn(2, 4, 8, 8),
-                "timestep": torch.tensor(7),
-                "encoder_hidden_states": torch.randn(2, 5, 32),
-            }
-        )
-    else:
-        theirs, given = denoisers.built(kind, 4), denoisers.inputs(kind, 2)
+    theirs, given = OTHERS[kind]() if kind in OTHERS else (denoisers.built(kind, 4), denoisers.inputs(kind, 2))
     ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh))
     with torch.no_grad():
         exact = called(theirs, kind, given)

@@ -23,18 +23,17 @@ LOWER = frozenset(
 WIDEST = frozenset(
     "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot".split()
 )
-# Names that functions and operators have here, by those of torch's list.
-ALIASES = {
-    "matmul": "__matmul__ __rmatmul__",
-    "pow": "__pow__ __rpow__",
-    "reciprocal": "__rtruediv__ __rdiv__",
-    "softmax": "_softmax",
-    "log_softmax": "_log_softmax",
-    "group_norm": "native_group_norm",
-    "linalg_vector_norm": "vector_norm",
-    "linalg_multi_dot": "multi_dot",
-    "grid_sampler": "grid_sample",
-    "upsample_nearest2d": "interpolate",
+LISTED_AS = {  # functions and operators that have another name on torch's list
+    **dict.fromkeys(("__matmul__", "__rmatmul__"), "matmul"),
+    **dict.fromkeys(("__pow__", "__rpow__"), "pow"),
+    **dict.fromkeys(("__rtruediv__", "__rdiv__"), "reciprocal"),
+    "_softmax": "softmax",
+    "_log_softmax": "log_softmax",
+    "native_group_norm": "group_norm",
+    "vector_norm": "linalg_vector_norm",
+    "multi_dot": "linalg_multi_dot",
+    "grid_sample": "grid_sampler",
+    "interpolate": "upsample_nearest2d",
 }
 
 
@@ -67,19 +66,19 @@ def given(func, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         return None
     leaves = tree_leaves((args, kwargs))
     if kind == "float32":
-        dtype = (
-            None if any(isinstance(leaf, torch.dtype) for leaf in leaves) else torch.float32
-        )  # the caller says which
+        if any(isinstance(leaf, torch.dtype) for leaf in leaves):
+            return args, kwargs  # the caller says in which
+        dtype = torch.float32
     elif kind == "widest":
-        dtypes = [leaf.dtype for leaf in leaves if _takes_part(leaf)]
-        dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else None
-    return (args, kwargs) if dtype is None else tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), (args, kwargs))
+        dtypes = [leaf.dtype for leaf in leaves if _takes_part(leaf)] or [dtype]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+    return tree_map_only(torch.Tensor, lambda t: _cast(t, dtype), (args, kwargs))
 
 
 @functools.cache
 def _kind(func) -> str | None:
     name = getattr(getattr(func, "overloadpacket", func), "__name__", "")
-    name = next((listed for listed, others in ALIASES.items() if name in others.split()), name)
+    name = LISTED_AS.get(name, name)
     if name in LOWER:
         return "lower"
     if name in WIDEST:

@@ -19,8 +19,6 @@ import jax
 import jax.numpy as jnp
 import torch
 import torch.nn.functional as F
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from torchax.tensor import Tensor
 
 from ..chips.sharding import Packed
@@ -74,9 +72,9 @@ def lying(weight: Tensor, split: int | None, layers: tuple | None, narrow: Narro
     return made_of(weight, lying, split, layers, narrow)
 
 
-def by_output(weight: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """The weight, of whose outputs chips have parts, over these axes of the mesh: each computes its own, and all get all."""
-    return made_of(weight, by_output, mesh, axes)
+def by_output(weight: Tensor, everywhere: jax.sharding.Sharding) -> Tensor:
+    """The weight, of whose outputs all chips have parts: they are put together, `everywhere`."""
+    return made_of(weight, by_output, everywhere)
 
 
 def recast(weight: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -86,8 +84,8 @@ def recast(weight: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         return made_of(result, unpacked, recast(stored, stored.to(result.dtype)), packed)
     if lies := how_it_lies(weight):
         return lying(result, **{**lies, "layers": None})
-    shared = operands(weight, by_output)
-    return result if shared is None else by_output(result, *shared)
+    everywhere = operands(weight, by_output)
+    return result if everywhere is None else by_output(result, *everywhere)
 
 
 def how_it_lies(weight: Tensor) -> dict:
@@ -103,21 +101,18 @@ def linear(input, weight, bias=None):
     check_kinds(x, w)
     if x.shape[-1:] != w.shape[-1:]:  # JAX repeats one entry
         raise NotTaken
-    shared = operands(weight, by_output)
-    if shared is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a time by token, as image-to-video has it
-        w, shared = jax.lax.with_sharding_constraint(w, NamedSharding(shared[0], P())), None
+    everywhere = operands(weight, by_output)
+    if everywhere is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a time by token, as image-to-video has it
+        w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
     lies = how_it_lies(weight)
-    if shared is None and (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
+    if everywhere is None and (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
         return made_of(Tensor(result, input._env), linear, x, w, b, current(), lies)
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = (result if b is None else result + b).astype(dtype)
-    if shared is not None:
-        # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself. And of parts as the
-        # weight's are: where samples lie over `dp`, it would fetch the weight's from the chips there.
-        mesh, axes = shared
-        for spec in (P(*(None,) * (x.ndim - 1), axes), P()):
-            result = jax.lax.with_sharding_constraint(result, NamedSharding(mesh, spec))
+    if everywhere is not None:
+        # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
+        result = jax.lax.with_sharding_constraint(result, *everywhere)
     return Tensor(result, input._env)
 
 

@@ -63,10 +63,11 @@ def line_of(error: BaseException) -> Line:
 whole_tracebacks = functools.partial(traceback_filtering, "off")  # errors that go through JAX keep their frames
 
 
-def raised_inside(error: BaseException) -> bool:
-    """Whether torch, torchax, JAX or what they build on raised it: not the model's code, which checks what it is given, nor ours."""
+def raised_inside(error: BaseException, places: tuple[str, ...] = INSIDE) -> bool:
+    """Whether a file of these places raised it; of torch, torchax, JAX or what they build on: not the model's code, which checks what it
+    is given, nor ours."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return any(name in frame.f_code.co_filename for name in INSIDE)
+    return any(name in frame.f_code.co_filename for name in places)
 
 
 def asked_by_ours(error: BaseException) -> bool:

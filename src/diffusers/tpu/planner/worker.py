@@ -3,13 +3,13 @@
 import contextlib
 import importlib.metadata
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pkgutil import resolve_name
 
 import torch
 
+from .. import bridge
 from ..chips.figures import Topology, find_topology
 from ..chips.mesh import AXES, make_mesh
 from ..chips.sharding import INFERRED
@@ -85,8 +85,8 @@ def recording_of(request: dict, progress: Callable) -> Recording:
             arguments["prompt"] = ["word"] * request["batch"]
         recording = record(pipe, arguments, progress)
     except (ValueError, TypeError) as error:
-        if _is_a_fault(error):
-            raise
+        if bridge.raised_inside(error, FAULTS):
+            raise  # its traceback says more than its message
         raise BadRequest(" ".join(str(error).split())) from error
     if not recording.steps:
         raise BadRequest(f"expected a pipeline that denoises in steps, got {type(pipe).__name__} without any")
@@ -95,12 +95,6 @@ def recording_of(request: dict, progress: Callable) -> Recording:
         training.one_step(recording)
     recording.arguments = {k: v for k, v in arguments.items() if isinstance(v, (int, float, str, bool))}
     return recording
-
-
-def _is_a_fault(error: Exception) -> bool:
-    """Whether it was raised where no argument of the user's is looked at: its traceback says more than its message."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return any(room in frame.f_code.co_filename for room in FAULTS)
 
 
 def _check_size(arguments: dict, recording: Recording):

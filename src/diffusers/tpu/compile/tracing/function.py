@@ -224,7 +224,7 @@ class PureFunction:
         whole = jax.block_until_ready(whole) if environment().waits else whole
         weight, spec = Tensor(whole, environment()), self.specs[key]
         if any(axis in STORAGE_AXES for entry in spec[:1] for axis in axes_of(entry)):
-            return by_output(weight, self.attention.mesh, spec[0])
+            return by_output(weight, NamedSharding(self.attention.mesh, PartitionSpec()))
         axis = next((n for n, entry in enumerate(spec) if "tp" in axes_of(entry)), None)
         narrow = self._narrow(array, spec) if layers is None else None
         weight = weight if axis is layers is narrow is None else lying(weight, axis, layers, narrow)
