@@ -32,6 +32,8 @@ QUICK_FLAGS = {
 }
 os.environ["XLA_FLAGS"] = " ".join([GIVEN_FLAGS, *(f"--{name}={value}" for name, value in QUICK_FLAGS.items())])
 
+os.environ.setdefault("NPROC", "32")  # threads: as `chips.devices` asks for
+
 # Models are so small that a second thread only waits, and beside this process another worker wants a core.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

@@ -33,7 +33,7 @@ def start(count: int, chips: int, command: list[str], folder: Path, cache: str) 
         port = free.getsockname()[1]
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     common = {"DIFFUSERS_TPU": "cpu", "DIFFUSERS_TPU_DEVICES": str(chips), "DIFFUSERS_TPU_CACHE": cache}
-    common |= {"XLA_FLAGS": " ".join(flags), "NPROC": "8"}  # threads, as the process of the tests has
+    common |= {"XLA_FLAGS": " ".join(flags), "NPROC": os.environ["NPROC"]}  # threads, as the process of the tests has
     if count > 1:
         common |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
     started = []

@@ -22,7 +22,8 @@ from diffusers import (
 )
 from diffusers.pipelines.wan.pipeline_wan_flax import WanPipeline as Flax
 from diffusers.tpu import bridge
-from diffusers.tpu.pipelines import glue, stepping
+from diffusers.tpu.compile import numbers
+from diffusers.tpu.pipelines import glue
 from diffusers.tpu.pipelines.stepping import as_programs, steps_of
 
 
@@ -228,13 +229,13 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
 
 @pytest.mark.parametrize("name, executables", [("unipc", 4), ("flow", 1)])  # first, second, middle, last
 def test_steps_that_differ_in_numbers_are_one_executable(inside, name, executables):
-    stepping.jitted_by_text.clear()
+    numbers.jitted_by_text.clear()
     scheduler = made(name)
     with as_programs([scheduler]):
         stepped(scheduler, inside, 20, tables="jax")
     (steps,) = steps_of(scheduler).recorded.values()
     assert len(steps) == 20
-    assert len(stepping.jitted_by_text) <= executables
+    assert len(numbers.jitted_by_text) <= executables
 
 
 @pytest.mark.parametrize(

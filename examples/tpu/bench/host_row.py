@@ -57,7 +57,7 @@ def main(scheduler: str):
     import torch
 
     from diffusers.tpu import install
-    from diffusers.tpu.pipelines.stepping import jitted_by_text
+    from diffusers.tpu.compile.numbers import jitted_by_text
 
     torch.set_num_threads(1)
     pipe = install(tiny_pipeline(scheduler))

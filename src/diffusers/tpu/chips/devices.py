@@ -152,10 +152,11 @@ def jax_devices(target: Target) -> tuple:
             jax.config.update("jax_num_cpu_devices", target.simulated)
             jax.config.update("jax_platforms", "cpu")
     hosts.join(target.platform)
-    if target.platform == "cpu" and hosts.process_count() > 1:
-        # Eigen cuts a sum by how many threads there are, which XLA's CPU client makes one for each of its chips or, if that is
-        # more, for each processor, by this name: as many as one process would have that simulates all chips give the same bits.
-        os.environ.setdefault("NPROC", str(target.simulated * hosts.process_count()))
+    if target.platform == "cpu":
+        # XLA's CPU client has a thread for each of its chips or, if that is more, for each processor, by this name. An exchange keeps one
+        # of each of its chips' threads waiting, and chips come to exchanges in different orders: some are over. Eigen cuts a sum by how
+        # many there are: as many in each process as one would have that simulates all chips give the same bits.
+        os.environ.setdefault("NPROC", str(THREADS * target.simulated * hosts.process_count()))
     with chips_are_there(device_nodes()):
         devices = jax.devices(target.platform)
     if target.platform == "cpu" and len(devices) < target.simulated:
@@ -168,6 +169,7 @@ def jax_devices(target: Target) -> tuple:
     return tuple(devices[: target.simulated * hosts.process_count() or None])
 
 
+THREADS = 4  # of a simulated chip
 MOST_CACHED_BYTES = 4 * GIB  # of XLA's programs; the oldest go
 
 

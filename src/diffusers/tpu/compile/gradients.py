@@ -22,8 +22,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...utils import logging
 from .. import bridge
 from ..chips.locks import exclusive
+from ..chips.sharding import STORAGE_AXES, default_spec
 from .call import Call
+from .chip_arrays import ChipArray, stand, together
+from .optimizers import serve
 from .programs import Program
+from .weights import is_stacked
 
 
 logger = logging.get_logger(__name__)
@@ -59,6 +63,8 @@ class Differentiable:
         self.program, self.wanted = program, wanted
         self.compiled: dict[str, jax.stages.Compiled] = {}
         self.reached: list[bool] = []
+        # Residuals lie as weights without a rule do: the compiler would split one over a part of an axis, as JAX does not.
+        self._spread = False
         # The way back is a tree of residuals; of each: whether it is an argument, and its number among these or the others.
         self._tree: jax.tree_util.PyTreeDef | None = None
         self._places: list[tuple[bool, int]] = []
@@ -96,7 +102,13 @@ class Differentiable:
             return False
         start = time.perf_counter()
         lowered = jax.jit(getattr(self, f"_{name}")).trace(*arguments).lower()
-        self.compiled[name] = self.program.compile_lowered(lowered, f", {name}")
+        try:
+            self.compiled[name] = self.program.compile_lowered(lowered, f", {name}")
+        except ValueError as error:
+            if type(error).__name__ != "IndivisibleError" or self._spread:
+                raise
+            self._spread = True
+            return self._compile(name, *arguments)
         seconds = time.perf_counter() - start
         self.program.compile_seconds += seconds
         logger.info(f"compiled {self.program.name}.{self.program.entry}, {name}, in {seconds:.1f} s")
@@ -117,6 +129,10 @@ class Differentiable:
         residuals, self._tree = jax.tree.flatten(back)
         arguments = {id(x): n for n, x in enumerate(jax.tree.leaves(given))}
         new = [x for x in residuals if id(x) not in arguments]
+        if self._spread:
+            mesh = self.program.mesh
+            where = (NamedSharding(mesh, default_spec(x.shape, mesh)) for x in new)
+            new = [jax.lax.with_sharding_constraint(*pair) for pair in zip(new, where)]
         kept = iter(range(len(new)))
         self._places = [(True, arguments[id(x)]) if id(x) in arguments else (False, next(kept)) for x in residuals]
         return outputs, new
@@ -179,7 +195,7 @@ class _Call(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
         (token,) = ctx.saved_tensors
-        return None, *ctx.call.back(token.kept, gradients)
+        return None, *ctx.call.back(token.kept, gradients, [node for node, _ in ctx.next_functions])
 
 
 class DifferentiatedCall:
@@ -189,12 +205,17 @@ class DifferentiatedCall:
     """
 
     def __init__(self, runner, call: Call):
+        serve()
         self.runner, self.call, self.keeps = runner, call, runner.module.training
         self.inputs = {n: t for n, t in enumerate(call.tensors) if t.requires_grad}
         tensors, self.weights = runner.state.now.tensors, {}
         for key, names in runner.plan_weights().sources.items():
             asked = {n: tensors[name] for n, name in enumerate(names) if name and tensors[name].requires_grad}
             self.weights |= {key: asked} if asked else {}
+        if 2 * sum(t.nbytes for some in self.weights.values() for t in some.values()) > sum(
+            t.nbytes for t in tensors.values()
+        ):
+            runner.storage = STORAGE_AXES  # gradients and what optimizers keep lie as weights do
         again = not self.keeps or getattr(runner.module, "is_gradient_checkpointing", False)
         self.wanted = Wanted((*self.inputs,), (*self.weights,), again, self.keeps)
 
@@ -232,9 +253,10 @@ class DifferentiatedCall:
         call.values = None  # torch decides how long what is kept lives
         return [bridge.from_numpy(x) for x in outputs], kept
 
-    def back(self, kept, gradients: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor | None]:
-        """Gradients of what asked for one, arguments first; None where no output depends on it. `gradients`: of the flat outputs."""
-        runner, program = self.runner, self.program
+    def back(self, kept, gradients: tuple[torch.Tensor, ...], nodes: list) -> Iterator[torch.Tensor | None]:
+        """Gradients of what asked for one, arguments first; None where no output depends on it, and where a weight has it already, on
+        the chips. `gradients`: of the flat outputs; `nodes`: where torch goes with what is given."""
+        runner, program, nodes = self.runner, self.program, iter(nodes)
         with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
             everywhere = NamedSharding(program.mesh, PartitionSpec())
             given = [bridge.to_jax(g.contiguous(), everywhere) for g in gradients if _is_floating(g)]
@@ -247,14 +269,23 @@ class DifferentiatedCall:
                     found = differentiable.backward(kept, given)
                 else:
                     found = differentiable.whole_backward(*kept, given)
+            if (
+                program.mesh.devices.flat[0].platform == "cpu"
+            ):  # simulated chips' exchanges wait for each other's threads
+                jax.block_until_ready(found)
             if len(differentiable.compiled) > before:
                 runner.executables.keep_program(program)
             reached = iter(found)
             found = (next(reached) if is_reached else None for is_reached in differentiable.reached)
-            for t, x in zip(self.inputs.values(), found):
+            for t, x, _ in zip(self.inputs.values(), found, nodes):
                 yield None if x is None else bridge.from_numpy(x).to(t.dtype)
             for (key, asked), x in zip(self.weights.items(), found):
-                yield from [None] * len(asked) if x is None else runner.plan_weights().apart(key, x, asked)
+                there = [next(nodes) for _ in asked]
+                held = None if x is None else ChipArray(runner.plan_weights(), key, x)
+                if held is None or _kept(held, asked, there):
+                    yield from [None] * len(asked)
+                else:
+                    yield from (held.part(number, t.shape, t.dtype)[...] for number, t in asked.items())
 
     def _program_again(self) -> Program:
         """The traced program of a call that was kept."""
@@ -275,6 +306,39 @@ class DifferentiatedCall:
         if program.differentiable is None:
             program.differentiable = Differentiable(program, self.wanted)
         return program.differentiable
+
+
+def _kept(held: ChipArray, asked: dict[int, torch.Tensor], nodes: list) -> bool:
+    """Whether gradients of weights stay on the chips, added to what these have there; not what torch hands on elsewhere than to `.grad`."""
+    stack = held.array.shape[: is_stacked(held.key)]
+    like = all(
+        held.array.shape == (*stack, *t.shape) and held.array.dtype.itemsize == t.itemsize for t in asked.values()
+    )
+    if not like or [*asked] != [*range(*stack or (1,))] or not all(map(_accumulates, asked.values(), nodes)):
+        return False
+    former = [t.grad for t in asked.values()]
+    if all(t is None for t in former):
+        for t, gradient in zip(asked.values(), stand(held, former, asked[0].dtype)):
+            t.grad = gradient
+        return True
+    before = together(former)
+    if before is None or (before.placed, before.key) != (held.placed, held.key):
+        return False
+    before.become(_sum(before.array, held.array))
+    return True
+
+
+def _accumulates(t: torch.Tensor, node) -> bool:
+    """Whether torch does no more with a gradient that comes to this node than to add it to the tensor's."""
+    if type(node).__name__ != "AccumulateGrad" or t._backward_hooks or t._post_accumulate_grad_hooks:
+        return False
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # in `torch.autograd.grad` there is no answer for a tensor's own
+        return False
+
+
+_sum = jax.jit(jnp.add, donate_argnums=0)
 
 
 def _is_floating(t: torch.Tensor) -> bool:

@@ -70,6 +70,7 @@ class CompiledModule(ModulePrograms):
     def detach(self):
         """Put the entry methods back and free the arrays; what the user has put in their place stays."""
         super().detach()
+        self.drop()
         self._placed = None
         self.branches.forget()
         self.state.forget()
@@ -103,6 +104,11 @@ class CompiledModule(ModulePrograms):
     def bytes_per_chip(self) -> int:
         """What the weights take of a chip, as they are planned."""
         return sum(placed.coverage.bytes_per_chip for placed in self._all_placed())
+
+    @property
+    def held_per_chip(self) -> int:
+        """Bytes that training keeps there beside them."""
+        return sum(held.bytes_per_chip for placed in self._all_placed() for held in placed.beside())
 
     def run(self, entry: str, args: tuple, kwargs: dict, back: bool = False):
         """Upstream's return value of the module's `entry(*args, **kwargs)`; `back`: torch is to go back through it.
@@ -176,10 +182,18 @@ class CompiledModule(ModulePrograms):
             self.take_values(call, program.mesh)
         return True
 
-    def take_values(self, call: Call, mesh: Mesh | None = None):
-        """Give the call what its program computes with: placed weights, numbers, its tensors' values; of the module as last read."""
+    def load(self):
+        """The weights on the chips, of the module as last read."""
         with self.within_hbm(lambda: f"for the weights of {self.name}"):
             self.place(read=False) if self.hbm_manager is None else self.hbm_manager.load(self)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a chip has room for so many bytes more that stay there."""
+        return self.hbm_manager is None or self.hbm_manager.free() >= nbytes
+
+    def take_values(self, call: Call, mesh: Mesh | None = None):
+        """Give the call what its program computes with: placed weights, numbers, its tensors' values; of the module as last read."""
+        self.load()
         everywhere, sequence = NamedSharding(self.mesh, PartitionSpec()), self.plan.activation_spec is not None
         of = self.state.now, self._placed, self.state.numbers_are_static, call.scale
         if self._numbers[0] != of:

@@ -59,7 +59,7 @@ class ModuleState:
         """The key of a program of now, beside its call's."""
         of = self.now, placed, self.numbers_are_static
         if self._key[0] != of:
-            weights = tuple((key, a.shape, a.dtype) for key, a in placed.avals.items())
+            weights = tuple((key, a.shape, a.dtype, a.sharding.spec) for key, a in placed.avals.items())
             key = (*self.read, weights)
             if key not in self._ids:
                 self._ids[key] = next(self._next_id)

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import operator
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -17,11 +18,11 @@ import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
-from ..bridge import from_numpy, numpy_dtype
+from ..bridge import numpy_dtype
 from ..chips.sharding import Coverage, ModelPlan, Packed, computed, plan_weights, unwrapped
 from ..common import notices
 from ..idioms.refusing import refuse_weights
-from ..weights.checkpoint import FileTensor, is_ordinary, missing_message
+from ..weights.checkpoint import FileTensor, is_ordinary, missing_message, on_chips, settled
 from ..weights.transfer import PlacementRequest, Transfer
 from .state.adapters import Adapters
 from .tracing.scan import Group, find_groups
@@ -47,6 +48,7 @@ class PlacedWeights:
         placement: changes, to a number of this process's own, when something is placed.
         terms: keys that are of adapters.
         packed: key -> the order in which an axis of it is stored, where that is not the tensor's.
+        held: what training keeps on the chips beside them, and weights that it changed there (`chip_arrays.ChipArray`).
     """
 
     module: torch.nn.Module
@@ -64,6 +66,7 @@ class PlacedWeights:
     placement: int = -1
     terms: set[str] = field(default_factory=set)
     packed: dict[str, Packed] = field(default_factory=dict)
+    held: weakref.WeakSet = field(default_factory=weakref.WeakSet)
 
     def unchanged(self, tensors: dict[str, torch.Tensor]) -> bool:
         """Whether the weights are on the chips as these tensors are now."""
@@ -84,6 +87,9 @@ class PlacedWeights:
                 if any(name not in tensors for name in names):
                     return True
                 if self.versions.get(key) != (version := _version(tensors, names)):
+                    if place and any(on_chips(tensors[name]) for name in names):
+                        settled([tensors[name] for name in names])
+                        version = _version(tensors, names)
                     stale[key] = names, version
                     if any(not self._fits(key, tensors[name]) for name in names):
                         return True
@@ -107,6 +113,10 @@ class PlacedWeights:
                     self.arrays[key], self.versions[key] = former.arrays[key], former.versions[key]
                     before = (name for name in former.sources[key] if name is not None)
                     self.samples.update((name, former.samples[old]) for name, old in zip(names, before))
+                    for held in [held for held in former.held if held.key == key]:
+                        former.held.remove(held)
+                        held.placed = self
+                        self.held.add(held)
         if self.arrays:
             self.placement = former.placement
         former.drop()
@@ -126,20 +136,35 @@ class PlacedWeights:
         for key, names in self.sources.items():
             for n, name in enumerate(names):
                 if name is not None:
-                    array = self.arrays[key][n] if _is_stacked(key) else self.arrays[key]
+                    array = self.arrays[key][n] if is_stacked(key) else self.arrays[key]
                     array = self.packed[key].apart(array, self.packed[key].axis) if key in self.packed else array
                     arrays[name] = array[tuple(map(slice, self.watched[1][name].shape))]
                     specs[name] = self.specs[key]
         return arrays, specs
 
-    def apart(self, key: str, array: jax.Array, asked: dict[int, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Of an array that lies as one of ours, the part of each of these tensors, by their number in its sources, on the host."""
-        if key in self.packed:
-            array = self.packed[key].apart(array, self.packed[key].axis + _is_stacked(key))
-        host = from_numpy(array)
-        for number, tensor in asked.items():
-            own = host[number] if _is_stacked(key) else host
-            yield own[tuple(map(slice, tensor.shape))].to(tensor.dtype, copy=True)
+    def in_order(self, key: str, array: jax.Array) -> jax.Array:
+        """An array that is stored as ours under this key, its axes as its tensors have them."""
+        if key not in self.packed or array.shape != self.avals[key].shape:
+            return array
+        return self.packed[key].apart(array, self.packed[key].axis + is_stacked(key))
+
+    def beside(self) -> list:
+        """What is held that is not the weights' own arrays."""
+        return [held for held in self.held if held.array is not self.arrays.get(held.key)]
+
+    def changed(self, key: str, tensors: dict[str, torch.Tensor]):
+        """The array under this key was changed on the chips, and these tensors, of all names, stand for it or have its values."""
+        names = self.sources[key]
+        self.versions[key], self.placement = _version(tensors, names), next(_placements)
+        self.samples.update((name, _sample(tensors[name])) for name in names)
+
+    def copied(self, key: str, number: int, tensor: torch.Tensor):
+        """A tensor that stood for its part of the array has the values now: they need not be placed again."""
+        ((now,), name) = _version({"": tensor}, [""]), self.sources[key][number]
+        there = self.versions.get(key)
+        if there is not None and there[number][0] == now[0]:
+            self.versions[key] = (*there[:number], now, *there[number + 1 :])
+            self.samples[name] = _sample(tensor)
 
     def _named(self) -> Iterator[tuple[str, list[str]]]:
         """The sources that are tensors."""
@@ -149,13 +174,15 @@ class PlacedWeights:
     def settled(self) -> frozenset[str]:
         """Keys of arrays that are stored as they are computed with."""
         specs = {
-            key: NamedSharding(self.mesh, PartitionSpec(*[None] * _is_stacked(key), *spec))
+            key: NamedSharding(self.mesh, PartitionSpec(*[None] * is_stacked(key), *spec))
             for key, spec in self.specs.items()
         }
         return frozenset(key for key, a in self.avals.items() if a.sharding.is_equivalent_to(specs[key], a.ndim))
 
     def drop(self):
-        """Leave the chips; the host tensors stay."""
+        """Leave the chips; the host tensors stay, with what they stood for there."""
+        for held in [*self.held]:
+            held.leave()
         self.arrays.clear()
         self.versions.clear()
         self.watched = None
@@ -163,7 +190,7 @@ class PlacedWeights:
     def _fits(self, key: str, tensor: torch.Tensor) -> bool:
         """Of a stack's terms of adapters a lower rank fits too."""
         aval, shape = self.avals[key], tuple(tensor.shape)
-        stacked = _is_stacked(key)
+        stacked = is_stacked(key)
         planned = aval.shape[1:] if stacked else aval.shape
         lower = stacked and key in self.terms and len(shape) == len(planned) and all(map(operator.le, shape, planned))
         return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
@@ -174,7 +201,7 @@ class PlacedWeights:
         def request(key: str) -> PlacementRequest:
             self.arrays.pop(key, None)  # first: the old and the new need not both have room
             given = [tensors.get(name) for name in self.sources[key]]
-            return PlacementRequest(key, self.avals[key], given, _is_stacked(key), self.packed.get(key))
+            return PlacementRequest(key, self.avals[key], given, is_stacked(key), self.packed.get(key))
 
         nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in stale)
         bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
@@ -220,7 +247,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
     stored, coverage = plan_weights(shapes, rules, mesh, storage)
     specs, avals = {key: computed(key, spec, rules) for key, spec in stored.items()}, {}
     for key, names in sources.items():
-        stack, spec = ((len(names),), PartitionSpec(None, *stored[key])) if _is_stacked(key) else ((), stored[key])
+        stack, spec = ((len(names),), PartitionSpec(None, *stored[key])) if is_stacked(key) else ((), stored[key])
         dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=NamedSharding(mesh, spec))
     terms = {key for key, names in sources.items() if any(map(adapters.in_a_term, filter(None, names)))}
@@ -280,11 +307,12 @@ def _is_within(name: str, submodules: tuple[str, ...]) -> bool:
     return any(name.startswith(f"{submodule}.") for submodule in submodules)
 
 
-def _is_stacked(key: str) -> bool:
+def is_stacked(key: str) -> bool:
     return "*" in key or "[" in key
 
 
 def _version(tensors: dict, names: list[str]) -> tuple:
     """Changes when a tensor is replaced, written to, or given other data (as `module.to(dtype)` does)."""
     held = (tensors[name] for name in names)
-    return tuple((id(t), t._version, t.dtype, t.data_ptr(), vars(t).get("source")) for t in held)
+    with torch._C.DisableTorchFunction():
+        return tuple((id(t), t._version, t.dtype, t.data_ptr(), vars(t).get("source")) for t in held)

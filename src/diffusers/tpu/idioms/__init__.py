@@ -22,12 +22,12 @@ def on(*others):
     global _replacements, _others
     _others = others or _others
     if _replacements is None:
-        from . import compiling, cuda, devices, overloads, processes
+        from . import compiling, cuda, devices, optimizing, overloads, processes
         from .replacing import Replacements
 
         overloads.serve()  # for good: it changes nothing but what torchax sees while it is imported
         _replacements = Replacements()
-        for file in (devices, cuda, compiling, processes, *_others):
+        for file in (devices, cuda, compiling, processes, optimizing, *_others):
             file.replace(_replacements)
         _forget_devices()
 

@@ -23,7 +23,8 @@ _settling = threading.Lock()
 
 @dataclass(eq=False)
 class Source:
-    """Where values come from: a tensor of the file and the dtypes it passes through; None once they are in memory."""
+    """Where values come from: a tensor of the file and the dtypes it passes through, or a part of what training keeps on the chips
+    (`compile.chip_arrays.Part`), which changes; None once they are in memory."""
 
     values: torch.Tensor | None
     dtypes: tuple[torch.dtype, ...] = ()
@@ -62,16 +63,30 @@ class FileTensor(torch.Tensor):
         """This same object as an ordinary tensor or parameter, its values in memory, also for its aliases."""
         with _settling, _plain():
             if type(self) is FileTensor:
-                if self.source.values is not None:
+                if (given := self.source.values) is not None:
                     values, storage = self.read(), self.untyped_storage()
                     storage.resize_(values.nbytes)
                     values.new_empty(0).set_(storage, 0, self.shape, self.stride()).copy_(values)
                     self.source.values = None
                 self._become_ordinary()
+                if given is not None and not isinstance(given, torch.Tensor):
+                    given.settled(self)
         return self
 
+    @classmethod
+    def stand_in(cls, tensor: torch.Tensor, values):
+        """This same tensor or parameter as one whose values are there; its memory is free, if nothing else has it."""
+        with _plain():
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            empty.untyped_storage().resize_(0)
+            torch._C.TensorBase.data.__set__(tensor, empty)
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor._is_param = True
+            tensor.__class__, tensor.source = cls, Source(values)
+
     def _become_ordinary(self):
-        self.__class__ = torch.nn.Parameter if "_is_param" in vars(self) else torch.Tensor
+        self.__class__ = torch.nn.Parameter if vars(self).pop("_is_param", False) else torch.Tensor
+        del self.source  # torch would write it to files
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -88,7 +103,7 @@ class FileTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo):
-        if self.source.values is None:
+        if self.source.values is None or on_chips(self):
             return self.settle().__deepcopy__(memo)
         copy = FileTensor.of(self.source.values, *self.source.dtypes)
         copy = torch.nn.Parameter(copy, self.requires_grad) if "_is_param" in vars(self) else copy
@@ -108,6 +123,11 @@ def waiting(tensor: torch.Tensor) -> torch.Tensor:
 def is_ordinary(tensor: torch.Tensor) -> bool:
     """Whether its values are what its bytes say: not so of quantized weights, which are subclasses of torch's tensor."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter, FileTensor)
+
+
+def on_chips(tensor: torch.Tensor) -> bool:
+    """Whether it stands for what training keeps there."""
+    return type(tensor) is FileTensor and not isinstance(tensor.source.values, (torch.Tensor, type(None)))
 
 
 def settled(*tree):
@@ -154,7 +174,9 @@ def _converted(tensor: FileTensor, *args, **kwargs):
         return NotImplemented
     values, dtypes = tensor.source.values, tensor.source.dtypes
     if dtype in (None, tensor.dtype):
-        return tensor if dtypes else values
+        return tensor if dtypes or on_chips(tensor) else values
+    if on_chips(tensor):
+        return NotImplemented
     if not dtype.is_floating_point or (torch.is_grad_enabled() and tensor.requires_grad):
         return NotImplemented
     return FileTensor.of(values, *dtypes, dtype)

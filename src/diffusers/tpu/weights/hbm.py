@@ -7,7 +7,6 @@ prefetched while that works: compiled, and moved in if both have room.
 import gc
 import itertools
 import math
-import operator
 import re
 import weakref
 from collections.abc import Callable, Mapping
@@ -152,7 +151,7 @@ class HbmManager:
             runner.executables.expect()
         for runner in runners:
             runner.current()
-            self.load(runner) if runner in self._placed or self._free() >= _bytes(runner) else self.check(runner)
+            self.load(runner) if runner in self._placed or self.free() >= _bytes(runner) else self.check(runner)
 
     def check_all(self, owner):
         """Raises ValueError for a model of the pipeline that lacks weights, and for one that would not fit even alone."""
@@ -237,11 +236,12 @@ class HbmManager:
         owner, name = next(named_by, (None, type(runner.module).__name__))
         return name, "MODEL" if owner is None else self._models[owner]
 
-    def _free(self) -> float:
+    def free(self) -> float:
+        """Bytes of a chip that weights may still take."""
         return float("inf") if self.limit is None else self.limit - sum(map(_there, self._placed))
 
     def _make_room(self, need: int, keep=None):
-        if hosts.process_count() > 1 and self._free() < need:
+        if hosts.process_count() > 1 and self.free() < need:
             gc.collect()  # what is there is counted alike in all processes: not by when garbage is found
         for runner in leaving([*self._placed], _there, need, self.limit, keep):
             self.leave(runner)
@@ -265,8 +265,9 @@ def hbm_manager_of(mesh: Mesh, config: TPUConfig) -> HbmManager:
     return _managers.setdefault((devices, hbm, limit), HbmManager(hbm, limit))
 
 
-# Nothing where the model's tensors are no longer those that were placed.
-_there = operator.attrgetter("bytes_per_chip")
+def _there(runner) -> int:
+    """Bytes on a chip; nothing where the model's tensors are no longer those that were placed."""
+    return runner.bytes_per_chip + runner.held_per_chip
 
 
 def _bytes(runner) -> int:

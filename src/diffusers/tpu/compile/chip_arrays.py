@@ -1,0 +1,191 @@
+"""What training keeps on the chips, gradients, states of optimizers and weights that they changed, and the host's tensors that stand for it.
+
+A weight stands for its part as a `FileTensor` does for its part of a file; the others are `OnChips`. Whoever asks for values, torch's
+own code too, finds an ordinary tensor of the host.
+"""
+
+import weakref
+from dataclasses import dataclass, field
+
+import jax
+import torch
+from jax.sharding import NamedSharding, PartitionSpec
+from torch.utils._pytree import tree_map_only
+
+from ..bridge import from_numpy, numpy_dtype
+from ..weights.checkpoint import FileTensor, is_about_values, settled
+from ..weights.transfer import PlacementRequest, Transfer
+from .weights import PlacedWeights, is_stacked
+
+
+@dataclass(eq=False)
+class ChipArray:
+    """An array on the chips that is of the weights under one key: a stack if they are, stored as they are where it has their shape.
+
+    Attributes:
+        placed: the weights, and what of them is told when values leave the chips.
+        array: None once nothing of it is on the chips.
+        parts: what stands for it.
+    """
+
+    placed: PlacedWeights
+    key: str
+    array: jax.Array | None
+    parts: "weakref.WeakSet[Part]" = field(default_factory=weakref.WeakSet)
+    _host: torch.Tensor | None = None
+
+    def __post_init__(self):
+        self.placed.held.add(self)
+
+    def part(self, number: int, shape: torch.Size, dtype: torch.dtype) -> "Part":
+        self.parts.add(part := Part(self, number, shape, dtype))
+        return part
+
+    def become(self, array: jax.Array):
+        """What stands for the array stands for this one."""
+        self.array, self._host = array, None
+
+    def read(self, number: int) -> torch.Tensor:
+        """The part of the tensor with this number, on the host."""
+        if self._host is None:
+            self._host = from_numpy(self.placed.in_order(self.key, self.array))
+        return self._host[number] if is_stacked(self.key) else self._host
+
+    def leave(self):
+        """Its values to the host, for as long as something stands for them."""
+        for part in [*self.parts]:
+            part.values = part[...]
+        self.array = self._host = None
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors' weights it is of."""
+        return len(self.placed.sources[self.key])
+
+    @property
+    def bytes_per_chip(self) -> int:
+        return 0 if self.array is None else self.array.addressable_shards[0].data.nbytes
+
+
+@dataclass(eq=False)
+class Part:
+    """One tensor's part of what is held; `values`: on the host, when it has left the chips."""
+
+    held: ChipArray
+    number: int
+    shape: torch.Size
+    dtype: torch.dtype
+    values: torch.Tensor | None = None
+
+    def __getitem__(self, index) -> torch.Tensor:
+        """A copy of its values there."""
+        with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+            whole = self.held.read(self.number) if self.values is None else self.values
+            return whole[tuple(map(slice, self.shape))][index].to(self.dtype, copy=True)
+
+    def settled(self, tensor: torch.Tensor):
+        """A weight that stood for it has its values on the host now; they are on the chips as before."""
+        if self.values is None:
+            self.held.placed.copied(self.held.key, self.number, tensor)
+
+
+@dataclass(eq=False)
+class Number:
+    """A number that a program gives, in a dtype of torch's."""
+
+    array: jax.Array
+    dtype: torch.dtype
+    shape: torch.Size = torch.Size()
+
+    def __getitem__(self, index) -> torch.Tensor:
+        return from_numpy(self.array)[index].to(self.dtype)
+
+
+class OnChips(torch.Tensor):
+    """A tensor of the host that stands for a part on the chips until it is asked for values, and then for an ordinary tensor."""
+
+    part: Part | Number | None
+    _host: torch.Tensor | None
+
+    def __new__(cls, part: Part | Number):
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype, device="cpu")
+
+    def __init__(self, part: Part | Number):
+        self.hold(part)
+
+    def hold(self, part: Part | Number):
+        """Stand for this part from now on."""
+        self.part, self._host = part, None
+
+    def host(self) -> torch.Tensor:
+        if self._host is None:
+            self._host, self.part = self.part[...], None
+        return self._host
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if is_about_values(func):
+            settled(args, kwargs)
+            return _on_hosts(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _on_hosts(func, args, kwargs or {})
+
+
+def _on_hosts(func, args: tuple, kwargs: dict):
+    """torch's function of the tensors that stand there; one that it wrote to is given itself."""
+    owners: dict[int, OnChips] = {}
+
+    def host(t: OnChips) -> torch.Tensor:
+        owners[id(t.host())] = t
+        return t.host()
+
+    result = func(*tree_map_only(OnChips, host, args), **tree_map_only(OnChips, host, kwargs))
+    return tree_map_only(torch.Tensor, lambda t: owners.get(id(t), t), result)
+
+
+def part_of(t) -> Part | None:
+    """The part on the chips that a tensor stands for; None: it has values on the host."""
+    part = t.part if type(t) is OnChips else t.source.values if type(t) is FileTensor else None
+    return part if isinstance(part, Part) and part.values is None else None
+
+
+def together(tensors: list[torch.Tensor]) -> ChipArray | None:
+    """What is held, where these stand for its parts, all and in order."""
+    parts = [*map(part_of, tensors)]
+    held = parts[0] and parts[0].held
+    same = held and all(part and part.held is held and part.number == n for n, part in enumerate(parts))
+    return held if same and len(parts) == held.tensors else None
+
+
+def brought(tensors: list[torch.Tensor], like: ChipArray) -> ChipArray:
+    """What these hold, each of one of the weights of `like`: on the chips from now on."""
+    if (found := together(tensors)) is not None:
+        return found
+    placed, key, shape = like.placed, like.key, tuple(tensors[0].shape)
+    stack = (len(tensors),) if is_stacked(key) else ()
+    alike = like.array.shape == (*stack, *shape)
+    where = like.array.sharding if alike else NamedSharding(placed.mesh, PartitionSpec())
+    aval = jax.ShapeDtypeStruct((*stack, *shape), numpy_dtype(tensors[0].dtype), sharding=where)
+    on_host = [t.host() if type(t) is OnChips else t for t in tensors]
+    request = PlacementRequest(key, aval, on_host, bool(stack), placed.packed.get(key) if alike else None)
+    with Transfer() as transfer:
+        ((_, array),) = transfer.arrays([request])
+    return ChipArray(placed, key, array)
+
+
+def stand(held: ChipArray, tensors: list[torch.Tensor | None], dtype: torch.dtype) -> list[OnChips]:
+    """Tensors that stand for all that is held: these, where they can."""
+    found = [*tensors]
+    for n, t in enumerate(tensors):
+        part = held.part(n, torch.Size(held.array.shape[is_stacked(held.key) :]), dtype)
+        if type(t) is OnChips:
+            t.hold(part)
+        else:
+            found[n] = OnChips(part)
+    return found

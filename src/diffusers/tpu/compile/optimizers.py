@@ -1,0 +1,284 @@
+"""Steps of torch's optimizers on the chips, for weights whose gradients are there.
+
+What a step does to one number of a weight is traced from torch's own lines, and runs for all of them at once: weights, gradients and
+states lie alike and stay where they are. What differs from step to step are numbers, arguments of one executable. Whatever else is
+stepped, gradients that the host has, another package's optimizer, states that have no room, is left to torch.
+"""
+
+import collections
+import copy
+import functools
+import inspect
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from .. import bridge
+from ..chips.hosts import put
+from ..chips.locks import exclusive
+from ..common import notices
+from ..idioms import optimizing
+from ..weights.checkpoint import FileTensor
+from .chip_arrays import ChipArray, Number, OnChips, brought, part_of, stand, together
+from .lru import LRUCache
+from .module_programs import ModulePrograms
+from .numbers import Lifted
+from .weights import PlacedWeights
+
+
+MOST_TRACES = 64  # of an optimizer
+# Each number of a weight for itself.
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
+NO_ROOM = (
+    "some weights of {} are stepped on the host: on the chips there is no room for what {} keeps of them, beside weights and gradients."
+    " More chips, or an optimizer that keeps less, make steps faster"
+)
+ALONE = 2  # references to memory that one tensor has: its own, and that of who asks
+
+
+@dataclass
+class Traced:
+    """A step.
+
+    Attributes:
+        numbers: what its program is given beside the weight and its gradient, and states.
+        made: states that are on the chips after it, with their dtypes; `left`: those on the host.
+    """
+
+    lifted: Lifted
+    numbers: list[jax.Array]
+    made: dict[str, torch.dtype]
+    left: dict[str, object]
+
+
+@dataclass(eq=False)
+class Optimizer:
+    """What is known of an optimizer. `stepped`: weights that are, with their gradients, which torch does not see meanwhile."""
+
+    traced: dict[tuple, Traced | None] = field(default_factory=lambda: LRUCache(MOST_TRACES))
+    programs: dict[tuple, jax.stages.Compiled] = field(default_factory=dict)
+    stepped: list[tuple[torch.Tensor, OnChips]] = field(default_factory=list)
+
+    def step(
+        self, optimizer, options: dict, of_host: dict, names: list[str], dtypes: list, mesh: Mesh
+    ) -> Traced | None:
+        """The step of weights with states of these names on the chips; None: torch's lines ask for values there. `dtypes`: of weight,
+        gradient and those states."""
+        asked = _values(options), _values(of_host), *names, *dtypes, mesh
+        if asked not in self.traced:
+            self.traced[asked] = _trace(optimizer, options, of_host, names, dtypes, mesh)
+        return self.traced[asked]
+
+    def program(self, traced: Traced, like: jax.Array) -> jax.stages.Compiled:
+        """That of a step, of a weight like this one."""
+        key = traced.lifted.text, like.shape, like.sharding
+        if key not in self.programs:
+            function, scalars = traced.lifted, traced.lifted.jaxpr.invars
+            for _ in like.shape:
+                function = jax.vmap(function, (None, 0, 0))
+            function = jax.jit(function, out_shardings=(like.sharding,) * (1 + len(traced.made)), donate_argnums=2)
+            given = [jax.ShapeDtypeStruct(like.shape, x.aval.dtype, sharding=like.sharding) for x in scalars]
+            self.programs[key] = function.lower(traced.numbers, given[:2], given[2:]).compile()
+        return self.programs[key]
+
+
+_known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Optimizer]" = weakref.WeakKeyDictionary()
+
+
+def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
+    """Step what can be stepped on the chips; torch's own step, which follows, leaves out what has no gradient."""
+    cls, known = type(optimizer), _known.setdefault(optimizer, Optimizer())
+    is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
+    if not is_torchs or len(args) > 1 or kwargs.get("closure") is not None:  # which makes the gradients
+        return
+    with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
+        loaded: dict[torch.nn.Module, tuple | None] = {}
+        for group in optimizer.param_groups:
+            for gradient, params in _whole(group["params"]):
+                module = gradient.placed.module
+                if module not in loaded:
+                    loaded[module] = _loaded(module)
+                if loaded[module] and _step(optimizer, known, group, gradient, params, *loaded[module]):
+                    known.stepped += ((p, p.grad) for p in params)
+        for p, _ in known.stepped:
+            p.grad = None
+
+
+def _after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
+    known = _known[optimizer]
+    while known.stepped:
+        p, p.grad = known.stepped.pop()
+
+
+def _whole(params: Iterable[torch.Tensor]) -> list[tuple[ChipArray, list[torch.Tensor]]]:
+    """The gradients that are held, with their weights, where those are all among these."""
+    found: dict[ChipArray, dict[int, torch.Tensor]] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for p in params:
+            if (part := part_of(p.grad)) is not None:
+                found.setdefault(part.held, {})[part.number] = p
+    return [(held, [those[n] for n in sorted(those)]) for held, those in found.items() if len(those) == held.tensors]
+
+
+def _loaded(module: torch.nn.Module) -> tuple[ModulePrograms, dict[str, torch.Tensor]] | None:
+    """The module's runner, its weights on the chips, and its tensors; None: it has left the path."""
+    if (runner := vars(module).get(ModulePrograms.NAME)) is None:
+        return None
+    runner.look()
+    runner.current()
+    runner.load()
+    return runner, runner.state.now.tensors
+
+
+def _step(optimizer, known: Optimizer, group: dict, gradient: ChipArray, params: list, runner, tensors: dict) -> bool:
+    """Step these weights, whose gradients are held; False: it is left to torch, and nothing was done."""
+    key, placed, states = gradient.key, gradient.placed, [optimizer.state.get(p, {}) for p in params]
+    are_its = [id(tensors.get(name)) for name in placed.sources[key]] == [*map(id, params)]
+    if placed is not runner.plan_weights() or gradient.array is None or not are_its:
+        return False
+    names = [name for name, x in states[0].items() if isinstance(x, torch.Tensor) and x.ndim]
+    of_host = [{name: x for name, x in state.items() if name not in names} for state in states]
+    if any(one.keys() != states[0].keys() for one in states) or len({*map(_values, of_host)}) > 1:
+        return False
+    if any(state[name].shape != p.shape for p, state in zip(params, states) for name in names):
+        return False
+    options, weight = {name: x for name, x in group.items() if name != "params"} | PLAIN, placed.arrays[key]
+    dtypes = [t.dtype for t in (params[0], params[0], *(states[0][name] for name in names))]
+    traced = known.step(optimizer, options, of_host[0], names, dtypes, placed.mesh)
+    if traced is None:
+        return False
+    given = {name: [state.get(name) for state in states] for name in traced.made}
+    away = [name for name, some in given.items() if name not in names or together(some) is None]
+    if away and not runner.has_room(len(away) * gradient.bytes_per_chip):
+        notices.warn_once(f"no room {runner.name}", NO_ROOM.format(runner.name, type(optimizer).__name__))
+        return False
+    held = {name: brought(given[name], gradient) for name in names}
+    run = known.program(traced, weight)
+    if away:  # what comes after this step is compiled now
+        dtypes = [*dtypes[:2], *traced.made.values()]
+        known.program(known.step(optimizer, options, traced.left, [*traced.made], dtypes, placed.mesh), weight)
+    weight, *arrays = run(traced.numbers, [weight, gradient.array], [held[name].array for name in names])
+    for (name, dtype), array in zip(traced.made.items(), arrays):
+        if name not in held:
+            held[name] = ChipArray(placed, key, array)
+        held[name].become(array)
+        if name in away:
+            for p, t in zip(params, stand(held[name], given[name], dtype)):
+                optimizer.state[p][name] = t
+    for p in params:
+        _leave(optimizer.state[p], traced.left)
+    _become(placed, key, weight, params)
+    placed.changed(key, tensors)
+    return True
+
+
+def _trace(optimizer, options: dict, of_host: dict, names: list[str], dtypes: list, mesh: Mesh) -> Traced | None:
+    """The step of a weight of one number; None: torch's lines ask for its value, or do more than can be kept."""
+    env, made, left = bridge.environment(), {}, {}
+
+    def step(weight, gradient, *states):
+        p, given = bridge.to_torch(weight), dict(zip(names, map(bridge.to_torch, states)))
+        p.grad = bridge.to_torch(gradient)
+        one = object.__new__(type(optimizer))
+        state = collections.defaultdict(dict, {p: given | copy.deepcopy(of_host)})
+        vars(one).update(vars(optimizer), param_groups=[copy.deepcopy(options) | {"params": [p]}], state=state)
+        with env, bridge.autocast.without():
+            inspect.unwrap(type(optimizer).step)(one)
+        after = state[p]
+        made.update((name, x.dtype) for name, x in after.items() if bridge.on_device(x))
+        left.update((name, x) for name, x in after.items() if name not in made)
+        if p.grad.jax() is not gradient:
+            raise ValueError("it changes the gradient")
+        return [p.jax(), *(after[name].jax() for name in made)]
+
+    try:
+        closed = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct((), bridge.numpy_dtype(dtype)) for dtype in dtypes))
+    except Exception:  # whatever it is, torch's own step says it itself
+        return None
+    lifted, everywhere = Lifted(closed), NamedSharding(mesh, PartitionSpec())
+    return Traced(lifted, [put(x, everywhere) for x in lifted.numbers], made, left)
+
+
+def _become(placed: PlacedWeights, key: str, array: jax.Array, params: list[torch.Tensor]):
+    """Weights as they were changed on the chips: these stand for them, or have the values where something else has their memory."""
+    placed.arrays[key] = array
+    if (held := together(params)) is not None:
+        return held.become(array)
+    held = ChipArray(placed, key, array)
+    for n, p in enumerate(params):
+        part = held.part(n, p.shape, p.dtype)
+        if type(p) is FileTensor and p.source.values is not None:
+            p.source.values, p.source.dtypes = part, ()
+        elif _references(p) <= ALONE:
+            FileTensor.stand_in(p, part)
+        else:
+            with torch.utils._mode_utils.no_dispatch(), torch._C.DisableTorchFunction():
+                p.copy_(part[...])
+
+
+def _references(tensor: torch.Tensor) -> int:
+    """How many have its memory."""
+    with torch._C.DisableTorchFunction():
+        return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _leave(state: dict, left: dict):
+    """Put what a step leaves on the host into an optimizer's state of a weight; tensors that are there stay themselves."""
+    for name, x in left.items():
+        if isinstance(x, torch.Tensor) and isinstance(state.get(name), torch.Tensor):
+            state[name].copy_(x)
+        else:
+            state[name] = copy.deepcopy(x)
+
+
+def _values(given: dict) -> tuple:
+    return tuple((name, x.item() if isinstance(x, torch.Tensor) else repr(x)) for name, x in given.items())
+
+
+# Clipping
+
+
+def clip(params: list[torch.Tensor], most: float) -> torch.Tensor | None:
+    """`torch.nn.utils.clip_grad_norm_` by the norm of all gradients together, for those that are held; None: none is, or on several meshes."""
+    with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
+        held = dict(_whole(params))
+        there = {id(p) for those in held.values() for p in those}
+        rest = [p.grad for p in params if p.grad is not None and id(p) not in there]
+        if len({one.placed.mesh for one in held}) != 1:
+            return None
+        everywhere = NamedSharding(next(iter(held)).placed.mesh, PartitionSpec())
+        squares = sum(g.float().square().sum().item() for g in rest)
+        arrays = [one.array for one in held]
+        total, factor = _norm(arrays, put(jnp.float32(squares), everywhere), put(jnp.float32(most), everywhere))
+        for one, array in zip(held, _scaled(arrays, factor)):
+            one.become(array)
+        for g in rest:
+            g.mul_(bridge.from_numpy(factor).to(g.dtype))
+        return OnChips(Number(total, next(iter(held.values()))[0].dtype))
+
+
+@jax.jit
+def _norm(arrays: list[jax.Array], others: jax.Array, most: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The norm of all, `others` being the square of that of further ones, and what to multiply them by so that it is at most `most`."""
+    total = jnp.sqrt(others + sum(jnp.sum(jnp.square(x.astype(jnp.float32))) for x in arrays))
+    return total, jnp.minimum(most / (total + 1e-6), 1.0)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _scaled(arrays: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
+    return [x * factor.astype(x.dtype) for x in arrays]
+
+
+@functools.cache
+def serve():
+    """From now on: gradients may be on the chips."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+    optimizing.clip = clip

@@ -1,0 +1,165 @@
+"""Optimizers' steps on the chips. Oracle: torch's own of upstream's model, in the same process, same weights and inputs."""
+
+import copy
+import io
+
+import pytest
+import torch
+
+import denoisers
+from conftest import relative, slow
+from diffusers import tpu
+from diffusers.tpu import idioms
+from diffusers.tpu.common.config import TPUConfig
+from diffusers.tpu.compile import optimizers
+from diffusers.tpu.compile.chip_arrays import part_of
+from diffusers.tpu.pipelines.attach import runs
+from diffusers.training_utils import EMAModel
+
+
+LIMIT = 1e-4
+
+
+class Training:
+    """A loop as upstream's scripts have it, of one model. `between`: called with it after each backward pass."""
+
+    def __init__(self, model, cls=torch.optim.AdamW, kind="flux", between=lambda training: None, **kwargs):
+        self.model, self.kind, self.between, self.steps = model, kind, between, 0
+        small = [p for p in model.parameters() if p.ndim < 2]
+        groups = [{"params": [p for p in model.parameters() if p.ndim > 1]}, {"params": small, "weight_decay": 0.0}]
+        self.optimizer = cls(groups, **kwargs)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
+        self.losses = []
+
+    def loss(self):
+        torch.manual_seed(self.steps)
+        return (self.model(**denoisers.inputs(self.kind, 1))[0].float() - 1).square().mean()
+
+    def run(self, steps: int) -> "Training":
+        for _ in range(steps):
+            for _ in range(2):
+                self.steps += 1
+                (loss := self.loss()).backward()
+            self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
+            self.between(self)
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+            self.losses += [loss.item(), self.norm.item()]
+        return self
+
+
+@pytest.fixture(autouse=True, scope="module")
+def active():
+    """As `import diffusers` has it on a TPU host."""
+    idioms.on()
+    yield
+    idioms.off()
+
+
+def pair(kind="flux", heads=4, mesh=(1, 4, 2), dtype=torch.float32, **config) -> tuple:
+    """Upstream's model and ours."""
+    theirs = denoisers.built(kind, heads).to(dtype).train()
+    return theirs, tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh, **config))
+
+
+def assert_alike(ours: Training, theirs: Training, limit=LIMIT):
+    assert ours.losses == pytest.approx(theirs.losses, rel=limit)
+    flat = [torch.cat([p.detach().double().flatten() for p in x.model.parameters()]) for x in (ours, theirs)]
+    assert relative(*flat) < limit
+
+
+@pytest.mark.parametrize(
+    "kind, mesh, cls, kwargs",
+    [
+        ("flux", (1, 4, 2), "AdamW", {"lr": 1e-3, "foreach": True}),
+        ("flux2", (1, 2, 4), "SGD", {"lr": 1e-2, "momentum": 0.9, "nesterov": True}),
+        slow("flux", (2, 2, 2), "Adam", {"lr": 1e-3, "amsgrad": True, "weight_decay": 0.1}),
+        *(slow("flux", (1, 1, 1), cls, {}) for cls in optimizers.ELEMENTWISE if cls not in ("Rprop", "SGD")),
+    ],
+)
+def test_a_step_is_torchs(chips, kind, mesh, cls, kwargs):
+    """Gradients of two passes, clipped, learning rates that change, groups of their own; the host sees neither gradients nor states."""
+    programs, (theirs, ours) = [], pair(kind, mesh=mesh)
+
+    def between(training):
+        assert not [n for n, p in training.model.named_parameters() if p.grad is not None and not part_of(p.grad)]
+        programs.append(len(optimizers._known[training.optimizer].programs) if training.steps > 2 else 0)
+
+    of_theirs = Training(theirs, getattr(torch.optim, cls), kind, **kwargs).run(4)
+    of_ours = Training(ours, getattr(torch.optim, cls), kind, between, **kwargs).run(4)
+    states = [x for state in of_ours.optimizer.state.values() for x in state.values() if x is not None and x.ndim]
+    assert all(part_of(x) for x in states) and programs[1] == programs[-1] > 0
+    assert_alike(of_ours, of_theirs)
+
+
+def written(training):
+    next(training.model.parameters()).data.mul_(0.9)
+    training.model.proj_out.weight.grad.mul_(2)
+
+
+def regularized(training):
+    sum(p.square().sum() for p in training.model.parameters()).backward()
+
+
+def looked_at(training):
+    for p in training.model.parameters():
+        assert p.grad.norm() < 1 and p.isfinite().all()
+
+
+def aliased(training):
+    """Views of weights and of states, taken before, follow."""
+    kept = vars(training).setdefault("kept", [p.detach() for p in training.model.parameters()])
+    assert all(torch.equal(x, p) for x, p in zip(kept, training.model.parameters()))
+
+
+def hooked(training):
+    if training.steps == 2:
+        training.model.proj_out.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def averaged(training):
+    if "average" not in vars(training):
+        training.average = EMAModel(training.model.parameters(), decay=0.5)
+    training.average.step(training.model.parameters())
+    training.average.copy_to(training.model.parameters())
+
+
+def resumed(training):
+    (file := io.BytesIO()).write(b"")
+    torch.save([training.optimizer.state_dict(), training.model.state_dict()], file)
+    states, weights = torch.load(io.BytesIO(file.getvalue()))
+    training.optimizer.load_state_dict(states)
+    training.model.load_state_dict(weights)
+
+
+def replaced(training):
+    training.optimizer.zero_grad(set_to_none=False)
+    training.loss().backward()
+    training.model.proj_out.bias.grad = None
+
+
+def frozen(training):
+    training.model.proj_out.requires_grad_(training.steps == 4)
+
+
+def left(training):
+    if training.steps == 4 and tpu.is_active() and runs(training.model) is not None:
+        tpu.uninstall(training.model)
+
+
+@pytest.mark.parametrize(
+    "between", [written, regularized, looked_at, aliased, hooked, averaged, resumed, replaced, frozen]
+)
+def test_what_a_script_does_between_steps(chips, between):
+    theirs, ours = (Training(model, between=between, lr=1e-3).run(3) for model in pair())
+    assert_alike(ours, theirs)
+
+
+def test_gradients_that_are_handed_elsewhere(chips):
+    theirs, ours = pair()
+    for model in (theirs, ours):
+        (x := Training(model, lr=1e-3)).run(1)
+        x.given = torch.autograd.grad(x.loss(), [*model.parameters()])
+        x.optimizer.step(lambda: x.loss().backward())
+        theirs, ours = (ours, x) if model is theirs else (theirs, x)
