@@ -1,10 +1,13 @@
 """Optimizers' steps on the chips. Oracle: torch's own of upstream's model, in the same process, same weights and inputs."""
 
 import copy
+import gc
 import io
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 import denoisers
 from conftest import relative, slow
@@ -21,9 +24,10 @@ LIMIT = 1e-4
 
 
 class Training:
-    """A loop as upstream's scripts have it, of one model. `between`: called with it after each backward pass."""
+    """A loop as upstream's scripts have it, of one model. `between`: called with it after each step's backward passes, one after another
+    or the last."""
 
-    def __init__(self, model, cls=torch.optim.AdamW, kind="flux", between=lambda training: None, **kwargs):
+    def __init__(self, model, cls=torch.optim.AdamW, kind="flux", between=(lambda training: None,), **kwargs):
         self.model, self.kind, self.between, self.steps = model, kind, between, 0
         small = [p for p in model.parameters() if p.ndim < 2]
         groups = [{"params": [p for p in model.parameters() if p.ndim > 1]}, {"params": small, "weight_decay": 0.0}]
@@ -41,7 +45,7 @@ class Training:
                 self.steps += 1
                 (loss := self.loss()).backward()
             self.norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.05)
-            self.between(self)
+            self.between[min(self.steps // 2, len(self.between)) - 1](self)
             self.optimizer.step()
             self.schedule.step()
             self.optimizer.zero_grad()
@@ -87,7 +91,7 @@ def test_a_step_is_torchs(chips, kind, mesh, cls, kwargs):
         programs.append(len(optimizers._known[training.optimizer].programs) if training.steps > 2 else 0)
 
     of_theirs = Training(theirs, getattr(torch.optim, cls), kind, **kwargs).run(4)
-    of_ours = Training(ours, getattr(torch.optim, cls), kind, between, **kwargs).run(4)
+    of_ours = Training(ours, getattr(torch.optim, cls), kind, (between,), **kwargs).run(4)
     states = [x for state in of_ours.optimizer.state.values() for x in state.values() if x is not None and x.ndim]
     assert all(part_of(x) for x in states) and programs[1] == programs[-1] > 0
     assert_alike(of_ours, of_theirs)
@@ -108,14 +112,14 @@ def looked_at(training):
 
 
 def aliased(training):
-    """Views of weights and of states, taken before, follow."""
-    kept = vars(training).setdefault("kept", [p.detach() for p in training.model.parameters()])
-    assert all(torch.equal(x, p) for x, p in zip(kept, training.model.parameters()))
+    """Views of weights, those of the first step of what stands for nothing yet, follow."""
+    views = vars(training).setdefault("views", [])
+    views.append([p.detach() for p in training.model.parameters()])
+    assert all(torch.equal(x, p) for some in views for x, p in zip(some, training.model.parameters()))
 
 
 def hooked(training):
-    if training.steps == 2:
-        training.model.proj_out.weight.register_hook(lambda gradient: gradient * 0.5)
+    training.hook = training.model.proj_out.weight.register_hook(lambda gradient: gradient * 0.5)
 
 
 def averaged(training):
@@ -140,26 +144,75 @@ def replaced(training):
 
 
 def frozen(training):
-    training.model.proj_out.requires_grad_(training.steps == 4)
+    training.hook.remove()
+    training.model.proj_out.requires_grad_(False)
+
+
+def thawed(training):
+    training.model.proj_out.requires_grad_(True)
 
 
 def left(training):
-    if training.steps == 4 and tpu.is_active() and runs(training.model) is not None:
+    """The chips, for another model."""
+    if (runner := runs(training.model)) is not None:
+        runner.hbm_manager.leave(runner)
+
+
+def off(training):
+    if runs(training.model) is not None:
         tpu.uninstall(training.model)
 
 
+def stepped_by_hooks(training):
+    def tripled(*_):
+        training.model.proj_out.weight.grad.mul_(3)
+
+    training.optimizer.register_step_pre_hook(tripled)
+
+
 @pytest.mark.parametrize(
-    "between", [written, regularized, looked_at, aliased, hooked, averaged, resumed, replaced, frozen]
+    "between",
+    [
+        (aliased, written, regularized, looked_at, aliased, averaged, replaced),
+        (looked_at, hooked, hooked, frozen, resumed, thawed, left, stepped_by_hooks, off, written),
+    ],
 )
 def test_what_a_script_does_between_steps(chips, between):
-    theirs, ours = (Training(model, between=between, lr=1e-3).run(3) for model in pair())
+    theirs, ours = (Training(model, between=between, lr=1e-3).run(len(between) + 1) for model in pair())
     assert_alike(ours, theirs)
 
 
-def test_gradients_that_are_handed_elsewhere(chips):
-    theirs, ours = pair()
-    for model in (theirs, ours):
-        (x := Training(model, lr=1e-3)).run(1)
-        x.given = torch.autograd.grad(x.loss(), [*model.parameters()])
-        x.optimizer.step(lambda: x.loss().backward())
-        theirs, ours = (ours, x) if model is theirs else (theirs, x)
+def test_states_without_room_and_gradients_that_are_handed_elsewhere(chips, caplog, monkeypatch):
+    """Part of them is kept on the host, and it is said; then `torch.autograd.grad`, and a step that computes gradients itself."""
+    loops, _ = [], gc.collect()  # others' weights
+    for model in pair():
+        if (runner := runs(model)) is not None:
+            runner.current()
+            monkeypatch.setattr(runner.hbm_manager, "limit", 3 * runner.bytes_per_chip)
+        loops.append(loop := Training(model, lr=1e-3).run(2))
+        kept = [part_of(x) for state in loop.optimizer.state.values() for x in state.values()]
+        asked = [p for p in model.parameters() if p.grad is not None or p in loop.optimizer.state]
+        loop.losses += [g.square().sum().item() for g in torch.autograd.grad(loop.loss(), asked)]
+        loop.optimizer.step(lambda: loop.loss().backward())
+    assert any(kept) and not all(kept[1::3]) and "no room" in caplog.text
+    assert_alike(loops[1], loops[0])
+
+
+def test_a_run_is_resumed_by_accelerate(chips, tmp_path):
+    """From any step on, in a model and an optimizer of their own: the same curve."""
+    losses = []
+    for resume in (False, True):
+        torch.manual_seed(2)
+        model = tpu.install(denoisers.built("flux", 4).train(), TPUConfig(mesh=(1, 4, 2)))
+        loop, accelerator = Training(model, lr=1e-3), Accelerator()
+        loop.model, loop.optimizer, loop.schedule = accelerator.prepare(model, loop.optimizer, loop.schedule)
+        if resume:
+            accelerator.load_state(tmp_path)
+            loop.steps = 4
+        else:
+            loop.run(2)
+            accelerator.save_state(tmp_path)
+            loop.losses.clear()
+        losses.append(loop.run(2).losses)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

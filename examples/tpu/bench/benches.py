@@ -17,7 +17,7 @@ from . import cache_row, check_row, host_row, load_row, ready_row, tokamax_cases
 from .attention_cases import attention_cases, gradient_cases, sweep_cases
 from .calibration import PUBLISHED
 from .cases import AS_THEIRS, DENOISERS, IMAGE, KERNELS, LTX, VAES, Case
-from .model_cases import model_cases
+from .model_cases import model_cases, training_cases
 
 
 VIDEO_720P = {"height": 720, "width": 1280, "num_frames": 81}
@@ -317,6 +317,7 @@ BENCHES = {
     "sweep": sweep_cases,
     "step": step_cases,
     "models": model_cases,
+    "train": training_cases,
     "run": run_cases,
     "vae": vae_cases,
     "calibration": calibration_cases,

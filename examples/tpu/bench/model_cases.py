@@ -30,7 +30,21 @@ def model_cases() -> list[Case]:
     return [_model(name, topology, PUBLISHED[name]) for name in PUBLISHED for topology in slices[name]]
 
 
-def _model(name: str, topology: str, call: dict) -> Case:
+def training_cases() -> list[Case]:
+    """A step of training, of adapters or of all weights: there and back, clipping and AdamW."""
+    flux = [("flux.1-dev", "lora", {"height": side, "width": side}) for side in (512, 1024)]
+    wan = {"height": 480, "width": 832, "num_frames": 81}
+    cases = [
+        *((*case, topology) for case in flux for topology in ("v5e-8", "v6e-4")),
+        ("sdxl", "full", {}, "v6e-8"),
+        ("wan2.1-t2v-1.3b", "lora", wan | {"num_frames": 33}, "v6e-1"),
+        ("wan2.1-t2v-14b", "lora", wan, "v6e-8"),
+        ("wan2.1-t2v-14b", "full", wan, "v7x-16"),
+    ]
+    return [_model(name, topology, call, train) for name, train, call, topology in cases]
+
+
+def _model(name: str, topology: str, call: dict, train: str | None = None) -> Case:
     def read(answer):
         parts = [part for part in answer["parts"] if part["stage"] == "denoise"]
         of_mode = answer["by_way"][BOUND]
@@ -48,5 +62,6 @@ def _model(name: str, topology: str, call: dict) -> Case:
             "compile_seconds": max(part["compile_seconds"] for part in parts),
         }
 
-    question = Question(PLANS, request_of(name, topology, arguments=call, only=DENOISERS), 1200)
-    return Case({"model": name, "topology": topology}, question, read)
+    question = Question(PLANS, request_of(name, topology, arguments=call, only=DENOISERS, train=train), 1200)
+    of_training = {} if train is None else {"train": train, **call}
+    return Case({"model": name, "topology": topology, **of_training}, question, read)

@@ -141,6 +141,7 @@ def records() -> dict[str, Record]:
     made |= {"vae": of_bench("vae"), "calibration": of_bench("calibration")}
     return made | {
         "models": of_bench("models"),
+        "train": of_bench("train"),
         "sweep": of_bench("sweep", "attention-sweep.json"),
         "mutants": Record((), mutants, made_of=None),
     }

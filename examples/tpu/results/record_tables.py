@@ -134,6 +134,19 @@ def _models(rows: list[dict]) -> list[str]:
     return markdown(("ms a step (MFU, %)", *slices), lines)
 
 
+def _train(rows: list[dict]) -> list[str]:
+    """Steps of training."""
+    head = ("model and size", "trained", "slice", "mesh", "a step", "MFU, %", "GiB a chip")
+    lines = []
+    for row in rows:
+        hbm = row["hbm_gib_per_chip"]
+        of = work_of(row), "adapters" if row["train"] == "lora" else "all weights", row["topology"]
+        size = f"{hbm['peak']:.1f} of {hbm['limit']:.0f}" + " (no room)" * (not row["fits"])
+        mesh = ", ".join(map(str, row["mesh"].values()))
+        lines.append((*of, mesh, span(row["seconds_per_step"], row["slower"]), f"{100 * row['mfu']:.0f}", size))
+    return markdown(head, lines)
+
+
 def _run(rows: list[dict]) -> list[str]:
     """A row for each run whose heads are all bounded, and how long it is where all are online."""
     head = (
@@ -348,6 +361,7 @@ TABLES = {
     "steps": Table("step.json", _steps),
     "eight-bits": Table("step.json", _eight_bits),
     "models": Table("models.json", _models),
+    "train": Table("train.json", _train),
     "run": Table("run.json", _run),
     "guides": Table("run.json", guides_tables.beside),
     "attention": Table("attention.json", _attention),

@@ -3,10 +3,11 @@
     python training_at_size.py OUT.jsonl [CASE ...] [--small]
     python training_at_size.py OUT.jsonl --record      what OUT.jsonl says goes into training-at-size.json
 
-A loop is that of upstream's scripts: noise on latents, the model's guess of it, `clip_grad_norm_`, AdamW and a learning rate that
-changes, gradient checkpointing, in float32 without TF32. Same weights, random, and the same draws in each step. Compared are the losses
-of all steps, and what the steps have changed of the weights: |x - o| / |o|, o: upstream's. Seconds are a step's, the median of the later
-half's; `host`: with gradients on the host, as torch's optimizers take them. `--small`: as `values_at_size.py`.
+A loop is that of upstream's scripts: the model's guess of noise, `clip_grad_norm_`, AdamW and a learning rate that changes, gradient
+checkpointing, in float32 without TF32. Weights are random and the same, the call is the one that the published pipeline makes, and each
+step draws its hidden states alike. Compared are the losses of all steps, and what the steps have changed of the weights: |x - o| / |o|,
+o: upstream's. Seconds are a step's, the median of the later half's; `host`: with gradients on the host, as torch's optimizers take them.
+`--small`: as `values_at_size.py`.
 """
 
 import argparse
@@ -18,10 +19,10 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from value_runs import TRUE_FLOAT32, _enter_path, _fill, _say, _where
+from value_runs import TRUE_FLOAT32, Case, _drawn, _enter_path, _floating, _placed, _recorded, _say, _where
 
 
 RECORD = Path(__file__).with_name("training-at-size.json")
@@ -29,25 +30,23 @@ ON_HOST = 8  # steps with gradients there
 
 
 @dataclass(frozen=True)
-class Case:
+class Training:
+    """`rank`: of adapters; 0: all weights are trained."""
+
     what: str
-    model: str
-    size: int  # pixels
-    batch: int
+    case: Case
     steps: int
     rate: float
-    rank: int = 0  # of adapters; 0: all weights are trained
-    small: dict = field(default_factory=dict)
+    rank: int = 0
 
 
 CASES = {
-    "sd1.5-full": Case(
-        "Stable Diffusion 1.5's UNet, all weights, 512, batch 4", "stable-diffusion-v1-5/stable-diffusion-v1-5", 512, 4, 50, 1e-5,
-        small={"block_out_channels": [32, 64, 64, 64]},
+    "pixart-full": Training(
+        "PixArt-Sigma, all weights, 1024, two images", Case("pixart-sigma", "transformer", call={"use_resolution_binning": False}, small={"num_layers": 2}), 50, 1e-5
     ),
-    "sdxl-lora": Case(
-        "SDXL's UNet, adapters of rank 16, 512, batch 2", "stabilityai/stable-diffusion-xl-base-1.0", 512, 2, 100, 1e-3, rank=16,
-        small={"block_out_channels": [64, 64, 128], "attention_head_dim": [1, 2, 4], "transformer_layers_per_block": [1, 1, 1]},
+    "wan-1.3b-lora": Training(
+        "Wan 2.1 1.3B, adapters of rank 16, 480 x 832 x 5",
+        Case("wan2.1-t2v-1.3b", "transformer", call={"num_frames": 5}, small={"num_layers": 2}), 100, 1e-3, rank=16,
     ),
 }  # fmt: skip
 
@@ -65,11 +64,17 @@ def run(name: str, out: Path, small: bool):
     torch.manual_seed(0)
     say = functools.partial(_say, out, case=name + "-small" * small, started=began)
     steps = 4 if small else case.steps
-    model = _built(case, "cuda" if on_gpu else "cpu", small)
+    _, args, kwargs, narrow, model = _recorded(case.case, "cuda" if on_gpu else "cpu", small)
+    _made_trainable(model, case.rank)
+    loop = functools.partial(_loop, model, case, args, kwargs, narrow)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     first = {name: p.detach().cpu().clone() for name, p in trained.items()}
-    say(stage="built", parameters=sum(p.numel() for p in model.parameters()), trained=sum(p.numel() for p in trained.values()))
-    losses, seconds = _loop(model, case, steps, small)
+    say(
+        stage="built",
+        parameters=sum(p.numel() for p in model.parameters()),
+        trained=sum(p.numel() for p in trained.values()),
+    )
+    losses, seconds = loop(steps)
     changes = {name: p.detach().cpu() - first[name] for name, p in trained.items()}
     say(stage="upstream", losses=losses, seconds=seconds)
     model.to("cpu").zero_grad()
@@ -89,62 +94,45 @@ def run(name: str, out: Path, small: bool):
             p.data = first[name].clone()
         if not kept:
             gradients._kept = lambda *_: False
-        own, seconds = _loop(model, case, steps if kept else min(steps, ON_HOST), small)
+        own, seconds = loop(steps if kept else min(steps, ON_HOST))
         found = {"losses": own, "seconds": seconds, "error": max(abs(x - o) / o for x, o in zip(own, losses))}
         if kept:
-            wrong = sum((p.detach() - first[name] - changes[name]).double().square().sum().item() for name, p in trained.items())
+            wrong = sum(
+                (p.detach() - first[name] - changes[name]).double().square().sum().item()
+                for name, p in trained.items()
+            )
             found["changed"] = (wrong / sum(x.double().square().sum().item() for x in changes.values())) ** 0.5
             found["eager"] = str(tpu.report(model)["eager"])
         say(stage="ours" if kept else "host", **found, **_where())
 
 
-def _built(case: Case, device: str, small: bool):
-    """The model, random, as a script has it that trains it."""
-    import torch
-    from accelerate import init_empty_weights
-
-    from diffusers.tpu.planner import building
-
-    module = building.build(building.configuration_of(case.model), torch.float32, tiled=False).unet
-    with init_empty_weights():
-        config = {name: x for name, x in module.config.items() if name != "_use_default_values"}  # those are not taken
-        module = type(module).from_config(config | (case.small if small else {}))
-    for owner in module.modules():
-        for name, p in owner.named_parameters(recurse=False):
-            owner._parameters[name] = torch.nn.Parameter(torch.empty(p.shape, device=device), requires_grad=not case.rank)
-    with torch.no_grad():
-        _fill(module.to(device))
-    if case.rank:
+def _made_trainable(model, rank: int):
+    model.requires_grad_(not rank)
+    if rank:
         from peft import LoraConfig
 
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
-        module.add_adapter(LoraConfig(r=case.rank, lora_alpha=case.rank, init_lora_weights="gaussian", target_modules=targets))
-    module.train()
-    module.enable_gradient_checkpointing()
-    return module
+        model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights="gaussian", target_modules=targets))
+    model.train()
+    model.enable_gradient_checkpointing()
 
 
-def _loop(model, case: Case, steps: int, small: bool) -> tuple[list[float], float]:
-    """Losses of all steps, and the median of seconds of the later half's."""
+def _loop(model, training: Training, args, kwargs, narrow: list, steps: int) -> tuple[list[float], float]:
+    """Losses of all steps, and the median of the later half's seconds."""
     import torch
 
     asked = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(asked, lr=case.rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * case.steps))
-    device, side, losses, seconds = asked[0].device, 8 if small else case.size // 8, [], []
+    optimizer = torch.optim.AdamW(asked, lr=training.rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (2 * training.steps))
+    device, losses, seconds = asked[0].device, [], []
     for step in range(steps):
-        began, draw = time.perf_counter(), torch.Generator().manual_seed(step)
-        latents, noise = torch.randn(2, case.batch, 4, side, side, generator=draw).to(device)
-        part = torch.rand(case.batch, generator=draw).to(device)
-        given = {"encoder_hidden_states": torch.randn(case.batch, 77, model.config.cross_attention_dim, generator=draw).to(device)}
-        if model.config.addition_embed_type == "text_time":
-            width = model.config.projection_class_embeddings_input_dim - 6 * model.config.addition_time_embed_dim
-            sizes = torch.tensor([[case.size, case.size, 0, 0, case.size, case.size]] * case.batch).to(device)
-            texts = torch.randn(case.batch, width, generator=draw).to(device)
-            given["added_cond_kwargs"] = {"text_embeds": texts, "time_ids": sizes}
-        share = part.view(-1, 1, 1, 1)
-        guess = model(latents * (1 - share).sqrt() + noise * share.sqrt(), 1000 * part, **given, return_dict=False)[0]
-        loss = torch.nn.functional.mse_loss(guess, noise)
+        began = time.perf_counter()
+        torch.manual_seed(step)
+        given = _placed(_drawn((args, kwargs), "", False), device, narrow, torch.float32)
+        (guess,) = _floating(model(*given[0], **given[1]))
+        loss = torch.nn.functional.mse_loss(
+            guess, torch.randn(guess.shape, generator=torch.Generator().manual_seed(0)).to(device)
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(asked, 1.0)
         optimizer.step()
@@ -162,7 +150,11 @@ def record(out: Path):
     for said in map(json.loads, out.read_text().splitlines()):
         if (case := CASES.get(said["case"])) is not None:
             row = rows.setdefault(said["case"], {"case": said["case"], "what": case.what, "steps": case.steps})
-            row |= {key: said[key] for key in ("trained", "error", "changed", "device") if key in said and said["stage"] != "host"}
+            row |= {
+                key: said[key]
+                for key in ("trained", "error", "changed", "device")
+                if key in said and said["stage"] != "host"
+            }
             row |= {f"{said['stage']}_seconds": said["seconds"]} if "seconds" in said else {}
     kept["rows"] = [*rows.values()]
     RECORD.write_text(json.dumps(kept, indent=1) + "\n")

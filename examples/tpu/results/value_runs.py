@@ -127,7 +127,9 @@ def _recorded(case: Case, device: str, small: bool):
     pipe = building.build(building.configuration_of(case.model), torch.float32, tiled=False)
     module = getattr(pipe, case.component)
     with init_empty_weights():  # what upstream keeps as plain attributes stays on the host, where all goes later
-        module = type(module).from_config({**module.config, **(case.small if small else {})})
+        # Names of defaults among it would be left out, whatever is said of them.
+        config = {name: x for name, x in module.config.items() if name != "_use_default_values"}
+        module = type(module).from_config(config | (case.small if small else {}))
     for owner in module.modules():
         for name, p in owner.named_parameters(recurse=False):
             owner._parameters[name] = torch.nn.Parameter(torch.empty(p.shape, device=device), requires_grad=False)

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import jax
 import torch
-from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import tree_map_only
 
 from ..bridge import from_numpy, numpy_dtype
@@ -20,7 +19,7 @@ from .weights import PlacedWeights, is_stacked
 
 @dataclass(eq=False)
 class ChipArray:
-    """An array on the chips that is of the weights under one key: a stack if they are, stored as they are where it has their shape.
+    """An array on the chips that is of the weights under one key, and stored as they are: a stack if they are.
 
     Attributes:
         placed: the weights, and what of them is told when values leave the chips.
@@ -164,16 +163,13 @@ def together(tensors: list[torch.Tensor]) -> ChipArray | None:
 
 
 def brought(tensors: list[torch.Tensor], like: ChipArray) -> ChipArray:
-    """What these hold, each of one of the weights of `like`: on the chips from now on."""
+    """What these hold, each of one of the weights of `like` and of its shape: on the chips from now on."""
     if (found := together(tensors)) is not None:
         return found
-    placed, key, shape = like.placed, like.key, tuple(tensors[0].shape)
-    stack = (len(tensors),) if is_stacked(key) else ()
-    alike = like.array.shape == (*stack, *shape)
-    where = like.array.sharding if alike else NamedSharding(placed.mesh, PartitionSpec())
-    aval = jax.ShapeDtypeStruct((*stack, *shape), numpy_dtype(tensors[0].dtype), sharding=where)
+    placed, key = like.placed, like.key
+    aval = jax.ShapeDtypeStruct(like.array.shape, numpy_dtype(tensors[0].dtype), sharding=like.array.sharding)
     on_host = [t.host() if type(t) is OnChips else t for t in tensors]
-    request = PlacementRequest(key, aval, on_host, bool(stack), placed.packed.get(key) if alike else None)
+    request = PlacementRequest(key, aval, on_host, is_stacked(key), placed.packed.get(key))
     with Transfer() as transfer:
         ((_, array),) = transfer.arrays([request])
     return ChipArray(placed, key, array)

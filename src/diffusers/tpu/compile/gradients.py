@@ -212,10 +212,11 @@ class DifferentiatedCall:
         for key, names in runner.plan_weights().sources.items():
             asked = {n: tensors[name] for n, name in enumerate(names) if name and tensors[name].requires_grad}
             self.weights |= {key: asked} if asked else {}
-        if 2 * sum(t.nbytes for some in self.weights.values() for t in some.values()) > sum(
+        asked = sum(t.nbytes for some in self.weights.values() for t in some.values())
+        if 2 * asked > sum(
             t.nbytes for t in tensors.values()
-        ):
-            runner.storage = STORAGE_AXES  # gradients and what optimizers keep lie as weights do
+        ):  # gradients, and what optimizers keep, lie as weights do
+            runner.storage = STORAGE_AXES
         again = not self.keeps or getattr(runner.module, "is_gradient_checkpointing", False)
         self.wanted = Wanted((*self.inputs,), (*self.weights,), again, self.keeps)
 
@@ -271,7 +272,7 @@ class DifferentiatedCall:
                     found = differentiable.whole_backward(*kept, given)
             if (
                 program.mesh.devices.flat[0].platform == "cpu"
-            ):  # simulated chips' exchanges wait for each other's threads
+            ):  # simulated: exchanges of two programs wait for each other
                 jax.block_until_ready(found)
             if len(differentiable.compiled) > before:
                 runner.executables.keep_program(program)
@@ -310,11 +311,9 @@ class DifferentiatedCall:
 
 def _kept(held: ChipArray, asked: dict[int, torch.Tensor], nodes: list) -> bool:
     """Whether gradients of weights stay on the chips, added to what these have there; not what torch hands on elsewhere than to `.grad`."""
-    stack = held.array.shape[: is_stacked(held.key)]
-    like = all(
-        held.array.shape == (*stack, *t.shape) and held.array.dtype.itemsize == t.itemsize for t in asked.values()
-    )
-    if not like or [*asked] != [*range(*stack or (1,))] or not all(map(_accumulates, asked.values(), nodes)):
+    stack, dtype = held.array.shape[: is_stacked(held.key)], held.array.dtype
+    like = all((*stack, *t.shape) == held.array.shape and t.itemsize == dtype.itemsize for t in asked.values())
+    if not like or len(asked) != held.tensors or not all(map(_accumulates, asked.values(), nodes)):
         return False
     former = [t.grad for t in asked.values()]
     if all(t is None for t in former):

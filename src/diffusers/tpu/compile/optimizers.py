@@ -17,7 +17,12 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._pytree import tree_map_only
 
 from .. import bridge
 from ..chips.hosts import put
@@ -59,8 +64,8 @@ class Traced:
 
 
 @dataclass(eq=False)
-class Optimizer:
-    """What is known of an optimizer. `stepped`: weights that are, with their gradients, which torch does not see meanwhile."""
+class Programs:
+    """Of one optimizer. `stepped`: weights that are, with their gradients, which torch does not see meanwhile."""
 
     traced: dict[tuple, Traced | None] = field(default_factory=lambda: LRUCache(MOST_TRACES))
     programs: dict[tuple, jax.stages.Compiled] = field(default_factory=dict)
@@ -89,14 +94,16 @@ class Optimizer:
         return self.programs[key]
 
 
-_known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Optimizer]" = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, Programs]" = weakref.WeakKeyDictionary()
 
 
 def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
     """Step what can be stepped on the chips; torch's own step, which follows, leaves out what has no gradient."""
-    cls, known = type(optimizer), _known.setdefault(optimizer, Optimizer())
+    cls, known = type(optimizer), _known.setdefault(optimizer, Programs())
     is_torchs = cls.__module__.startswith("torch.optim.") and cls.__name__ in ELEMENTWISE
-    if not is_torchs or len(args) > 1 or kwargs.get("closure") is not None:  # which makes the gradients
+    makes_gradients = len(args) > 1 or kwargs.get("closure") is not None
+    others = len(_global_optimizer_pre_hooks) > 1 or optimizer._optimizer_step_pre_hooks  # they may change gradients
+    if not is_torchs or makes_gradients or others:
         return
     with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
         loaded: dict[torch.nn.Module, tuple | None] = {}
@@ -105,8 +112,11 @@ def _before(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
                 module = gradient.placed.module
                 if module not in loaded:
                     loaded[module] = _loaded(module)
-                if loaded[module] and _step(optimizer, known, group, gradient, params, *loaded[module]):
-                    known.stepped += ((p, p.grad) for p in params)
+                if loaded[module] is None:
+                    continue
+                with loaded[module][0].within_hbm(lambda name=type(module).__name__: f"to step the weights of {name}"):
+                    if _step(optimizer, known, group, gradient, params, *loaded[module]):
+                        known.stepped += ((p, p.grad) for p in params)
         for p, _ in known.stepped:
             p.grad = None
 
@@ -137,7 +147,7 @@ def _loaded(module: torch.nn.Module) -> tuple[ModulePrograms, dict[str, torch.Te
     return runner, runner.state.now.tensors
 
 
-def _step(optimizer, known: Optimizer, group: dict, gradient: ChipArray, params: list, runner, tensors: dict) -> bool:
+def _step(optimizer, known: Programs, group: dict, gradient: ChipArray, params: list, runner, tensors: dict) -> bool:
     """Step these weights, whose gradients are held; False: it is left to torch, and nothing was done."""
     key, placed, states = gradient.key, gradient.placed, [optimizer.state.get(p, {}) for p in params]
     are_its = [id(tensors.get(name)) for name in placed.sources[key]] == [*map(id, params)]
@@ -163,7 +173,8 @@ def _step(optimizer, known: Optimizer, group: dict, gradient: ChipArray, params:
     run = known.program(traced, weight)
     if away:  # what comes after this step is compiled now
         dtypes = [*dtypes[:2], *traced.made.values()]
-        known.program(known.step(optimizer, options, traced.left, [*traced.made], dtypes, placed.mesh), weight)
+        after = known.step(optimizer, options, traced.left, [*traced.made], dtypes, placed.mesh)
+        after and known.program(after, weight)
     weight, *arrays = run(traced.numbers, [weight, gradient.array], [held[name].array for name in names])
     for (name, dtype), array in zip(traced.made.items(), arrays):
         if name not in held:
@@ -239,7 +250,8 @@ def _leave(state: dict, left: dict):
 
 
 def _values(given: dict) -> tuple:
-    return tuple((name, x.item() if isinstance(x, torch.Tensor) else repr(x)) for name, x in given.items())
+    """What is on the host, by value."""
+    return tuple((name, repr(tree_map_only(torch.Tensor, torch.Tensor.tolist, x))) for name, x in given.items())
 
 
 # Clipping

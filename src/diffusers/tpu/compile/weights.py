@@ -144,9 +144,8 @@ class PlacedWeights:
 
     def in_order(self, key: str, array: jax.Array) -> jax.Array:
         """An array that is stored as ours under this key, its axes as its tensors have them."""
-        if key not in self.packed or array.shape != self.avals[key].shape:
-            return array
-        return self.packed[key].apart(array, self.packed[key].axis + is_stacked(key))
+        packed = self.packed.get(key)
+        return array if packed is None else packed.apart(array, packed.axis + is_stacked(key))
 
     def beside(self) -> list:
         """What is held that is not the weights' own arrays."""

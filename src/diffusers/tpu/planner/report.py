@@ -91,6 +91,7 @@ def _memory(plan: dict) -> list[tuple[str, str, float]]:
     largest = Counter({part["component"]: part["hbm_gib"]["weights"] for part in here}).most_common()
     items = [(f"weights-{min(n, SHADES - 1)}", f"{name} weights", of) for n, (name, of) in enumerate(largest)]
     items.append(("activations", f"activations of {plan['fullest']}", hbm["activations"]))
+    items += [("activations", "states of AdamW", hbm["optimizer"])] if "optimizer" in hbm else []
     return [*items, ("program", "program", hbm["program"])]
 
 

@@ -16,6 +16,13 @@ from .measured import Rates
 from .recording import RecordedCall, Recording
 
 
+# Of AdamW, in sizes of the weights that it steps.
+STATES = 2
+READ_AND_WRITTEN = (
+    3 + 4 + 3
+)  # gradients for their norm, then scaled; weights, gradients and states, and what of these is new
+
+
 STAGES = {"text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "vae": "vae"}
 LARGEST_MODULES = 12
 
@@ -43,6 +50,7 @@ class Part:
     layout: str = ""  # who says how chips share it
     mesh: dict[str, int] | None = None  # the program's: its batch may have more of `dp` than the run
     passes: tuple[int, int] = (1, 1)  # what it takes of the call's FLOPs: of layers, of attention
+    trained: int = 0  # bytes on a chip of weights that an optimizer steps
 
     @property
     def component(self) -> str:
@@ -134,18 +142,24 @@ class PlannedRun:
 
     @property
     def seconds_per_step(self) -> float:
-        return sum(part.runs * part.seconds for part in self.denoise) / self.recording.steps + self.launches
+        return sum(part.runs * part.seconds for part in self.denoise) / self.recording.steps + self.beside
 
     @property
     def seconds_total(self) -> float:
         """Of the whole run."""
-        return sum(part.runs * part.seconds for part in self.parts) + self.launches * self.recording.steps
+        return sum(part.runs * part.seconds for part in self.parts) + self.beside * self.recording.steps
 
     @property
-    def launches(self) -> float:
-        """Seconds of a step that its programs take to be launched, where that was measured; else 0."""
+    def beside(self) -> float:
+        """Seconds of a step beside its programs: to launch them, where that was measured, and an optimizer's."""
         dispatch = 0.0 if self.rates is None else self.rates.dispatch
-        return dispatch * sum(part.runs for part in self.denoise) / self.recording.steps
+        launches = dispatch * sum(part.runs for part in self.denoise) / self.recording.steps
+        return launches + READ_AND_WRITTEN * self.trained / self.topology.chip.hbm_bandwidth
+
+    @property
+    def trained(self) -> int:
+        """Bytes of a chip."""
+        return sum(part.trained for part in self.denoise)
 
     @cached_property
     def weights(self) -> dict[str, int]:
@@ -174,6 +188,7 @@ class PlannedRun:
             "activations": fullest.activations,
             "program": sum(part.program for part in self.parts),
         }
+        sizes |= {"optimizer": STATES * self.trained} if self.trained else {}
         sizes |= {"peak": sum(sizes.values()), "limit": self.topology.chip.hbm_bytes}
         return {name: size / GIB for name, size in sizes.items()}
 
@@ -186,7 +201,7 @@ class PlannedRun:
         """By kind; `seconds`: of a run of each denoising part."""
         shares = [part.runs / self.recording.steps for part in self.denoise]
         sums = {kind: sum(share * of[kind] for share, of in zip(shares, seconds)) for kind in (*timing.KINDS, "total")}
-        return {kind: s + (self.launches if kind in ("other", "total") else 0.0) for kind, s in sums.items()}
+        return {kind: s + (self.beside if kind in ("other", "total") else 0.0) for kind, s in sums.items()}
 
     def as_json(self) -> dict:
         """The figures of a plan."""

@@ -1,4 +1,7 @@
-"""A step of training in place of a run: the denoiser there and back, compiled as one program; optimizers run on the host."""
+"""A step of training in place of a run: the denoiser there and back, compiled as one program; clipping and AdamW by what they read and
+write of a chip's memory."""
+
+import math
 
 import jax
 
@@ -45,7 +48,10 @@ def one_step(recording: Recording):
         call.groups = [1]
 
 
-def lowered(runner: CompiledModule, call: Call) -> jax.stages.Lowered:
+def lowered(runner: CompiledModule, call: Call) -> tuple[jax.stages.Lowered, int]:
+    """There and back, and how many bytes of a chip the weights take that are trained."""
     runner.current()
     wanted = DifferentiatedCall(runner, call).wanted
-    return Differentiable(runner.trace(wanted.of(call)), wanted).lowered()
+    avals = [runner.plan_weights().avals[key] for key in wanted.weights]
+    trained = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in avals)
+    return Differentiable(runner.trace(wanted.of(call)), wanted).lowered(), trained

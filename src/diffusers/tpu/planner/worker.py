@@ -191,7 +191,8 @@ class Planner:
         self.progress(f"compiling {part.name} for {topology.name}, mesh {','.join(map(str, part.mesh.values()))}")
         start = time.perf_counter()
         if train := self.request.get("train"):
-            lowered, part.passes = training.lowered(runner, recorded.call), training.PASSES[train]
+            lowered, part.trained = training.lowered(runner, recorded.call)
+            part.passes = training.PASSES[train]
         else:
             lowered = runner.trace(recorded.call, branches).traced.lower()
         part.trace_seconds = time.perf_counter() - start
