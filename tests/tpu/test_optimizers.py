@@ -73,6 +73,7 @@ def assert_alike(ours: Training, theirs: Training, limit=LIMIT):
     assert relative(*flat) < limit
 
 
+@pytest.mark.idiom("optimizers")
 @pytest.mark.parametrize(
     "kind, mesh, cls, kwargs",
     [
