@@ -125,8 +125,17 @@ def hooked(training):
 
 
 def averaged(training):
+    """Of the last step's weights: on the chips, where these are."""
     if "average" not in vars(training):
         training.average = EMAModel(training.model.parameters(), decay=0.5)
+    training.average.step(training.model.parameters())
+    parameters = [*training.model.parameters()]
+    there = [part_of(x) for x, p in zip(training.average.shadow_params, parameters) if part_of(p)]
+    assert all(there) and (there or training.steps != 6 or runs(training.model) is None or "views" in vars(training))
+    training.losses += [sum(x.double().square().sum().item() for x in training.average.shadow_params)]
+
+
+def copied(training):
     training.average.step(training.model.parameters())
     training.average.copy_to(training.model.parameters())
 
@@ -175,8 +184,21 @@ def stepped_by_hooks(training):
 @pytest.mark.parametrize(
     "between",
     [
-        (aliased, written, regularized, looked_at, aliased, averaged, replaced),
-        (looked_at, hooked, hooked, frozen, resumed, thawed, left, stepped_by_hooks, off, written),
+        (aliased, written, regularized, looked_at, aliased, averaged, averaged, copied, replaced),
+        (
+            averaged,
+            hooked,
+            averaged,
+            frozen,
+            averaged,
+            resumed,
+            thawed,
+            left,
+            averaged,
+            stepped_by_hooks,
+            off,
+            written,
+        ),
     ],
 )
 def test_what_a_script_does_between_steps(chips, between):

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import jax
@@ -288,9 +288,49 @@ def _scaled(arrays: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
     return [x * factor.astype(x.dtype) for x in arrays]
 
 
+# Averages
+
+
+def averages(params: list[torch.Tensor], shadows: list[torch.Tensor]) -> dict[int, Callable]:
+    """What makes moving averages on the chips, of weights that are there: by number of a weight, the function of a decay for its array."""
+    found: dict[ChipArray, dict[int, int]] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for n, (p, shadow) in enumerate(zip(params, shadows)):
+            part = part_of(p)
+            if part is not None and p.requires_grad and (p.shape, p.dtype) == (shadow.shape, shadow.dtype):
+                found.setdefault(part.held, {})[part.number] = n
+    jobs = {}
+    for held, by_number in found.items():
+        numbers = [by_number[n] for n in sorted(by_number)]
+        runner = vars(held.placed.module).get(ModulePrograms.NAME)
+        is_new = together([shadows[n] for n in numbers]) is None
+        if (
+            len(numbers) == held.tensors
+            and runner is not None
+            and not (is_new and not runner.has_room(held.bytes_per_chip))
+        ):
+            jobs |= dict.fromkeys(numbers, functools.partial(_average, held, shadows, numbers))
+    return jobs
+
+
+def _average(weights: ChipArray, shadows: list[torch.Tensor], numbers: list[int], decay: float):
+    with torch.inference_mode(False), torch.no_grad(), exclusive.pinned():
+        some = [shadows[n] for n in numbers]
+        held = brought(some, weights)
+        factor = put(jnp.float32(1 - decay), NamedSharding(weights.placed.mesh, PartitionSpec()))
+        held.become(_averaged(held.array, weights.array, factor))
+        for n, t in zip(numbers, stand(held, some, some[0].dtype)):
+            shadows[n] = t
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _averaged(shadow: jax.Array, weight: jax.Array, factor: jax.Array) -> jax.Array:
+    return shadow - factor.astype(shadow.dtype) * (shadow - weight)
+
+
 @functools.cache
 def serve():
     """From now on: gradients may be on the chips."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
-    optimizing.clip = clip
+    optimizing.clip, optimizing.averages = clip, averages

@@ -1,4 +1,4 @@
-"""`torch.nn.utils.clip_grad_norm_` of gradients that are on the chips: clipped there."""
+"""`torch.nn.utils.clip_grad_norm_`, and diffusers' `EMAModel.step`, of gradients and weights that are on the chips: there."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,12 @@ import torch
 from .replacing import Replacements, Stand
 
 
-clip: Callable | None = None  # of weights and a number, once gradients can be there; it gives None where they are not
+TRAINING = f"{__package__.split('.')[0]}.training_utils"
+
+# Once gradients can be there. `clip`: of weights and a number, None where no gradient is there; `averages`: of weights and their
+# averages, what makes these by a decay, for those that are there, by their number.
+clip: Callable | None = None
+averages: Callable | None = None
 
 
 def replace(replacements: Replacements):
@@ -15,6 +20,7 @@ def replace(replacements: Replacements):
     stand = Stand(torch.nn.utils.clip_grad, "clip_grad_norm_", _clipped)
     for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
         replacements.put(owner, "clip_grad_norm_", stand)
+    replacements.when_imported(TRAINING, lambda module: replacements.wrap(module.EMAModel, "step", _averaged))
 
 
 def _clipped(function, parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
@@ -23,3 +29,19 @@ def _clipped(function, parameters, max_norm, norm_type=2.0, error_if_nonfinite=F
         if (total := clip(parameters, float(max_norm))) is not None:
             return total
     return function(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+
+def _averaged(step, ema, parameters):
+    """Upstream's step of the averages that are not made on the chips, which also finds the decay."""
+    if averages is None or isinstance(parameters, torch.nn.Module):
+        return step(ema, parameters)
+    parameters, shadows, foreach = [*parameters], ema.shadow_params, ema.foreach
+    there = averages(parameters, shadows)
+    rest = [n for n in range(len(parameters)) if n not in there]
+    ema.shadow_params, ema.foreach = [shadows[n] for n in rest], foreach and bool(rest)
+    try:
+        step(ema, [parameters[n] for n in rest])
+    finally:
+        ema.shadow_params, ema.foreach = shadows, foreach
+    for average in dict.fromkeys(there.values()):
+        average(ema.cur_decay_value)
