@@ -39,7 +39,7 @@ from .weights import PlacedWeights
 
 MOST_TRACES = 64  # of an optimizer
 # Each number of a weight for itself.
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}
 NO_ROOM = (
     "some weights of {} are stepped on the host: on the chips there is no room for what {} keeps of them, beside weights and gradients."
