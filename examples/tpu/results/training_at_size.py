@@ -10,19 +10,17 @@ o: upstream's. Seconds are a step's, the median of the later half's; `host`: wit
 `--small`: as `values_at_size.py`.
 """
 
-import argparse
 import functools
 import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from value_runs import TRUE_FLOAT32, Case, _drawn, _enter_path, _floating, _placed, _recorded, _say, _where
+from value_runs import TRUE_FLOAT32, Case, _drawn, _enter_path, _floating, _placed, _recorded, _say, _where, main
 
 
 RECORD = Path(__file__).with_name("training-at-size.json")
@@ -51,9 +49,8 @@ CASES = {
 }  # fmt: skip
 
 
-def run(name: str, out: Path, small: bool):
+def run(name: str, case: Training, out: Path, small: bool):
     """Append to `out` what is found, a line of JSON for each stage."""
-    case = CASES[name]
     os.environ["DIFFUSERS_TPU"], os.environ["DIFFUSERS_TPU_CACHE"] = "off", "off"  # upstream's torch, till it is done
     import torch
 
@@ -160,28 +157,5 @@ def record(out: Path):
     RECORD.write_text(json.dumps(kept, indent=1) + "\n")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--each", type=float, default=300, help="seconds that a case may take")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--one", action="store_true", help="this case, in this process")
-    parser.add_argument("--record", action="store_true", help="put what OUT.jsonl says into training-at-size.json")
-    given = parser.parse_intermixed_args()
-    if given.record:
-        return record(given.out)
-    if given.one:
-        return run(given.cases[0], given.out, given.small)
-    failed, variables = [], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-    for name in given.cases or CASES:
-        words = [sys.executable, __file__, str(given.out), name, "--one"] + ["--small"] * given.small
-        try:
-            subprocess.run(words, env=variables, timeout=given.each, check=True)
-        except subprocess.SubprocessError as error:
-            failed.append(f"{name}: {error}")
-    return "\n".join(failed) or None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, __doc__, CASES, run, record, RECORD, seconds=300))

@@ -1,5 +1,6 @@
 """One case of `values_at_size.py`, in a process of its own: upstream in torch, then the same module on the TPU path."""
 
+import argparse
 import functools
 import gc
 import io
@@ -7,8 +8,10 @@ import json
 import math
 import multiprocessing
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +24,33 @@ DRAWN = {  # arguments that a model of zeros has made zeros
 }  # fmt: skip
 # "high" is TF32 to XLA's compiler for CUDA.
 TRUE_FLOAT32 = {"matmul_precision": "highest", "convolution_precision": "highest"}
+
+
+def main(
+    script: str, doc: str, cases: dict, run: Callable, record: Callable, kept: Path, seconds: float
+) -> str | None:
+    """The command of a script: cases by name, each by `run(name, case, out, small)` in a process of its own, of at most so many seconds, or
+    `record(out)`, into the file `kept`. What is to be said at the end."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(cases))
+    parser.add_argument("--each", type=float, default=seconds, help="seconds that a case may take")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--one", action="store_true", help="this case, in this process")
+    parser.add_argument("--record", action="store_true", help=f"put what OUT.jsonl says into {kept.name}")
+    given = parser.parse_intermixed_args()
+    if given.record:
+        return record(given.out)
+    if given.one:
+        return run(given.cases[0], cases[given.cases[0]], given.out, given.small)
+    failed, variables = [], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
+    for name in given.cases or cases:
+        words = [sys.executable, script, str(given.out), name, "--one"] + ["--small"] * given.small
+        try:
+            subprocess.run(words, env=variables, timeout=given.each, check=True)
+        except subprocess.SubprocessError as error:
+            failed.append(f"{name}: {error}")
+    return "\n".join(failed) or None
 
 
 @dataclass(frozen=True)

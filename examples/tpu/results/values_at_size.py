@@ -20,14 +20,11 @@ whose configuration asks for them; elsewhere attention is `kernels/attention/ref
 CPU backend where there is no GPU, to try this script.
 """
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
-from value_runs import Case, run
+from value_runs import Case, main, run
 
 
 RECORD = Path(__file__).with_name("values-at-size.json")
@@ -111,28 +108,5 @@ def record(out: Path) -> str | None:
     return "\n".join(failed) or None
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument("--each", type=float, default=600, help="seconds that a case may take")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--one", action="store_true", help="this case, in this process")
-    parser.add_argument("--record", action="store_true", help="put what OUT.jsonl says into values-at-size.json")
-    given = parser.parse_intermixed_args()
-    if given.record:
-        return record(given.out)
-    if given.one:
-        return run(given.cases[0], CASES[given.cases[0]], given.out, given.small)
-    failed, variables = [], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-    for name in given.cases or CASES:
-        words = [sys.executable, __file__, str(given.out), name, "--one"] + ["--small"] * given.small
-        try:
-            subprocess.run(words, env=variables, timeout=given.each, check=True)
-        except subprocess.SubprocessError as error:
-            failed.append(f"{name}: {error}")
-    return "\n".join(failed) or None
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, __doc__, CASES, run, record, RECORD, seconds=600))

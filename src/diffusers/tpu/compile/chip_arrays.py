@@ -162,6 +162,15 @@ def together(tensors: list[torch.Tensor]) -> ChipArray | None:
     return held if same and len(parts) == held.tensors else None
 
 
+def complete(tensors: list[torch.Tensor | None]) -> dict[ChipArray, list[int]]:
+    """Arrays whose tensors are all among these: their numbers here, in the array's order."""
+    found: dict[ChipArray, dict[int, int]] = {}
+    for n, part in enumerate(map(part_of, tensors)):
+        if part is not None:
+            found.setdefault(part.held, {})[part.number] = n
+    return {held: [at[n] for n in sorted(at)] for held, at in found.items() if len(at) == held.tensors}
+
+
 def brought(tensors: list[torch.Tensor], like: ChipArray) -> ChipArray:
     """What these hold, each of one of the weights of `like` and of its shape: on the chips from now on."""
     if (found := together(tensors)) is not None:

@@ -10,7 +10,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import jax
@@ -30,7 +30,7 @@ from ..chips.locks import exclusive
 from ..common import notices
 from ..idioms import optimizing
 from ..weights.checkpoint import FileTensor
-from .chip_arrays import ChipArray, Number, OnChips, brought, part_of, stand, together
+from .chip_arrays import ChipArray, Number, OnChips, brought, complete, stand, together
 from .lru import LRUCache
 from .module_programs import ModulePrograms
 from .numbers import Lifted
@@ -127,14 +127,11 @@ def _after(optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict):
         p, p.grad = known.stepped.pop()
 
 
-def _whole(params: Iterable[torch.Tensor]) -> list[tuple[ChipArray, list[torch.Tensor]]]:
+def _whole(params: list[torch.Tensor]) -> list[tuple[ChipArray, list[torch.Tensor]]]:
     """The gradients that are held, with their weights, where those are all among these."""
-    found: dict[ChipArray, dict[int, torch.Tensor]] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for p in params:
-            if (part := part_of(p.grad)) is not None:
-                found.setdefault(part.held, {})[part.number] = p
-    return [(held, [those[n] for n in sorted(those)]) for held, those in found.items() if len(those) == held.tensors]
+        found = complete([p.grad for p in params])
+    return [(held, [params[n] for n in numbers]) for held, numbers in found.items()]
 
 
 def _loaded(module: torch.nn.Module) -> tuple[ModulePrograms, dict[str, torch.Tensor]] | None:
@@ -293,22 +290,14 @@ def _scaled(arrays: list[jax.Array], factor: jax.Array) -> list[jax.Array]:
 
 def averages(params: list[torch.Tensor], shadows: list[torch.Tensor]) -> dict[int, Callable]:
     """What makes moving averages on the chips, of weights that are there: by number of a weight, the function of a decay for its array."""
-    found: dict[ChipArray, dict[int, int]] = {}
     with torch._C.DisableTorchFunctionSubclass():
-        for n, (p, shadow) in enumerate(zip(params, shadows)):
-            part = part_of(p)
-            if part is not None and p.requires_grad and (p.shape, p.dtype) == (shadow.shape, shadow.dtype):
-                found.setdefault(part.held, {})[part.number] = n
+        alike = (p.requires_grad and (p.shape, p.dtype) == (s.shape, s.dtype) for p, s in zip(params, shadows))
+        found = complete([p if is_alike else None for p, is_alike in zip(params, alike)])
     jobs = {}
-    for held, by_number in found.items():
-        numbers = [by_number[n] for n in sorted(by_number)]
+    for held, numbers in found.items():
         runner = vars(held.placed.module).get(ModulePrograms.NAME)
-        is_new = together([shadows[n] for n in numbers]) is None
-        if (
-            len(numbers) == held.tensors
-            and runner is not None
-            and not (is_new and not runner.has_room(held.bytes_per_chip))
-        ):
+        new = 0 if together([shadows[n] for n in numbers]) else held.bytes_per_chip
+        if runner is not None and runner.has_room(new):
             jobs |= dict.fromkeys(numbers, functools.partial(_average, held, shadows, numbers))
     return jobs
 

@@ -18,11 +18,8 @@ from .recording import RecordedCall, Recording
 
 # Of AdamW, in sizes of the weights that it steps.
 STATES = 2
-READ_AND_WRITTEN = (
-    3 + 4 + 3
-)  # gradients for their norm, then scaled; weights, gradients and states, and what of these is new
-
-
+# Gradients for their norm, then scaled; weights, gradients and states, and what of these is new.
+READ_AND_WRITTEN = 3 + 4 + 3
 STAGES = {"text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "vae": "vae"}
 LARGEST_MODULES = 12
 
