@@ -7,14 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from attention_masks import KINDS, attention_formula, draw, gradients_formula, make_mask, spoilt
 from conftest import QUICKLY, relative, slow
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.compile.tracing.keeping import kept_by_blocks
 from diffusers.tpu.kernels import convolution, linear, rotary
 from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.kernels.attention.backward import attention_gradients, blocks_of, chunk_of, differentiable_attention
 from diffusers.tpu.kernels.attention.blocks import Blocks, Shape, Tile
+from diffusers.tpu.kernels.attention.exchange import Exchange
 from diffusers.tpu.kernels.attention.masks import Mask
+from diffusers.tpu.kernels.kept import layer_result
 from diffusers.tpu.kernels.settings import Settings, using
 
 
@@ -121,10 +127,15 @@ def test_blocks_fit_every_length(dim, dtype_bytes):
             assert blocks.keys % blocks.bound.keys == 0 and blocks.keys < tokens + 256
 
 
-def of_linear(activation, gated, draw):
-    x, w, b = draw(1, 300, 256), draw(384, 256), draw(384)
-    more = (draw(1, 1, 384), draw(1, 300, 384)) if gated else (None, None)
-    run = lambda x, w, b, gate, residual: linear.linear(x, w, b, activation, KERNELS, gate, residual)  # noqa: E731
+def of_linear(activation, gated, split, draw):
+    """`split`: the axis of w over `tp`, of a mesh then."""
+    x, w, b = draw(2, 150, 256), draw(512, 256), draw(512)
+    more = (draw(2, 1, 512), draw(2, 150, 512)) if gated else (None, None)
+    mesh = None if split is None else make_mesh((*jax.devices(),), (2, 2, 2))
+    settings = dataclasses.replace(KERNELS, mesh=mesh)
+    run = lambda x, w, b, *more: linear.linear(x, w, b, activation, settings, *more, split=split)  # noqa: E731
+    back = jax.make_jaxpr(jax.grad(lambda x: run(x, w, b, *more).astype(jnp.float32).sum()))(x)
+    assert str(back).count("pallas_call") == 2  # there, and back to x
     return run, functools.partial(linear._plain, activation), (x, w, b, *more)
 
 
@@ -146,14 +157,15 @@ def of_convolution(repeated, draw):
 @pytest.mark.parametrize(
     "case",
     [
-        functools.partial(of_linear, "gelu_tanh", False),
-        functools.partial(of_linear, "", True),
+        functools.partial(of_linear, "gelu_tanh", False, None),
+        functools.partial(of_linear, "", True, 0),
+        functools.partial(of_linear, "", False, 1),
         of_rotary,
         functools.partial(of_convolution, False),
         functools.partial(of_convolution, True),
     ],
 )
-def test_other_kernels_have_gradients_of_plain_operations(case):
+def test_other_kernels_have_gradients_of_plain_operations(chips, case):
     rng = np.random.default_rng()
     run, plain, given = case(lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16))
     exact = jax.tree.map(lambda x: x.astype(jnp.float32), given)
@@ -164,3 +176,52 @@ def test_other_kernels_have_gradients_of_plain_operations(case):
     found, expected = (BACK(program)(*x) for program, x in zip(programs, (given, exact)))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
         assert relative(ours, theirs) < 5e-3  # measured: at most 2.9e-3
+
+
+@pytest.mark.parametrize("behind", [0, 70])
+def test_exchanges_go_back(chips, behind):
+    """Whole numbers, whose products with what comes there and with what comes back have one sum; chips' tokens fill no whole tiles."""
+    mesh, rng, exchange = Mesh(np.array(chips[:4]), ("ulysses",)), np.random.default_rng(), Exchange(4, False, True)
+    x, own = (rng.integers(-9, 9, (1, 8, tokens, 64)).astype(np.float32) for tokens in (4 * 150, behind))
+    tokens, heads = P(None, None, "ulysses"), P(None, "ulysses")
+    on_chips = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
+    to_heads = on_chips(
+        lambda x, own: exchange.to_heads(x, True, own if behind else None), in_specs=(tokens, heads), out_specs=heads
+    )
+    to_sequence = on_chips(lambda x: exchange.to_sequence(x, behind), in_specs=heads, out_specs=tokens)
+    with using(KERNELS):
+        for run, given in ((to_heads, (x, own)), (to_sequence, (np.concatenate([x, own], 2),))):
+            there, back = BACK(functools.partial(jax.vjp, run))(*given)
+            gradient = rng.integers(-9, 9, there.shape).astype(np.float32)
+            found = BACK(lambda gradient: back(gradient))(gradient)  # noqa: B023
+            assert [g.shape for g in found] == [g.shape for g in given]
+            assert (there * gradient).sum() == sum((a * b).sum() for a, b in zip(given, found)) != 0
+    with using(dataclasses.replace(KERNELS, differentiable=False)):
+        np.testing.assert_array_equal(to_sequence(to_heads(x, own)), x)
+
+
+def test_blocks_keep_what_there_is_room_for():
+    """Of a block's two layers with a gradient that reads them the dearer first; nothing of the one that is only added to its input."""
+    w = [jnp.ones(shape, jnp.bfloat16) for shape in ((64, 256), (256, 96), (96, 64))]
+
+    def step(carry, scale):
+        x = carry[0]
+        for n, layer in enumerate(w):
+            x = layer_result(x @ layer * scale, len(layer))
+            x = jnp.tanh(x) if n < 2 else x
+        return [carry[0] + x], ()
+
+    carry, blocks = [jnp.ones((2, 50, 64), jnp.bfloat16)], 5
+    first, second, third = (2 * 50 * columns * 2 for columns in (256, 96, 64))
+    needed = 4 * (first + second + third) + blocks * third
+    with using(KERNELS):
+        for room, kept in (
+            (first, []),
+            (blocks * second, [second]),
+            (blocks * first, [second]),
+            (1e9, [second, first]),
+        ):
+            policy, taken = kept_by_blocks(step, carry, jnp.bfloat16(1), blocks, KERNELS, needed + room)
+            assert taken == blocks * (sum(kept) - third * (first in kept))  # its input is not needed then
+            back = jax.vjp(jax.checkpoint(step, policy=policy), carry, jnp.bfloat16(1))[1]
+            assert sorted(x.nbytes for x in jax.tree.leaves(back) if x.shape in ((2, 50, 256), (2, 50, 96))) == kept

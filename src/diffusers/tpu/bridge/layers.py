@@ -23,6 +23,7 @@ from torchax.tensor import Tensor
 
 from ..chips.sharding import Packed
 from ..kernels import rotary
+from ..kernels.kept import layer_result
 from ..kernels.linear import ACTIVATIONS as COMPUTED
 from ..kernels.linear import linear as fast_linear
 from ..kernels.narrow import Narrow
@@ -113,7 +114,7 @@ def linear(input, weight, bias=None):
     if everywhere is not None:
         # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
         result = jax.lax.with_sharding_constraint(result, *everywhere)
-    return Tensor(result, input._env)
+    return Tensor(layer_result(result, w.shape[1]), input._env)
 
 
 def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:

@@ -2,13 +2,14 @@
 
 In training mode the call's program keeps on the chips what the way back needs, and what asks for a gradient is in the program's key.
 In evaluation mode the call's program is that of a call without gradients, and the way back computes it again: a script that only
-forgot `torch.no_grad` pays nothing. Blocks that are scanned keep their inputs alone where upstream's gradient checkpointing is on, and
-on the way back of evaluation mode; else all that they compute.
+forgot `torch.no_grad` pays nothing. Blocks that are scanned keep their inputs, attention's results and, as far as a chip has room, those
+of their layers (`tracing.keeping`), with upstream's gradient checkpointing or without; what lies between is computed again.
 """
 
 import copy
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ...utils import logging
 from .. import bridge
 from ..chips.locks import exclusive
 from ..chips.sharding import STORAGE_AXES, default_spec
+from ..weights.hbm import room_for_programs, room_on
 from .call import Call
 from .chip_arrays import ChipArray, stand, together
 from .optimizers import serve
@@ -35,12 +37,12 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """By what a call is differentiated: numbers of its tensors, keys of weights. `again`: scanned blocks are computed again. `keeps`: its
-    program keeps residuals."""
+    """By what a call is differentiated: numbers of its tensors, keys of weights. `room`: bytes of a chip for what scanned blocks keep.
+    `keeps`: its program keeps residuals."""
 
     tensors: tuple[int, ...]
     weights: tuple[str, ...]
-    again: bool
+    room: float
     keeps: bool
 
     def of(self, call: Call) -> Call:
@@ -217,8 +219,17 @@ class DifferentiatedCall:
             t.nbytes for t in tensors.values()
         ):  # gradients, and what optimizers keep, lie as weights do
             runner.storage = STORAGE_AXES
-        again = not self.keeps or getattr(runner.module, "is_gradient_checkpointing", False)
-        self.wanted = Wanted((*self.inputs,), (*self.weights,), again, self.keeps)
+        self.wanted = Wanted((*self.inputs,), (*self.weights,), self._room(), self.keeps)
+
+    def _room(self) -> float:
+        """Bytes of a chip beside programs, weights, and gradients and an optimizer's two states of those that are trained."""
+        runner = self.runner
+        hbm, _ = room_on(runner.mesh.devices.flat[0], runner.config)
+        if hbm is None:
+            return math.inf
+        avals = (runner.plan_weights().avals[key] for key in self.weights)
+        trained = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in avals)
+        return hbm - room_for_programs(hbm, runner.config) - runner.bytes_per_chip - 3 * trained
 
     def find(self) -> Program | None:
         """Its program; None: there is none for the call."""
@@ -270,10 +281,6 @@ class DifferentiatedCall:
                     found = differentiable.backward(kept, given)
                 else:
                     found = differentiable.whole_backward(*kept, given)
-            if (
-                program.mesh.devices.flat[0].platform == "cpu"
-            ):  # simulated: exchanges of two programs wait for each other
-                jax.block_until_ready(found)
             if len(differentiable.compiled) > before:
                 runner.executables.keep_program(program)
             reached = iter(found)

@@ -349,7 +349,7 @@ class ModulePrograms(EntryMethods):
             kind=call.step.kind,
             branches=branches,
             values=(lambda number: values_of(call.tensors[number])) if branches == 1 else None,
-            again=call.wanted is not None and call.wanted.again,
+            room=math.inf if call.wanted is None else call.wanted.room,
             autocast=call.autocast,
         )
 

@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ..chips.figures import chip_of
+from .kept import layer_result
 from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
-from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
+from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room
 from .settings import Settings
 
 
@@ -204,7 +205,10 @@ def linear(
         return _plain(activation, narrowed(x, settings.linear), w, b, gate, residual) if found is None else found
     if x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
         return None
-    return _by_kernel(x, w, b, activation, settings, gate, residual, split, layers, turned)
+    if not settings.differentiable:
+        return _by_kernel(x, w, b, activation, settings, gate, residual, split, layers, turned)
+    result = _differentiable(x, w, b, settings, split, turned)
+    return result if result is None else _followed(result, activation, gate, residual)
 
 
 def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None, turned=False) -> Array | None:
@@ -259,12 +263,28 @@ def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None
     specs = inputs, of_weights, P(over[0]), gate_spec, outputs, P()
     b, after = (None, b) if summed else (b, None)
 
-    def by_kernel(*operands):
-        return replace(found, spec=outputs).run(local, (*operands, layer), specs)
-
-    run = with_gradients_of(functools.partial(_plain, activation), by_kernel) if settings.differentiable else by_kernel
-    out = run(x, w, b, gate, residual)
+    out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer), specs)
     return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)
+
+
+def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool) -> Array | None:
+    """A layer by the kernel, whose gradient by x is one too: of w with inputs and outputs exchanged. What follows a layer is not in its
+    kernel: its gradients read the layer's result."""
+
+    def by_kernel(x, w, b):
+        return _by_kernel(x, w, b, "", settings, None, None, split, None, turned)
+
+    def back(given, gradient):
+        other = None if split is None else 1 - split
+        found = _by_kernel(gradient, given[1].T, None, "", settings, None, None, other, None, not turned)
+        of_x, *others = jax.vjp(lambda x, w, b: _plain("", x, w, b, None, None), *given)[1](gradient)
+        return of_x if found is None else found, *others
+
+    if jax.eval_shape(by_kernel, x, w, b) is None:
+        return None
+    layer = jax.custom_vjp(by_kernel)
+    layer.defvjp(lambda *given: (by_kernel(*given), given), back)
+    return layer_result(layer(x, w, b), w.shape[1])
 
 
 def _plain(activation: str, x, w, b, gate, residual):
@@ -273,7 +293,12 @@ def _plain(activation: str, x, w, b, gate, residual):
         result, dtype = narrow_product(x.values, w.values) * x.scale * w.scale[:, 0], jnp.bfloat16
     else:
         result, dtype = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.float32), x.dtype
-    result = (result if b is None else result + b).astype(dtype)
+    return _followed((result if b is None else result + b).astype(dtype), activation, gate, residual)
+
+
+def _followed(result, activation: str, gate, residual):
+    """A layer's result with what follows it, by plain operations."""
+    dtype = result.dtype
     if activation:
         result = EXACT_ACTIVATIONS[activation](_apart(result).astype(jnp.float32)).astype(dtype)
     result = result if gate is None else (result.astype(jnp.float32) * gate).astype(gate.dtype)

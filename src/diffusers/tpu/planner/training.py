@@ -35,8 +35,6 @@ def prepare(pipe, kind: str, arguments: dict):
         module.requires_grad_(kind == "full").train()
         if kind == "lora":
             module.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=PROJECTIONS))
-        if module._supports_gradient_checkpointing:
-            module.enable_gradient_checkpointing()
 
 
 def one_step(recording: Recording):

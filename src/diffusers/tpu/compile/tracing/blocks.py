@@ -21,12 +21,13 @@ from jax.sharding import NamedSharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...bridge import Deferred, Tensor, autocast, environment, parts, storage
-from ...kernels.attention.backward import KEPT
+from ...kernels.kept import numbered_anew
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
 from ..state.adapters import Adapters
 from ..state.watch import ABSENT, replaced
 from .functional import Method, numbered, undone_trace, written
+from .keeping import kept_by_blocks
 from .results import PLAIN, Entangled, WeightWritten, flattened, unflattened
 from .run import Run, text_of
 from .scan import Group, of_one
@@ -43,6 +44,7 @@ class BlockRuns:
     Attributes:
         stacks: by group label the stacked weights, numbers, and what a cache keeps of the blocks.
         condition: where it is set, runs are computed only if it holds: else nothing of what they give may be used.
+        room: bytes of a chip that blocks may still keep for the way back.
         keeping: (what is kept of one block, its filled stream's tokens: all, those beyond its own) -> a context of what it shall keep.
         gives: by group label, of each run the first block's number and what its blocks shall keep.
     """
@@ -54,6 +56,7 @@ class BlockRuns:
         self.gives: dict[str, list[tuple[int, dict]]] = {label: [] for label in self.stacks}
         self.run: Run | None = None
         self.condition: jax.Array | None = None
+        self.room = function.room
         self.writing: set[str] = set()  # labels of groups whose blocks write to their arguments
         self.views: dict[tuple, tuple[jax.Array, Tensor]] = {}  # what was taken, and of which array: by the array's id
         self.own: dict[int, tuple] = {}  # of a block: where its forward is, under which name, and what was there
@@ -238,7 +241,12 @@ class BlockRuns:
             of_layer = {name: lax.dynamic_index_in_dim(array, layer, keepdims=False) for name, array in whole.items()}
             own = own[0] | of_layer, *own[1:]
             inputs = [carry[feeds[s]] if s in feeds else given.get(s, array) for s, array in enumerate(run.arrays)]
-            with using(settings), bound(scanned, (run.start, run.stop)), bound(_stack, (whole, layer)):
+            with (
+                using(settings),
+                numbered_anew(),
+                bound(scanned, (run.start, run.stop)),
+                bound(_stack, (whole, layer)),
+            ):
                 flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
             return flat, ({n: flat[n] for n in numbers}, gives)
@@ -251,9 +259,15 @@ class BlockRuns:
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
         given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in feeds}
         layer = jnp.arange(*part) if whole else None
-        if self.function.again:
-            step = jax.checkpoint(step, policy=jax.checkpoint_policies.save_only_these_names(KEPT))
-        last, (passed, gives) = lax.scan(step, carry, (stacked, given, layer))
+        xs = stacked, given, layer
+        if current().differentiable:
+            first = jax.tree.map(lambda x: x[0], xs)
+            policy, taken = kept_by_blocks(step, carry, first, run.stop - run.start, settings, self.room)
+            step, self.room = jax.checkpoint(step, policy=policy), self.room - taken
+        # XLA's CPU backend (jaxlib 0.10.2) may start a loop that exchanges before it has made an earlier exchange that the loop does
+        # not read: simulated chips wait for each other for good.
+        straight = current().differentiable and settings.platform == "cpu" and settings.chips > 1
+        last, (passed, gives) = lax.scan(step, carry, xs, unroll=straight or 1)
         return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 
     def _fills(self, run: Run, specs: list) -> list[int]:

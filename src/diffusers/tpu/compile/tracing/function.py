@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,7 @@ class PureFunction:
         kept, kind: a cache that the module has, and the call's kind of step: its tensors are the last inputs, what it gives the last outputs.
         branches: how many calls are side by side in the batch.
         part: of a model whose own lines run one by one: it must not share memory with them.
-        again: it will be differentiated, and what blocks compute is not kept for that.
+        room: bytes of a chip for what blocks keep for the way back, of a call that will be differentiated.
         autocast: what products are cast to.
         values: number of a tensor of the call -> its values, by which a trace decides (`TraceResult.decisions`); None: it cannot.
     """
@@ -83,7 +84,7 @@ class PureFunction:
     branches: int = 1
     part: bool = False
     values: Callable | None = None
-    again: bool = False
+    room: float = math.inf
     autocast: torch.dtype | None = None
     settled: frozenset[str] = frozenset()
     packed: dict[str, Packed] = field(default_factory=dict)

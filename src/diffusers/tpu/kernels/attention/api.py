@@ -133,7 +133,8 @@ def _record(how: Dispatch):
 
 def _over_mesh(settings: Settings, local) -> dict:
     """What attention over chips takes, of the attention of one chip and the settings. Kernels around another than ours: none."""
-    interpret = settings.interpreted if getattr(local, "func", None) is kernel.tpu_attention else None
+    ours = getattr(local, "func", None) in (kernel.tpu_attention, differentiable_attention)
+    interpret = settings.interpreted if ours else None
     return {"mesh": settings.mesh, "local": local, "ring": settings.ring, "interpret": interpret}
 
 

@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..kept import ATTENTION
 from ..pallas import LANES, SUBLANES, call_kernel, cost, product, round_up
 from . import kernel_body
 from .blocks import Blocks, Shape, Tile, vmem_limit
@@ -32,7 +33,6 @@ from .masks import Mask
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to, reference_attention
 
 
-KEPT = "attention"  # name of what blocks that are computed again keep: half of their time for as much memory as their inputs
 PER_BLOCK = 60  # tokens' time that a block costs beside its own
 NEVER = 3e38  # the log-sum-exp of a row without keys, here: all its weights are 0
 
@@ -72,7 +72,7 @@ def differentiable_attention(
         places = {"first_row": first_row, "first_key": first_key}
         out, lse = tpu_attention(q, k, v, mask=mask, with_lse=True, **places, **forward)
         if not with_lse:  # a ring would keep those of every hop
-            out, lse = (checkpoint_name(x, KEPT) for x in (out.astype(q.dtype), lse))
+            out, lse = (checkpoint_name(x, ATTENTION) for x in (out.astype(q.dtype), lse))
         return (out, lse if with_lse else None), (q, k, v, mask, places, out, lse, learnt)
 
     def go_back(kept, gradients):

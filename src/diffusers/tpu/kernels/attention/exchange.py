@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ..pallas import LANES, by_token, call_kernel, cost
+from ..settings import current
 
 
 TILE_ROWS = 16  # of bfloat16, twice those of float32
@@ -51,6 +52,25 @@ class Exchange:
             turned: who takes it wants tokens minor.
             behind: tokens of this chip's heads that stand behind those of all chips.
         """
+        length = 0 if behind is None else behind.shape[2]
+
+        def back(_, gradient):
+            of_behind = None if behind is None else gradient[:, :, gradient.shape[2] - length :]
+            return self._to_sequence(gradient, length), of_behind
+
+        return _permuted(functools.partial(self._to_heads, turned), back, x, behind)
+
+    def to_sequence(self, x: Float[Array, "B N/W W*T+L D"], behind: int = 0) -> Float[Array, "B N T D"]:
+        """The way back of `to_heads`, of what has tokens minor, without the tokens `behind`."""
+        batch, heads, _, dim = x.shape
+
+        def back(_, gradient):
+            others = jnp.zeros((batch, heads, behind, dim), x.dtype) if behind else None
+            return (self._to_heads(True, gradient, others),)
+
+        return _permuted(functools.partial(self._to_sequence, behind=behind), back, x)
+
+    def _to_heads(self, turned: bool, x, behind):
         batch, heads, _, dim = x.shape
         behind = None if behind is None else by_token(behind)
         x, heads = by_token(x), heads // self.chips
@@ -65,8 +85,7 @@ class Exchange:
             x = x if behind is None else jnp.concatenate([x, behind], 1)
         return jnp.swapaxes(x.reshape(batch, -1, heads, dim), 1, 2)
 
-    def to_sequence(self, x: Float[Array, "B N/W W*T+L D"], behind: int = 0) -> Float[Array, "B N T D"]:
-        """The way back of `to_heads`, of what has tokens minor, without the tokens `behind`."""
+    def _to_sequence(self, x, behind: int):
         batch, heads, tokens, dim = x.shape
         tokens -= behind
         if self.interpret is not None:
@@ -105,6 +124,14 @@ class Exchange:
     def _fill(self, tokens: int) -> int:
         """How many of a chip's rows are joined with the others' one chip after the other."""
         return tokens if self.in_order or tokens < TILE_ROWS else tokens - tokens % TILE_ROWS
+
+
+def _permuted(run, back, *given) -> Array:
+    """`run` of arrays, which it lays elsewhere; `back` does so with gradients."""
+    if current().differentiable:
+        plain, run = run, jax.custom_vjp(run)
+        run.defvjp(lambda *given: (plain(*given), None), back)
+    return run(*given)
 
 
 def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:

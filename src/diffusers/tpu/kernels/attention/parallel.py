@@ -22,6 +22,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from ..kept import exchanged
+from ..settings import current
 from . import masks
 from .exchange import Exchange
 from .key_bounds import KeyBounds, key_bounds
@@ -152,13 +154,14 @@ def attention_by_heads(
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
     """`kv_len`: keys of all chips that are no padding. `keys`: they are split as the queries."""
     ring, ulysses, bounds = split.ring, split.ulysses, {}
-    if interpret is not None and keys and mask is None:
+    if interpret is not None and keys and mask is None and not current().differentiable:
         bounds["bounds"] = bounds_of_group(k, v, kv_len, split, interpret)
     # Rows of one call may lie in any order where nothing tells them apart but what they hold.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
     exchange = Exchange.of(q, k, v, ulysses, in_order, interpret)
     if ulysses > 1:
         q, k, v = exchange.to_heads(q, turned=True), exchange.to_heads(k), exchange.to_heads(v, turned=True)
+        q, k, v = exchanged(q, k, v)
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
     if keys and ring > 1:
@@ -292,13 +295,16 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
     own = _of_heads(text, ulysses)
     local = functools.partial(local, scale=scale)
     if ring == 1:
-        bounds = {} if interpret is None else {"bounds": bounds_of_group(k, v, tokens, split, interpret, text)}
+        without = interpret is None or current().differentiable
+        bounds = {} if without else {"bounds": bounds_of_group(k, v, tokens, split, interpret, text)}
         q, v = (exchange.to_heads(x, True, other) for x, other in ((q, own.q), (v, own.v)))
         k = exchange.to_heads(k, behind=own.k)
+        q, k, v = exchanged(q, k, v)
         out = local(q, k, v, mask=joint_mask(tokens, chunk, own), **bounds)
     else:
         q = exchange.to_heads(q, True, own.q)
         k, v = exchange.to_heads(k), exchange.to_heads(v, True)
+        q, k, v = exchanged(q, k, v)
         of_latents = around_ring(q, k, v, local=local, kv_len=tokens, ring=ring, place=place)
         of_text = local(q, own.k, own.v, mask=joint_mask(0, 0, own), with_lse=True)
         out = merged(*of_latents, *of_text)[0].astype(q.dtype)
