@@ -3,11 +3,14 @@
 import copy
 import gc
 import io
+import random
 
+import jax
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from peft import LoraConfig
 
 import denoisers
 from conftest import relative, slow
@@ -221,6 +224,57 @@ def test_states_without_room_and_gradients_that_are_handed_elsewhere(chips, capl
         loop.optimizer.step(lambda: loop.loss().backward())
     assert any(kept) and not all(kept[1::3]) and "no room" in caplog.text
     assert_alike(loops[1], loops[0])
+
+
+@pytest.mark.parametrize("rank, steps", [slow(4, 100), slow(0, 50)])
+def test_a_long_run(chips, tmp_path, rank, steps):
+    """Losses of all steps, of adapters and of all weights, also of a run that is stopped at any of them; plain upstream loads what is
+    saved; after the first step nothing is compiled, and no more is held."""
+
+    def built():
+        torch.manual_seed(7)
+        model = denoisers.built("flux", 4).train().requires_grad_(not rank)
+        if rank:
+            targets = ["to_q", "to_v", "to_out.0"]
+            model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, init_lora_weights=False, target_modules=targets))
+        return model
+
+    def state(loop):
+        return loop.model.state_dict(), loop.optimizer.state_dict(), loop.schedule.state_dict()
+
+    theirs, ours = Training(built(), lr=1e-3), Training(tpu.install(built(), TPUConfig(mesh=(1, 4, 2))), lr=1e-3)
+    theirs.run(steps)
+    stop, compilations, compiled, held = random.randrange(2, steps - 1), [], [], []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compilations.append(event) if "backend_compile" in event else None
+    )
+    for step in range(steps):
+        compilations.clear()
+        ours.run(1)
+        compiled.append(len(compilations))
+        held.append(sum(x.nbytes for x in jax.live_arrays()))
+        if step + 1 == stop:
+            torch.save(state(ours), tmp_path / "state.pt")
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-3) and sum(theirs.losses[-20::2]) < sum(theirs.losses[:20:2])
+    assert compiled[0] and not any(compiled[1:]) and max(held) < 1.01 * held[1]
+
+    resumed = Training(tpu.install(built(), TPUConfig(mesh=(1, 4, 2))), lr=1e-3)
+    for part, values in zip(("model", "optimizer", "schedule"), torch.load(tmp_path / "state.pt", weights_only=True)):
+        getattr(resumed, part).load_state_dict(values)
+    resumed.steps = 2 * stop
+    assert resumed.run(steps - stop).losses == pytest.approx(ours.losses[2 * stop :], rel=1e-6)
+
+    given = denoisers.inputs("flux", 1)
+    if rank:
+        ours.model.save_lora_adapter(tmp_path)
+        torch.manual_seed(7)
+        plain = denoisers.built("flux", 4)
+        plain.load_lora_adapter(str(tmp_path), prefix=None, weight_name="pytorch_lora_weights.safetensors")
+    else:
+        ours.model.save_pretrained(tmp_path)
+        plain = type(theirs.model).from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert relative(ours.model.eval()(**given)[0], plain.eval()(**given)[0]) < LIMIT
 
 
 def test_a_run_is_resumed_by_accelerate(chips, tmp_path):
