@@ -201,19 +201,19 @@ def test_exchanges_go_back(chips, behind):
 
 
 def test_blocks_keep_what_there_is_room_for():
-    """Of a block's two layers with a gradient that reads them the dearer first; nothing of the one that is only added to its input."""
+    """Of a block's layers with a gradient that reads them the dearer first; nothing of one that is only added to its input, or cheap."""
     w = [jnp.ones(shape, jnp.bfloat16) for shape in ((64, 256), (256, 96), (96, 64))]
 
     def step(carry, scale):
-        x = carry[0]
+        x = jnp.tanh(layer_result(carry[0] + 1, 640))
         for n, layer in enumerate(w):
-            x = layer_result(x @ layer * scale, len(layer))
+            x = layer_result(x @ layer * scale, 100 * len(layer))
             x = jnp.tanh(x) if n < 2 else x
         return [carry[0] + x], ()
 
     carry, blocks = [jnp.ones((2, 50, 64), jnp.bfloat16)], 5
     first, second, third = (2 * 50 * columns * 2 for columns in (256, 96, 64))
-    needed = 4 * (first + second + third) + blocks * third
+    needed = 4 * (first + second + 2 * third) + blocks * third
     with using(KERNELS):
         for room, kept in (
             (first, []),
@@ -222,6 +222,6 @@ def test_blocks_keep_what_there_is_room_for():
             (1e9, [second, first]),
         ):
             policy, taken = kept_by_blocks(step, carry, jnp.bfloat16(1), blocks, KERNELS, needed + room)
-            assert taken == blocks * (sum(kept) - third * (first in kept))  # its input is not needed then
+            assert taken == blocks * sum(kept)
             back = jax.vjp(jax.checkpoint(step, policy=policy), carry, jnp.bfloat16(1))[1]
             assert sorted(x.nbytes for x in jax.tree.leaves(back) if x.shape in ((2, 50, 256), (2, 50, 96))) == kept

@@ -1,4 +1,5 @@
-"""Which results of its layers each scanned block keeps for the way back: as many as a chip has room for, the dearest first."""
+"""Which results of its layers each scanned block keeps for the way back: those that take longer to compute again than to be kept, as
+many as a chip has room for, the dearest first."""
 
 import math
 from collections.abc import Callable
@@ -6,10 +7,13 @@ from collections.abc import Callable
 import jax
 import jax.extend
 
+from ...chips.figures import chip_of
 from ...kernels.kept import ATTENTION, worth
 from ...kernels.settings import Settings
 
 
+# Bytes of memory that a number's way takes which is kept: into the stack and out of it, each a copy (two bytes, v6e).
+MOVED = 12
 WITHIN = 4  # what one block needs on its way back, in results of its layers: these, their gradients, both in float32
 
 
@@ -51,7 +55,9 @@ def kept_by_blocks(
     room -= WITHIN * sum(nbytes for _, nbytes in layers) / chips
     room -= blocks * (always - nothing + sum(map(_nbytes, carried)) / chips)
     names, taken = {ATTENTION}, 0.0
-    for name in sorted({name for name, _ in layers}, key=lambda name: (-worth(name), name)):
+    chip = chip_of(settings.generation)
+    least = MOVED / chip.hbm_bandwidth * chip.flops / 2
+    for name in sorted({name for name, _ in layers if worth(name) > least}, key=lambda name: (-worth(name), name)):
         more = blocks * (bytes_of({*names, name}) - always) - taken
         if taken + more <= room:
             names, taken = {*names, name}, taken + more
