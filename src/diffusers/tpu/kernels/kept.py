@@ -6,10 +6,13 @@ import itertools
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from ..chips.figures import chip_of
 from .settings import bound, current
 
 
 ATTENTION = "attention"  # what is always kept: half of a block's time for as much memory as its inputs
+# Bytes of memory that a number's way takes which is kept: into the stack and out of it, each a copy (two bytes, v6e).
+MOVED = 12
 EXCHANGE = 10_000  # products that a chip computes of each number while it exchanges that: v6e, over eight chips
 _numbers = contextvars.ContextVar("diffusers_tpu_kept", default=None)
 
@@ -33,6 +36,12 @@ def layer_result(x: Array, depth: int) -> Array:
 def exchanged(*arrays: Array) -> list[Array]:
     """q, k and v [B, N, T, D] as a chip has them after the exchange."""
     return [_named(x, EXCHANGE) for x in arrays]
+
+
+def is_worth_its_room(products: int, generation: str | None) -> bool:
+    """Whether a number that takes so many takes longer to compute again than to be kept."""
+    chip = chip_of(generation)
+    return 2 * products / chip.flops > MOVED / chip.hbm_bandwidth
 
 
 def worth(name: str) -> int:

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from ..chips.figures import chip_of
-from .kept import layer_result
+from .kept import is_worth_its_room, layer_result
 from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
-from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room
+from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
 from .settings import Settings
 
 
@@ -207,8 +207,20 @@ def linear(
         return None
     if not settings.differentiable:
         return _by_kernel(x, w, b, activation, settings, gate, residual, split, layers, turned)
-    result = _differentiable(x, w, b, settings, split, turned)
-    return result if result is None else _followed(result, activation, gate, residual)
+    if not (activation or gate is not None or residual is not None) or is_worth_its_room(
+        w.shape[1], settings.generation
+    ):
+        result = _differentiable(x, w, b, settings, split, turned)  # what follows reads it, there and back
+        return result if result is None else _followed(result, activation, gate, residual)
+
+    def by_kernel(x, w, b, gate, residual):
+        return _by_kernel(x, w, b, activation, settings, gate, residual, split, None, turned)
+
+    def plain(x, w, b, gate, residual):
+        return _followed(_differentiable(x, w, b, settings, split, turned), activation, gate, residual)
+
+    given = x, w, b, gate, residual
+    return None if jax.eval_shape(by_kernel, *given) is None else with_gradients_of(plain, by_kernel)(*given)
 
 
 def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None, turned=False) -> Array | None:
@@ -268,8 +280,7 @@ def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None
 
 
 def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool) -> Array | None:
-    """A layer by the kernel, whose gradient by x is one too: of w with inputs and outputs exchanged. What follows a layer is not in its
-    kernel: its gradients read the layer's result."""
+    """A layer by the kernel, whose gradient by x is one too: of w with inputs and outputs exchanged."""
 
     def by_kernel(x, w, b):
         return _by_kernel(x, w, b, "", settings, None, None, split, None, turned)

@@ -7,13 +7,10 @@ from collections.abc import Callable
 import jax
 import jax.extend
 
-from ...chips.figures import chip_of
-from ...kernels.kept import ATTENTION, worth
+from ...kernels.kept import ATTENTION, is_worth_its_room, worth
 from ...kernels.settings import Settings
 
 
-# Bytes of memory that a number's way takes which is kept: into the stack and out of it, each a copy (two bytes, v6e).
-MOVED = 12
 WITHIN = 4  # what one block needs on its way back, in results of its layers: these, their gradients, both in float32
 
 
@@ -55,9 +52,8 @@ def kept_by_blocks(
     room -= WITHIN * sum(nbytes for _, nbytes in layers) / chips
     room -= blocks * (always - nothing + sum(map(_nbytes, carried)) / chips)
     names, taken = {ATTENTION}, 0.0
-    chip = chip_of(settings.generation)
-    least = MOVED / chip.hbm_bandwidth * chip.flops / 2
-    for name in sorted({name for name, _ in layers if worth(name) > least}, key=lambda name: (-worth(name), name)):
+    dear = {name for name, _ in layers if is_worth_its_room(worth(name), settings.generation)}
+    for name in sorted(dear, key=lambda name: (-worth(name), name)):
         more = blocks * (bytes_of({*names, name}) - always) - taken
         if taken + more <= room:
             names, taken = {*names, name}, taken + more
