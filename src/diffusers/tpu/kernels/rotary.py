@@ -112,7 +112,25 @@ def _plainly(x, norm, tables, apart):
         return wide.astype(x.dtype).reshape(x.shape)
     cos, sin = tables
     heads = wide.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1])
-    return rotate_pairs(heads, cos[:, None], sin[:, None], apart).astype(x.dtype).reshape(x.shape)
+    return _rotated(heads, cos[:, None], sin[:, None], apart, x.dtype).astype(x.dtype).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _rotated(x, cos, sin, apart: bool, dtype):
+    """`rotate_pairs`, of whose result numbers of this dtype are taken: its gradient is the rotation back, in which a product trades the
+    entries of pairs. Shifted by a lane the compiler writes them in float32."""
+    return rotate_pairs(x, cos, sin, apart)
+
+
+def _rotated_back(apart, dtype, given, gradient):
+    dim = gradient.shape[-1]
+    trade = rotate_pairs(jnp.eye(dim), jnp.zeros(dim), -jnp.ones(dim), apart).astype(dtype)
+    traded = jnp.einsum("...a,ab->...b", gradient.astype(dtype), trade, precision="highest").astype(jnp.float32)
+    of_tables = jax.vjp(lambda cos, sin: rotate_pairs(given[0], cos, sin, apart), *given[1:])[1](gradient)
+    return gradient * given[1] + traded * given[2], *of_tables
+
+
+_rotated.defvjp(lambda x, cos, sin, apart, dtype: (rotate_pairs(x, cos, sin, apart), (x, cos, sin)), _rotated_back)
 
 
 def _mean(parts: list):
