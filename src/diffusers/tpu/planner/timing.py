@@ -244,7 +244,7 @@ class _Clock:
 
     def _kind(self, i: hlo.Instruction) -> str:
         if KERNEL in i.rest and not i.name.startswith(AROUND):
-            return "attention" if ATTENTION in i.op_name else "matmul" if i.name.startswith(LINEAR) else "other"
+            return "attention" if ATTENTION in i.op_name else "matmul" if LINEAR in i.name else "other"
         products = any(x.opcode in ("convolution", "dot") for x in [i, *self.program.inside(i)])
         return "matmul" if products else "other"
 
@@ -256,7 +256,7 @@ class _Clock:
             whole, part = (names.get(update.operands[n]) for n in (0, 1))
             if whole is not None and part is not None and i.arrays and i.arrays[0].space == 0:
                 total -= update.hbm_bytes - part.stored_bytes
-        stated = i.attribute(r'"bytes_accessed":"(\d+)"') if i.name.startswith(LINEAR) else ""
+        stated = i.attribute(r'"bytes_accessed":"(\d+)"') if LINEAR in i.name else ""
         most = total + int(stated) if stated else math.inf  # of a stack of layers' weights a kernel reads one
         for number, operand in enumerate(i.operands):
             source = instructions.get(operand)
