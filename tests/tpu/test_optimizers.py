@@ -255,9 +255,8 @@ def test_a_long_run(chips, tmp_path, rank, steps):
         held.append(sum(x.nbytes for x in jax.live_arrays()))
         if step + 1 == stop:
             torch.save(state(ours), tmp_path / "state.pt")
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-3) and sum(theirs.losses[-20::2]) < sum(
-        theirs.losses[:20:2]
-    )
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-3)
+    assert sum(theirs.losses[-20::2]) < sum(theirs.losses[:20:2])
     assert compiled[0] and not any(compiled[1:]) and max(held) < 1.01 * held[1]
 
     resumed = Training(tpu.install(built(), TPUConfig(mesh=(1, 4, 2))), lr=1e-3)

@@ -27,7 +27,7 @@ from ..chips.sharding import STORAGE_AXES, default_spec
 from ..weights.hbm import room_for_programs, room_on
 from .call import Call
 from .chip_arrays import ChipArray, stand, together
-from .optimizers import serve
+from .optimizers import STATES, serve
 from .programs import Program
 from .weights import is_stacked
 
@@ -215,21 +215,24 @@ class DifferentiatedCall:
             asked = {n: tensors[name] for n, name in enumerate(names) if name and tensors[name].requires_grad}
             self.weights |= {key: asked} if asked else {}
         asked = sum(t.nbytes for some in self.weights.values() for t in some.values())
-        if 2 * asked > sum(
-            t.nbytes for t in tensors.values()
-        ):  # gradients, and what optimizers keep, lie as weights do
+        whole = sum(t.nbytes for t in tensors.values())
+        if 2 * asked > whole:  # gradients, and what optimizers keep, lie as weights do
             runner.storage = STORAGE_AXES
         self.wanted = Wanted((*self.inputs,), (*self.weights,), self._room(), self.keeps)
 
     def _room(self) -> float:
-        """Bytes of a chip beside programs, weights, and gradients and an optimizer's two states of those that are trained."""
+        """Bytes of a chip beside programs, weights, and gradients and AdamW's states of those that are trained."""
         runner = self.runner
         hbm, _ = room_on(runner.mesh.devices.flat[0], runner.config)
         if hbm is None:
             return math.inf
-        avals = (runner.plan_weights().avals[key] for key in self.weights)
-        trained = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in avals)
-        return hbm - room_for_programs(hbm, runner.config) - runner.bytes_per_chip - 3 * trained
+        return hbm - room_for_programs(hbm, runner.config) - runner.bytes_per_chip - (1 + STATES) * self.trained
+
+    @property
+    def trained(self) -> int:
+        """Bytes of a chip of the weights that ask for gradients."""
+        avals = (self.runner.plan_weights().avals[key] for key in self.weights)
+        return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in avals)
 
     def find(self) -> Program | None:
         """Its program; None: there is none for the call."""

@@ -38,6 +38,7 @@ from .weights import PlacedWeights
 
 
 MOST_TRACES = 64  # of an optimizer
+STATES = 2  # of AdamW, in sizes of the weights that it steps
 # Each number of a weight for itself.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 PLAIN = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}

@@ -33,9 +33,9 @@ def layer_result(x: Array, depth: int) -> Array:
     return _named(x, depth)
 
 
-def exchanged(*arrays: Array) -> list[Array]:
-    """q, k and v [B, N, T, D] as a chip has them after the exchange."""
-    return [_named(x, EXCHANGE) for x in arrays]
+def exchanged(x: Array) -> Array:
+    """q, k or v [B, N, T, D] as a chip has it after the exchange."""
+    return _named(x, EXCHANGE)
 
 
 def is_worth_its_room(products: int, generation: str | None) -> bool:

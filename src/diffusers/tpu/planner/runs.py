@@ -8,6 +8,7 @@ from functools import cached_property
 from ..chips.figures import GIB, Topology
 from ..chips.mesh import AXES
 from ..common.config import TPUConfig
+from ..compile.optimizers import STATES
 from ..kernels.attention.softmax_modes import BOUND, MODES
 from ..weights.hbm import room_for_weights, turns
 from . import timing
@@ -16,9 +17,7 @@ from .measured import Rates
 from .recording import RecordedCall, Recording
 
 
-# Of AdamW, in sizes of the weights that it steps.
-STATES = 2
-# Gradients for their norm, then scaled; weights, gradients and states, and what of these is new.
+# Of AdamW, in sizes of the weights that it steps: gradients for their norm, then scaled; weights, gradients and states, and what of these is new.
 READ_AND_WRITTEN = 3 + 4 + 3
 STAGES = {"text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "vae": "vae"}
 LARGEST_MODULES = 12

@@ -1,8 +1,6 @@
 """A step of training in place of a run: the denoiser there and back, compiled as one program; clipping and AdamW by what they read and
 write of a chip's memory."""
 
-import math
-
 import jax
 
 from ..compile.call import Call
@@ -49,7 +47,6 @@ def one_step(recording: Recording):
 def lowered(runner: CompiledModule, call: Call) -> tuple[jax.stages.Lowered, int]:
     """There and back, and how many bytes of a chip the weights take that are trained."""
     runner.current()
-    wanted = DifferentiatedCall(runner, call).wanted
-    avals = [runner.plan_weights().avals[key] for key in wanted.weights]
-    trained = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in avals)
-    return Differentiable(runner.trace(wanted.of(call)), wanted).lowered(), trained
+    differentiated = DifferentiatedCall(runner, call)
+    wanted = differentiated.wanted
+    return Differentiable(runner.trace(wanted.of(call)), wanted).lowered(), differentiated.trained

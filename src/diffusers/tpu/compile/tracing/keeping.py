@@ -61,4 +61,4 @@ def kept_by_blocks(
 
 
 def _nbytes(x) -> int:
-    return math.prod(x.shape) * x.dtype.itemsize
+    return x.size * x.dtype.itemsize

@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from ..kept import exchanged
 from ..pallas import LANES, by_token, call_kernel, cost
 from ..settings import current
 
@@ -58,7 +59,7 @@ class Exchange:
             of_behind = None if behind is None else gradient[:, :, gradient.shape[2] - length :]
             return self._to_sequence(gradient, length), of_behind
 
-        return _permuted(functools.partial(self._to_heads, turned), back, x, behind)
+        return exchanged(_permuted(functools.partial(self._to_heads, turned), back, x, behind))
 
     def to_sequence(self, x: Float[Array, "B N/W W*T+L D"], behind: int = 0) -> Float[Array, "B N T D"]:
         """The way back of `to_heads`, of what has tokens minor, without the tokens `behind`."""

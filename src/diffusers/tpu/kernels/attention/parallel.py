@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from ..kept import exchanged
 from ..settings import current
 from . import masks
 from .exchange import Exchange
@@ -161,7 +160,6 @@ def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: S
     exchange = Exchange.of(q, k, v, ulysses, in_order, interpret)
     if ulysses > 1:
         q, k, v = exchange.to_heads(q, turned=True), exchange.to_heads(k), exchange.to_heads(v, turned=True)
-        q, k, v = exchanged(q, k, v)
     place = lax.axis_index("ring") if ring > 1 else 0
     local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
     if keys and ring > 1:
@@ -299,12 +297,10 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
         bounds = {} if without else {"bounds": bounds_of_group(k, v, tokens, split, interpret, text)}
         q, v = (exchange.to_heads(x, True, other) for x, other in ((q, own.q), (v, own.v)))
         k = exchange.to_heads(k, behind=own.k)
-        q, k, v = exchanged(q, k, v)
         out = local(q, k, v, mask=joint_mask(tokens, chunk, own), **bounds)
     else:
         q = exchange.to_heads(q, True, own.q)
         k, v = exchange.to_heads(k), exchange.to_heads(v, True)
-        q, k, v = exchanged(q, k, v)
         of_latents = around_ring(q, k, v, local=local, kv_len=tokens, ring=ring, place=place)
         of_text = local(q, own.k, own.v, mask=joint_mask(0, 0, own), with_lse=True)
         out = merged(*of_latents, *of_text)[0].astype(q.dtype)
