@@ -1,7 +1,7 @@
 """Tiny denoisers of every family, and the inputs of one call: maps that no axis of the tests' meshes divides.
 
-`denoisers.json` says each one's class and sizes, and its inputs as expressions of torch's functions and those of this file; an
-entry that is `like` another says what differs.
+`denoisers.json` says each one's class and sizes, or its name in `tiny.json`, and its inputs as expressions of torch's functions and those
+of this file; an entry that is `like` another says what differs.
 """
 
 import importlib
@@ -24,6 +24,8 @@ def entry(kind: str) -> dict:
 
 
 def built(kind: str, heads: int = 4) -> torch.nn.Module:
+    if (name := entry(kind)["_"]).startswith("@"):
+        return tiny.part(name[1:])
     sizes = {"num_attention_heads": heads, "attention_head_dim": 16, "num_layers": 3} | entry(kind)
     module, _, name = f"diffusers.{sizes.pop('_')}".rpartition(".")
     if kind == "sd3.5":

@@ -147,8 +147,8 @@ def of_rotary(draw):
     return run, lambda x, w: rotary._plainly(x, norm(w), tables, False), (draw(1, 300, 256), draw(256))
 
 
-def of_convolution(repeated, draw):
-    how = {"edge": 1, "repeated": repeated}
+def of_convolution(edge, repeated, draw):
+    how = {"edge": edge, "repeated": repeated}
     run = functools.partial(convolution.convolution, settings=KERNELS, **how)
     plain = functools.partial(convolution._plain, wide=False, **how)
     return run, plain, (draw(1, 18, 3, 32, 64), draw(3, 2, 3, 128, 64), draw(128))
@@ -162,8 +162,9 @@ def of_convolution(repeated, draw):
         functools.partial(of_linear, "", True, 0, True),
         functools.partial(of_linear, "", False, 1, True),
         of_rotary,
-        functools.partial(of_convolution, False),
-        functools.partial(of_convolution, True),
+        functools.partial(of_convolution, 1, False),
+        functools.partial(of_convolution, 0, False),
+        functools.partial(of_convolution, 1, True),
     ],
 )
 def test_other_kernels_have_gradients_of_plain_operations(chips, case, monkeypatch):

@@ -39,6 +39,12 @@ def make(name: str, seed: int = 0, **changes):
         return _built({"@": name, **changes})
 
 
+def part(name: str) -> torch.nn.Module:
+    """The model `name`, or `name.model` of a pipeline."""
+    name, *models = name.split(".")
+    return functools.reduce(getattr, models, make(name))
+
+
 def __getattr__(name: str):
     if name not in TABLE:
         raise AttributeError(f"expected a name of tiny.json, got {name!r}")

@@ -253,9 +253,8 @@ class DifferentiatedCall:
         """Upstream's return value."""
         runner, call = self.runner, self.call
         asked = [*self.inputs.values(), *(t for some in self.weights.values() for t in some.values())]
-        with torch.enable_grad():
-            flat = _Call.apply(self, *asked)
-        return runner.output_of(self.program.result, flat, call)
+        with torch.enable_grad():  # a VAE's posterior computes as it is made
+            return runner.output_of(self.program.result, _Call.apply(self, *asked), call)
 
     def run(self) -> tuple[list[torch.Tensor], object]:
         """Flat output tensors, and what is kept for `back`."""

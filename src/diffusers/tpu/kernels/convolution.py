@@ -29,7 +29,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..chips.figures import chip_of
-from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
+from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room
 from .settings import Settings
 
 
@@ -228,8 +228,30 @@ def convolution(
     chip = {"generation": settings.generation, "interpret": settings.interpreted}
     run = functools.partial(tpu_convolution, blocks=blocks, **chip, **how)
     if settings.differentiable:
-        return with_gradients_of(functools.partial(_plain, **how), run)(x, w, b)
+        return _differentiable(run, settings, **how)(x, w, b)
     return run(x, w, b) if layers is None else run(x, layers[0], b, layer=layers[1])
+
+
+def _differentiable(run, settings: Settings, edge: int, repeated: bool, wide: bool):
+    """The kernel `run`, whose gradient by x is one too: of w with each tap's place and channels turned."""
+
+    def back(given, gradient):
+        of_x, *others = jax.vjp(functools.partial(_plain, edge=edge, repeated=repeated, wide=wide), *given)[1](
+            gradient
+        )
+        w, found = given[1], None
+        if not (repeated or wide):
+            lines, frames, positions = (taps - 1 for taps in w.shape[:3])
+            own = positions - edge if positions - edge <= edge else 0  # zeros that the kernel need not be given
+            beside = positions - edge - own
+            zeros = [(0, 0), *((n, n) for n in (lines, frames, beside)), (0, 0)]
+            turned = w[::-1, ::-1, ::-1].swapaxes(-1, -2)
+            found = convolution(jnp.pad(gradient, zeros), turned, None, settings, edge=own)
+        return of_x if found is None else found, *others
+
+    layer = jax.custom_vjp(run)
+    layer.defvjp(lambda *given: (run(*given), given), back)
+    return layer
 
 
 def _plain(x, w, b, edge, repeated, wide):

@@ -199,32 +199,30 @@ def linear(
     `split`: the axis of w that lies over `tp`. Of inputs the chips' sums are added, rounded, as the compiler does. `layers`: the stack that
     w is a layer of, and which. `narrow`: w in 8 bits, where that is known. `turned`: as of `tpu_linear`, in bfloat16.
     """
-    if settings.linear != "bfloat16" and not settings.differentiable and takes(x, w, settings):
+    narrows = settings.linear != "bfloat16" and not settings.differentiable and takes(x, w, settings)
+    if narrows:
         w = narrowed(w, settings.linear) if narrow is None else narrow
-        found = _by_kernel(x, w, b, activation, settings, gate, residual, split)
-        return _plain(activation, narrowed(x, settings.linear), w, b, gate, residual) if found is None else found
-    if x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
+    elif x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
         return None
-    if not settings.differentiable:
-        return _by_kernel(x, w, b, activation, settings, gate, residual, split, layers, turned)
-    if not (activation or gate is not None or residual is not None) or is_worth_its_room(
-        w.shape[1], settings.generation
-    ):
+    followed = activation or gate is not None or residual is not None
+    if settings.differentiable and (not followed or is_worth_its_room(w.shape[1], settings.generation)):
         result = _differentiable(x, w, b, settings, split, turned)  # what follows reads it, there and back
         return result if result is None else _followed(result, activation, gate, residual)
 
-    def by_kernel(x, w, b, gate, residual):
-        return _by_kernel(x, w, b, activation, settings, gate, residual, split, None, turned)
+    run = _kernel_for(x, w, activation, settings, gate, residual, split, turned)
+    if run is None:
+        return _plain(activation, narrowed(x, settings.linear), w, b, gate, residual) if narrows else None
+    if not settings.differentiable:
+        return run(x, w, b, gate, residual, None if narrows else layers)
 
     def plain(x, w, b, gate, residual):
         return _followed(_differentiable(x, w, b, settings, split, turned), activation, gate, residual)
 
-    given = x, w, b, gate, residual
-    return None if jax.eval_shape(by_kernel, *given) is None else with_gradients_of(plain, by_kernel)(*given)
+    return with_gradients_of(plain, lambda *given: run(*given))(x, w, b, gate, residual)
 
 
-def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None, turned=False) -> Array | None:
-    """`linear` of arrays, or of a `Narrow` w."""
+def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False) -> Callable[..., Array] | None:
+    """What computes `linear` of such arrays, or of a `Narrow` w, from x, w, b, the gate, the residual and perhaps a stack's layer."""
     narrow = isinstance(w, Narrow)
     if not settings.own_layers or len(x.shape) < 2 or not all(map(_is_wide, w.shape)):
         return None
@@ -242,9 +240,7 @@ def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None
     blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, **how)
     if blocks is None or found.rows < found.least or not (_is_wide(columns) and _is_wide(depth)):
         return None
-
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
-    w, layer = (w, None) if layers is None else layers
 
     def local(x, w, b, gate, residual, layer):
         batch = 1 if gate is None else x.shape[0]  # rows of several samples are one's, unless gates tell them apart
@@ -268,33 +264,33 @@ def _by_kernel(x, w, b, activation, settings, gate, residual, split, layers=None
         ).reshape(*x.shape[:-1], -1)
         return jax.lax.psum(out, "tp") if summed else out
 
-    rows, gate_spec = tuple(found.spec)[:2], P("dp" if gate is not None and gate.shape[0] > 1 else None)
-    inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
-    of_weights = P(*over) if layer is None else P(None, *over)
-    of_weights = Narrow(of_weights, P(over[0], None)) if narrow else of_weights
-    specs = inputs, of_weights, P(over[0]), gate_spec, outputs, P()
-    b, after = (None, b) if summed else (b, None)
+    def run(x, w, b, gate=None, residual=None, layers=None):
+        w, layer = (w, None) if layers is None else layers
+        rows, of_gate = tuple(found.spec)[:2], P("dp" if gate is not None and gate.shape[0] > 1 else None)
+        inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
+        of_weights = P(*over) if layer is None else P(None, *over)
+        of_weights = Narrow(of_weights, P(over[0], None)) if narrow else of_weights
+        specs = inputs, of_weights, P(over[0]), of_gate, outputs, P()
+        b, after = (None, b) if summed else (b, None)
+        out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer), specs)
+        return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)
 
-    out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer), specs)
-    return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)
+    return run
 
 
 def _differentiable(x, w, b, settings: Settings, split: int | None, turned: bool) -> Array | None:
     """A layer by the kernel, whose gradient by x is one too: of w with inputs and outputs exchanged."""
-
-    def by_kernel(x, w, b):
-        return _by_kernel(x, w, b, "", settings, None, None, split, None, turned)
+    if (run := _kernel_for(x, w, "", settings, None, None, split, turned)) is None:
+        return None
 
     def back(given, gradient):
-        other = None if split is None else 1 - split
-        found = _by_kernel(gradient, given[1].T, None, "", settings, None, None, other, None, not turned)
+        w, other = given[1].T, None if split is None else 1 - split
         of_x, *others = jax.vjp(lambda x, w, b: _plain("", x, w, b, None, None), *given)[1](gradient)
-        return of_x if found is None else found, *others
+        by_kernel = _kernel_for(gradient, w, "", settings, None, None, other, not turned)
+        return of_x if by_kernel is None else by_kernel(gradient, w, None), *others
 
-    if jax.eval_shape(by_kernel, x, w, b) is None:
-        return None
-    layer = jax.custom_vjp(by_kernel)
-    layer.defvjp(lambda *given: (by_kernel(*given), given), back)
+    layer = jax.custom_vjp(lambda *given: run(*given))
+    layer.defvjp(lambda *given: (run(*given), given), back)
     return layer_result(layer(x, w, b), w.shape[1])
 
 
