@@ -73,17 +73,17 @@ def assert_upstreams(theirs, given: dict, mesh, again: bool, kernel: str, call=N
     assert not tpu.report(ours)["eager"]
 
 
-def assert_as_exact_in_bfloat16(theirs, given: dict, mesh, call=None):
-    """Off float32's by what upstream's are off."""
-    narrow, exact = (
-        copy.deepcopy(theirs).bfloat16(),
-        gradients(theirs, given, call and functools.partial(call, theirs)),
-    )
-    given = tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() and t.ndim > 1 else t, given)
-    ours = tpu.install(copy.deepcopy(narrow), TPUConfig(mesh=mesh))
-    found, upstreams = (gradients(model, given, call and functools.partial(call, model)) for model in (ours, narrow))
-    for own, other, wide in zip(found, upstreams, exact):
-        assert 1e-4 < apart(own, wide) < 1.2 * apart(other, wide)
+def assert_as_exact_in_bfloat16(theirs, draws: list[dict], mesh, call=None):
+    """Off float32's by what upstream's are off, on average: of one draw either may be twice the other."""
+    narrow = copy.deepcopy(theirs).bfloat16()
+    models, off = (theirs, tpu.install(copy.deepcopy(narrow), TPUConfig(mesh=mesh)), narrow), []
+    for given in draws:
+        given = tree_map_only(torch.Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, given)
+        exact = tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, given)
+        found = [gradients(m, exact if m is theirs else given, call and functools.partial(call, m)) for m in models]
+        off.append([[apart(own, wide) for own, wide in zip(some, found[0])] for some in found[1:]])
+    ours, upstreams = torch.tensor(off).mean(0)
+    assert (ours > 1e-4).all() and (ours < 1.3 * upstreams).all(), (ours, upstreams)
 
 
 @pytest.mark.parametrize(
@@ -121,13 +121,13 @@ def test_gradients_of_every_family(chips, kind, mesh):
     kernel, call = "kernel" if mesh == (1, 1, 1) else "auto", None
     if kind in VAES:
         name, shape = VAES[kind]
-        model, given, call = tiny.part(name), {"sample": torch.randn(shape)}, decoded_again
+        model, draws, call = tiny.part(name), [{"sample": torch.randn(shape)} for _ in range(8)], decoded_again
     else:
-        model, given = denoisers.built(kind, 4), denoisers.inputs(kind, 2)
+        model, draws = denoisers.built(kind, 4), [denoisers.inputs(kind, 2) for _ in range(8)]
     for again in (False, True)[: 1 + model._supports_gradient_checkpointing]:
-        assert_upstreams(model.train(), given, mesh, again, kernel, call)
+        assert_upstreams(model.train(), draws[0], mesh, again, kernel, call)
     if mesh == (1, 8, 1):
-        assert_as_exact_in_bfloat16(model, given, mesh, call)
+        assert_as_exact_in_bfloat16(model, draws, mesh, call)
 
 
 def test_weights_that_no_output_depends_on_have_no_gradient(chips):
@@ -177,7 +177,9 @@ def test_a_training_loop_is_upstreams(chips, mesh=(1, 4, 2)):
     (expected, weights), (found, own) = results
     assert expected[-1] < 0.9 * expected[0] and found == pytest.approx(expected, rel=1e-4)
     assert max(map(relative, own, weights)) < 1e-3
-    assert programs == [runs(ours).traces] and not tpu.report(ours)["eager"]
+    report = tpu.report(ours)
+    assert programs == [report["traces"]] and not report["eager"] and report["compilations"] == 2
+    assert [one["calls"] for one in report["programs"]] == [6] and report["rungs"]
 
 
 def test_evaluation_mode_shares_the_program_of_calls_without_gradients(chips):

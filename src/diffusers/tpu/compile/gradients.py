@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import torch
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -29,6 +30,7 @@ from .call import Call
 from .chip_arrays import ChipArray, stand, together
 from .optimizers import STATES, serve
 from .programs import Program
+from .tracing.sums import with_wide_sums
 from .weights import is_stacked
 
 
@@ -103,7 +105,7 @@ class Differentiable:
         if name in self.compiled:
             return False
         start = time.perf_counter()
-        lowered = jax.jit(getattr(self, f"_{name}")).trace(*arguments).lower()
+        lowered = self._lower(name, *arguments)
         try:
             self.compiled[name] = self.program.compile_lowered(lowered, f", {name}")
         except ValueError as error:
@@ -124,7 +126,12 @@ class Differentiable:
             for x in self.program.avals
             if jnp.issubdtype(x.dtype, jnp.inexact)
         ]
-        return jax.jit(self._there_and_back).trace(*self.program.given, gradients).lower()
+        return self._lower("there_and_back", *self.program.given, gradients)
+
+    def _lower(self, name: str, *arguments) -> jax.stages.Lowered:
+        closed, outputs = jax.make_jaxpr(getattr(self, f"_{name}"), return_shape=True)(*arguments)
+        run, tree = jaxpr_as_fun(with_wide_sums(closed)), jax.tree.structure(outputs)
+        return jax.jit(lambda *given: tree.unflatten(run(*jax.tree.leaves(given)))).trace(*arguments).lower()
 
     def _outputs_and_residuals(self, *given):
         outputs, back = self._way_back(given)
@@ -247,7 +254,14 @@ class DifferentiatedCall:
 
     def _compile(self, program: Program) -> bool:
         with self.runner.within_hbm(lambda: f"to train {self.runner.name} by {program.shapes}"):
-            return self._differentiable(program).compile_forward(*self._given())
+            first = self._differentiable(program).compile_forward(*self._given())
+        if first:
+            self._count()
+        return first
+
+    def _count(self):
+        self.runner.compiled += 1
+        self.runner.traced.fit()
 
     def output(self):
         """Upstream's return value."""
@@ -262,6 +276,7 @@ class DifferentiatedCall:
         if self.keeps:
             with runner.within_hbm(lambda: f"to train {runner.name} by {program.shapes}"):
                 outputs, kept = self._differentiable(program).forward(*self._given())
+            program.calls += 1
         else:
             outputs, kept = runner.execute(program, call), self._given()
         call.values = None  # torch decides how long what is kept lives
@@ -284,6 +299,7 @@ class DifferentiatedCall:
                 else:
                     found = differentiable.whole_backward(*kept, given)
             if len(differentiable.compiled) > before:
+                self._count()
                 runner.executables.keep_program(program)
             reached = iter(found)
             found = (next(reached) if is_reached else None for is_reached in differentiable.reached)

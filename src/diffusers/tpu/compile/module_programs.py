@@ -75,9 +75,7 @@ class ModulePrograms(EntryMethods):
         self.name = type(module).__name__
         room = room_for_programs(hbm_manager and hbm_manager.hbm, config)
         evicted = functools.partial(clear_jax_caches, config.programs)
-        self.traced: dict[tuple, Program] = LRUCache(
-            config.programs, room, lambda one: one.compiled and one.code_bytes or 0, evicted
-        )
+        self.traced: dict[tuple, Program] = LRUCache(config.programs, room, lambda one: one.code_bytes, evicted)
         self.state = ModuleState(module, config.programs)
         self.modes = Modes(module, self._submodule, config.programs, evicted)
         self.known: dict[tuple, bridge.Guard | str] = LRUCache(MOST_GUARDS * config.programs)
@@ -151,7 +149,7 @@ class ModulePrograms(EntryMethods):
     @property
     def programs(self) -> dict[tuple, Program]:
         """What was compiled, by call and state."""
-        return {key: program for key, program in [*self.traced.items()] if program.compiled is not None}
+        return {key: program for key, program in [*self.traced.items()] if program.executables}
 
     @property
     def evicted(self) -> int:

@@ -66,11 +66,17 @@ class Program:
     given: tuple = ()
     differentiable: object = None
 
-    @functools.cached_property
+    @property
+    def executables(self) -> dict[str, jax.stages.Compiled]:
+        """What is compiled of it, by name: that of a call without gradients has none."""
+        own = {} if self.compiled is None else {"": self.compiled}
+        return own if self.differentiable is None else own | self.differentiable.compiled
+
+    @property
     def code_bytes(self) -> int:
-        """Of its executable, on a chip."""
-        analysis = self.compiled.memory_analysis()
-        return 0 if analysis is None else analysis.generated_code_size_in_bytes
+        """Of its executables, on a chip."""
+        found = (one.memory_analysis() for one in self.executables.values())
+        return sum(one.generated_code_size_in_bytes for one in found if one is not None)
 
     def run(self, calls: list[Call]) -> list[list[jax.Array]]:
         """Flat output arrays of each call; there may be fewer than branches: the last one then fills the rest.

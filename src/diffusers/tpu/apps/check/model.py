@@ -83,7 +83,6 @@ def check_model(rows, request: dict, pipe, size: dict, exact, limit: float, note
 def kernels_of(pipe) -> list[str]:
     """Names of kernels in the compiled programs' texts."""
     runners = installation(pipe).runners.values()
-    texts = [
-        program.compiled.as_text() for runner in runners for program in runner.programs.values() if program.compiled
-    ]
+    programs = (program for runner in runners for program in runner.programs.values())
+    texts = [one.as_text() for program in programs for one in program.executables.values()]
     return sorted({name for text in texts for name in re.findall(r"\b([a-z]\w*_kernel[a-z_]*)", text)})

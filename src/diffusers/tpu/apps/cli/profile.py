@@ -113,12 +113,13 @@ def write_programs(runners: Mapping[str, CompiledModule], folder: str, steps: in
     programs, without, mesh = [], set(), next(iter(runners.values())).mesh
     for name, runner in runners.items():
         for path, one in runner.nested():
-            for program in one.programs.values():
+            found = [(p.entry, compiled) for p in one.programs.values() for compiled in p.executables.values()]
+            for entry, compiled in found:
                 component, text = f"{name}.{path}".rstrip("."), None
                 with contextlib.suppress(RuntimeError, NotImplementedError):  # what a runtime says that keeps no text
-                    text = program.compiled.as_text()
+                    text = compiled.as_text()
                 if text:
-                    programs.append({"component": component, "entry": program.entry, "text": text})
+                    programs.append({"component": component, "entry": entry, "text": text})
                 else:
                     without.add(component)
     if without:
