@@ -5,7 +5,6 @@ import functools
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import denoisers
@@ -140,46 +139,6 @@ def test_weights_that_no_output_depends_on_have_no_gradient(chips):
     assert {*found[1]} == {*expected[1]} and not any("encoder" in name for name in found[1])
     given = {"sample": torch.randn(2, 3, 10, 6)}
     assert_alike(*(gradients(model, given, functools.partial(decoded_again, model)) for model in (ours, theirs)))
-
-
-def trained(model, steps: int, optimizer, after_first=lambda: None) -> list[float]:
-    """Losses of a loop as upstream's training scripts have it: noise on latents, the model's guess of it, one step of the optimizer."""
-    torch.manual_seed(5)
-    losses, given = [], denoisers.inputs("flux", 2, images=1)
-    target = torch.randn(2, 35, 4)
-    for step in range(steps):
-        given |= {"hidden_states": torch.randn(2, 35, 4) + target, "timestep": torch.rand(2)}
-        given["joint_attention_kwargs"] = {"scale": 1.2 - 0.2 * step}  # of adapters; it needs no program of its own
-        loss = torch.nn.functional.mse_loss(model(**given)[0].float(), target)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if not step:
-            after_first()
-    return losses
-
-
-def test_a_training_loop_is_upstreams(chips, mesh=(1, 4, 2)):
-    """Losses, trained adapters, and no program after the first step's."""
-    theirs = denoisers.built("flux", 4).train().requires_grad_(False)
-    theirs.add_adapter(
-        LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_v", "to_out.0"])
-    )
-    ours = tpu.install(copy.deepcopy(theirs), TPUConfig(mesh=mesh))
-    programs, results = [], []
-    for model in (theirs, ours):
-        asked = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(asked, lr=3e-2)
-        count = (lambda: programs.append(runs(ours).traces)) if model is ours else (lambda: None)
-        results.append((trained(model, 6, optimizer, count), [p.detach() for p in asked]))
-    (expected, weights), (found, own) = results
-    assert expected[-1] < 0.9 * expected[0] and found == pytest.approx(expected, rel=1e-4)
-    assert max(map(relative, own, weights)) < 1e-3
-    report = tpu.report(ours)
-    assert programs == [report["traces"]] and not report["eager"] and report["compilations"] == 2
-    assert [one["calls"] for one in report["programs"]] == [6] and report["rungs"]
 
 
 def test_evaluation_mode_shares_the_program_of_calls_without_gradients(chips):

@@ -35,6 +35,7 @@ def test_every_table_of_a_page_is_its_record_and_every_table_is_on_a_page():
     made = {name for record in maker.records().values() for name in record.files}
     of_scripts = {f"{name}.json" for name in ("mutants", "coverage", "upstream", "bulk", "serve", "values-at-size")}
     assert there - of_scripts <= made and made - there <= {"run.json"}
+    assert {*cli.TABLE["commands"]["bench"]["options"]["kind"]["choices"]} == {*benches.BENCHES}
 
 
 def test_a_row_is_made_again_as_it_stands(monkeypatch, tmp_path):
