@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.ops import mappings
 from torchax.tensor import Environment as _Environment
 from torchax.tensor import OperatorNotFound, Tensor
+from torchax.view import View
 
 from ..chips.hosts import process_count, put
 from ..common import notices
@@ -118,8 +119,26 @@ class Environment(_Environment):
         """Whether this thread is inside of a resident pipeline's call or a trace, where torch computes on the device."""
         return inside.depth > 0
 
+    # Of torchax's walks through what an operator is given and gives, JAX's take a seventh of the time.
+
+    def t2j_iso(self, torchtensors):
+        def elem(x):
+            if isinstance(x, (Tensor, View)):
+                return x.jax()
+            return super(Environment, self).t2j_iso(x) if isinstance(x, torch.Tensor) else x
+
+        return jax.tree.map(elem, torchtensors)
+
+    def v2t_iso(self, views):
+        return jax.tree.map(lambda x: x.torch() if isinstance(x, View) else x, views)
+
+    def j2t_iso(self, jaxarray):
+        return jax.tree.map(lambda x: Tensor(x, self) if isinstance(x, jax.Array) else x, jaxarray)
+
     def dispatch(self, func, types, args, kwargs):
         kwargs = kwargs or {}
+        if func is torch._C._set_grad_enabled:
+            return func(*args)
         if (given := autocast.given(func, args, kwargs)) is not None:
             with autocast.without():
                 return self._given(func, types, *given)
@@ -133,7 +152,7 @@ class Environment(_Environment):
         if isinstance(kwargs.get("out"), torch.Tensor):  # an operator of torchax's may have no such argument
             rest = {name: value for name, value in kwargs.items() if name != "out"}
             return kwargs["out"].copy_(getattr(func, "overloadpacket", func)(*args, **rest))
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in jax.tree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         is_overload = isinstance(func, torch._ops.OpOverload)
         if not tensors and is_overload and "device" not in kwargs:
             try:

@@ -89,10 +89,10 @@ def follow(func, args: tuple, kwargs: dict, result):
     kind = next((k for k in (PARTS, ARITHMETIC, CONSTRUCTORS, MOVES) if operator in k or func in k), None)
     if kind is None:
         return
-    results = [t for t in tree_leaves(result) if type(t) is Tensor and t.shape.numel() <= MOST_ENTRIES]
+    results = [t for t in jax.tree.leaves(result) if type(t) is Tensor and t.shape.numel() <= MOST_ENTRIES]
     if not results:
         return
-    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in jax.tree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     given = {id(t): of_tensor(t) for t in tensors if isinstance(t, Tensor)}
     if any(values is None for values in given.values()):
         return
