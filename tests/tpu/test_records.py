@@ -208,7 +208,7 @@ def answer(**changes) -> dict:
     )
     parts = [
         {**dict(zip(("component", "entry", "stage"), words.split())), "runs": count, "seconds": seconds,
-         "timing": {"slower": {"total": 1.25 * seconds}}, "refused": None}
+         "timing": {"slower": {"total": 1.25 * seconds}}, "refused": None, "mesh": {}, "layout": "its plan", "scans": 1}
         for words, count, seconds in runs
     ]  # fmt: skip
     made = {"model": "m", "topology": "v6e-8", "mesh": {}, "steps": 50, "hbm_gib_per_chip": {}, "versions": {}}
@@ -249,6 +249,11 @@ def test_a_program_without_room_is_a_row_that_failed(monkeypatch, capsys):
     (failed,) = {row["failed"] for row in json.loads(capsys.readouterr().out)}
     room = "a chip with room for transformer.forward of m on v6e-8, the compiler says: Used 40G of 31G hbm"
     assert failed == f"expected {room}"
+    refused |= {"fits": False, "mfu": None}
+    assert cli.main("bench models --topology v6e-1 --model wan2.1-t2v-14b --json".split()) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["fits"] is False and row["seconds_per_step"] is None
+    assert maker.TABLES["models"].make([row])[2:] == ["| wan2.1-t2v-14b | no room |"]
 
 
 # How records are made

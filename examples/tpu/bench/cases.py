@@ -23,27 +23,30 @@ class Case:
         question: the compiler's; None for what is measured here.
         read: the rest of the row, of the answer; of nothing if there is no question.
         as_run: the question is asked a second time without schedules; `read` takes that answer too.
+        anyway: `read` takes the answer of a program that finds no room too.
     """
 
     row: dict
     question: Question | None
     read: Callable[..., dict]
     as_run: bool = False
+    anyway: bool = False
 
     def ask(self, on_progress: Callable = lambda text: None) -> dict:
         """The rest of the row. Raises ValueError for what has no figures, and as `Question.answer`."""
         if self.question is None:
             return self.read()
-        answers = [_compiled(self.question.answer(on_progress))]
+        answers = [self.question.answer(on_progress)]
+        if not self.anyway:
+            _check_room(answers[0])
         if self.as_run:
             answers.append(replace(self.question, schedules=False).answer(on_progress))
         return {**self.read(*answers), **{name: answers[0][name] for name in ("programs", "reader", "versions")}}
 
 
-def _compiled(answer: dict) -> dict:
-    """The answer, if the compiler found room for all of it. Raises ValueError if not."""
+def _check_room(answer: dict):
+    """Raises ValueError where the compiler found no room for a program."""
     for part in answer.get("parts", ()):
         if part["refused"]:
             what = f"{part['component']}.{part['entry']} of {answer['model']} on {answer['topology']}"
             raise ValueError(f"expected a chip with room for {what}, the compiler says: {part['refused']['message']}")
-    return answer

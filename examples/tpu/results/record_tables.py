@@ -136,9 +136,9 @@ def _models(rows: list[dict]) -> list[str]:
     """A row a model."""
     found: dict[str, dict[str, str]] = {}
     for row in rows:
-        ends, share = (1000 * row[name] for name in ("seconds_per_step", "slower")), f"{100 * row['mfu']:.0f}"
-        figure = f"{' to '.join(f'{x:.3g}' for x in ends)} ({share})"
-        found.setdefault(row["model"], {})[row["topology"]] = figure if row["fits"] else "no room"
+        ends = (1000 * row[name] for name in ("seconds_per_step", "slower") if row["fits"])
+        figure = f"{' to '.join(f'{x:.3g}' for x in ends)} ({100 * row['mfu']:.0f})" if row["fits"] else "no room"
+        found.setdefault(row["model"], {})[row["topology"]] = figure
     slices = sorted({row["topology"] for row in rows}, key=lambda name: (name < "v6e", name))
     lines = [(model, *(of.get(name, "") for name in slices)) for model, of in found.items()]
     return markdown(("ms a step (MFU, %)", *slices), lines)
