@@ -81,6 +81,17 @@ def test_blocks_fit_and_keep_the_units_busy(generation):
     assert linear.choose(1024, 3072, 15360, "v6e", residual=True) != linear.Blocks(768, 1024)
 
 
+@pytest.mark.parametrize("rows, samples", [(1040, 1), (1042, 3), (78, 1)])
+def test_samples_whose_last_rows_fill_no_register_stay_apart(monkeypatch, rows, samples):
+    """To make their rows one's would be a copy."""
+    kernel, given = linear.tpu_linear, []
+    monkeypatch.setattr(linear, "tpu_linear", lambda x, *a, **how: given.append(x.shape[0]) or kernel(x, *a, **how))
+    x, w = draw(3, rows, 256), draw(256, 256)
+    ours, exact = linear.linear(x, w, None, "", KERNEL), wide(x) @ wide(w).T
+    assert given == [samples]
+    assert relative(ours, exact) <= 1.05 * relative(jnp.asarray(exact, jnp.bfloat16), exact)
+
+
 @pytest.mark.parametrize("degrees", [(2, 4, 1), (1, 8, 1), (8, 1, 1)])
 def test_over_a_mesh_and_what_is_not_taken(chips, degrees):
     settings = Settings(layers="kernel", mesh=make_mesh(chips, degrees))

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from ..chips.figures import chip_of
 from .kept import is_worth_its_room, layer_result
 from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
-from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
+from .pallas import LANES, SUBLANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
 from .settings import Settings
 
 
@@ -243,7 +243,10 @@ def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False)
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
 
     def local(x, w, b, gate, residual, layer):
-        batch = 1 if gate is None else x.shape[0]  # rows of several samples are one's, unless gates tell them apart
+        # Rows of several samples are one's, unless gates tell them apart, or part of a register would be each one's last: there
+        # such a reshape is a copy, for which the compiler takes minutes (47,700 rows of 3,072).
+        apart = gate is not None or (x.shape[-2] % SUBLANES and x.shape[-2] > blocks.rows)
+        batch = math.prod(x.shape[:-2]) if apart else 1
         flat, scales = x.reshape(batch, -1, x.shape[-1]), None
         if narrow:
             flat, *scales = tpu_narrowed(flat, settings.linear, interpret=settings.interpreted)
