@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from bench.naming import programs_of
-from diffusers import WanPipeline
+from diffusers import StableDiffusionControlNetPipeline, WanPipeline
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli
@@ -22,6 +22,7 @@ from diffusers.tpu.planner.building import build, configuration_of
 from diffusers.tpu.planner.meshes import Denoiser, allowed, guess
 from diffusers.tpu.planner.published import ALIASES, MODELS
 from diffusers.tpu.planner.recording import record
+from diffusers.tpu.planner.runs import stage_of
 from diffusers.tpu.planner.work import count
 
 
@@ -86,6 +87,15 @@ def test_recorded_calls_are_those_of_upstreams_run(name, monkeypatch):
 def test_guidance_branches_of_a_step_are_seen():
     (wan,) = [r for r in record(tiny.wan(), {**SMALL, "guidance_scale": 4.0}).calls if r.component == "transformer"]
     assert (wan.count, wan.groups) == (6, [2, 2, 2])
+
+
+def test_a_controlnets_calls_are_of_a_step():
+    parts = {**tiny.sd().components, "controlnet": tiny.controlnet(), "safety_checker": None}
+    pipe = StableDiffusionControlNetPipeline(**parts, requires_safety_checker=False)
+    asked = {"prompt": "word", "image": torch.zeros(1, 3, 64, 80), "num_inference_steps": 3, "output_type": "latent"}
+    recording = record(pipe, asked)
+    calls = {r.component: r.count for r in recording.calls if stage_of(r.component) == "denoise"}
+    assert calls == dict.fromkeys(("controlnet", "unet"), recording.steps)
 
 
 # Counts

@@ -9,7 +9,7 @@ from diffusers.tpu.planner import Question
 KERNELS = "bench.attention_row:answer"
 VAES = "bench.vae_row:answer"
 AS_THEIRS = "bench.calibration:as_theirs"
-DENOISERS = ["transformer", "transformer_2", "unet"]
+DENOISERS = ["transformer", "transformer_2", "unet", "controlnet"]
 IMAGE = {"height": 1024, "width": 1024}
 LTX = {"height": 512, "width": 768, "num_frames": 121}
 

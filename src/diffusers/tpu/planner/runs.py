@@ -19,7 +19,10 @@ from .recording import RecordedCall, Recording
 
 # Of AdamW, in sizes of the weights that it steps: gradients for their norm, then scaled; weights, gradients and states, and what of these is new.
 READ_AND_WRITTEN = 3 + 4 + 3
-STAGES = {"text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "vae": "vae"}
+STAGES = {
+    "text_encoder": "text", "image_encoder": "image", "transformer": "denoise", "unet": "denoise", "controlnet": "denoise",
+    "vae": "vae",
+}  # fmt: skip
 LARGEST_MODULES = 12
 
 
