@@ -234,7 +234,8 @@ def test_a_loop_is_upstreams(chips, name, begin, mesh):
     assert found == pytest.approx(expected, rel=LIMIT)
     assert max(map(relative, own, weights)) < 1e-3
     assert counts[0] and len({*counts[ACCUMULATED - 1 :]}) == 1
-    calls = [[one["calls"] for one in tpu.report(model)["programs"]] for model in models if model.training]
-    assert calls and all(one == [len(counts)] for one in calls)
+    reports = [tpu.report(model) for model in models if model.training]
+    assert reports and all([one["calls"] for one in of["programs"]] == [len(counts)] for of in reports)
+    assert all(of["compilations"] == 2 and of["rungs"] for of in reports)
     for model in models:
         assert not tpu.report(model)["eager"] and all(p.device.type == "cpu" for p in model.parameters())

@@ -64,4 +64,4 @@ def _model(name: str, topology: str, call: dict, train: str | None = None) -> Ca
 
     question = Question(PLANS, request_of(name, topology, arguments=call, only=DENOISERS, train=train), 1200)
     of_training = {} if train is None else {"train": train, **call}
-    return Case({"model": name, "topology": topology, **of_training}, question, read, anyway=True)
+    return Case({"model": name, "topology": topology, **of_training}, question, read, anyway=train is None)

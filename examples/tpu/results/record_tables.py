@@ -33,10 +33,10 @@ from bench import attention_cases, tokamax_cases  # noqa: E402
 TABLE = re.compile(r"(?<=<!-- table: )(\S+)( -->\n)(.*?)(?=<!-- end of table -->)", re.DOTALL)
 MARK = re.compile(r"<!-- (?:table: .*|end of table) -->")
 
-SHOWN = (  # on the README, each at its largest size, on these slices
+SHOWN = (  # on the README, each at its largest size
     "wan2.1-t2v-14b", "wan2.2-ti2v-5b", "wan2.1-t2v-1.3b", "hunyuanvideo-1.5-720p-t2v", "cogvideox1.5-5b", "cogvideox-5b"
 )  # fmt: skip
-SLICES = ("v6e-1", "v6e-8", "v7x-8")
+COLUMNS = (("v6e-1", "ours"), ("v6e-8", "ours"), ("v6e-8", "others"), ("v7x-8", "ours"), ("v7x-8", "others"))
 PEDIA, FAST_SERVING = "yangwhale/gpu-tpu-pedia", "AI-Hypercomputer/maxdiffusion/pull/479"
 MEASURED = {  # by others, the fastest that is public: model, height and slice -> a whole run's seconds by its steps, whose, on GitHub
     ("wan2.1-t2v-14b", 720, "v6e-8"): (122.2 / 40, "MaxDiffusion", FAST_SERVING),  # of Wan 2.2 A14B, which is as large
@@ -100,21 +100,19 @@ def _speed(rows: list[dict]) -> list[str]:
     found = {
         (row["model"], row["height"], row["topology"], row["way"]): row for row in rows if row["variant"] == "ours"
     }
-    measured, lines = {topology for *_, topology in MEASURED}, []
+    slices, lines = {topology for topology, _ in COLUMNS}, []
     for model in SHOWN:
-        height = max(of for name, of, topology, _ in found if name == model and topology in SLICES)
+        height = max(of for name, of, topology, _ in found if name == model and topology in slices)
         cells = {}
-        for topology in SLICES:
+        for topology in slices:
             if row := found.get((model, height, topology, BOUND)):
-                most = span(found[model, height, topology, ONLINE]["slower"])
-                cells[topology] = f"{span(row['seconds_per_step'], row['slower'])} ({most})"
-                cells.setdefault("", work_of(row))
+                work, most = work_of(row), span(found[model, height, topology, ONLINE]["slower"])
+                cells[topology, "ours"] = f"{span(row['seconds_per_step'], row['slower'])} ({most})"
             if of := MEASURED.get((model, height, topology)):
                 cells[topology, "others"] = f"{span(of[0])} [{of[1]}](https://github.com/{of[2]})"
-        lines.append(cells)
-    heads = [key for name in SLICES for key in (name, (name, "others"))[: 1 + (name in measured)]]
-    names = [key if isinstance(key, str) else "others" for key in heads]
-    return markdown(("model and size", *names), [tuple(of.get(key, "") for key in ("", *heads)) for of in lines])
+        lines.append((work, *(cells.get(column, "") for column in COLUMNS)))
+    heads = (topology if whose == "ours" else whose for topology, whose in COLUMNS)
+    return markdown(("model and size", *heads), lines)
 
 
 def _steps(rows: list[dict]) -> list[str]:
