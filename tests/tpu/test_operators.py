@@ -19,6 +19,9 @@ from diffusers.tpu.kernels.settings import Settings, using
 from test_bridge import env, on_chip, on_host  # noqa: F401
 
 
+pytestmark = pytest.mark.usefixtures("idioms")  # as users have them
+
+
 X, Y, WIDE = (5, 4), (2, 3), (2, 3, 11, 7)
 TRUTHS = torch.tensor([True, False, True, False]), torch.tensor([True, True, False, False])
 PLACES, COUNTS = torch.tensor([2, 0]), torch.tensor([2, 0, 3])
@@ -74,7 +77,7 @@ def test_a_part_that_is_written_among_chips_is_no_scatter(env, make_mesh, cut):
         there[cut] = bridge.to_torch(value)
         return there.jax()
 
-    with env, using(Settings(mesh=make_mesh(1, 4, 1))):
+    with env, using(Settings(mesh=make_mesh(1, 2, 1))):
         traced = jax.jit(run).trace(x.numpy(), value.numpy())
         assert "scatter" not in str(traced.jaxpr)
         assert torch.equal(torch.from_numpy(np.array(traced.lower().compile()(x.numpy(), value.numpy()))), expected)

@@ -6,15 +6,15 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.ops import mappings
+from torchax.tensor import TENSOR_CONSTRUCTORS, OperatorNotFound, Tensor
 from torchax.tensor import Environment as _Environment
-from torchax.tensor import OperatorNotFound, Tensor
-from torchax.view import View
 
 from ..chips.hosts import process_count, put
 from ..common import notices
@@ -123,14 +123,11 @@ class Environment(_Environment):
 
     def t2j_iso(self, torchtensors):
         def elem(x):
-            if isinstance(x, (Tensor, View)):
+            if isinstance(x, Tensor):
                 return x.jax()
             return super(Environment, self).t2j_iso(x) if isinstance(x, torch.Tensor) else x
 
         return jax.tree.map(elem, torchtensors)
-
-    def v2t_iso(self, views):
-        return jax.tree.map(lambda x: x.torch() if isinstance(x, View) else x, views)
 
     def j2t_iso(self, jaxarray):
         return jax.tree.map(lambda x: Tensor(x, self) if isinstance(x, jax.Array) else x, jaxarray)
@@ -142,19 +139,19 @@ class Environment(_Environment):
         if (given := autocast.given(func, args, kwargs)) is not None:
             with autocast.without():
                 return self._given(func, types, *given)
-        self.draws += is_draw(func)
-        if func in RANDOM_CONSTRUCTORS:
+        traits = traits_of(func)
+        self.draws += traits.draws
+        if traits.draws_new:
             numbers = self._on_host(func, args, {**kwargs, "device": "cpu"})
             return self.moved(numbers) if self._should_use_torchax_tensor(kwargs.get("device")) else numbers
-        if func is torch.tensor and args and isinstance(args[0], (list, tuple)):
+        if traits.lists and args and isinstance(args[0], (list, tuple)):
             if not self._should_use_torchax_tensor(kwargs.get("device")):
                 args = tree_map_only(Tensor, self.host, args)
         if isinstance(kwargs.get("out"), torch.Tensor):  # an operator of torchax's may have no such argument
             rest = {name: value for name, value in kwargs.items() if name != "out"}
             return kwargs["out"].copy_(getattr(func, "overloadpacket", func)(*args, **rest))
         tensors = [t for t in jax.tree.leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        is_overload = isinstance(func, torch._ops.OpOverload)
-        if not tensors and is_overload and "device" not in kwargs:
+        if not tensors and traits.is_overload and "device" not in kwargs:
             try:
                 return super().dispatch(func, types, args, kwargs)
             except OperatorNotFound:  # a question about dtypes, say: torch answers it
@@ -162,23 +159,22 @@ class Environment(_Environment):
         for t in tensors:
             if isinstance(t, Deferred):
                 t.jax()  # now: inside of an operator torch no longer decomposes what computing it may call
-        if (answering := host_values.asked(func, args)) is not None:
+        if traits.asks and (answering := host_values.asked(args[0])) is not None:
             return self._on_host(func, (answering,), {})
         device = [on_device(t) for t in tensors]
-        if tensors and not any(device) and not _moves(func):
+        if tensors and not any(device) and not traits.moves:
             return self._on_host(func, args, kwargs)
-        if is_overload and is_draw(func):
+        if traits.is_overload and traits.draws:
             return drawn(self, func, args, kwargs, self._on_host)
-        if not all(device) and any(device) and not _moves(func):
+        if not all(device) and any(device) and not traits.moves:
             if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(Tensor, self.host, (args, kwargs)))
             # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t if t.ndim == 0 else self.moved(t), (args, kwargs))
         try:
-            result = self.with_decided(functools.partial(super().dispatch, func, types), args, kwargs)
+            result = self.with_decided(functools.partial(self._computed, func, types, traits), args, kwargs)
         except OperatorNotFound:
-            traced = any(on_device(t) and isinstance(t.jax(), jax.core.Tracer) for t in tensors)
-            if not is_overload or traced:
+            if not traits.is_overload or any(on_device(t) and isinstance(t.jax(), jax.core.Tracer) for t in tensors):
                 raise
             result = drawn(self, func, args, kwargs, self._in_place_of_missing)
         except READS:
@@ -192,6 +188,20 @@ class Environment(_Environment):
         if self.waits:
             jax.block_until_ready([t.jax() for t in tree_leaves(result) if type(t) is Tensor])
         return result
+
+    def _computed(self, func, types, traits: "Traits", args: tuple, kwargs: dict):
+        """What torchax's operator gives, without torchax's walks through the arguments, which find nothing here."""
+        if traits.constructs or traits.moves:
+            return super().dispatch(func, types, args, kwargs)
+        operator = self._get_op_or_decomp(func)
+        with jax.named_scope(traits.name):
+            if operator.needs_env:
+                kwargs = {**kwargs, "env": self}
+            if operator.is_jax_function:
+                args, kwargs = self.t2j_iso((args, kwargs))
+                return self.j2t_iso(operator.func(*args, **kwargs))
+            with self._dispatch_mode:  # it may be made of others
+                return operator.func(*args, **kwargs)
 
     def _given(self, func, types, args, kwargs):
         """`func` of other arguments than it was called with. Of a function that has no operator torch finds those that it is made of."""
@@ -276,9 +286,35 @@ class Environment(_Environment):
         return from_numpy(t.jax() if values is None else values)
 
 
-def _moves(func) -> bool:
-    name = getattr(func, "__name__", str(func))
-    return func is torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name
+@dataclass(frozen=True)
+class Traits:
+    """What a function or operator of torch's is: `draws` random numbers, `draws_new` ones of no tensor's, `constructs` a tensor, of what
+    `lists` hold, `moves` one between devices, `asks` for a value."""
+
+    name: str
+    is_overload: bool
+    draws: bool
+    draws_new: bool
+    constructs: bool
+    lists: bool
+    moves: bool
+    asks: bool
+
+
+@functools.cache
+def traits_of(func) -> Traits:
+    is_overload = isinstance(func, torch._ops.OpOverload)
+    name = func.name() if is_overload else func.__name__
+    return Traits(
+        name=name,
+        is_overload=is_overload,
+        draws=is_draw(func),
+        draws_new=func in RANDOM_CONSTRUCTORS,
+        constructs=func in TENSOR_CONSTRUCTORS,
+        lists=func == torch.tensor,  # or what stands in its place (`idioms`)
+        moves=func == torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name,
+        asks=func in host_values.ASKING,
+    )
 
 
 _INTEGERS_FIT = ("ignore", re.compile("Explicitly requested dtype.*is not available"), Warning, None, 0)

@@ -13,6 +13,7 @@ import copy
 import functools
 import sys
 import traceback
+import weakref
 
 import jax
 import numpy as np
@@ -48,19 +49,21 @@ ARITHMETIC = {
 CONSTRUCTORS = {torch.zeros, torch.ones, torch.full, torch.tensor}
 MOVES = {torch.Tensor.to, aten._to_copy.default}
 
-_known: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+_known: dict[int, tuple[weakref.ref, np.ndarray]] = {}  # by the id of an array that lives
 
 
 def remember(array: jax.Array, values: np.ndarray):
     """The array was made of these values of the host's, or of what is alike in its dtype."""
     if values.size <= MOST_ENTRIES:
         with np.errstate(over="ignore"):  # infinity, as on the device
-            _known[array] = np.array(values, array.dtype)
+            key, values = id(array), np.array(values, array.dtype)
+            _known[key] = weakref.ref(array, lambda _: _known.pop(key, None)), values
 
 
 def of_array(array: jax.Array) -> np.ndarray | None:
     """Its values, where the host knows them."""
-    return _known.get(array)
+    _, values = _known.get(id(array), (None, None))
+    return values
 
 
 def of_tensor(t: torch.Tensor) -> np.ndarray | None:
@@ -75,19 +78,15 @@ def apart(t: torch.Tensor) -> Tensor:
     return Tensor(array, t._env)
 
 
-def asked(func, args: tuple):
-    """The host tensor of which `func` answers in place of the device tensor, where the host knows its values; None else."""
-    if func not in ASKING or not isinstance(args[0], Tensor):
-        return None
-    values = of_tensor(args[0])
+def asked(t: torch.Tensor) -> torch.Tensor | None:
+    """The host tensor that answers in place of the device tensor, where the host knows its values; None else."""
+    values = of_tensor(t) if isinstance(t, Tensor) else None
     return None if values is None else from_numpy(values)
 
 
 def follow(func, args: tuple, kwargs: dict, result):
     """Remember the values of an exact operator's result where those of all that it was given are known."""
-    operator = getattr(func, "overloadpacket", func)
-    kind = next((k for k in (PARTS, ARITHMETIC, CONSTRUCTORS, MOVES) if operator in k or func in k), None)
-    if kind is None:
+    if (kind := _kind(func)) is None:
         return
     results = [t for t in jax.tree.leaves(result) if type(t) is Tensor and t.shape.numel() <= MOST_ENTRIES]
     if not results:
@@ -110,6 +109,12 @@ def follow(func, args: tuple, kwargs: dict, result):
             if [tuple(t.shape) for t in results] == [tuple(t.shape) for t in made]:
                 for t, values in zip(results, made):
                     remember(t.jax(), as_numpy(values))
+
+
+@functools.cache
+def _kind(func) -> set | None:
+    operator = getattr(func, "overloadpacket", func)
+    return next((k for k in (PARTS, ARITHMETIC, CONSTRUCTORS, MOVES) if operator in k or func in k), None)
 
 
 def _is_exact(kind: set, tensors: list, given: dict, kwargs: dict, results: list) -> bool:

@@ -21,7 +21,10 @@ class LRUCache(dict):
         return value
 
     def get(self, key, default=None):
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
     def __setitem__(self, key, value):
         self.pop(key, None)

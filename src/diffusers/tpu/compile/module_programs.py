@@ -181,8 +181,8 @@ class ModulePrograms(EntryMethods):
             key = (*kind, values)
             if key in self.modes.eager:
                 return None
-            if key in self.traced:
-                return self.traced[key]
+            if (program := self.traced.get(key)) is not None:
+                return program
             found = self.known.get(key) or self.executables.recall(self.executables.key(call, branches, values), call)
             if found is None and self.modes.runs_once(kind, call, self.traced, self.known):
                 return None

@@ -141,6 +141,8 @@ def values(tensor: torch.Tensor, index=...) -> torch.Tensor:
     """The values at `index`; those of a file are read and not kept."""
     if type(tensor) is FileTensor:
         return tensor.read(index)
+    if index is ... and type(tensor) is torch.Tensor and not tensor.requires_grad:
+        return tensor
     with _plain():
         return tensor.detach()[index]
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .libraries import Libraries
-from .watch import Watch, all_alike
+from .watch import CLASS, DICT, SEQUENCE, Watch, all_alike
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -67,7 +67,7 @@ class State:
 
     def same(self) -> bool:
         """Whether nothing was changed since it was read."""
-        return self.quick.same() and not any(map(Watch.changed, self.watches)) and self.libraries.same()
+        return self.quick.same() and self.libraries.same()
 
     def changed(self) -> list[Watch]:
         return [one for one in (*self.modules, *self.watches) if one.changed()]
@@ -95,9 +95,14 @@ class State:
 
 
 class Quick:
-    """Compares the modules' own attributes and tensors without a line of Python for each."""
+    """Compares the modules' own attributes and tensors, and what is watched, without a line of Python for each."""
 
     def __init__(self, state: State):
+        classes, dicts, lists, self.others = self._by_kind(state.watches)
+        self.many = [*classes, *dicts, *lists]
+        self.maps = [*(vars(one.thing) for one in classes), *(one.thing for one in dicts)]
+        self.lists = [one.thing for one in lists]
+        self.watched = self._watched()
         self.modules = [one.owner for one in state.modules if one.owner is not None]
         self.own = [one.thing for one in state.modules if one.owner is not None]
         self.getters = [operator.itemgetter(*DICTS, *(n for n in held if n not in TORCHS)) for held in self.own]
@@ -105,6 +110,25 @@ class Quick:
         self.empty, self.children = [x for x in others if not x], [x for x in others if x]
         self.tensors = [one.thing.values() for one in state.of_tensors]
         self.shape, self.held = self._shape(), [*self._values()]
+
+    @staticmethod
+    def _by_kind(watches: list[Watch]) -> list[list[Watch]]:
+        kinds = [CLASS[0], DICT[0], SEQUENCE[0]]
+        found = [[one for one in watches if one.read is kind] for kind in kinds]
+        return [*found, [one for one in watches if one.read not in kinds]]
+
+    def _watched(self) -> tuple[list, list]:
+        chain = itertools.chain.from_iterable
+        held = chain(self.maps), chain(map(operator.methodcaller("values"), self.maps)), chain(self.lists)
+        return [*map(len, (*self.maps, *self.lists))], [*chain(held)]
+
+    def _same_watches(self) -> bool:
+        now = self._watched()
+        if now[0] != self.watched[0] or not all(map(operator.is_, now[1], self.watched[1])):
+            if any(map(Watch.changed, self.many)):
+                return False
+            self.watched = now  # a number that was set again, or what Python adds to a class
+        return not any(map(Watch.changed, self.others))
 
     def _shape(self) -> tuple:
         return [*map(len, self.own)], [*map(tuple, self.children)]
@@ -115,6 +139,9 @@ class Quick:
         return itertools.chain(map(type, self.modules), own, children, chain(self.tensors), (_END,))
 
     def same(self) -> bool:
+        return self._same_modules() and self._same_watches()
+
+    def _same_modules(self) -> bool:
         try:
             if any(self.empty) or self._shape() != self.shape:
                 return False

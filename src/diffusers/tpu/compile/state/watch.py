@@ -60,16 +60,7 @@ class Watch:
     def __post_init__(self):
         self.before = self.read(self.thing)
 
-    def _is_as_seen(self) -> bool:
-        """Of a class, whether it holds the same objects under the same names; False: `read` tells."""
-        if self.read is not CLASS[0]:
-            return False
-        seen = _pairs(vars(self.thing))  # most have none of what is `ON_DEMAND`
-        return len(seen) == len(self.before) and all(map(operator.is_, seen, self.before))
-
     def changed(self) -> bool:
-        if self._is_as_seen():
-            return False
         now = self.read(self.thing)
         return dicts_differ(now, self.before) if isinstance(now, dict) else not all_alike(now, self.before)
 
