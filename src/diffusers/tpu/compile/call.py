@@ -14,7 +14,7 @@ from .. import bridge
 from ..chips.hosts import whole
 from ..chips.sharding import INFERRED, ModelPlan
 from . import tracing
-from .state import Unread, of_object, opened
+from .state import Unread, is_data, of_object, opened
 
 
 MOST_COMPARED = 1 << 16  # of a tensor's values: places of tokens, which each guidance branch has its own of
@@ -113,8 +113,10 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
             args, kwargs = (), by_place | kwargs
         kwargs = kwargs | decided
     unread, classes = None, set()
+    leaves, spec = tree_flatten((args, kwargs))
     try:
-        leaves, spec = tree_flatten(opened((args, kwargs), classes))
+        if any(map(is_data, leaves)):
+            leaves, spec = tree_flatten(opened((args, kwargs), classes))
         static = tuple(_static(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
         static += tuple(of_object(cls) for cls in sorted(classes, key=lambda cls: cls.__qualname__))
     except Unread as error:

@@ -4,7 +4,7 @@ Attributes, hooks, processors, classes and what the user's code names are in `St
 (`State.numbers`). What Python cannot read is in `State.unread`, what a trace changes for good in `Trace.persistent`: no program then.
 """
 
-from .arguments import Arguments, InputRef, OutputRef, Written, opened, write_back
+from .arguments import Arguments, InputRef, OutputRef, Written, is_data, opened, write_back
 from .key import Unread, is_entry, of_object, own_forward, process_key, read, signature
 from .libraries import Module, class_version
 from .state import Held, State, Trace, undone, without_caches
