@@ -10,7 +10,7 @@ from torchax.tensor import Tensor
 from ..kernels.settings import current
 from .layers import made_of, operands
 from .on_host import NotTaken
-from .views import Step, as_view
+from .views import Step, as_view, has_values
 
 
 aten = torch.ops.aten
@@ -37,9 +37,17 @@ def _get_item(plain, self, key):
     parts = key if isinstance(key, tuple) else (key,)
     if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in parts):
         return plain(self, key)
-    part = Tensor(self.jax()[key], self._env)
+    array = self.jax()
+    of_a_list = type(key) is int and array.ndim > 0 and -len(array) <= key < len(array) and has_values(array)
+    part = Tensor(_entry(array, key % len(array)) if of_a_list else array[key], self._env)
     named = any(isinstance(one, (bool, np.ndarray)) for one in parts)
     return part if named else as_view(self, part, Step(torch.Tensor.__getitem__, (key,), {}))
+
+
+@jax.jit
+def _entry(array: jax.Array, place: int) -> jax.Array:
+    """As `array[place]`, which takes JAX several operations outside of a trace."""
+    return jax.lax.dynamic_index_in_dim(array, place, keepdims=False)
 
 
 def set_item(self, key, value, _upstream=Tensor.__setitem__):

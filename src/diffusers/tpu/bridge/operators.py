@@ -22,6 +22,7 @@ from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
 from . import indexing, layers, resizing
 from .layers import how_it_lies, made_of, operands
+from .views import has_values
 
 
 aten = torch.ops.aten
@@ -98,15 +99,11 @@ def scaled_dot_product_attention(
 
 def _in_one(plain, operator, x, y, **alpha):
     """torchax's sum or product. Outside of a trace as one operation: torchax's are more, a product by 1 and a number's way to the chips."""
-    if alpha or not (_has_values(x) and (isinstance(y, float) or _has_values(y))):
+    if alpha or not (has_values(x) and (isinstance(y, float) or has_values(y))):
         return plain(x, y, **alpha)
     if isinstance(y, float):
         y = np.asarray(y, x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else np.float32)
     return operator(x, y)
-
-
-def _has_values(x) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
 
 
 def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:

@@ -31,6 +31,11 @@ def decomposing():
         yield
 
 
+def has_values(x) -> bool:
+    """Whether x is an array, and none of a trace."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+
+
 @dataclass(frozen=True)
 class Step:
     """A view operator of torch's: `of(t)` of a host or device tensor t."""
