@@ -64,27 +64,30 @@ def test_any_map(taps, edge, repeated, positions, blocks, bias, wide):
 
 
 @pytest.mark.parametrize(
-    "taken, given",
+    "taken, size, taps, given",
     [
-        (True, {"padding": 1}),
-        (True, {"padding": 0, "padded": (1, 1, 1, 1)}),
-        (False, {"padding": 1, "padded": (0, 1, 0, 1)}),
-        (True, {"padding": 1, "stride": (2, 3)}),
-        (False, {"padding": 0, "padded": (0, 1, 0, 1), "stride": 2}),
-        (False, {"padding": 2, "dilation": 2}),
-        (False, {"padding": 1, "groups": 2}),
+        (True, (9, 11), (3, 3), {"padding": 1}),
+        (True, (9, 11), (3, 3), {"padding": 0, "padded": (1, 1, 1, 1)}),
+        (False, (9, 11), (3, 3), {"padding": 1, "padded": (0, 1, 0, 1)}),
+        (True, (9, 11), (3, 3), {"padding": 1, "stride": (2, 3)}),
+        (False, (9, 11), (3, 3), {"padding": 0, "padded": (0, 1, 0, 1), "stride": 2}),
+        (False, (9, 11), (3, 3), {"padding": 2, "dilation": 2}),
+        (False, (9, 11), (3, 3), {"padding": 1, "groups": 2}),
+        (True, (5, 3, 10), (3, 1, 1), {"padding": (1, 0, 0)}),
+        (True, (4, 5, 7), (3, 3, 3), {"padding": 1, "padded": (0, 0, 0, 0, 2, 0)}),
+        (False, (5, 3, 10), (3, 1, 1), {"padding": (1, 0, 0), "stride": (2, 1, 1)}),
     ],
     ids=str,
 )
-def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, given):
+def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps, given):
     """The others are the compiler's; all have torch's values."""
     given, runs, run = dict(given), [], tpu_convolution
     monkeypatch.setattr(convolution_kernel, "tpu_convolution", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
-    x, w, b = draw(2, 128, 9, 11), draw(64, 128 // given.get("groups", 1), 3, 3), draw(64)
-    padded = given.pop("padded", None)
+    x, w, b = draw(2, 128, *size), draw(64, 128 // given.get("groups", 1), *taps), draw(64)
+    padded, of_torch = given.pop("padded", None), F.conv2d if len(size) == 2 else F.conv3d
 
     def convolved(x, w, b):
-        return F.conv2d(x if padded is None else F.pad(x, padded), w, b, **given)
+        return of_torch(x if padded is None else F.pad(x, padded), w, b, **given)
 
     def ours(*tensors):
         with using(KERNEL), bridge.quiet_integers(), bridge.environment():

@@ -237,13 +237,17 @@ def _convolution(
             return Tensor(result, input._env)
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
-    if simple and axes == 2 and widths[1] in ((0, 0), (taps[1] // 2,) * 2):
-        lines = jnp.pad(x.transpose(0, 2, 3, 1), [(0, 0), widths[0], (0, 0), (0, 0)])[:, :, None]
+    of_videos = axes == 3 and split is None and stride == (1,) * axes
+    if simple and (axes == 2 or of_videos) and widths[-1] in ((0, 0), (taps[-1] // 2,) * 2):
+        lines = jnp.pad(jnp.moveaxis(x, 1, -1), [(0, 0), *widths[:-1], (0, 0), (0, 0)])
+        lines = lines if of_videos else lines[:, :, None]
         of_stack = how_it_lies(weight).get("layers")
-        of_stack = None if of_stack is None else (_by_lines(of_stack[0]), of_stack[1])
-        large = convolution_kernel.convolution(lines, _by_lines(w), b, current(), edge=widths[1][0], layers=of_stack)
+        of_stack = None if of_stack is None else (_by_lines(of_stack[0], axes), of_stack[1])
+        how = {"edge": widths[-1][0], "layers": of_stack}
+        large = convolution_kernel.convolution(lines, _by_lines(w, axes), b, current(), **how)
         if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
-            return Tensor(large[:, :: stride[0], 0, :: stride[1]].transpose(0, 3, 1, 2), input._env)
+            large = large if of_videos else large[:, :: stride[0], 0, :: stride[1]]
+            return Tensor(jnp.moveaxis(large, -1, 1), input._env)
     wide, numbers = jnp.promote_types(x.dtype, jnp.float32), jax.lax.ConvDimensionNumbers(*[(*range(w.ndim),)] * 3)
     grouped = {"dimension_numbers": numbers, "feature_group_count": groups, "preferred_element_type": wide}
     result = jax.lax.conv_general_dilated(x, w, stride, widths, rhs_dilation=dilation, **grouped)
@@ -251,9 +255,10 @@ def _convolution(
     return Tensor(result.astype(x.dtype), input._env)
 
 
-def _by_lines(w):
-    """Weights [..., O, C, h, w] of maps as those of videos [..., h, 1, w, O, C], which lie on a TPU as they do."""
-    return jnp.moveaxis(w, (-4, -3), (-2, -1))[..., None, :, :, :]
+def _by_lines(w, axes: int):
+    """Weights [..., O, C, h, w] of maps, or [..., O, C, t, h, w], as [..., h or t, 1 or h, w, O, C], which lie on a TPU as they do."""
+    w = jnp.moveaxis(w, (-axes - 2, -axes - 1), (-2, -1))
+    return w if axes == 3 else w[..., None, :, :, :]
 
 
 def _by_position(x, weight, b):
