@@ -15,6 +15,7 @@ import pytest
 import attention_masks
 from attention_masks import KINDS, assert_right, attention_formula, attention_weights, make_mask
 from conftest import QUICKLY, relative, slow
+from diffusers.tpu.kernels.attention import short
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.kernel import LOG2_E, tpu_attention
 from diffusers.tpu.kernels.attention.masks import Mask
@@ -117,6 +118,14 @@ def test_every_mask_of_every_shape(case):
         off = np.abs(np.where(empty, 0, lse) - np.where(empty, 0, oracle_lse))
         assert (off <= most).all(), (np.max(off - most), what)
         assert t <= 7 or np.sqrt(np.mean(off**2)) < 5e-6, (np.sqrt(np.mean(off**2)), what)  # measured: 2.5e-6
+
+
+@pytest.mark.parametrize("batch, tokens, number", [(24, 25, 8), (32, 16, 32), (7, 25, 1), (6, 100, 2)])
+def test_short_sequences_are_one_for_the_kernel(batch, tokens, number):
+    q, k, v = (np.random.randn(batch, heads, tokens, 64) * 3 for heads in (4, 2, 2))
+    assert short.number_of(q, k) == number
+    oracle, _ = attention_formula(q, k, v, 1 / 8, None)
+    assert relative(run(q, k, v, blocks=None), oracle) < 1e-6
 
 
 @pytest.mark.parametrize("dim, generation", [slow(64, "v5e"), (128, "v6e"), (96, "v7x"), slow(256, "v6e")])

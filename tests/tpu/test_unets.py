@@ -7,7 +7,7 @@ import torch
 
 import tiny
 from conftest import relative
-from diffusers import tpu
+from diffusers import UNetMotionModel, UNetSpatioTemporalConditionModel, tpu
 from diffusers.tpu.common import notices
 from diffusers.tpu.pipelines.attach import runs
 
@@ -47,6 +47,43 @@ def test_a_unet_with_the_residuals_of_a_controlnet(chips, warned, mesh, batch, h
         (program,) = runs(model).programs.values()
         text = program.compiled.as_text()
         assert "collective-permute" in text and f"[{-(-batch // mesh[0])}" in text
+    assert not [sentence for sentence in warned if "every chip" in sentence]
+
+
+def unet_of_frames(name: str) -> torch.nn.Module:
+    sizes = {"block_out_channels": (32, 64), "cross_attention_dim": 32, "layers_per_block": 1, "sample_size": 8}
+    kind, blocks = (
+        ("Motion", UNetMotionModel) if name == "AnimateDiff" else ("SpatioTemporal", UNetSpatioTemporalConditionModel)
+    )
+    sizes |= {"down_block_types": (f"CrossAttnDownBlock{kind}", f"DownBlock{kind}")}
+    sizes |= {"up_block_types": (f"UpBlock{kind}", f"CrossAttnUpBlock{kind}")}
+    if name == "AnimateDiff":
+        sizes |= {"num_attention_heads": 2, "motion_num_attention_heads": 2, "norm_num_groups": 8}
+    else:
+        sizes |= {
+            "num_attention_heads": (2, 4),
+            "addition_time_embed_dim": 16,
+            "projection_class_embeddings_input_dim": 48,
+        }
+    return blocks(**sizes).eval()
+
+
+@pytest.mark.parametrize("name", ["AnimateDiff", "SVD"])
+@pytest.mark.parametrize("mesh, batch, height, width", [((2, 4, 1), 2, 6, 16), ((1, 3, 1), 1, 8, 10)])
+def test_a_unet_of_frames(chips, warned, name, mesh, batch, height, width):
+    """The frames of a position are on one chip; also where the chips do not divide the width."""
+    unet, frames = unet_of_frames(name), 5
+    call = given(batch, height, width)
+    if name == "AnimateDiff":
+        call["sample"] = torch.randn(batch, 4, frames, height, width)
+        call["encoder_hidden_states"] = call["encoder_hidden_states"].repeat_interleave(frames, 0)
+    else:
+        call |= {"sample": torch.randn(batch, frames, 8, height, width), "added_time_ids": torch.rand(batch, 3)}
+    ours = installed(unet, mesh)
+    assert max(map(relative, answers(ours, **call), answers(unet, **call))) < 1e-5
+    (program,) = runs(ours).programs.values()
+    text = program.compiled.as_text()
+    assert "collective-permute" in text and f"[{-(-batch // mesh[0]) * frames}" in text
     assert not [sentence for sentence in warned if "every chip" in sentence]
 
 

@@ -1,10 +1,9 @@
-"""The UNet of Stable Diffusion and SDXL on TPU: upstream's module, split over the width of the maps.
+"""The UNet of Stable Diffusion and SDXL on TPU: upstream's module, split over the width of the maps; and what those of videos share with it.
 
 A batch that `dp` divides lies over it. Convolutions get their neighbours' columns, group norms have the statistics of the whole map,
 self-attention sees the keys of all chips; text is whole on each. What is not known to compute on a shard is left to the compiler.
 """
 
-import functools
 import inspect
 from collections.abc import Callable
 
@@ -41,23 +40,31 @@ KNOWN = {  # of a configuration: what does not read more of a map than its block
 
 def _attention(attn, hidden_states, encoder_hidden_states=None, *args, **kwargs):
     """As upstream's; text's keys are the same on each shard."""
-    from ...tpu.compile.tracing import keys_of_text
+    from ...tpu.compile.tracing import keys_here
 
-    with keys_of_text(encoder_hidden_states is not None):
+    with keys_here(encoder_hidden_states is not None):
         return type(attn).forward(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
-def by_shards(model, blocks: tuple, maps: tuple[str, ...], *args, **kwargs) -> tuple[tuple, bool]:
-    """(The outputs, whether they are wanted by name) of a model of maps, one shard of their width a chip.
+def among_frames(module, *args, **kwargs):
+    """As upstream's forward of a module whose attention is among the frames of each position."""
+    from ...tpu.compile.tracing import keys_here
+
+    with keys_here():
+        return type(module).forward(module, *args, **kwargs)
+
+
+def by_shards(model, blocks: tuple, maps: tuple[str, ...], *args, known: set = BLOCKS, **kwargs) -> tuple[tuple, bool]:
+    """(The outputs, whether they are wanted by name) of a model of maps [B, C, H, W] or videos, one shard of their width a chip.
 
     Args:
-        blocks: of the model. maps: names of the arguments that are maps, in any structure.
+        blocks: of the model; known: classes of blocks. maps: names of the arguments that are maps, in any structure.
 
     Raises NotByShards for a model, or a call, that is not known to compute on a shard what it computes on the map.
     """
     from ...tpu.compile.tracing import NotByShards, shard_maps
 
-    unknown = _unknown(model, [block for block in blocks if block is not None])
+    unknown = _unknown(model, [block for block in blocks if block is not None], known)
     if unknown:
         raise NotByShards(f"expected parts that compute on a shard of the maps, got {', '.join(unknown)}")
     given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
@@ -66,14 +73,22 @@ def by_shards(model, blocks: tuple, maps: tuple[str, ...], *args, **kwargs) -> t
     sample, by_name = given["sample"], given.pop("return_dict", True)
     if any(size % multiple for size in sample.shape[-2:]):
         raise NotByShards(f"expected a map whose sides {multiple} divides, got {list(sample.shape[-2:])}")
-    forward = functools.partial(type(model).forward, model, return_dict=False)
-    return shard_maps(lambda given: forward(**given), given, maps, sample, multiple), by_name
+    text = given["encoder_hidden_states"]
+    if text.shape[0] != sample.shape[0]:  # of each frame, which lie where their video does
+        given["encoder_hidden_states"] = text.unflatten(0, (sample.shape[0], -1))
+
+    def forward(given: dict):
+        parts = given["encoder_hidden_states"]
+        parts = parts if parts.ndim == text.ndim else parts.flatten(0, 1)
+        return type(model).forward(model, **given | {"encoder_hidden_states": parts, "return_dict": False})
+
+    return shard_maps(forward, given, maps, sample, multiple), by_name
 
 
-def _unknown(model, blocks: list) -> list[str]:
+def _unknown(model, blocks: list, known: set) -> list[str]:
     """What the model has whose computation on a shard is not known."""
     processors = {type(m.processor) for m in model.modules() if isinstance(m, Attention)}
-    found = [cls.__name__ for cls in ({*map(type, blocks)} - BLOCKS) | (processors - {AttnProcessor2_0})]
+    found = [cls.__name__ for cls in ({*map(type, blocks)} - known) | (processors - {AttnProcessor2_0})]
     found += ["FreeU"] * any(getattr(block, name, None) is not None for block in blocks for name in FREE_U)
     return sorted(found) + [f"{k} {v}" for k, v in model.config.items() if k in KNOWN and v not in KNOWN[k]]
 
@@ -84,11 +99,13 @@ def _forward(unet, *args, **kwargs):
     return UNet2DConditionOutput(*outputs) if by_name else outputs
 
 
-def plan_of_maps(cls: type[torch.nn.Module], forward: Callable) -> ModelPlan:
-    """The plan of a class of such blocks. `forward`: in the place of its own, by `by_shards`."""
+def plan_of_maps(cls: type[torch.nn.Module], forward: Callable, *of_frames: type[torch.nn.Module]) -> ModelPlan:
+    """The plan of a class of such blocks. `forward`: in the place of its own, by `by_shards`; `of_frames`: classes of modules whose
+    attention is among the frames of each position of a video."""
     processors = {AttnProcessor: lambda processor: AttnProcessor2_0()}  # the same attention
     methods = {(cls, "forward"): forward, (Attention, "forward"): _attention}
-    return ModelPlan(parallel=True, methods=methods, processors=processors, axes=4)
+    methods |= {(one, "forward"): among_frames for one in of_frames}
+    return ModelPlan(parallel=True, methods=methods, processors=processors, axes=5 if of_frames else 4)
 
 
 PLAN = plan_of_maps(UNet2DConditionModel, _forward)

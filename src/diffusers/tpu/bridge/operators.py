@@ -89,7 +89,7 @@ def scaled_dot_product_attention(
     q4, k4, v4 = (_four_axes(x, lead) for x in (q, k, v))
     if mask is not None and mask.ndim > 4:
         mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
-    if halo_shards() is not None and not halo_shards().text:
+    if halo_shards() is not None and not halo_shards().keys_here:
         if mask is not None or is_causal:
             raise NotByShards("expected attention over a split map without a mask, got one")
         k4, v4, mask = halo_shards().everyones(k4, v4)

@@ -1,6 +1,6 @@
 """A torch module's method as a pure function of (weights, inputs, numbers), all JAX arrays; equal blocks as one scanned block."""
 
-from ...kernels.video.halo import NotByShards, keys_of_text
+from ...kernels.video.halo import NotByShards, keys_here
 from .caches import Step, StepCache, kept_by
 from .function import PureFunction, on_every_chip, tracing
 from .functional import NumberRead, undone_trace

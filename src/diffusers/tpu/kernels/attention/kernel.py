@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost, round_up
-from . import kernel_body
+from . import kernel_body, short
 from .blocks import Blocks, Shape, choose, folded_parts, vmem_bytes
 from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
 from .key_bounds import KeyBounds, key_bounds
@@ -83,11 +83,16 @@ def tpu_attention(
 
     Raises TypeError for another dtype than bfloat16 and float32, and as `blocks.choose`.
     """
-    mask = mask or Mask()
     if reason := unsupported(q, k, v, mask):
         raise TypeError(
             f"expected bfloat16 or float32 for the attention kernel, got {reason}; cast the model with .to()"
         )
+    plain = mask is bounds is blocks is wanted is tally is None and not with_lse
+    if plain and (number := short.number_of(q, k)) > 1:
+        how = {"generation": generation, "smoothing": smoothing, "modes": modes, "interpret": interpret}
+        longer, of_each = (short.together(x, number) for x in (q, k, v)), short.each_by_itself(number, q.shape[2])
+        return short.apart(tpu_attention(*longer, scale=scale, mask=of_each, **how), number, q.shape[2])
+    mask = mask or Mask()
     shape = shape_of(q, k, v, mask, with_lse)
     blocks = blocks or choose(shape, generation, wanted)
     bias = key_bias(mask.keys)

@@ -46,7 +46,7 @@ class HaloShards:
         height, width: of the map that was split; other maps are finer or coarser by a power of two.
         local: the columns of one shard of it.
         own: rows and columns that are not filled up, traced scalars; None: all.
-        text: attention's keys are of text, the same on each shard.
+        keys_here: attention's keys are all on each shard: of text, or of the frames of one position.
     """
 
     axes: tuple[str, ...]
@@ -55,7 +55,7 @@ class HaloShards:
     width: int
     local: int
     own: tuple[jax.Array, jax.Array] | None = None
-    text: bool = False
+    keys_here: bool = False
 
     def columns(self, local: int) -> int:
         """The width of the map whose shards have `local` columns."""
@@ -188,10 +188,10 @@ def halo_shards() -> HaloShards | None:
     return _halo_shards.get()
 
 
-def keys_of_text(text: bool = True):
-    """A context in which attention's keys are of text, if it is so, and not of the map."""
+def keys_here(here: bool = True):
+    """A context in which attention's keys are all on each shard, if it is so or was, and not those of a part of the map."""
     split = _halo_shards.get()
-    return bound(_halo_shards, split and replace(split, text=text))
+    return bound(_halo_shards, split and replace(split, keys_here=here or split.keys_here))
 
 
 def _on_shard(shards: HaloShards, function: Callable, *arrays):
