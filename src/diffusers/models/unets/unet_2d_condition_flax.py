@@ -73,14 +73,15 @@ def by_shards(model, blocks: tuple, maps: tuple[str, ...], *args, known: set = B
     sample, by_name = given["sample"], given.pop("return_dict", True)
     if any(size % multiple for size in sample.shape[-2:]):
         raise NotByShards(f"expected a map whose sides {multiple} divides, got {list(sample.shape[-2:])}")
-    text = given["encoder_hidden_states"]
-    if text.shape[0] != sample.shape[0]:  # of each frame, which lie where their video does
-        given["encoder_hidden_states"] = text.unflatten(0, (sample.shape[0], -1))
+    text = given.get("encoder_hidden_states")
+    of_frames = sample.ndim == 5 and len(text) > len(sample)  # a text for each, which lies where its video does
+    if of_frames:
+        given["encoder_hidden_states"] = text.unflatten(0, (len(sample), -1))
 
     def forward(given: dict):
-        parts = given["encoder_hidden_states"]
-        parts = parts if parts.ndim == text.ndim else parts.flatten(0, 1)
-        return type(model).forward(model, **given | {"encoder_hidden_states": parts, "return_dict": False})
+        if of_frames:
+            given = given | {"encoder_hidden_states": given["encoder_hidden_states"].flatten(0, 1)}
+        return type(model).forward(model, **given, return_dict=False)
 
     return shard_maps(forward, given, maps, sample, multiple), by_name
 

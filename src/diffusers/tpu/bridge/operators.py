@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
 
 
 def _in_one(plain, operator, x, y, **alpha):
-    """torchax's sum or product. Outside of a trace as one operation: torchax's are more, a product by 1 and a number's way to the chips."""
+    """torchax's sum or product. Outside of a trace as one operation: torchax makes more, a product by 1 and a number's way to the chips."""
     if alpha or not (has_values(x) and (isinstance(y, float) or has_values(y))):
         return plain(x, y, **alpha)
     if isinstance(y, float):

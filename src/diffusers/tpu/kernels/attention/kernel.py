@@ -87,7 +87,7 @@ def tpu_attention(
         raise TypeError(
             f"expected bfloat16 or float32 for the attention kernel, got {reason}; cast the model with .to()"
         )
-    plain = mask is bounds is blocks is wanted is tally is None and not with_lse
+    plain = all(x is None for x in (mask, bounds, blocks, wanted, tally)) and not with_lse
     if plain and (number := short.number_of(q, k)) > 1:
         how = {"generation": generation, "smoothing": smoothing, "modes": modes, "interpret": interpret}
         longer, of_each = (short.together(x, number) for x in (q, k, v)), short.each_by_itself(number, q.shape[2])
