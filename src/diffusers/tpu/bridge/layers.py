@@ -14,9 +14,11 @@ rounds where the single operations round; they are dead code then.
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torchax.tensor import Tensor
@@ -29,6 +31,7 @@ from ..kernels.linear import linear as fast_linear
 from ..kernels.narrow import Narrow
 from ..kernels.settings import current
 from .on_host import NotTaken
+from .views import has_values
 
 
 aten = torch.ops.aten
@@ -41,9 +44,14 @@ def register(env):
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
     env.override_op_definition(aten.view.default, reshaped)
-    for overload, *follow in ((aten.mul.Tensor, _gated, _turned), (aten.add.Tensor, _added)):
-        operator = functools.partial(_followed, env, env._get_op_or_decomp(overload), follow)
-        env.override_op_definition(overload, operator)
+    for overload, one, *follow in (
+        (aten.mul.Tensor, jnp.multiply, _gated, _turned),
+        (aten.add.Tensor, jnp.add, _added),
+        (aten.sub.Tensor, jnp.subtract),
+    ):
+        theirs = env._get_op_or_decomp(overload)
+        operator = replace(theirs, func=functools.partial(_in_one, theirs.func, one))
+        env.override_op_definition(overload, functools.partial(_followed, env, operator, follow))
 
 
 def made_of(result: Tensor, operator, *operands) -> Tensor:
@@ -254,6 +262,15 @@ def _holds(wide, narrow) -> bool:
         return False
     wide, narrow = jnp.finfo(wide), jnp.finfo(narrow)
     return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
+
+
+def _in_one(plain, operator, x, y, **alpha):
+    """torchax's sum or product. Outside of a trace as one operation: torchax makes more, a product by 1 and a number's way to the chips."""
+    if alpha or not (has_values(x) and (isinstance(y, float) or has_values(y))):
+        return plain(x, y, **alpha)
+    if isinstance(y, float):
+        y = np.asarray(y, x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else np.float32)
+    return operator(x, y)
 
 
 def _followed(env, operator, follows, x, y, **kwargs):

@@ -22,7 +22,6 @@ from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
 from . import indexing, layers, resizing
 from .layers import how_it_lies, made_of, operands
-from .views import has_values
 
 
 aten = torch.ops.aten
@@ -61,13 +60,6 @@ def register(env):
     ours[aten.sum.dim_IntList] = functools.partial(layers.summed, ours[aten.sum.dim_IntList])
     for function, operator in ours.items():
         env.override_op_definition(function, operator)
-    for overload, one in (
-        (aten.add.Tensor, jnp.add),
-        (aten.sub.Tensor, jnp.subtract),
-        (aten.mul.Tensor, jnp.multiply),
-    ):
-        theirs = env._get_op_or_decomp(overload)
-        env._ops[overload] = replace(theirs, func=functools.partial(_in_one, theirs.func, one))
     indexing.register(env, over)
     layers.register(env)
     Tensor.type_as = type_as
@@ -95,15 +87,6 @@ def scaled_dot_product_attention(
         k4, v4, mask = halo_shards().everyones(k4, v4)
     out = attention(q4, k4, v4, mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return Tensor(out.reshape(*lead, *q.shape[-3:-1], v.shape[-1]) if q.ndim != 4 else out, env)
-
-
-def _in_one(plain, operator, x, y, **alpha):
-    """torchax's sum or product. Outside of a trace as one operation: torchax makes more, a product by 1 and a number's way to the chips."""
-    if alpha or not (has_values(x) and (isinstance(y, float) or has_values(y))):
-        return plain(x, y, **alpha)
-    if isinstance(y, float):
-        y = np.asarray(y, x.dtype if jnp.issubdtype(x.dtype, jnp.inexact) else np.float32)
-    return operator(x, y)
 
 
 def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:

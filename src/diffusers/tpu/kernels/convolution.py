@@ -29,11 +29,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ..chips.figures import chip_of
-from .pallas import LANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room
+from .pallas import LANES, ROWS, call_kernel, cost, layer_of_stack, product, round_up, vmem_room
 from .settings import Settings
 
 
-SUBLANES = 16  # of bfloat16: the positions of a line are whole registers of them
 PIECE = 512  # most positions of one piece of straight code, where lines are no longer
 LEAST_PIECE = 224  # positions that take as long as weights take to get into a matrix unit
 MOST_POSITIONS = 8192  # of one step
@@ -64,16 +63,16 @@ def choose(
         sizes: lines and frames of the result, positions of x; taps: along each of them.
     """
     lines, frames, positions = sizes
-    positions, deep, chip, found = round_up(positions, SUBLANES), round_up(channels, LANES), chip_of(generation), []
+    positions, deep, chip, found = round_up(positions, ROWS), round_up(channels, LANES), chip_of(generation), []
     for count in range(1, -(-features // LANES) + 1):
         columns = features if count == 1 else round_up(-(-features // count), LANES)
         wide = taps[2] * _lanes(columns, taps[2])
         if columns > LANES and math.prod(taps) * channels * columns > MOST_WORK:
             continue
         for piece in range(1, max(1, min(lines, PIECE // positions)) + 1):
-            fixed = 4 * math.prod(taps) * round_up(columns, SUBLANES) * deep + 8 * piece * positions * wide
+            fixed = 4 * math.prod(taps) * round_up(columns, ROWS) * deep + 8 * piece * positions * wide
             if not _as_it_lies(columns, channels):
-                fixed += 2 * round_up(wide, SUBLANES) * round_up(math.prod(taps[:2]) * channels, LANES)
+                fixed += 2 * round_up(wide, ROWS) * round_up(math.prod(taps[:2]) * channels, LANES)
             slower = max(piece * positions, LEAST_PIECE) / (piece * positions)
             for t in range(1, frames + 1):
                 for l in range(piece, round_up(lines, piece) + 1, piece):  # noqa: E741
@@ -89,7 +88,7 @@ def choose(
 
 def _as_it_lies(features: int, channels: int) -> bool:
     """Whether taps of [features, channels] are whole registers, which lie side by side without being moved."""
-    return not features % SUBLANES and not channels % LANES
+    return not features % ROWS and not channels % LANES
 
 
 def _lanes(features: int, taps: int) -> int:
@@ -122,8 +121,8 @@ def tpu_convolution(
     *taps, features, _ = w.shape[-5:]
     dtype = jnp.float32 if wide else x.dtype
     lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
-    line, columns = round_up(positions, 8 if blocks.piece == 1 else SUBLANES), _lanes(blocks.features, taps[2])
-    longest = min(round_up(kept, SUBLANES), line)
+    line, columns = round_up(positions, 8 if blocks.piece == 1 else ROWS), _lanes(blocks.features, taps[2])
+    longest = min(round_up(kept, ROWS), line)
     fill = -lines % blocks.lines, -frames % blocks.frames, line - positions
     x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]

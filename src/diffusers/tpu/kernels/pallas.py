@@ -13,6 +13,7 @@ from ..chips.figures import MIB, chip_of
 
 
 LANES, SUBLANES = 128, 8  # of a register of 32-bit numbers
+ROWS = 16  # of one of bfloat16: its sublanes
 MARGIN = 12 * MIB  # of VMEM, the compiler's
 
 

@@ -16,11 +16,10 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from ..kept import exchanged
-from ..pallas import LANES, by_token, call_kernel, cost
+from ..pallas import LANES, ROWS, by_token, call_kernel, cost
 from ..settings import current
 
 
-TILE_ROWS = 16  # of bfloat16, twice those of float32
 BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
 VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own
 
@@ -124,7 +123,7 @@ class Exchange:
 
     def _fill(self, tokens: int) -> int:
         """How many of a chip's rows are joined with the others' one chip after the other."""
-        return tokens if self.in_order or tokens < TILE_ROWS else tokens - tokens % TILE_ROWS
+        return tokens if self.in_order or tokens < ROWS else tokens - tokens % ROWS
 
 
 def _permuted(run, back, *given) -> Array:

@@ -86,9 +86,8 @@ def band_ends(mask: Mask, shift, row):
     if mask.frame == (1, 1):
         own = row + shift
     elif getattr(row, "ndim", 0) == 0:
-        own = lax.div(
-            row, jnp.int32(queries)
-        )  # `//` asks which chip runs it, which one that is compiled for does not say
+        # `//` asks which chip runs it: one that is compiled for elsewhere does not say
+        own = lax.div(row, jnp.int32(queries))
     else:
         # the vector units divide floats alone; half a step away from any whole number they are right up to 2^22
         own = jnp.floor((row.astype(jnp.float32) + 0.5) * (1 / queries)).astype(jnp.int32)

@@ -8,14 +8,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
-from ..pallas import LANES, SUBLANES, call_kernel, cost, vmem_room, with_gradients_of
+from ..pallas import LANES, ROWS, SUBLANES, call_kernel, cost, vmem_room, with_gradients_of
 from ..settings import Settings, current
 from .chunks import full_places
 from .halo import halo_shards
 
 
 Map = Float[Array, "B T H W C"]
-ROWS = 16  # of bfloat16 in a register
 
 
 def moments(x: Map, groups: int) -> tuple[Float[Array, "B G"], Float[Array, "B G"]]:
