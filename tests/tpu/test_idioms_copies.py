@@ -88,7 +88,7 @@ class Weaker(type(SDXLCFGCutoffCallback())):
 
 
 @idiom("callback-writes", "callback-objects", "callback-host-glue")
-@pytest.mark.parametrize("way", ["in place", "numpy", "replaced", "interrupt", "object", "on the host"])
+@pytest.mark.parametrize("way", ["in place", "numpy", "a text", "replaced", "interrupt", "object", "on the host"])
 def test_what_a_callback_writes_is_seen(wan, plain, way):
     def write(pipe, step, timestep, tensors):
         latents = tensors["latents"]
@@ -97,6 +97,8 @@ def test_what_a_callback_writes_is_seen(wan, plain, way):
             return {}
         if way == "numpy":
             latents.numpy()[:, 1] += 0.25
+        if way == "a text":
+            text[0].numpy()[:] += 1 - step  # there and back
         if way == "on the host":
             return {"latents": latents + 0.05 * torch.randn_like(latents)}
         if way == "interrupt":
@@ -106,6 +108,9 @@ def test_what_a_callback_writes_is_seen(wan, plain, way):
     tpu.uninstall(wan)
     tpu.install(wan, tpu.TPUConfig(glue="host" if way == "on the host" else "auto"))
     given = call(callback_on_step_end=Weaker() if way == "object" else write, output_type="latent", return_dict=False)
+    text = plain.encode_prompt(given["prompt"])
+    if way == "a text":
+        given |= {"prompt": None, "prompt_embeds": text[0], "negative_prompt_embeds": text[1]}
     ours, upstreams = both(wan, plain, **given)
     assert type(ours) is torch.Tensor and relative(ours, upstreams) < FP32
     tpu.uninstall(wan)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import jax
 import torch
 from jax.sharding import NamedSharding, PartitionSpec
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torchax.ops import mappings
 from torchax.tensor import TENSOR_CONSTRUCTORS, OperatorNotFound, Tensor
@@ -67,6 +69,38 @@ class Deferred(Tensor):
         return mappings.j2t_dtype((self._aval if self.waits else self._array).dtype)
 
 
+class Functions(TorchFunctionMode):
+    """torch's functions given to the environment first; what has no operator there torch takes apart."""
+
+    def __init__(self, env: "Environment"):
+        self.env = env
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        try:
+            return self.env.dispatch(func, types, args, kwargs)
+        except OperatorNotFound:
+            return func(*args, **(kwargs or {}))
+
+
+class Operators(TorchDispatchMode):
+    """What torch takes them apart to, given to the environment."""
+
+    NAMESPACES = ("aten", "torchvision")
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled by it here, and turning it off around each operator takes time
+
+    def __init__(self, env: "Environment"):
+        super().__init__()
+        self.env = env
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in self.NAMESPACES:
+            return self.env.dispatch(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
 class Environment(_Environment):
     """torchax's environment, entered around glue and traces.
 
@@ -83,6 +117,7 @@ class Environment(_Environment):
 
     def __init__(self):
         super().__init__()
+        self._function_mode, self._dispatch_mode = Functions(self), Operators(self)
         self.draws = 0
         self.one_at_a_time: bool | None = None
         self.missing: Counter[str] = Counter()

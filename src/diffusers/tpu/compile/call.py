@@ -1,5 +1,6 @@
 """One call of a module's method, flattened into tensors and what is static; and its values, taken when it was made."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,15 +12,16 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .. import bridge
-from ..chips.hosts import whole
+from ..chips import hosts
 from ..chips.sharding import INFERRED, ModelPlan
 from . import tracing
+from .lru import Key, LRUCache
 from .state import Unread, is_data, of_object, opened
 
 
 MOST_COMPARED = 1 << 16  # of a tensor's values: places of tokens, which each guidance branch has its own of
 LATENTS = ("hidden_states", "sample")  # of a denoiser's arguments
-_HASHABLE = (type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size)
+_HASHABLE = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
 
 
 @dataclass
@@ -84,7 +86,7 @@ class Call:
         """The call is this step of a step cache."""
         self.step = step
         cached = tuple((tuple(t.shape), t.dtype) for t in step.tensors)
-        self.key = (*self.key[:-1], (step.kind, cached), self.key[-1])
+        self.key = Key((*self.key[:-1], (step.kind, cached), self.key[-1]))
         self.batched += (any(self.batched),) * len(step.tensors)
 
     @property
@@ -106,14 +108,14 @@ class Call:
 
 def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
     """A call of a module's `entry(*args, **kwargs)`."""
+    by_place = dict(zip(signature.parameters, args))
     if plan.decide is not None:
         decided = plan.decide(signature.bind(*args, **kwargs).arguments)
-        by_place = dict(zip(signature.parameters, args))
         if decided.keys() & by_place.keys():
-            args, kwargs = (), by_place | kwargs
+            args, kwargs, by_place = (), by_place | kwargs, {}
         kwargs = kwargs | decided
-    unread, classes = None, set()
-    leaves, spec = tree_flatten((args, kwargs))
+    unread, classes, bound = None, set(), by_place | kwargs
+    leaves, spec = _flat(args, kwargs)
     try:
         if any(map(is_data, leaves)):
             leaves, spec = tree_flatten(opened((args, kwargs), classes))
@@ -125,10 +127,9 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     autocast = bridge.autocast.dtype_now()
     static += () if autocast is None else ("autocast", autocast)
-    key = (entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors))
-    batched, batch, bound = (False,) * len(tensors), None, {}
-    if plan.batched or not signature.parameters.keys().isdisjoint(LATENTS):
-        bound = signature.bind(*args, **kwargs).arguments
+    with torch._C.DisableTorchFunction():  # the environment has nothing to say to shapes
+        key = Key((entry, spec, static, tuple((tuple(t.shape), t.dtype) for t in tensors)))
+    batched, batch = (False,) * len(tensors), None
     latents = next((bound[name] for name in LATENTS if isinstance(bound.get(name), torch.Tensor)), None)
     images = latents.shape[0] if latents is not None and latents.ndim > 2 else None
     if plan.batched:
@@ -140,6 +141,19 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         batched, batch = tuple(t.shape[:1] == (images,) for t in tensors), images
     said = {"given": (args, kwargs), "unread": unread, "images": images, "autocast": autocast}
     return Call(entry, leaves, spec, tensors, key, batched, batch, **said)
+
+
+def _flat(args: tuple, kwargs: dict) -> tuple[list, object]:
+    """`tree_flatten((args, kwargs))`."""
+    leaves = [*args, *kwargs.values()]
+    if all(type(leaf) in _HASHABLE or isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return leaves, _spec_of_leaves(len(args), tuple(kwargs))
+    return tree_flatten((args, kwargs))
+
+
+@functools.lru_cache(maxsize=4096)
+def _spec_of_leaves(positional: int, names: tuple[str, ...]):
+    return tree_flatten(((None,) * positional, dict.fromkeys(names)))[1]
 
 
 def version_of(tensor: torch.Tensor):
@@ -166,7 +180,28 @@ def values_of(tensor: torch.Tensor) -> np.ndarray:
     return values.astype(bridge.numpy_dtype(tensor.dtype))
 
 
-_of_device = asked_once(lambda tensor: np.asarray(whole(tensor.jax())))
+_of_device = asked_once(lambda tensor: np.asarray(hosts.whole(tensor.jax())))
+
+
+class SentInputs:
+    """The arrays of host tensors, of a text that every step is given, for as long as a pipeline's call: made again of other values."""
+
+    MOST, MOST_BYTES = 16, 1 << 26
+
+    def __init__(self):
+        self._sent = LRUCache(self.MOST, self.MOST_BYTES, lambda one: len(one[1]))
+
+    def array(self, tensor: torch.Tensor, sharding: jax.sharding.Sharding) -> jax.Array:
+        if bridge.on_device(tensor):
+            return bridge.to_jax(tensor, sharding)
+        host = bridge.as_numpy(tensor)
+        values = host.tobytes()  # read each time, as by `values_of`
+        key = id(tensor), host.dtype, host.shape, sharding
+        former, before, array = self._sent.get(key, (None, None, None))
+        if former is not tensor or before != values:
+            array = hosts.put(np.frombuffer(values, host.dtype).reshape(host.shape), sharding)
+            self._sent[key] = tensor, values, array
+        return array
 
 
 def goes_on_from(x) -> bool:

@@ -1,6 +1,15 @@
-"""A dict that evicts what was least recently used: for what grows with each new size or state that a process meets."""
+"""A dict that evicts what was least recently used: for what grows with each new size or state that a process meets. And its keys."""
 
 import math
+
+
+class Key(tuple):
+    """A tuple whose hash is computed once: a call's is asked for in some ten dicts."""
+
+    def __hash__(self):
+        if (known := vars(self).get("hash")) is None:
+            known = self.hash = super().__hash__()
+        return known
 
 
 class LRUCache(dict):

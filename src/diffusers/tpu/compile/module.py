@@ -24,7 +24,7 @@ from ..common.errors import NotFinite
 from ..idioms.refusing import asking, without_gradients
 from ..kernels.settings import bound
 from . import nans, tracing
-from .call import Call, Values, flatten_call, version_of
+from .call import Call, SentInputs, Values, flatten_call, version_of
 from .gradients import DifferentiatedCall
 from .modes import Mode, from_libraries
 from .module_programs import ModulePrograms
@@ -34,19 +34,22 @@ from .state.adapters import scaled_by, take_scale
 from .weights import PlacedWeights
 
 
-_in_pipeline = contextvars.ContextVar("diffusers_tpu_in_pipeline", default=False)
+_of_pipeline: contextvars.ContextVar[SentInputs | None] = contextvars.ContextVar(
+    "diffusers_tpu_of_pipeline", default=None
+)
 
 
 @contextlib.contextmanager
 def one_call(runners):
-    """Around a pipeline's call: its models are searched for writes through `.data` now, and not before each step.
+    """Around a pipeline's call: its models are searched for writes through `.data` now, and not before each step; texts of the host are
+    sent to the chips once.
 
     Of a call that fails no deferred branch is left for the next one.
     """
     for runner in runners:
         runner.look()
     try:
-        with bound(_in_pipeline, True):
+        with bound(_of_pipeline, SentInputs()):
             yield
     finally:
         for runner in runners:
@@ -120,7 +123,7 @@ class CompiledModule(ModulePrograms):
             # Back through what it decides of its tensors too.
             with torch.enable_grad() if back else contextlib.nullcontext():
                 call = self._scaled_call(entry, args, kwargs)
-            if not _in_pipeline.get():
+            if _of_pipeline.get() is None:
                 self.look()
             self.current()
             mode = self.modes.of(call, self.within)
@@ -199,12 +202,13 @@ class CompiledModule(ModulePrograms):
         if self._numbers[0] != of:
             numbers = self.state.numbers(self._placed, call.scale)
             self._numbers = of, {key: hosts.put(x, everywhere) for key, x in numbers.items()}
+        sent = _of_pipeline.get() or SentInputs()
         cached = [bridge.to_jax(t, cached_sharding(mesh or self.mesh, sequence, t.shape)) for t in call.step.tensors]
         call.values = Values(
             weights=dict(self._placed.arrays),
             placement=self._placed.placement,
             numbers=self._numbers[1],
-            inputs=[bridge.to_jax(t, everywhere) for t in call.tensors] + cached,
+            inputs=[sent.array(t, everywhere) for t in call.tensors] + cached,
             versions=[version_of(t) for t in call.inputs],
         )
 

@@ -21,7 +21,7 @@ from ...configuration_utils import FrozenDict
 from .. import bridge
 from ..chips import hosts
 from ..chips.locks import exclusive
-from ..compile.lru import LRUCache
+from ..compile.lru import Key, LRUCache
 from ..compile.module_programs import random_state_kept
 from ..compile.numbers import Lifted
 from ..compile.state import InputRef, OutputRef
@@ -192,7 +192,10 @@ def under_its_name(cls: type, bases: tuple[type, ...], **attributes) -> type:
 def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dict[int, jax.Array]]:
     """(the key, the tensors on the chips among the leaves, by their number arrays of those that are arguments). Raises Unlike."""
     tensors, arrays, numbers, words = [], {}, {}, {}
-    leaves, spec = tree_flatten((call, attributes))
+    try:
+        leaves, spec = jax.tree.flatten((call, attributes))  # which costs little beside torch's
+    except (TypeError, ValueError) as error:
+        raise Unlike("keys of a dict that have no order") from error
     for leaf in leaves:
         if bridge.on_device(leaf) and id(leaf) not in numbers:
             number = numbers[id(leaf)] = len(tensors)
@@ -207,11 +210,7 @@ def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dic
         raise Unlike("nothing of it is on the chips")
     with torch._C.DisableTorchFunction():
         key = [numbers[id(leaf)] if id(leaf) in numbers else _static(leaf) for leaf in leaves]
-    try:
-        hash(spec)
-    except TypeError:
-        spec = repr(spec)
-    return (spec, bridge.autocast.dtype_now(), *words.values(), *key), tensors, arrays
+    return Key((spec, bridge.autocast.dtype_now(), *words.values(), *key)), tensors, arrays
 
 
 def _static(leaf):
