@@ -4,10 +4,8 @@ A batch that `dp` divides lies over it. Convolutions get their neighbours' colum
 self-attention sees the keys of all chips; text is whole on each. What is not known to compute on a shard is left to the compiler.
 """
 
+import functools
 import inspect
-from collections.abc import Callable
-
-import torch
 
 from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0
@@ -22,7 +20,7 @@ from .unet_2d_blocks import (
 from .unet_2d_condition import UNet2DConditionModel, UNet2DConditionOutput
 
 
-BLOCKS = {CrossAttnDownBlock2D, CrossAttnUpBlock2D, DownBlock2D, UNetMidBlock2D, UNetMidBlock2DCrossAttn, UpBlock2D}
+BLOCKS = (CrossAttnDownBlock2D, CrossAttnUpBlock2D, DownBlock2D, UNetMidBlock2D, UNetMidBlock2DCrossAttn, UpBlock2D)
 RESIDUALS = (
     "down_block_additional_residuals",
     "mid_block_additional_residual",
@@ -46,7 +44,7 @@ def _attention(attn, hidden_states, encoder_hidden_states=None, *args, **kwargs)
         return type(attn).forward(attn, hidden_states, encoder_hidden_states, *args, **kwargs)
 
 
-def among_frames(module, *args, **kwargs):
+def _among_frames(module, *args, **kwargs):
     """As upstream's forward of a module whose attention is among the frames of each position."""
     from ...tpu.compile.tracing import keys_here
 
@@ -54,17 +52,15 @@ def among_frames(module, *args, **kwargs):
         return type(module).forward(module, *args, **kwargs)
 
 
-def by_shards(model, blocks: tuple, maps: tuple[str, ...], *args, known: set = BLOCKS, **kwargs) -> tuple[tuple, bool]:
-    """(The outputs, whether they are wanted by name) of a model of maps [B, C, H, W] or videos, one shard of their width a chip.
-
-    Args:
-        blocks: of the model; known: classes of blocks. maps: names of the arguments that are maps, in any structure.
+def _by_shards(output: type, maps: tuple[str, ...], known: tuple, model, *args, **kwargs):
+    """As upstream's forward of a model of maps [B, C, H, W] or videos, one shard of their width a chip; see `plan_of_maps`.
 
     Raises NotByShards for a model, or a call, that is not known to compute on a shard what it computes on the map.
     """
     from ...tpu.compile.tracing import NotByShards, shard_maps
 
-    unknown = _unknown(model, [block for block in blocks if block is not None], known)
+    blocks = *model.down_blocks, model.mid_block, *getattr(model, "up_blocks", ())
+    unknown = _unknown(model, [block for block in blocks if block is not None], {*known})
     if unknown:
         raise NotByShards(f"expected parts that compute on a shard of the maps, got {', '.join(unknown)}")
     given = inspect.signature(type(model).forward).bind(model, *args, **kwargs).arguments
@@ -83,7 +79,8 @@ def by_shards(model, blocks: tuple, maps: tuple[str, ...], *args, known: set = B
             given = given | {"encoder_hidden_states": given["encoder_hidden_states"].flatten(0, 1)}
         return type(model).forward(model, **given, return_dict=False)
 
-    return shard_maps(forward, given, maps, sample, multiple), by_name
+    outputs = shard_maps(forward, given, maps, sample, multiple)
+    return output(*outputs) if by_name else outputs
 
 
 def _unknown(model, blocks: list, known: set) -> list[str]:
@@ -94,19 +91,20 @@ def _unknown(model, blocks: list, known: set) -> list[str]:
     return sorted(found) + [f"{k} {v}" for k, v in model.config.items() if k in KNOWN and v not in KNOWN[k]]
 
 
-def _forward(unet, *args, **kwargs):
-    blocks = *unet.down_blocks, unet.mid_block, *unet.up_blocks
-    outputs, by_name = by_shards(unet, blocks, ("sample", *RESIDUALS), *args, **kwargs)
-    return UNet2DConditionOutput(*outputs) if by_name else outputs
+def plan_of_maps(
+    cls: type, output: type, maps: tuple = ("sample", *RESIDUALS), known: tuple = BLOCKS, of_frames: tuple = ()
+) -> ModelPlan:
+    """The plan of a class of such blocks, whose forward gives an `output`.
 
-
-def plan_of_maps(cls: type[torch.nn.Module], forward: Callable, *of_frames: type[torch.nn.Module]) -> ModelPlan:
-    """The plan of a class of such blocks. `forward`: in the place of its own, by `by_shards`; `of_frames`: classes of modules whose
-    attention is among the frames of each position of a video."""
+    Args:
+        maps: names of the arguments that are maps, in any structure; known: classes of its blocks.
+        of_frames: classes of modules whose attention is among the frames of each position of a video.
+    """
     processors = {AttnProcessor: lambda processor: AttnProcessor2_0()}  # the same attention
+    forward = functools.partial(_by_shards, output, maps, known)
     methods = {(cls, "forward"): forward, (Attention, "forward"): _attention}
-    methods |= {(one, "forward"): among_frames for one in of_frames}
+    methods |= {(one, "forward"): _among_frames for one in of_frames}
     return ModelPlan(parallel=True, methods=methods, processors=processors, axes=5 if of_frames else 4)
 
 
-PLAN = plan_of_maps(UNet2DConditionModel, _forward)
+PLAN = plan_of_maps(UNet2DConditionModel, UNet2DConditionOutput)
