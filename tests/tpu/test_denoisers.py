@@ -23,7 +23,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
 from diffusers.tpu.chips.figures import GIB
 from diffusers.tpu.chips.mesh import AXES
-from diffusers.tpu.chips.sharding import INFERRED, ModelPlan, axes_of
+from diffusers.tpu.chips.sharding import INFERRED, TOKENS, ModelPlan, axes_of
 from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.kernels.attention.api import explain
@@ -181,6 +181,11 @@ def test_weights_lie_over_as_few_chips_as_have_room():
     assert [tensor_degree(models, 8, room) for room in (*enough, enough[-1] - 2)] == [1, 2, 4, 8, 1]
     over_two = {"dp": 2, "sp": 2, "tp": 2}
     assert [storages(models, over_two, room)["a"] for room in (enough[1], enough[1] - 2)] == [(), ("dp",)]
+    # Two experts of a video model: both whole where they take two thirds of the room, else both over all; what is trained always.
+    experts = {name: (model, ModelPlan(activation_spec=TOKENS)) for name in ("transformer", "transformer_2")}
+    room, over_all = 3 * size, {name: ("dp", "sp") for name in experts}
+    assert storages(experts, lengths, room) == dict.fromkeys(experts, ())
+    assert storages(experts, lengths, room - 3) == storages(experts, lengths, room, trained=True) == over_all
 
 
 @pytest.mark.parametrize("kind, mesh", [("flux", (2, 2, 2)), ("sd3.5", (1, 8, 1))])

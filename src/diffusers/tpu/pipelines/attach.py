@@ -169,7 +169,7 @@ def install(module: torch.nn.Module, config: TPUConfig | None = None) -> torch.n
     mesh = make_mesh(devices, wanted.mesh)
     runner = attach(module, wanted, mesh, hbm_manager_of(mesh, wanted))
     runner.ownership.alone, runner.ownership.asked = True, config is not None
-    runner.hbm_manager.choose_storage({"": runner})
+    runner.hbm_manager.choose_storage({"": runner}, trained=True)
     return module
 
 

@@ -87,10 +87,12 @@ class Recording:
     def modules(self) -> dict[str, torch.nn.Module]:
         return modules_of(self.pipe)
 
-    def runners(self, mesh, config: TPUConfig) -> Iterator[tuple[str, CompiledModule, list[RecordedCall]]]:
+    def runners(
+        self, mesh, config: TPUConfig, trained: bool = False
+    ) -> Iterator[tuple[str, CompiledModule, list[RecordedCall]]]:
         """Name, compiled module and calls of each model that is called; it is attached to its module meanwhile."""
         plans = {name: (module, module_plan(module)) for name, module in self.modules.items()}
-        stored = storages(plans, mesh.shape, room_on(mesh.devices.flat[0], config)[1])
+        stored = storages(plans, mesh.shape, room_on(mesh.devices.flat[0], config)[1], trained)
         for name, (module, plan) in plans.items():
             if calls := [recorded for recorded in self.calls if recorded.component == name]:
                 runner = CompiledModule(module, plan, mesh, config)

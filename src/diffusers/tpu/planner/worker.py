@@ -171,7 +171,8 @@ class Planner:
         """The run on one mesh, its programs compiled or modelled. `stages`: of these components; none: of all that were asked for."""
         compiler, parts, only = Compiler(topology), [], self.request.get("only")
         config = replace(self.config, mesh=mesh, regroup=self.config.regroup and not self.request["mesh"])
-        for name, runner, calls in self.recording.runners(make_mesh(compiler.devices, mesh), config):
+        trained = bool(self.request.get("train"))
+        for name, runner, calls in self.recording.runners(make_mesh(compiler.devices, mesh), config, trained):
             if (not only or name in only) and (not stages or stage_of(name) in stages):
                 parts += [self._part(recorded, runner, compiler) for recorded in calls]
         return PlannedRun(topology, mesh, parts, self.recording, self.config, self.rates)

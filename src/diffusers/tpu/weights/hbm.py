@@ -25,6 +25,7 @@ from ..common.config import TPUConfig
 logger = logging.get_logger(__name__)
 
 RESERVED = 0.25  # of a chip's HBM, for activations and programs, where the configuration does not say
+SMALL = 2 / 3  # of what weights may take: what a VAE makes of a video takes more than is reserved
 CODE = 1 / 16  # of it, for the code of a model's programs
 
 
@@ -102,20 +103,31 @@ def _bytes_of(found: dict[str, int], lengths: Mapping[str, int], axes: tuple[str
     return found["all"] / math.prod(lengths.values()) + found["tp"] / (chips * tp) + found[""] / rest
 
 
-def storages(models: Models, lengths: Mapping[str, int], limit: int | None) -> dict[str, tuple[str, ...]]:
-    """The axes over which each model's weights are stored, by name: all, but of `whole` models as few as leave room for the others.
+def storages(
+    models: Models, lengths: Mapping[str, int], limit: int | None, trained: bool = False
+) -> dict[str, tuple[str, ...]]:
+    """The axes over which each model's weights are stored, by name: all, but of `whole` models as few as leave room for the others, and
+    none of another whose chips share a call where all are small. Models of one class, as two experts are, are stored alike.
 
     Args:
         models: with their plans. `lengths`: of the mesh's axes. `limit`: bytes of a chip that weights may take; None: not known.
+        trained: what is trained keeps several times as much where its weights are.
     """
     found, by_rule = dict.fromkeys(models, STORAGE_AXES), {n: _bytes_by_rule(*model) for n, model in models.items()}
 
     def need(axes: dict[str, tuple[str, ...]]) -> float:
         return sum(_bytes_of(by_rule[name], lengths, some) for name, some in axes.items())
 
-    for name in sorted(n for n, (_, plan) in models.items() if plan.whole and limit is not None):
-        choices = ({**found, name: axes} for axes in ((), ("dp",), ("sp",), STORAGE_AXES))
-        found = next((one for one in choices if need(one) <= limit), found)
+    alike: dict[tuple, list[str]] = {}
+    for name, (module, plan) in sorted(models.items()):
+        if limit is not None and (plan.whole or (plan.parallel and not trained)):
+            alike.setdefault((not plan.whole, type(module)), []).append(name)
+    for (as_others, _), names in sorted(alike.items(), key=lambda one: one[0][0]):
+        some, room = (
+            (((), STORAGE_AXES), SMALL * limit) if as_others else (((), ("dp",), ("sp",), STORAGE_AXES), limit)
+        )
+        choices = ({**found, **dict.fromkeys(names, axes)} for axes in some)
+        found = next((one for one in choices if need(one) <= room), found)
     return found
 
 
@@ -136,11 +148,13 @@ class HbmManager:
         self._models[owner] = model
         self.choose_storage(self.orders[owner])
 
-    def choose_storage(self, runners: dict):
-        """Over which axes the weights of these are stored, once of each."""
+    def choose_storage(self, runners: dict, trained: bool = False):
+        """Over which axes the weights of these are stored, once of each. `trained`: perhaps, as a model by itself."""
         if any(runner.storage is None for runner in runners.values()):
             mesh = next(iter(runners.values())).mesh
-            found = storages({name: (r.module, r.plan) for name, r in runners.items()}, mesh.shape, self.limit)
+            found = storages(
+                {name: (r.module, r.plan) for name, r in runners.items()}, mesh.shape, self.limit, trained
+            )
             for name, runner in runners.items():
                 runner.storage = found[name] if runner.storage is None else runner.storage
 
