@@ -37,10 +37,21 @@ def on_a_sparse_core(text: str) -> str:
     return text.replace("all-gather-done", "call-done").replace("%body (s", computation + "%body (s")
 
 
-@pytest.mark.parametrize("written", [str, on_a_sparse_core])
+def in_other_tiles(text: str) -> str:
+    """The program whose slice is of the stack in other tiles, which a fusion inside of the fusion gives it."""
+    stack = "bf16[40,128,64]{2,1,0:T(8,128)(2,1)}"
+    computation = (
+        f"%tiles (p: {stack}) -> {stack} {{\n  %p = {stack} parameter(0)\n  ROOT %c = {stack} copy(%p)\n}}\n\n"
+    )
+    relaid = f"  %q = {stack} fusion(%p0), kind=kLoop, output_to_operand_aliasing={{{{}}: (0, {{}})}}, calls=%tiles\n"
+    text = text.replace("dynamic-slice(%p0, ", "dynamic-slice(%q, ").replace("  ROOT %ds", relaid + "  ROOT %ds")
+    return text.replace("%fused (p0", computation + "%fused (p0")
+
+
+@pytest.mark.parametrize("written", [str, on_a_sparse_core, in_other_tiles])
 def test_a_program_is_read_with_loops_parts_and_hidden_transfers(written):
     chip = CHIPS["v6e"]
-    assert written is str or ("call-done" in written(HLO) and " all-gather-start(" not in written(HLO))
+    assert written is not on_a_sparse_core or " all-gather-start(" not in written(HLO)
     compiled = aot.CompiledProgram(written(HLO), {}, {}, 0)
     places = [(x, y, 0, 0) for x in range(2) for y in range(4)]
     timed = timing.time_program(compiled, chip, places)["bound"]

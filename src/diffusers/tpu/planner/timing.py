@@ -25,6 +25,7 @@ ASYNCHRONOUS = ("async-start", "call-start")
 UPDATE = "dynamic-update-slice"
 READS_A_PART = {"dynamic-slice", "slice", "gather", UPDATE}
 KERNEL = "tpu_custom_call"
+RELAID = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion inside of one: its parameter in other tiles
 NOTHING_WRITTEN = 'custom_call_target="AllocateBuffer"'
 ATTENTION = "scaled_dot_product_attention"
 AROUND = ("exchange_", "key_norms_")  # kernels of ours around the attention kernel
@@ -273,7 +274,7 @@ class _Clock:
         total, used = 0, False
         for x in computation:  # in order: what only gives the parameter another shape is the parameter
             places = [place for place, name in enumerate(x.operands) if name in held]
-            if x.opcode == "bitcast" and places:
+            if places and (x.opcode == "bitcast" or (x.opcode == "fusion" and RELAID in x.rest)):
                 held.add(x.name)
             elif places and _reads_a_part(x, x.operands[0]) and places == [0]:
                 total, used = total + _part(x, names), True
