@@ -79,7 +79,8 @@ class Functions(TorchFunctionMode):
         try:
             return self.env.dispatch(func, types, args, kwargs)
         except OperatorNotFound:
-            return func(*args, **(kwargs or {}))
+            pass  # and no cause of what fails below
+        return func(*args, **(kwargs or {}))
 
 
 class Operators(TorchDispatchMode):
