@@ -118,16 +118,16 @@ def storages(
     def need(axes: dict[str, tuple[str, ...]]) -> float:
         return sum(_bytes_of(by_rule[name], lengths, some) for name, some in axes.items())
 
-    alike: dict[tuple, list[str]] = {}
-    for name, (module, plan) in sorted(models.items()):
-        if limit is not None and (plan.whole or (plan.parallel and not trained)):
-            alike.setdefault((not plan.whole, type(module)), []).append(name)
-    for (as_others, _), names in sorted(alike.items(), key=lambda one: one[0][0]):
-        some, room = (
-            (((), STORAGE_AXES), SMALL * limit) if as_others else (((), ("dp",), ("sp",), STORAGE_AXES), limit)
-        )
-        choices = ({**found, **dict.fromkeys(names, axes)} for axes in some)
-        found = next((one for one in choices if need(one) <= room), found)
+    if limit is None:
+        return found
+    whole = [name for name in sorted(models) if models[name][1].whole]
+    others = [name for name in sorted(models) if models[name][1].parallel and name not in whole and not trained]
+    ways = (whole, ((), ("dp",), ("sp",), STORAGE_AXES), limit), (others, ((), STORAGE_AXES), SMALL * limit)
+    for names, choices, room in ways:
+        for cls in dict.fromkeys(type(models[name][0]) for name in names):
+            alike = [name for name in names if type(models[name][0]) is cls]
+            tried = ({**found, **dict.fromkeys(alike, axes)} for axes in choices)
+            found = next((one for one in tried if need(one) <= room), found)
     return found
 
 
@@ -152,9 +152,8 @@ class HbmManager:
         """Over which axes the weights of these are stored, once of each. `trained`: perhaps, as a model by itself."""
         if any(runner.storage is None for runner in runners.values()):
             mesh = next(iter(runners.values())).mesh
-            found = storages(
-                {name: (r.module, r.plan) for name, r in runners.items()}, mesh.shape, self.limit, trained
-            )
+            models = {name: (runner.module, runner.plan) for name, runner in runners.items()}
+            found = storages(models, mesh.shape, self.limit, trained)
             for name, runner in runners.items():
                 runner.storage = found[name] if runner.storage is None else runner.storage
 
