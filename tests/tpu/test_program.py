@@ -194,7 +194,7 @@ class Model(torch.nn.Module):
     def __init__(self, lines="x = block(x, context)", result="x", block=Block):
         super().__init__()
         self.blocks = torch.nn.ModuleList(block() for _ in range(BLOCKS))
-        names = {"__name__": __name__, "notes": Notes}
+        names = {"__name__": __name__, "notes": Notes, "torch": torch}
         head = "def loop(blocks, x, context):\n kept = []\n for n, block in enumerate(blocks):\n  "
         exec(head + lines.replace("\n", "\n  ") + f"\n return {result}", names)
         self.loop = names["loop"]

@@ -42,31 +42,39 @@ def on_device(x) -> bool:
 
 
 class Deferred(Tensor):
-    """A device tensor of a known shape and dtype: when its value is first needed, `compute()` gives it that by `settle(value)`."""
+    """A device tensor of a known shape and dtype: when its value is first needed, `compute()` gives it that by `settle(value)`.
 
-    def __new__(cls, aval: jax.ShapeDtypeStruct, compute: Callable[[], None]):
+    `source`: what made it. The first part of it that has `result(func, args, kwargs)` may defer a function's result too.
+    """
+
+    def __new__(cls, aval: jax.ShapeDtypeStruct, compute: Callable[[], None], source: tuple = ()):
         return Tensor.__new__(cls, aval, environment())
 
-    def __init__(self, aval: jax.ShapeDtypeStruct, compute: Callable[[], None]):
-        self._aval, self._env, self._compute, self._array = aval, environment(), compute, None
+    def __init__(self, aval: jax.ShapeDtypeStruct, compute: Callable[[], None], source: tuple = ()):
+        self._aval, self._env, self._compute, self._array, self.source = aval, environment(), compute, None, source
 
     @property
     def waits(self) -> bool:
         """Whether nobody has asked for its value yet."""
-        return self._array is None
+        return self._array is None and self._compute is not None
 
     def settle(self, value: jax.Array):
-        self._array, self._compute = value, None
+        self._array, self._compute, self.source = value, None, ()
+
+    def become(self, t: Tensor):
+        """Get the value of a tensor, of a view as the same view."""
+        vars(self).update(vars(t))
+        self._compute, self.source = None, ()
 
     @property
     def shape(self):
-        return torch.Size((self._aval if self.waits else self._array).shape)
+        return torch.Size((self._aval if self.waits else self._elem).shape)
 
     ndim = property(lambda self: len(self.shape))
 
     @property
     def dtype(self):
-        return mappings.j2t_dtype((self._aval if self.waits else self._array).dtype)
+        return mappings.j2t_dtype((self._aval if self.waits else self._elem).dtype)
 
 
 class Functions(TorchFunctionMode):
@@ -193,7 +201,9 @@ class Environment(_Environment):
             except OperatorNotFound:  # a question about dtypes, say: torch answers it
                 return self._on_host(func, args, kwargs)
         for t in tensors:
-            if isinstance(t, Deferred):
+            if isinstance(t, Deferred) and t.waits:
+                if t.source and (result := t.source[0].result(func, args, kwargs)) is not NotImplemented:
+                    return result
                 t.jax()  # now: inside of an operator torch no longer decomposes what computing it may call
         if traits.asks and (answering := host_values.asked(args[0])) is not None:
             return self._on_host(func, (answering,), {})

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from ...models.modeling_utils import ModelMixin
 from ..chips.sharding import BY_OUTPUT, INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules, rule_of, unwrapped
+from ..compile.tracing.scan import is_repeated
 
 
 VAE_ENTRIES = ("encode", "decode")
@@ -91,7 +92,17 @@ def module_plan(module: torch.nn.Module) -> ModelPlan:
     """The plan of the module's class, if it has one, and what upstream declares of what that leaves open; where weights stay whole, those
     that meet no tokens are split."""
     plan = _plan_of(module)
-    return replace(plan, rules=(*_of_vectors(module), *plan.rules)) if plan.whole else plan
+    if not plan.whole:
+        return plan
+    rules = (*_of_vectors(module), *plan.rules)
+    packed = {name: one for name, one in plan.packed.items() if _is_split(name, one.axis, rules)}
+    return replace(plan, rules=rules, packed=packed)
+
+
+def _is_split(name: str, axis: int, rules: Rules) -> bool:
+    """Whether the first rule that names a weight lays this axis of it over `tp`."""
+    _, spec = rule_of(re.sub(r"\.\d+\.", ".*.", name, count=1), rules)
+    return spec is not None and spec[axis : axis + 1] == ("tp",)
 
 
 def _of_vectors(module: torch.nn.Module) -> Rules:
@@ -144,10 +155,10 @@ PACKED = {PackedColwiseParallel: "colwise", PackedRowwiseParallel: "rowwise"}
 
 def declared_plan(module: torch.nn.Module, beside: Rules = ()) -> ModelPlan:
     """How chips share a model's work: by the sequence between its repeated blocks, and as it declares, but weights that rules `beside` name."""
-    repeated = getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ()
+    repeated = {*(getattr(module, "_repeated_blocks", None) or getattr(module, "_no_split_modules", None) or ())}
     # Lists of the model's own: not those between a UNet's maps.
     lists = (child for child in module.children() if isinstance(child, torch.nn.ModuleList))
-    by_blocks = any(type(block).__name__ in repeated for blocks in lists for block in blocks)
+    by_blocks = any(is_repeated(block, repeated) for blocks in lists for block in blocks)
     declared = getattr(module, "_tp_plan", None) or (_in_and_out(module) if by_blocks else {})
     names = {re.sub(r"\.\d+\.", ".0.", unwrapped(name), count=1) for name, _ in module.named_parameters()}
     names = [name for name in names if rule_of(name, beside)[1] is None]
@@ -162,8 +173,8 @@ def _in_and_out(module: torch.nn.Module) -> dict:
         linear = ((key, layer) for key, layer in part.named_modules() if isinstance(layer, torch.nn.Linear))
         layers = {unwrapped(key): layer for key, layer in linear if "lora_" not in key}
         if "to_q" in layers:
-            outward = [key for key in layers if key in ("to_out.0", "to_add_out")]
-            inward = [key for key in layers if re.fullmatch("(to|add)_[qkv](_proj)?", key)]
+            outward = [key for key in layers if re.fullmatch(r"to_out(\.0|_t)?|to_add_out", key)]
+            inward = [key for key in layers if re.fullmatch("(to|add)_[qkv](_proj|_t)?", key)]
         else:
             outward = [key for key, layer in layers.items() if layer.in_features > layer.out_features]
             inward = [key for key in layers if key not in outward]

@@ -1,16 +1,16 @@
 """Blocks called one after another on each other's outputs, traced once and scanned.
 
 While a model is traced, each block of a group (`scan.find_groups`) returns deferred outputs. The next block's call joins the run if
-its trace is the same and its arguments are the previous block's outputs where they were before, and elsewhere the very same values or
-floating tensors of one shape, which are stacked beside the weights. Anything else (an operation on an output, a hook inside of one block) ends the
-run, which is then computed as a scan.
+its trace is the same and its arguments are the previous block's outputs, or the same made of them (`between`), where they were before, and
+elsewhere the very same values or floating tensors of one shape, which are stacked beside the weights. Anything else (an output's value, a hook
+inside of one block) ends the run, which is then computed as a scan.
 """
 
 import contextlib
 import contextvars
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import jax
@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...bridge import Deferred, Tensor, autocast, environment, parts, storage
+from ...bridge import Tensor, autocast, environment, parts, storage
 from ...kernels.kept import numbered_anew
 from ...kernels.settings import bound, current, using
 from ..state import own_forward, signature
@@ -90,7 +90,7 @@ class BlockRuns:
         if run is not None and (run.group, run.stop, run.autocast) == (group, index, autocast.dtype_now()):
             goes_on = run.continued_by(leaves, spec)
             if goes_on is not None and self._alike(run, index):
-                run.extend(*goes_on, [self._deferred(output._aval) for output in run.outputs])
+                run.extend(*goes_on)
                 return run.make_output(run.outputs)
         self.flush()
         run = Run(group, index, leaves, [leaf.jax() for leaf in leaves if isinstance(leaf, Tensor)], spec)
@@ -100,7 +100,8 @@ class BlockRuns:
             except Entangled:
                 self.writing.add(group.label)
             else:
-                run.outputs, self.run = [*map(self._deferred, avals)], run
+                run.begin(avals, self.flush)
+                self.run = run
                 return run.make_output(run.outputs)
         # A block that writes to its arguments, to an object among them (a key-value cache) say, runs here and once.
         with self._of_stack(group, index):
@@ -139,9 +140,6 @@ class BlockRuns:
         with undone_trace(run.group.block(self.model, index)) as effects:  # it runs again when the run is computed
             traced, avals = jax.make_jaxpr(block, return_shape=True)(self._stacked_at(run.group, index))
         return traced, avals, found["make_output"], effects
-
-    def _deferred(self, aval) -> Deferred:
-        return Deferred(jax.ShapeDtypeStruct(aval.shape, aval.dtype), self.flush)
 
     def _stacked_at(self, group: Group, index: int) -> tuple[dict, dict, dict]:
         """Weights and numbers of one block, and what is kept of it."""
@@ -207,6 +205,8 @@ class BlockRuns:
             values = lax.cond(self.condition, lambda: self._values(run, held)[0], lambda: run.unchanged(outputs))
         for output, value in zip(outputs, values):
             output.settle(value)
+        for operation in filter(None, (ref() for ref in run.operations + run.between.operations)):
+            operation.settle()
 
     def _values(self, run: Run, held: list) -> tuple[list[jax.Array], dict]:
         """Of the last block's outputs, and of those that are held; what all of them give to keep, stacked."""
@@ -219,10 +219,9 @@ class BlockRuns:
             return values, of_one(gives)
 
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
-        feeds, avals = run.feeds, [output._aval for output in run.outputs]
-        specs = self.function.layout([aval.shape for aval in avals], run.names(self.model))
-        source = {number: slot for slot, number in feeds.items()}
-        fills = self._fills(run, specs)
+        feeds, avals, names = run.feeds, [output._aval for output in run.outputs], run.names(self.model)
+        specs = self.function.layout([aval.shape for aval in avals], names)
+        fills = self._fills(run, specs, names)
         sequence = current().sequence or any(spec is not None for spec in specs)
         settings = replace(current(), pad_tokens=max(fills), sequence=sequence)
         filled = next(((aval.shape[1] + fill, fill) for aval, fill in zip(avals, fills) if fill), None)
@@ -231,16 +230,22 @@ class BlockRuns:
             there = specs[number] and NamedSharding(settings.mesh, specs[number])
             return array if there is None else lax.with_sharding_constraint(array, there)
 
-        carry = [
-            pinned(_filled(run.arrays[source[n]], fills[n]), n) if n in source else jnp.zeros(aval.shape, aval.dtype)
-            for n, aval in enumerate(avals)
-        ]
+        def carried(array, number: int | None):
+            return array if number is None else pinned(_filled(array, fills[number]), number)
+
+        source = {place.number: slot for slot, place in feeds.items() if place.kind == "output"}
+        made = {slot: run.alike(slot) for slot, place in feeds.items() if place.kind == "made"}
+        first = [run.arrays[source[n]] if n in source else jnp.zeros(x.shape, x.dtype) for n, x in enumerate(avals)]
+        carry = [carried(array, n) for n, array in enumerate(first)]
+        carry += (carried(run.arrays[slot], number) for slot, number in made.items())
 
         def step(carry, of_block):
-            own, given, layer = of_block
+            own, given, beside, layer = of_block
             of_layer = {name: lax.dynamic_index_in_dim(array, layer, keepdims=False) for name, array in whole.items()}
             own = own[0] | of_layer, *own[1:]
-            inputs = [carry[feeds[s]] if s in feeds else given.get(s, array) for s, array in enumerate(run.arrays)]
+            fed = dict(zip(made, carry[len(avals) :]))
+            fed |= {slot: carry[place.number] for slot, place in feeds.items() if slot not in made}
+            inputs = [(given | fed).get(slot, array) for slot, array in enumerate(run.arrays)]
             with (
                 using(settings),
                 numbered_anew(),
@@ -249,7 +254,9 @@ class BlockRuns:
             ):
                 flat, gives, _ = self._call(run, run.start, inputs, own, filled)
             flat = [pinned(x, n) for n, x in enumerate(flat)]
-            return flat, ({n: flat[n] for n in numbers}, gives)
+            values = run.repeated.values([*map(cut, flat, fills)], beside) if made else {}
+            following = [carried(values[feeds[slot]], number) for slot, number in made.items()]
+            return flat + following, ({n: flat[n] for n in numbers}, gives)
 
         numbers, group = sorted({n for _, n, _ in held}), run.group
         (weights, *rest), part = self.stacks[group.label], (run.start - group.start, run.stop - group.start)
@@ -258,8 +265,9 @@ class BlockRuns:
         if part != (0, group.stop - group.start):
             stacked = jax.tree.map(lambda array: lax.slice_in_dim(array, *part), stacked)
         given = {slot: jnp.stack(arrays) for slot, arrays in run.own.items() if slot not in feeds}
+        beside = run.beside() if made else []
         layer = jnp.arange(*part) if whole else None
-        xs = stacked, given, layer
+        xs = stacked, given, beside, layer
         if current().differentiable:
             first = jax.tree.map(lambda x: x[0], xs)
             policy, taken = kept_by_blocks(step, carry, first, run.stop - run.start, settings, self.room)
@@ -268,14 +276,14 @@ class BlockRuns:
         # not read: simulated chips wait for each other for good.
         straight = current().differentiable and settings.platform == "cpu" and settings.chips > 1
         last, (passed, gives) = lax.scan(step, carry, xs, unroll=straight or 1)
-        return [*map(cut, last, fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
+        return [*map(cut, last[: len(avals)], fills), *(cut(passed[n][k], fills[n]) for k, n, _ in held)], gives
 
-    def _fills(self, run: Run, specs: list) -> list[int]:
+    def _fills(self, run: Run, specs: list, carried: Iterable[int]) -> list[int]:
         """Tokens beyond its own with which each output is carried, one of them at most: of blocks whose attention tells those apart."""
         modules = run.group.block(self.model, run.start).modules()
         processors = [(m, m.processor) for m in modules if hasattr(m, "processor")]
         known = processors and all(getattr(p, "tells_fill", lambda attn: False)(m) for m, p in processors)
-        fills, carried = [0] * len(run.outputs), {*run.feeds.values()}
+        fills = [0] * len(run.outputs)
         for number in carried if known else ():
             fills[number] = self.function.padding(run.outputs[number]._aval.shape, specs[number])
         return fills if sum(map(bool, fills)) == 1 else [0] * len(fills)

@@ -67,10 +67,16 @@ class Group:
         return replaced(places)
 
 
+def is_repeated(block: torch.nn.Module, repeated: set[str]) -> bool:
+    """Whether the name of its class, or of that which it wraps, is one of these."""
+    held = [*block.children()]
+    return any(type(module).__name__ in repeated for module in (block, *(held if len(held) == 1 else ())))
+
+
 def find_groups(model: torch.nn.Module) -> list[Group]:
     """Runs of at least two equal neighbours in the model's ModuleLists of the blocks that its class says are repeated.
 
-    diffusers names them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter. Other lists may hold blocks that
+    diffusers names them in `_repeated_blocks` and `_no_split_modules`, transformers in the latter; what wraps one alone is one. Other lists may hold blocks that
     share state from call to call, as a VAE's with its feature cache; a UNet's `resnets` and `attentions` beside them take turns, and would
     be sliced out of what was stacked. Adapters of some of the blocks part no run where zeros can stand for them in the others. Blocks
     with a parameter that the model has under more than one name are in no group.
@@ -81,7 +87,7 @@ def find_groups(model: torch.nn.Module) -> list[Group]:
     times = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     groups, order = [], Adapters(model).order
     for path, blocks in model.named_modules():
-        if not isinstance(blocks, torch.nn.ModuleList) or not any(type(b).__name__ in repeated for b in blocks):
+        if not isinstance(blocks, torch.nn.ModuleList) or not any(is_repeated(block, repeated) for block in blocks):
             continue
         parent, _, name = path.rpartition(".")
         if name in TAKING_TURNS <= {*dict(model.get_submodule(parent).named_children())}:

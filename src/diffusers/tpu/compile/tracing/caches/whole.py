@@ -109,6 +109,7 @@ class FirstBlockCache(Blocks):
 
         def last(*args, **kwargs):
             output = forward(*args, **kwargs)
+            runs.flush()
             runs.condition = None
             head, tails = state.head_block_residual, [t for t in state.tail_block_residuals if t is not None]
             computed = jnp.ones(branches, bool)
