@@ -32,7 +32,7 @@ from diffusers.tpu.pipelines.plans import PIPELINES, model_plan
 SEED = 7
 SECOND_SIZE = 96
 ROUNDINGS = 4
-LAYOUTS = ((2, 4, 1), (1, 1, 8))
+LAYOUTS = ("2,4,1", "1,1,8", "2,2,2")
 
 
 class NotUpstream(Exception):
@@ -66,15 +66,16 @@ def examine(name: str, more: bool = True) -> dict:
     return found
 
 
-def in_layouts(name: str) -> dict:
-    """Of each of `LAYOUTS`: the error of the whole result, and of the first call of each class of denoisers that is compiled."""
+def in_layouts(name: str, known: dict) -> dict:
+    """Of each of `LAYOUTS`, but those known: the error of the whole result, and of the first call of each class of denoisers that is compiled."""
     pipe, given = build(name), arguments(name, SEED)
-    plain, found = copy.deepcopy(pipe), {}
+    plain, found = copy.deepcopy(pipe), dict(known)
     calls, oracle = record(plain, given, SEED)
     for mesh in LAYOUTS:
-        install(pipe, TPUConfig(mesh=mesh))
-        error = relative_error(run_pipeline(pipe, given, SEED), oracle)
-        found[",".join(map(str, mesh))] = {"error": error, "denoisers": of_denoisers(plain, pipe, calls)}
+        if mesh not in known:
+            install(pipe, TPUConfig(mesh=tuple(map(int, mesh.split(",")))))
+            error = relative_error(run_pipeline(pipe, given, SEED), oracle)
+            found[mesh] = {"error": error, "denoisers": of_denoisers(plain, pipe, calls)}
     return found
 
 

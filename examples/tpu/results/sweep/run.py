@@ -2,7 +2,7 @@
 
     python examples/tpu/results/sweep/run.py                    every pipeline without a result
     python examples/tpu/results/sweep/run.py 'Flux.*' Wan       those whose names match one of these, whatever is recorded
-    python examples/tpu/results/sweep/run.py --layouts          one pipeline of each class without that, on two more meshes
+    python examples/tpu/results/sweep/run.py --layouts          one pipeline of each class on the meshes that its record lacks
 
 A process that has imported torch, transformers, JAX and diffusers forks for each pipeline. It can be stopped, and goes on
 where it was. What upstream itself does not run here, with its reason, is recorded as that.
@@ -41,7 +41,7 @@ def main():
     parser.add_argument("--failed", action="store_true", help="all that failed or were not built")
     parser.add_argument("--brief", action="store_true", help="float32 at one size; a later sweep does the rest")
     parser.add_argument(
-        "--layouts", action="store_true", help="one pipeline of each class of denoisers, on two more meshes"
+        "--layouts", action="store_true", help="one pipeline of each class of denoisers, on more meshes"
     )
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)
@@ -57,7 +57,7 @@ def main():
     chosen = one_of_each_class(record) if given.layouts else [name for name in names if wanted(name, given, record)]
 
     for name in chosen:
-        found = examined(name, given)
+        found = examined(name, given, record.get(name, {}).get("layouts", {}))
         found = record[name] = {**record[name], "layouts": found} if given.layouts else found
         with whole_files([RECORD]) as (draft,):
             draft.write_text(json.dumps({name: record[name] for name in names if name in record}, indent=1) + "\n")
@@ -74,13 +74,15 @@ def wanted(name: str, given, record: dict) -> bool:
 
 
 def one_of_each_class(record: dict) -> list[str]:
-    """The quickest pipeline of each class of denoisers, without those whose layouts are recorded."""
+    """The quickest pipeline of each class of denoisers, without those of which all layouts are recorded."""
+    from examining import LAYOUTS
+
     found = {}
     for name in sorted(
         (name for name in record if "error" in record[name]), key=lambda name: -record[name]["seconds"]
     ):
         found |= {one["class"]: name for one in record[name]["denoisers"].values() if not one["eager"]}
-    return [name for name in dict.fromkeys(found.values()) if "layouts" not in record[name]]
+    return [name for name in dict.fromkeys(found.values()) if {*LAYOUTS} - {*record[name].get("layouts", ())}]
 
 
 def import_what_all_need():
@@ -96,11 +98,11 @@ def import_what_all_need():
     os.environ.setdefault("DIFFUSERS_TPU_CACHE", "off")
 
 
-def examined(name: str, given) -> dict:
-    """The result of one pipeline, examined in a fork of this process."""
+def examined(name: str, given, layouts: dict) -> dict:
+    """The result of one pipeline, examined in a fork of this process; `layouts`: those that are recorded."""
     start, context = time.monotonic(), multiprocessing.get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=in_child, args=(name, given, writing))
+    child = context.Process(target=in_child, args=(name, given, layouts, writing))
     child.start()
     writing.close()
     late = not reading.poll(PATIENCE)
@@ -115,7 +117,7 @@ def examined(name: str, given) -> dict:
     return {"status": "not", "reason": reason, "seconds": round(time.monotonic() - start, 1)}
 
 
-def in_child(name: str, given, answers):
+def in_child(name: str, given, layouts: dict, answers):
     os.setsid()
     resource.setrlimit(resource.RLIMIT_DATA, (BYTES, BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 10))
@@ -128,7 +130,7 @@ def in_child(name: str, given, answers):
 
     found = {} if given.layouts else {"module": getattr(diffusers, name).__module__}
     try:
-        found |= in_layouts(name) if given.layouts else examine(name, more=not given.brief)
+        found |= in_layouts(name, layouts) if given.layouts else examine(name, more=not given.brief)
     except NotUpstream as stopped:
         found |= {"status": "not built", "reason": reason_of(stopped.__cause__)}
     except Exception as error:
