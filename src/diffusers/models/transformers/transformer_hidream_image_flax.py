@@ -1,14 +1,18 @@
 """HiDream-I1's transformer on TPU. Upstream sorts tokens by expert and reads on the host how many each has; here every expert computes
-every token, weighted by zero where it was not chosen."""
+every token, weighted by zero where it was not chosen: before its last layer, so that chips add up their parts of all experts at once."""
+
+import torch.nn.functional as F
 
 from ...tpu.chips.sharding import INFERRED, ModelPlan
 from .transformer_hidream_image import MOEFeedForwardSwiGLU
 
 
-def _of_experts(mixture, x, flat_expert_indices, flat_expert_weights):
-    chosen, given = (of.view(len(x), -1) for of in (flat_expert_indices, flat_expert_weights))
-    weights = given.new_zeros(len(x), len(mixture.experts)).scatter_add(1, chosen, given)
-    return sum(expert(x) * weights[:, n : n + 1] for n, expert in enumerate(mixture.experts))
+def _of_experts(mixture, x):
+    """[B, T, C]"""
+    chosen, given, _ = mixture.gate(x)
+    weights = given.new_zeros(len(given), len(mixture.experts)).scatter_add(1, chosen, given).view(*x.shape[:2], -1)
+    parts = (F.silu(one.w1(x)) * one.w3(x) * weights[..., n : n + 1] for n, one in enumerate(mixture.experts))
+    return sum(one.w2(part) for one, part in zip(mixture.experts, parts)) + mixture.shared_experts(x)
 
 
-PLAN = ModelPlan(activation_spec=INFERRED, methods={(MOEFeedForwardSwiGLU, "moe_infer"): _of_experts})
+PLAN = ModelPlan(activation_spec=INFERRED, methods={(MOEFeedForwardSwiGLU, "forward"): _of_experts})

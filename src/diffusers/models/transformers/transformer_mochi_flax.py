@@ -6,7 +6,7 @@ program of its own. Masked, all lengths have one. The words' answers stand as up
 
 import torch
 
-from ...tpu.chips.sharding import ModelPlan
+from ...tpu.chips.sharding import INFERRED, ModelPlan
 from ..attention_processor import MochiAttnProcessor2_0
 
 
@@ -42,4 +42,4 @@ def _rotated(x, cos, sin):
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).to(x.dtype).flatten(-2)
 
 
-PLAN = ModelPlan(processors={MochiAttnProcessor2_0: lambda upstream: MochiProcessor()})
+PLAN = ModelPlan(activation_spec=INFERRED, processors={MochiAttnProcessor2_0: lambda upstream: MochiProcessor()})
