@@ -67,9 +67,9 @@ class Group:
         return replaced(places)
 
 
-def is_repeated(block: torch.nn.Module, repeated: set[str]) -> bool:
-    """Whether the name of its class, or of that which it wraps, is one of these."""
-    held = [*block.children()]
+def is_repeated(block: torch.nn.Module | None, repeated: set[str]) -> bool:
+    """Whether the name of its class, or of that which it wraps, is one of these. A list of modules may hold None."""
+    held = [] if block is None else [*block.children()]
     return any(type(module).__name__ in repeated for module in (block, *(held if len(held) == 1 else ())))
 
 
