@@ -28,6 +28,8 @@ from .settings import Settings
 
 TILE_ROWS = 256  # of x against one block of w: straight code
 LEAST_ROWS = 1024  # a chip; with fewer the compiler's way is no slower
+MOST_WHOLE_ROWS = 1536  # in one block
+MOST_FILL = 1.25  # times the rows and columns of a layer: of 512 rows in a block of 1,024 half is computed for nothing
 LEAST_WHOLE_ROWS = 128  # where every chip computes all rows: text, for which the compiler takes seconds a layer
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
 MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
@@ -73,32 +75,37 @@ def choose(
     rows: int, columns: int, depth: int, generation: str | None = None, residual=False, patient=False, narrow=False
 ) -> Blocks | None:
     """The blocks of bfloat16 operands, or `narrow` ones of 8 bits, that read HBM least, or None where many rows would leave the units
-    waiting for it, in a layer that is not `SHORT` and nothing makes `patient`.
+    waiting for it, or computing `MOST_FILL`, in a layer that is not `SHORT` and nothing makes `patient`.
 
     Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
     compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
     """
     chip, found, results = chip_of(generation), [], 2 if residual else 1
     depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1)
-    patient = patient or narrow or rows < LEAST_ROWS or 2 * rows * columns * depth < SHORT * flops
+    useful, whole = 2 * rows * columns * depth / flops, round_up(rows, TILE_ROWS)
+    patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT
+    heights = (1024, 768, 512, 256) if whole > MOST_WHOLE_ROWS or whole <= 1024 else (whole, 1024, 768, 512, 256)
     for count in range(1, columns // LANES + 1):
         width = round_up(-(-columns // count), LANES)
-        for height in (1024, 768, 512, 256):
+        for height in heights:
             vmem = 2 * size * (height + width) * depth + 4 * results * height * width + 8 * TILE_ROWS * width
             vmem += size * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
             vmem += 8 * LANES * height if narrow else 0  # scales of rows, in whole lanes
             work = width * depth * size // 2
             if work > MOST_WORK or vmem > vmem_room(generation):
                 continue
-            done = -(-rows // height) * height * -(-columns // width) * width
-            moved = size * (-(-columns // width) * rows * depth + columns * depth) + 2 * results * rows * columns
-            steps = -(-rows // height) * -(-columns // width)
-            compute = 2 * done * depth / flops + steps * 200 / chip.clock
+            across, down = -(-columns // width), -(-rows // height)
+            # Where all rows are one block, x is read once.
+            moved = (
+                size * ((across if down > 1 else 1) * rows * depth + columns * depth) + 2 * results * rows * columns
+            )
+            compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
-            found.append((max(compute, wait), moved, work, wait / compute, Blocks(height, width)))
+            waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
+            found.append((max(compute + stepping, wait), moved, work, waits, Blocks(height, width)))
     # At most so much work a tile, where HBM takes less than a share of the units' time.
     for most, share in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
-        if fitting := [one for one in found if one[2] <= most and one[3] < share]:
+        if fitting := [one for one in found if one[2] <= most and one[3] <= share]:
             return min(fitting, key=lambda one: one[:2])[-1]
     return None
 
