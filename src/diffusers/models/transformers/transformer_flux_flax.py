@@ -8,7 +8,16 @@ import torch
 
 from ...tpu.chips.sharding import ModelPlan
 from .transformer_flux import FluxAttnProcessor, FluxSingleTransformerBlock
-from .two_streams_flax import LATENTS, REPLICATED, TEXT, TwoStreamProcessor, modulation, single_block
+from .two_streams_flax import (
+    LATENTS,
+    REPLICATED,
+    TEXT,
+    TwoStreamProcessor,
+    can_be_joined,
+    joined_block,
+    modulation,
+    single_block,
+)
 
 
 class FluxProcessor(TwoStreamProcessor):
@@ -27,13 +36,16 @@ class FluxProcessor(TwoStreamProcessor):
 
 
 def _single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=None, joint_attention_kwargs=None):
-    """As upstream's, stream by stream."""
+    """As upstream's, each chip's part of both streams as one sequence, else stream by stream."""
     given = {"image_rotary_emb": image_rotary_emb, **(joint_attention_kwargs or {})}
     if not isinstance(block.attn.processor, FluxProcessor) or given.get("attention_mask") is not None:
         streams = hidden_states, encoder_hidden_states
         return type(block).forward(block, *streams, temb, image_rotary_emb, joint_attention_kwargs)
-    of_both = [modulation(block.norm, temb)] * 2
-    latents, text = single_block(block, (hidden_states, encoder_hidden_states), of_both, **given)
+    parts, streams = modulation(block.norm, temb), (hidden_states, encoder_hidden_states)
+    if given.keys() == {"image_rotary_emb"} and can_be_joined(block.attn.processor, block.attn, streams[1].shape[1]):
+        latents, text = joined_block(block, streams, parts, image_rotary_emb)
+    else:
+        latents, text = single_block(block, streams, [parts] * 2, **given)
     return _within_range(text), _within_range(latents)
 
 

@@ -12,7 +12,7 @@ class JointProcessor(TwoStreamProcessor):
     """Norms are of every stream, or of none; without text, attention is of the latents alone. Upstream's takes no mask."""
 
     def covers(self, attn) -> bool:
-        return all(norm is None for norm in self._norms(attn)) or super().covers(attn)
+        return all(norm is None for norm in self.norms(attn)) or super().covers(attn)
 
     def prepared(self, x, norm, tables):
         return x if norm is None else super().prepared(x, norm, tables)
@@ -22,7 +22,7 @@ class JointProcessor(TwoStreamProcessor):
 
         if encoder_hidden_states is not None or not self.covers(attn):
             return super().__call__(attn, hidden_states, encoder_hidden_states)
-        latents = self._heads(attn, self.projected(attn, hidden_states, False), self._norms(attn)[:2], [])
+        latents = self.heads(attn, self.projected(attn, hidden_states, False), self.norms(attn)[:2], [])
         answer = latent_attention(*latents).flatten(2, 3).type_as(latents[0])
         return attn.to_out[1](attn.to_out[0](answer))
 

@@ -1,12 +1,15 @@
-"""What transformers of two streams have in common on TPU: latents and text in one softmax that are never one sequence.
+"""What transformers of two streams have in common on TPU: latents and text in one softmax.
 
 Latents are split over the chips by the sequence, text is whole on every chip. Upstream concatenates the streams, latents or text
 first, for attention and in some blocks for every layer; here each token's layers are computed in its own stream, and attention
-takes the two as they are (`attention/parallel.py`). A model's own file says what its processor and blocks do differently.
+takes the two as they are (`attention/parallel.py`). Where layers are of both streams, each chip has a part of either behind the other
+(`together`), so that it reads a weight once. A model's own file says what its processor and blocks do differently.
 """
 
 from collections.abc import Iterable
 
+import jax
+import jax.numpy as jnp
 import torch
 from jax.sharding import PartitionSpec as P
 
@@ -52,13 +55,13 @@ class TwoStreamProcessor:
 
     def covers(self, attn) -> bool:
         """Whether this attention's norms are some that `prepared` has."""
-        return all(getattr(norm, "weight", None) is not None for norm in self._norms(attn))
+        return all(getattr(norm, "weight", None) is not None for norm in self.norms(attn))
 
     def tells_fill(self, attn) -> bool:
         """Whether latents may be followed by some that are none (`Settings.pad_tokens`)."""
         return self.covers(attn)
 
-    def _norms(self, attn) -> tuple:
+    def norms(self, attn) -> tuple:
         """Of the latents' queries and keys, and of the text's."""
         own = attn.norm_q, attn.norm_k
         return (*own, attn.norm_added_q, attn.norm_added_k) if _has_added(attn) else (*own, *own)
@@ -87,10 +90,10 @@ class TwoStreamProcessor:
             [filled(table)[None, :, None] for table in tables],
             [table[None, :, None] for table in of_text],
         )
-        added, norms = _has_added(attn), self._norms(attn)
-        latents = self._heads(attn, self.projected(attn, hidden_states, False), norms[:2], tables)
+        added, norms = _has_added(attn), self.norms(attn)
+        latents = self.heads(attn, self.projected(attn, hidden_states, False), norms[:2], tables)
         with on_every_chip():
-            text = self._heads(attn, [*self.projected(attn, encoder_hidden_states, added)], norms[2:], of_text)
+            text = self.heads(attn, [*self.projected(attn, encoder_hidden_states, added)], norms[2:], of_text)
         answers = joint_attention(latents, text, seen, getattr(self.upstream, "_attention_backend", None))
         hidden_states, encoder_hidden_states = (x.flatten(2, 3).type_as(latents[0]) for x in answers)
         out = getattr(attn, "to_out", None)
@@ -102,7 +105,7 @@ class TwoStreamProcessor:
                 encoder_hidden_states = out(encoder_hidden_states)
         return hidden_states, encoder_hidden_states
 
-    def _heads(self, attn, projected: Iterable, norms: tuple, tables: list) -> tuple:
+    def heads(self, attn, projected: Iterable, norms: tuple, tables: list) -> tuple:
         """Queries, keys and values [B, T, N, D] of one stream."""
         prepared = [self.prepared(x, norms[n], tables) if n < len(norms) else x for n, x in enumerate(projected)]
         return tuple(x.unflatten(2, (attn.heads, -1)) for x in prepared)
@@ -125,6 +128,57 @@ def single_block(block, streams: tuple, modulations: list, **attention) -> tuple
     with on_every_chip():
         text = _single_end(block, *text)
     return _single_end(block, *latents), text
+
+
+def joined_block(block, streams: tuple, parts: tuple, rotary) -> tuple:
+    """As `single_block`, of one sequence. `parts`: shift, scale and gate of both streams; `rotary`: as of `TwoStreamProcessor.tables`."""
+    from ..attention_dispatch_flax import latent_attention
+
+    attn, words = block.attn, streams[1].shape[1]
+    processor, (shift, scale, _) = attn.processor, parts
+    both = together(*streams)
+    x = block.norm.norm(both) * (1 + scale) + shift
+    tables = [together(*pair)[None, :, None] for pair in zip(*processor.tables(rotary, words))]
+    heads = processor.heads(attn, processor.projected(attn, x, False), processor.norms(attn)[:2], tables)
+    answer = latent_attention(*heads).flatten(2, 3).type_as(heads[0])
+    return apart(_single_end(block, x, answer, both, parts), words)
+
+
+def can_be_joined(processor, attn, words: int) -> bool:
+    """Whether so many words are a part of each chip's sequence: attention then knows no order, and no tokens that are none."""
+    from ...tpu.kernels.settings import current
+
+    settings, backend = current(), getattr(processor.upstream, "_attention_backend", None)
+    whole = settings.pad_tokens == 0 and settings.window is None and backend is None and processor.covers(attn)
+    chips = 1 if settings.mesh is None else settings.mesh.shape["sp"]
+    return whole and (settings.chips == 1 or settings.sequence) and words % chips == 0
+
+
+def together(latents, text):
+    """Both [B, T, C], or tables [T, D] of theirs, as one sequence: on each chip its latents, then its part of the text."""
+    return _by_chip(lambda *streams: jnp.concatenate(streams, -2), latents, text)
+
+
+def apart(both, words: int) -> tuple:
+    """The latents and the words of `together`."""
+    from ...tpu.kernels.settings import current
+
+    mesh = current().mesh
+    own = words if mesh is None else words // mesh.shape["sp"]
+    return _by_chip(lambda x: (x[..., :-own, :], x[..., -own:, :]), both)
+
+
+def _by_chip(run, *streams):
+    """`run` on each chip's part of sequences [B, T, C] or [T, D]."""
+    from ...tpu.bridge import Tensor, environment
+    from ...tpu.kernels.settings import current
+
+    mesh, arrays = current().mesh, [x.jax() for x in streams]
+    if mesh is not None and mesh.size > 1:
+        batch = ("dp" if arrays[0].shape[0] % mesh.shape["dp"] == 0 else None,) if arrays[0].ndim == 3 else ()
+        spec = P(*batch, "sp")
+        run = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * len(arrays), out_specs=spec, check_vma=False)
+    return jax.tree.map(lambda x: Tensor(x, environment()), run(*arrays))
 
 
 def _single_end(block, x, answer, own, modulation):
