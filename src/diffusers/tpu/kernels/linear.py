@@ -102,11 +102,11 @@ def choose(
             compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
             waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
-            found.append((max(compute + stepping, wait), moved, work, waits, Blocks(height, width)))
+            found.append((max(compute + stepping, wait), moved, compute, work, waits, Blocks(height, width)))
     # At most so much work a tile, where HBM takes less than a share of the units' time.
     for most, share in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
-        if fitting := [one for one in found if one[2] <= most and one[3] <= share]:
-            return min(fitting, key=lambda one: one[:2])[-1]
+        if fitting := [one for one in found if one[3] <= most and one[4] <= share]:
+            return min(fitting, key=lambda one: one[:3])[-1]
     return None
 
 
