@@ -42,7 +42,7 @@ def _single(block, hidden_states, encoder_hidden_states, temb, image_rotary_emb=
         streams = hidden_states, encoder_hidden_states
         return type(block).forward(block, *streams, temb, image_rotary_emb, joint_attention_kwargs)
     parts, streams = modulation(block.norm, temb), (hidden_states, encoder_hidden_states)
-    if given.keys() == {"image_rotary_emb"} and can_be_joined(block.attn.processor, block.attn, streams[1].shape[1]):
+    if given.keys() == {"image_rotary_emb"} and can_be_joined(block.attn.processor, block.attn, streams):
         latents, text = joined_block(block, streams, parts, image_rotary_emb)
     else:
         latents, text = single_block(block, streams, [parts] * 2, **given)

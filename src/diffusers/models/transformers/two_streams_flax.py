@@ -144,14 +144,15 @@ def joined_block(block, streams: tuple, parts: tuple, rotary) -> tuple:
     return apart(_single_end(block, x, answer, both, parts), words)
 
 
-def can_be_joined(processor, attn, words: int) -> bool:
-    """Whether so many words are a part of each chip's sequence: attention then knows no order, and no tokens that are none."""
+def can_be_joined(processor, attn, streams: tuple) -> bool:
+    """Whether chips divide the tokens of both streams [B, T, C]: attention of one sequence knows no order, and no tokens that are none."""
     from ...tpu.kernels.settings import current
 
     settings, backend = current(), getattr(processor.upstream, "_attention_backend", None)
     whole = settings.pad_tokens == 0 and settings.window is None and backend is None and processor.covers(attn)
     chips = 1 if settings.mesh is None else settings.mesh.shape["sp"]
-    return whole and (settings.chips == 1 or settings.sequence) and words % chips == 0
+    divided = all(x.shape[1] and x.shape[1] % chips == 0 for x in streams)
+    return whole and divided and (settings.chips == 1 or settings.sequence)
 
 
 def together(latents, text):
