@@ -93,6 +93,7 @@ def assert_as_exact_in_bfloat16(theirs, draws: list[dict], mesh, call=None):
         ("cogvideox 1.5 image", (1, 4, 2), 2, 6, True, True, "auto"),
         ("hunyuan", (2, 2, 2), 2, 2, True, True, "kernel"),
         slow("flux2", (1, 2, 4), 1, 4, True, True, "kernel"),
+        slow("flux joined", (2, 2, 2), 2, 4, True, True, "kernel"),
     ],
 )
 def test_gradients_of_denoisers(chips, kind, mesh, batch, heads, training, again, kernel):
