@@ -5,6 +5,7 @@ of this file; an entry that is `like` another says what differs.
 """
 
 import importlib
+import inspect
 
 import torch
 
@@ -26,12 +27,15 @@ def entry(kind: str) -> dict:
 def built(kind: str, heads: int = 4) -> torch.nn.Module:
     if (name := entry(kind)["_"]).startswith("@"):
         return tiny.part(name[1:])
-    sizes = {"num_attention_heads": heads, "attention_head_dim": 16, "num_layers": 3} | entry(kind)
+    sizes, usual = entry(kind), {"num_attention_heads": heads, "attention_head_dim": 16, "num_layers": 3}
     module, _, name = f"diffusers.{sizes.pop('_')}".rpartition(".")
+    cls = getattr(importlib.import_module(module), name)
+    named = inspect.signature(cls).parameters
+    sizes = {name: size for name, size in usual.items() if name in named} | sizes
     if kind == "sd3.5":
         sizes["caption_projection_dim"] = 16 * heads
     del sizes["inputs"]
-    return tiny.with_uneven_norms(getattr(importlib.import_module(module), name)(**sizes).eval())
+    return tiny.with_uneven_norms(cls(**sizes).eval())
 
 
 def inputs(kind: str, batch: int = 1, images: int = 2) -> dict:

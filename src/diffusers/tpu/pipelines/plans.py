@@ -91,17 +91,24 @@ def flax_class(name: str) -> type:
 def module_plan(module: torch.nn.Module) -> ModelPlan:
     """The plan of the module's class, if it has one, and what upstream declares of what that leaves open; where weights stay whole, those
     that meet no tokens are split."""
-    plan = _plan_of(module)
-    if not plan.whole:
+    plan, vectors = _plan_of(module), _of_vectors(module)
+    if not plan.whole or not vectors:
         return plan
-    rules = (*_of_vectors(module), *plan.rules)
+    rules = (*vectors, *_of_others(plan.rules, vectors, module))
     packed = {name: one for name, one in plan.packed.items() if _is_split(name, one.axis, rules)}
     return replace(plan, rules=rules, packed=packed)
 
 
+def _of_others(rules: Rules, first: Rules, module: torch.nn.Module) -> Rules:
+    """Those of the rules that name other weights than the `first` ones do, or none at all."""
+    names = {name: rule_of(name, first)[1] is not None for name, _ in module.named_parameters()}
+    named = [[taken for name, taken in names.items() if rule_of(name, (rule,))[1] is not None] for rule in rules]
+    return tuple(rule for rule, taken in zip(rules, named) if not taken or not all(taken))
+
+
 def _is_split(name: str, axis: int, rules: Rules) -> bool:
     """Whether the first rule that names a weight lays this axis of it over `tp`."""
-    _, spec = rule_of(re.sub(r"\.\d+\.", ".*.", name, count=1), rules)
+    _, spec = rule_of(name, rules)
     return spec is not None and spec[axis : axis + 1] == ("tp",)
 
 

@@ -7,7 +7,6 @@ prefetched while that works: compiled, and moved in if both have room.
 import gc
 import itertools
 import math
-import re
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -90,7 +89,7 @@ def _bytes_by_rule(module: torch.nn.Module, plan: ModelPlan) -> dict[str, int]:
     """Bytes of the weights that rules lay over `tp`, and over all chips ("all"); of the rest ("")."""
     found = {"tp": 0, "all": 0, "": 0}
     for name, t in itertools.chain(module.named_parameters(), module.named_buffers()):
-        _, spec = rule_of(re.sub(r"\.\d+\.", ".*.", name, count=1), plan.rules)
+        _, spec = rule_of(name, plan.rules)
         over_tp = spec is not None and any("tp" in axes_of(entry) for entry in spec)
         found["all" if spec == BY_OUTPUT else "tp" if over_tp else ""] += t.nbytes
     return found
