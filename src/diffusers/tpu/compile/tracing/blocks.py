@@ -221,7 +221,9 @@ class BlockRuns:
     def _scan(self, run: Run, held: list) -> tuple[list, dict]:
         feeds, avals, names = run.feeds, [output._aval for output in run.outputs], run.names(self.model)
         specs = self.function.layout([aval.shape for aval in avals], names)
-        fills = self._fills(run, specs, names)
+        source = {place.number: slot for slot, place in feeds.items() if place.kind == "output"}
+        made = {slot: run.alike(slot) for slot, place in feeds.items() if place.kind == "made"}
+        fills = self._fills(run, specs, () if None in made.values() else names)
         sequence = current().sequence or any(spec is not None for spec in specs)
         settings = replace(current(), pad_tokens=max(fills), sequence=sequence)
         filled = next(((aval.shape[1] + fill, fill) for aval, fill in zip(avals, fills) if fill), None)
@@ -233,8 +235,6 @@ class BlockRuns:
         def carried(array, number: int | None):
             return array if number is None else pinned(_filled(array, fills[number]), number)
 
-        source = {place.number: slot for slot, place in feeds.items() if place.kind == "output"}
-        made = {slot: run.alike(slot) for slot, place in feeds.items() if place.kind == "made"}
         first = [run.arrays[source[n]] if n in source else jnp.zeros(x.shape, x.dtype) for n, x in enumerate(avals)]
         carry = [carried(array, n) for n, array in enumerate(first)]
         carry += (carried(run.arrays[slot], number) for slot, number in made.items())
