@@ -69,7 +69,7 @@ def examine(name: str, more: bool = True) -> dict:
 def in_layouts(name: str, known: dict) -> dict:
     """Of each of `LAYOUTS`, but those known: the error of the whole result, and of the first call of each class of denoisers that is compiled."""
     pipe, given = build(name), arguments(name, SEED)
-    plain, found = copy.deepcopy(pipe), dict(known)
+    plain, found = copy.deepcopy(pipe), {mesh: known[mesh] for mesh in LAYOUTS if mesh in known}
     calls, oracle = record(plain, given, SEED)
     for mesh in LAYOUTS:
         if mesh not in known:
