@@ -16,7 +16,7 @@ import coverage_tables  # noqa: E402
 import upstream_tables  # noqa: E402
 from building import RECIPES, exported  # noqa: E402
 from components import BY_CLASS, BY_NAME  # noqa: E402
-from examining import examine  # noqa: E402
+from examining import LAYOUTS, examine  # noqa: E402
 
 
 # A UNet on pixels, a transformer of a text's joint attention, a sound.
@@ -42,11 +42,12 @@ def test_what_runs_upstream_runs_here_and_is_right():
     assert set(record) == set(exported())
     assert [name for name, found in record.items() if found["status"] == "not"] == []
     assert [name for name, found in ran.items() if not coverage_tables.right(found)] == []
-    layouts = [one for found in ran.values() for one in found.get("layouts", {}).values()]
-    assert all(map(coverage_tables.right, layouts))
     denoisers = [one for found in ran.values() for one in found["denoisers"].values()]
-    proved = {one["class"] for layout in layouts for one in layout["denoisers"].values()}
-    assert proved == {one["class"] for one in denoisers if not one["eager"]}
+    for mesh in LAYOUTS:
+        layouts = [found["layouts"][mesh] for found in ran.values() if mesh in found.get("layouts", {})]
+        assert all(map(coverage_tables.right, layouts))
+        proved = {one["class"] for layout in layouts for one in layout["denoisers"].values()}
+        assert proved == {one["class"] for one in denoisers if not one["eager"]}
     assert sum(1 for one in denoisers if not one["eager"]) >= 0.9 * len(denoisers)
     again = [found["executables"][1:] for found in ran.values() if len(found["executables"]) > 1]
     assert again.count([2, 0, 0]) >= 10  # a second size, a second prompt, the first again
