@@ -21,6 +21,7 @@ from diffusers.tpu import TPUConfig, bridge
 from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import linear, narrow, rotary
+from diffusers.tpu.kernels.pallas import round_up
 from diffusers.tpu.kernels.rotary import Norm, normed_and_rotated
 from diffusers.tpu.kernels.settings import Settings, using
 
@@ -78,9 +79,8 @@ def test_blocks_fit_and_keep_the_units_busy(generation):
         assert blocks.columns * depth <= linear.MOST_WORK
     for rows in (226, 333, 512, 1024, 1152):  # padding is no work
         blocks = linear.choose(rows, 12288, 3072, generation)
-        assert blocks is None or -(-rows // blocks.rows) * blocks.rows <= max(
-            -rows % 256 + rows, linear.MOST_FILL * rows
-        )
+        most = max(round_up(rows, linear.TILE_ROWS), linear.MOST_FILL * rows)
+        assert blocks is None or round_up(rows, blocks.rows) <= most
     assert linear.choose(4096, 1280, 1 << 20, generation) is None
     # of FLUX.1's single blocks on v6e-4 the compiler said: 118.9 MiB of 116
     assert linear.choose(1024, 3072, 15360, "v6e", residual=True) != linear.Blocks(768, 1024)

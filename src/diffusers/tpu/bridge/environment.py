@@ -44,7 +44,8 @@ def on_device(x) -> bool:
 class Deferred(Tensor):
     """A device tensor of a known shape and dtype: when its value is first needed, `compute()` gives it that by `settle(value)`.
 
-    `source`: what made it. The first part of it that has `result(func, args, kwargs)` may defer a function's result too.
+    `source`: what made it, or nothing; its first entry is asked whether a function's result is deferred too: `result(func, args, kwargs)`,
+    NotImplemented where values are needed.
     """
 
     def __new__(cls, aval: jax.ShapeDtypeStruct, compute: Callable[[], None], source: tuple = ()):

@@ -101,9 +101,9 @@ def module_plan(module: torch.nn.Module) -> ModelPlan:
 
 def _of_others(rules: Rules, first: Rules, module: torch.nn.Module) -> Rules:
     """Those of the rules that name other weights than the `first` ones do, or none at all."""
-    names = {name: rule_of(name, first)[1] is not None for name, _ in module.named_parameters()}
-    named = [[taken for name, taken in names.items() if rule_of(name, (rule,))[1] is not None] for rule in rules]
-    return tuple(rule for rule, taken in zip(rules, named) if not taken or not all(taken))
+    taken = {name: rule_of(name, first)[1] is not None for name, _ in module.named_parameters()}
+    named = {rule: [name for name in taken if rule_of(name, (rule,))[1] is not None] for rule in rules}
+    return tuple(rule for rule, names in named.items() if not names or not all(map(taken.get, names)))
 
 
 def _is_split(name: str, axis: int, rules: Rules) -> bool:
