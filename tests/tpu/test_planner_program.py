@@ -53,7 +53,7 @@ def answers(importable) -> dict:
 
 
 def everything(argument, progress):
-    functions = (copying_kernel, split_product, products, meshes, product, attention, kept_programs)
+    functions = (copying_kernel, split_product, products, all_to_alls, meshes, product, attention, kept_programs)
     return {f.__name__: f() for f in functions}
 
 
@@ -110,6 +110,25 @@ def products():
         timed = _timed(compiled, mesh)["bound"]
         answers.append({"hidden": timed.hidden_collectives, "total": timed.seconds["total"]})
     return answers
+
+
+def all_to_alls():
+    """Seconds that a product hides of one of a batch of one, by generation."""
+    hidden = {}
+    for generation in ("v5e", "v6e", "v7x"):
+        compiler, mesh = _mesh(f"{generation}-8", (1, 8, 1))
+
+        def program(x, w, mesh=mesh):
+            there = jax.shard_map(
+                lambda x: jax.lax.all_to_all(x, "sp", 2, 2), mesh=mesh, in_specs=P(None, "sp"), out_specs=P(None, "sp")
+            )
+            return there(x), w @ w
+
+        arrays = _array(mesh, (1, 512, 8, 128), P(None, "sp")), _array(mesh, (2048, 2048))
+        lowered = jax.jit(program).lower(*arrays)
+        compiled = compiler.compile(lowered, compiler_options(compiler.devices[0], True))
+        hidden[generation] = _timed(compiled, mesh, CHIPS[generation])["bound"].hidden_collectives
+    return hidden
 
 
 def product():
@@ -288,6 +307,11 @@ def test_sparse_cores_exchange_while_the_core_computes(answers):
     with_them, without = answers["products"]
     assert without["hidden"] == 0 < with_them["hidden"]
     assert with_them["total"] < 0.95 * without["total"]  # 0.84
+
+
+def test_all_to_alls_are_beside_the_core_also_where_the_sparse_cores_refuse_them(answers):
+    """Of a batch of one, as the partitioner writes them, they are refused by v6e's, and for it all of the program's."""
+    assert min(answers["all_to_alls"].values()) > 0
 
 
 def test_every_slice_has_the_compilers_devices_and_takes_every_mesh_of_them(answers):

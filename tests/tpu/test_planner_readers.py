@@ -112,22 +112,29 @@ def test_one_way_at_a_time_of_a_schedule_by_hand():
     assert ways["online"].body == 4  # with the branch
 
 
-def test_what_the_sparse_cores_cannot_exchange_stays_on_the_core(warned):
+def test_what_the_sparse_cores_cannot_exchange_goes_without_them(warned):
+    """All-to-alls over the links beside the core, gathers still on the SparseCores; where those are refused too, with a warning, neither."""
     options, asked = compiler_options(types.SimpleNamespace(platform="tpu", device_kind="TPU v6e"), True), []
 
-    def refusing(words):
+    def refusing(words, what="sparse_core"):
         def compile(given):
-            asked.append(given)
-            if any(given.values()):
+            asked.append({*filter(given.get, given)})
+            if any(on and what in name for name, on in given.items()):
                 raise jax.errors.JaxRuntimeError(words)
             return "executable"
 
         return types.SimpleNamespace(compile=compile)
 
-    assert compile_lowered(refusing("RET_CHECK failure (xla/sparse_core/emitter.cc:164)"), options) == "executable"
-    assert asked == [options, dict.fromkeys(options, False)] and "stay on the core" in warned[0]
+    gathers, all_to_alls = (
+        f"xla_tpu_enable_sparse_core_collective_offload_{x}" for x in ("all_gather", "dense_all_to_all")
+    )
+    beside, refused = "xla_tpu_enable_async_all_to_all", "RET_CHECK failure (xla/sparse_core/emitter.cc:164)"
+    assert compile_lowered(refusing(refused, "sparse_core_collective_offload_dense"), options) == "executable"
+    assert asked == [{gathers, all_to_alls}, {gathers, beside}] and not warned
+    assert compile_lowered(refusing(refused), options) == "executable"
+    assert asked[2:] == [{gathers, all_to_alls}, {gathers, beside}, {beside}] and "stay on the core" in warned[0]
     with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
-        compile_lowered(refusing("no room"), options)
+        compile_lowered(refusing("no room", ""), options)
 
 
 def test_an_option_that_the_compiler_does_not_have_is_left_out_by_name(warned):

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..common import notices
@@ -27,35 +28,50 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 # again (jaxlib 0.10.2): 6.8e-4 in an attention whose rotated queries upstream rounds.
 WITHOUT_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
+SPARSE, ALL_TO_ALLS = "_sparse_core_", "xla_tpu_enable_async_all_to_all"  # options of the TPU's compiler
+
 
 def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:
     """What the compiler is told beside the program for a mesh of devices such as this one."""
     if device.platform == "cpu":
         return {**WITHOUT_LIBRARY}
     chip = chip_of_kind(device.device_kind)
-    return dict.fromkeys(chip.sparse_core_options if chip else (), sparse_cores)
+    options = {**chip.exchange_options} if chip else {}
+    return options if sparse_cores else _on_core(options, options)
+
+
+def _on_core(options: dict, refused: Iterable[str]) -> dict[str, bool | str]:
+    """The options with none of the `refused` ones that are of SparseCores: all-to-alls go over the links beside the core then."""
+    return {
+        name: name == ALL_TO_ALLS or (on and not (SPARSE in name and name in refused)) for name, on in options.items()
+    }
 
 
 def compile_lowered(lowered, options: dict[str, bool | str] | None):
-    """The executable of a `jax.stages.Lowered`; with a warning, exchanges that the compiler cannot put on the SparseCores stay on the
-    core, and an option that it does not have is left out."""
+    """The executable of a `jax.stages.Lowered`. All-to-alls that the compiler cannot put on the SparseCores go without them, then, with a
+    warning, everything; an option that it does not have is left out."""
     import jax
 
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        line = str(error).splitlines()[0]
+        line, sparse = (
+            str(error).splitlines()[0],
+            [name for name, on in (options or {}).items() if SPARSE in name and on],
+        )
         unknown = re.search(r"No such compile option: '([^']+)'", line)
         if unknown and unknown[1] in (options or {}):
             notices.warn_once(f"this compiler has no option {unknown[1]}, programs are compiled without it")
             return compile_lowered(lowered, {name: value for name, value in options.items() if name != unknown[1]})
-        if "sparse_core" not in str(error) or not any((options or {}).values()):
+        if "sparse_core" not in str(error) or not sparse:
             raise
+        if of_all_to_alls := [name for name in sparse if "all_to_all" in name]:
+            return compile_lowered(lowered, _on_core(options, of_all_to_alls))
         notices.warn(
             "the compiler cannot put this program's exchanges between chips on the SparseCores, they stay on the core"
             f" (TPUConfig.sparse_cores=False asks for that): {line}"
         )
-        return lowered.compile(dict.fromkeys(options, False))
+        return lowered.compile(_on_core(options, sparse))
 
 
 def flags_of_jax() -> set[str]:

@@ -3,7 +3,8 @@
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 
@@ -22,7 +23,7 @@ class Chip:
     `most_scores` of one piece of its code: as many as compile in some 10 s on two cores.
     `stalls`: what kernels took on hardware over our sum of them, of the upper end of a range.
     `narrow`: of which numbers of 8 bits it multiplies twice as many as of bfloat16, "int8" or "fp8".
-    `sparse_core_options`: exchanges between chips by the SparseCores, while the core computes; without, the core waits for each.
+    `exchange_options`: what the compiler is told, so that the core computes while chips exchange; without, it waits for each.
     """
 
     generation: str
@@ -49,7 +50,7 @@ class Chip:
     branch_slots: int = 4
     splash_blocks: tuple[int, ...] = ()
     stalls: float = 1.06
-    sparse_core_options: tuple[str, ...] = ()
+    exchange_options: Mapping[str, bool] = field(default_factory=dict, hash=False)
 
     def matrix_cycles(self, rows: int) -> float:
         """Cycles that so many rows of bfloat16 occupy a matrix unit at least, at the chip's peak."""

@@ -85,7 +85,8 @@ class TPUConfig:
         linear: products of the denoiser's linear layers in bfloat16 that have some two thousand tokens a chip: "bfloat16"; "int8" (v5e, v5p,
             v6e) or "fp8" (v7x) at twice the rate and with a loss (examples/tpu/CACHES.md): inputs by token and weights by output channel
             as numbers of 8 bits and a scale each. What a backward pass differentiates stays in bfloat16.
-        sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core computes.
+        sparse_cores: exchanges between chips run on the SparseCores (v5p, v6e; of v7x gathers of weights), while the core computes; without
+            them, and on v5e, only all-to-alls do.
         host: names of components that stay on the host and run there as upstream's, such as ("text_encoder",).
         hbm_gib: HBM of a chip; None: that of its generation, simulated chips have no limit. Where the weights of all components are
             more than it holds, those whose turn it is not wait on the host.
