@@ -13,6 +13,7 @@ rounds where the single operations round; they are dead code then.
 """
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
@@ -126,11 +127,48 @@ def linear(input, weight, bias=None):
 
 
 def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
-    """`linear` with a weight as it is stored: each chip of `tp` has its part of each projection."""
-    if packed.axis == 1:
+    """`linear` with a weight as it is stored: each chip of `tp` has its part of each projection.
+
+    Where chips share a sequence it is several products: what one projection's result is exchanged for goes beside the others'.
+    """
+    outward, settings = packed.axis == 0, current()
+    shared = settings.sequence and settings.mesh.shape["sp"] > 1
+    shared = shared and settings.linear == "bfloat16" and settings.layers != "kernel"
+    if outward:
+        bias = None if bias is None else operands(bias, unpacked)[0]
+    if shared and (len(packed.sizes) > 2 if outward else packed.tp == 1):
+        return _by_projection(input, bias, stored, packed)
+    if not outward:
         return linear(Tensor(packed.together(input.jax()), input._env), stored, bias)
-    bias = None if bias is None else operands(bias, unpacked)[0]
-    return Tensor(packed.apart(linear(input, stored, bias).jax(), input.ndim - 1), input._env)
+    result = linear(input, stored, bias)
+    return result if packed.tp == 1 else Tensor(packed.apart(result.jax(), input.ndim - 1), input._env)
+
+
+def _by_projection(input, bias, stored: Tensor, packed: Packed) -> Tensor:
+    """The layer as a product for each projection in its weight, summed in float32 and rounded once. A slice of a stack's layer is none of the stack."""
+    x, w, axis = input.jax(), stored.jax(), packed.axis
+    stack, layer = how_it_lies(stored).get("layers") or (w[None], 0)
+    sizes, shape = [size // packed.tp for size in packed.sizes], [packed.tp if axis == 0 else 1, *w.shape]
+    shape[axis + 1] //= shape[0]
+    weights, at = [], 0
+    for size in sizes:
+        start, extent = [layer, 0, 0, 0], [1, *shape]
+        start[axis + 2], extent[axis + 2] = at, size
+        part = jax.lax.dynamic_slice(stack.reshape(-1, *shape), start, extent)
+        weights.append(part.reshape(-1, w.shape[1]) if axis == 0 else part.reshape(w.shape[0], -1))
+        at += size
+    dtype = jnp.promote_types(x.dtype, w.dtype)
+    product = functools.partial(
+        jnp.einsum, "...a,ba->...b", preferred_element_type=jnp.promote_types(dtype, jnp.float32)
+    )
+    if axis == 1:
+        result = sum(map(product, jnp.split(x, [*itertools.accumulate(sizes)][:-1], -1), weights))
+        result = result if bias is None else result + bias.jax()
+        return Tensor(layer_result(result.astype(dtype), w.shape[1]), input._env)
+    biases = [None] * len(sizes) if bias is None else packed.parts(bias.jax(), 0)
+    results = [product(x, part) if b is None else product(x, part) + b for part, b in zip(weights, biases)]
+    results = [layer_result(result.astype(dtype), w.shape[1]) for result in results]
+    return Tensor(jnp.concatenate(results, -1), input._env)
 
 
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):

@@ -45,13 +45,21 @@ class Packed:
 
     def apart(self, x, axis: int):
         """x, whose axis is as stored, with the projections one after another. Without an exchange, where who reads takes them apart there."""
+        if self.tp == 1:
+            return x
+        return jnp.concatenate(self.parts(x, axis), axis)
+
+    def parts(self, x, axis: int) -> list:
+        """The projections of x, whose axis is as stored."""
         before, after = x.shape[:axis], x.shape[axis + 1 :]
         ends = [*itertools.accumulate(size // self.tp for size in self.sizes)][:-1]
         parts = jnp.split(x.reshape(*before, self.tp, -1, *after), ends, axis + 1)
-        return jnp.concatenate([part.reshape(*before, -1, *after) for part in parts], axis)
+        return [part.reshape(*before, -1, *after) for part in parts]
 
     def together(self, x):
         """x, whose last axis has them one after another, as stored."""
+        if self.tp == 1:
+            return x
         parts = jnp.split(x, [*itertools.accumulate(self.sizes)][:-1], -1)
         return jnp.concatenate([part.reshape(*x.shape[:-1], self.tp, -1) for part in parts], -1).reshape(x.shape)
 
@@ -63,7 +71,7 @@ class ModelPlan:
     Args:
         rules: (regular expression, spec) pairs tried in order against the weight's name, blocks as `blocks.*.`.
             A weight that no rule names is stored over all axes if it is large, else replicated.
-        packed: name of a weight or bias -> the projections in it, where a rule splits them over `tp`.
+        packed: name of a weight or bias -> the projections in it, where a rule splits them over `tp`, or upstream declares that it would.
         activation_spec: spec of the hidden states between repeated blocks [B, T, C], or of each of a block's outputs in their order, or by
             the name of the next block's argument, None for one that the compiler may lay as it likes; `INFERRED`; None leaves all to the compiler.
         batched: names of the forward arguments whose first axis is the batch. Only with them can guidance calls run as one.

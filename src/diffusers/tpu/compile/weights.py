@@ -251,7 +251,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=NamedSharding(mesh, spec))
     terms = {key for key, names in sources.items() if any(map(adapters.in_a_term, filter(None, names)))}
     packed, tp = {}, mesh.shape["tp"]
-    for key, (name, *_) in sources.items() if tp > 1 and not without else ():
+    for key, (name, *_) in sources.items() if max(tp, mesh.shape["sp"]) > 1 and not without else ():
         found = name and plan.packed.get(unwrapped(name))
         if found and not any(size % tp for size in found.sizes):
             packed[key] = replace(found, tp=tp)
