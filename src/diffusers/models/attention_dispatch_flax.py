@@ -1,8 +1,9 @@
 """What attention on TPU calls: the dispatcher's backends, and processors of models that stand for upstream's in a trace."""
 
 import torch
+import torch.nn.functional as F
 
-from ..tpu.bridge import Tensor, autocast, environment, on_device, scaled_dot_product_attention
+from ..tpu.bridge import Tensor, autocast, environment, on_device
 from ..tpu.kernels import rotary
 from ..tpu.kernels.attention.api import among_latents, joint
 from ..tpu.kernels.attention.parallel import Text
@@ -38,7 +39,8 @@ def dispatched_attention(
     query, key, value, attn_mask = autocast.lowered(query, key, value, attn_mask)
     query, key, value = (x.permute(0, 2, 1, 3) for x in (query, key, value))
     with choosing(kernel):
-        out = scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        how = {"scale": scale, "enable_gqa": enable_gqa}
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **how)
     return out.permute(0, 2, 1, 3)
 
 

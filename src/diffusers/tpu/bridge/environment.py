@@ -34,7 +34,6 @@ from .on_host import drawn, is_draw, refusal
 DEVICE = torch.device("jax")
 RANDOM_CONSTRUCTORS = {torch.randn, torch.rand, torch.randint, torch.randperm}
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
 
 
 def on_device(x) -> bool:
@@ -214,7 +213,7 @@ class Environment(_Environment):
         if traits.is_overload and traits.draws:
             return drawn(self, func, args, kwargs, self._on_host)
         if not all(device) and any(device) and not traits.moves:
-            if _WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
+            if views.WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(Tensor, self.host, (args, kwargs)))
             # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t if t.ndim == 0 else self.moved(t), (args, kwargs))
@@ -307,6 +306,9 @@ class Environment(_Environment):
             settled(args, kwargs)
         with plain():
             return func(*args, **kwargs)
+
+    def deferred(self, aval: jax.ShapeDtypeStruct, compute: Callable[[], None], source: tuple) -> Deferred:
+        return Deferred(aval, compute, source)
 
     def moved(self, t: torch.Tensor) -> torch.Tensor:
         """A tensor of either side as a device tensor."""

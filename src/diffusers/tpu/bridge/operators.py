@@ -20,7 +20,7 @@ from ..kernels.settings import current
 from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
-from . import indexing, layers, resizing
+from . import indexing, joined, layers, resizing
 from .layers import how_it_lies, made_of, operands
 
 
@@ -38,6 +38,7 @@ def register(env):
         aten.scaled_dot_product_attention: scaled_dot_product_attention,
         F.interpolate: over(resizing.interpolate, F.interpolate),
         F.pad: over(_pad, F.pad),
+        torch.cat: joined.cat,
         F.layer_norm: layer_norm,
         F.rms_norm: layers.rms_norm,
         F.group_norm: group_norm,

@@ -5,6 +5,7 @@ Its array is computed when it is made, and anew where the base was written to si
 
 import contextlib
 import functools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchax.tensor import Tensor
 
 
 aten = torch.ops.aten
+WRITES_TO_FIRST = re.compile(r"__(set|i)\w+__|\w*[a-z]_(\.\w+)?")  # `__setitem__`, `__iadd__`, `copy_`, `add_.Tensor`
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ GOOGLE_PCI_VENDOR = "0x1ae0"
 # again (jaxlib 0.10.2): 6.8e-4 in an attention whose rotated queries upstream rounds.
 WITHOUT_LIBRARY = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
-SPARSE, ALL_TO_ALLS = "_sparse_core_", "xla_tpu_enable_async_all_to_all"  # options of the TPU's compiler
+SPARSE, ALL_TO_ALLS = "sparse_core", "xla_tpu_enable_async_all_to_all"  # options of the TPU's compiler
 
 
 def compiler_options(device, sparse_cores: bool) -> dict[str, bool | str]:

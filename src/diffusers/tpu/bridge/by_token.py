@@ -1,0 +1,89 @@
+"""Whether a function reads the tokens of a sequence each by itself, and where they are in its results: found in its jaxpr."""
+
+import functools
+import itertools
+import operator
+
+from jax.extend.core import Jaxpr, Literal
+
+
+ELEMENTWISE = frozenset(
+    "add add_any sub mul div rem max min pow integer_pow square neg sign abs exp exp2 log log1p expm1 tanh logistic erf sin cos sqrt rsqrt"
+    " floor ceil round is_finite select_n clamp convert_element_type reduce_precision and or not xor eq ne lt le gt ge copy".split()
+)
+REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())
+CALLS = frozenset("jit pjit closed_call core_call custom_jvp_call custom_vjp_call".split())
+
+
+class ReadsOthers(Exception):
+    """An equation that reads several tokens for one of its result, or may."""
+
+
+def axes_of_tokens(jaxpr: Jaxpr, axes: list[int | None]) -> list[int | None]:
+    """Along which axis of each result its tokens are, of arguments that have theirs along `axes`; None: it has none.
+
+    Raises ReadsOthers where a token of a result may depend on others.
+    """
+    where, repeated = dict(zip(jaxpr.invars, axes)), {}
+    for eqn in jaxpr.eqns:
+        found = [None if isinstance(atom, Literal) else where.get(atom) for atom in eqn.invars]
+        if {*found} != {None}:
+            results = _of_equation(eqn, found, repeated)
+            if None in results:
+                raise ReadsOthers
+            where |= dict(zip(eqn.outvars, results))
+        elif eqn.primitive.name == "broadcast_in_dim":
+            (out,), dims, shape = eqn.outvars, eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape
+            repeated[out] = {n for n in range(out.aval.ndim) if n not in dims or shape[dims.index(n)] == 1}
+    return [None if isinstance(atom, Literal) else where.get(atom) for atom in jaxpr.outvars]
+
+
+def _of_equation(eqn, found: list[int | None], repeated: dict) -> list[int | None]:
+    """The axes of an equation's results, of operands with these, of which one has tokens at least. `repeated`: axes along which an
+    array without tokens is one value again and again."""
+    name, params, out = eqn.primitive.name, eqn.params, eqn.outvars[0].aval
+    if name in CALLS:
+        inner = params.get("jaxpr", params.get("call_jaxpr"))
+        return axes_of_tokens(getattr(inner, "jaxpr", inner), found)
+    axis, x = next((at, atom.aval) for at, atom in zip(found, eqn.invars) if at is not None)
+
+    def alike(atom, at) -> bool:
+        return at == axis or (at is None and not isinstance(atom, Literal) and axis in repeated.get(atom, ()))
+
+    def of_all(atom) -> bool:
+        return atom.aval.ndim == 0 or atom.aval.shape[axis] == 1
+
+    operands = [*zip(eqn.invars, found)]
+    if name in ELEMENTWISE:
+        return [axis if all(alike(*one) or (one[1] is None and of_all(one[0])) for one in operands) else None]
+    if name == "concatenate":
+        return [axis if all(alike(*one) for one in operands) and params["dimension"] != axis else None]
+    if name == "stack":
+        return [axis + (params["axis"] <= axis) if all(alike(*one) for one in operands) else None]
+    if name == "broadcast_in_dim":
+        to = params["broadcast_dimensions"][axis]
+        return [to if out.shape[to] == x.shape[axis] else None]
+    if name == "reshape":
+        sizes, before = (
+            itertools.accumulate(out.shape, operator.mul, initial=1),
+            functools.reduce(operator.mul, x.shape[:axis], 1),
+        )
+        places = (
+            n for n, (first, size) in enumerate(zip(sizes, out.shape)) if (first, size) == (before, x.shape[axis])
+        )
+        return [next(places, None)]
+    if name == "transpose":
+        return [params["permutation"].index(axis)]
+    if name == "squeeze":
+        return [axis - sum(n < axis for n in params["dimensions"])]
+    if name == "slice":
+        return [axis if out.shape[axis] == x.shape[axis] else None]
+    if name == "split":
+        return [axis if params["axis"] != axis else None] * len(eqn.outvars)
+    if name in REDUCTIONS:
+        return [None if axis in params["axes"] else axis - sum(n < axis for n in params["axes"])]
+    if name == "dot_general" and found[1] is None:
+        (contracted, _), (batch, _) = params["dimension_numbers"]
+        free = [n for n in range(x.ndim) if n not in contracted and n not in batch]
+        return [len(batch) + free.index(axis) if axis in free else None]
+    return [None]

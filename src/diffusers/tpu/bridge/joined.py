@@ -1,0 +1,226 @@
+"""Sequences one behind the other, of which each chip has its part of every one: text, and latents that are split over `sp`.
+
+Upstream concatenates them along the tokens, for attention or for a whole block. Each chip would then have a run of the result, for which
+nearly all tokens move between chips. Layers, norms and rotations are of each token by itself, and attention knows no order: what
+`torch.cat` gives is deferred, computed with the tokens in the chips' order, and taken apart where upstream takes it apart. Who asks for
+its values gets them in upstream's order.
+"""
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torchax.tensor import Tensor
+
+from ..kernels.settings import current, using
+from . import autocast, layers
+from .by_token import ReadsOthers, axes_of_tokens
+from .views import WRITES_TO_FIRST, Step, as_view, storage
+
+
+@dataclass(eq=False)
+class Joined:
+    """What `torch.cat` made, or a function of it, and views of that; of each the source is (this, the tensor in the chips' order, its axis
+    of tokens).
+
+    Attributes:
+        sizes: tokens of the sequences, each a multiple of `chips`.
+        root: the one that is no view, and `compute`, its values in upstream's order.
+        views: the others in the order in which they were made, each with its number among the results of a function, that, and arguments.
+        parts: sequences that were taken out of one of them, which are views in torch too: with their values then, and how they were.
+    """
+
+    sizes: tuple[int, ...]
+    chips: int
+    root: Tensor | None = None
+    compute: Callable[[], jax.Array] | None = None
+    views: list[tuple[weakref.ref, int, Callable, tuple, dict]] = field(default_factory=list)
+    parts: list[tuple[Tensor, jax.Array, Tensor, Step]] = field(default_factory=list)
+
+    def deferred(self, x: Tensor, axis: int, compute: Callable[[], jax.Array] | None = None) -> Tensor:
+        """What stands for x, a tensor in the chips' order."""
+        result = x._env.deferred(jax.ShapeDtypeStruct(x.shape, x.jax().dtype), self.settle, (self, x, axis))
+        if self.root is None:
+            self.root, self.compute = result, compute or (lambda: jnp.concatenate(self.apart(x.jax(), axis), axis))
+        return result
+
+    def beside(self, x: Tensor, axis: int) -> Tensor:
+        """What stands for x, a tensor in the chips' order that shares no storage with these."""
+        return Joined(self.sizes, self.chips).deferred(x, axis)
+
+    def settle(self):
+        """Give all of them their values."""
+        self.root.settle(self.compute())
+        for ref, number, function, args, kwargs in self.views:
+            if (view := ref()) is not None:
+                with autocast.without(), self.root._env:
+                    view.become(tree_leaves(function(*args, **kwargs))[number])
+        parts, self.parts = self.parts, []
+        for part, array, whole, step in parts:
+            now = part.jax()
+            as_view(whole, part, step)
+            if now is not array:  # written to since
+                part._elem = now
+
+    def result(self, function: Callable, args: tuple, kwargs: dict):
+        """What the function gives, deferred; NotImplemented where it reads the order of tokens, or writes."""
+        leaves, spec = tree_flatten((args, kwargs))
+        of = {n: leaf.source for n, leaf in enumerate(leaves) if is_joined(leaf)}
+        name = getattr(getattr(function, "overloadpacket", function), "__name__", "")
+        if any(family.sizes != self.sizes for family, *_ in of.values()) or WRITES_TO_FIRST.fullmatch(name):
+            return NotImplemented
+        if function is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        if (parts := self._taken_apart(function, name, *args, **kwargs)) is not NotImplemented:
+            return parts
+        given, axes, behind = [*leaves], {}, {x.ndim - axis for _, x, axis in of.values()}
+        for n, leaf in enumerate(leaves):
+            if n in of:
+                _, given[n], axes[n] = of[n]
+            elif isinstance(leaf, Tensor) and len(behind) == 1 and leaf.ndim >= min(behind):
+                axis = leaf.ndim - min(behind)
+                if leaf.shape[axis] == sum(self.sizes):  # one value a token
+                    given[n], axes[n] = self.in_order(leaf, axis), axis
+        if (found := _axes_of_results(function, given, spec, axes)) is None:
+            return NotImplemented
+        with autocast.without(), self.root._env:
+            args_in_order, kwargs_in_order = tree_unflatten(given, spec)
+            results, form = tree_flatten(function(*args_in_order, **kwargs_in_order))
+        for n, x in enumerate(results):
+            base = next((family for family, parent, _ in of.values() if storage(parent) is storage(x)), None)
+            if base is None:
+                results[n] = self.beside(x, found[n])
+            else:
+                results[n] = base.deferred(x, found[n])
+                base.views.append((weakref.ref(results[n]), n, function, args, kwargs))
+        return tree_unflatten(results, form)
+
+    def _attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        given = [x.source if is_joined(x) else (None, x, x.ndim - 2) for x in (query, key, value)]
+        known = all(axis == x.ndim - 2 for _, x, axis in given) and given[1][0] and given[2][0]
+        if dropout_p or is_causal or not known:
+            return NotImplemented
+        for axis, of in ((-2, given[0][0]), (-1, self)) if attn_mask is not None else ():
+            if of is not None and attn_mask.shape[axis] != 1:
+                attn_mask = self.in_order(attn_mask, attn_mask.ndim + axis)
+        with autocast.without(), self.root._env:
+            tensors, how = (x for _, x, _ in given), {"scale": scale, "enable_gqa": enable_gqa}
+            answer = F.scaled_dot_product_attention(*tensors, attn_mask, **how)
+        return answer if given[0][0] is None else self.beside(answer, answer.ndim - 2)
+
+    def _taken_apart(self, function: Callable, name: str, whole=None, *args, **kwargs):
+        """One of the sequences, or all; NotImplemented where the function gives something else."""
+        if not is_joined(whole):
+            return NotImplemented
+        family, x, axis = whole.source
+
+        def parts(numbers: Iterable[int], several: bool = True) -> list[Tensor]:
+            found = [(n, Tensor(self.apart(x.jax(), axis)[n], x._env)) for n in numbers]
+            steps = (Step(function, args, kwargs, n if several else None) for n, _ in found)
+            family.parts += ((part, part.jax(), whole, step) for (_, part), step in zip(found, steps))
+            return [part for _, part in found]
+
+        if name in ("split", "split_with_sizes"):
+            sizes, dim, *_ = (*args, *kwargs.values(), 0)
+            same = not isinstance(sizes, int) and tuple(sizes) == self.sizes and dim % x.ndim == axis
+            return tuple(parts(range(len(sizes)))) if same else NotImplemented
+        key = args[0] if name == "__getitem__" and isinstance(args[0], tuple) else args[:1]
+        if name != "__getitem__" or not all(isinstance(part, (slice, type(...))) for part in key):
+            return NotImplemented
+        at = key.index(...) if ... in key else len(key)
+        key = (*key[:at], *[slice(None)] * (x.ndim - len(key) + (... in key)), *key[at + 1 :])
+        ends, taken = itertools.accumulate(self.sizes, initial=0), key[axis].indices(x.shape[axis])
+        number = next((n for n, pair in enumerate(itertools.pairwise(ends)) if (*pair, 1) == taken), None)
+        if number is None or any(part != slice(None) for n, part in enumerate(key) if n != axis):
+            return NotImplemented
+        return parts([number], several=False)[0]
+
+    def in_order(self, x: Tensor, axis: int) -> Tensor:
+        """A tensor of the same tokens in upstream's order, in the chips'."""
+        ends = [*itertools.accumulate(self.sizes)][:-1]
+        return Tensor(together(jnp.split(x.jax(), ends, axis), axis, self.chips), x._env)
+
+    def apart(self, x: jax.Array, axis: int) -> list[jax.Array]:
+        """The sequences of `together`."""
+        before, after = x.shape[:axis], x.shape[axis + 1 :]
+        ends = [*itertools.accumulate(size // self.chips for size in self.sizes)][:-1]
+        parts = jnp.split(x.reshape(*before, self.chips, -1, *after), ends, axis + 1)
+        return [part.reshape(*before, -1, *after) for part in parts]
+
+
+def together(arrays: list[jax.Array], axis: int, chips: int) -> jax.Array:
+    """Sequences along an axis as one: the first chip's part of each, then the next chip's."""
+    before, after = arrays[0].shape[:axis], arrays[0].shape[axis + 1 :]
+    parts = [x.reshape(*before, chips, -1, *after) for x in arrays]
+    return jnp.concatenate(parts, axis + 1).reshape(*before, -1, *after)
+
+
+def is_joined(x) -> bool:
+    """Whether x stands for sequences in the chips' order. It gets its values where one of them was written to."""
+    if not (getattr(x, "waits", False) and x.source and isinstance(x.source[0], Joined)):
+        return False
+    if any(part.jax() is not array for part, array, *_ in x.source[0].parts):
+        x.source[0].settle()
+    return x.waits
+
+
+def cat(tensors, dim=0, **kwargs):
+    """torch's, for tensors of heads or layers [B, T, C], [B, T, N, D] or [B, N, T, D] deferred, where chips share and divide the tokens."""
+    plain, settings, first = torch.ops.aten.cat.default, current(), tensors[0]
+    shared = settings.sequence and settings.mesh is not None and not settings.pad_tokens and settings.window is None
+    chips = settings.mesh.shape["sp"] if shared else 1
+    axis = dim % first.ndim if first.ndim in (3, 4) else 0
+    if chips == 1 or kwargs or len(tensors) == 1 or not 0 < axis < first.ndim - 1:
+        return plain(tensors, dim, **kwargs)
+    arrays = [t.jax() for t in tensors if isinstance(t, Tensor) and t.ndim == first.ndim and t.dtype == first.dtype]
+    divided = all(isinstance(x, jax.core.Tracer) and x.shape[axis] and x.shape[axis] % chips == 0 for x in arrays)
+    if len(arrays) < len(tensors) or not divided:
+        return plain(tensors, dim)
+    joined = Joined(tuple(x.shape[axis] for x in arrays), chips)
+    return joined.deferred(Tensor(together(arrays, axis, chips), first._env), axis, lambda: plain(tensors, dim).jax())
+
+
+def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
+    """As `layers.rotated`, also in the chips' order."""
+    how = use_real, use_real_unbind_dim, sequence_dim
+    if not is_joined(x):
+        return layers.rotated(x, tables, *how)
+    joined, inner, axis = x.source
+    if axis != sequence_dim or not all(isinstance(table, Tensor) and table.ndim == 2 for table in tables):
+        return None
+    result = layers.rotated(inner, tuple(joined.in_order(table, 0) for table in tables), *how)
+    return None if result is None else joined.beside(result, axis)
+
+
+def _axes_of_results(function: Callable, given: list, spec: TreeSpec, axes: dict[int, int]) -> list[int] | None:
+    """Where each tensor that the function gives has the tokens; None where it reads several for one of them.
+
+    `axes`: where the arguments of these numbers have them.
+    """
+    tensors = [n for n, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+
+    def plainly(*arrays):
+        copies = {n: Tensor(array, given[n]._env) for n, array in zip(tensors, arrays)}
+        args, kwargs = tree_unflatten([copies.get(n, leaf) for n, leaf in enumerate(given)], spec)
+        with autocast.without(), given[tensors[0]]._env:
+            results = tree_leaves(function(*args, **kwargs))
+        if not all(isinstance(x, Tensor) for x in results):
+            raise ReadsOthers
+        return [x.jax() for x in results]
+
+    avals = [jax.ShapeDtypeStruct(given[n].shape, given[n].jax().dtype) for n in tensors]
+    try:
+        with using(replace(current(), layers="xla")):  # whose equations are known
+            jaxpr = jax.make_jaxpr(plainly)(*avals)
+        found = axes_of_tokens(jaxpr.jaxpr, [axes.get(n) for n in tensors])
+    except Exception:  # it is raised again where the function runs on values
+        return None
+    return found if found and None not in found else None
