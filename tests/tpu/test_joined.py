@@ -103,7 +103,22 @@ def test_what_is_written_to_has_its_values_and_so_have_its_views():
         second[:, 1] = 3
         return x, twice, turned, *heads, say(x) + 0, first, second, more
 
-    assert compared(lines, (1, 8, 1)) == [True, True, False, False]
+    assert compared(lines, (1, 8, 1)) == [True, True, True, False]
+
+
+def test_one_of_the_sequences_may_be_written_to():
+    """As CogVideoX's and CogView4's blocks rotate the latents alone."""
+
+    def lines(say, text, latents, cos, **rest):
+        x = torch.cat([text, latents], dim=1) + 1
+        x = x.to(x.dtype)
+        x[:, L:] = say(x)[:, L:] * cos[:1, :1]
+        last = x[:, L:]
+        x[:, :L] = last[:, :L]
+        last.add_(1)
+        return say(x) * 2, last, say(x), torch.cat([x, x], dim=-1)
+
+    assert compared(lines, (1, 8, 1)) == [True] * 3
 
 
 def test_where_order_counts_or_chips_do_not_divide_it_is_torchs():

@@ -33,7 +33,8 @@ class Joined:
         sizes: tokens of the sequences, each a multiple of `chips`.
         root: the one that is no view, and `compute`, its values in upstream's order.
         views: the others in the order in which they were made, each with its number among the results of a function, that, and arguments.
-        parts: sequences that were taken out of one of them, which are views in torch too: with their values then, and how they were.
+        whole: the one out of which sequences were taken, which are views of it in torch too.
+        parts: those sequences by their number, with their values then, and how they were taken.
     """
 
     sizes: tuple[int, ...]
@@ -41,7 +42,8 @@ class Joined:
     root: Tensor | None = None
     compute: Callable[[], jax.Array] | None = None
     views: list[tuple[weakref.ref, int, Callable, tuple, dict]] = field(default_factory=list)
-    parts: list[tuple[Tensor, jax.Array, Tensor, Step]] = field(default_factory=list)
+    whole: Tensor | None = None
+    parts: dict[int, tuple[Tensor, jax.Array, Step]] = field(default_factory=dict)
 
     def deferred(self, x: Tensor, axis: int, compute: Callable[[], jax.Array] | None = None) -> Tensor:
         """What stands for x, a tensor in the chips' order."""
@@ -61,12 +63,26 @@ class Joined:
             if (view := ref()) is not None:
                 with autocast.without(), self.root._env:
                     view.become(tree_leaves(function(*args, **kwargs))[number])
-        parts, self.parts = self.parts, []
-        for part, array, whole, step in parts:
+        parts, self.parts = self.parts, {}
+        for part, array, step in parts.values():
             now = part.jax()
-            as_view(whole, part, step)
-            if now is not array:  # written to since
+            as_view(self.whole, part, step)
+            if now is not array:
                 part._elem = now
+
+    def see_written(self):
+        """What was written to sequences that were taken out is in what they were taken out of."""
+        if all(part.jax() is array for part, array, _ in self.parts.values()):
+            return
+        if self.whole is not self.root or any(ref() is not None for ref, *_ in self.views):
+            return self.settle()
+        _, x, axis = self.root.source
+        sequences = self.apart(x.jax(), axis)
+        for number, (part, _, step) in self.parts.items():
+            sequences[number] = part.jax()
+            self.parts[number] = part, part.jax(), step
+        self.root.source = self, Tensor(together(sequences, axis, self.chips), x._env), axis
+        self.compute = lambda: jnp.concatenate(sequences, axis)
 
     def result(self, function: Callable, args: tuple, kwargs: dict):
         """What the function gives, deferred; NotImplemented where it reads the order of tokens, or writes."""
@@ -93,6 +109,9 @@ class Joined:
             args_in_order, kwargs_in_order = tree_unflatten(given, spec)
             results, form = tree_flatten(function(*args_in_order, **kwargs_in_order))
         for n, x in enumerate(results):
+            if (same := next((leaf for leaf in leaves if is_joined(leaf) and leaf.source[1] is x), None)) is not None:
+                results[n] = same  # it has this dtype already
+                continue
             base = next((family for family, parent, _ in of.values() if storage(parent) is storage(x)), None)
             if base is None:
                 results[n] = self.beside(x, found[n])
@@ -122,16 +141,21 @@ class Joined:
             return NotImplemented
         family, x, axis = whole.source
 
-        def parts(numbers: Iterable[int], several: bool = True) -> list[Tensor]:
-            found = [(n, Tensor(self.apart(x.jax(), axis)[n], x._env)) for n in numbers]
-            steps = (Step(function, args, kwargs, n if several else None) for n, _ in found)
-            family.parts += ((part, part.jax(), whole, step) for (_, part), step in zip(found, steps))
-            return [part for _, part in found]
+        if family.whole not in (None, whole):
+            return NotImplemented
+
+        def parts(numbers: Iterable[int], several: bool = True) -> tuple[Tensor, ...]:
+            family.whole = whole
+            for number in numbers:
+                part = Tensor(self.apart(x.jax(), axis)[number], x._env)
+                step = Step(function, args, kwargs, number if several else None)
+                family.parts.setdefault(number, (part, part.jax(), step))
+            return tuple(family.parts[number][0] for number in numbers)
 
         if name in ("split", "split_with_sizes"):
             sizes, dim, *_ = (*args, *kwargs.values(), 0)
             same = not isinstance(sizes, int) and tuple(sizes) == self.sizes and dim % x.ndim == axis
-            return tuple(parts(range(len(sizes)))) if same else NotImplemented
+            return parts(range(len(sizes))) if same else NotImplemented
         key = args[0] if name == "__getitem__" and isinstance(args[0], tuple) else args[:1]
         if name != "__getitem__" or not all(isinstance(part, (slice, type(...))) for part in key):
             return NotImplemented
@@ -164,11 +188,10 @@ def together(arrays: list[jax.Array], axis: int, chips: int) -> jax.Array:
 
 
 def is_joined(x) -> bool:
-    """Whether x stands for sequences in the chips' order. It gets its values where one of them was written to."""
+    """Whether x stands for sequences in the chips' order."""
     if not (getattr(x, "waits", False) and x.source and isinstance(x.source[0], Joined)):
         return False
-    if any(part.jax() is not array for part, array, *_ in x.source[0].parts):
-        x.source[0].settle()
+    x.source[0].see_written()
     return x.waits
 
 
