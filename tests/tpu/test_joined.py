@@ -101,6 +101,7 @@ def test_what_is_written_to_has_its_values_and_so_have_its_views():
         more = say(twice + 1)
         twice.add_(cos[1, 1])
         second[:, 1] = 3
+        turned[..., :L] = text.transpose(1, 2) - x[:, :L].transpose(1, 2)
         return x, twice, turned, *heads, say(x) + 0, first, second, more
 
     assert compared(lines, (1, 8, 1)) == [True, True, True, False]

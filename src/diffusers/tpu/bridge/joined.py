@@ -108,17 +108,19 @@ class Joined:
         with autocast.without(), self.root._env:
             args_in_order, kwargs_in_order = tree_unflatten(given, spec)
             results, form = tree_flatten(function(*args_in_order, **kwargs_in_order))
-        for n, x in enumerate(results):
-            if (same := next((leaf for leaf in leaves if is_joined(leaf) and leaf.source[1] is x), None)) is not None:
-                results[n] = same  # it has this dtype already
-                continue
-            base = next((family for family, parent, _ in of.values() if storage(parent) is storage(x)), None)
-            if base is None:
-                results[n] = self.beside(x, found[n])
-            else:
-                results[n] = base.deferred(x, found[n])
-                base.views.append((weakref.ref(results[n]), n, function, args, kwargs))
+        results = [self._standing(x, found[n], leaves, (n, function, args, kwargs)) for n, x in enumerate(results)]
         return tree_unflatten(results, form)
+
+    def _standing(self, x: Tensor, axis: int, leaves: list, made_by: tuple) -> Tensor:
+        """What stands for a function's result x: one of its arguments `leaves` where it is that, a view of one where it shares its storage."""
+        given = [leaf for leaf in leaves if is_joined(leaf)]
+        if (same := next((leaf for leaf in given if leaf.source[1] is x), None)) is not None:
+            return same
+        base = next((leaf.source[0] for leaf in given if storage(leaf.source[1]) is storage(x)), None)
+        if base is None:
+            return self.beside(x, axis)
+        base.views.append((weakref.ref(view := base.deferred(x, axis)), *made_by))
+        return view
 
     def _attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
@@ -140,8 +142,7 @@ class Joined:
         if not is_joined(whole):
             return NotImplemented
         family, x, axis = whole.source
-
-        if family.whole not in (None, whole):
+        if family.whole is not None and family.whole is not whole:
             return NotImplemented
 
         def parts(numbers: Iterable[int], several: bool = True) -> tuple[Tensor, ...]:
