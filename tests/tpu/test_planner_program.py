@@ -1,11 +1,10 @@
 """Oracles: programs counted by hand. The compiler itself runs, in the child, for a TPU that is not here.
 
-The functions below run in the compiler's process; they are named to it as "test_planner_program:name".
+The functions below run in the compiler's process; they are named to it as "test_planner_program:name". Those of `bad_children.py` do too.
 """
 
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import types
@@ -40,13 +39,13 @@ def importable():
 
 
 def ask(function: str, argument: dict | None = None, seconds: float = 120) -> dict:
-    return aot.run_in_child(f"test_planner_program:{function}", argument or {}, seconds=seconds)
+    return aot.run_in_child(function, argument or {}, seconds=seconds)
 
 
 @pytest.fixture(scope="module")
 def answers(importable) -> dict:
     """Of one child, which starts the compiler once."""
-    return ask("everything", seconds=400)
+    return ask("test_planner_program:everything", seconds=400)
 
 
 # In the child
@@ -221,21 +220,6 @@ def meshes():
     return made
 
 
-def crash(argument, progress):
-    print("about to end badly", file=sys.stderr, flush=True)
-    os.abort()
-
-
-def hang(argument, progress):
-    sleeper = subprocess.Popen(["sleep", "600"])
-    progress(str(sleeper.pid))
-    sleeper.wait()
-
-
-def refuse(argument, progress):
-    raise aot.BadRequest(f"expected nothing, got {argument}")
-
-
 # Here
 
 
@@ -326,12 +310,12 @@ def test_every_slice_has_the_compilers_devices_and_takes_every_mesh_of_them(answ
 def test_what_goes_wrong_in_the_child_is_an_error_here(monkeypatch):
     """A crash with its last lines; a refusal is a ValueError; without libtpu it says how to get it."""
     with pytest.raises(aot.ChildError, match="SIGABRT(.|\n)*about to end badly"):
-        ask("crash")
+        ask("bad_children:crash")
     with pytest.raises(ValueError, match="expected nothing, got {'x': 1}"):
-        ask("refuse", {"x": 1})
+        ask("bad_children:refuse", {"x": 1})
     monkeypatch.setattr(aot.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(aot.NoCompiler, match="pip install"):
-        ask("refuse")
+        ask("bad_children:refuse")
 
 
 def test_a_hang_ends_with_everything_it_started(monkeypatch):
@@ -348,7 +332,7 @@ def test_a_hang_ends_with_everything_it_started(monkeypatch):
 
     monkeypatch.setattr(aot.threading, "Timer", timer)
     with pytest.raises(aot.ChildError, match="within 8 s"):
-        aot.run_in_child("test_planner_program:hang", {}, seconds=8, on_progress=on_progress)
+        aot.run_in_child("bad_children:hang", {}, seconds=8, on_progress=on_progress)
     (pid,) = started
     assert timers[0][0] == 8
     state = Path(f"/proc/{pid}/stat")
