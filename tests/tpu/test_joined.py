@@ -64,7 +64,7 @@ def block(say, text, latents, weight, cos, sin, norm, mask=None):
     turned = torch.stack([-imaginary, real], dim=-1).flatten(3)
     k = say((k * cos[None, :, None] + turned * sin[None, :, None]).type_as(k))
     masked = None if mask is None else (mask > 0)[:, None, None]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, say(k.bfloat16().type_as(q)), v))
     answer = say(F.scaled_dot_product_attention(q, k, v, attn_mask=masked).transpose(1, 2).flatten(2, 3))
     answer = say(torch.cat([answer, F.silu(x)], dim=-1))
     first, second = answer.split_with_sizes([L, T], dim=1)
@@ -75,7 +75,7 @@ def block(say, text, latents, weight, cos, sin, norm, mask=None):
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_block_of_one_stream_keeps_the_chips_order_to_its_end(degrees, mask):
     said = compared(block, degrees, **({"mask": (B, L + T)} if mask else {}))
-    assert said == [True] * 9
+    assert said == [True] * 10
 
 
 def test_heads_of_two_streams_keep_it_through_the_dispatcher():
@@ -117,7 +117,7 @@ def test_one_of_the_sequences_may_be_written_to():
         last = x[:, L:]
         x[:, :L] = last[:, :L]
         last.add_(1)
-        return say(x) * 2, last, say(x), torch.cat([x, x], dim=-1)
+        return say(x) * 2, last, say(x), torch.cat([x, x], dim=-1), torch.cat([text, latents], dim=1).transpose(1, 2)
 
     assert compared(lines, (1, 8, 1)) == [True] * 3
 

@@ -195,6 +195,7 @@ class _Array:
             return shared.read()
         if held["_array"] is None and (compute := held["_compute"]):  # None: settled by another thread meanwhile
             compute()
+            return t._elem  # of a view, its base's
         return held["_array"] if held.get("_twin") is None else _written(t, held["_array"])
 
     def __set__(self, t, array):

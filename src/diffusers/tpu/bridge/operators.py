@@ -326,8 +326,8 @@ def softmax(x, dim, dtype=None):
 
 def type_as(self, other):
     """The tensor in other's dtype, a new one if that is another. torchax changes `self` in place, and with it every other name of it."""
-    return (
-        self
-        if self.dtype == other.dtype
-        else layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
-    )
+    if self.dtype == other.dtype:
+        return self
+    if joined.is_joined(self):
+        return self.to(other.dtype)
+    return layers.cast(self, Tensor(self.jax().astype(mappings.t2j_dtype(other.dtype)), self._env))
