@@ -56,6 +56,10 @@ OPERATORS = {
     "convolution, patches side by side": (  # of odd sizes: what is left over at the ends is not read
         lambda x, w, b: F.conv3d(x, w, b, stride=(1, 2, 3)), [(2, 3, 4, 7, 6), (5, 3, 1, 2, 3), (5,)], 1e-6
     ),
+    "pairs turned as complex numbers": (
+        lambda x, y: torch.view_as_real(torch.view_as_complex(x.reshape(2, 3, 5, -1, 2)) * torch.view_as_complex(y)).flatten(3),
+        [(2, 3, 5, 8), (2, 3, 1, 4, 2)], 1e-6,
+    ),
     "gather of rows": (lambda x, at: x.gather(1, at.expand(2, 7, 5)), [(2, 3, 5), torch.tensor([0, 2, 1, 1, 0, 2, 2])[None, :, None]], 0),
     "gather": (lambda x, at: x.gather(-1, at), [(2, 3, 5), torch.tensor([[[0, 4]] * 3, [[3, 1]] * 3])], 0),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (7,), w, b, 1e-6), [WIDE, (7,), (7,)], 1e-6),

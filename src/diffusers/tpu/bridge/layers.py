@@ -4,9 +4,10 @@
     h + linear(x)                                   h + gate * linear(x)
     (h.float() + linear(x) * gate).to(h.dtype)
 
-and norms with the rotation after them, by upstream's `apply_rotary_emb` or by matrices:
+norms with the rotation after them, by upstream's `apply_rotary_emb` or by matrices, and rotation by complex numbers:
 
     (matrices * norm(x).reshape(..., D / 2, 1, 2)).sum(-1)
+    view_as_real(view_as_complex(x.reshape(..., D / 2, 2)) * turns)
 
 Each result on that way remembers of what it was made. Who makes the last one asks the kernel for the whole, which
 rounds where the single operations round; they are dead code then.
@@ -45,8 +46,10 @@ def register(env):
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
     env.override_op_definition(aten.view.default, reshaped)
+    for overload, ours in ((aten.view_as_complex.default, as_complex), (aten.view_as_real.default, as_real)):
+        env.override_op_definition(overload, functools.partial(ours, env._get_op_or_decomp(overload).func))
     for overload, one, *follow in (
-        (aten.mul.Tensor, jnp.multiply, _gated, _turned),
+        (aten.mul.Tensor, jnp.multiply, _gated, _turned, _turned_complex),
         (aten.add.Tensor, jnp.add, _added),
         (aten.sub.Tensor, jnp.subtract),
     ):
@@ -199,6 +202,26 @@ def _turned(result, pairs, matrices):
     *_, norm = operands(pairs, cast) or (operands(pairs, rms_norm),)
     norm = norm if norm is not None and pairs.shape == (*norm[0].shape[:-1], norm[0].shape[-1] // 2, 1, 2) else None
     return made_of(result, _turned, pairs.jax(), matrices.jax(), norm)
+
+
+def as_complex(plain, pairs):
+    """torch's `view_as_complex` of pairs [..., D / 2, 2], which the result remembers."""
+    return made_of(Tensor(plain(pairs.jax()), pairs._env), as_complex, pairs.jax())
+
+
+def _turned_complex(result, x, turns):
+    """Remembers that pairs are multiplied as complex numbers, each by one."""
+    of = operands(x, as_complex)
+    return None if of is None or result.shape != x.shape else made_of(result, _turned_complex, *of, turns.jax())
+
+
+def as_real(plain, x):
+    """torch's `view_as_real`; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
+    if (of := operands(x, _turned_complex)) is None:
+        return Tensor(plain(x.jax()), x._env)
+    pairs, turns = of
+    tables = (jnp.repeat(part, 2, -1) for part in (turns.real, turns.imag))
+    return Tensor(rotary.rotate_pairs(pairs.reshape(*pairs.shape[:-2], -1), *tables).reshape(pairs.shape), x._env)
 
 
 def summed(plain, x, dim=None, keepdim=False, **kwargs):
