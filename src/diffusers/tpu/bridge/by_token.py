@@ -64,14 +64,9 @@ def _of_equation(eqn, found: list[int | None], repeated: dict) -> list[int | Non
         to = params["broadcast_dimensions"][axis]
         return [to if out.shape[to] == x.shape[axis] else None]
     if name == "reshape":
-        sizes, before = (
-            itertools.accumulate(out.shape, operator.mul, initial=1),
-            functools.reduce(operator.mul, x.shape[:axis], 1),
-        )
-        places = (
-            n for n, (first, size) in enumerate(zip(sizes, out.shape)) if (first, size) == (before, x.shape[axis])
-        )
-        return [next(places, None)]
+        wanted = functools.reduce(operator.mul, x.shape[:axis], 1), x.shape[axis]
+        places = zip(itertools.accumulate(out.shape, operator.mul, initial=1), out.shape)
+        return [next((n for n, place in enumerate(places) if place == wanted), None)]
     if name == "transpose":
         return [params["permutation"].index(axis)]
     if name == "squeeze":

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from torchax.tensor import Tensor
 
+from ..chips.sharding import taken_apart, together
 from ..kernels.settings import current, using
 from . import autocast, layers
 from .by_token import ReadsOthers, axes_of_tokens
@@ -175,17 +176,7 @@ class Joined:
 
     def apart(self, x: jax.Array, axis: int) -> list[jax.Array]:
         """The sequences of `together`."""
-        before, after = x.shape[:axis], x.shape[axis + 1 :]
-        ends = [*itertools.accumulate(size // self.chips for size in self.sizes)][:-1]
-        parts = jnp.split(x.reshape(*before, self.chips, -1, *after), ends, axis + 1)
-        return [part.reshape(*before, -1, *after) for part in parts]
-
-
-def together(arrays: list[jax.Array], axis: int, chips: int) -> jax.Array:
-    """Sequences along an axis as one: the first chip's part of each, then the next chip's."""
-    before, after = arrays[0].shape[:axis], arrays[0].shape[axis + 1 :]
-    parts = [x.reshape(*before, chips, -1, *after) for x in arrays]
-    return jnp.concatenate(parts, axis + 1).reshape(*before, -1, *after)
+        return taken_apart(x, axis, self.sizes, self.chips)
 
 
 def is_joined(x) -> bool:

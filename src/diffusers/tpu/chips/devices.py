@@ -55,15 +55,13 @@ def compile_lowered(lowered, options: dict[str, bool | str] | None):
     try:
         return lowered.compile(options)
     except jax.errors.JaxRuntimeError as error:
-        line, sparse = (
-            str(error).splitlines()[0],
-            [name for name, on in (options or {}).items() if SPARSE in name and on],
-        )
+        line = str(error).splitlines()[0]
+        sparse = [name for name, on in (options or {}).items() if SPARSE in name and on]
         unknown = re.search(r"No such compile option: '([^']+)'", line)
         if unknown and unknown[1] in (options or {}):
             notices.warn_once(f"this compiler has no option {unknown[1]}, programs are compiled without it")
             return compile_lowered(lowered, {name: value for name, value in options.items() if name != unknown[1]})
-        if "sparse_core" not in str(error) or not sparse:
+        if SPARSE not in str(error) or not sparse:
             raise
         if of_all_to_alls := [name for name in sparse if "all_to_all" in name]:
             return compile_lowered(lowered, _on_core(options, of_all_to_alls))

@@ -28,6 +28,21 @@ BY_OUTPUT = PartitionSpec(AXES)
 Rules = tuple[tuple[str, PartitionSpec], ...]
 
 
+def together(arrays: list, axis: int, chips: int):
+    """Arrays along an axis as one: the first chip's part of each, then the next chip's."""
+    before, after = arrays[0].shape[:axis], arrays[0].shape[axis + 1 :]
+    parts = [x.reshape(*before, chips, -1, *after) for x in arrays]
+    return jnp.concatenate(parts, axis + 1).reshape(*before, -1, *after)
+
+
+def taken_apart(x, axis: int, sizes: tuple[int, ...], chips: int) -> list:
+    """The arrays of `together`, of these sizes along the axis."""
+    before, after = x.shape[:axis], x.shape[axis + 1 :]
+    ends = [*itertools.accumulate(size // chips for size in sizes)][:-1]
+    parts = jnp.split(x.reshape(*before, chips, -1, *after), ends, axis + 1)
+    return [part.reshape(*before, -1, *after) for part in parts]
+
+
 @dataclass(frozen=True)
 class Packed:
     """Several projections in the weight of one linear layer, of `sizes` along `axis` (0: outputs, of the bias too; 1: inputs), each of
@@ -51,17 +66,13 @@ class Packed:
 
     def parts(self, x, axis: int) -> list:
         """The projections of x, whose axis is as stored."""
-        before, after = x.shape[:axis], x.shape[axis + 1 :]
-        ends = [*itertools.accumulate(size // self.tp for size in self.sizes)][:-1]
-        parts = jnp.split(x.reshape(*before, self.tp, -1, *after), ends, axis + 1)
-        return [part.reshape(*before, -1, *after) for part in parts]
+        return taken_apart(x, axis, self.sizes, self.tp)
 
     def together(self, x):
         """x, whose last axis has them one after another, as stored."""
         if self.tp == 1:
             return x
-        parts = jnp.split(x, [*itertools.accumulate(self.sizes)][:-1], -1)
-        return jnp.concatenate([part.reshape(*x.shape[:-1], self.tp, -1) for part in parts], -1).reshape(x.shape)
+        return together(jnp.split(x, [*itertools.accumulate(self.sizes)][:-1], -1), x.ndim - 1, self.tp)
 
 
 @dataclass(frozen=True)
