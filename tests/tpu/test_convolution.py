@@ -11,9 +11,11 @@ import torch.nn.functional as F
 
 from conftest import relative
 from diffusers.tpu import bridge
+from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import convolution as convolution_kernel
+from diffusers.tpu.kernels import linear
 from diffusers.tpu.kernels.convolution import LANES, MOST_WORK, Blocks, choose, convolution, tpu_convolution
 from diffusers.tpu.kernels.settings import Settings, using
 
@@ -98,17 +100,43 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
 
-@pytest.mark.parametrize("features", [256, 384])
-def test_one_of_each_position_is_a_linear_layer(monkeypatch, features):
+AFTER = {
+    "silu": (lambda y, h, g: F.silu(y), ["silu", False, False]),
+    "added": (lambda y, h, g: h + y, ["", False, True]),
+    "along one axis": (lambda y, h, g: h.flatten(2) + g * y.flatten(2), None),
+}
+
+
+@pytest.mark.parametrize("features, words", [(256, "silu"), (384, "silu"), (256, "added"), (128, "along one axis")])
+def test_one_of_each_position_is_a_linear_layer(monkeypatch, features, words):
+    """With what follows it. A number for each position is no gate of a layer's, though there be as many as features."""
+    follow, second = AFTER[words]
+    asked, fast = [], linear.linear
+
+    def noting(*given, **how):
+        asked.append([given[3], *(x is not None for x in given[5:7])])
+        return fast(*given, **how)
+
     monkeypatch.setattr(convolution_kernel, "tpu_convolution", None)
-    x, w, b = draw(2, 320, 9, 11), draw(features, 320, 1, 1), draw(features)
+    monkeypatch.setattr(layers, "fast_linear", noting)
+    flat = words == "along one axis"
+    size = (8, 16) if flat else (9, 11)
+    x, w, b = draw(2, 320, *size), draw(features, 320, 1, 1), draw(features)
+    h, g = draw(2, features, *size), draw(2, 1, math.prod(size))
+
+    def run(x, w, b, h, g):
+        y = F.conv1d(x.flatten(2), w.flatten(2), b) if flat else F.conv2d(x, w, b)
+        return follow(y, h, g)
 
     def ours(*tensors):
         with using(KERNEL), bridge.quiet_integers(), bridge.environment():
-            return F.conv2d(*map(bridge.to_torch, tensors)).jax()
+            return run(*map(bridge.to_torch, tensors)).jax()
 
-    exact, found = F.conv2d(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
-    assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+    given = x, w, b, h, g
+    exact, theirs, found = run(*(t.double() for t in given)), run(*given), jax.jit(ours)(*arrays(*given))
+    assert asked == [["", False, False], *([] if second is None else [second])]
+    error = relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy())
+    assert error < 1.05 * relative(theirs.double().numpy(), exact.numpy())
 
 
 def test_weights_of_one_layer_of_a_stack():

@@ -58,9 +58,10 @@ def turned(x: np.ndarray, angle: np.ndarray, apart: bool = False) -> np.ndarray:
 
 @pytest.mark.parametrize("activation, bias", [("", True), ("gelu_tanh", False), ("gelu", False), ("silu", True)])
 def test_any_number_of_rows(activation, bias):
-    """Odd rows, half lanes, a last block of columns that is not full; both round once before and once after the activation."""
+    """Odd rows, half lanes, few columns, a last block of columns that is not full; both round once before and once after the activation."""
     rng = np.random.default_rng()
-    rows, columns, depth = int(rng.integers(1, 1500)), 64 * int(rng.integers(2, 16)), 64 * int(rng.integers(2, 8))
+    columns = 16 * int(rng.integers(1, 8)) if activation == "gelu" else 64 * int(rng.integers(2, 16))
+    rows, depth = int(rng.integers(1, 1500)), 64 * int(rng.integers(2, 8))
     x, w, b = draw(rows, depth), draw(columns, depth), draw(columns) if bias else None
     blocks = linear.Blocks(int(rng.choice([256, 512])), 128 * int(rng.integers(1, 4)))
     run = jax.jit(lambda x, w, b: linear.tpu_linear(x, w, b, activation=activation, blocks=blocks, interpret=True))

@@ -49,6 +49,7 @@ OPERATORS = {
     "running sum in place": (lambda x: x.clone().cumsum_(-1), [Y], 1e-6),
     "sum of truths in place": (lambda x, y: x.clone().add_(y), TRUTHS, 0),
     "repeat": (lambda x: x.repeat_interleave(3, dim=1), [Y], 0),
+    "repeat, rows that end within a register": (lambda x: x.repeat_interleave(2, dim=-1), [(2, 3, 131)], 0),
     "repeat, flat": (lambda x: x.repeat_interleave(2), [Y], 0),
     "repeat by counts": (lambda x, n: x.repeat_interleave(n, dim=1), [Y, COUNTS], 0),
     "repeat by counts, sized": (lambda x, n: x.repeat_interleave(n, dim=1, output_size=5), [Y, COUNTS], 0),

@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from ..kernels.kept import layer_result
 from ..kernels.linear import ACTIVATIONS as COMPUTED
 from ..kernels.linear import linear as fast_linear
 from ..kernels.narrow import Narrow
-from ..kernels.settings import current
+from ..kernels.settings import Settings, current
 from .on_host import NotTaken
 from .views import has_values
 
@@ -106,6 +107,17 @@ def how_it_lies(weight: Tensor) -> dict:
     return dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))
 
 
+class Layer(NamedTuple):
+    """What the kernel made a result of. `sizes`: of the map [B, N, *sizes] that the result [B, T, N] is for upstream; None: none."""
+
+    x: jax.Array
+    w: jax.Array
+    b: jax.Array | None
+    settings: Settings
+    lies: dict
+    sizes: tuple[int, ...] | None = None
+
+
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
     if (of := operands(weight, unpacked)) is not None:
@@ -119,7 +131,7 @@ def linear(input, weight, bias=None):
         w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
     lies = how_it_lies(weight)
     if everywhere is None and (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
-        return made_of(Tensor(result, input._env), linear, x, w, b, current(), lies)
+        return made_of(Tensor(result, input._env), linear, *Layer(x, w, b, current(), lies))
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = (result if b is None else result + b).astype(dtype)
@@ -127,6 +139,26 @@ def linear(input, weight, bias=None):
         # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
         result = jax.lax.with_sharding_constraint(result, *everywhere)
     return Tensor(layer_result(result, w.shape[1]), input._env)
+
+
+def by_position(input, weight, b) -> Tensor | None:
+    """A convolution [B, C, ...] of each position alone, by the kernel; None where that does not take it.
+
+    Such weights lie on a TPU with the longer one of outputs and inputs last.
+    """
+    x, w, lies = tokens_of(input.jax()), weight.jax(), how_it_lies(weight)
+    layers = lies.get("layers")
+    layers = None if layers is None else (layers[0].reshape(*layers[0].shape[: -w.ndim], *w.shape[:2]), layers[1])
+    lies = {"split": lies.get("split"), "layers": layers, "turned": len(w) > w.shape[1]}
+    settings = replace(current(), linear="bfloat16")
+    layer = Layer(x, w.reshape(w.shape[:2]), b, settings, lies, input.shape[2:])
+    result = _again(layer)
+    return None if result is None else made_of(Tensor(result, input._env), linear, *layer)
+
+
+def tokens_of(x: jax.Array) -> jax.Array:
+    """Maps [B, C, ...] as [B, T, C]."""
+    return jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)
 
 
 def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
@@ -358,6 +390,8 @@ def _gated(result, x, gate):
     layer = operands(x, linear) or (operands(x, cast) or (None, None, None))[1]
     if layer is None or gate.ndim != 3 or x.ndim != 3 or gate.shape[1] != 1 or gate.shape[2] != x.shape[2]:
         return None
+    if Layer(*layer).sizes is not None:  # a convolution along one axis
+        return None
     return made_of(result, _gated, layer, gate.jax().astype(result.jax().dtype)) if result.shape == x.shape else None
 
 
@@ -375,7 +409,9 @@ def _added(result, x, residual):
 
 def _again(layer: tuple, gate=None, residual=None, activation: str = "") -> jax.Array | None:
     """A layer with what follows it, on the chips where it was; None where the kernel does not take it."""
-    x, w, b, settings, lies = layer
+    x, w, b, settings, lies, sizes = layer
     if residual is not None and residual.dtype != x.dtype:
         return None
-    return fast_linear(x, w, b, activation, settings, gate, residual, **lies)
+    residual = residual if residual is None or sizes is None else tokens_of(residual)
+    result = fast_linear(x, w, b, activation, settings, gate, residual, **lies)
+    return result if result is None or sizes is None else jnp.moveaxis(result, 2, 1).reshape(len(x), -1, *sizes)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from torchax.tensor import Tensor
 from ..kernels import convolution as convolution_kernel
 from ..kernels.attention.api import attention
 from ..kernels.kept import layer_result
-from ..kernels.linear import linear as fast_linear
 from ..kernels.settings import current
 from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
@@ -217,8 +215,8 @@ def _convolution(
     if here and dilation == stride == (1,) * axes and groups == x.shape[1] == len(w) > 1:
         return Tensor(_by_channel(x, w, b, widths).astype(x.dtype), input._env)
     if split is None and simple and math.prod((*stride, *taps)) == 1 and not any(map(any, widths)):
-        if (result := _by_position(x, weight, b)) is not None:
-            return Tensor(result, input._env)
+        if (result := layers.by_position(padded, weight, b)) is not None:
+            return result
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     of_videos = axes == 3 and split is None and stride == (1,) * axes
@@ -243,20 +241,6 @@ def _by_lines(w, axes: int):
     """Weights [..., O, C, h, w] of maps, or [..., O, C, t, h, w], as [..., h or t, 1 or h, w, O, C], which lie on a TPU as they do."""
     w = jnp.moveaxis(w, (-axes - 2, -axes - 1), (-2, -1))
     return w if axes == 3 else w[..., None, :, :, :]
-
-
-def _by_position(x, weight, b):
-    """A convolution of each position alone by the kernel of linear layers; None where that does not take it.
-
-    Such weights lie on a TPU with the longer one of outputs and inputs last.
-    """
-    w, lies = weight.jax(), how_it_lies(weight)
-    split, layers = lies.get("split"), lies.get("layers")
-    layers = None if layers is None else (layers[0].reshape(*layers[0].shape[: -w.ndim], *w.shape[:2]), layers[1])
-    tokens = jnp.moveaxis(x.reshape(*x.shape[:2], -1), 1, 2)
-    settings, turned = replace(current(), linear="bfloat16"), len(w) > w.shape[1]
-    y = fast_linear(tokens, w.reshape(w.shape[:2]), b, "", settings, split=split, layers=layers, turned=turned)
-    return None if y is None else jnp.moveaxis(y, 2, 1).reshape(len(x), len(w), *x.shape[2:])
 
 
 def _by_channel(x, w, b, widths):

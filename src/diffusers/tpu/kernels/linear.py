@@ -83,9 +83,9 @@ def choose(
     chip, found, results = chip_of(generation), [], 2 if residual else 1
     depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1)
     useful, whole = 2 * rows * columns * depth / flops, round_up(rows, TILE_ROWS)
-    patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT
+    patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT or columns < LANES
     heights = (1024, 768, 512, 256) if whole > MOST_WHOLE_ROWS or whole <= 1024 else (whole, 1024, 768, 512, 256)
-    for count in range(1, columns // LANES + 1):
+    for count in range(1, max(columns // LANES, 1) + 1):
         width = round_up(-(-columns // count), LANES)
         for height in heights:
             vmem = 2 * size * (height + width) * depth + 4 * results * height * width + 8 * TILE_ROWS * width
@@ -231,7 +231,8 @@ def linear(
 def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False) -> Callable[..., Array] | None:
     """What computes `linear` of such arrays, or of a `Narrow` w, from x, w, b, the gate, the residual and perhaps a stack's layer."""
     narrow = isinstance(w, Narrow)
-    if not settings.own_layers or len(x.shape) < 2 or not all(map(_is_wide, w.shape)):
+    few = w.shape[0] < LANES and not w.shape[0] % (2 * SUBLANES) and split is None
+    if not settings.own_layers or len(x.shape) < 2 or not (few or _is_wide(w.shape[0])) or not _is_wide(w.shape[1]):
         return None
     if (found := rows_over_mesh(x.shape, settings, split is not None)) is None:
         return None
@@ -245,7 +246,7 @@ def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False)
     # The compiler's sums of several chips are exchanged in float32.
     how = {"patient": parts[1] > 1, "narrow": narrow}
     blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, **how)
-    if blocks is None or found.rows < found.least or not (_is_wide(columns) and _is_wide(depth)):
+    if blocks is None or found.rows < found.least or not ((few or _is_wide(columns)) and _is_wide(depth)):
         return None
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
 
