@@ -100,6 +100,27 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
 
+@pytest.mark.parametrize(
+    "images, given, taken", [(5, {"padding": 1, "stride": 2}, True), (5, {"stride": 3}, False), (3, {}, False)]
+)
+def test_chips_share_images(chips, monkeypatch, images, given, taken):
+    """Five on eight chips, each of which has whole ones and the kernel."""
+    runs, run = [], tpu_convolution
+    monkeypatch.setattr(
+        convolution_kernel, "tpu_convolution", lambda *a, **k: (runs.append(len(a[0])), run(*a, **k))[1]
+    )
+    settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 4, 1)))
+    x, w, b = draw(images, 64, 9, 12), draw(64, 64, 3, 3), draw(64)
+
+    def ours(*tensors):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            return F.conv2d(*map(bridge.to_torch, tensors), **given).jax()
+
+    exact, found = F.conv2d(x.double(), w.double(), b.double(), **given), jax.jit(ours)(*arrays(x, w, b))
+    assert runs == ([1] if taken else [])
+    assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+
+
 AFTER = {
     "silu": (lambda y, h, g: F.silu(y), ["silu", False, False]),
     "added": (lambda y, h, g: h + y, ["", False, True]),

@@ -15,6 +15,7 @@ from torch.nn.attention import flex_attention as flex
 from conftest import relative
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.tpu import bridge
+from diffusers.tpu.bridge import layers
 from diffusers.tpu.kernels.settings import Settings, using
 from test_bridge import env, on_chip, on_host  # noqa: F401
 
@@ -379,3 +380,18 @@ def test_host_tensors_and_device_tensors_meet(env):
     assert type(out) is torch.Tensor and out.device.type == "cpu"
     wide = torch.tensor([999.999999999, 1.5], dtype=torch.float64)  # converted before the way to the device
     assert on_host(wide.to(device="jax", dtype=torch.int64)).tolist() == [999, 1]
+
+
+@pytest.mark.parametrize("rows, parts", [(5, 3), (8, 0)])
+def test_rows_that_end_within_a_register_are_put_one_behind_the_other(monkeypatch, rows, parts):
+    """As a reshape the TPU's compiler takes minutes for them."""
+    monkeypatch.setattr(layers, "MANY_ENTRIES", 1)
+    x = np.random.randn(6, rows, 16).astype(np.float32)
+
+    def run(x):
+        with using(Settings(layers="kernel")), bridge.quiet_integers(), bridge.environment():
+            return bridge.to_torch(x).view(2, -1, 16).jax()
+
+    joined = [e for e in jax.make_jaxpr(run)(x).eqns if e.primitive.name == "concatenate"]
+    assert [len(e.invars) for e in joined] == ([parts] if parts else [])
+    np.testing.assert_array_equal(jax.jit(run)(x), x.reshape(2, -1, 16))

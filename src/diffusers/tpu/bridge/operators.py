@@ -2,19 +2,22 @@
 
 import functools
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jax.sharding import PartitionSpec as P
 from torchax.ops import mappings
 from torchax.tensor import Tensor
 
 from ..kernels import convolution as convolution_kernel
 from ..kernels.attention.api import attention
 from ..kernels.kept import layer_result
-from ..kernels.settings import current
+from ..kernels.settings import current, using
 from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
@@ -175,12 +178,35 @@ def _pad(torchax_pad, input, pad, mode="constant", value=None):
     return made_of(Tensor(padded, input._env), F.pad, input, x, widths)
 
 
-def _at_its_precision(*args):
+def _at_its_precision(torchax_convolution, *args):
     with jax.default_matmul_precision(current().convolutions):
-        result, w = _convolution(*args), args[2]
+        compute = functools.partial(_convolution, torchax_convolution)
+        result, w = _by_images(compute, *args), args[1]
+        result = compute(*args) if result is None else result
     if math.prod(w.shape[2:]) == 1 or not current().differentiable:
         return result
     return Tensor(layer_result(result.jax(), w[0].numel()), result._env)
+
+
+def _by_images(compute: Callable, input, weight, bias, stride, *others) -> Tensor | None:
+    """What `compute` gives, of images that all chips share, whole ones each; None where it would leave most chips without, or cuts patches.
+
+    A map that is not split the partitioner would cut for each convolution by itself, and exchange the rims.
+    """
+    settings, count = current(), len(input)
+    patches = tuple(stride) == tuple(weight.shape[2:])
+    if settings.chips == 1 or halo_shards() is not None or input.ndim != 4 or patches or 2 * count < settings.chips:
+        return None
+
+    def local(*arrays):
+        with using(replace(settings, mesh=None)):
+            given = (None if array is None else Tensor(array, input._env) for array in arrays)
+            return compute(*given, stride, *others).jax()
+
+    over = P(settings.mesh.axis_names)
+    run = jax.shard_map(local, mesh=settings.mesh, in_specs=(over, P(), P()), out_specs=over, check_vma=False)
+    x = jnp.pad(input.jax(), [(0, -count % settings.chips), *[(0, 0)] * 3])
+    return Tensor(run(x, weight.jax(), None if bias is None else bias.jax())[:count], input._env)
 
 
 def _convolution(
