@@ -120,6 +120,12 @@ class Layer(NamedTuple):
     sizes: tuple[int, ...] | None = None
 
 
+def layer_of(x) -> Layer | None:
+    """The layer that x comes from as it is; None where it does not."""
+    (layer,) = operands(x, linear) or (None,)
+    return layer
+
+
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
     if (of := operands(weight, unpacked)) is not None:
@@ -133,7 +139,7 @@ def linear(input, weight, bias=None):
         w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
     lies = how_it_lies(weight)
     if everywhere is None and (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
-        return made_of(Tensor(result, input._env), linear, *Layer(x, w, b, current(), lies))
+        return made_of(Tensor(result, input._env), linear, Layer(x, w, b, current(), lies))
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = (result if b is None else result + b).astype(dtype)
@@ -155,7 +161,7 @@ def by_position(input, weight, b) -> Tensor | None:
     settings = replace(current(), linear="bfloat16")
     layer = Layer(x, w.reshape(w.shape[:2]), b, settings, lies, input.shape[2:])
     result = _again(layer)
-    return None if result is None else made_of(Tensor(result, input._env), linear, *layer)
+    return None if result is None else made_of(Tensor(result, input._env), linear, layer)
 
 
 def tokens_of(x: jax.Array) -> jax.Array:
@@ -340,7 +346,7 @@ ACTIVATIONS = {  # to names of `COMPUTED`
 
 def activated(overload, plain, x, *args, **kwargs):
     """The operator, by `linear` itself where its input comes from there and the kernel has such an activation."""
-    layer, activation = operands(x, linear), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
+    layer, activation = layer_of(x), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
     if layer is not None and activation:
         return Tensor(_again(layer, activation=activation), x._env)
     if activation == "gelu" and x.dtype == torch.bfloat16:
@@ -362,7 +368,7 @@ def cast(x, result):
         return Tensor(narrow, result._env)
     norm = operands(x, rms_norm)
     if _holds(result.jax().dtype, x.jax().dtype):
-        return made_of(result, cast, x.jax(), operands(x, linear), norm)
+        return made_of(result, cast, x.jax(), layer_of(x), norm)
     if norm is not None and norm[-1] is not None and norm[-1].dtype == result.jax().dtype:
         return made_of(result, rms_norm, norm[-1], *norm[1:3], None)
     total = operands(x, _added)
@@ -409,17 +415,17 @@ def _is_truth(x) -> bool:
 
 def _gated(result, x, gate):
     """Remembers that x is a layer's output, and the gate one for all tokens: [B, 1, N]."""
-    layer = operands(x, linear) or (operands(x, cast) or (None, None, None))[1]
+    layer = layer_of(x) or (operands(x, cast) or (None, None, None))[1]
     if layer is None or gate.ndim != 3 or x.ndim != 3 or gate.shape[1] != 1 or gate.shape[2] != x.shape[2]:
         return None
-    if Layer(*layer).sizes is not None:  # a convolution along one axis
+    if layer.sizes is not None:  # a convolution along one axis
         return None
     return made_of(result, _gated, layer, gate.jax().astype(result.jax().dtype)) if result.shape == x.shape else None
 
 
 def _added(result, x, residual):
     """The layer's own sum where both are in its dtype; in float32 remembers what it is made of, until it is cast back."""
-    layer, gate = operands(x, _gated) or (operands(x, linear), None)
+    layer, gate = operands(x, _gated) or (layer_of(x), None)
     if layer is None or result.shape != x.shape or residual.shape != x.shape:
         return None
     if result.dtype == torch.float32:
@@ -429,7 +435,7 @@ def _added(result, x, residual):
     return None if whole is None else Tensor(whole, result._env)
 
 
-def _again(layer: tuple, gate=None, residual=None, activation: str = "") -> jax.Array | None:
+def _again(layer: Layer, gate=None, residual=None, activation: str = "") -> jax.Array | None:
     """A layer with what follows it, on the chips where it was; None where the kernel does not take it."""
     x, w, b, settings, lies, sizes = layer
     if residual is not None and residual.dtype != x.dtype:
