@@ -227,8 +227,8 @@ def test_a_fault_in_a_trace_is_no_bad_input(root, monkeypatch):
     """Its traceback is what helps, not its message; upstream's own refusal of an argument is a sentence."""
     request = {"model": str(root / "examples/tpu/models/wan-shapes"), "dtype": "float32", "arguments": {}, "batch": 1}
     for kind, fails in (
-        (aot.BadRequest, lambda *_: int("three")),
-        (ValueError, lambda *_: group_norm(torch.ones(1, 3), 2)),
+        (aot.BadRequest, lambda *_, **__: int("three")),
+        (ValueError, lambda *_, **__: group_norm(torch.ones(1, 3), 2)),
     ):
         monkeypatch.setattr(worker, "record", fails)
         with pytest.raises(ValueError) as error:

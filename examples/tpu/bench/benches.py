@@ -70,6 +70,16 @@ def step_cases() -> list[Case]:
         (*other, cache_row.EIGHT_BITS, BOUND, {"linear": find_topology(other[0]).chip.narrow})
         for other in (wan, others[0], others[2])
     ]
+    cases += [
+        (
+            *other,
+            cache_row.sparse_variant(sparsity),
+            BOUND,
+            {"attention_sparsity": sparsity, "attention_sparse_below": 1000},
+        )
+        for other in (wan, others[2], ("v6e-8", "hunyuanvideo-1.5-720p-t2v", HUNYUAN_720P))
+        for sparsity in cache_row.SPARSITIES
+    ]
     return [_step(*case) for case in cases]
 
 
@@ -269,10 +279,10 @@ def check_cases() -> list[Case]:
 
 
 def cache_cases() -> list[Case]:
-    """Caches, and products of 8 bits, on the shipped model: measured here, and by that planned of a large one."""
+    """Caches, products of 8 bits and sparse attention on the shipped model: measured here, and by that planned of a large one."""
+    names = (*cache_row.CACHES, *cache_row.PRODUCTS, *map(cache_row.sparse_variant, cache_row.SPARSITIES))
     return [
-        Case({"model": "wan-shapes", "name": name}, None, functools.partial(cache_row.answer, name))
-        for name in (*cache_row.CACHES, *cache_row.PRODUCTS)
+        Case({"model": "wan-shapes", "name": name}, None, functools.partial(cache_row.answer, name)) for name in names
     ]
 
 

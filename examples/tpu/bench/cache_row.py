@@ -1,8 +1,9 @@
-"""What caches, and linear layers in 8 bits, do to the videos of the shipped model, on simulated chips; and what that would be of a large
-model's run, by its records.
+"""What caches, linear layers in 8 bits and sparse attention do to the videos of the shipped model, on simulated chips; and what that would
+be of a large model's run, by its records.
 
 PSNR and SSIM (Wang et al. 2004: a Gaussian window of 1.5 pixels) are of a video against the one without either, in float32, the worst of
-`PROMPTS`. A block run is one block for one branch of one step. For `PRODUCTS` the denoiser is in bfloat16.
+`PROMPTS`. A block run is one block for one branch of one step. For `PRODUCTS` the denoiser is in bfloat16. Sparse attention has videos of
+`LARGER` size, which the model was not trained for.
 """
 
 import functools
@@ -41,8 +42,22 @@ CACHES = {  # name: class and settings
         for interval in (2, 3, 4)
     },
 }
-PRODUCTS = {"the denoiser in bfloat16": "bfloat16", "linear layers in int8": "int8", "linear layers in fp8": "fp8"}
+BFLOAT16 = "the denoiser in bfloat16"
+PRODUCTS = {
+    BFLOAT16: "bfloat16",
+    f"{BFLOAT16}, larger": "bfloat16",
+    "linear layers in int8": "int8",
+    "linear layers in fp8": "fp8",
+}
 EIGHT_BITS = "8 bits"  # the variant of step.json
+SPARSITIES = (0.5, 0.7)
+LARGER = {**CALL, "height": 256, "width": 256, "num_frames": 33}  # so that there are tiles: 2,304 tokens
+SHIFT_OF_LARGE = 5.0  # of its scheduler at 720p, by its card
+
+
+def sparse_variant(sparsity: float) -> str:
+    """The variant of step.json, whose steps are all sparse."""
+    return f"sparse attention, {sparsity}"
 
 
 def answer(name: str) -> dict:
@@ -52,7 +67,12 @@ def answer(name: str) -> dict:
     """
     found = dict(_measured()[name])
     ran = found.pop("steps_with_blocks")
-    seconds, slower = planned(ran, "first" in name) if name in CACHES else planned_products(PRODUCTS[name])
+    if name in CACHES:
+        seconds, slower = planned(ran, "first" in name)
+    elif name in PRODUCTS:
+        seconds, slower = planned_products(PRODUCTS[name])
+    else:
+        seconds, slower = planned_variant(name, sparse_steps())
     return {
         **found,
         "steps_with_blocks": sum(ran),
@@ -80,15 +100,28 @@ def planned(ran: list[bool], first_block: bool) -> tuple[float, float]:
 
 def planned_products(kind: str) -> tuple[float, float] | tuple[None, None]:
     """Seconds of a whole run of the large model whose linear layers have such products, and of a chip that waits more; None: not there."""
-    run = _record("run.json")
-    seconds, slower = run["seconds"]["total"], run["slower"]
-    if kind == "bfloat16":
-        return seconds, slower
-    if kind != find_topology(LARGE["topology"]).chip.narrow:
+    if kind not in ("bfloat16", find_topology(LARGE["topology"]).chip.narrow):
         return None, None
-    ours, narrow = (_record("step.json", variant=variant, height=720) for variant in ("ours", EIGHT_BITS))
-    saved = [run["steps"] * (ours[of] - narrow[of]) for of in ("seconds_per_step", "slower")]
-    return seconds - saved[0], slower - saved[1]
+    return planned_variant("ours" if kind == "bfloat16" else EIGHT_BITS, _record("run.json")["steps"])
+
+
+def planned_variant(variant: str, steps: int) -> tuple[float, float]:
+    """Seconds of a whole run of the large model, of whose steps so many are as this variant of step.json."""
+    run, ours, other = _record("run.json"), *(_record("step.json", variant=v, height=720) for v in ("ours", variant))
+    saved = [steps * (ours[of] - other[of]) for of in ("seconds_per_step", "slower")]
+    return run["seconds"]["total"] - saved[0], run["slower"] - saved[1]
+
+
+def sparse_steps() -> int:
+    """Of the large model's run, those that sparse attention has by default."""
+    from diffusers import UniPCMultistepScheduler
+    from diffusers.tpu import TPUConfig
+
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT_OF_LARGE
+    )
+    scheduler.set_timesteps(STEPS)
+    return int((scheduler.timesteps <= TPUConfig().attention_sparse_below).sum())
 
 
 def _record(name: str, **more) -> dict:
@@ -132,11 +165,16 @@ def main():
     pipe.to("cuda")
     runner, blocks = pipe.transformer._tpu_runner, len(pipe.transformer.blocks)
 
-    def videos() -> list[np.ndarray]:
+    def videos(call: dict = CALL) -> list[np.ndarray]:
         seeds = ((prompt, torch.Generator().manual_seed(seed)) for prompt, seed in PROMPTS.items())
-        return [pipe(prompt, generator=noise, output_type="np", **CALL).frames[0] for prompt, noise in seeds]
+        return [pipe(prompt, generator=noise, output_type="np", **call).frames[0] for prompt, noise in seeds]
 
-    oracles, rows = videos(), {}
+    def row(made: list[np.ndarray], of: list[np.ndarray], **said) -> dict:
+        quality = {"psnr": min(map(psnr, made, of)), "ssim": min(map(ssim, made, of))}
+        whole = {"block_runs": 2.0 * STEPS * blocks, "fewer_block_runs": 1.0, "steps_with_blocks": [True] * STEPS}
+        return {"steps": STEPS, **whole, **quality, **said}
+
+    oracles, larger, rows = videos(), videos(LARGER), {}
     for name, (cls, settings) in CACHES.items():
         if cls == "MagCacheConfig":
             settings = {**settings, "mag_ratios": list(RATIOS), "num_inference_steps": STEPS}
@@ -148,27 +186,18 @@ def main():
         always = cls == "FirstBlockCacheConfig"
         runs = sum(blocks if computed else always for computed in ran)
         pairs = [cond or uncond for cond, uncond in zip(ran[::2], ran[1::2])]
-        rows[name] = {
-            "steps": STEPS,
-            "block_runs": runs / len(PROMPTS),
-            "fewer_block_runs": blocks * len(ran) / runs,
-            "psnr": min(map(psnr, made, oracles)),
-            "ssim": min(map(ssim, made, oracles)),
-            "steps_with_blocks": max((pairs[n : n + STEPS] for n in range(0, len(pairs), STEPS)), key=sum),
-        }
+        with_blocks = max((pairs[n : n + STEPS] for n in range(0, len(pairs), STEPS)), key=sum)
+        counted = {"block_runs": runs / len(PROMPTS), "fewer_block_runs": blocks * len(ran) / runs}
+        rows[name] = row(made, oracles, **counted, steps_with_blocks=with_blocks)
+    for sparsity in SPARSITIES:
+        tpu.install(pipe, tpu.TPUConfig(attention_sparsity=sparsity))
+        rows[sparse_variant(sparsity)] = row(videos(LARGER), larger)
     narrow.BYTES_OF_A_WEIGHT = 0  # so few tokens would keep bfloat16
     for name, kind in PRODUCTS.items():
         pipe.transformer.to(torch.bfloat16)
         tpu.install(pipe, tpu.TPUConfig(linear=kind))
-        made = videos()
-        rows[name] = {
-            "steps": STEPS,
-            "block_runs": 2.0 * STEPS * blocks,
-            "fewer_block_runs": 1.0,
-            "psnr": min(map(psnr, made, oracles)),
-            "ssim": min(map(ssim, made, oracles)),
-            "steps_with_blocks": [True] * STEPS,
-        }
+        of = (LARGER, larger) if "larger" in name else (CALL, oracles)
+        rows[name] = row(videos(of[0]), of[1])
     print(json.dumps(rows))
 
 

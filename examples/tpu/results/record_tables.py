@@ -123,7 +123,7 @@ def _steps(rows: list[dict]) -> list[str]:
             continue
         kinds = (f"{row['seconds'][kind]:.2f}" for kind in ("attention", "matmul", "other", "collectives"))
         figures = (span(row["seconds_per_step"], row.get("slower")), ", ".join(kinds), f"{100 * row['mfu']:.0f}")
-        program = PROGRAMS.get(row["variant"])
+        program = None if row["variant"] == "ours" else PROGRAMS.get(row["variant"], row["variant"])
         work = (work_of(row) + (f": {program}" if program else ""), row["topology"])
         took = "" if row["compile_seconds"] is None else f"{row['compile_seconds']:.0f}"
         lines.append((*work, *figures, gib(row), took))
@@ -314,15 +314,27 @@ def _cache(rows: list[dict]) -> list[str]:
 
 def _eight_bits(rows: list[dict]) -> list[str]:
     """Steps with linear layers in numbers of 8 bits beside those in bfloat16."""
+    head = ("model and size", "slice", "bfloat16, s a step", "8 bits, s a step", "layers alone, s", "less, %")
+    return markdown(head, _beside_ours(rows, "8 bits", "matmul"))
+
+
+def _sparse(rows: list[dict]) -> list[str]:
+    """Steps with sparse attention beside those that see all."""
+    head = ("model and size, sparsity", "slice", "all, s a step", "sparse, s a step", "attention alone, s", "less, %")
+    return markdown(head, _beside_ours(rows, "sparse attention", "attention"))
+
+
+def _beside_ours(rows: list[dict], variant: str, part: str) -> list[tuple]:
+    """Rows of the variants that begin so, beside the exact ones; `part`: of a step, what they do otherwise."""
     lines, same = [], ("model", "topology", "height", "way")
-    for row in (row for row in rows if row["variant"] == "8 bits"):
+    for row in (row for row in rows if row["variant"].startswith(variant)):
         ours = next(r for r in rows if r["variant"] == "ours" and all(r[name] == row[name] for name in same))
         seconds = (span(one["seconds_per_step"], one["slower"]) for one in (ours, row))
-        layers = (f"{one['seconds']['matmul']:.2g}" for one in (ours, row))
+        alone = (f"{one['seconds'][part]:.2g}" for one in (ours, row))
         less = 1 - row["seconds_per_step"] / ours["seconds_per_step"]
-        lines.append((work_of(row), row["topology"], *seconds, ", ".join(layers), f"{100 * less:.0f}"))
-    head = ("model and size", "slice", "bfloat16, s a step", "8 bits, s a step", "layers alone, s", "less, %")
-    return markdown(head, lines)
+        name = work_of(row) + row["variant"].removeprefix(variant)
+        lines.append((name, row["topology"], *seconds, ", ".join(alone), f"{100 * less:.0f}"))
+    return lines
 
 
 ERRORS = ("error", "upstream_error")
@@ -368,6 +380,7 @@ TABLES = {
     "speed": Table("step.json", _speed),
     "steps": Table("step.json", _steps),
     "eight-bits": Table("step.json", _eight_bits),
+    "sparse": Table("step.json", _sparse),
     "models": Table("models.json", _models),
     "train": Table("train.json", _train),
     "run": Table("run.json", _run),

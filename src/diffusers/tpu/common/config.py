@@ -78,6 +78,10 @@ class TPUConfig:
         attention_smoothing: heads whose scores have no small bound may have one around the mean of the keys, and go without a running
             maximum too. Values are the same either way.
         attention_window: (left, right): in the denoiser's self-attention, queries see only so many tokens before and after them.
+        attention_sparsity: a video's tokens do not see this share of the video, in tiles that are far from them in time and space, and the
+            attention takes so much less time: with a loss (examples/tpu/CACHES.md). 0: they see all, as they do in what a backward pass
+            differentiates.
+        attention_sparse_below: only in denoising steps whose timestep, of 1,000, is at most this one.
         attention_ring: of the chips that split the sequence, how many pass keys around; None: as few as heads allow.
         attention_tally: `report(pipe)` says which softmax modes heads took; each call of attention then waits for the host.
         layers: large linear layers in bfloat16, and norm with rotation. "auto": our kernels on a TPU; "kernel": also elsewhere,
@@ -106,6 +110,8 @@ class TPUConfig:
     attention_blocks: tuple[int, int, int] | None = None
     attention_smoothing: bool = True
     attention_window: tuple[int, int] | None = None
+    attention_sparsity: float = 0.0
+    attention_sparse_below: float = 900.0
     attention_ring: int | None = None
     attention_tally: bool = False
     layers: str = "auto"
@@ -138,6 +144,10 @@ class TPUConfig:
             value = getattr(self, name)
             is_right = value is None or (isinstance(value, (int, float)) and value >= 0)
             self._expect(name, is_right, "of GiB, a number of at least 0")
+        for name, most in (("attention_sparsity", 0.95), ("attention_sparse_below", 1000)):
+            value = getattr(self, name)
+            is_right = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= most
+            self._expect(name, is_right, f"of a number from 0 to {most}")
         for name, value in (("attention_blocks", blocks), ("attention_window", window), ("host", host)):
             object.__setattr__(self, name, value)
 

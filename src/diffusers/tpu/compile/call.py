@@ -20,7 +20,7 @@ from .state import Unread, is_data, of_object, opened
 
 
 MOST_COMPARED = 1 << 16  # of a tensor's values: places of tokens, which each guidance branch has its own of
-LATENTS = ("hidden_states", "sample")  # of a denoiser's arguments
+LATENTS, TIMESTEPS = ("hidden_states", "sample"), ("timestep", "timesteps", "t")  # of a denoiser's arguments
 _HASHABLE = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
 
 
@@ -53,6 +53,8 @@ class Call:
         given: the caller's own args and kwargs; `unread`: why no key can be made of them.
         wanted: by what its program is differentiated (`gradients.Wanted`), if it is.
         autocast: what its products are cast to, if they are.
+        latents, timestep: of a denoiser's arguments.
+        sparse: as of `Settings`.
     """
 
     entry: str
@@ -72,6 +74,9 @@ class Call:
     images: int | None = None
     wanted: object = None
     autocast: torch.dtype | None = None
+    latents: torch.Tensor | None = None
+    timestep: torch.Tensor | float | None = None
+    sparse: tuple[tuple[int, int, int], float] | None = None
 
     @property
     def shapes(self) -> tuple:
@@ -88,6 +93,11 @@ class Call:
         cached = tuple((tuple(t.shape), t.dtype) for t in step.tensors)
         self.key = Key((*self.key[:-1], (step.kind, cached), self.key[-1]))
         self.batched += (any(self.batched),) * len(step.tensors)
+
+    def become_sparse(self, sizes: tuple[int, int, int], sparsity: float):
+        """The call has sparse attention, of a video with latents of these frames, height and width."""
+        self.sparse = sizes, sparsity
+        self.key = Key((*self.key[:-1], self.sparse, self.key[-1]))
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -139,7 +149,9 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         batch = images = sizes.pop() if len(sizes) == 1 else None
     elif plan.activation_spec == INFERRED and images is not None:  # what leads with as many is taken to be theirs
         batched, batch = tuple(t.shape[:1] == (images,) for t in tensors), images
+    timestep = next((bound[name] for name in TIMESTEPS if name in bound), None)
     said = {"given": (args, kwargs), "unread": unread, "images": images, "autocast": autocast}
+    said |= {"latents": latents, "timestep": timestep}
     return Call(entry, leaves, spec, tensors, key, batched, batch, **said)
 
 

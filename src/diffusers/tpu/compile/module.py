@@ -29,6 +29,7 @@ from .gradients import DifferentiatedCall
 from .modes import Mode, from_libraries
 from .module_programs import ModulePrograms
 from .programs import Program, cached_sharding
+from .sparsity import thin_out
 from .state import write_back
 from .state.adapters import scaled_by, take_scale
 from .weights import PlacedWeights
@@ -163,7 +164,10 @@ class CompiledModule(ModulePrograms):
 
     def flatten_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call of the module's `entry(*args, **kwargs)` as tensors and what is static."""
-        return flatten_call(entry, self._signatures[entry], self.plan, args, kwargs)
+        call = flatten_call(entry, self._signatures[entry], self.plan, args, kwargs)
+        if self.config.attention_sparsity and entry == "forward" and self.denoises and not self.within:
+            thin_out(call, self.config, self.module)
+        return call
 
     def _scaled_call(self, entry: str, args: tuple, kwargs: dict) -> Call:
         """A call whose scale of LoRA layers, upstream's `attention_kwargs={"scale": ...}`, is no argument but multiplies numbers."""

@@ -33,6 +33,7 @@ from .lru import LRUCache
 from .modes import NO_PROGRAM, Modes, from_libraries
 from .module_state import ModuleState
 from .programs import Program, announce, clear_jax_caches, trace_program
+from .sparsity import looked_for
 from .state import Trace
 from .weights import PlacedWeights, plan_placement
 
@@ -259,7 +260,8 @@ class ModulePrograms(EntryMethods):
 
     def _trace(self, call: Call, function: tracing.PureFunction) -> Program:
         self.traces += 1
-        return trace_program(function, self._placed, self.state.numbers(self._placed), call, self.compiler_options)
+        with looked_for(call, self.name):
+            return trace_program(function, self._placed, self.state.numbers(self._placed), call, self.compiler_options)
 
     def _compile(self, program: Program) -> bool:
         """Compile it where that is not done; whether other threads may have run meanwhile."""
@@ -339,7 +341,10 @@ class ModulePrograms(EntryMethods):
             packed=placed.packed,
             plan=dataclasses.replace(self.plan, **without),
             attention=dataclasses.replace(
-                self.settings, mesh=self.mesh_of(call, branches), differentiable=call.wanted is not None
+                self.settings,
+                mesh=self.mesh_of(call, branches),
+                differentiable=call.wanted is not None,
+                sparse=call.sparse if call.wanted is None else None,
             ),
             matmul_precision=self.config.matmul_precision,
             part=self.within,

@@ -25,6 +25,7 @@ class Settings:
         interpret: kernels run in Pallas's interpret mode; they always do on the CPU.
         layers, convolutions: as `TPUConfig.layers` and `TPUConfig.convolution_precision`.
         linear: as `TPUConfig.linear`, of denoisers only.
+        sparse: frames, height and width of the latents of a video, and `TPUConfig.attention_sparsity`; None: all keys are seen.
         differentiable: the trace will be differentiated: kernels are used by functions that have gradients.
         tally: a `ModeCounter` of the attention kernel; None: nothing is counted.
 
@@ -46,6 +47,7 @@ class Settings:
     layers: str = "auto"
     convolutions: str = "high"
     linear: str = "bfloat16"
+    sparse: tuple[tuple[int, int, int], float] | None = None
     differentiable: bool = False
     tally: object = None
 

@@ -74,6 +74,7 @@ class Recording:
 
     pipe: object
     on_progress: Callable[[str], None]
+    config: TPUConfig = TPUConfig()
     calls: list[RecordedCall] = field(default_factory=list)
     stepped: Counter = field(default_factory=Counter)  # id of a scheduler -> its steps
     arguments: dict = field(default_factory=dict)
@@ -133,7 +134,7 @@ class RecordingRunner(CompiledModule):
     """Writes calls down in place of running them."""
 
     def __init__(self, component: str, module: torch.nn.Module, plan: ModelPlan, recording: Recording):
-        super().__init__(module, plan, make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), TPUConfig())
+        super().__init__(module, plan, make_mesh(tuple(jax.devices("cpu")[:1]), (1, 1, 1)), recording.config)
         self.component, self.recording = component, recording
 
     def run(self, entry: str, args: tuple, kwargs: dict, back: bool = False):
@@ -145,14 +146,15 @@ def record(
     arguments: dict,
     on_progress: Callable[[str], None] = lambda text: None,
     runner: Callable[..., RecordingRunner] = RecordingRunner,
+    config: TPUConfig = TPUConfig(),
 ) -> Recording:
     """The calls of `pipe(**arguments)`. What the pipeline needs and `arguments` do not hold (prompt, image, video) stands in.
 
-    `runner`: what traces a module's calls, a `RecordingRunner`.
+    `runner`: what traces a module's calls, a `RecordingRunner`; `config`: what they are traced with.
 
     Raises whatever upstream's check of the arguments raises.
     """
-    recording = Recording(pipe, on_progress)
+    recording = Recording(pipe, on_progress, config)
     runners = [runner(name, module, module_plan(module), recording) for name, module in recording.modules.items()]
     for one in runners:
         one.attach()

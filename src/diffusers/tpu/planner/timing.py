@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 
 from ..chips.figures import Chip
+from ..kernels.attention.api import ATTENTION
 from ..kernels.attention.softmax_modes import MODES
 from . import bundles, hlo, ici
 from .aot import CompiledProgram
@@ -27,7 +28,6 @@ READS_A_PART = {"dynamic-slice", "slice", "gather", UPDATE}
 KERNEL = "tpu_custom_call"
 RELAID = "output_to_operand_aliasing={{}: (0, {})}"  # of a fusion inside of one: its parameter in other tiles
 NOTHING_WRITTEN = 'custom_call_target="AllocateBuffer"'
-ATTENTION = "scaled_dot_product_attention"
 AROUND = ("exchange_", "key_norms_")  # kernels of ours around the attention kernel
 LINEAR = "linear_kernel"
 BETWEEN_SLICES = "xla_megascale_runtime"  # who hands over what a program receives from another slice

@@ -1,7 +1,7 @@
 """What a trace asks for, counted before any compiler: floating point operations, and a first guess of time and memory.
 
 Counted are products (a multiplication and an addition each): matrix products, convolutions and attention, whose two
-products are taken over all queries and keys, whichever kernel does them.
+products are taken over all queries and keys, whichever kernel does them; of sparse attention over the keys that are seen.
 """
 
 import math
@@ -12,7 +12,8 @@ import jax
 from jax.extend import core
 
 from ..chips.figures import Chip
-from .timing import ATTENTION, module_of
+from ..kernels.attention.api import ATTENTION
+from .timing import module_of
 
 
 # Which share of their peak compiled programs reach, by what we have seen of them (Wan 14B, 720p, v6e-8): products of
@@ -77,11 +78,13 @@ def _count(jaxpr, runs: int, work: Work, path: str) -> int:
 
 def _one(eqn, runs: int, work: Work, path: str) -> int:
     name, params = eqn.primitive.name, eqn.params
-    if name in ("pjit", "jit") and params.get("name") == ATTENTION:
+    if name in ("pjit", "jit") and params.get("name", "").startswith(ATTENTION):
         streams = [var.aval for var in eqn.invars[-3 * len(eqn.outvars) :]]  # q, k, v of each, in one softmax
         (batch, heads, _, dim), out_dim = streams[0].shape, streams[2].shape[3]
         queries, keys = (sum(x.shape[2] for x in streams[n::3]) for n in (0, 1))
-        flops = runs * 2.0 * batch * heads * queries * keys * (dim + out_dim)
+        share = float(params["name"].removeprefix(ATTENTION).removeprefix("_") or 1)
+        pairs = queries * keys - (1 - share) * streams[0].shape[2] ** 2
+        flops = runs * 2.0 * batch * heads * pairs * (dim + out_dim)
         work.attention += flops
         work.calls[batch, heads, queries, keys, dim] += runs
         work.by_module[module_of(path)] += flops

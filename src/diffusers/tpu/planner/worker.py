@@ -83,7 +83,10 @@ def recording_of(request: dict, progress: Callable) -> Recording:
             training.prepare(pipe, train, arguments)
         if request["batch"] > 1:
             arguments["prompt"] = ["word"] * request["batch"]
-        recording = record(pipe, arguments, progress)
+        by_step = {
+            name: value for name, value in request.get("config", {}).items() if name.startswith("attention_spars")
+        }
+        recording = record(pipe, arguments, progress, config=TPUConfig(**by_step))
     except (ValueError, TypeError) as error:
         if bridge.raised_inside(error, FAULTS):
             raise  # its traceback says more than its message

@@ -30,7 +30,7 @@ def given_arguments(options, rest: list[str]) -> dict[str, list[str]]:
 
 def config_of(options) -> dict:
     """What the options say of `TPUConfig`, beside the mesh: what is not as it is without them."""
-    plain = {"attention": "auto", "linear": "bfloat16"}
+    plain = {"attention": "auto", "linear": "bfloat16", "attention_sparsity": 0.0}
     return {name: value for name, default in plain.items() if (value := getattr(options, name)) != default}
 
 

@@ -259,7 +259,8 @@ class PureFunction:
     def padding(self, shape: tuple[int, ...], spec: PartitionSpec | None) -> int:
         """Tokens behind those of an output [B, T, C], so that the chips of `sp` have equally many; whole tiles of them if that is little.
 
-        Whole tiles also where a chip has several sequences: it would move every one to where the one before ends.
+        Whole tiles also where a chip has several sequences: it would move every one to where the one before ends; and for sparse attention,
+        whose tokens are exchanged in order.
         """
         lengths = self.attention.mesh.shape
         dp, sp = lengths["dp"], lengths["sp"]
@@ -267,7 +268,7 @@ class PureFunction:
             return 0
         rest, tiles = -shape[1] % sp, -shape[1] % (sp * LANES)
         several = shape[0] > (dp if spec[0] == "dp" else 1)
-        return tiles if (rest or several) and tiles <= MOST_FILL * shape[1] else rest
+        return tiles if (rest or several or self.attention.sparse) and tiles <= MOST_FILL * shape[1] else rest
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from .backward import differentiable_attention
 from .parallel import Text, attention_by_heads, joint_attention, joint_mask, parallel_attention, split_over
 from .reference import Keys, Out, Queries, Values, reference_attention
 from .softmax_modes import ONLINE
+from .sparse import Nearest, nearest
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Dispatch:
     reason: str = ""
 
 
+ATTENTION = "scaled_dot_product_attention"  # what calls in a trace are named
 _dispatched: Counter[Dispatch] = Counter()
 
 
@@ -75,15 +77,15 @@ def attention(
     window = settings.window if q.shape[2] == k.shape[2] else None
     if not isinstance(mask, masks.Mask):
         mask = masks.classify(mask, *q.shape[:3], k.shape[2], is_causal, window)
+    if mask is None and q.shape[2] == k.shape[2]:
+        near = _nearest(settings, q.shape[2], q.shape[2])
+        mask = near and masks.Mask(nearest=near)
     run, how = _dispatch(settings, q, k, v, mask)
     _record(how)
     if not isinstance(q, jax.core.Tracer):
         return _program(settings, scale)(q, k, v, mask)
 
-    def scaled_dot_product_attention(q, k, v):
-        return run(q, k, v, mask=mask, scale=scale)
-
-    return jax.jit(scaled_dot_product_attention)(q, k, v)  # one named call in the trace: what the planner counts
+    return _named(lambda q, k, v: run(q, k, v, mask=mask, scale=scale), mask and mask.nearest)(q, k, v)
 
 
 def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
@@ -99,20 +101,24 @@ def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:
             f"expected no attention_window for attention of latents and text in one softmax, got {settings.window}: a window"
             " is of one sequence; leave it out"
         )
-    mask = joint_mask(k.shape[2] - settings.pad_tokens, k.shape[2], text)
+    near = _nearest(settings, k.shape[2] - settings.pad_tokens, k.shape[2])
+    mask = joint_mask(k.shape[2] - settings.pad_tokens, k.shape[2], text, near)
     name, local, reason = _local(settings, q, k, v, mask)
     _, chips = _spread(settings, q, k, local)
     both = (*k.shape[:2], k.shape[2] + text.k.shape[2], k.shape[3])
     kind = "joint" if mask is None else f"joint+{mask.kind}"
     _record(Dispatch(q.shape, both, str(q.dtype), kind, name, chips, reason))
 
-    how = {"scale": 1 / math.sqrt(q.shape[-1]), "pad_tokens": settings.pad_tokens, "sequence": settings.sequence}
+    how = {
+        "scale": 1 / math.sqrt(q.shape[-1]),
+        "pad_tokens": settings.pad_tokens,
+        "sequence": settings.sequence,
+        "near": near,
+    }
     how |= _over_mesh(settings, local)
 
-    def scaled_dot_product_attention(q, k, v, *words):
-        return joint_attention(q, k, v, Text(*words, text.seen), **how)
-
-    return jax.jit(scaled_dot_product_attention)(q, k, v, text.q, text.k, text.v)
+    attend = _named(lambda q, k, v, *words: joint_attention(q, k, v, Text(*words, text.seen), **how), near)
+    return attend(q, k, v, text.q, text.k, text.v)
 
 
 def among_latents(q: Queries, k: Keys, v: Values) -> Out:
@@ -120,9 +126,20 @@ def among_latents(q: Queries, k: Keys, v: Values) -> Out:
     settings, mask = current(), None
     tokens = k.shape[2] - settings.pad_tokens
     if settings.pad_tokens:
-        mask = masks.Mask(keys=(jnp.arange(k.shape[2]) < tokens)[None, None, None], whole=tokens)
+        keys, near = (jnp.arange(k.shape[2]) < tokens)[None, None, None], _nearest(settings, tokens, k.shape[2])
+        mask = masks.Mask(keys=keys, whole=tokens, nearest=near)
     with using(replace(settings, pad_tokens=0)):
         return attention(q, k, v, mask=mask)
+
+
+def _named(attend: Callable, near: Nearest | None) -> Callable:
+    """One named call in a trace, of which the planner counts the products: with how much tokens of a video see of it."""
+    attend.__name__ = ATTENTION if near is None else f"{ATTENTION}_{near.share:.3f}"
+    return jax.jit(attend)
+
+
+def _nearest(settings: Settings, tokens: int, stop: int) -> Nearest | None:
+    return settings.sparse and nearest(*settings.sparse, tokens, stop)
 
 
 def _record(how: Dispatch):

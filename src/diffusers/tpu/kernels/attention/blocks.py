@@ -142,6 +142,15 @@ def choose(shape: Shape, generation: str | None = None, wanted: tuple[int, int, 
     return blocks
 
 
+def of_tiles(shape: Shape, generation: str | None, queries: int, keys: int) -> Blocks:
+    """Blocks of so many queries and keys, whole tiles of registers."""
+    chip = chip_of(generation)
+    bound, online = (Tile(math.gcd(q, queries), math.gcd(k, keys), lag) for q, k, lag in chip.tiles)
+    most = chip.most_scores // (1 if shape.bytes == 2 else 10)
+    pieces = (n for n in range(bound.queries, queries + 1, bound.queries) if queries % n == 0 and n * keys <= most)
+    return Blocks(queries, keys, max(pieces, default=bound.queries), bound, online)
+
+
 def tuned_key(shape: Shape, generation: str) -> str:
     """The name of a shape in `tuned.json`."""
     return "-".join(map(str, (generation, *astuple(shape))))

@@ -2,7 +2,7 @@
 
 Sums over keys then run down the sublanes, and scores are computed some tiles ahead of their exponentials (`Tile.lag`), so that
 the matrix units never wait. `softmax_modes` says what is subtracted from scores. A program is (head of all batches h, block of
-queries i, block of keys j); blocks of keys that no query may see are neither fetched nor computed, and only those that a mask
+queries i, step j, of a block of keys); blocks of keys that no query may see are neither fetched nor computed, and only those that a mask
 or the end of the keys cuts run code with masking. `blocks.vmem_bytes` counts VMEM.
 """
 
@@ -18,12 +18,13 @@ from jaxtyping import Array, Bool, Float
 
 from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost, round_up
 from . import kernel_body, short
-from .blocks import Blocks, Shape, choose, folded_parts, vmem_bytes
-from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends
+from .blocks import Blocks, Shape, choose, folded_parts, of_tiles, vmem_bytes
+from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask, takes_part
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to
 from .softmax_modes import BOUND, CENTRED, MODES, ONLINE, ModeCounter
+from .sparse import Tiles, by_tiles
 
 
 Operands = dict[str, tuple[Array, pl.BlockSpec]]
@@ -68,6 +69,7 @@ def tpu_attention(
     smoothing: bool = True,
     modes: tuple[str, ...] = MODES,
     tally: ModeCounter | None = None,
+    tiles: Tiles | None = None,
     interpret=False,
 ) -> Out | tuple[Out, LogSumExp]:
     """Attention with the arguments of `reference_attention`.
@@ -79,6 +81,7 @@ def tpu_attention(
         smoothing: False: the mode "centred" is not compiled, unless it is the only one.
         modes: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
         tally: counts the mode of each head and block of queries; costs a call to the host.
+        tiles: which keys queries see, beside those that the video's tokens all see, which stand behind its tiles.
         interpret: True, or parameters of Pallas's TPU interpreter.
 
     Raises TypeError for another dtype than bfloat16 and float32, and as `blocks.choose`.
@@ -87,13 +90,18 @@ def tpu_attention(
         raise TypeError(
             f"expected bfloat16 or float32 for the attention kernel, got {reason}; cast the model with .to()"
         )
-    plain = all(x is None for x in (mask, bounds, blocks, wanted, tally)) and not with_lse
+    if mask is not None and mask.nearest is not None:
+        how = {"bounds": bounds, "generation": generation, "smoothing": smoothing, "modes": modes, "tally": tally}
+        return by_tiles(tpu_attention, q, k, v, mask, scale=scale, interpret=interpret, **how)
+    plain = all(x is None for x in (mask, bounds, blocks, wanted, tally, tiles)) and not with_lse
     if plain and (number := short.number_of(q, k)) > 1:
         how = {"generation": generation, "smoothing": smoothing, "modes": modes, "interpret": interpret}
         longer, of_each = (short.together(x, number) for x in (q, k, v)), short.each_by_itself(number, q.shape[2])
         return short.apart(tpu_attention(*longer, scale=scale, mask=of_each, **how), number, q.shape[2])
     mask = mask or Mask()
     shape = shape_of(q, k, v, mask, with_lse)
+    if tiles is not None:
+        blocks = of_tiles(shape, generation, tiles.queries, tiles.keys)
     blocks = blocks or choose(shape, generation, wanted)
     bias = key_bias(mask.keys)
     if scale < 0:
@@ -103,13 +111,14 @@ def tpu_attention(
     elif not smoothing and len(modes) > 1:
         modes = tuple(mode for mode in modes if mode != CENTRED)
     folded = folded_parts(shape, generation) if set(modes) != {BOUND} else 0
-    call = Call(blocks, shape, mask, modes, scale * LOG2_E, folded, q.shape[1], k.shape[1])
+    visited = None if tiles is None else tiles.visited(shape.q_len, shape.kv_len)
+    call = Call(blocks, shape, mask, modes, scale * LOG2_E, folded, q.shape[1], k.shape[1], visited)
     scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret)
-    scores = math.prod(q.shape[:3]) * shape.kv_len
+    scores = math.prod(q.shape[:3]) * min(shape.kv_len, call.steps * blocks.keys)
     results = call_kernel(
         functools.partial(kernel_body.run, call=call),
         "attention_kernel",
-        (q.shape[0] * q.shape[1], pl.cdiv(shape.q_len, blocks.queries), call.kv_blocks),
+        (q.shape[0] * q.shape[1], pl.cdiv(shape.q_len, blocks.queries), call.steps),
         inputs,
         _outputs(call, q, with_lse, tally is not None),
         parallel=2,
@@ -186,7 +195,7 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
         v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))
     if bounds is None and (CENTRED in call.modes or call.modes[0] == BOUND):
         bounds = key_bounds(k, v, seen, interpret=interpret)
-    scalars = {}
+    scalars = {} if call.visited is None else {"visited": jnp.asarray(call.visited.reshape(-1))}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
     if bias is not None and not call.cut_at_end:
@@ -280,6 +289,7 @@ def heads_beside_tokens(x) -> Float[Array, "B*K D S"]:
 def _block_to_fetch(call: Call, scalars: dict, h, i, j):
     """The block of keys of step j; one that is there already where the step is skipped."""
     keys, mask = call.blocks.keys, call.mask
+    j = block_of_keys(call, scalars.get("visited"), i, j)
     if mask.band is not None:
         first = i * call.blocks.queries
         low, high = _ends_of_rows(mask, scalars["shift"][0], first, call.blocks.queries)

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -36,6 +37,7 @@ class Call:
         folded: number of matrices of q's dtype, one below the other, that add up to q * factor (to float32, or to 2^-17 of
             it); 0: there is no room for them, and scores are multiplied by the factor instead.
         heads, kv_heads: of queries, of keys and values.
+        visited: by block of queries, the blocks of keys that it visits, equally many; None: all, in order.
     """
 
     blocks: Blocks
@@ -46,6 +48,7 @@ class Call:
     folded: int
     heads: int
     kv_heads: int
+    visited: np.ndarray | None = None
 
     @property
     def twice(self) -> bool:
@@ -55,6 +58,11 @@ class Call:
     @property
     def kv_blocks(self) -> int:
         return pl.cdiv(self.shape.kv_len, self.blocks.keys)
+
+    @property
+    def steps(self) -> int:
+        """Of the grid, for a block of queries."""
+        return self.kv_blocks if self.visited is None else self.visited.shape[1]
 
     @property
     def ragged(self) -> bool:
@@ -96,17 +104,23 @@ def band_ends(mask: Mask, shift, row):
     return low, high
 
 
+def block_of_keys(call: Call, visited, i, step):
+    """The block of keys that block i of queries visits in a step. `visited`: `Call.visited` as scalars."""
+    return step if call.visited is None else visited[i * call.steps + step]
+
+
 def run(r, call: Call):
-    """Program (head, block of queries, block of keys). `r`: the references by name."""
-    head, i, j = (pl.program_id(axis) for axis in range(3))
+    """Program (head, block of queries, step). `r`: the references by name."""
+    head, i, step = (pl.program_id(axis) for axis in range(3))
+    j = block_of_keys(call, getattr(r, "visited", None), i, step)
     first_query, first_key = i * call.blocks.queries, j * call.blocks.keys
-    pl.when(j == 0)(lambda: _start(r, call, first_query, call.row_of_kv(head)))
+    pl.when(step == 0)(lambda: _start(r, call, first_query, call.row_of_kv(head)))
 
     def visit(is_cut: bool):
         _each_mode(r, call, lambda mode: _visit(r, call, first_query, first_key, mode, is_cut))
 
     where_seen(r, call, head, j, first_query, visit)
-    pl.when(j == call.kv_blocks - 1)(lambda: _finish(r))
+    pl.when(step == call.steps - 1)(lambda: _finish(r))
 
 
 def where_seen(r, call: Call, head, j, first_query, visit):
@@ -149,7 +163,11 @@ def _start(r, call: Call, first_query, kv):
         largest, code = jnp.max(jnp.where(rows < call.shape.q_len, norm, 0.0)), CODES[ONLINE]
         if CENTRED in call.modes:
             keys = call.mask.keys
-            alike = call.mask.band is None and (keys is None or 1 in (keys.shape[1], call.heads // call.kv_heads))
+            alike = (
+                call.mask.band is None
+                and call.visited is None
+                and (keys is None or 1 in (keys.shape[1], call.heads // call.kv_heads))
+            )
             code = jnp.where(largest * r.radius[kv] <= largest_radius(alike), CODES[CENTRED], code)
         if BOUND in call.modes:
             code = jnp.where(largest * r.reach[kv] <= SMALLEST, CODES[BOUND], code)

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from . import provenance
+from .sparse import Nearest
 
 
 BELOW = -1e30  # a bias at or below it takes the key away: -inf, and the lowest float32 and bfloat16
@@ -47,6 +48,7 @@ class Mask:
         band: static (left, right): query i sees keys i - left to i + right; None is open. Causal is (None, 0).
         frame: static (queries, keys): the band counts in frames of so many, from the first query and key on.
         whole: static: `keys` takes none of so many first keys away, and adds nothing to their scores.
+        nearest: static: a video's tokens see those nearest in time and space; beside it there is `keys` alone, if anything.
     """
 
     keys: Bool[Array, "b n 1 S"] | Float[Array, "b n 1 S"] | None = None
@@ -55,10 +57,11 @@ class Mask:
     band: Band | None = field(default=None, metadata={"static": True})
     frame: tuple[int, int] = field(default=(1, 1), metadata={"static": True})
     whole: int = field(default=0, metadata={"static": True})
+    nearest: Nearest | None = field(default=None, metadata={"static": True})
 
     @property
     def kind(self) -> str:
-        """ "keys", "outer" (of queries, and keys if any), "causal", "window", either by frame, "dense" or "bias", joined by +."""
+        """ "keys", "outer" (of queries, and keys if any), "causal", "window", either by frame, "dense" or "bias", "nearest", joined by +."""
         names = []
         if self.keys is not None or self.queries is not None:
             names.append("keys" if self.queries is None else "outer")
@@ -67,6 +70,8 @@ class Mask:
             names.append(("causal" if self.band == (None, 0) else "window") + by)
         if self.dense is not None:
             names.append("dense" if self.dense.dtype == jnp.bool_ else "bias")
+        if self.nearest is not None:
+            names.append("nearest")
         return "+".join(names)
 
 

@@ -28,6 +28,7 @@ from .exchange import Exchange
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask
 from .reference import Keys, Out, Queries, Values, padded_to, reference_attention
+from .sparse import Nearest
 
 
 AXES = ("dp", "ring", "ulysses", "tp")  # of the mesh dp, sp, tp with sp in its two factors
@@ -75,6 +76,7 @@ def parallel_attention(
     if q_len < mesh.shape["sp"]:
         return attention_by_heads(q, k, v, mask=mask, scale=scale, mesh=mesh, local=local)
     split, split_keys = split_over(mesh, q, k, ring), kv_len == q_len
+    _refuse_ring(mask and mask.nearest, split)
 
     rows = None if mask is None else mask.queries
     if rows is not None:  # such a row is zeros whatever its keys: its place is after the merge
@@ -153,7 +155,7 @@ def attention_by_heads(
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
     """`kv_len`: keys of all chips that are no padding. `keys`: they are split as the queries."""
     ring, ulysses, bounds = split.ring, split.ulysses, {}
-    if interpret is not None and keys and mask is None and not current().differentiable:
+    if interpret is not None and keys and (mask is None or mask.kind == "nearest") and not current().differentiable:
         bounds["bounds"] = bounds_of_group(k, v, kv_len, split, interpret)
     # Rows of one call may lie in any order where nothing tells them apart but what they hold.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
@@ -237,6 +239,14 @@ class Text(NamedTuple):
     seen: Bool[Array, "B|1 L"] | None = None
 
 
+def _refuse_ring(near: Nearest | None, split: Split):
+    if near is not None and split.ring > 1:
+        raise NotImplementedError(
+            f"expected heads among which sp {split.ring * split.ulysses} divides the sequence for TPUConfig(attention_sparsity="
+            f"{near.sparsity}), got a ring of {split.ring}, whose keys come in parts; use a mesh with a smaller sp, or attention_sparsity=0"
+        )
+
+
 def joint_attention(
     q: Queries,
     k: Keys,
@@ -250,6 +260,7 @@ def joint_attention(
     interpret=None,
     pad_tokens: int = 0,
     sequence: bool = True,
+    near: Nearest | None = None,
 ) -> tuple[Out, Out]:
     """Attention of latents, split over `sp`, and text in one softmax: results of both, split and whole.
 
@@ -261,20 +272,28 @@ def joint_attention(
     Args:
         mesh, local, ring, interpret: as of `parallel_attention`; `sequence` False: the latents lie anywhere.
         pad_tokens: the last latents, which are none; their results are anything.
+        near: which latents see which; None: all.
     """
     tokens = q.shape[2]
     if mesh is None or mesh.size == 1 or not sequence or tokens < mesh.shape["sp"]:
         if mesh is not None and mesh.size > 1:
             local = functools.partial(attention_by_heads, mesh=mesh, local=local)
         both = (jnp.concatenate(pair, 2) for pair in ((q, text.q), (k, text.k), (v, text.v)))
-        out = local(*both, mask=joint_mask(tokens - pad_tokens, tokens, text), scale=scale)
+        out = local(*both, mask=joint_mask(tokens - pad_tokens, tokens, text, near), scale=scale)
         return out[:, :, :tokens], _without_padding(out[:, :, tokens:], text)
     split, padded = split_over(mesh, q, k, ring), tokens + -tokens % mesh.shape["sp"]
+    _refuse_ring(near, split)
     spec, whole = split.spec, P(split.dp, split.tp)
     seen = P(split.dp if text.seen is not None and text.seen.shape[0] > 1 else None)
     out, words = jax.shard_map(
         functools.partial(
-            _joint_per_chip, scale=scale, local=local, tokens=tokens - pad_tokens, split=split, interpret=interpret
+            _joint_per_chip,
+            scale=scale,
+            local=local,
+            tokens=tokens - pad_tokens,
+            split=split,
+            interpret=interpret,
+            near=near,
         ),
         mesh=split.mesh,
         in_specs=(spec, spec, spec, Text(whole, whole, whole, None if text.seen is None else seen)),
@@ -284,12 +303,12 @@ def joint_attention(
     return out[:, :, :tokens], _without_padding(words, text)
 
 
-def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Split, interpret):
+def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Split, interpret, near):
     """`tokens`: the latents of all chips that are no padding."""
     ring, ulysses = split.ring, split.ulysses
     chunk = k.shape[2] * ulysses
     place = lax.axis_index("ring") if ring > 1 else 0
-    exchange = Exchange.of(q, k, v, ulysses, ring > 1 or tokens < chunk, interpret)
+    exchange = Exchange.of(q, k, v, ulysses, ring > 1 or tokens < chunk or near is not None, interpret)
     own = _of_heads(text, ulysses)
     local = functools.partial(local, scale=scale)
     if ring == 1:
@@ -297,7 +316,7 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
         bounds = {} if without else {"bounds": bounds_of_group(k, v, tokens, split, interpret, text)}
         q, v = (exchange.to_heads(x, True, other) for x, other in ((q, own.q), (v, own.v)))
         k = exchange.to_heads(k, behind=own.k)
-        out = local(q, k, v, mask=joint_mask(tokens, chunk, own), **bounds)
+        out = local(q, k, v, mask=joint_mask(tokens, chunk, own, near), **bounds)
     else:
         q = exchange.to_heads(q, True, own.q)
         k, v = exchange.to_heads(k), exchange.to_heads(v, True)
@@ -320,13 +339,14 @@ def _of_heads(text: Text, ulysses: int) -> Text:
     return text if ulysses == 1 else Text(own(text.q), own(text.k), own(text.v), text.seen)
 
 
-def joint_mask(tokens: int, chunk: int, text: Text) -> Mask | None:
-    """Of `chunk` latents, of which `tokens` are no padding, and the text behind them."""
+def joint_mask(tokens: int, chunk: int, text: Text, near: Nearest | None = None) -> Mask | None:
+    """Of `chunk` latents, of which `tokens` are no padding and see each other as `near` says, and the text behind them."""
+    near = near and dataclasses.replace(near, stop=chunk)
     if text.seen is None and tokens == chunk:
-        return None
+        return near and Mask(nearest=near)
     seen = jnp.ones((1, text.k.shape[2]), bool) if text.seen is None else text.seen
     latents = jnp.broadcast_to(jnp.arange(chunk) < tokens, (seen.shape[0], chunk))
-    return Mask(keys=jnp.concatenate([latents, seen], 1)[:, None, None], whole=tokens)
+    return Mask(keys=jnp.concatenate([latents, seen], 1)[:, None, None], whole=tokens, nearest=near)
 
 
 def _without_padding(out, text: Text):

@@ -22,7 +22,7 @@ def unsupported(q, k, v, mask: Mask | None) -> str | None:
         return f"{q.shape[1]} query heads over {k.shape[1]} key heads"
     if mask is None:
         return None
-    if mask.dense is not None or (mask.keys is not None and mask.keys.shape[1] != 1):
+    if mask.nearest is not None or mask.dense is not None or (mask.keys is not None and mask.keys.shape[1] != 1):
         return "a mask that differs between queries or heads"
     if mask.keys is not None and mask.keys.dtype != jnp.bool_:
         return "a bias on the scores"
