@@ -25,7 +25,7 @@ from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.kernels.attention import exchange
 from diffusers.tpu.kernels.attention.api import joint
 from diffusers.tpu.kernels.attention.kernel import tpu_attention
-from diffusers.tpu.kernels.attention.key_bounds import key_bounds
+from diffusers.tpu.kernels.attention.key_bounds import key_bounds, width_of
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.attention.parallel import (
     Text,
@@ -132,10 +132,11 @@ def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_m
     assert error(make_mesh(2, 4, 1), operands, ring=ring, local=checking, interpret=True) < TOLERANCE
 
 
-@pytest.mark.parametrize("dim", [8, 128])
-def test_keys_that_are_none_have_no_part_in_the_bounds(dim):
-    """Of 128 entries by a kernel."""
-    _, k, v = draw(2, 4, 4, 600, 600, dim)
+@pytest.mark.parametrize("heads, dim", [(4, 8), (4, 64), (3, 128), (16, 40)])
+def test_keys_that_are_none_have_no_part_in_the_bounds(heads, dim):
+    """By a kernel where some heads are whole registers."""
+    assert (width_of(heads, dim) is None) == (dim == 8)
+    _, k, v = draw(2, heads, heads, 600, 600, dim)
     theirs = key_bounds(k[:, :, :531], v[:, :, :531])
     k, v = (jnp.asarray(x).at[:, :, 531:].set(jnp.nan) for x in (k, v))
     ours = key_bounds(k, v, jnp.asarray(531), interpret=True)

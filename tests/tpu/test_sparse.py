@@ -38,9 +38,7 @@ def test_a_query_sees_the_tiles_that_are_nearest(kernel, latents, tokens, paddin
     k[:, :, tokens:stop], v[:, :, tokens:stop] = np.inf, np.nan
     mask = Mask(keys=keys, whole=tokens, nearest=near)
     found = KERNELS[kernel](*map(jnp.asarray, (q, k, v)), scale=0.125, mask=mask)
-    seen = (
-        np.asarray(near.seen_by(jnp.arange(length)[:, None], jnp.arange(length), behind > 0))[own][:, own] & shown[own]
-    )
+    seen = np.asarray(near.seen_by(jnp.arange(length)[:, None], jnp.arange(length)))[own][:, own] & shown[own]
     scores = np.where(seen, 0.125 * np.einsum("bntd,bnsd->bnts", q[:, :, own].astype(float), k[:, :, own]), -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     wanted = np.einsum("bnts,bnsd->bntd", weights / weights.sum(-1, keepdims=True), v[:, :, own].astype(float))
@@ -51,7 +49,7 @@ def test_a_query_sees_the_tiles_that_are_nearest(kernel, latents, tokens, paddin
 def test_tiles_of_a_video_are_compact_and_each_sees_its_own():
     near = nearest((21, 90, 160), 0.7, 75600, 75600)
     assert near.grid == (21, 45, 80) and near.tile == (1024, 2048)
-    (a, b), tiles = near.cell, near.tiles(False)
+    (a, b), tiles = near.cell, near.tiles
     assert 45 % a == 80 % b == 0 and b % 16 == 0
     place = np.arange(75600).reshape(21, 45 // a, a, 80 // b, b).transpose(1, 3, 0, 2, 4).reshape(-1)
     where = np.stack(np.unravel_index(place, near.grid), 1) / near.grid
@@ -87,7 +85,7 @@ def upstream_with_mask(monkeypatch, grid, words):
         if length != key.shape[2] or length < tokens:
             return plain(query, key, value, attn_mask, **kwargs)
         near = nearest(grid, 0.5, tokens, tokens)
-        seen = near.seen_by(jnp.arange(length)[:, None], jnp.arange(length), length > tokens)
+        seen = near.seen_by(jnp.arange(length)[:, None], jnp.arange(length))
         seen = torch.from_numpy(np.array(seen)).roll((length - tokens,) * 2 if words == "before" else (0, 0), (0, 1))
         return plain(query, key, value, seen if attn_mask is None else seen & attn_mask.bool(), **kwargs)
 

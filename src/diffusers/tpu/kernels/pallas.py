@@ -91,6 +91,15 @@ def product(x, y, axis: int = 0):
     return lax.dot_general(x, y, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
+def added_up(x: Float[Array, "R W"], ones: Float[Array, "W C"], parts: int = 3):
+    """x in float32 times a matrix of zeros and ones in bfloat16. `parts`: of bfloat16, that x is the sum of, nearly enough."""
+    total, left = 0.0, x
+    for _ in range(parts):
+        part = left.astype(jnp.bfloat16)
+        total, left = total + product(part, ones), left - part.astype(jnp.float32)
+    return total
+
+
 def by_token(x: Float[Array, "B K S D"]) -> Float[Array, "B S K*D"]:
     """All heads of a token side by side, as linear layers give them."""
     return jnp.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)

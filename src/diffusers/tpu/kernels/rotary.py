@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .linear import rows_over_mesh
-from .pallas import LANES, call_kernel, cost, product, with_gradients_of
+from .pallas import LANES, added_up, call_kernel, cost, with_gradients_of
 from .settings import Settings
 
 
@@ -145,15 +145,9 @@ def _inverse(parts: list, eps: float):
 
 
 def _mean_of_small_heads(x, dim: int, parts: int):
-    """Of each `dim` lanes, in all of them. `parts`: of bfloat16, that x is the sum of, nearly enough."""
+    """Of each `dim` lanes, in all of them. `parts`: as of `added_up`."""
     row, column = (lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis), dim) for axis in (0, 1))
-    ones = (row == column).astype(jnp.bfloat16)
-    total, left = 0.0, x
-    for _ in range(parts):
-        part = left.astype(jnp.bfloat16)
-        total = total + product(part, ones)
-        left = left - part.astype(jnp.float32)
-    return total / dim
+    return added_up(x, (row == column).astype(jnp.bfloat16), parts) / dim
 
 
 def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):

@@ -1,7 +1,7 @@
 """Cycles of one operation from its final schedule: a TPU core issues one bundle a cycle, so bundles times how often each runs.
 
 Loops have their trip counts. A guarded piece runs always, but one that a counter's first or last value guards: once per round of that
-counter; or that a mode of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
+counter; or values of that counter below or from another on; or that a mode of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
 `Chip.branch_slots` bundles later: those behind it run whether or not it is taken.
 """
 
@@ -66,7 +66,7 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
     codes = {piece.value for piece in pieces if piece.of_a_way}
     code = next((CODES[w] for w in MODES[MODES.index(mode) :] if CODES[w] in codes), max(codes, default=None))
     weight = [1.0] * len(lines)
-    for start, stop, value, only in (piece for piece in pieces if piece.of_a_way):
+    for start, stop, value, only, *_ in (piece for piece in pieces if piece.of_a_way):
         if (value == code) != only:
             weight[start + 1 : stop] = [0.0] * (stop - start - 1)
     for loop in loops:
@@ -75,10 +75,15 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
     edges = sorted({0, len(lines), *marks, *(n for piece in pieces for n in piece[:2])})
     straight = ((a, b) for a, b in zip(edges, [*edges[1:], len(lines)]) if all(weight[a:b]))
     body_start, body_stop = max(straight, key=lambda piece: piece[1] - piece[0], default=(0, 0))
-    rounds = [piece for piece in pieces if piece.value is not None and not piece.of_a_way]
-    last = max((piece.value for piece in rounds), default=0)
+    rounds = [piece for piece in pieces if piece.value is not None and not piece.of_a_way and piece.from_on is None]
+    last, counter = max(((piece.value, piece.counter) for piece in rounds), default=(0, ""))
+    parts = [piece for piece in pieces if last and piece.from_on is not None and piece.counter == counter]
     others = [piece for piece in rounds if not piece.only and piece.value == last]
-    for start, stop, value, only in rounds if last else ():
+    for piece in parts:
+        of_rounds = last + 1 - piece.value if piece.from_on else piece.value
+        for n in range(piece.start + 1, piece.stop):
+            weight[n] *= of_rounds / (last + 1)
+    for start, stop, value, only, *_ in rounds if last else ():
         # What holds the body runs always, unless outside of it another body runs in the other rounds: its condition asks whether
         # there is anything to do.
         always = all(start <= piece.start and piece.stop <= stop for piece in others)
@@ -102,17 +107,20 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
 class _Piece(NamedTuple):
     """What a branch jumps over: from the branch's last slot to its target.
 
-    `value`: of a counter or of a mode's code, at which it runs (`only` then) or does not; None: neither is asked.
+    `value`: of a counter or of a mode's code, at which it runs (`only` then) or does not; None: neither is asked. `from_on`: it runs at
+    values from this one on, or (False) below it; None: at a single one.
     """
 
     start: int
     stop: int
     value: int | None
     only: bool
+    counter: str = ""
+    from_on: bool | None = None
 
     @property
     def of_a_way(self) -> bool:
-        return self.value is not None and self.value >= FIRST_CODE
+        return self.value is not None and self.value >= FIRST_CODE and self.from_on is None
 
 
 def _bundles(text: str) -> tuple[list[str], set[int]]:
@@ -143,11 +151,12 @@ def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[_Piece]]:
                 trips = _trips(op, b, adds.get(a.lstrip("%"), 1), lines[target : n + 1])
                 loops.append(Loop(target, min(n + slots, end), trips))
             elif target is not None:
-                value = int(b) if op in ("eq", "ne") and b.isdigit() else None
+                value = int(b) if op in ("eq", "ne", "lt", "ge") and b.isdigit() else None
+                from_on = (op == "lt") != bool(negated) if op in ("lt", "ge") else None
                 only = (op == "ne") != bool(negated)  # the piece is jumped over in all other cases
-                if value == 0 and not only:
+                if value == 0 and not only and from_on is None:
                     value = None  # all rounds but the first; or it asks whether there is anything to do, and there is
-                pieces.append(_Piece(min(n + slots, target - 1), target, value, only))
+                pieces.append(_Piece(min(n + slots, target - 1), target, value, only, a, from_on))
     return sorted(loops, key=lambda loop: (loop.start, -loop.stop)), pieces
 
 

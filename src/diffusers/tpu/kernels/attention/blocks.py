@@ -57,15 +57,15 @@ class Blocks:
         """The tiles of this mode."""
         return self.bound if mode == BOUND else self.online
 
-    def straight(self, mode: str, kv_len: int, cut: bool, cut_at_end: bool) -> tuple[int, int]:
-        """Queries and keys of one straight piece of code of this mode; `cut`: masked, as `Call.cut_at_end` says."""
+    def straight(self, mode: str, kv_len: int, cut: bool, cut_at_end: bool, rare: bool = True) -> tuple[int, int]:
+        """Queries and keys of one straight piece of code of this mode; `cut`: masked, as `Call.cut_at_end` says, and `rare` or not."""
         tile, keys, share = self.tile(mode), self.keys, 1
         if cut and cut_at_end:  # one block of many
             blocks = -(-kv_len // keys)
             keys = round_up(kv_len - (blocks - 1) * keys, tile.keys)
             share = max(-(-2 * keys // self.keys), min(4, blocks // 4))
-        elif cut:  # rare: its piece is small, so that its code is
-            share = self.piece
+        elif cut:  # its piece is small, so that its code is
+            share = self.piece if rare else 2
         elif mode != BOUND:  # rarer, and the running maximum takes twice the code
             share = max(2, -(-self.piece * keys // RARER_SCORES))
         tiles = self.piece // tile.queries

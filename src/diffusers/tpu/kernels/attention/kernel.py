@@ -108,6 +108,8 @@ def tpu_attention(
         q, scale = -q, -scale
     if mask.dense is not None or (bias is not None and mask.keys.dtype != jnp.bool_):
         modes = (ONLINE,)  # what is added to scores has no bound
+    elif shape.kv_len <= LANES and len(modes) > 1:
+        modes = (ONLINE,)  # a dozen small operations for a bound of so few keys take longer
     elif not smoothing and len(modes) > 1:
         modes = tuple(mode for mode in modes if mode != CENTRED)
     folded = folded_parts(shape, generation) if set(modes) != {BOUND} else 0
@@ -191,14 +193,14 @@ def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, in
     """
     mask, blocks = call.mask, call.blocks
     if (seen := keys_seen(mask, shift, q.shape[2], k)) is not None:  # a weight of zero times NaN would be NaN
-        end = mask.whole if call.cut_at_end else 0
+        end = mask.whole if mask.dense is None and mask.band is None else 0
         v = v.at[:, :, end:].set(jnp.where(seen[:, :, end:], v[:, :, end:], 0))
     if bounds is None and (CENTRED in call.modes or call.modes[0] == BOUND):
         bounds = key_bounds(k, v, seen, interpret=interpret)
     scalars = {} if call.visited is None else {"visited": jnp.asarray(call.visited.reshape(-1))}
     if mask.band is not None:
         scalars["shift"] = jnp.asarray(shift, jnp.int32).reshape(1)
-    if bias is not None and not call.cut_at_end:
+    if bias is not None and not call.cut_at_end and call.visited is None:
         scalars["state"] = states_of(bias, blocks.keys)
         scalars["fetch"] = _fetched_blocks(scalars["state"], math.prod(bias.shape[:2]))
 
@@ -238,9 +240,9 @@ def key_bias(keys) -> Float[Array, "b n 1 S"] | None:
     return jnp.where(takes_part(keys), keys * LOG2_E, MASKED)
 
 
-def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"] | None:
+def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B|1 K|1 S 1"] | None:
     """Keys that some query sees, of any head of the group; None: all. Others may hold anything, NaN too."""
-    batch, kv_heads, s_len, _ = k.shape
+    kv_heads, s_len = k.shape[1:3]
     if mask.keys is None and mask.dense is None and mask.band is None:
         return None
     seen = jnp.ones((1, 1, 1, s_len), bool)
@@ -251,8 +253,7 @@ def keys_seen(mask: Mask, shift, q_len: int, k) -> Bool[Array, "B K S 1"] | None
         seen = seen if low is None else seen & (key >= low)
         seen = seen if high is None else seen & (key <= high)
     b, n = seen.shape[:2]
-    seen = seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)
-    return jnp.broadcast_to(seen[..., None], (batch, kv_heads, s_len, 1))
+    return seen.reshape(b, kv_heads if n > 1 else 1, -1, s_len).any(2)[..., None]
 
 
 def _ends_of_rows(mask: Mask, shift, first, rows: int):

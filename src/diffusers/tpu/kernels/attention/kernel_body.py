@@ -65,6 +65,11 @@ class Call:
         return self.kv_blocks if self.visited is None else self.visited.shape[1]
 
     @property
+    def last_whole(self) -> int:
+        """Of `visited`, steps before those whose blocks hold the end of the queries' own keys, or what stands behind them."""
+        return self.steps - (self.kv_blocks - self.shape.q_len // self.blocks.keys)
+
+    @property
     def ragged(self) -> bool:
         return self.shape.kv_len % self.blocks.keys != 0
 
@@ -119,13 +124,20 @@ def run(r, call: Call):
     def visit(is_cut: bool):
         _each_mode(r, call, lambda mode: _visit(r, call, first_query, first_key, mode, is_cut))
 
-    where_seen(r, call, head, j, first_query, visit)
+    where_seen(r, call, head, j, first_query, visit, step)
     pl.when(step == call.steps - 1)(lambda: _finish(r))
 
 
-def where_seen(r, call: Call, head, j, first_query, visit):
-    """`visit(is_cut)` if any score of this block of queries and block j of keys counts; `is_cut`: not all of them do as they are."""
+def where_seen(r, call: Call, head, j, first_query, visit, step=None):
+    """`visit(is_cut)` if any score of this block of queries and block j of keys counts; `is_cut`: not all of them do as they are.
+
+    `step`: of the grid, where blocks are visited by a list.
+    """
     mask, first_key = call.mask, j * call.blocks.keys
+    if call.visited is not None:
+        whole = call.last_whole
+        _when([] if whole == call.steps else [step < whole], functools.partial(visit, False))
+        return _when([step >= whole], functools.partial(visit, True)) if whole < call.steps else None
     some, cut = [], []
     if mask.keys is not None and not call.cut_at_end:
         state = r.state[call.row_of(mask.keys, head) * call.kv_blocks + j]
@@ -243,7 +255,7 @@ def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):
         _in_steps(blocks.keys, blocks.tile(mode).keys, double)
     if cut:
         _prepare_cut(r, call, first_key)
-    piece, keys = blocks.straight(mode, call.shape.kv_len, cut, call.cut_at_end)
+    piece, keys = blocks.straight(mode, call.shape.kv_len, cut, call.cut_at_end, call.visited is None)
     masked = functools.partial(masked_scores, r, call, first_query, first_key) if cut else None
 
     def run(n):

@@ -5,6 +5,7 @@ them everyone's. So nothing of the size of the keys is joined for their sake.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -14,13 +15,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost
+from ..pallas import LANES, SUBLANES, added_up, by_token, call_kernel, cost
 from .softmax_modes import SMALLEST
 
 
 LARGEST = 126.0  # exponent of the largest sum
 BLOCK_ROWS = 512
 TILE_ROWS = 64  # of one head, in registers
+TILE_ROWS_OF_SMALL_HEADS, MOST_COLUMNS = 256, 1280  # of one product
 LEAST_ROWS = 1024  # with fewer XLA's way is no slower
 
 
@@ -80,7 +82,8 @@ def _mean_key(k, seen, total, chips: int, beside) -> Float[Array, "B K 8 D"]:
         sums = wide.sum(1).reshape(batch, heads, dim)
     else:
         count = jnp.maximum(total(seen.sum(2)), 1)
-        sums = jnp.where(seen, k.astype(jnp.float32), 0.0).sum(2)
+        wide = by_token(jnp.where(seen, k.astype(jnp.float32), 0.0))
+        sums = wide.sum(1).reshape(batch, heads, dim)
     sums = total(sums)
     if beside is not None:
         others, _, seen = beside
@@ -97,9 +100,13 @@ def _mean_key(k, seen, total, chips: int, beside) -> Float[Array, "B K 8 D"]:
 
 def _measured(k, v, point, seen, interpret):
     """max |k|, max |k - point|, max |v|, by head."""
-    own = seen if seen is not None and seen.ndim == 0 else None
-    if own is not None:
-        seen = jnp.arange(k.shape[2])[:, None] < own
+    by_kernel = interpret is not None and width_of(*k.shape[1::2]) and (interpret or k.shape[2] >= LEAST_ROWS)
+    for_kernel, counted = seen, seen is not None and seen.ndim == 0
+    if counted:
+        seen = jnp.arange(k.shape[2])[:, None] < seen
+    elif seen is not None:
+        by_kernel = by_kernel and seen.shape[1] == 1
+        for_kernel = seen[:, 0, :, 0]
 
     def among_seen(x):
         return x if seen is None else jnp.where(seen, x, 0.0)
@@ -107,25 +114,32 @@ def _measured(k, v, point, seen, interpret):
     def longest(x):
         return jnp.sqrt((x * x).sum(-1).max(-1))
 
-    by_kernel = interpret is not None and (seen is None or own is not None)
-    if by_kernel and k.shape[3] % LANES == 0 and (interpret or k.shape[2] >= LEAST_ROWS):
-        reach, radius = key_norms(by_token(k), point, interpret, own)
+    if by_kernel:
+        reach, radius = key_norms(by_token(k), point, interpret, for_kernel)
     else:
         wide = among_seen(k.astype(jnp.float32))
         reach, radius = longest(wide), longest(among_seen(wide - point[:, :, None]))
-    return reach, radius, jnp.abs(among_seen(v.astype(jnp.float32))).max((2, 3))
+    # Column by column first: heads that are no whole registers would be turned in memory for it.
+    largest = by_token(jnp.abs(among_seen(v))).max(1).reshape(*v.shape[:2], -1).max(2)
+    return reach, radius, largest.astype(jnp.float32)
 
 
 def key_norms(
-    k: Float[Array, "B S K*D"], centre: Float[Array, "B K D"], interpret, own: Int[Array, ""] | None = None
+    k: Float[Array, "B S K*D"],
+    centre: Float[Array, "B K D"],
+    interpret,
+    seen: Int[Array, ""] | Bool[Array, "B|1 S"] | None = None,
 ) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
-    """max |k| and max |k - centre| in float32, in one pass over keys; D is a multiple of 128.
+    """max |k| and max |k - centre| in float32, in one pass over keys; `width_of` is not None.
 
-    Head by head XLA wants tokens before heads: it widens all keys, turns them in memory and reads them twice.
-    `own`: so many of the first count, None: all.
+    Head by head XLA wants tokens before heads: it widens all keys, turns them in memory and reads them twice. Squares of small heads are
+    added up by the matrix unit. `seen`: those that count, or so many of the first; None: all. Others may hold anything.
     """
     batch, tokens, columns = k.shape
     heads, dim = centre.shape[1:]
+    width = width_of(heads, dim)
+    small, parts = width != dim, 2 if k.dtype == jnp.bfloat16 else 3
+    tile_rows, lanes = (TILE_ROWS_OF_SMALL_HEADS, LANES) if small else (TILE_ROWS, width)
 
     def kernel(r):
         @pl.when(pl.program_id(1) == 0)
@@ -133,30 +147,45 @@ def key_norms(
             r.o[...] = jnp.zeros_like(r.o)
 
         first = pl.program_id(1) * BLOCK_ROWS
-        last = tokens if own is None else r.own[0]
+        last = r.own[0] if hasattr(r, "own") else tokens
 
-        @pl.loop(0, BLOCK_ROWS // TILE_ROWS)
+        @pl.loop(0, BLOCK_ROWS // tile_rows)
         def _(n):
-            rows = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
-            there = first + n * TILE_ROWS + lax.broadcasted_iota(jnp.int32, (TILE_ROWS, 1), 0) < last
-            for head in range(heads):
-                of_head = slice(head * dim, (head + 1) * dim)
-                keys = r.k[rows, of_head].astype(jnp.float32)
-                for row, x in enumerate((keys, keys - r.centre[:, of_head])):
-                    squares = jnp.where(there, (x * x).sum(-1, keepdims=True), 0.0)
-                    most = squares.reshape(-1, SUBLANES, 1).max(0)  # down the sublanes once, outside
-                    r.o[row, :, of_head] = jnp.maximum(r.o[row, :, of_head], most)
+            rows = pl.ds(pl.multiple_of(n * tile_rows, tile_rows), tile_rows)
+            there = first + n * tile_rows + lax.broadcasted_iota(jnp.int32, (tile_rows, 1), 0) < last
+            there = there & (r.seen[rows, :] != 0) if hasattr(r, "seen") else there
+            for place in range(columns // width):
+                of_heads = slice(place * width, (place + 1) * width)
+                keys = r.k[rows, of_heads].astype(jnp.float32)
+                for row, x in enumerate((keys, keys - r.centre[:, of_heads])):
+                    squares = added_up(x * x, r.ones[...], parts) if small else (x * x).sum(-1, keepdims=True)
+                    most = jnp.where(there, squares, 0.0).reshape(-1, SUBLANES, squares.shape[1]).max(0)
+                    own = slice(place * lanes, (place + 1) * lanes)
+                    r.o[row, :, own] = jnp.maximum(r.o[row, :, own], most)  # down the sublanes once, outside
 
     operands = {
         "k": (k, pl.BlockSpec((None, BLOCK_ROWS, columns), lambda b, t: (b, t, 0))),
         "centre": (centre.reshape(batch, 1, columns), pl.BlockSpec((None, 1, columns), lambda b, t: (b, 0, 0))),
     }
-    if own is not None:
-        operands["own"] = own.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)
-    squares = jax.ShapeDtypeStruct((batch, 2, SUBLANES, columns), jnp.float32)
-    outputs = {"o": (squares, pl.BlockSpec((None, 2, SUBLANES, columns), lambda b, t: (b, 0, 0, 0)))}
+    if small:
+        ones = jnp.arange(width)[:, None] // dim == jnp.arange(LANES)
+        operands["ones"] = ones.astype(jnp.bfloat16), pl.BlockSpec((width, LANES), lambda b, t: (0, 0))
+    if seen is not None and seen.ndim == 0:
+        operands["own"] = seen.reshape(1).astype(jnp.int32), pl.BlockSpec(memory_space=pltpu.SMEM)
+    elif seen is not None:
+        of_rows = pl.BlockSpec((None, BLOCK_ROWS, 1), lambda b, t: (b if seen.shape[0] > 1 else 0, t, 0))
+        operands["seen"] = seen[..., None].astype(jnp.int32), of_rows
+    squares = jax.ShapeDtypeStruct((batch, 2, SUBLANES, columns // width * lanes), jnp.float32)
+    outputs = {"o": (squares, pl.BlockSpec((None, 2, *squares.shape[2:]), lambda b, t: (b, 0, 0, 0)))}
     how = {"parallel": 1, "work": cost(k, flops=6 * k.size), "interpret": interpret}
     grid = batch, pl.cdiv(tokens, BLOCK_ROWS)
-    squares = call_kernel(kernel, "key_norms_kernel", grid, operands, outputs, **how)["o"]
-    reach, radius = jnp.moveaxis(jnp.sqrt(squares[..., ::dim].max(2)), 1, 0)
+    squares = call_kernel(kernel, "key_norms_kernel", grid, operands, outputs, **how)["o"].max(2)
+    squares = squares.reshape(batch, 2, -1, lanes)[..., : width // dim]
+    reach, radius = jnp.moveaxis(jnp.sqrt(squares), 1, 0).reshape(2, batch, heads)
     return reach, radius
+
+
+def width_of(heads: int, dim: int) -> int | None:
+    """Columns that the kernel adds up at once, whole heads and whole registers; None: no number of heads has them."""
+    width = math.lcm(dim, LANES)
+    return width if heads * dim % width == 0 and width <= MOST_COLUMNS else None

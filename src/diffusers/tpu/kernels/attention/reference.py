@@ -66,7 +66,7 @@ def reference_attention(
             allowed = allowed if left is None else allowed & (ahead >= -left)
             allowed = allowed if right is None else allowed & (ahead <= right)
         if mask.nearest is not None:
-            allowed = allowed & mask.nearest.seen_by(rows, columns, s_len > mask.nearest.stop)
+            allowed = allowed & mask.nearest.seen_by(rows, columns)
         for part in parts:
             block = _block(_block(part, 3, i, block_q), 4, j, block_kv)
             s = s if block.dtype == jnp.bool_ else s + block.astype(jnp.float32)

@@ -5,7 +5,7 @@ ones are compact. A tile of queries sees as many tiles of keys as every other: t
 
     sum over its queries and their keys of 1 / ((dt + e) (ds + e))
 
-with distances dt and ds as shares of the video's length and of its height and width. What is near in time is so seen over the whole
+(a last one that is not full is seen by all: so the kernel masks in its last steps alone), with distances dt and ds as shares of the video's length and of its height and width. What is near in time is so seen over the whole
 frame, and what is near in space over all frames, as in radial attention (Li et al. 2025), by tiles that are large enough for this kernel.
 """
 
@@ -75,14 +75,14 @@ class Nearest:
     def tiles_of_keys(self) -> int:
         return -(-self.tokens // self.tile[1])
 
-    def tiles(self, behind: bool) -> Tiles:
-        """`behind`: something stands behind the video's keys: the tile in which these end is then seen by all."""
-        return Tiles(*self.tile, _seen(self, behind))
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(*self.tile, _seen(self))
 
     @property
     def share(self) -> float:
         """Of the video that a token sees, as a mean."""
-        tiles = self.tiles(False)
+        tiles = self.tiles
         sizes = np.diff([*range(0, self.tokens, tiles.keys), self.tokens])
         return float(np.mean([sizes[[*seen]].sum() for seen in tiles.seen])) / self.tokens
 
@@ -104,9 +104,9 @@ class Nearest:
         rows = rows.transpose(0, *(1 + axis for axis in order), len(shape) + 1)
         return jnp.swapaxes(rows.reshape(batch, tokens, heads, dim), 1, 2)
 
-    def seen_by(self, rows: Array, columns: Array, behind: bool) -> Array:
+    def seen_by(self, rows: Array, columns: Array) -> Array:
         """Whether queries [T, 1] see keys [S], by their places in the sequence: [T, S]."""
-        tiles, tokens = self.tiles(behind), self.tokens
+        tiles, tokens = self.tiles, self.tokens
         place = np.empty(tokens, np.int32)  # in the order of tiles
         place[_order(self.grid, self.cell)] = np.arange(tokens)
         table = np.zeros((len(tiles.seen) + 1, self.tiles_of_keys + 1), bool)
@@ -149,7 +149,7 @@ def by_tiles(local: Callable, q, k, v, mask, **how):
         return jnp.concatenate([video, x[:, :, stop:]], 2) if x.shape[2] > stop else video
 
     k, v = of_video(k), of_video(v)
-    out = near.in_frames(local(near.in_columns(q[:, :, :tokens]), k, v, mask=rest, tiles=near.tiles(behind), **how))
+    out = near.in_frames(local(near.in_columns(q[:, :, :tokens]), k, v, mask=rest, tiles=near.tiles, **how))
     if q.shape[2] == tokens:
         return out
     out = jnp.pad(out, ((0, 0), (0, 0), (0, min(q.shape[2], stop) - tokens), (0, 0)))
@@ -181,7 +181,7 @@ def _order(grid: tuple[int, int, int], cell: tuple[int, int]) -> np.ndarray:
 
 
 @functools.lru_cache(256)
-def _seen(near: Nearest, behind: bool) -> tuple[tuple[int, ...], ...]:
+def _seen(near: Nearest) -> tuple[tuple[int, ...], ...]:
     queries, keys = near.tile
     where = np.stack(np.unravel_index(_order(near.grid, near.cell), near.grid), 1) / np.array(near.grid)  # [T, 3]
     sizes = np.diff([*range(0, near.tokens, CHUNK), near.tokens])
@@ -192,7 +192,7 @@ def _seen(near: Nearest, behind: bool) -> tuple[tuple[int, ...], ...]:
     mass = np.add.reduceat(mass, np.arange(0, len(mass), queries // CHUNK))
     mass = np.add.reduceat(mass, np.arange(0, mass.shape[1], keys // CHUNK), 1)
     mass[np.arange(len(mass)), np.arange(len(mass)) * queries // keys] = np.inf  # its own
-    shared = bool(behind and near.tokens % keys)
+    shared = near.tokens % keys != 0
     if shared:
         mass[:, -1] = np.inf
     number = max(1 + shared, round((1 - near.sparsity) * mass.shape[1]))
