@@ -100,6 +100,14 @@ def test_a_schedule_by_hand():
     # A size is no counter: `== 0` jumps over what runs where there is anything to do: in every round.
     text = SCHEDULE.replace("%p1_p0 = scmp.ne.s32.totalorder %s5_s5, 0", "%p1_p0 = scmp.eq.s32.totalorder %s6_s6, 0")
     assert bundles.read(text, 0).cycles == pytest.approx(3 + 30 * (14 - 1) + 30 * 1 / 5)
+    # In rounds from the fourth on, in those before, and of a number that is not this counter: always.
+    for compared, share in (
+        ("lt.s32.totalorder %s5_s5", 2 / 5),
+        ("ge.s32.totalorder %s5_s5", 3 / 5),
+        ("lt.s32.totalorder %s6_s6", 1),
+    ):
+        text = SCHEDULE.replace("%p1_p0 = scmp.ne.s32.totalorder %s5_s5, 0", f"%p1_p0 = scmp.{compared}, 3")
+        assert bundles.read(text, 0).cycles == pytest.approx(3 + 30 * (14 - 3) + 30 * (2 * share + 1 / 5))
 
 
 def test_one_way_at_a_time_of_a_schedule_by_hand():
