@@ -1,7 +1,7 @@
 """Cycles of one operation from its final schedule: a TPU core issues one bundle a cycle, so bundles times how often each runs.
 
 Loops have their trip counts. A guarded piece runs always, but one that a counter's first or last value guards: once per round of that
-counter; or values of that counter below or from another on; or that a mode of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
+counter; or values below another, beside a piece of those from there on; or that a mode of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
 `Chip.branch_slots` bundles later: those behind it run whether or not it is taken.
 """
 
@@ -76,8 +76,9 @@ def read(text: str, slots: int, mode: str = BOUND) -> Schedule:
     straight = ((a, b) for a, b in zip(edges, [*edges[1:], len(lines)]) if all(weight[a:b]))
     body_start, body_stop = max(straight, key=lambda piece: piece[1] - piece[0], default=(0, 0))
     rounds = [piece for piece in pieces if piece.value is not None and not piece.of_a_way and piece.from_on is None]
-    last, counter = max(((piece.value, piece.counter) for piece in rounds), default=(0, ""))
-    parts = [piece for piece in pieces if last and piece.from_on is not None and piece.counter == counter]
+    last = max((piece.value for piece in rounds), default=0)
+    sides = {(piece.value, piece.from_on) for piece in pieces if piece.from_on is not None}
+    parts = [p for p in pieces if p.from_on is not None and p.value <= last and (p.value, not p.from_on) in sides]
     others = [piece for piece in rounds if not piece.only and piece.value == last]
     for piece in parts:
         of_rounds = last + 1 - piece.value if piece.from_on else piece.value
@@ -115,7 +116,6 @@ class _Piece(NamedTuple):
     stop: int
     value: int | None
     only: bool
-    counter: str = ""
     from_on: bool | None = None
 
     @property
@@ -156,7 +156,7 @@ def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[_Piece]]:
                 only = (op == "ne") != bool(negated)  # the piece is jumped over in all other cases
                 if value == 0 and not only and from_on is None:
                     value = None  # all rounds but the first; or it asks whether there is anything to do, and there is
-                pieces.append(_Piece(min(n + slots, target - 1), target, value, only, a, from_on))
+                pieces.append(_Piece(min(n + slots, target - 1), target, value, only, from_on))
     return sorted(loops, key=lambda loop: (loop.start, -loop.stop)), pieces
 
 
