@@ -152,7 +152,7 @@ def _branches(lines: list[str], slots: int) -> tuple[list[Loop], list[_Piece]]:
                 loops.append(Loop(target, min(n + slots, end), trips))
             elif target is not None:
                 value = int(b) if op in ("eq", "ne", "lt", "ge") and b.isdigit() else None
-                from_on = (op == "lt") != bool(negated) if op in ("lt", "ge") else None
+                from_on = (op == "lt") != bool(negated) if op in ("lt", "ge") and value is not None else None
                 only = (op == "ne") != bool(negated)  # the piece is jumped over in all other cases
                 if value == 0 and not only and from_on is None:
                     value = None  # all rounds but the first; or it asks whether there is anything to do, and there is
