@@ -1,8 +1,9 @@
 """Cycles of one operation from its final schedule: a TPU core issues one bundle a cycle, so bundles times how often each runs.
 
 Loops have their trip counts. A guarded piece runs always, but one that a counter's first or last value guards: once per round of that
-counter; or values below another, beside a piece of those from there on; or that a mode of the attention kernel guards (`softmax_modes`): always or never, as the reader says. A branch takes effect
-`Chip.branch_slots` bundles later: those behind it run whether or not it is taken.
+counter; or values below another, where a second piece has those from there on; or that a mode of the attention kernel guards
+(`softmax_modes`): always or never, as the reader says. A branch takes effect `Chip.branch_slots` bundles later: those behind it run
+whether or not it is taken.
 """
 
 import re

@@ -5,8 +5,9 @@ ones are compact. A tile of queries sees as many tiles of keys as every other: t
 
     sum over its queries and their keys of 1 / ((dt + e) (ds + e))
 
-(a last one that is not full is seen by all: so the kernel masks in its last steps alone), with distances dt and ds as shares of the video's length and of its height and width. What is near in time is so seen over the whole
+with distances dt and ds as shares of the video's length and of its height and width. What is near in time is so seen over the whole
 frame, and what is near in space over all frames, as in radial attention (Li et al. 2025), by tiles that are large enough for this kernel.
+A last tile of keys that is not full is seen by all: so the kernel masks in the last steps of each tile of queries alone.
 """
 
 import functools
