@@ -32,13 +32,10 @@ def thin_out(call: Call, config: TPUConfig, module: torch.nn.Module):
 @contextlib.contextmanager
 def looked_for(call: Call, name: str) -> Iterator[None]:
     """The model of this name is traced for the call: it is said if no attention in it is that of a video's tokens among themselves."""
-    before, whole = explain(), call.step.kind is None  # a step of a cache may leave all attention out
+    looks = call.sparse and call.step.kind is None  # a step of a cache may leave all attention out
+    before = explain() if looks else {}
     yield
-    if (
-        call.sparse
-        and whole
-        and not any("nearest" in way.mask and times > before.get(way, 0) for way, times in explain().items())
-    ):
+    if looks and not any("nearest" in way.mask and times > before.get(way, 0) for way, times in explain().items()):
         sizes, sparsity = call.sparse
         warn_once(
             f"attention_sparsity={sparsity} changes nothing in {name}: none of its attentions is of a video's tokens among themselves,"

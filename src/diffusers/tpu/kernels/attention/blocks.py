@@ -146,9 +146,20 @@ def of_tiles(shape: Shape, generation: str | None, queries: int, keys: int) -> B
     """Blocks of so many queries and keys, whole tiles of registers."""
     chip = chip_of(generation)
     bound, online = (Tile(math.gcd(q, queries), math.gcd(k, keys), lag) for q, k, lag in chip.tiles)
+    width = math.lcm(bound.queries, online.queries)
+    return Blocks(queries, keys, _largest_piece(queries, keys, width, _most_scores(shape, chip)), bound, online)
+
+
+def _largest_piece(queries: int, keys: int, width: int, most: int) -> int:
+    """Queries of a piece, whole tiles of this width, with at most so many scores; one tile where that has more."""
+    fitting = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= most)
+    return max(fitting, default=width)
+
+
+def _most_scores(shape: Shape, chip) -> int:
+    """Of one piece: float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size."""
     most = chip.most_scores // (1 if shape.bytes == 2 else 10)
-    pieces = (n for n in range(bound.queries, queries + 1, bound.queries) if queries % n == 0 and n * keys <= most)
-    return Blocks(queries, keys, max(pieces, default=bound.queries), bound, online)
+    return most * 256 // max(256, shape.dim + shape.out_dim)
 
 
 def tuned_key(shape: Shape, generation: str) -> str:
@@ -172,9 +183,7 @@ def candidates(shape: Shape, generation: str) -> tuple[Blocks, ...]:
     bound, online = _tiles(shape, generation)
     unit_q, unit_k = (math.lcm(getattr(bound, axis), getattr(online, axis)) for axis in ("queries", "keys"))
     found = []
-    # float32 products are six of bfloat16, and twice the registers spill; a product's code grows with the head size
-    most = chip_of(generation).most_scores // (1 if shape.bytes == 2 else 10)
-    most = most * 256 // max(256, shape.dim + shape.out_dim)
+    most = _most_scores(shape, chip_of(generation))
     of_keys = range(unit_k, round_up(min(shape.kv_len, 16384), unit_k) + 1, unit_k)
     # masking is slow: where one block, the last, holds all that may be masked, no other has code for it
     fitting = [n for n in of_keys if shape.masked <= (shape.kv_len - 1) % n + 1]
@@ -225,8 +234,8 @@ def _wanted(shape: Shape, generation: str, wanted: tuple[int, int, int]) -> Bloc
     depth = min(round_up(depth, LANES), round_up(shape.kv_len, LANES))
     queries = min(round_up(queries, width), round_up(shape.q_len, width))
     keys = min(round_up(keys, depth), round_up(shape.kv_len, depth))
-    pieces = (n for n in range(width, queries + 1, width) if queries % n == 0 and n * keys <= MOST_SCORES_ASKED)
-    return Blocks(queries, keys, max(pieces, default=width), *(replace(tile, keys=depth) for tile in (bound, online)))
+    piece = _largest_piece(queries, keys, width, MOST_SCORES_ASKED)
+    return Blocks(queries, keys, piece, *(replace(tile, keys=depth) for tile in (bound, online)))
 
 
 def _price(blocks: Blocks, shape: Shape) -> float:

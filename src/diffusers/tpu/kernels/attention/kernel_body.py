@@ -124,20 +124,19 @@ def run(r, call: Call):
     def visit(is_cut: bool):
         _each_mode(r, call, lambda mode: _visit(r, call, first_query, first_key, mode, is_cut))
 
-    where_seen(r, call, head, j, first_query, visit, step)
+    if call.visited is None:
+        where_seen(r, call, head, j, first_query, visit)
+    else:
+        whole = call.last_whole
+        _when([step < whole] if whole < call.steps else [], functools.partial(visit, False))
+        if whole < call.steps:
+            _when([step >= whole], functools.partial(visit, True))
     pl.when(step == call.steps - 1)(lambda: _finish(r))
 
 
-def where_seen(r, call: Call, head, j, first_query, visit, step=None):
-    """`visit(is_cut)` if any score of this block of queries and block j of keys counts; `is_cut`: not all of them do as they are.
-
-    `step`: of the grid, where blocks are visited by a list.
-    """
+def where_seen(r, call: Call, head, j, first_query, visit):
+    """`visit(is_cut)` if any score of this block of queries and block j of keys counts; `is_cut`: not all of them do as they are."""
     mask, first_key = call.mask, j * call.blocks.keys
-    if call.visited is not None:
-        whole = call.last_whole
-        _when([] if whole == call.steps else [step < whole], functools.partial(visit, False))
-        return _when([step >= whole], functools.partial(visit, True)) if whole < call.steps else None
     some, cut = [], []
     if mask.keys is not None and not call.cut_at_end:
         state = r.state[call.row_of(mask.keys, head) * call.kv_blocks + j]

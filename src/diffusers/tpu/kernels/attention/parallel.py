@@ -242,8 +242,8 @@ class Text(NamedTuple):
 def _refuse_ring(near: Nearest | None, split: Split):
     if near is not None and split.ring > 1:
         raise NotImplementedError(
-            f"expected heads among which sp {split.ring * split.ulysses} divides the sequence for TPUConfig(attention_sparsity="
-            f"{near.sparsity}), got a ring of {split.ring}, whose keys come in parts; use a mesh with a smaller sp, or attention_sparsity=0"
+            f"expected heads that sp {split.ring * split.ulysses} divides, for TPUConfig(attention_sparsity={near.sparsity}), got a ring"
+            f" of {split.ring}, whose keys come in parts; use a mesh with a smaller sp, or leave attention_sparsity out"
         )
 
 
