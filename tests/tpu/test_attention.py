@@ -220,7 +220,7 @@ def test_the_kernel_gives_the_video_of_the_reference(chips, root, ring):
     ):
         pipe = WanPipeline.from_pretrained(root / "examples/tpu/models/wan-shapes", torch_dtype=torch.float32)
         tpu.install(pipe, tpu.TPUConfig(**config))
-        size = {"height": 48, "width": 80, "num_frames": 5, "num_inference_steps": 2, "guidance_scale": 2.0}
+        size = {"height": 192, "width": 320, "num_frames": 9, "num_inference_steps": 2, "guidance_scale": 2.0}
         given = {"prompt": "a red circle moving right", "generator": tiny.fresh(seed), "output_type": "latent", **size}
         made.append(torch.as_tensor(pipe(**given).frames))
         tallies.append(tpu.report(pipe)["components"]["transformer"].get("attention_ways"))
