@@ -101,23 +101,30 @@ def test_keys_of_another_length_are_whole_everywhere(make_mesh, kind):
     assert error(make_mesh(1, 4, 2), draw(2, 6, 2, q_len, kv_len), kind) < TOLERANCE, (q_len, kv_len)
 
 
-@pytest.mark.parametrize("tokens, kind", [(128, "causal"), (133, "causal"), (133, "none"), (2 * 128 + 40, "none")])
-def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind):
-    """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile."""
+@pytest.mark.parametrize(
+    "tokens, kind, kv_heads",
+    [(128, "causal", 8), (133, "causal", 8), (133, "none", 4), (2 * 128 + 40, "none", 4), (133, "none", 8)],
+)
+def test_kernels_around_the_exchange(make_mesh, monkeypatch, tokens, kind, kv_heads):
+    """A chip's tokens are whole tiles, or some are left and their places may not count; blocks are of one tile. As many heads of keys as
+    of queries go in groups."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 256 * 4)
-    operands = draw(2, 8, 4, 4 * tokens, 4 * tokens, 128, 128)
+    monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
+    operands = draw(2, 8, kv_heads, 4 * tokens, 4 * tokens, 128, 128)
     mask = Mask(band=(None, 0)) if kind == "causal" else None
     operands[0] /= 4
     run = over(make_mesh(2, 4, 1), mask, 1, interpret=True)
     text = str(jax.make_jaxpr(run.__wrapped__)(*operands))
-    calls = [text.count(f"exchange_{name}") for name in ("cut", "join", "part", "paste")]
-    assert calls == ([0, 0, 0, 0] if (tokens, kind) == (133, "causal") else [3, 3, 1, 1])
+    calls = [text.count(f"name=exchange_{name}") for name in ("cut", "join", "part", "paste")]
+    by_kernels = [3 + 1, 2 * 3, 2, 1] if kv_heads == 8 else [3, 3, 1, 1]
+    assert calls == ([0, 0, 0, 0] if (tokens, kind) == (133, "causal") else by_kernels)
     assert relative(run(*operands), attention_formula(*operands, 0.3, mask)[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("ring, length, dim", [(1, 37, 8), (2, 37, 8), (4, 40, 8), (1, 4 * 131, 128)])
-def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_mesh, ring, length, dim):
-    """Of every head, with the padding of the last chip, and on every hop of a ring; those of 128 by a kernel, odd rows too."""
+def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_mesh, monkeypatch, ring, length, dim):
+    """Of every head, with the padding of the last chip, and on every hop of a ring; those of 128 by a kernel and in groups, odd rows too."""
+    monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
 
     def checking(q, k, v, *, bounds, mask=None, **arguments):
         seen = None if mask is None else jnp.swapaxes(mask.keys, 2, 3)
@@ -126,9 +133,12 @@ def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_m
         out = reference_attention(q, k, v, mask=mask, **arguments)
         return jax.tree.map(lambda x: jnp.where(agree, x, jnp.nan), out)
 
-    operands = draw(2, 8, 4, length, length, dim)
+    kv_heads = 8 if dim == 128 else 4
+    operands = draw(2, 8, kv_heads, length, length, dim)
     operands[0] /= 8 * np.sqrt(dim / 8)  # a logit's rounding is an error of the weight, and these keys make large ones
-    operands[1] *= 1 + 30 * np.random.default_rng().random((2, 4, length, 1)) ** 8  # some keys far from the others
+    operands[1] *= (
+        1 + 30 * np.random.default_rng().random((2, kv_heads, length, 1)) ** 8
+    )  # some keys far from the others
     assert error(make_mesh(2, 4, 1), operands, ring=ring, local=checking, interpret=True) < TOLERANCE
 
 
@@ -227,10 +237,10 @@ def laid_out(topology: str) -> bool:
     device = SingleDeviceSharding(compiler.devices[0])
 
     def there_and_back(x, k):
-        pieces = [exchange.cut(array, 4, False) for array in (x, k)]
-        turned = exchange.join(pieces[0], True, False)
-        back = exchange.paste(exchange.part(turned, 4, 13924, False), False)
-        return back, exchange.join(pieces[1], False, False)
+        pieces = [exchange.cut([x], 4, False, 0, 2), exchange.cut([x, k], 4, False, 1, 2)]
+        turned = [exchange.join(pieces[0], True, False), exchange.join(pieces[1], True, False, place=0, places=2)]
+        back = exchange.paste([exchange.part(one, 4, 13924, False) for one in turned], False)
+        return back, exchange.join(pieces[1], False, False, place=1, places=2)
 
     operand = jax.ShapeDtypeStruct((1, 13924, 5120), jnp.float32, sharding=device)
     compiler.compile(jax.jit(there_and_back).lower(operand, operand))
@@ -293,15 +303,17 @@ def test_any_mesh_gives_what_the_concatenation_gives(make_mesh, degrees, ring, p
     assert max(errors(*operands, degrees and make_mesh(*degrees), ring=ring)) < TOLERANCE, (tokens, words, heads)
 
 
-@pytest.mark.parametrize("tokens, words, padded", [(128, 5, True), (133, 130, False), (131, 7, True)])
-def test_two_streams_by_our_kernels(make_mesh, monkeypatch, tokens, words, padded):
-    """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them."""
+@pytest.mark.parametrize("tokens, words, padded, heads", [(128, 5, True, 4), (133, 130, False, 8), (131, 7, True, 12)])
+def test_two_streams_by_our_kernels(make_mesh, monkeypatch, tokens, words, padded, heads):
+    """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them; heads of a chip
+    in one, two or three groups."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * 4)
-    latents, text, seen = draw_streams(2, 4, 4, 4 * tokens, words, 128, padded)
+    monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
+    latents, text, seen = draw_streams(2, heads, heads, 4 * tokens, words, 128, padded)
     for stream in (latents, text):
         stream[0] /= 16
     far = (latents, text)[words % 2]
-    far[1] *= 1 + 100 * np.random.default_rng().random((2, 4, far[1].shape[2], 1)) ** 8
+    far[1] *= 1 + 100 * np.random.default_rng().random((2, heads, far[1].shape[2], 1)) ** 8
     far[2] *= np.float32(1e32)  # not all heads are bounded where its values are so large: sums would not be finite
     kernel = functools.partial(tpu_attention, interpret=True)
     assert max(errors(latents, text, seen, make_mesh(2, 4, 1), kernel, interpret=True)) < 2e-6  # measured

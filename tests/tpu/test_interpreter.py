@@ -156,29 +156,32 @@ def test_convolution(interpreted, sizes, channels, features, taps, biased):
 @pytest.mark.parametrize("ways, tokens, rest", [(2, 300, 0), (4, 128, 7), (3, 517, 130)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_exchange(interpreted, monkeypatch, ways, tokens, rest, dtype):
-    """Every order to the bit: pieces of columns, tokens of all chips joined with what is behind them, as they are and turned."""
+    """Every order to the bit: pieces of a group's columns, of one tensor or of two side by side, tokens of all chips joined with what is
+    behind them, as they are and turned."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
-    x, behind = draw(np.random.default_rng(), dtype, (2, tokens, 128 * ways), (2, rest, 128))
+    *both, behind = draw(np.random.default_rng(), dtype, *[(2, tokens, 2 * 128 * ways)] * 2, (2, rest, 128))
     behind = behind if rest else None
 
-    def run(kernel, *arguments):
-        made, raced = interpreted(lambda settings: kernel(*arguments, settings))
+    def run(kernel, *arguments, **how):
+        made, raced = interpreted(lambda settings: kernel(*arguments, interpret=settings, **how))
         assert not raced, kernel.__name__
         return made
 
-    pieces = run(exchange.cut, x, ways)
-    np.testing.assert_array_equal(wide(pieces), np.stack(np.split(wide(x), ways, 2)))
-    np.testing.assert_array_equal(wide(run(exchange.paste, pieces)), wide(x))
+    pieces = [run(exchange.cut, both[: group + 1], ways, group=group, groups=2) for group in range(2)]
+    columns = [np.split(wide(x), 2 * ways, 2) for x in both]
+    np.testing.assert_array_equal(wide(pieces[0]), np.stack(columns[0][:ways]))
+    np.testing.assert_array_equal(wide(pieces[1]), np.concatenate([np.stack(x[ways:]) for x in columns], 3))
+    pasted = run(exchange.paste, [pieces[0], pieces[1][..., :128]])
+    np.testing.assert_array_equal(wide(pasted), wide(both[0]))
     whole = tokens // 128 * 128
-    for turned in (False, True):
-        made, raced = interpreted(lambda settings: exchange.join(pieces, turned, settings, behind))
-        rows = wide(made).swapaxes(1, 2) if turned else wide(made)
-        assert not raced and rows.shape[1] == ways * tokens + rest
-        in_order = [wide(p)[:, :whole] for p in pieces] + [wide(p)[:, whole:] for p in pieces]
-        np.testing.assert_array_equal(
-            rows, np.concatenate([*in_order, *([] if behind is None else [wide(behind)])], 1)
-        )
-    np.testing.assert_array_equal(wide(run(exchange.part, made, ways, tokens)), wide(pieces))
+    for turned, place in ((False, 0), (True, 1)):
+        made = run(exchange.join, pieces[1], turned, behind=behind, place=place, places=2)
+        rows, of_place = wide(made), [wide(p)[..., 128 * place : 128 * (place + 1)] for p in pieces[1]]
+        rows = rows.swapaxes(1, 2) if turned else rows
+        in_order = [p[:, :whole] for p in of_place] + [p[:, whole:] for p in of_place]
+        in_order += [] if behind is None else [wide(behind)]
+        np.testing.assert_array_equal(rows, np.concatenate(in_order, 1))
+    np.testing.assert_array_equal(wide(run(exchange.part, made, ways, tokens)), np.stack(of_place))
 
 
 def test_a_race_and_memory_that_nobody_wrote_are_seen(interpreted):

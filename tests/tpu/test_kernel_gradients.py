@@ -21,6 +21,7 @@ from diffusers.tpu.kernels.attention.blocks import Blocks, Shape, Tile
 from diffusers.tpu.kernels.attention.exchange import Exchange
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.kept import layer_result
+from diffusers.tpu.kernels.norm import Norm
 from diffusers.tpu.kernels.settings import Settings, using
 
 
@@ -142,7 +143,7 @@ def of_linear(activation, gated, split, kept, draw):
 def of_rotary(draw):
     angle = np.repeat(np.random.default_rng().uniform(-9, 9, (300, 64)), 2, 1)
     tables = tuple(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin))
-    norm = functools.partial(rotary.Norm, eps=1e-6)
+    norm = functools.partial(Norm, eps=1e-6)
     run = lambda x, w: rotary.normed_and_rotated(x, norm(w), tables, KERNELS)  # noqa: E731
     return run, lambda x, w: rotary._plainly(x, norm(w), tables, False), (draw(1, 300, 256), draw(256))
 

@@ -18,11 +18,12 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import TPUConfig, bridge
-from diffusers.tpu.bridge import layers
+from diffusers.tpu.bridge import layers, norms
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import linear, narrow, rotary
+from diffusers.tpu.kernels.norm import Norm
 from diffusers.tpu.kernels.pallas import round_up
-from diffusers.tpu.kernels.rotary import Norm, normed_and_rotated
+from diffusers.tpu.kernels.rotary import normed_and_rotated
 from diffusers.tpu.kernels.settings import Settings, using
 
 
@@ -285,6 +286,63 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, r
     exact = run(x.double(), copy.deepcopy(norm).double(), tables.double()).detach()
     assert len(asked) == 1 and asked[0] is not None
     assert relative(ours, exact) < 1.02 * relative(run(x, norm, tables).detach(), exact)
+
+
+# Upstream's words for a norm over all channels and what follows it, whether it is of float32, and of each time that the kernel is
+# asked, whether with a scale.
+NORMED = {
+    "alone": (lambda x, norm, s, t: norm(x), False, [False]),
+    "wan": (lambda x, norm, s, t: (norm(x.float()) * (1 + s) + t).type_as(x), True, [False, True]),
+    "cross-attention": (lambda x, norm, s, t: norm(x.float()).type_as(x), True, [False, False]),
+    "dit": (lambda x, norm, s, t: norm(x) * (1 + s.bfloat16()) + t.bfloat16(), False, [False, True]),
+    "all samples": (lambda x, norm, s, t: norm(x) * (1 + s[:1].bfloat16()) + t[:1].bfloat16(), False, [False, True]),
+    "written to": (lambda x, norm, s, t: (norm(x.float()).mul_(2) * (1 + s) + t).type_as(x), True, [False]),
+    "by token": (lambda x, norm, s, t: norm(x) * (1 + x) + t.bfloat16(), False, [False]),
+}
+
+
+@pytest.mark.parametrize("rms, affine", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    "words, degrees", [*((words, None) for words in NORMED), ("wan", (2, 4, 1)), ("all samples", (2, 4, 1))]
+)
+@torch.no_grad()
+def test_a_scale_and_a_shift_after_a_norm_are_the_norms(chips, monkeypatch, degrees, words, rms, affine):
+    """Upstream's operations in float32; rows that fill no block and that the chips do not divide."""
+    (follow, in_float32, expected), asked, fast = NORMED[words], [], norms.fast_norm
+
+    def noting(*given, **how):
+        asked.append((len(given) > 3 and given[3] is not None, fast(*given, **how)))
+        return asked[-1][1]
+
+    monkeypatch.setattr(norms, "fast_norm", noting)
+    norm = torch.nn.RMSNorm(384, 1e-6, affine) if rms else torch.nn.LayerNorm(384, 1e-6, affine)
+    tokens = int(np.random.default_rng().integers(1, 300))
+    x = torch.randn(2, tokens, 384).bfloat16() * 2 + 1
+    s, t = (
+        torch.randint(-60, 60, (2, 2, 1, 384)) / 64
+    )  # also 1 + s is a bfloat16: nothing is rounded outside of the kernel
+    for weight in norm.parameters():
+        weight.data.uniform_(0.5, 2)
+    norm = norm if in_float32 else norm.bfloat16()
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+    names, weights = zip(*norm.named_parameters()) if affine else ((), ())
+
+    def run(weights, *arrays):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            weights, arrays = ([bridge.to_torch(array) for array in some] for some in (weights, arrays))
+            own = functools.partial(torch.func.functional_call, norm, dict(zip(names, weights)))
+            x, s, t = arrays
+            return follow(x, own, s, t).jax()
+
+    def on_jax(*tensors):
+        return [jnp.asarray(bridge.as_numpy(tensor.detach())) for tensor in tensors]
+
+    ours = jax.jit(run)(on_jax(*weights), *on_jax(x, s, t))
+    theirs = follow(x, norm, s, t)
+    exact = follow(x.float(), copy.deepcopy(norm).float(), s, t)
+    assert [with_scale for with_scale, _ in asked] == expected and ours.dtype == jnp.bfloat16
+    assert (asked[-1][1] is not None) == (words != "written to")
+    assert relative(ours, exact) < 1.05 * relative(theirs, exact)
 
 
 # Upstream's words for what follows a layer, and what the layer does with it: its activation, its gate and residual. None: neither.

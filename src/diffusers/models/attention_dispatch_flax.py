@@ -7,6 +7,7 @@ from ..tpu.bridge import Tensor, autocast, environment, on_device
 from ..tpu.kernels import rotary
 from ..tpu.kernels.attention.api import among_latents, joint
 from ..tpu.kernels.attention.parallel import Text
+from ..tpu.kernels.norm import Norm
 from ..tpu.kernels.settings import choosing, current
 
 
@@ -72,7 +73,7 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
     eps = torch.finfo(x.dtype).eps if norm.eps is None else norm.eps
     bias = getattr(norm, "bias", None)
     centred = isinstance(norm, torch.nn.LayerNorm)
-    ours = rotary.Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)
+    ours = Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)
     tables = tuple(table.jax()[0, :, 0] for table in tables)
     return Tensor(rotary.normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
 

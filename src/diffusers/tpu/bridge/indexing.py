@@ -9,7 +9,7 @@ from torchax.tensor import Tensor
 
 from ..kernels.pallas import LANES
 from ..kernels.settings import current
-from .layers import made_of, operands
+from .made_of import made_of, operands
 from .on_host import NotTaken
 from .views import Step, as_view, has_values
 

@@ -20,7 +20,7 @@ from torchax.tensor import Tensor
 
 from ..chips.sharding import taken_apart, together
 from ..kernels.settings import current, using
-from . import autocast, layers
+from . import autocast, norms
 from .by_token import ReadsOthers, axes_of_tokens
 from .views import WRITES_TO_FIRST, Step, as_view, storage
 
@@ -204,14 +204,14 @@ def cat(tensors, dim=0, **kwargs):
 
 
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
-    """As `layers.rotated`, also in the chips' order."""
+    """As `norms.rotated`, also in the chips' order."""
     how = use_real, use_real_unbind_dim, sequence_dim
     if not is_joined(x):
-        return layers.rotated(x, tables, *how)
+        return norms.rotated(x, tables, *how)
     joined, inner, axis = x.source
     if axis != sequence_dim or not all(isinstance(table, Tensor) and table.ndim == 2 for table in tables):
         return None
-    result = layers.rotated(inner, tuple(joined.in_order(table, 0) for table in tables), *how)
+    result = norms.rotated(inner, tuple(joined.in_order(table, 0) for table in tables), *how)
     return None if result is None else joined.beside(result, axis)
 
 

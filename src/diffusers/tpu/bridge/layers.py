@@ -4,12 +4,7 @@
     h + linear(x)                                   h + gate * linear(x)
     (h.float() + linear(x) * gate).to(h.dtype)
 
-norms with the rotation after them, by upstream's `apply_rotary_emb` or by matrices, and rotation by complex numbers:
-
-    (matrices * norm(x).reshape(..., D / 2, 1, 2)).sum(-1)
-    view_as_real(view_as_complex(x.reshape(..., D / 2, 2)) * turns)
-
-Each result on that way remembers of what it was made. Who makes the last one asks the kernel for the whole, which
+Each result on that way remembers of what it was made (`made_of`). Who makes the last one asks the kernel for the whole, which
 rounds where the single operations round; they are dead code then.
 """
 
@@ -27,13 +22,14 @@ import torch.nn.functional as F
 from torchax.tensor import Tensor
 
 from ..chips.sharding import Packed
-from ..kernels import rotary
 from ..kernels.kept import layer_result
 from ..kernels.linear import ACTIVATIONS as COMPUTED
 from ..kernels.linear import linear as fast_linear
 from ..kernels.narrow import Narrow
 from ..kernels.pallas import SUBLANES
 from ..kernels.settings import Settings, current
+from . import norms
+from .made_of import Widened, made_of, operands, widened
 from .on_host import NotTaken
 from .views import has_values
 
@@ -49,32 +45,19 @@ def register(env):
     for function in (F.linear, aten.linear.default):
         env.override_op_definition(function, linear)
     env.override_op_definition(aten.view.default, reshaped)
-    for overload, ours in ((aten.view_as_complex.default, as_complex), (aten.view_as_real.default, as_real)):
+    for overload, ours in (
+        (aten.view_as_complex.default, norms.as_complex),
+        (aten.view_as_real.default, norms.as_real),
+    ):
         env.override_op_definition(overload, functools.partial(ours, env._get_op_or_decomp(overload).func))
     for overload, one, *follow in (
-        (aten.mul.Tensor, jnp.multiply, _gated, _turned, _turned_complex),
-        (aten.add.Tensor, jnp.add, _added),
+        (aten.mul.Tensor, jnp.multiply, _gated, norms.scaled, norms.turned, norms.turned_complex),
+        (aten.add.Tensor, jnp.add, _added, norms.shifted),
         (aten.sub.Tensor, jnp.subtract),
     ):
         theirs = env._get_op_or_decomp(overload)
         operator = replace(theirs, func=functools.partial(_in_one, theirs.func, one))
         env.override_op_definition(overload, functools.partial(_followed, env, operator, follow))
-
-
-def made_of(result: Tensor, operator, *operands) -> Tensor:
-    """The result, which remembers of what `operator` made it: who reads it next may do that operator's work with its own.
-
-    In a trace only: elsewhere it would keep the operands' memory.
-    """
-    if isinstance(result.jax(), jax.core.Tracer):
-        result._made = result.jax(), operator, operands
-    return result
-
-
-def operands(x, operator) -> tuple | None:
-    """What `operator` made x of; None where another did, or x was written to since."""
-    array, made_by, of = getattr(x, "_made", (None, None, None))
-    return of if made_by is operator and x.jax() is array else None
 
 
 def unpacked(stored: Tensor, packed: Packed) -> Tensor:
@@ -214,96 +197,14 @@ def _by_projection(input, bias, stored: Tensor, packed: Packed) -> Tensor:
     return Tensor(jnp.concatenate(results, -1), input._env)
 
 
-def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
-    """Upstream's `apply_rotary_emb` of heads [B, T, N, D] just normed, in the norm's kernel; None: as upstream does it."""
-    of, known = operands(x, rms_norm), use_real and sequence_dim == 1 and all(isinstance(t, Tensor) for t in tables)
-    if of is None or not known or x.shape != of[0].shape:
-        return None
-    result = _normed_and_rotated(*of, tuple(table.jax() for table in tables), apart=use_real_unbind_dim == -2)
-    return None if result is None else Tensor(result, x._env)
-
-
-def _normed_and_rotated(x: jax.Array, weight, eps, _, tables: tuple[jax.Array, jax.Array], apart: bool = False):
-    """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D]."""
-    known = (
-        x.ndim == 4
-        and all(table.shape == (x.shape[1], x.shape[3]) for table in tables)
-        and weight.shape == x.shape[3:]
-    )
-    flat, norm = x.reshape(*x.shape[:2], -1), rotary.Norm(weight, eps)
-    result = rotary.by_kernel(flat, norm, tables, current(), apart) if known else None
-    return None if result is None else result.reshape(x.shape)
-
-
-def _turned(result, pairs, matrices):
-    """Remembers that pairs [..., D / 2, 1, 2] are multiplied by matrices [..., D / 2, 2, 2]: their sums are pairs turned."""
-    if pairs.ndim < 4 or pairs.shape[-2:] != (1, 2) or matrices.shape[-2:] != (2, 2) or result.dtype != torch.float32:
-        return None
-    *_, norm = operands(pairs, cast) or (operands(pairs, rms_norm),)
-    norm = norm if norm is not None and pairs.shape == (*norm[0].shape[:-1], norm[0].shape[-1] // 2, 1, 2) else None
-    return made_of(result, _turned, pairs.jax(), matrices.jax(), norm)
-
-
-def as_complex(plain, pairs):
-    """torch's `view_as_complex` of pairs [..., D / 2, 2], which the result remembers."""
-    return made_of(Tensor(plain(pairs.jax()), pairs._env), as_complex, pairs.jax())
-
-
-def _turned_complex(result, x, turns):
-    """Remembers that pairs are multiplied as complex numbers, each by one."""
-    of = operands(x, as_complex)
-    return None if of is None or result.shape != x.shape else made_of(result, _turned_complex, *of, turns.jax())
-
-
-def as_real(plain, x):
-    """torch's `view_as_real`; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
-    if (of := operands(x, _turned_complex)) is None:
-        return Tensor(plain(x.jax()), x._env)
-    pairs, turns = of
-    tables = (jnp.repeat(part, 2, -1) for part in (turns.real, turns.imag))
-    return Tensor(rotary.rotate_pairs(pairs.reshape(*pairs.shape[:-2], -1), *tables).reshape(pairs.shape), x._env)
-
-
-def summed(plain, x, dim=None, keepdim=False, **kwargs):
-    """The operator; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
-    of = operands(x, _turned)
-    if of is None or dim not in ([-1], [x.ndim - 1]) or keepdim or kwargs:
-        return plain(x, dim, keepdim, **kwargs)
-    pairs, matrices, norm = of
-    heads = pairs.reshape(*pairs.shape[:-3], -1)
-    tables = matrices[..., 0, 0], matrices[..., 1, 1], -matrices[..., 0, 1], matrices[..., 1, 0]
-    own, other = (jnp.stack(two, -1).reshape(*matrices.shape[:-3], -1) for two in (tables[:2], tables[2:]))
-    result = None
-    if norm is not None and own.ndim == 4 and own.shape[0] == own.shape[2] == 1:
-        result = _normed_and_rotated(*norm, (own[0, :, 0], other[0, :, 0]))
-    result = rotary.rotate_pairs(heads, own, other) if result is None else result.astype(jnp.float32)
-    return Tensor(result.reshape(*heads.shape[:-1], -1, 2), x._env)
-
-
-def rms_norm(input, normalized_shape, weight=None, eps=None):
-    """x / sqrt(mean(x^2) + eps) * weight in float32, which also has the default of eps."""
-    axes = last_axes(input, normalized_shape)
-    array = input.jax()
-    x, eps = array.astype(jnp.float32), jnp.finfo(jnp.float32).eps.item() if eps is None else eps
-    result = affine(input, x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps), weight, None)
-    narrow, *_ = operands(input, cast) or (None,)
-    return result if weight is None or len(axes) > 1 else made_of(result, rms_norm, array, weight.jax(), eps, narrow)
-
-
-def last_axes(input, shape) -> tuple[int, ...]:
-    if tuple(input.shape[-len(shape) :]) != tuple(shape):
-        raise NotTaken
-    return tuple(range(-len(shape), 0))
-
-
 def reshaped(x, shape):
     """The operator; of what was normed it is still known, for pairs of its entries."""
     array = x.jax()
     result = array.reshape(shape)
     if isinstance(array, jax.core.Tracer) and (behind := _behind_each_other(array, result.shape)) is not None:
         result = behind
-    result, of = Tensor(result, x._env), operands(x, rms_norm)
-    return result if of is None else made_of(result, rms_norm, *of)
+    result, of = Tensor(result, x._env), norms.normed(x)
+    return result if of is None else made_of(result, norms.Normed, *of)
 
 
 def _behind_each_other(x: jax.Array, shape: tuple[int, ...]) -> jax.Array | None:
@@ -320,15 +221,6 @@ def _behind_each_other(x: jax.Array, shape: tuple[int, ...]) -> jax.Array | None
         return None
     apart = x.reshape(*shape[:-2], count, rows, columns)
     return jnp.concatenate([apart[..., n, :, :] for n in range(count)], -2)
-
-
-def affine(input, x: jax.Array, weight, bias, trailing: int = 0):
-    """x times weight plus bias, rounded to the input's dtype."""
-    if weight is not None:
-        x = x * weight.jax().reshape(*weight.shape, *(1,) * trailing)
-    if bias is not None:
-        x = x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
-    return Tensor(x.astype(input.jax().dtype), input._env)
 
 
 def check_kinds(*arrays: jax.Array):
@@ -363,14 +255,13 @@ def cast(x, result):
     """
     if not (isinstance(x, Tensor) and isinstance(result, Tensor)) or x.dtype == result.dtype:
         return result
-    narrow, *_ = operands(x, cast) or (None,)
-    if narrow is not None and narrow.dtype == result.jax().dtype:
-        return Tensor(narrow, result._env)
-    norm = operands(x, rms_norm)
+    before = widened(x)
+    if before is not None and before.narrow.dtype == result.jax().dtype:
+        return Tensor(before.narrow, result._env)
     if _holds(result.jax().dtype, x.jax().dtype):
-        return made_of(result, cast, x.jax(), layer_of(x), norm)
-    if norm is not None and norm[-1] is not None and norm[-1].dtype == result.jax().dtype:
-        return made_of(result, rms_norm, norm[-1], *norm[1:3], None)
+        return made_of(result, Widened, x.jax(), layer_of(x), norms.normed(x))
+    if (norm := norms.narrowed(x, result)) is not None:
+        return norm
     total = operands(x, _added)
     whole = _again(*total) if total is not None and result.dtype == torch.bfloat16 else None
     return result if whole is None else Tensor(whole, result._env)
@@ -415,7 +306,8 @@ def _is_truth(x) -> bool:
 
 def _gated(result, x, gate):
     """Remembers that x is a layer's output, and the gate one for all tokens: [B, 1, N]."""
-    layer = layer_of(x) or (operands(x, cast) or (None, None, None))[1]
+    wide = widened(x)
+    layer = layer_of(x) if wide is None else wide.layer
     if layer is None or gate.ndim != 3 or x.ndim != 3 or gate.shape[1] != 1 or gate.shape[2] != x.shape[2]:
         return None
     if layer.sizes is not None:  # a convolution along one axis
@@ -429,8 +321,8 @@ def _added(result, x, residual):
     if layer is None or result.shape != x.shape or residual.shape != x.shape:
         return None
     if result.dtype == torch.float32:
-        narrow, *_ = operands(residual, cast) or (None,)
-        return None if narrow is None else made_of(result, _added, layer, gate, narrow)
+        wide = widened(residual)
+        return None if wide is None else made_of(result, _added, layer, gate, wide.narrow)
     whole = _again(layer, gate, residual.jax())
     return None if whole is None else Tensor(whole, result._env)
 

@@ -21,8 +21,9 @@ from ..kernels.settings import current, using
 from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
-from . import indexing, joined, layers, resizing
-from .layers import how_it_lies, made_of, operands
+from . import indexing, joined, layers, norms, resizing
+from .layers import how_it_lies
+from .made_of import made_of, operands
 
 
 aten = torch.ops.aten
@@ -40,8 +41,8 @@ def register(env):
         F.interpolate: over(resizing.interpolate, F.interpolate),
         F.pad: over(_pad, F.pad),
         torch.cat: joined.cat,
-        F.layer_norm: layer_norm,
-        F.rms_norm: layers.rms_norm,
+        F.layer_norm: norms.layer_norm,
+        F.rms_norm: norms.rms_norm,
         F.group_norm: group_norm,
         aten.convolution.default: over(_at_its_precision, aten.convolution.default),
         aten._is_all_true.default: is_all_true,
@@ -59,7 +60,7 @@ def register(env):
         *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dtype, aten.norm.ScalarOpt_dim_dtype),
     ):
         ours[overload] = functools.partial(_cast_before, env._get_op_or_decomp(overload))
-    ours[aten.sum.dim_IntList] = functools.partial(layers.summed, ours[aten.sum.dim_IntList])
+    ours[aten.sum.dim_IntList] = functools.partial(norms.summed, ours[aten.sum.dim_IntList])
     for function, operator in ours.items():
         env.override_op_definition(function, operator)
     indexing.register(env, over)
@@ -98,12 +99,6 @@ def _four_axes(x: jax.Array, lead: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
 
-def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
-    """(x - mean) / sqrt(variance + eps) * weight + bias in float32, as torch computes it; torchax rounds every step."""
-    axes = layers.last_axes(input, normalized_shape)
-    return layers.affine(input, _standardised(input.jax().astype(jnp.float32), axes, eps), weight, bias)
-
-
 def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
     """Layer norm over each group of channels of [N, C, ...] in float32; on a shard with the statistics of the whole map."""
     shape = input.shape
@@ -112,8 +107,8 @@ def group_norm(input, num_groups, weight=None, bias=None, eps=1e-5):
     if halo_shards() is not None:
         return Tensor(_normed_shard(input.jax(), num_groups, weight, bias, eps), input._env)
     x = input.jax().astype(jnp.float32).reshape(shape[0], num_groups, shape[1] // num_groups, *shape[2:])
-    x = _standardised(x, tuple(range(2, x.ndim)), eps).reshape(shape)
-    return layers.affine(input, x, weight, bias, trailing=len(shape) - 2)
+    x = norms.standardised(x, tuple(range(2, x.ndim)), eps).reshape(shape)
+    return norms.affine(input, x, weight, bias, trailing=len(shape) - 2)
 
 
 def _normed_shard(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Array:
@@ -123,11 +118,6 @@ def _normed_shard(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Ar
     weight = jnp.ones(x.shape[1]) if weight is None else weight.jax()
     bias = jnp.zeros(x.shape[1]) if bias is None else bias.jax()
     return jnp.moveaxis(normed(maps, weight, bias, groups, eps), -1, 1).reshape(x.shape)
-
-
-def _standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:
-    x = x - x.mean(axes, keepdims=True)
-    return x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
 
 
 WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already, rows at its ends are to be repeated"

@@ -156,7 +156,7 @@ def tpu_linear(
     if residual is not None:
         operands["residual"] = residual, of_rows
 
-    one_layer = jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)
+    one_layer, out = (jax.ShapeDtypeStruct(*of) for of in ((w.shape[-2:], w.dtype), ((batch, rows, columns), dtype)))
     read = [one_layer if array is w else array for array, _ in operands.values()]
 
     def tile(r, n):
@@ -179,10 +179,10 @@ def tpu_linear(
         "linear_kernel",
         (pl.cdiv(columns, blocks.columns), batch, pl.cdiv(rows, blocks.rows)),
         operands,
-        {"o": (jax.ShapeDtypeStruct((batch, rows, columns), dtype), of_rows)},
+        {"o": (out, of_rows)},
         parallel=1,
         scalars=scalars,
-        work=cost(*read, flops=2 * x.size * columns),
+        work=cost(*read, out, flops=2 * x.size * columns),
         interpret=interpret,
         vmem_bytes=vmem_room(generation),
     )["o"]

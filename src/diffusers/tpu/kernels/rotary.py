@@ -6,7 +6,7 @@ row of 128 lanes share one: sums over each are products with ones on the matrix 
 """
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from .linear import rows_over_mesh
+from .norm import Norm, inverse_of, mean_of
 from .pallas import LANES, added_up, call_kernel, cost, with_gradients_of
 from .settings import Settings
 
@@ -25,21 +26,6 @@ BLOCK_ROWS = 256
 LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
 TILE_ROWS = 32  # in registers at once, one head of them
 TILE_ROWS_OF_SMALL_HEADS = 64
-
-
-@dataclass(frozen=True)
-class Norm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias, or x / sqrt(mean(x^2) + eps) * weight.
-
-    Attributes:
-        weight, bias: of all channels, or of the D entries of a head: then each head is normed by itself.
-        centred: layer norm, not RMS.
-    """
-
-    weight: Float[Array, " C|D"]
-    eps: float
-    bias: Float[Array, " C|D"] | None = None
-    centred: bool = False
 
 
 def rotate_pairs(
@@ -133,17 +119,6 @@ def _rotated_back(apart, dtype, given, gradient):
 _rotated.defvjp(lambda x, cos, sin, apart, dtype: (rotate_pairs(x, cos, sin, apart), (x, cos, sin)), _rotated_back)
 
 
-def _mean(parts: list):
-    """Of rows that are these parts side by side."""
-    return functools.reduce(jnp.add, parts).sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts)
-
-
-def _inverse(parts: list, eps: float):
-    """1 / sqrt(mean(x^2) + eps) of such rows."""
-    squares = functools.reduce(lambda total, part: total + part * part, parts, jnp.zeros_like(parts[0]))
-    return lax.rsqrt(squares.sum(axis=-1, keepdims=True) / sum(part.shape[-1] for part in parts) + eps)
-
-
 def _mean_of_small_heads(x, dim: int, parts: int):
     """Of each `dim` lanes, in all of them. `parts`: as of `added_up`."""
     row, column = (lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis), dim) for axis in (0, 1))
@@ -176,8 +151,8 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
             return part * lax.rsqrt(_mean_of_small_heads(part * part, dim, 2 if half else 3) + eps)
         mean, inverse = of_row
         if centred:
-            part = part - (_mean([part]) if per_head else mean)
-        return part * (_inverse([part], eps) if per_head else inverse)
+            part = part - (mean_of([part]) if per_head else mean)
+        return part * (inverse_of([part], eps) if per_head else inverse)
 
     def tile(r, n):
         rows = pl.ds(pl.multiple_of(n * tile_rows, tile_rows), tile_rows)
@@ -185,8 +160,8 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
         mean = inverse = None
         if not per_head:
             parts = [r.x[rows, head].astype(jnp.float32) for head in heads]
-            mean = _mean(parts) if centred else None
-            inverse = _inverse([part - mean for part in parts] if centred else parts, eps)
+            mean = mean_of(parts) if centred else None
+            inverse = inverse_of([part - mean for part in parts] if centred else parts, eps)
         if tables and not wide:
             cos, sin = r.cos[rows, :], r.sin[rows, :]
         first = _first_of_pairs((tile_rows, lanes), *distance) if tables else None

@@ -257,8 +257,8 @@ class _Clock:
             whole, part = (names.get(update.operands[n]) for n in (0, 1))
             if whole is not None and part is not None and i.arrays and i.arrays[0].space == 0:
                 total -= update.hbm_bytes - part.stored_bytes
-        stated = i.attribute(r'"bytes_accessed":"(\d+)"') if LINEAR in i.name else ""
-        most = total + int(stated) if stated else math.inf  # of a stack of layers' weights a kernel reads one
+        stated = i.attribute(r'"bytes_accessed":"(\d+)"') if KERNEL in i.rest else ""
+        most = int(stated) if stated else math.inf  # a kernel reads one of a stack of layers' weights, or some columns
         for number, operand in enumerate(i.operands):
             source = instructions.get(operand)
             if source is not None and inner:

@@ -17,7 +17,8 @@ from ...kernels.attention.reference import reference_attention
 from ...kernels.attention.softmax_modes import BOUND, CENTRED, MODES, ONLINE
 from ...kernels.convolution import convolution
 from ...kernels.linear import linear
-from ...kernels.rotary import Norm, normed_and_rotated
+from ...kernels.norm import Norm
+from ...kernels.rotary import normed_and_rotated
 from ...kernels.settings import Settings, using
 from .programs import Program
 

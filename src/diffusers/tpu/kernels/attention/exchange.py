@@ -7,6 +7,7 @@ Joined, every chip's tokens begin at a whole tile of `LANES`: what is left of ea
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -15,12 +16,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from ...chips.devices import QUEUED_BY
 from ..kept import exchanged
 from ..pallas import LANES, ROWS, by_token, call_kernel, cost
 from ..settings import current
 
 
 BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
+GROUPS = (2, 3)
+LEAST_TOKENS = 16_384  # of all chips, from which on attention of a group hides the next one's exchange (v6e)
+TURNED = (True, False, True)  # q, k and v: whether the kernel takes tokens minor
 VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own
 
 
@@ -31,17 +36,65 @@ class Exchange:
     Attributes:
         in_order: rows must stay in the order of the sequence. They need not where nothing tells them apart but what they hold.
         interpret: how the kernels run that lay out what is sent and what comes; None: XLA does.
+        groups: of heads. While attention of one is computed, what the next needs travels, together: one exchange at a time does.
     """
 
     chips: int
     in_order: bool
     interpret: object
+    groups: int = 1
 
     @classmethod
-    def of(cls, q, k, v, chips: int, in_order: bool, interpret) -> "Exchange":
-        """For these tensors, by kernels where they take all of them: the rows of all come in one order."""
-        taken = all(takes(x, chips, in_order) for x in (q, k, v))
-        return cls(chips, in_order, interpret if taken else None)
+    def of(cls, q, k, v, chips: int, in_order: bool, interpret, grouped: bool = False) -> "Exchange":
+        """For these tensors, by kernels where they take all of them: the rows of all come in one order. `grouped`: heads may be."""
+        if interpret is None or not all(takes(x, chips, in_order) for x in (q, k, v)):
+            return cls(chips, in_order, None)
+        grouped = grouped and chips > 1 and chips * q.shape[2] >= LEAST_TOKENS and q.shape == k.shape == v.shape
+        grouped = grouped and not current().differentiable
+        groups = next((n for n in GROUPS if grouped and takes(q, n * chips, in_order)), 1)
+        return cls(chips, in_order, interpret, groups)
+
+    def own(self, x: Float[Array, "B N ..."]) -> list[Float[Array, "B N/W/G ..."]]:
+        """This chip's heads of each group, of an array that has all."""
+        if self.chips == 1:
+            return [x]
+        heads = x.shape[1] // (self.groups * self.chips)
+        first = lax.axis_index("ulysses") * heads
+        return [lax.dynamic_slice_in_dim(part, first, heads, 1) for part in jnp.split(x, self.groups, 1)]
+
+    def attended(
+        self, attend: Callable, q, k, v, behind: tuple[list, ...] | None = None, before: object = None
+    ) -> Float[Array, "B N T D"]:
+        """`attend(group, q, k, v)` of all tokens and this chip's heads of each group, for some tokens of all heads.
+
+        Args:
+            behind: of q, k and v by group, tokens that stand behind those of all chips; their results are left out.
+            before: what chips tell each other before the second group travels.
+        """
+        others = [(None,) * 3] * self.groups if behind is None else [*zip(*behind)]
+        if self.groups == 1:
+            there = (self.to_heads(*each) for each in zip((q, k, v), TURNED, others[0]))
+            return self.to_sequence(attend(0, *there), 0 if behind is None else behind[0][0].shape[2])
+        heads, dim = q.shape[1] // (self.groups * self.chips), q.shape[3]
+        rows, results = [by_token(x) for x in (q, k, v)], []
+        sent = [(self._traded(cut([x], self.chips, self.interpret, 0, self.groups)), 0, 1) for x in rows]
+        for group in range(self.groups):
+            own = (None if x is None else by_token(x) for x in others[group])
+            there = [
+                join(pieces, turned, self.interpret, last, *place)
+                for (pieces, *place), turned, last in zip(sent, TURNED, own)
+            ]
+            if following := group + 1 < self.groups:
+                # Left to itself, the compiler sends these before others wait for less, and waits for them before the kernel.
+                there, rows, before = lax.optimization_barrier((there, rows, before))
+                pieces = self._traded(cut(rows, self.chips, self.interpret, group + 1, self.groups))
+            out = attend(group, *(_as_heads(x, heads, dim, turned) for x, turned in zip(there, TURNED)))
+            out = _tokens_minor(out)
+            if following:
+                out, pieces = lax.optimization_barrier((out, pieces))
+                sent = [(pieces, place, 3) for place in range(3)]
+            results.append(self._traded(part(out, self.chips, q.shape[2], self.interpret)))
+        return self._of_tokens(paste(results, self.interpret), dim)
 
     def to_heads(
         self, x: Float[Array, "B N T D"], turned: bool = False, behind: Float[Array, "B N/W L D"] | None = None
@@ -71,33 +124,27 @@ class Exchange:
         return _permuted(functools.partial(self._to_sequence, behind=behind), back, x)
 
     def _to_heads(self, turned: bool, x, behind):
-        batch, heads, _, dim = x.shape
+        heads, dim = x.shape[1] // self.chips, x.shape[3]
         behind = None if behind is None else by_token(behind)
-        x, heads = by_token(x), heads // self.chips
+        x = by_token(x)
         if self.interpret is not None:
-            pieces = self._traded(cut(x, self.chips, self.interpret))
-            x = join(pieces, turned, self.interpret, behind)
-            if turned:
-                return jnp.swapaxes(x.reshape(batch, heads, dim, -1), 2, 3)
-        else:
-            # Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
-            x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
-            x = x if behind is None else jnp.concatenate([x, behind], 1)
-        return jnp.swapaxes(x.reshape(batch, -1, heads, dim), 1, 2)
+            x = join(self._traded(cut([x], self.chips, self.interpret)), turned, self.interpret, behind)
+            return _as_heads(x, heads, dim, turned)
+        # Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
+        x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
+        return _as_heads(x if behind is None else jnp.concatenate([x, behind], 1), heads, dim)
 
     def _to_sequence(self, x, behind: int):
-        batch, heads, tokens, dim = x.shape
-        tokens -= behind
+        tokens, dim = x.shape[2] - behind, x.shape[3]
         if self.interpret is not None:
-            turned = jnp.swapaxes(x, 2, 3).reshape(batch, heads * dim, -1)
-            pieces = part(turned, self.chips, tokens // self.chips, self.interpret)
-            x = paste(self._traded(pieces), self.interpret)
-        else:
-            x = self._traded(self._parted(by_token(x[:, :, :tokens])))
-            x = jnp.concatenate(list(x), 2)
+            pieces = part(_tokens_minor(x), self.chips, tokens // self.chips, self.interpret)
+            return self._of_tokens(paste([self._traded(pieces)], self.interpret), dim)
+        pieces = self._traded(self._parted(by_token(x[:, :, :tokens])))
+        return self._of_tokens(jnp.concatenate(list(pieces), 2), dim)
+
+    def _of_tokens(self, x: Float[Array, "B T C"], dim: int) -> Float[Array, "B N T D"]:
         # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
-        x = lax.optimization_barrier(x)
-        return jnp.swapaxes(x.reshape(batch, tokens // self.chips, self.chips * heads, dim), 1, 2)
+        return _as_heads(lax.optimization_barrier(x), x.shape[2] // dim, dim)
 
     def _traded(self, pieces):
         return lax.all_to_all(pieces, "ulysses", split_axis=0, concat_axis=0, tiled=True)
@@ -134,54 +181,92 @@ def _permuted(run, back, *given) -> Array:
     return run(*given)
 
 
+def _as_heads(x, heads: int, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
+    """Of tokens [B, T, N D], or turned [B, N D, T]."""
+    if turned:
+        return jnp.swapaxes(x.reshape(x.shape[0], heads, dim, -1), 2, 3)
+    return jnp.swapaxes(x.reshape(x.shape[0], -1, heads, dim), 1, 2)
+
+
+def _tokens_minor(x: Float[Array, "B N T D"]) -> Float[Array, "B N*D T"]:
+    return jnp.swapaxes(x, 2, 3).reshape(x.shape[0], -1, x.shape[2])
+
+
 def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
     """Whether heads [B, N, T, D] can go this way: whole tiles, and an order of tokens that may be changed or is not."""
     _, heads, tokens, dim = x.shape
-    return heads // chips * dim % LANES == 0 and tokens >= LANES and not (in_order and tokens % LANES)
+    return (
+        heads % chips == 0
+        and heads // chips * dim % LANES == 0
+        and tokens >= LANES
+        and not (in_order and tokens % LANES)
+    )
 
 
-def cut(x: Float[Array, "B T C"], chips: int, interpret) -> Float[Array, "W B T C/W"]:
-    """Columns in pieces, one a chip."""
-    batch, tokens, columns = x.shape
-    return _columns(x, (chips, batch, tokens, columns // chips), interpret, "exchange_cut")
-
-
-def paste(pieces: Float[Array, "W B T C"], interpret) -> Float[Array, "B T W*C"]:
-    """The way back of `cut`."""
-    chips, batch, tokens, width = pieces.shape
-    return _columns(pieces, (batch, tokens, chips * width), interpret, "exchange_paste")
-
-
-def _columns(x, shape: tuple[int, ...], interpret, name: str) -> Array:
-    """x [B, T, C] as pieces [W, B, T, C / W], or pieces as x: whichever has this shape."""
-    cuts = len(shape) == 4
-    chips, batch, tokens, width = shape if cuts else x.shape
-    rows = max(16, BLOCK_BYTES // (chips * width * x.dtype.itemsize) // LANES * LANES)
-    whole = pl.BlockSpec((None, rows, chips * width), lambda b, t: (b, t, 0))
-    pieces = pl.BlockSpec((chips, None, rows, width), lambda b, t: (0, b, t, 0))
+def cut(tensors: list[Float[Array, "B T C"]], chips: int, interpret, group: int = 0, groups: int = 1) -> Array:
+    """Columns of one of `groups` in pieces, one a chip, of tensors of one shape side by side: [W, B, T, N C / W / G]."""
+    batch, tokens, columns = tensors[0].shape
+    width = columns // (groups * chips)
+    rows = _rows_of_block(len(tensors) * chips * width * tensors[0].dtype.itemsize)
 
     def kernel(r):
-        for n in range(chips):
-            columns = slice(n * width, (n + 1) * width)
-            if cuts:
-                r.o[n] = r.x[:, columns]
-            else:
-                r.o[:, columns] = r.x[n]
+        for place in range(len(tensors)):
+            for n in range(chips):
+                columns = slice(n * width, (n + 1) * width)
+                r.o[n, :, place * width : (place + 1) * width] = getattr(r, f"x{place}")[:, columns]
 
-    spec, out_spec = (whole, pieces) if cuts else (pieces, whole)
-    return _call(kernel, name, (batch, pl.cdiv(tokens, rows)), {"x": (x, spec)}, shape, out_spec, interpret)
+    spec = pl.BlockSpec((None, rows, chips * width), lambda b, t: (b, t, group))
+    operands = {f"x{place}": (x, spec) for place, x in enumerate(tensors)}
+    shape, grid = (chips, batch, tokens, len(tensors) * width), (batch, pl.cdiv(tokens, rows))
+    out_spec = pl.BlockSpec((chips, None, rows, shape[3]), lambda b, t: (0, b, t, 0))
+    name = "exchange_cut" if len(tensors) == 1 else QUEUED_BY
+    return _call(kernel, name, grid, operands, shape, out_spec, interpret)
 
 
-def join(pieces: Float[Array, "W B T C"], turned, interpret, behind: Float[Array, "B L C"] | None = None) -> Array:
-    """Tokens of all chips and `behind` them others, [B, W T + L, C], or [B, C, W T + L] if they are turned to lanes."""
+def paste(pieces: list[Float[Array, "W B T C"]], interpret) -> Float[Array, "B T G*W*C"]:
+    """The way back of `cut`, of all groups."""
+    chips, batch, tokens, width = pieces[0].shape
+    columns = len(pieces) * chips * width
+    rows = _rows_of_block(columns * pieces[0].dtype.itemsize)
+
+    def kernel(r):
+        for group in range(len(pieces)):
+            for n in range(chips):
+                at = (group * chips + n) * width
+                r.o[:, at : at + width] = getattr(r, f"x{group}")[n]
+
+    spec = pl.BlockSpec((chips, None, rows, width), lambda b, t: (0, b, t, 0))
+    operands = {f"x{group}": (one, spec) for group, one in enumerate(pieces)}
+    out_spec = pl.BlockSpec((None, rows, columns), lambda b, t: (b, t, 0))
+    shape, grid = (batch, tokens, columns), (batch, pl.cdiv(tokens, rows))
+    return _call(kernel, "exchange_paste", grid, operands, shape, out_spec, interpret)
+
+
+def _rows_of_block(row_bytes: int) -> int:
+    return max(16, BLOCK_BYTES // row_bytes // LANES * LANES)
+
+
+def join(
+    pieces: Float[Array, "W B T N*C"],
+    turned: bool,
+    interpret,
+    behind: Float[Array, "B L C"] | None = None,
+    place: int = 0,
+    places: int = 1,
+) -> Array:
+    """Tokens of all chips and `behind` them others, [B, W T + L, C], or [B, C, W T + L] if they are turned to lanes.
+
+    `place`: which one of the `places` tensors that were cut together.
+    """
     chips, batch, tokens, width = pieces.shape
+    width //= places
     rows, whole, rest = _blocks(tokens, width * pieces.dtype.itemsize)
     rest = chips * rest + (0 if behind is None else behind.shape[1])
     last = -(-rest // rows)  # blocks of what is left
 
-    def place(b, i):
+    def block(b, i):
         i = jnp.minimum(i, chips * whole - 1)
-        return lax.div(i, whole), b, lax.rem(i, whole), 0
+        return lax.div(i, whole), b, lax.rem(i, whole), place
 
     def turn(shape):
         return (shape[0], shape[2], shape[1]) if turned else shape
@@ -190,9 +275,11 @@ def join(pieces: Float[Array, "W B T C"], turned, interpret, behind: Float[Array
         shape = turn((None, rows, width))
         return pl.BlockSpec(shape, lambda b, i: turn((b, index(i), 0)))
 
-    operands = {"x": (pieces, pl.BlockSpec((None, None, rows, width), place))}
+    operands = {"x": (pieces, pl.BlockSpec((None, None, rows, width), block))}
     if rest:
-        left = jnp.moveaxis(pieces[:, :, whole * rows :], 0, 1).reshape(batch, -1, width)
+        left = jnp.moveaxis(pieces[:, :, whole * rows :, place * width : (place + 1) * width], 0, 1).reshape(
+            batch, -1, width
+        )
         left = left if behind is None else jnp.concatenate([left, behind], 1)
         left = jnp.pad(left, ((0, 0), (0, last * rows - rest), (0, 0)))
         spec = of_tokens(lambda i: jnp.maximum(i - chips * whole, 0))
@@ -256,6 +343,6 @@ def _turn(x_ref, o_ref):
 
 
 def _call(kernel, name: str, grid, operands: dict, shape, out_spec, interpret) -> Array:
-    x = operands["x"][0]
-    outputs, how = {"o": (jax.ShapeDtypeStruct(shape, x.dtype), out_spec)}, {"parallel": len(grid), "work": cost(x, x)}
+    o = jax.ShapeDtypeStruct(shape, next(iter(operands.values()))[0].dtype)
+    outputs, how = {"o": (o, out_spec)}, {"parallel": len(grid), "work": cost(o, o)}
     return call_kernel(kernel, name, grid, operands, outputs, interpret=interpret, vmem_bytes=VMEM_BYTES, **how)["o"]

@@ -154,34 +154,42 @@ def attention_by_heads(
 
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
     """`kv_len`: keys of all chips that are no padding. `keys`: they are split as the queries."""
-    ring, ulysses, bounds = split.ring, split.ulysses, {}
+    ring, ulysses, bounds = split.ring, split.ulysses, None
     if interpret is not None and keys and (mask is None or mask.kind == "nearest") and not current().differentiable:
-        bounds["bounds"] = bounds_of_group(k, v, kv_len, split, interpret)
+        bounds = bounds_of_group(k, v, kv_len, split, interpret)
     # Rows of one call may lie in any order where nothing tells them apart but what they hold.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
-    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret)
-    if ulysses > 1:
-        q, k, v = exchange.to_heads(q, turned=True), exchange.to_heads(k), exchange.to_heads(v, turned=True)
+    alike = all(x.shape[1] == 1 for x in jax.tree.leaves(mask))
+    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1 and alike)
     place = lax.axis_index("ring") if ring > 1 else 0
-    local = functools.partial(local, scale=scale, first_row=place * q.shape[2])
-    if keys and ring > 1:
-        out, _ = around_ring(q, k, v, mask, bounds, local=local, kv_len=kv_len, ring=ring, place=place)
-        out = out.astype(q.dtype)
-    else:
-        out = local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **bounds)
-    return exchange.to_sequence(out) if ulysses > 1 else out
+    local = functools.partial(local, scale=scale, first_row=place * q.shape[2] * ulysses)
+    of_group = _by_group(bounds, exchange)
+
+    def attend(group, q, k, v):
+        if keys and ring > 1:
+            out, _ = around_ring(q, k, v, mask, of_group[group], local=local, kv_len=kv_len, ring=ring, place=place)
+            return out.astype(q.dtype)
+        return local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **of_group[group])
+
+    return exchange.attended(attend, q, k, v, before=bounds) if ulysses > 1 else attend(0, q, k, v)
+
+
+def _by_group(bounds: KeyBounds | None, exchange: Exchange) -> list[dict]:
+    """The argument `bounds` of every group of this chip's heads, of the bounds of all heads."""
+    if bounds is None:
+        return [{}] * exchange.groups
+    return [{"bounds": KeyBounds(*parts)} for parts in zip(*map(exchange.own, bounds))]
 
 
 def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text=None) -> KeyBounds:
-    """Of the keys that this chip has after the all-to-all: all its group's, of its heads. With text there is no ring."""
-    tokens, heads, ulysses = k.shape[2], k.shape[1] // split.ulysses, split.ulysses
+    """Of the keys of all chips of a group, and of all heads. With text there is no ring."""
+    tokens, ulysses = k.shape[2], split.ulysses
     place, seen = lax.axis_index("ulysses"), None
     if kv_len < split.ring * ulysses * tokens:
         chip = place if text is not None else lax.axis_index("ring") * ulysses + place
         seen = jnp.clip(kv_len - chip * tokens, 0, tokens)
     beside = text and (text.k, text.v, None if text.seen is None else text.seen[:, None, :, None])
-    bounds = key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside)
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, place * heads, heads, 1), bounds)
+    return key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside)
 
 
 def around_ring(q, k, v, mask: Mask | None = None, bounds=None, *, local, kv_len: int, ring: int, place):
@@ -308,35 +316,37 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
     ring, ulysses = split.ring, split.ulysses
     chunk = k.shape[2] * ulysses
     place = lax.axis_index("ring") if ring > 1 else 0
-    exchange = Exchange.of(q, k, v, ulysses, ring > 1 or tokens < chunk or near is not None, interpret)
-    own = _of_heads(text, ulysses)
-    local = functools.partial(local, scale=scale)
+    in_order = ring > 1 or tokens < chunk or near is not None
+    exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1)
+    words = tuple(map(exchange.own, text[:3]))  # of q, k and v, by group
+    own = [Text(*parts, text.seen) for parts in zip(*words)]
+    local, answers = functools.partial(local, scale=scale), []
+
+    def answer(out):
+        """What is of the text, of all heads."""
+        words = out[:, :, chunk:]
+        answers.append(lax.all_gather(words, "ulysses", axis=1, tiled=True) if ulysses > 1 else words)
+
     if ring == 1:
         without = interpret is None or current().differentiable
-        bounds = {} if without else {"bounds": bounds_of_group(k, v, tokens, split, interpret, text)}
-        q, v = (exchange.to_heads(x, True, other) for x, other in ((q, own.q), (v, own.v)))
-        k = exchange.to_heads(k, behind=own.k)
-        out = local(q, k, v, mask=joint_mask(tokens, chunk, own, near), **bounds)
+        bounds = None if without else bounds_of_group(k, v, tokens, split, interpret, text)
+        of_group = _by_group(bounds, exchange)
+
+        def attend(group, q, k, v):
+            out = local(q, k, v, mask=joint_mask(tokens, chunk, own[group], near), **of_group[group])
+            answer(out)
+            return out
+
+        out = exchange.attended(attend, q, k, v, words, bounds)
     else:
-        q = exchange.to_heads(q, True, own.q)
+        q = exchange.to_heads(q, True, own[0].q)
         k, v = exchange.to_heads(k), exchange.to_heads(v, True)
         of_latents = around_ring(q, k, v, local=local, kv_len=tokens, ring=ring, place=place)
-        of_text = local(q, own.k, own.v, mask=joint_mask(0, 0, own), with_lse=True)
+        of_text = local(q, own[0].k, own[0].v, mask=joint_mask(0, 0, own[0]), with_lse=True)
         out = merged(*of_latents, *of_text)[0].astype(q.dtype)
-    answer = out[:, :, chunk:]
-    if ulysses > 1:
-        answer = lax.all_gather(answer, "ulysses", axis=1, tiled=True)
-    return exchange.to_sequence(out, own.q.shape[2]) if ulysses > 1 else out[:, :, :chunk], answer
-
-
-def _of_heads(text: Text, ulysses: int) -> Text:
-    """The heads that this chip has after the exchange."""
-
-    def own(x):
-        heads = x.shape[1] // ulysses
-        return lax.dynamic_slice_in_dim(x, lax.axis_index("ulysses") * heads, heads, 1)
-
-    return text if ulysses == 1 else Text(own(text.q), own(text.k), own(text.v), text.seen)
+        answer(out)
+        out = exchange.to_sequence(out, own[0].q.shape[2]) if ulysses > 1 else out[:, :, :chunk]
+    return out, jnp.concatenate(answers, 1)
 
 
 def joint_mask(tokens: int, chunk: int, text: Text, near: Nearest | None = None) -> Mask | None:

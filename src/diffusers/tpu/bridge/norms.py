@@ -1,0 +1,182 @@
+"""Norms of tokens with what follows them: a scale and a shift by sample, or a rotation by position; one kernel does it in one pass.
+
+    norm(x) * (1 + scale) + shift                   (norm(x.float()) * (1 + scale) + shift).to(x.dtype)
+
+and rotation by upstream's `apply_rotary_emb`, by matrices, or by complex numbers:
+
+    (matrices * norm(x).reshape(..., D / 2, 1, 2)).sum(-1)
+    view_as_real(view_as_complex(x.reshape(..., D / 2, 2)) * turns)
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import torch
+from torchax.tensor import Tensor
+
+from ..kernels import rotary
+from ..kernels.norm import Norm
+from ..kernels.norm import normed as fast_norm
+from ..kernels.settings import current
+from .made_of import made_of, operands, widened
+from .on_host import NotTaken
+
+
+class Normed(NamedTuple):
+    """What was normed, `narrow`: before it was widened for that, None: it was not."""
+
+    x: jax.Array
+    norm: Norm
+    narrow: jax.Array | None
+
+
+def normed(x) -> Normed | None:
+    """The norm that x comes from as it is; None where it does not."""
+    of = operands(x, Normed)
+    return of and Normed(*of)
+
+
+def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
+    """(x - mean) / sqrt(variance + eps) * weight + bias in float32, as torch computes it; torchax rounds every step."""
+    axes = last_axes(input, normalized_shape)
+    return _remembered(input, axes, standardised(_wide(input), axes, eps), weight, bias, eps, centred=True)
+
+
+def rms_norm(input, normalized_shape, weight=None, eps=None):
+    """x / sqrt(mean(x^2) + eps) * weight in float32, which also has the default of eps."""
+    axes = last_axes(input, normalized_shape)
+    x, eps = _wide(input), jnp.finfo(jnp.float32).eps.item() if eps is None else eps
+    result = x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
+    return _remembered(input, axes, result, weight, None, eps, centred=False)
+
+
+def _wide(x: Tensor) -> jax.Array:
+    return x.jax().astype(jnp.float32)
+
+
+def _remembered(input, axes, result: jax.Array, weight, bias, eps: float, centred: bool) -> Tensor:
+    result = affine(input, result, weight, bias)
+    if len(axes) > 1:
+        return result
+    arrays = (None if a is None else a.jax() for a in (weight, bias))
+    of = Normed(input.jax(), Norm(next(arrays), eps, next(arrays), centred), (widened(input) or (None,))[0])
+    whole = fast_norm(of.x, of.norm, current())
+    return made_of(result if whole is None else Tensor(whole, input._env), Normed, *of)
+
+
+def standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:
+    x = x - x.mean(axes, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(axes, keepdims=True) + eps)
+
+
+def last_axes(input, shape) -> tuple[int, ...]:
+    if tuple(input.shape[-len(shape) :]) != tuple(shape):
+        raise NotTaken
+    return tuple(range(-len(shape), 0))
+
+
+def affine(input, x: jax.Array, weight, bias, trailing: int = 0):
+    """x times weight plus bias, rounded to the input's dtype."""
+    if weight is not None:
+        x = x * weight.jax().reshape(*weight.shape, *(1,) * trailing)
+    if bias is not None:
+        x = x + bias.jax().reshape(*bias.shape, *(1,) * trailing)
+    return Tensor(x.astype(input.jax().dtype), input._env)
+
+
+def scaled(result, x, scale):
+    """Remembers that a norm is multiplied by one factor for all tokens, [B, 1, C]."""
+    of = normed(x)
+    return None if of is None or not _by_sample(result, x, scale) else made_of(result, scaled, of, scale.jax())
+
+
+def shifted(result, x, shift):
+    """The norm's own kernel for a norm that is scaled and shifted; in float32 remembers what it is made of, until it is cast back."""
+    of, scale = operands(x, scaled) or (None, None)
+    if of is None or not _by_sample(result, x, shift):
+        return None
+    if of.narrow is not None:
+        return made_of(result, shifted, of, scale, shift.jax())
+    whole = fast_norm(of.x, of.norm, current(), scale, shift.jax())
+    return None if whole is None else Tensor(whole, result._env)
+
+
+def _by_sample(result, x, vector) -> bool:
+    known = x.ndim == vector.ndim == 3 and vector.shape[1] == 1 and vector.shape[2] == x.shape[2]
+    return known and result.shape == x.shape and result.dtype == x.dtype
+
+
+def narrowed(x, result: Tensor) -> Tensor | None:
+    """`result`, which is x cast back to what its norm was widened from; None where it is not."""
+    of, scale, shift = operands(x, shifted) or (normed(x), None, None)
+    if of is None or of.narrow is None or of.narrow.dtype != result.jax().dtype:
+        return None
+    whole = fast_norm(of.narrow, of.norm, current(), scale, shift, wide=True)
+    result = result if whole is None else Tensor(whole, result._env)
+    return result if scale is not None else made_of(result, Normed, of.narrow, of.norm, None)
+
+
+def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
+    """Upstream's `apply_rotary_emb` of heads [B, T, N, D] just normed, in the norm's kernel; None: as upstream does it."""
+    of, known = normed(x), use_real and sequence_dim == 1 and all(isinstance(t, Tensor) for t in tables)
+    if of is None or not known or x.shape != of.x.shape:
+        return None
+    result = _normed_and_rotated(of, tuple(table.jax() for table in tables), apart=use_real_unbind_dim == -2)
+    return None if result is None else Tensor(result, x._env)
+
+
+def _normed_and_rotated(of: Normed, tables: tuple[jax.Array, jax.Array], apart: bool = False):
+    """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D]."""
+    x, weight = of.x, of.norm.weight
+    known = x.ndim == 4 and all(table.shape == (x.shape[1], x.shape[3]) for table in tables)
+    if not known or weight is None or weight.shape != x.shape[3:]:
+        return None
+    result = rotary.by_kernel(x.reshape(*x.shape[:2], -1), of.norm, tables, current(), apart)
+    return None if result is None else result.reshape(x.shape)
+
+
+def turned(result, pairs, matrices):
+    """Remembers that pairs [..., D / 2, 1, 2] are multiplied by matrices [..., D / 2, 2, 2]: their sums are pairs turned."""
+    if pairs.ndim < 4 or pairs.shape[-2:] != (1, 2) or matrices.shape[-2:] != (2, 2) or result.dtype != torch.float32:
+        return None
+    wide = widened(pairs)
+    norm = normed(pairs) if wide is None else wide.norm
+    norm = norm if norm is not None and pairs.shape == (*norm.x.shape[:-1], norm.x.shape[-1] // 2, 1, 2) else None
+    return made_of(result, turned, pairs.jax(), matrices.jax(), norm)
+
+
+def as_complex(plain, pairs):
+    """torch's `view_as_complex` of pairs [..., D / 2, 2], which the result remembers."""
+    return made_of(Tensor(plain(pairs.jax()), pairs._env), as_complex, pairs.jax())
+
+
+def turned_complex(result, x, turns):
+    """Remembers that pairs are multiplied as complex numbers, each by one."""
+    of = operands(x, as_complex)
+    return None if of is None or result.shape != x.shape else made_of(result, turned_complex, *of, turns.jax())
+
+
+def as_real(plain, x):
+    """torch's `view_as_real`; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
+    if (of := operands(x, turned_complex)) is None:
+        return Tensor(plain(x.jax()), x._env)
+    pairs, turns = of
+    tables = (jnp.repeat(part, 2, -1) for part in (turns.real, turns.imag))
+    return Tensor(rotary.rotate_pairs(pairs.reshape(*pairs.shape[:-2], -1), *tables).reshape(pairs.shape), x._env)
+
+
+def summed(plain, x, dim=None, keepdim=False, **kwargs):
+    """The operator; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
+    of = operands(x, turned)
+    if of is None or dim not in ([-1], [x.ndim - 1]) or keepdim or kwargs:
+        return plain(x, dim, keepdim, **kwargs)
+    pairs, matrices, norm = of
+    heads = pairs.reshape(*pairs.shape[:-3], -1)
+    tables = matrices[..., 0, 0], matrices[..., 1, 1], -matrices[..., 0, 1], matrices[..., 1, 0]
+    own, other = (jnp.stack(two, -1).reshape(*matrices.shape[:-3], -1) for two in (tables[:2], tables[2:]))
+    result = None
+    if norm is not None and own.ndim == 4 and own.shape[0] == own.shape[2] == 1:
+        result = _normed_and_rotated(norm, (own[0, :, 0], other[0, :, 0]))
+    result = rotary.rotate_pairs(heads, own, other) if result is None else result.astype(jnp.float32)
+    return Tensor(result.reshape(*heads.shape[:-1], -1, 2), x._env)
