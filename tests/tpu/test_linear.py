@@ -15,6 +15,7 @@ import tiny
 from conftest import relative, slow, wide
 from diffusers import WanTransformer3DModel
 from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.normalization import RMSNorm
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from diffusers.models.transformers.transformer_wan_flax import PLAN
 from diffusers.tpu import TPUConfig, bridge
@@ -288,42 +289,46 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, r
     assert relative(ours, exact) < 1.02 * relative(run(x, norm, tables).detach(), exact)
 
 
-# Upstream's words for a norm over all channels and what follows it, whether it is of float32, and of each time that the kernel is
-# asked, whether with a scale.
+# Upstream's words for a norm over all channels and what follows it, whether it is of float32, and for how many steps the kernel is asked.
 NORMED = {
-    "alone": (lambda x, norm, s, t: norm(x), False, [False]),
-    "wan": (lambda x, norm, s, t: (norm(x.float()) * (1 + s) + t).type_as(x), True, [False, True]),
-    "cross-attention": (lambda x, norm, s, t: norm(x.float()).type_as(x), True, [False, False]),
-    "dit": (lambda x, norm, s, t: norm(x) * (1 + s.bfloat16()) + t.bfloat16(), False, [False, True]),
-    "all samples": (lambda x, norm, s, t: norm(x) * (1 + s[:1].bfloat16()) + t[:1].bfloat16(), False, [False, True]),
-    "written to": (lambda x, norm, s, t: (norm(x.float()).mul_(2) * (1 + s) + t).type_as(x), True, [False]),
-    "by token": (lambda x, norm, s, t: norm(x) * (1 + x) + t.bfloat16(), False, [False]),
+    "alone": (lambda x, norm, s, t: norm(x), False, [0]),
+    "wan": (lambda x, norm, s, t: (norm(x.float()) * (1 + s) + t).type_as(x), True, [2]),
+    "cross-attention": (lambda x, norm, s, t: norm(x.float()).type_as(x), True, [0]),
+    "dit": (lambda x, norm, s, t: norm(x) * (1 + s.bfloat16()) + t.bfloat16(), False, [0, 1, 2]),
+    "all samples": (lambda x, norm, s, t: norm(x) * (1 + s[:1].bfloat16()) + t[0, 0].bfloat16(), False, [0, 1, 2]),
+    "written to": (lambda x, norm, s, t: (norm(x.float()).mul_(2) * (1 + s) + t).type_as(x), True, []),
+    "by token": (lambda x, norm, s, t: norm(x) * (1 + x) + t.bfloat16(), False, [0]),
+    "frames": (lambda x, norm, s, t: norm(x).unflatten(1, (-1, 2)).flatten(0, 1) * s[:1].bfloat16(), False, [0]),
 }
 
 
-@pytest.mark.parametrize("rms, affine", [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize(
-    "words, degrees", [*((words, None) for words in NORMED), ("wan", (2, 4, 1)), ("all samples", (2, 4, 1))]
+    "kind, words, degrees",
+    [
+        *((torch.nn.LayerNorm, words, None) for words in NORMED),
+        *((kind, words, None) for kind in (torch.nn.RMSNorm, RMSNorm) for words in ("dit", "wan")),
+        *((torch.nn.LayerNorm, words, (2, 4, 1)) for words in ("wan", "all samples")),
+    ],
 )
 @torch.no_grad()
-def test_a_scale_and_a_shift_after_a_norm_are_the_norms(chips, monkeypatch, degrees, words, rms, affine):
-    """Upstream's operations in float32; rows that fill no block and that the chips do not divide."""
-    (follow, in_float32, expected), asked, fast = NORMED[words], [], norms.fast_norm
+def test_what_follows_a_norm_is_the_norms(chips, monkeypatch, degrees, words, kind):
+    """Upstream's operations in float32; rows that fill no block and that the chips do not divide. diffusers' RMS norm is not one
+    operation, and rounds before its weight."""
+    rng, (follow, in_float32, steps), asked, fast = np.random.default_rng(), NORMED[words], [], norms.fast_norm
 
-    def noting(*given, **how):
-        asked.append((len(given) > 3 and given[3] is not None, fast(*given, **how)))
-        return asked[-1][1]
+    def noting(x, norm, settings, steps, wide):
+        result = fast(x, norm, settings, steps, wide)
+        asked.append(None if result is None else len(steps))
+        return result
 
     monkeypatch.setattr(norms, "fast_norm", noting)
-    norm = torch.nn.RMSNorm(384, 1e-6, affine) if rms else torch.nn.LayerNorm(384, 1e-6, affine)
-    tokens = int(np.random.default_rng().integers(1, 300))
-    x = torch.randn(2, tokens, 384).bfloat16() * 2 + 1
-    s, t = (
-        torch.randint(-60, 60, (2, 2, 1, 384)) / 64
-    )  # also 1 + s is a bfloat16: nothing is rounded outside of the kernel
+    tokens, channels, affine = 2 * int(rng.integers(1, 150)), int(rng.choice([320, 384])), bool(rng.integers(2))
+    norm = kind(channels, 1e-6, affine)
     for weight in norm.parameters():
         weight.data.uniform_(0.5, 2)
     norm = norm if in_float32 else norm.bfloat16()
+    x = torch.randn(2, tokens, channels).bfloat16() * 2 + 1
+    s, t = torch.randint(-60, 60, (2, 2, 1, channels)) / 64  # also 1 + s is a bfloat16: the kernel alone rounds
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
     names, weights = zip(*norm.named_parameters()) if affine else ((), ())
 
@@ -338,10 +343,10 @@ def test_a_scale_and_a_shift_after_a_norm_are_the_norms(chips, monkeypatch, degr
         return [jnp.asarray(bridge.as_numpy(tensor.detach())) for tensor in tensors]
 
     ours = jax.jit(run)(on_jax(*weights), *on_jax(x, s, t))
-    theirs = follow(x, norm, s, t)
-    exact = follow(x.float(), copy.deepcopy(norm).float(), s, t)
-    assert [with_scale for with_scale, _ in asked] == expected and ours.dtype == jnp.bfloat16
-    assert (asked[-1][1] is not None) == (words != "written to")
+    theirs, exact = follow(x, norm, s, t), follow(x.float(), copy.deepcopy(norm).float(), s, t)
+    if kind is RMSNorm:
+        steps = [] if in_float32 else [0, *(1 + n for n in steps)] if affine else steps
+    assert asked == steps and ours.dtype == jnp.bfloat16
     assert relative(ours, exact) < 1.05 * relative(theirs, exact)
 
 

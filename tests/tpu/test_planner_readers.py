@@ -13,7 +13,7 @@ import pytest
 from jax.profiler import ProfileData
 
 from diffusers.tpu.apps.cli import main
-from diffusers.tpu.chips.devices import compile_lowered, compiler_options
+from diffusers.tpu.chips.devices import QUEUE, QUEUED_BY, compile_lowered, compiler_options
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.planner import aot, bundles, hlo, ici, profile, timing
 
@@ -120,17 +120,18 @@ def test_one_way_at_a_time_of_a_schedule_by_hand():
 
 
 def test_what_the_sparse_cores_cannot_exchange_goes_without_them(warned):
-    """All-to-alls over the links beside the core, gathers still on the SparseCores; where those are refused too, with a warning, neither."""
+    """All-to-alls over the links beside the core, gathers still on the SparseCores; where those are refused too, with a warning, neither.
+    Exchanges queue there in programs that send some during attention."""
     options, asked = compiler_options(types.SimpleNamespace(platform="tpu", device_kind="TPU v6e"), True), []
 
-    def refusing(words, what="sparse_core"):
+    def refusing(words, what="sparse_core", text=""):
         def compile(given):
             asked.append({*filter(given.get, given)})
             if any(on and what in name for name, on in given.items()):
                 raise jax.errors.JaxRuntimeError(words)
             return "executable"
 
-        return types.SimpleNamespace(compile=compile)
+        return types.SimpleNamespace(compile=compile, as_text=lambda: text)
 
     gathers, all_to_alls = (
         f"xla_tpu_enable_sparse_core_collective_offload_{x}" for x in ("all_gather", "dense_all_to_all")
@@ -140,6 +141,9 @@ def test_what_the_sparse_cores_cannot_exchange_goes_without_them(warned):
     assert asked == [{gathers, all_to_alls}, {gathers, beside}] and not warned
     assert compile_lowered(refusing(refused), options) == "executable"
     assert asked[2:] == [{gathers, all_to_alls}, {gathers, beside}, {beside}] and "stay on the core" in warned[0]
+    grouped = refusing(refused, "sparse_core_collective_offload_dense", f'kernel_name = "{QUEUED_BY}"')
+    assert compile_lowered(grouped, options) == "executable"
+    assert asked[5:] == [{QUEUE, gathers, all_to_alls}, {QUEUE, gathers, beside}]
     with pytest.raises(jax.errors.JaxRuntimeError, match="no room"):
         compile_lowered(refusing("no room", ""), options)
 

@@ -51,13 +51,21 @@ def register(env):
     ):
         env.override_op_definition(overload, functools.partial(ours, env._get_op_or_decomp(overload).func))
     for overload, one, *follow in (
-        (aten.mul.Tensor, jnp.multiply, _gated, norms.scaled, norms.turned, norms.turned_complex),
-        (aten.add.Tensor, jnp.add, _added, norms.shifted),
+        (aten.mul.Tensor, jnp.multiply, _gated, norms.times, norms.by_hand, norms.turned, norms.turned_complex),
+        (aten.add.Tensor, jnp.add, _added, norms.plus),
         (aten.sub.Tensor, jnp.subtract),
     ):
         theirs = env._get_op_or_decomp(overload)
         operator = replace(theirs, func=functools.partial(_in_one, theirs.func, one))
         env.override_op_definition(overload, functools.partial(_followed, env, operator, follow))
+    for overload, note in (
+        (aten.pow.Tensor_Scalar, norms.squared),
+        (aten.mean.dim, norms.mean),
+        (aten.add.Tensor, norms.with_eps),
+        (aten.rsqrt.default, norms.inverse),
+    ):
+        theirs = env._get_op_or_decomp(overload)
+        env.override_op_definition(overload, functools.partial(_noted, env, theirs, note))
 
 
 def unpacked(stored: Tensor, packed: Packed) -> Tensor:
@@ -287,17 +295,27 @@ def _in_one(plain, operator, x, y, **alpha):
 
 def _followed(env, operator, follows, x, y, **kwargs):
     """torchax's operator of two tensors, and what one of `follows` makes of its result and the two. Of two truths it is one, as torch's."""
-    if operator.is_jax_function:
-        arrays, named = env.t2j_iso(((x, y), kwargs))
-        result = env.j2t_iso(operator.func(*arrays, **named))
-    else:
-        result = operator.func(x, y, **kwargs)
+    result = _made(env, operator, x, y, **kwargs)
     if result.dtype != torch.bool and _is_truth(x) and _is_truth(y):
         return Tensor(result.jax() != 0, env)
     if kwargs or not (isinstance(x, Tensor) and isinstance(y, Tensor)):
         return result
     followed = (follow(result, *pair) for follow in follows for pair in ((x, y), (y, x)))
     return next((tensor for tensor in followed if tensor is not None), result)
+
+
+def _noted(env, operator, note, x, *args, **kwargs):
+    """torchax's operator of a tensor, and what `note` makes of its result and the arguments."""
+    result = _made(env, operator, x, *args, **kwargs)
+    noted = note(result, x, *args) if isinstance(x, Tensor) and not kwargs else None
+    return result if noted is None else noted
+
+
+def _made(env, operator, *args, **kwargs):
+    if not operator.is_jax_function:
+        return operator.func(*args, **kwargs)
+    arrays, named = env.t2j_iso((args, kwargs))
+    return env.j2t_iso(operator.func(*arrays, **named))
 
 
 def _is_truth(x) -> bool:

@@ -1,6 +1,10 @@
-"""Norms of tokens with what follows them: a scale and a shift by sample, or a rotation by position; one kernel does it in one pass.
+"""Norms of tokens with what follows them, a factor, a summand or a rotation by position: one kernel does it in one pass.
 
     norm(x) * (1 + scale) + shift                   (norm(x.float()) * (1 + scale) + shift).to(x.dtype)
+
+with scale and shift of each sample, the RMS norm operation by operation,
+
+    (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 and rotation by upstream's `apply_rotary_emb`, by matrices, or by complex numbers:
 
@@ -16,7 +20,7 @@ import torch
 from torchax.tensor import Tensor
 
 from ..kernels import rotary
-from ..kernels.norm import Norm
+from ..kernels.norm import Norm, Step
 from ..kernels.norm import normed as fast_norm
 from ..kernels.settings import current
 from .made_of import made_of, operands, widened
@@ -24,17 +28,30 @@ from .on_host import NotTaken
 
 
 class Normed(NamedTuple):
-    """What was normed, `narrow`: before it was widened for that, None: it was not."""
+    """What was normed and what was done to it since; `narrow`: before it was widened for that, None: it was not."""
 
     x: jax.Array
     norm: Norm
     narrow: jax.Array | None
+    steps: tuple[Step, ...] = ()
+
+    def instead_of(self, result: Tensor) -> Tensor:
+        """All of it by the kernel, in the dtype of what was not widened yet; the result where that does not take it."""
+        wide = self.narrow is not None
+        x = self.narrow if wide else self.x
+        whole = fast_norm(x, self.norm, current(), self.steps, wide) if x.shape == result.shape else None
+        return result if whole is None else Tensor(whole, result._env)
 
 
 def normed(x) -> Normed | None:
-    """The norm that x comes from as it is; None where it does not."""
+    """The norm that x comes from as it is, or with what was done to it; None where it does not."""
     of = operands(x, Normed)
     return of and Normed(*of)
+
+
+def _with(result: Tensor, of: Normed) -> Tensor:
+    """The result, which is this; by the kernel, unless it is float32 and may be cast back yet."""
+    return made_of(of.instead_of(result) if of.narrow is None else result, Normed, *of)
 
 
 def layer_norm(input, normalized_shape, weight=None, bias=None, eps=1e-5):
@@ -59,10 +76,9 @@ def _remembered(input, axes, result: jax.Array, weight, bias, eps: float, centre
     result = affine(input, result, weight, bias)
     if len(axes) > 1:
         return result
-    arrays = (None if a is None else a.jax() for a in (weight, bias))
-    of = Normed(input.jax(), Norm(next(arrays), eps, next(arrays), centred), (widened(input) or (None,))[0])
-    whole = fast_norm(of.x, of.norm, current())
-    return made_of(result if whole is None else Tensor(whole, input._env), Normed, *of)
+    weight, bias = (None if a is None else a.jax() for a in (weight, bias))
+    before = widened(input)
+    return _with(result, Normed(input.jax(), Norm(weight, eps, bias, centred), before and before.narrow))
 
 
 def standardised(x: jax.Array, axes: tuple[int, ...], eps: float) -> jax.Array:
@@ -85,36 +101,62 @@ def affine(input, x: jax.Array, weight, bias, trailing: int = 0):
     return Tensor(x.astype(input.jax().dtype), input._env)
 
 
-def scaled(result, x, scale):
-    """Remembers that a norm is multiplied by one factor for all tokens, [B, 1, C]."""
-    of = normed(x)
-    return None if of is None or not _by_sample(result, x, scale) else made_of(result, scaled, of, scale.jax())
+def times(result, x, factor):
+    """A norm times one factor for all tokens, [C] or [B, 1, C]."""
+    return _followed("times", result, x, factor)
 
 
-def shifted(result, x, shift):
-    """The norm's own kernel for a norm that is scaled and shifted; in float32 remembers what it is made of, until it is cast back."""
-    of, scale = operands(x, scaled) or (None, None)
-    if of is None or not _by_sample(result, x, shift):
+def plus(result, x, summand):
+    """A norm plus one summand for all tokens, [C] or [B, 1, C]."""
+    return _followed("plus", result, x, summand)
+
+
+def _followed(name: str, result, x, vector) -> Tensor | None:
+    of, shape = normed(x), vector.shape if vector.ndim == 3 else (1, 1, *vector.shape)
+    known = of is not None and of.x.shape == x.shape and x.ndim == 3 and shape[1:] == (1, x.shape[2])
+    if not known or (result.shape, result.dtype) != (x.shape, x.dtype):
         return None
-    if of.narrow is not None:
-        return made_of(result, shifted, of, scale, shift.jax())
-    whole = fast_norm(of.x, of.norm, current(), scale, shift.jax())
-    return None if whole is None else Tensor(whole, result._env)
-
-
-def _by_sample(result, x, vector) -> bool:
-    known = x.ndim == vector.ndim == 3 and vector.shape[1] == 1 and vector.shape[2] == x.shape[2]
-    return known and result.shape == x.shape and result.dtype == x.dtype
+    return _with(result, of._replace(steps=(*of.steps, (name, vector.jax().reshape(shape)))))
 
 
 def narrowed(x, result: Tensor) -> Tensor | None:
     """`result`, which is x cast back to what its norm was widened from; None where it is not."""
-    of, scale, shift = operands(x, shifted) or (normed(x), None, None)
+    of = normed(x)
     if of is None or of.narrow is None or of.narrow.dtype != result.jax().dtype:
         return None
-    whole = fast_norm(of.narrow, of.norm, current(), scale, shift, wide=True)
-    result = result if whole is None else Tensor(whole, result._env)
-    return result if scale is not None else made_of(result, Normed, of.narrow, of.norm, None)
+    result = of.instead_of(result)
+    return result if of.steps else made_of(result, Normed, of.narrow, of.norm, None)
+
+
+def squared(result, x, exponent) -> Tensor | None:
+    """Remembers what was widened and squared."""
+    before = widened(x)
+    return None if before is None or exponent != 2 else made_of(result, squared, before.narrow)
+
+
+def mean(result, x, dim=None, keepdim=False) -> Tensor | None:
+    """Remembers what has these mean squares, over the last axis."""
+    of = operands(x, squared)
+    return made_of(result, mean, *of) if of is not None and keepdim and dim in ([-1], [x.ndim - 1]) else None
+
+
+def with_eps(result, x, eps) -> Tensor | None:
+    of = operands(x, mean) if isinstance(eps, float) else None
+    return None if of is None else made_of(result, with_eps, *of, eps)
+
+
+def inverse(result, x) -> Tensor | None:
+    """Remembers what has these inverse root mean squares."""
+    of = operands(x, with_eps)
+    return None if of is None else made_of(result, inverse, *of)
+
+
+def by_hand(result, x, factor):
+    """Remembers that x is multiplied by the inverse of its own root mean square, in float32."""
+    narrow, eps = (operands(factor, inverse) if isinstance(factor, Tensor) else None) or (None, None)
+    if narrow is None or x.jax() is not narrow or result.shape != x.shape:
+        return None
+    return made_of(result, Normed, narrow, Norm(None, eps), narrow)
 
 
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
@@ -129,7 +171,7 @@ def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
 def _normed_and_rotated(of: Normed, tables: tuple[jax.Array, jax.Array], apart: bool = False):
     """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D]."""
     x, weight = of.x, of.norm.weight
-    known = x.ndim == 4 and all(table.shape == (x.shape[1], x.shape[3]) for table in tables)
+    known = x.ndim == 4 and not of.steps and all(table.shape == (x.shape[1], x.shape[3]) for table in tables)
     if not known or weight is None or weight.shape != x.shape[3:]:
         return None
     result = rotary.by_kernel(x.reshape(*x.shape[:2], -1), of.norm, tables, current(), apart)

@@ -232,7 +232,12 @@ def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False)
     """What computes `linear` of such arrays, or of a `Narrow` w, from x, w, b, the gate, the residual and perhaps a stack's layer."""
     narrow = isinstance(w, Narrow)
     few = w.shape[0] < LANES and not w.shape[0] % (2 * SUBLANES) and split is None
-    if not settings.own_layers or len(x.shape) < 2 or not (few or _is_wide(w.shape[0])) or not _is_wide(w.shape[1]):
+    if (
+        not settings.own_layers
+        or len(x.shape) < 2
+        or not (few or whole_lanes(w.shape[0]))
+        or not whole_lanes(w.shape[1])
+    ):
         return None
     if (found := rows_over_mesh(x.shape, settings, split is not None)) is None:
         return None
@@ -246,7 +251,7 @@ def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False)
     # The compiler's sums of several chips are exchanged in float32.
     how = {"patient": parts[1] > 1, "narrow": narrow}
     blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, **how)
-    if blocks is None or found.rows < found.least or not ((few or _is_wide(columns)) and _is_wide(depth)):
+    if blocks is None or found.rows < found.least or not ((few or whole_lanes(columns)) and whole_lanes(depth)):
         return None
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
 
@@ -332,7 +337,7 @@ def _apart(x):
 _apart.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.optimization_barrier(gradient),))
 
 
-def _is_wide(size: int) -> bool:
+def whole_lanes(size: int) -> bool:
     """Whether columns or depth of so many are whole lanes, or half of them at the end of several."""
     return not size % LANES or (size >= LEAST_UNEVEN and not size % (LANES // 2))
 
