@@ -298,7 +298,14 @@ NORMED = {
     "all samples": (lambda x, norm, s, t: norm(x) * (1 + s[:1].bfloat16()) + t[0, 0].bfloat16(), False, [0, 1, 2]),
     "written to": (lambda x, norm, s, t: (norm(x.float()).mul_(2) * (1 + s) + t).type_as(x), True, []),
     "by token": (lambda x, norm, s, t: norm(x) * (1 + x) + t.bfloat16(), False, [0]),
-    "frames": (lambda x, norm, s, t: norm(x).unflatten(1, (-1, 2)).flatten(0, 1) * s[:1].bfloat16(), False, [0]),
+    "frames": (
+        lambda x, norm, s, t: (
+            (norm(x).unflatten(1, (-1, 2)).flatten(0, 1) * s.bfloat16().repeat(x.shape[1] // 2, 1, 1)).reshape(x.shape)
+            * (1 + t[:1].bfloat16())
+        ),
+        False,
+        [0],
+    ),
 }
 
 
