@@ -21,7 +21,7 @@ from diffusers.tpu.kernels.attention.blocks import Blocks, Shape, Tile
 from diffusers.tpu.kernels.attention.exchange import Exchange
 from diffusers.tpu.kernels.attention.masks import Mask
 from diffusers.tpu.kernels.kept import layer_result
-from diffusers.tpu.kernels.norm import Norm
+from diffusers.tpu.kernels.norm import Norm, _plainly, normed
 from diffusers.tpu.kernels.settings import Settings, using
 
 
@@ -148,6 +148,14 @@ def of_rotary(draw):
     return run, lambda x, w: rotary._plainly(x, norm(w), tables, False), (draw(1, 300, 256), draw(256))
 
 
+def of_norm(draw):
+    norm = functools.partial(Norm, eps=1e-6, centred=True)
+    how = {"names": ("times", "times", "plus"), "own": 1, "eps": 1e-6, "centred": True, "wide": True}
+    run = lambda x, w, *steps: normed(x, norm(w), KERNELS, (("times", steps[0]), ("plus", steps[1])), True)  # noqa: E731
+    plain = lambda x, w, *steps: _plainly(x, w[None, None], *steps, **how)  # noqa: E731
+    return run, plain, (draw(2, 300, 320), draw(320), draw(2, 1, 320), draw(1, 1, 320))
+
+
 def of_convolution(edge, repeated, draw):
     how = {"edge": edge, "repeated": repeated}
     run = functools.partial(convolution.convolution, settings=KERNELS, **how)
@@ -163,6 +171,7 @@ def of_convolution(edge, repeated, draw):
         functools.partial(of_linear, "", True, 0, True),
         functools.partial(of_linear, "", False, 1, True),
         of_rotary,
+        of_norm,
         functools.partial(of_convolution, 1, False),
         functools.partial(of_convolution, 0, False),
         functools.partial(of_convolution, 1, True),
