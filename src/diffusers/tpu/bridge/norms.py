@@ -116,7 +116,7 @@ def _followed(name: str, result, x, vector) -> Tensor | None:
     known = of is not None and of.x.shape == x.shape and x.ndim == 3 and shape[1:] == (1, x.shape[2])
     if not known or (result.shape, result.dtype) != (x.shape, x.dtype):
         return None
-    return _with(result, of._replace(steps=(*of.steps, (name, vector.jax().reshape(shape)))))
+    return _with(result, Normed(*of[:-1], (*of.steps, (name, vector.jax().reshape(shape)))))
 
 
 def narrowed(x, result: Tensor) -> Tensor | None:
