@@ -105,6 +105,8 @@ class Exchange:
             turned: who takes it wants tokens minor.
             behind: tokens of this chip's heads that stand behind those of all chips.
         """
+        if self.chips == 1 and behind is None:
+            return x
         length = 0 if behind is None else behind.shape[2]
 
         def back(_, gradient):
@@ -115,7 +117,9 @@ class Exchange:
 
     def to_sequence(self, x: Float[Array, "B N/W W*T+L D"], behind: int = 0) -> Float[Array, "B N T D"]:
         """The way back of `to_heads`, of what has tokens minor, without the tokens `behind`."""
-        batch, heads, _, dim = x.shape
+        batch, heads, tokens, dim = x.shape
+        if self.chips == 1:
+            return x[:, :, : tokens - behind]
 
         def back(_, gradient):
             others = jnp.zeros((batch, heads, behind, dim), x.dtype) if behind else None

@@ -171,7 +171,7 @@ def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: S
             return out.astype(q.dtype)
         return local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **of_group[group])
 
-    return exchange.attended(attend, q, k, v, before=bounds) if ulysses > 1 else attend(0, q, k, v)
+    return exchange.attended(attend, q, k, v, before=bounds)
 
 
 def _by_group(bounds: KeyBounds | None, exchange: Exchange) -> list[dict]:
@@ -345,7 +345,7 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
         of_text = local(q, own[0].k, own[0].v, mask=joint_mask(0, 0, own[0]), with_lse=True)
         out = merged(*of_latents, *of_text)[0].astype(q.dtype)
         answer(out)
-        out = exchange.to_sequence(out, own[0].q.shape[2]) if ulysses > 1 else out[:, :, :chunk]
+        out = exchange.to_sequence(out, own[0].q.shape[2])
     return out, jnp.concatenate(answers, 1)
 
 
