@@ -1,8 +1,8 @@
 """RMS or layer norm, over all heads or of each, and rotation of pairs of entries by position: of queries and keys.
 
 One kernel on a TPU reads x once and writes it once; XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes five
-passes. Both round where upstream does: after the norm and after the rotation, each computed in float32. Heads smaller than a
-row of 128 lanes share one: sums over each are products with ones on the matrix unit, of bfloat16 parts.
+passes. Both round where upstream does: after the norm and after the rotation, each computed in float32. Sums over a head of up to 128
+lanes, a row, are products with ones on the matrix unit, of bfloat16 parts, which a square of a bfloat16 number has two of.
 """
 
 import functools
@@ -25,7 +25,10 @@ from .settings import Settings
 BLOCK_ROWS = 256
 LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
 TILE_ROWS = 32  # in registers at once, one head of them
-TILE_ROWS_OF_SMALL_HEADS = 64
+TILE_ROWS_OF_HEADS = {
+    True: 256,
+    False: 128,
+}  # each normed by itself, by whether it is smaller than a row of lanes: a product takes long
 
 
 def rotate_pairs(
@@ -119,7 +122,7 @@ def _rotated_back(apart, dtype, given, gradient):
 _rotated.defvjp(lambda x, cos, sin, apart, dtype: (rotate_pairs(x, cos, sin, apart), (x, cos, sin)), _rotated_back)
 
 
-def _mean_of_small_heads(x, dim: int, parts: int):
+def _mean_of_heads(x, dim: int, parts: int):
     """Of each `dim` lanes, in all of them. `parts`: as of `added_up`."""
     row, column = (lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis), dim) for axis in (0, 1))
     return added_up(x, (row == column).astype(jnp.bfloat16), parts) / dim
@@ -133,6 +136,7 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     distance = (dim // 2 if apart else 1, dim)
     wide = dim > LANES and bool(tables) and not apart and not per_head  # neighbours: of each row of lanes by itself
     small, lanes = dim < LANES, LANES if wide else max(dim, LANES)
+    by_products = per_head and dim <= LANES
     # of wide tables: both in float32, twice, take 4 MiB of VMEM; at least a tile
     block_rows = max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS) if wide else BLOCK_ROWS
     vectors = [jnp.tile(vector, width // vector.size) for vector in vectors]
@@ -140,15 +144,15 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     grid, b, t = (batch, pl.cdiv(tokens, block_rows)), 0, 1
     if wide:  # a block of tables is read once for the batch
         grid, b, t = grid[::-1], 1, 0
-    tile_rows = TILE_ROWS_OF_SMALL_HEADS if small else TILE_ROWS
+    tile_rows = TILE_ROWS_OF_HEADS[small] if by_products else TILE_ROWS
 
     def normed(part, of_row):
         """One part of a row, whose mean and inverse deviation `of_row` has if the norm is over all parts."""
-        if small:
+        if by_products:
             half = x.dtype == jnp.bfloat16
             if centred:
-                part = part - _mean_of_small_heads(part, dim, 1 if half else 3)
-            return part * lax.rsqrt(_mean_of_small_heads(part * part, dim, 2 if half else 3) + eps)
+                part = part - _mean_of_heads(part, dim, 1 if half else 3)
+            return part * lax.rsqrt(_mean_of_heads(part * part, dim, 2 if half else 3) + eps)
         mean, inverse = of_row
         if centred:
             part = part - (mean_of([part]) if per_head else mean)
