@@ -84,6 +84,8 @@ def choose(
     depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1)
     useful, whole = 2 * rows * columns * depth / flops, round_up(rows, TILE_ROWS)
     patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT or columns < LANES
+    # Beside a layer of this kernel, a residual would be added in a pass of its own.
+    patient = patient or (residual and choose(rows, columns, depth, generation) is not None)
     heights = (1024, 768, 512, 256) if whole > MOST_WHOLE_ROWS or whole <= 1024 else (whole, 1024, 768, 512, 256)
     for count in range(1, max(columns // LANES, 1) + 1):
         width = round_up(-(-columns // count), LANES)
