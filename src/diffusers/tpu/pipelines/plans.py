@@ -89,10 +89,11 @@ def flax_class(name: str) -> type:
 
 
 def module_plan(module: torch.nn.Module) -> ModelPlan:
-    """The plan of the module's class, if it has one, and what upstream declares of what that leaves open; where weights stay whole, those
-    that meet no tokens are split."""
-    plan, vectors = _plan_of(module), _of_vectors(module)
-    if not plan.whole or not vectors:
+    """The plan of the module's class, if it has one, and what upstream declares of what that leaves open. Where chips share the tokens,
+    weights of blocks that meet none are split; others that meet none too, where weights stay whole."""
+    plan = _plan_of(module)
+    vectors = _of_vectors(module, "" if plan.whole else "*") if plan.parallel else ()
+    if not vectors:
         return plan
     rules = (*vectors, *_of_others(plan.rules, vectors, module))
     packed = {name: one for name, one in plan.packed.items() if _is_split(name, one.axis, rules)}
@@ -112,16 +113,18 @@ def _is_split(name: str, axis: int, rules: Rules) -> bool:
     return spec is not None and spec[axis : axis + 1] == ("tp",)
 
 
-def _of_vectors(module: torch.nn.Module) -> Rules:
-    """A rule for the linear layers that give scales and shifts of a time's embedding: of several times its width, behind its activation."""
+def _of_vectors(module: torch.nn.Module, of: str) -> Rules:
+    """A rule for the linear layers that give scales and shifts of a time's embedding: of several times its width, behind its activation.
+    `of`: what their names have, blocks as `blocks.*.`."""
     found = set()
     for name, part in module.named_modules():
         children = ((key, getattr(one, "base_layer", one)) for key, one in part.named_children())  # PEFT's wraps it
         layers = [(key, one) for key, one in children if isinstance(one, (torch.nn.SiLU, torch.nn.Linear))]
         if [type(one) for _, one in layers] == [torch.nn.SiLU, torch.nn.Linear]:
             key, layer = layers[1]
-            if layer.out_features >= 2 * layer.in_features:
-                found.add(re.sub(r"\.\d+\.", ".*.", f"{name}.{key}", count=1))
+            glob = re.sub(r"\.\d+\.", ".*.", f"{name}.{key}", count=1)
+            if layer.out_features >= 2 * layer.in_features and of in glob:
+                found.add(glob)
     return ((rf"^({_either(sorted(found))})\.(weight|bias)$", BY_OUTPUT),) if found else ()
 
 
