@@ -44,7 +44,7 @@ LEFT_OUT = ("nothing", "tail", "bfloat16 bias", "causal by frame", "window by fr
 KINDS = [kind for kind in attention_masks.KINDS if kind not in LEFT_OUT]
 
 
-def local(q, k, v, *, bounds=None, **arguments):
+def local(q, k, v, *, bounds=None, turned=False, **arguments):
     """The reference, and not known to be: nothing is left to the compiler."""
     return reference_attention(q, k, v, **arguments)
 
@@ -126,7 +126,7 @@ def test_bounds_taken_before_the_exchange_are_those_of_the_keys_that_come(make_m
     """Of every head, with the padding of the last chip, and on every hop of a ring; those of 128 by a kernel and in groups, odd rows too."""
     monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
 
-    def checking(q, k, v, *, bounds, mask=None, **arguments):
+    def checking(q, k, v, *, bounds, mask=None, turned=False, **arguments):
         seen = None if mask is None else jnp.swapaxes(mask.keys, 2, 3)
         pairs = zip(jax.tree.leaves(bounds), jax.tree.leaves(key_bounds(k, v, seen)))
         agree = jnp.stack([jnp.allclose(one, other, rtol=1e-5, atol=1e-6) for one, other in pairs]).all()
@@ -237,7 +237,7 @@ def laid_out(topology: str) -> bool:
     device = SingleDeviceSharding(compiler.devices[0])
 
     def there_and_back(x, k):
-        pieces = [exchange.cut([x], 4, False, 0, 2), exchange.cut([x, k], 4, False, 1, 2)]
+        pieces = [exchange.cut([x], 4, False, 0, (1, 1)), exchange.cut([x, k], 4, False, 1, (1, 1))]
         turned = [exchange.join(pieces[0], True, False), exchange.join(pieces[1], True, False, place=0, places=2)]
         back = exchange.paste([exchange.part(one, 4, 13924, False) for one in turned], False)
         return back, exchange.join(pieces[1], False, False, place=1, places=2)
@@ -306,7 +306,7 @@ def test_any_mesh_gives_what_the_concatenation_gives(make_mesh, degrees, ring, p
 @pytest.mark.parametrize("tokens, words, padded, heads", [(128, 5, True, 4), (133, 130, False, 8), (131, 7, True, 12)])
 def test_two_streams_by_our_kernels(make_mesh, monkeypatch, tokens, words, padded, heads):
     """Text behind whole tiles and behind what is left of each chip's; bounds over both streams, far keys in one of them; heads of a chip
-    in one, two or three groups."""
+    in one group, in two, and in two of which one has more."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * 4)
     monkeypatch.setattr(exchange, "LEAST_TOKENS", 0)
     latents, text, seen = draw_streams(2, heads, heads, 4 * tokens, words, 128, padded)

@@ -153,13 +153,13 @@ def test_convolution(interpreted, sizes, channels, features, taps, biased):
     assert not raced and relative(ours, exact) < 5e-3  # measured: 1.7e-3
 
 
-@pytest.mark.parametrize("ways, tokens, rest", [(2, 300, 0), (4, 128, 7), (3, 517, 130)])
+@pytest.mark.parametrize("ways, tokens, rest, first", [(2, 300, 0, 1), (4, 128, 7, 2), (3, 517, 130, 1)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_exchange(interpreted, monkeypatch, ways, tokens, rest, dtype):
+def test_exchange(interpreted, monkeypatch, ways, tokens, rest, first, dtype):
     """Every order to the bit: pieces of a group's columns, of one tensor or of two side by side, tokens of all chips joined with what is
     behind them, as they are and turned."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
-    *both, behind = draw(np.random.default_rng(), dtype, *[(2, tokens, 2 * 128 * ways)] * 2, (2, rest, 128))
+    *both, behind = draw(np.random.default_rng(), dtype, *[(2, tokens, (first + 1) * 128 * ways)] * 2, (2, rest, 128))
     behind = behind if rest else None
 
     def run(kernel, *arguments, **how):
@@ -167,10 +167,11 @@ def test_exchange(interpreted, monkeypatch, ways, tokens, rest, dtype):
         assert not raced, kernel.__name__
         return made
 
-    pieces = [run(exchange.cut, both[: group + 1], ways, group=group, groups=2) for group in range(2)]
-    columns = [np.split(wide(x), 2 * ways, 2) for x in both]
-    np.testing.assert_array_equal(wide(pieces[0]), np.stack(columns[0][:ways]))
-    np.testing.assert_array_equal(wide(pieces[1]), np.concatenate([np.stack(x[ways:]) for x in columns], 3))
+    pieces = [run(exchange.cut, both[: group + 1], ways, group=group, shares=(first, 1)) for group in range(2)]
+    parts = [np.split(wide(x), [first * 128 * ways], 2) for x in both]
+    np.testing.assert_array_equal(wide(pieces[0]), np.stack(np.split(parts[0][0], ways, 2)))
+    last = [np.stack(np.split(x, ways, 2)) for _, x in parts]
+    np.testing.assert_array_equal(wide(pieces[1]), np.concatenate(last, 3))
     pasted = run(exchange.paste, [pieces[0], pieces[1][..., :128]])
     np.testing.assert_array_equal(wide(pasted), wide(both[0]))
     whole = tokens // 128 * 128

@@ -102,7 +102,7 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
 
     Two buffers of each block of q^T [D, queries], k [keys, D], v^T [E, keys], the mask's parts and the output
     [E, queries]; the state: two rows of eight sublanes and E float32 per query; q with its factor [2 D, queries] and keys
-    twice [keys, 2 D], whether or not the call has them; values without padding [E, keys]; the key mask's column [keys, 128];
+    twice [keys, 2 D], whether or not the call has them; q turned [D, queries], as much; values without padding [E, keys]; the key mask's column [keys, 128];
     and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
     """
     wide, out_wide = round_up(shape.dim, LANES), round_up(shape.out_dim, LANES)
@@ -111,6 +111,7 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
     operands += blocks.queries * out_tall * shape.out_bytes + blocks.queries * 8 * 4
     operands += blocks.keys * 8 * 4 * bool(shape.masked) + blocks.queries * blocks.keys * shape.dense_bytes
     state = blocks.queries * (16 + out_tall) * 4 + blocks.keys * out_tall * shape.bytes
+    state += blocks.queries * tall * shape.bytes if shape.dim % LANES == shape.out_dim % LANES == 0 else 0
     state += (blocks.queries * tall + blocks.keys * (wide if shape.dim % LANES else 0)) * 2 * shape.bytes
     state += blocks.keys * LANES * 4 * bool(shape.masked)
     spilled = max(

@@ -20,10 +20,11 @@ from ...chips.devices import QUEUED_BY
 from ..kept import exchanged
 from ..pallas import LANES, ROWS, by_token, call_kernel, cost
 from ..settings import current
+from .key_bounds import KeyBounds
 
 
 BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
-GROUPS = (2, 3)
+SHARES = ((1, 1), (2, 1))  # of heads; fewer in the second, whose results nothing hides
 LEAST_TOKENS = 16_384  # of all chips, from which on attention of a group hides the next one's exchange (v6e)
 TURNED = (True, False, True)  # q, k and v: whether the kernel takes tokens minor
 VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own
@@ -36,13 +37,14 @@ class Exchange:
     Attributes:
         in_order: rows must stay in the order of the sequence. They need not where nothing tells them apart but what they hold.
         interpret: how the kernels run that lay out what is sent and what comes; None: XLA does.
-        groups: of heads. While attention of one is computed, what the next needs travels, together: one exchange at a time does.
+        shares: of heads, by group. While attention of one is computed, what the next needs travels, together: one exchange at a time
+            does.
     """
 
     chips: int
     in_order: bool
     interpret: object
-    groups: int = 1
+    shares: tuple[int, ...] = (1,)
 
     @classmethod
     def of(cls, q, k, v, chips: int, in_order: bool, interpret, grouped: bool = False) -> "Exchange":
@@ -51,50 +53,84 @@ class Exchange:
             return cls(chips, in_order, None)
         grouped = grouped and chips > 1 and chips * q.shape[2] >= LEAST_TOKENS and q.shape == k.shape == v.shape
         grouped = grouped and not current().differentiable
-        groups = next((n for n in GROUPS if grouped and takes(q, n * chips, in_order)), 1)
-        return cls(chips, in_order, interpret, groups)
+        shares = (shares for shares in SHARES if grouped and takes(q, sum(shares) * chips, in_order))
+        return cls(chips, in_order, interpret, next(shares, (1,)))
+
+    @property
+    def gives(self) -> dict:
+        """What our kernel is told of its operands."""
+        return {} if self.interpret is None or self.chips == 1 else {"turned": True}
 
     def own(self, x: Float[Array, "B N ..."]) -> list[Float[Array, "B N/W/G ..."]]:
         """This chip's heads of each group, of an array that has all."""
         if self.chips == 1:
             return [x]
-        heads = x.shape[1] // (self.groups * self.chips)
-        first = lax.axis_index("ulysses") * heads
-        return [lax.dynamic_slice_in_dim(part, first, heads, 1) for part in jnp.split(x, self.groups, 1)]
+        chip, found, first = lax.axis_index("ulysses"), [], 0
+        for share in self.shares:
+            heads = x.shape[1] * share // (sum(self.shares) * self.chips)
+            found.append(lax.dynamic_slice_in_dim(x, first + chip * heads, heads, 1))
+            first += heads * self.chips
+        return found
 
     def attended(
-        self, attend: Callable, q, k, v, behind: tuple[list, ...] | None = None, before: object = None
-    ) -> Float[Array, "B N T D"]:
-        """`attend(group, q, k, v)` of all tokens and this chip's heads of each group, for some tokens of all heads.
+        self, attend: Callable, q, k, v, behind: tuple[list, ...] | None = None, bounds_of: Callable | None = None
+    ) -> tuple[Float[Array, "B N T D"], list[Float[Array, "B N/W/G L D"]]]:
+        """`attend(group, q, k, v, bounds)` of all tokens and this chip's heads of each group: for some tokens of all heads, and for those
+        behind of its own heads by group.
+
+        Chips send one thing after another, so that none waits for what is larger and needed later: the mean of keys, keys, queries,
+        what else is known of keys, values, then what the next group needs, and results of each. Left to itself, the compiler sends
+        them in any order, and too late to be hidden.
 
         Args:
-            behind: of q, k and v by group, tokens that stand behind those of all chips; their results are left out.
-            before: what chips tell each other before the second group travels.
+            behind: of q, k and v by group, tokens that stand behind those of all chips.
+            bounds_of: gives the bounds of the keys of all heads, of its argument `meanwhile` (see `key_bounds`); `attend` gets those of
+                its own by name. None: they are not known.
         """
-        others = [(None,) * 3] * self.groups if behind is None else [*zip(*behind)]
-        if self.groups == 1:
+        others = [(None,) * 3 for _ in self.shares] if behind is None else [*zip(*behind)]
+        length = 0 if behind is None else behind[0][0].shape[2]
+        if self.chips == 1 or self.interpret is None or current().differentiable:
             there = (self.to_heads(*each) for each in zip((q, k, v), TURNED, others[0]))
-            return self.to_sequence(attend(0, *there), 0 if behind is None else behind[0][0].shape[2])
-        heads, dim = q.shape[1] // (self.groups * self.chips), q.shape[3]
-        rows, results = [by_token(x) for x in (q, k, v)], []
-        sent = [(self._traded(cut([x], self.chips, self.interpret, 0, self.groups)), 0, 1) for x in rows]
-        for group in range(self.groups):
+            out = attend(0, *there, self._own_bounds(bounds_of and bounds_of())[0])
+            return self.to_sequence(out, length), [out[:, :, out.shape[2] - length :]]
+        tokens, dim, rows = q.shape[2], q.shape[3], [by_token(x) for x in (q, k, v)]
+        q, k, v = (cut([x], self.chips, self.interpret, 0, self.shares) for x in rows)
+
+        def meanwhile(mean, maxima):
+            nonlocal q, k
+            k, mean = lax.optimization_barrier((k, mean))
+            q, k = lax.optimization_barrier((q, self._traded(k)))
+            q, maxima = lax.optimization_barrier((self._traded(q), maxima))
+            return mean, maxima
+
+        bounds = meanwhile(None, None)[0] if bounds_of is None else bounds_of(meanwhile)
+        v, q, bounds = lax.optimization_barrier((v, q, bounds))
+        sent, results, answers = [(x, 0, 1) for x in (q, k, self._traded(v))], [], []
+        for group, of_group in enumerate(self._own_bounds(bounds)):
             own = (None if x is None else by_token(x) for x in others[group])
             there = [
                 join(pieces, turned, self.interpret, last, *place)
                 for (pieces, *place), turned, last in zip(sent, TURNED, own)
             ]
-            if following := group + 1 < self.groups:
-                # Left to itself, the compiler sends these before others wait for less, and waits for them before the kernel.
-                there, rows, before = lax.optimization_barrier((there, rows, before))
-                pieces = self._traded(cut(rows, self.chips, self.interpret, group + 1, self.groups))
-            out = attend(group, *(_as_heads(x, heads, dim, turned) for x, turned in zip(there, TURNED)))
-            out = _tokens_minor(out)
+            if following := group + 1 < len(self.shares):
+                pieces = cut(rows, self.chips, self.interpret, group + 1, self.shares)
+                there, pieces = lax.optimization_barrier((there, pieces))
+                pieces = self._traded(pieces)
+            there = (_as_heads(x, dim, turned) for x, turned in zip(there, TURNED))
+            out = _tokens_minor(attend(group, *there, of_group))
             if following:
                 out, pieces = lax.optimization_barrier((out, pieces))
                 sent = [(pieces, place, 3) for place in range(3)]
-            results.append(self._traded(part(out, self.chips, q.shape[2], self.interpret)))
-        return self._of_tokens(paste(results, self.interpret), dim)
+            out, results = lax.optimization_barrier((out, results))
+            results.append(self._traded(part(out, self.chips, tokens, self.interpret)))
+            answers.append(_as_heads(out[:, :, self.chips * tokens :], dim, turned=True))
+        return self._of_tokens(paste(results, self.interpret), dim), answers
+
+    def _own_bounds(self, bounds: KeyBounds | None) -> list[dict]:
+        """Of this chip's heads of every group, as arguments by name."""
+        if bounds is None:
+            return [{} for _ in self.shares]
+        return [{"bounds": KeyBounds(*parts)} for parts in zip(*map(self.own, bounds))]
 
     def to_heads(
         self, x: Float[Array, "B N T D"], turned: bool = False, behind: Float[Array, "B N/W L D"] | None = None
@@ -128,15 +164,13 @@ class Exchange:
         return _permuted(functools.partial(self._to_sequence, behind=behind), back, x)
 
     def _to_heads(self, turned: bool, x, behind):
-        heads, dim = x.shape[1] // self.chips, x.shape[3]
-        behind = None if behind is None else by_token(behind)
-        x = by_token(x)
+        x, dim, behind = by_token(x), x.shape[3], None if behind is None else by_token(behind)
         if self.interpret is not None:
             x = join(self._traded(cut([x], self.chips, self.interpret)), turned, self.interpret, behind)
-            return _as_heads(x, heads, dim, turned)
+            return _as_heads(x, dim, turned)
         # Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
         x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
-        return _as_heads(x if behind is None else jnp.concatenate([x, behind], 1), heads, dim)
+        return _as_heads(x if behind is None else jnp.concatenate([x, behind], 1), dim)
 
     def _to_sequence(self, x, behind: int):
         tokens, dim = x.shape[2] - behind, x.shape[3]
@@ -148,7 +182,7 @@ class Exchange:
 
     def _of_tokens(self, x: Float[Array, "B T C"], dim: int) -> Float[Array, "B N T D"]:
         # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
-        return _as_heads(lax.optimization_barrier(x), x.shape[2] // dim, dim)
+        return _as_heads(lax.optimization_barrier(x), dim)
 
     def _traded(self, pieces):
         return lax.all_to_all(pieces, "ulysses", split_axis=0, concat_axis=0, tiled=True)
@@ -185,11 +219,11 @@ def _permuted(run, back, *given) -> Array:
     return run(*given)
 
 
-def _as_heads(x, heads: int, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
+def _as_heads(x, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
     """Of tokens [B, T, N D], or turned [B, N D, T]."""
     if turned:
-        return jnp.swapaxes(x.reshape(x.shape[0], heads, dim, -1), 2, 3)
-    return jnp.swapaxes(x.reshape(x.shape[0], -1, heads, dim), 1, 2)
+        return jnp.swapaxes(x.reshape(x.shape[0], x.shape[1] // dim, dim, x.shape[2]), 2, 3)
+    return jnp.swapaxes(x.reshape(*x.shape[:2], x.shape[2] // dim, dim), 1, 2)
 
 
 def _tokens_minor(x: Float[Array, "B N T D"]) -> Float[Array, "B N*D T"]:
@@ -207,11 +241,16 @@ def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
     )
 
 
-def cut(tensors: list[Float[Array, "B T C"]], chips: int, interpret, group: int = 0, groups: int = 1) -> Array:
-    """Columns of one of `groups` in pieces, one a chip, of tensors of one shape side by side: [W, B, T, N C / W / G]."""
+def cut(
+    tensors: list[Float[Array, "B T C"]], chips: int, interpret, group: int = 0, shares: tuple[int, ...] = (1,)
+) -> Array:
+    """Columns of one group in pieces, one a chip, of tensors of one shape side by side: [W, B, T, N C / W].
+
+    `shares`: of groups, those before it with a multiple of its columns.
+    """
     batch, tokens, columns = tensors[0].shape
-    width = columns // (groups * chips)
-    rows = _rows_of_block(len(tensors) * chips * width * tensors[0].dtype.itemsize)
+    width = columns * shares[group] // (sum(shares) * chips)
+    rows, before = _rows_of_block(len(tensors) * chips * width * tensors[0].dtype.itemsize), sum(shares[:group])
 
     def kernel(r):
         for place in range(len(tensors)):
@@ -219,7 +258,7 @@ def cut(tensors: list[Float[Array, "B T C"]], chips: int, interpret, group: int 
                 columns = slice(n * width, (n + 1) * width)
                 r.o[n, :, place * width : (place + 1) * width] = getattr(r, f"x{place}")[:, columns]
 
-    spec = pl.BlockSpec((None, rows, chips * width), lambda b, t: (b, t, group))
+    spec = pl.BlockSpec((None, rows, chips * width), lambda b, t: (b, t, before // shares[group]))
     operands = {f"x{place}": (x, spec) for place, x in enumerate(tensors)}
     shape, grid = (chips, batch, tokens, len(tensors) * width), (batch, pl.cdiv(tokens, rows))
     out_spec = pl.BlockSpec((chips, None, rows, shape[3]), lambda b, t: (0, b, t, 0))
@@ -227,20 +266,23 @@ def cut(tensors: list[Float[Array, "B T C"]], chips: int, interpret, group: int 
     return _call(kernel, name, grid, operands, shape, out_spec, interpret)
 
 
-def paste(pieces: list[Float[Array, "W B T C"]], interpret) -> Float[Array, "B T G*W*C"]:
-    """The way back of `cut`, of all groups."""
-    chips, batch, tokens, width = pieces[0].shape
-    columns = len(pieces) * chips * width
+def paste(pieces: list[Float[Array, "W B T C"]], interpret) -> Float[Array, "B T W*C"]:
+    """The way back of `cut`, of all groups side by side."""
+    chips, batch, tokens, _ = pieces[0].shape
+    columns = chips * sum(x.shape[3] for x in pieces)
     rows = _rows_of_block(columns * pieces[0].dtype.itemsize)
 
     def kernel(r):
-        for group in range(len(pieces)):
+        at = 0
+        for group, x in enumerate(pieces):
             for n in range(chips):
-                at = (group * chips + n) * width
-                r.o[:, at : at + width] = getattr(r, f"x{group}")[n]
+                r.o[:, at : at + x.shape[3]] = getattr(r, f"x{group}")[n]
+                at += x.shape[3]
 
-    spec = pl.BlockSpec((chips, None, rows, width), lambda b, t: (0, b, t, 0))
-    operands = {f"x{group}": (one, spec) for group, one in enumerate(pieces)}
+    def block(x):
+        return pl.BlockSpec((chips, None, rows, x.shape[3]), lambda b, t: (0, b, t, 0))
+
+    operands = {f"x{group}": (x, block(x)) for group, x in enumerate(pieces)}
     out_spec = pl.BlockSpec((None, rows, columns), lambda b, t: (b, t, 0))
     shape, grid = (batch, tokens, columns), (batch, pl.cdiv(tokens, rows))
     return _call(kernel, "exchange_paste", grid, operands, shape, out_spec, interpret)

@@ -70,6 +70,7 @@ def tpu_attention(
     modes: tuple[str, ...] = MODES,
     tally: ModeCounter | None = None,
     tiles: Tiles | None = None,
+    turned: bool = False,
     interpret=False,
 ) -> Out | tuple[Out, LogSumExp]:
     """Attention with the arguments of `reference_attention`.
@@ -82,6 +83,7 @@ def tpu_attention(
         modes: those that are compiled. With "bound" alone the caller vouches for the bound: for benchmarks.
         tally: counts the mode of each head and block of queries; costs a call to the host.
         tiles: which keys queries see, beside those that the video's tokens all see, which stand behind its tiles.
+        turned: queries lie with tokens minor, and results shall; else both as linear layers have them, if heads are whole lanes.
         interpret: True, or parameters of Pallas's TPU interpreter.
 
     Raises TypeError for another dtype than bfloat16 and float32, and as `blocks.choose`.
@@ -92,6 +94,7 @@ def tpu_attention(
         )
     if mask is not None and mask.nearest is not None:
         how = {"bounds": bounds, "generation": generation, "smoothing": smoothing, "modes": modes, "tally": tally}
+        how["turned"] = turned
         return by_tiles(tpu_attention, q, k, v, mask, scale=scale, interpret=interpret, **how)
     plain = all(x is None for x in (mask, bounds, blocks, wanted, tally, tiles)) and not with_lse
     if plain and (number := short.number_of(q, k)) > 1:
@@ -114,7 +117,8 @@ def tpu_attention(
         modes = tuple(mode for mode in modes if mode != CENTRED)
     folded = folded_parts(shape, generation) if set(modes) != {BOUND} else 0
     visited = None if tiles is None else tiles.visited(shape.q_len, shape.kv_len)
-    call = Call(blocks, shape, mask, modes, scale * LOG2_E, folded, q.shape[1], k.shape[1], visited)
+    in_rows = not turned and shape.dim % LANES == shape.out_dim % LANES == 0
+    call = Call(blocks, shape, mask, modes, scale * LOG2_E, folded, q.shape[1], k.shape[1], visited, in_rows)
     scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret)
     scores = math.prod(q.shape[:3]) * min(shape.kv_len, call.steps * blocks.keys)
     results = call_kernel(
@@ -132,18 +136,20 @@ def tpu_attention(
     )
     if tally is not None:
         jax.debug.callback(tally.of(f"{list(q.shape)} with {k.shape[2]} keys"), results["went"][:, :, 0, 0])
-    return _as_asked(q.shape, mask, results["o"], results.get("lse"))
+    return _as_asked(call, q.shape, results["o"], results.get("lse"))
 
 
 def _outputs(call: Call, q, with_lse: bool, with_mode: bool) -> dict:
-    """Name -> (array, the block of a program): the result with tokens minor, the log-sum-exp, the code of the mode."""
+    """Name -> (array, the block of a program): the result, with tokens minor or in rows, the log-sum-exp, the code of the mode."""
     shape, queries, rows = call.shape, call.blocks.queries, q.shape[0] * q.shape[1]
 
     def of_rows(height: int, dtype):
         spec = pl.BlockSpec((None, height, queries), lambda h, i, j, *s: (h, 0, i))
         return jax.ShapeDtypeStruct((rows, height, shape.q_len), dtype), spec
 
-    outputs = {"o": of_rows(shape.out_dim, jnp.float32 if with_lse else q.dtype)}
+    dtype = jnp.float32 if with_lse else q.dtype
+    in_rows = jax.ShapeDtypeStruct((q.shape[0], shape.q_len, q.shape[1] * shape.out_dim), dtype)
+    outputs = {"o": (in_rows, _rows_of(call, shape.out_dim)) if call.in_rows else of_rows(shape.out_dim, dtype)}
     if with_lse:
         outputs["lse"] = of_rows(1, jnp.float32)
     if with_mode:
@@ -155,8 +161,9 @@ def _outputs(call: Call, q, with_lse: bool, with_mode: bool) -> dict:
 
 def _scratch(call: Call, dtype) -> dict:
     """What a program keeps from block to block of keys: what is subtracted, sums, the result; q and k as they meet."""
+    turned = {"q": pltpu.VMEM((call.shape.dim, call.blocks.queries), dtype)} if call.in_rows else {}
     dim, out_dim, queries, keys = call.shape.dim, call.shape.out_dim, call.blocks.queries, call.blocks.keys
-    return {
+    return turned | {
         "m": pltpu.VMEM((SUBLANES, queries), jnp.float32),
         "l": pltpu.VMEM((SUBLANES, queries), jnp.float32),
         "acc": pltpu.VMEM((out_dim, queries), jnp.float32),
@@ -168,12 +175,11 @@ def _scratch(call: Call, dtype) -> dict:
     }
 
 
-def _as_asked(shape, mask: Mask, out, lse=None):
+def _as_asked(call: Call, shape, out, lse=None):
     """[B, N, T, E] of the kernel's result, zeros (and -inf) in rows that the mask takes away."""
-    batch, heads, q_len, _ = shape
-    out_dim = out.shape[1]
-    out = jnp.swapaxes(out.reshape(batch, heads * out_dim, q_len), 1, 2).reshape(batch, q_len, heads, out_dim)
-    out = jnp.swapaxes(out, 1, 2)
+    (batch, heads, q_len, _), mask = shape, call.mask
+    out = out if call.in_rows else jnp.swapaxes(out.reshape(batch, -1, q_len), 1, 2)
+    out = jnp.swapaxes(out.reshape(batch, q_len, heads, -1), 1, 2)
     out = out if mask.queries is None else jnp.where(mask.queries, out, 0)
     if lse is None:
         return out
@@ -184,7 +190,7 @@ def _as_asked(shape, mask: Mask, out, lse=None):
 def make_operands(call: Call, q, k, v, bias, shift, bounds: KeyBounds | None, interpret) -> tuple[dict, Operands]:
     """(scalars fetched before a program runs, arrays with their blocks), in the order in which the kernel gets them.
 
-    * `q` and `v` with tokens minor, so that scores come out transposed; `k` as it lies.
+    * `q` and `v` with tokens minor, so that scores come out transposed, or q in `rows`, which the kernel turns; `k` as it lies.
     * of a band `shift`, how far the first query lies behind the first key.
     * of a mask by key `bias`, in base 2; unless it concerns the last block alone, per row and block of keys `state` (`SKIPPED`,
       `WHOLE` or `MIXED`) and `fetch`, the block to fetch: one that is there already where the step is skipped.
@@ -263,7 +269,6 @@ def _ends_of_rows(mask: Mask, shift, first, rows: int):
 
 def _queries_keys_values(call: Call, q, k, v, fetched) -> Operands:
     blocks, shape, kv_heads = call.blocks, call.shape, call.kv_heads
-    q = heads_beside_tokens(q)
     in_rows = shape.dim % LANES == 0  # as linear layers give them, all heads of a token side by side: no copy
     k = by_token(k) if in_rows else k.reshape(-1, *k.shape[2:])
 
@@ -275,11 +280,21 @@ def _queries_keys_values(call: Call, q, k, v, fetched) -> Operands:
     def place_of_values(h, i, j, *s):
         return call.row_of_kv(h), 0, fetched(h, i, j, s)
 
-    return {
-        "q": (q, pl.BlockSpec((None, shape.dim, blocks.queries), lambda h, i, j, *s: (h, 0, i))),
+    if call.in_rows:
+        queries = {"rows": (by_token(q), _rows_of(call, shape.dim))}
+    else:
+        spec = pl.BlockSpec((None, shape.dim, blocks.queries), lambda h, i, j, *s: (h, 0, i))
+        queries = {"q": (heads_beside_tokens(q), spec)}
+    return queries | {
         "k": (k, pl.BlockSpec((None, blocks.keys, shape.dim), place_of_keys)),
         "v": (heads_beside_tokens(v), pl.BlockSpec((None, shape.out_dim, blocks.keys), place_of_values)),
     }
+
+
+def _rows_of(call: Call, dim: int) -> pl.BlockSpec:
+    """The block of queries of one head, of [B, T, N D]."""
+    shape, heads = (None, call.blocks.queries, dim), call.heads
+    return pl.BlockSpec(shape, lambda h, i, j, *s: (lax.div(h, heads), i, lax.rem(h, heads)))
 
 
 def heads_beside_tokens(x) -> Float[Array, "B*K D S"]:

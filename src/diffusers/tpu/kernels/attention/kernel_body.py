@@ -23,6 +23,7 @@ from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, larges
 LOWEST = -1e30  # where the running maximum starts
 MASKED = -3e38  # a masked score: far enough below LOWEST that its exponential is 0 there too
 LOG2_E = math.log2(math.e)
+MOST_TURNED = 2048  # queries at once: fewer leave units waiting for each other
 SKIPPED, WHOLE, MIXED = 0, 1, 2  # of a block of keys: none takes part, all do as they are, neither
 
 
@@ -38,6 +39,7 @@ class Call:
             it); 0: there is no room for them, and scores are multiplied by the factor instead.
         heads, kv_heads: of queries, of keys and values.
         visited: by block of queries, the blocks of keys that it visits, equally many; None: all, in order.
+        in_rows: queries come, and results go, with all heads of a token side by side; else with tokens minor.
     """
 
     blocks: Blocks
@@ -49,6 +51,13 @@ class Call:
     heads: int
     kv_heads: int
     visited: np.ndarray | None = None
+    in_rows: bool = False
+
+    @property
+    def turned_at_once(self) -> int:
+        """Queries of one straight piece of code that turns them, or results."""
+        whole = range(LANES, min(self.blocks.queries, MOST_TURNED) + 1, LANES)
+        return max(n for n in whole if self.blocks.queries % n == 0)
 
     @property
     def twice(self) -> bool:
@@ -131,7 +140,7 @@ def run(r, call: Call):
         _when([step < whole] if whole < call.steps else [], functools.partial(visit, False))
         if whole < call.steps:
             _when([step >= whole], functools.partial(visit, True))
-    pl.when(step == call.steps - 1)(lambda: _finish(r))
+    pl.when(step == call.steps - 1)(lambda: _finish(r, call))
 
 
 def where_seen(r, call: Call, head, j, first_query, visit):
@@ -166,6 +175,12 @@ def where_seen(r, call: Call, head, j, first_query, visit):
 
 def _start(r, call: Call, first_query, kv):
     """The state before the first key, and which mode to go."""
+    if call.in_rows:
+
+        def turn(queries):
+            r.q[:, queries] = r.rows[queries, :].T
+
+        _in_steps(call.blocks.queries, call.turned_at_once, turn)
     r.l[...] = jnp.zeros_like(r.l)
     r.acc[...] = jnp.zeros_like(r.acc)
     if len(call.modes) > 1:
@@ -235,12 +250,22 @@ def _in_steps(length: int, step: int, run):
     pl.loop(0, length // step)(lambda n: run(pl.ds(pl.multiple_of(n * step, step), step)))
 
 
-def _finish(r):
-    l = r.l[...].sum(axis=0, keepdims=True)  # noqa: E741
-    empty = l == 0
-    r.o[...] = (r.acc[...] / jnp.where(empty, 1.0, l)).astype(r.o.dtype)
-    if hasattr(r, "lse"):
-        r.lse[...] = jnp.where(empty, -jnp.inf, (r.m[:1, :] + jnp.log2(l)) / LOG2_E)
+def _finish(r, call: Call):
+    def give(queries):
+        l = r.l[:, queries].sum(axis=0, keepdims=True)  # noqa: E741
+        empty = l == 0
+        out = (r.acc[:, queries] / jnp.where(empty, 1.0, l)).astype(r.o.dtype)
+        if call.in_rows:
+            r.o[queries, :] = out.T
+        else:
+            r.o[:, queries] = out
+        if hasattr(r, "lse"):
+            r.lse[:, queries] = jnp.where(empty, -jnp.inf, (r.m[:1, queries] + jnp.log2(l)) / LOG2_E)
+
+    if call.in_rows:
+        _in_steps(call.blocks.queries, call.turned_at_once, give)
+    else:
+        give(slice(None))
 
 
 def _visit(r, call: Call, first_query, first_key, mode: str, cut: bool):

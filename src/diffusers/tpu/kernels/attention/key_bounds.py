@@ -6,6 +6,7 @@ them everyone's. So nothing of the size of the keys is joined for their sake.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ from .softmax_modes import SMALLEST
 
 LARGEST = 126.0  # exponent of the largest sum
 BLOCK_ROWS = 512
-TILE_ROWS = 64  # of one head, in registers
+TILE_ROWS = 128  # of one head, in registers
 TILE_ROWS_OF_SMALL_HEADS, MOST_COLUMNS = 256, 1280  # of one product
 LEAST_ROWS = 1024  # with fewer XLA's way is no slower
 
@@ -48,6 +49,7 @@ def key_bounds(
     chips: int = 1,
     interpret=None,
     beside: tuple | None = None,
+    meanwhile: Callable = lambda mean, maxima: (mean, maxima),
 ) -> KeyBounds:
     """The bounds of each head's keys and values, the same on all chips.
 
@@ -56,11 +58,13 @@ def key_bounds(
         axis: of the mesh, over which `chips` chips hold other keys of the same heads.
         interpret: how a kernel for it runs; None: without one.
         beside: (keys, values, which are seen) of the same heads that every chip has whole.
+        meanwhile: what chips do when the mean is known to all and a chip's own maxima to it, before those are told; gives both back.
     """
     highest = functools.partial(lax.pmax, axis_name=axis) if axis else lambda x: x
     centre = _mean_key(k, seen, functools.partial(lax.psum, axis_name=axis) if axis else lambda x: x, chips, beside)
     point = centre.astype(jnp.float32).sum(2)
-    reach, radius, largest = (highest(x) for x in _measured(k, v, point, seen, interpret))
+    centre, maxima = meanwhile(centre, _measured(k, v, point, seen, interpret))
+    reach, radius, largest = map(highest, maxima)
     tokens = k.shape[2] * chips
     if beside is not None:
         tokens += beside[0].shape[2]

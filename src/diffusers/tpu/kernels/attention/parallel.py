@@ -154,34 +154,26 @@ def attention_by_heads(
 
 def _per_chip(q, k, v, mask: Mask | None, *, scale, local, kv_len: int, split: Split, keys: bool, interpret):
     """`kv_len`: keys of all chips that are no padding. `keys`: they are split as the queries."""
-    ring, ulysses, bounds = split.ring, split.ulysses, None
+    ring, ulysses, bounds_of = split.ring, split.ulysses, None
     if interpret is not None and keys and (mask is None or mask.kind == "nearest") and not current().differentiable:
-        bounds = bounds_of_group(k, v, kv_len, split, interpret)
+        bounds_of = functools.partial(bounds_of_group, k, v, kv_len, split, interpret, None)
     # Rows of one call may lie in any order where nothing tells them apart but what they hold.
     in_order = mask is not None or ring > 1 or kv_len < k.shape[2] * ulysses
     alike = all(x.shape[1] == 1 for x in jax.tree.leaves(mask))
     exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1 and alike)
     place = lax.axis_index("ring") if ring > 1 else 0
-    local = functools.partial(local, scale=scale, first_row=place * q.shape[2] * ulysses)
-    of_group = _by_group(bounds, exchange)
+    local = functools.partial(local, scale=scale, first_row=place * q.shape[2] * ulysses, **exchange.gives)
 
-    def attend(group, q, k, v):
+    def attend(group, q, k, v, bounds):
         if keys and ring > 1:
-            out, _ = around_ring(q, k, v, mask, of_group[group], local=local, kv_len=kv_len, ring=ring, place=place)
+            out, _ = around_ring(q, k, v, mask, bounds, local=local, kv_len=kv_len, ring=ring, place=place)
             return out.astype(q.dtype)
-        return local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **of_group[group])
+        return local(q, k[:, :, :kv_len], v[:, :, :kv_len], mask=mask, **bounds)
 
-    return exchange.attended(attend, q, k, v, before=bounds)
-
-
-def _by_group(bounds: KeyBounds | None, exchange: Exchange) -> list[dict]:
-    """The argument `bounds` of every group of this chip's heads, of the bounds of all heads."""
-    if bounds is None:
-        return [{}] * exchange.groups
-    return [{"bounds": KeyBounds(*parts)} for parts in zip(*map(exchange.own, bounds))]
+    return exchange.attended(attend, q, k, v, bounds_of=bounds_of)[0]
 
 
-def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text=None) -> KeyBounds:
+def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text, *meanwhile: Callable) -> KeyBounds:
     """Of the keys of all chips of a group, and of all heads. With text there is no ring."""
     tokens, ulysses = k.shape[2], split.ulysses
     place, seen = lax.axis_index("ulysses"), None
@@ -189,7 +181,7 @@ def bounds_of_group(k, v, kv_len: int, split: Split, interpret, text=None) -> Ke
         chip = place if text is not None else lax.axis_index("ring") * ulysses + place
         seen = jnp.clip(kv_len - chip * tokens, 0, tokens)
     beside = text and (text.k, text.v, None if text.seen is None else text.seen[:, None, :, None])
-    return key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside)
+    return key_bounds(k, v, seen, "ulysses", ulysses, interpret, beside, *meanwhile)
 
 
 def around_ring(q, k, v, mask: Mask | None = None, bounds=None, *, local, kv_len: int, ring: int, place):
@@ -320,32 +312,25 @@ def _joint_per_chip(q, k, v, text: Text, *, scale, local, tokens: int, split: Sp
     exchange = Exchange.of(q, k, v, ulysses, in_order, interpret, grouped=ring == 1)
     words = tuple(map(exchange.own, text[:3]))  # of q, k and v, by group
     own = [Text(*parts, text.seen) for parts in zip(*words)]
-    local, answers = functools.partial(local, scale=scale), []
-
-    def answer(out):
-        """What is of the text, of all heads."""
-        words = out[:, :, chunk:]
-        answers.append(lax.all_gather(words, "ulysses", axis=1, tiled=True) if ulysses > 1 else words)
-
+    local = functools.partial(local, scale=scale, **exchange.gives)
     if ring == 1:
         without = interpret is None or current().differentiable
-        bounds = None if without else bounds_of_group(k, v, tokens, split, interpret, text)
-        of_group = _by_group(bounds, exchange)
+        bounds_of = None if without else functools.partial(bounds_of_group, k, v, tokens, split, interpret, text)
 
-        def attend(group, q, k, v):
-            out = local(q, k, v, mask=joint_mask(tokens, chunk, own[group], near), **of_group[group])
-            answer(out)
-            return out
+        def attend(group, q, k, v, bounds):
+            return local(q, k, v, mask=joint_mask(tokens, chunk, own[group], near), **bounds)
 
-        out = exchange.attended(attend, q, k, v, words, bounds)
+        out, answers = exchange.attended(attend, q, k, v, words, bounds_of)
     else:
         q = exchange.to_heads(q, True, own[0].q)
         k, v = exchange.to_heads(k), exchange.to_heads(v, True)
         of_latents = around_ring(q, k, v, local=local, kv_len=tokens, ring=ring, place=place)
         of_text = local(q, own[0].k, own[0].v, mask=joint_mask(0, 0, own[0]), with_lse=True)
         out = merged(*of_latents, *of_text)[0].astype(q.dtype)
-        answer(out)
+        answers = [out[:, :, chunk:]]
         out = exchange.to_sequence(out, own[0].q.shape[2])
+    if ulysses > 1:
+        answers = [lax.all_gather(of_group, "ulysses", axis=1, tiled=True) for of_group in answers]
     return out, jnp.concatenate(answers, 1)
 
 
