@@ -24,7 +24,7 @@ from .settings import Settings
 
 BLOCK_ROWS = 256
 LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
-TILE_ROWS = 32  # in registers at once, one head of them
+TILE_ROWS = 64  # in registers at once, one head of them
 TILE_ROWS_OF_HEADS = {
     True: 256,
     False: 128,

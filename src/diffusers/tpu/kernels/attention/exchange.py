@@ -24,7 +24,7 @@ from .key_bounds import KeyBounds
 
 
 BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
-SHARES = ((1, 1), (2, 1))  # of heads; fewer in the second, whose results nothing hides
+SHARES = ((1, 1), (2, 1), (4, 1))  # of heads; fewer in the second, whose results nothing hides
 LEAST_TOKENS = 16_384  # of all chips, from which on attention of a group hides the next one's exchange (v6e)
 TURNED = (True, False, True)  # q, k and v: whether the kernel takes tokens minor
 VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own

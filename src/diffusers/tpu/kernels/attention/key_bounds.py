@@ -22,7 +22,7 @@ from .softmax_modes import SMALLEST
 
 LARGEST = 126.0  # exponent of the largest sum
 BLOCK_ROWS = 512
-TILE_ROWS = 128  # of one head, in registers
+TILE_ROWS = 256  # of one head, in registers
 TILE_ROWS_OF_SMALL_HEADS, MOST_COLUMNS = 256, 1280  # of one product
 LEAST_ROWS = 1024  # with fewer XLA's way is no slower
 
