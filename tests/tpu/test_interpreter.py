@@ -21,7 +21,8 @@ from diffusers.tpu.kernels import linear, rotary
 from diffusers.tpu.kernels.attention import backward, exchange, kernel, kernel_body
 from diffusers.tpu.kernels.attention.blocks import Blocks, Tile
 from diffusers.tpu.kernels.attention.softmax_modes import BOUND, CENTRED, MODES, ONLINE
-from test_linear import activated, normed, turned
+from test_linear import activated
+from test_norms import normed, turned
 
 
 pytestmark = pytest.mark.slow
@@ -153,31 +154,35 @@ def test_convolution(interpreted, sizes, channels, features, taps, biased):
     assert not raced and relative(ours, exact) < 5e-3  # measured: 1.7e-3
 
 
-@pytest.mark.parametrize("ways, tokens, rest, first", [(2, 300, 0, 1), (4, 128, 7, 2), (3, 517, 130, 1)])
+@pytest.mark.parametrize(
+    "ways, tokens, rest, shares", [(2, 300, 0, (1, 1)), (4, 128, 7, (2, 1)), (3, 517, 130, (3, 2))]
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_exchange(interpreted, monkeypatch, ways, tokens, rest, first, dtype):
+def test_exchange(interpreted, monkeypatch, ways, tokens, rest, shares, dtype):
     """Every order to the bit: pieces of a group's columns, of one tensor or of two side by side, tokens of all chips joined with what is
     behind them, as they are and turned."""
     monkeypatch.setattr(exchange, "BLOCK_BYTES", 128 * 128 * ways * 4)  # several blocks, the last not full
-    *both, behind = draw(np.random.default_rng(), dtype, *[(2, tokens, (first + 1) * 128 * ways)] * 2, (2, rest, 128))
-    behind = behind if rest else None
+    *both, behind = draw(
+        np.random.default_rng(), dtype, *[(2, tokens, sum(shares) * 128 * ways)] * 2, (2, rest, 128 * shares[1])
+    )
+    behind, width = behind if rest else None, behind.shape[2]
 
     def run(kernel, *arguments, **how):
         made, raced = interpreted(lambda settings: kernel(*arguments, interpret=settings, **how))
         assert not raced, kernel.__name__
         return made
 
-    pieces = [run(exchange.cut, both[: group + 1], ways, group=group, shares=(first, 1)) for group in range(2)]
-    parts = [np.split(wide(x), [first * 128 * ways], 2) for x in both]
+    pieces = [run(exchange.cut, both[: group + 1], ways, group=group, shares=shares) for group in range(2)]
+    parts = [np.split(wide(x), [shares[0] * 128 * ways], 2) for x in both]
     np.testing.assert_array_equal(wide(pieces[0]), np.stack(np.split(parts[0][0], ways, 2)))
     last = [np.stack(np.split(x, ways, 2)) for _, x in parts]
     np.testing.assert_array_equal(wide(pieces[1]), np.concatenate(last, 3))
-    pasted = run(exchange.paste, [pieces[0], pieces[1][..., :128]])
+    pasted = run(exchange.paste, [pieces[0], pieces[1][..., :width]])
     np.testing.assert_array_equal(wide(pasted), wide(both[0]))
     whole = tokens // 128 * 128
     for turned, place in ((False, 0), (True, 1)):
         made = run(exchange.join, pieces[1], turned, behind=behind, place=place, places=2)
-        rows, of_place = wide(made), [wide(p)[..., 128 * place : 128 * (place + 1)] for p in pieces[1]]
+        rows, of_place = wide(made), [wide(p)[..., width * place : width * (place + 1)] for p in pieces[1]]
         rows = rows.swapaxes(1, 2) if turned else rows
         in_order = [p[:, :whole] for p in of_place] + [p[:, whole:] for p in of_place]
         in_order += [] if behind is None else [wide(behind)]

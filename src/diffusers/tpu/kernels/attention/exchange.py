@@ -6,6 +6,7 @@ Joined, every chip's tokens begin at a whole tile of `LANES`: what is left of ea
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from .key_bounds import KeyBounds
 
 
 BLOCK_BYTES = 4 << 20  # of one array in VMEM: there are two, or three with what is left of chips' tokens
-SHARES = ((1, 1), (2, 1), (4, 1))  # of heads; fewer in the second, whose results nothing hides
+SHARES = ((3, 2), (1, 1), (2, 1))  # of heads; fewer in the second, whose results nothing hides
 LEAST_TOKENS = 16_384  # of all chips, from which on attention of a group hides the next one's exchange (v6e)
 TURNED = (True, False, True)  # q, k and v: whether the kernel takes tokens minor
 VMEM_BYTES = 3 * 2 * BLOCK_BYTES + (8 << 20)  # of each two buffers, and the compiler's own
@@ -58,7 +59,7 @@ class Exchange:
 
     @property
     def gives(self) -> dict:
-        """What our kernel is told of its operands."""
+        """Arguments of our kernel: how what it takes and gives lies on the way through an exchange."""
         return {} if self.interpret is None or self.chips == 1 else {"turned": True}
 
     def own(self, x: Float[Array, "B N ..."]) -> list[Float[Array, "B N/W/G ..."]]:
@@ -244,23 +245,26 @@ def takes(x: Float[Array, "B N T D"], chips: int, in_order: bool) -> bool:
 def cut(
     tensors: list[Float[Array, "B T C"]], chips: int, interpret, group: int = 0, shares: tuple[int, ...] = (1,)
 ) -> Array:
-    """Columns of one group in pieces, one a chip, of tensors of one shape side by side: [W, B, T, N C / W].
-
-    `shares`: of groups, those before it with a multiple of its columns.
-    """
+    """Columns of one of two groups in pieces, one a chip, of tensors of one shape side by side: [W, B, T, N C / W]."""
     batch, tokens, columns = tensors[0].shape
-    width = columns * shares[group] // (sum(shares) * chips)
-    rows, before = _rows_of_block(len(tensors) * chips * width * tensors[0].dtype.itemsize), sum(shares[:group])
+    unit, share, before = columns // (sum(shares) * chips), shares[group], sum(shares[:group])
+    rows = _rows_of_block(len(tensors) * chips * share * unit * tensors[0].dtype.itemsize)
+    of_block = chips * math.gcd(share, before)  # units: a group begins at a whole block, and has several
+    blocks = range(chips * before // of_block, chips * (before + share) // of_block)
 
     def kernel(r):
-        for place in range(len(tensors)):
-            for n in range(chips):
-                columns = slice(n * width, (n + 1) * width)
-                r.o[n, :, place * width : (place + 1) * width] = getattr(r, f"x{place}")[:, columns]
+        for place, n in itertools.product(range(len(tensors)), range(chips * share)):
+            block, at = divmod(n, of_block)
+            chip, there = divmod(n, share)
+            there = (place * share + there) * unit
+            r.o[chip, :, there : there + unit] = getattr(r, f"x{place}_{block}")[:, at * unit : (at + 1) * unit]
 
-    spec = pl.BlockSpec((None, rows, chips * width), lambda b, t: (b, t, before // shares[group]))
-    operands = {f"x{place}": (x, spec) for place, x in enumerate(tensors)}
-    shape, grid = (chips, batch, tokens, len(tensors) * width), (batch, pl.cdiv(tokens, rows))
+    def spec(block: int):
+        return pl.BlockSpec((None, rows, of_block * unit), lambda b, t: (b, t, block))
+
+    pairs = itertools.product(enumerate(tensors), enumerate(blocks))
+    operands = {f"x{place}_{n}": (x, spec(block)) for (place, x), (n, block) in pairs}
+    shape, grid = (chips, batch, tokens, len(tensors) * share * unit), (batch, pl.cdiv(tokens, rows))
     out_spec = pl.BlockSpec((chips, None, rows, shape[3]), lambda b, t: (0, b, t, 0))
     name = "exchange_cut" if len(tensors) == 1 else QUEUED_BY
     return _call(kernel, name, grid, operands, shape, out_spec, interpret)

@@ -1,0 +1,185 @@
+"""Oracles: float64 for norms and rotation, and upstream's own words in one process for where they are used."""
+
+import copy
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from conftest import relative, wide
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.models.normalization import RMSNorm
+from diffusers.tpu import bridge
+from diffusers.tpu.bridge import norms
+from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.kernels import rotary
+from diffusers.tpu.kernels.norm import Norm
+from diffusers.tpu.kernels.rotary import normed_and_rotated
+from diffusers.tpu.kernels.settings import Settings, using
+
+
+def draw(*shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng().standard_normal(shape), dtype)
+
+
+def normed(x, size: int, weight, bias=None, centred: bool = False) -> np.ndarray:
+    """RMS norm, or layer norm where `centred`, of each `size` channels of x [B, T, C], in float64."""
+    rows = wide(x).reshape(*x.shape[:2], -1, size)
+    rows = rows - rows.mean(-1, keepdims=True) if centred else rows
+    norm = rows / np.sqrt((rows**2).mean(-1, keepdims=True) + 1e-6) * wide(weight)
+    return (norm if bias is None else norm + wide(bias)).reshape(x.shape)
+
+
+def turned(x: np.ndarray, angle: np.ndarray, apart: bool = False) -> np.ndarray:
+    """Pairs of channels (of halves where `apart`) of each head of x [B, T, C], turned by angle [T, D / 2]."""
+    pairs = x.reshape(*x.shape[:2], -1, *((2, angle.shape[1]) if apart else (angle.shape[1], 2)))
+    first, second = np.moveaxis(pairs, -2 if apart else -1, 0)
+    found = (first + 1j * second) * np.exp(1j * angle)[None, :, None]
+    return np.stack([found.real, found.imag], -2 if apart else -1).reshape(x.shape)
+
+
+@pytest.mark.parametrize("kernel, degrees", [(True, None), (True, (2, 4, 1)), (False, (2, 4, 1))])
+@pytest.mark.parametrize(
+    "dim, per_head, centred, apart",
+    [
+        (128, False, False, False),  # Wan
+        (128, True, False, True),  # by halves
+        (64, True, True, False),  # CogVideoX
+        (32, True, False, False),
+        (384, False, True, False),  # LTX, a layer norm
+    ],
+)
+def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart):
+    tokens, heads = int(np.random.default_rng().integers(1, 600)), 384 // dim
+    size = dim if per_head else heads * dim
+    x, weight = draw(2, tokens, heads * dim) + 1, draw(size, dtype=jnp.float32)
+    bias = draw(size, dtype=jnp.float32) if centred else None
+    angle = np.random.default_rng().uniform(-100, 100, (tokens, dim // 2))
+    both = np.concatenate([angle, angle], 1) if apart else np.repeat(angle, 2, axis=1)
+    cos, sin = (jnp.asarray(f(both), jnp.float32) for f in (np.cos, np.sin))
+    settings = Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
+
+    def run(x, weight, bias, *tables):
+        return normed_and_rotated(x, Norm(weight, 1e-6, bias, centred), tables, settings, apart)
+
+    def rounded(values):
+        return wide(jnp.asarray(values, jnp.bfloat16))
+
+    norm = normed(x, size, weight, bias, centred)
+    exact = turned(norm, angle, apart)
+    twice = rounded(turned(rounded(norm), angle, apart))  # as upstream does: not by how many tokens are drawn
+    assert relative(jax.jit(run)(x, weight, bias, cos, sin), exact) < 1.02 * relative(twice, exact)
+
+
+def by_matrices(x, norm, tables):
+    """Each pair's own four numbers."""
+    # Not in every release that we move to.
+    from diffusers.models.transformers.transformer_kandinsky6 import apply_rotary
+
+    return apply_rotary(norm(x.float()).type_as(x), torch.stack([*tables], -1).reshape(1, x.shape[1], 1, -1, 2, 2))
+
+
+# Upstream's ways to say it, of heads normed and tables [2, T, D].
+ROTATIONS = {
+    "neighbours": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, sequence_dim=1),
+    "halves": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, use_real_unbind_dim=-2, sequence_dim=1),
+    "matrices": by_matrices,
+}
+
+
+@pytest.mark.parametrize(
+    "degrees, rotation",
+    [(None, "neighbours"), ((1, 2, 2), "neighbours"), ((2, 2, 1), "halves"), ((2, 2, 1), "matrices")],
+)
+def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, rotation, monkeypatch):
+    asked, fast = [], rotary.by_kernel
+    monkeypatch.setattr(rotary, "by_kernel", lambda *given: asked.append(fast(*given)) or asked[-1])
+    norm = torch.nn.RMSNorm(128, eps=1e-6).bfloat16()
+    norm.weight.data.uniform_(0.5, 2)
+    x, tables = torch.randn(2, 150, 4, 128).bfloat16(), torch.rand(2, 150, 128)
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+
+    def traced(weight, *arrays):
+        with using(settings), bridge.environment():
+            weight, x, *tables = (bridge.to_torch(array) for array in (weight, *arrays))
+            own = functools.partial(torch.func.functional_call, norm, {"weight": weight})
+            again = run(x, lambda x: own(x) + 0, tables)  # not the norm's own
+            return run(x, own, tables).jax(), again.jax()
+
+    run = ROTATIONS[rotation]
+    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (norm.weight, x, *tables)]
+    ours, _ = jax.jit(traced)(*arrays)
+    exact = run(x.double(), copy.deepcopy(norm).double(), tables.double()).detach()
+    assert len(asked) == 1 and asked[0] is not None
+    assert relative(ours, exact) < 1.02 * relative(run(x, norm, tables).detach(), exact)
+
+
+# Upstream's words for a norm over all channels and what follows it, whether it is of float32, and for how many steps the kernel is asked.
+NORMED = {
+    "alone": (lambda x, norm, s, t: norm(x), False, [0]),
+    "wan": (lambda x, norm, s, t: (norm(x.float()) * (1 + s) + t).type_as(x), True, [2]),
+    "cross-attention": (lambda x, norm, s, t: norm(x.float()).type_as(x), True, [0]),
+    "dit": (lambda x, norm, s, t: norm(x) * (1 + s.bfloat16()) + t.bfloat16(), False, [0, 1, 2]),
+    "all samples": (lambda x, norm, s, t: norm(x) * (1 + s[:1].bfloat16()) + t[0, 0].bfloat16(), False, [0, 1, 2]),
+    "written to": (lambda x, norm, s, t: (norm(x.float()).mul_(2) * (1 + s) + t).type_as(x), True, []),
+    "by token": (lambda x, norm, s, t: norm(x) * (1 + x) + t.bfloat16(), False, [0]),
+    "frames": (
+        lambda x, norm, s, t: (
+            (norm(x).unflatten(1, (-1, 2)).flatten(0, 1) * s.bfloat16().repeat(x.shape[1] // 2, 1, 1)).reshape(x.shape)
+            * (1 + t[:1].bfloat16())
+        ),
+        False,
+        [0],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, words, degrees",
+    [
+        *((torch.nn.LayerNorm, words, None) for words in NORMED),
+        *((kind, words, None) for kind in (torch.nn.RMSNorm, RMSNorm) for words in ("dit", "wan")),
+        *((torch.nn.LayerNorm, words, (2, 4, 1)) for words in ("wan", "all samples")),
+    ],
+)
+@torch.no_grad()
+def test_what_follows_a_norm_is_the_norms(chips, monkeypatch, degrees, words, kind):
+    """Upstream's operations in float32; rows that fill no block and that the chips do not divide. diffusers' RMS norm is not one
+    operation, and rounds before its weight."""
+    rng, (follow, in_float32, steps), asked, fast = np.random.default_rng(), NORMED[words], [], norms.fast_norm
+
+    def noting(x, norm, settings, steps, wide):
+        result = fast(x, norm, settings, steps, wide)
+        asked.append(None if result is None else len(steps))
+        return result
+
+    monkeypatch.setattr(norms, "fast_norm", noting)
+    tokens, channels, affine = 2 * int(rng.integers(1, 150)), int(rng.choice([320, 384])), bool(rng.integers(2))
+    norm = kind(channels, 1e-6, affine)
+    for weight in norm.parameters():
+        weight.data.uniform_(0.5, 2)
+    norm = norm if in_float32 else norm.bfloat16()
+    x = torch.randn(2, tokens, channels).bfloat16() * 2 + 1
+    s, t = torch.randint(-60, 60, (2, 2, 1, channels)) / 64  # also 1 + s is a bfloat16: the kernel alone rounds
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+    names, weights = zip(*norm.named_parameters()) if affine else ((), ())
+
+    def run(weights, *arrays):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            weights, arrays = ([bridge.to_torch(array) for array in some] for some in (weights, arrays))
+            own = functools.partial(torch.func.functional_call, norm, dict(zip(names, weights)))
+            x, s, t = arrays
+            return follow(x, own, s, t).jax()
+
+    def on_jax(*tensors):
+        return [jnp.asarray(bridge.as_numpy(tensor.detach())) for tensor in tensors]
+
+    ours = jax.jit(run)(on_jax(*weights), *on_jax(x, s, t))
+    theirs, exact = follow(x, norm, s, t), follow(x.float(), copy.deepcopy(norm).float(), s, t)
+    if kind is RMSNorm:
+        steps = [] if in_float32 else [0, *(1 + n for n in steps)] if affine else steps
+    assert asked == steps and ours.dtype == jnp.bfloat16
+    assert relative(ours, exact) < 1.05 * relative(theirs, exact)
