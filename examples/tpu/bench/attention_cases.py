@@ -21,6 +21,7 @@ ATTENTION_SHAPES = {
     "cogvideox1.5-720p": (1, 12, 45106, 45106, 64),
     "flux-1024": (1, 24, 4608, 4608, 128),
 }
+IN_ROWS = ("wan-720p-cross", "flux-1024")  # as linear layers give them; the others come from an exchange
 GRADIENT_SHAPES = {  # the same, of one step of training
     "wan-480p-33": (1, 12, 14040, 14040, 128),
     "cogvideox-480p": (1, 48, 17776, 17776, 64),
@@ -41,6 +42,7 @@ def attention_cases() -> list[Case]:
 
 def _attention(chip: str, shape: str, path: str) -> Case:
     request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape], "kernel": "kernel"}
+    request |= {"turned": shape not in IN_ROWS}
     if path == "stock":
         request |= {"kernel": "splash", "blocks": [*CHIPS[chip].splash_blocks], "as_theirs": True}
     read = dict if path == "stock" else functools.partial(_of_mode, way=path)
@@ -81,7 +83,7 @@ def tune(case: Case, on_progress: Callable) -> dict:
     chip, shape, path = (case.row[name] for name in ("chip", "shape", "path"))
     if path != BOUND:
         raise ValueError(f"expected a case of path bound to tune, got {path}")
-    request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape]}
+    request = {"topology": SMALLEST[chip], "shape": ATTENTION_SHAPES[shape], "turned": shape not in IN_ROWS}
     sizes = Question("bench.attention_row:sizes_to_try", {**request, "count": 4}, 60)
     tried = sizes.answer(on_progress)
     present = _tuned_rows().get(_tuned_key(case.row))

@@ -47,7 +47,7 @@ def answer(request: dict, progress: Callable) -> dict:
         request: `topology`; `shape` (batch, heads, queries, keys, head size); `kernel`: "kernel" (ours), "splash", "exp2", or
             "gradients" and "splash gradients", which are counted without the forward pass; `blocks`, as `Blocks` in a list for
             ours and three sizes for the others, None for the kernel's own;
-            `kv_heads`, `dtype`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`;
+            `kv_heads`, `dtype`, `turned`, `mask` ("none", or of `BANDS` or `PARTS`); `as_theirs` (see calibration); `with_lse`;
             `named` (see `naming`).
 
     A child that writes no schedules says of a kernel only how long it compiles.
@@ -82,7 +82,9 @@ def answer(request: dict, progress: Callable) -> dict:
     else:
         wanted = from_list(blocks) if blocks else choose(shape_of(q, k, k, mask, with_lse), topology.chip.generation)
         blocks = as_list(wanted)
-        run = functools.partial(tpu_attention, generation=topology.chip.generation)
+        run = functools.partial(
+            tpu_attention, generation=topology.chip.generation, turned=request.get("turned", False)
+        )
 
     def scaled_dot_product_attention(q, k, v, mask, *of_gradients):
         how = {"scale": dim**-0.5, "blocks": wanted}
