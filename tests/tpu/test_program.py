@@ -102,7 +102,8 @@ def test_one_loop_over_blocks_that_gathers_weights_and_reduces_nothing(program, 
 
 @pytest.mark.parametrize("latents", [LATENTS, SMALLER])
 def test_two_streams_exchange_heads_and_text_alone(program, latents, monkeypatch):
-    """Queries, keys, values and the answer of latents trade rows for heads; of text only the answer's heads are joined."""
+    """Queries, keys, values and the answer of latents trade rows for heads; of text only the answer's heads are joined, and of scales and
+    shifts each chip's part: their weights stay where they are."""
     monkeypatch.setattr(api, "_dispatched", Counter())
     hlo = program(1, 8, 1, latents=latents, made=hunyuan15)
     tokens = math.prod(latents) // 4
@@ -112,7 +113,9 @@ def test_two_streams_exchange_heads_and_text_alone(program, latents, monkeypatch
     assert {op for op, _ in found} == {"all-gather", "all-to-all"}
     assert sum(op == "all-to-all" for op, _ in found) == 4
     joined = [shape for op, shape in found if op == "all-gather" and not re.search(r"\[1,\d{3,},\d{3,}\]", shape)]
-    assert [re.search(r"\[(.*?)\]", shape)[1] for shape in joined] == [f"1,{HEADS},{WORDS},{DIM}"]
+    of_stream, of_text = f"1,{6 * HEADS * DIM}", f"1,{HEADS},{WORDS},{DIM}"
+    assert [re.search(r"\[(.*?)\]", shape)[1] for shape in joined] == [of_stream, of_stream, of_text]
+    assert not any(f"[{6 * HEADS * DIM},{HEADS * DIM}]" in shape for _, shape in found)
     rows = assert_split(body, latents, 8)
     assert {(way.q[2], way.mask) for way in api.explain()} == {
         (tokens, "joint+keys"),  # for its shapes
