@@ -19,10 +19,7 @@ from diffusers.tpu.kernels import rotary
 from diffusers.tpu.kernels.norm import Norm
 from diffusers.tpu.kernels.rotary import normed_and_rotated
 from diffusers.tpu.kernels.settings import Settings, using
-
-
-def draw(*shape, dtype=jnp.bfloat16):
-    return jnp.asarray(np.random.default_rng().standard_normal(shape), dtype)
+from test_linear import draw
 
 
 def normed(x, size: int, weight, bias=None, centred: bool = False) -> np.ndarray:

@@ -22,7 +22,18 @@ from jaxtyping import Array, Float, Int
 from ..chips.figures import chip_of
 from .kept import is_worth_its_room, layer_result
 from .narrow import Narrow, narrow_product, narrowed, takes, tpu_narrowed
-from .pallas import LANES, SUBLANES, call_kernel, cost, layer_of_stack, product, round_up, vmem_room, with_gradients_of
+from .pallas import (
+    LANES,
+    LOG2_E,
+    SUBLANES,
+    call_kernel,
+    cost,
+    layer_of_stack,
+    product,
+    round_up,
+    vmem_room,
+    with_gradients_of,
+)
 from .settings import Settings
 
 
@@ -36,7 +47,7 @@ MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
 DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
 SHORT = 2e-5  # seconds of a layer for which the compiler would take up to a minute, with what comes before it in one loop (SD 1.5)
 LEAST_UNEVEN = 2 * LANES  # columns or depth that are not whole lanes but half of them: of less most would be padding
-SQRT_8_OVER_PI, LOG2_E = math.sqrt(8 / math.pi), math.log2(math.e)
+SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
 # Of log(cdf(-x)) of the normal distribution by powers of x from 0 to 13.5, where it is zero in float32: least squares,
 # reweighted to equal errors; the cdf is within 1e-5 of itself up to 5, within 1.1e-4 beyond.
 LOG_CDF = (

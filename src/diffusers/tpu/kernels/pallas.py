@@ -1,5 +1,6 @@
 """What the Pallas kernels share: sizes of registers, a call with references by name, its cost, gradients, a product, a layout."""
 
+import math
 from types import SimpleNamespace
 
 import jax
@@ -13,6 +14,7 @@ from ..chips.figures import MIB, chip_of
 
 
 LANES, SUBLANES = 128, 8  # of a register of 32-bit numbers
+LOG2_E = math.log2(math.e)  # exponentials are to base 2
 ROWS = 16  # of one of bfloat16: its sublanes
 MARGIN = 12 * MIB  # of VMEM, the compiler's
 

@@ -24,11 +24,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..kept import ATTENTION
-from ..pallas import LANES, SUBLANES, call_kernel, cost, product, round_up
+from ..pallas import LANES, LOG2_E, SUBLANES, call_kernel, cost, product, round_up
 from . import kernel_body
 from .blocks import Blocks, Shape, Tile, vmem_limit
 from .kernel import heads_beside_tokens, key_bias, keys_seen, shape_of, states_of, tpu_attention
-from .kernel_body import LOG2_E, Call
+from .kernel_body import Call
 from .masks import Mask
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to, reference_attention
 

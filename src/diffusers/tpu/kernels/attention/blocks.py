@@ -86,6 +86,11 @@ class Shape:
     masked: int = 0
     dense_bytes: int = 0
 
+    @property
+    def whole_lanes(self) -> bool:
+        """Heads are whole rows of lanes, so that the kernel can take and give them as linear layers do."""
+        return self.dim % LANES == self.out_dim % LANES == 0
+
 
 def folded_parts(shape: Shape, generation: str | None) -> int:
     """`Call.folded`: one of float32, two of bfloat16 where the depth of the matrix unit has room for them; else 0.
@@ -102,8 +107,8 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
 
     Two buffers of each block of q^T [D, queries], k [keys, D], v^T [E, keys], the mask's parts and the output
     [E, queries]; the state: two rows of eight sublanes and E float32 per query; q with its factor [2 D, queries] and keys
-    twice [keys, 2 D], whether or not the call has them; q turned [D, queries], as much; values without padding [E, keys]; the key mask's column [keys, 128];
-    and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
+    twice [keys, 2 D], whether or not the call has them; q turned [D, queries], as much; values without padding [E, keys];
+    the key mask's column [keys, 128]; and what the compiler spills: scores and weights of lag + 2 tiles, and the rows of one.
     """
     wide, out_wide = round_up(shape.dim, LANES), round_up(shape.out_dim, LANES)
     tall, out_tall = round_up(shape.dim, 16), round_up(shape.out_dim, 16)
@@ -111,7 +116,7 @@ def vmem_bytes(blocks: Blocks, shape: Shape) -> int:
     operands += blocks.queries * out_tall * shape.out_bytes + blocks.queries * 8 * 4
     operands += blocks.keys * 8 * 4 * bool(shape.masked) + blocks.queries * blocks.keys * shape.dense_bytes
     state = blocks.queries * (16 + out_tall) * 4 + blocks.keys * out_tall * shape.bytes
-    state += blocks.queries * tall * shape.bytes if shape.dim % LANES == shape.out_dim % LANES == 0 else 0
+    state += blocks.queries * tall * shape.bytes * shape.whole_lanes
     state += (blocks.queries * tall + blocks.keys * (wide if shape.dim % LANES else 0)) * 2 * shape.bytes
     state += blocks.keys * LANES * 4 * bool(shape.masked)
     spilled = max(

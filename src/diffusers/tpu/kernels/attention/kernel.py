@@ -16,10 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
-from ..pallas import LANES, SUBLANES, by_token, call_kernel, cost, round_up
+from ..pallas import LANES, LOG2_E, SUBLANES, by_token, call_kernel, cost, round_up
 from . import kernel_body, short
 from .blocks import Blocks, Shape, choose, folded_parts, of_tiles, vmem_bytes
-from .kernel_body import LOG2_E, MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
+from .kernel_body import MASKED, MIXED, SKIPPED, WHOLE, Call, band_ends, block_of_keys
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask, takes_part
 from .reference import Keys, LogSumExp, Out, Queries, Values, padded_to
@@ -117,7 +117,7 @@ def tpu_attention(
         modes = tuple(mode for mode in modes if mode != CENTRED)
     folded = folded_parts(shape, generation) if set(modes) != {BOUND} else 0
     visited = None if tiles is None else tiles.visited(shape.q_len, shape.kv_len)
-    in_rows = not turned and shape.dim % LANES == shape.out_dim % LANES == 0
+    in_rows = not turned and shape.whole_lanes
     call = Call(blocks, shape, mask, modes, scale * LOG2_E, folded, q.shape[1], k.shape[1], visited, in_rows)
     scalars, inputs = make_operands(call, q, k, v, bias, first_row - first_key, bounds, interpret)
     scores = math.prod(q.shape[:3]) * min(shape.kv_len, call.steps * blocks.keys)

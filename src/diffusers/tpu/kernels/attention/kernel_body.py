@@ -5,7 +5,6 @@
 
 import functools
 import itertools
-import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ..pallas import LANES, SUBLANES, product
+from ..pallas import LANES, LOG2_E, SUBLANES, product
 from .blocks import Blocks, Shape
 from .masks import Mask, takes_part
 from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, largest_radius
@@ -22,7 +21,6 @@ from .softmax_modes import BOUND, CENTRED, CODES, FREE, ONLINE, SMALLEST, larges
 
 LOWEST = -1e30  # where the running maximum starts
 MASKED = -3e38  # a masked score: far enough below LOWEST that its exponential is 0 there too
-LOG2_E = math.log2(math.e)
 MOST_TURNED = 2048  # queries at once: fewer leave units waiting for each other
 SKIPPED, WHOLE, MIXED = 0, 1, 2  # of a block of keys: none takes part, all do as they are, neither
 
