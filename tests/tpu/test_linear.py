@@ -200,6 +200,7 @@ FOLLOWING = {
     "wan": (lambda y, h, g: (h.float() + y * g).type_as(h), ["", True, True]),
     "wan's feed-forward": (lambda y, h, g: (h.float() + y.float() * g).type_as(h), ["", True, True]),
     "cross-attention": (lambda y, h, g: h + y, ["", False, True]),
+    "attention": (lambda y, h, g: y / 1.0 + h, ["", False, True]),
     "dit": (lambda y, h, g: h + g.bfloat16() * y, ["", True, True]),
     "to": (lambda y, h, g: (y * g + h.float()).to(torch.bfloat16), ["", True, True]),
     "in float32": (lambda y, h, g: h.float() + y * g, None),

@@ -18,6 +18,7 @@ from diffusers.models.transformers import transformer_hunyuan_video15_flax as pl
 from diffusers.tpu import bridge
 from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.call import asked_once
+from diffusers.tpu.compile.programs import Program
 from diffusers.video_processor import VideoProcessor
 
 
@@ -167,6 +168,26 @@ def test_one_compilation_for_all_steps_and_experts_and_none_for_a_second_prompt(
     assert min(calls) > 1 and sum(calls) == 3 + 5 and {program["branches"] for program in programs} == {2}
     pipe(**tiny.arguments(kind, height=48))
     assert len(tpu.report(pipe)["components"]["transformer"]["programs"]) == 2
+
+
+def test_weights_are_split_where_a_program_has_no_room_beside_them(chips, own_store, monkeypatch, warned):
+    """Those that each chip had whole; the call that waits for its branch meanwhile runs beside it still."""
+    pipe = made("wan")
+    expected = np.asarray(pipe(**tiny.arguments("wan")).frames)
+    tpu.install(pipe, TPUConfig(mesh=(2, 4, 1), hbm_gib=1, reserve_gib=0))
+    runner, compile_it = pipe.transformer._tpu_runner, Program.compile
+    assert runner.storage
+
+    def compiled(program):
+        if program.name == runner.name and runner.storage:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm")
+        return compile_it(program)
+
+    monkeypatch.setattr(Program, "compile", compiled)
+    assert relative(np.asarray(pipe(**tiny.arguments("wan")).frames), expected) < 1e-5
+    (program,) = tpu.report(pipe)["components"]["transformer"]["programs"]
+    assert (runner.storage, program["branches"], program["calls"]) == (frozenset(), 2, 3)
+    assert [sentence for sentence in warned if "split over the chips from here on" in sentence]
 
 
 @pytest.fixture

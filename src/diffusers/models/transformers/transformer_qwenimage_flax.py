@@ -1,16 +1,13 @@
 """Qwen-Image's transformer on TPU: two streams (two_streams_flax.py), both rotated, with padding of the text masked.
 
 Upstream's rotations are complex numbers in tables of 4096 places; here they are cos and sin [T, 2, D], an axis' columns put together
-of its own places. What the chips get of them are tables by axis, not by token.
-
-Its pipelines give texts as long as they are. Here they are filled up with padding, which is masked: prompts that differ in length by
-little have one program, and the two calls of a guided step are alike, so that they can run side by side.
+of its own places. What the chips get of them are tables by axis, not by token. Texts are filled up (filled_text_flax.py).
 """
 
 import torch
 
 from ...tpu.chips.sharding import ModelPlan
-from ...tpu.compile.call import asked_once
+from .filled_text_flax import all_words, filled_up
 from .transformer_qwenimage import (
     QwenDoubleStreamAttnProcessor2_0,
     QwenEmbedLayer3DRope,
@@ -18,9 +15,6 @@ from .transformer_qwenimage import (
     QwenImageTransformerBlock,
 )
 from .two_streams_flax import LATENTS, TEXT, TwoStreamProcessor
-
-
-WORDS = 128  # a text's length is a multiple of
 
 
 class QwenProcessor(TwoStreamProcessor):
@@ -47,27 +41,12 @@ class QwenProcessor(TwoStreamProcessor):
 
 
 def decide_text(arguments: dict) -> dict:
-    """Texts [B, L, C] filled up to a multiple of `WORDS`, and a mask of the true words, of as many as there are if none is given."""
+    """Texts [B, L, C] filled up, and a mask of the true words, of as many as there are if none is given."""
     text, mask = arguments.get("encoder_hidden_states"), arguments.get("encoder_hidden_states_mask")
     if text is None:
         return {}
-    mask = _all_words(text) if mask is None else _filled_up(mask)
-    return {"encoder_hidden_states": _filled_up(text), "encoder_hidden_states_mask": mask}
-
-
-def _filled_up(tensor: torch.Tensor) -> torch.Tensor:
-    """[B, L, ...] with zeros behind, if any."""
-    return _with_zeros(tensor) if tensor.shape[1] % WORDS else tensor
-
-
-@asked_once
-def _with_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.cat([tensor, tensor.new_zeros(tensor.shape[0], -tensor.shape[1] % WORDS, *tensor.shape[2:])], dim=1)
-
-
-@asked_once
-def _all_words(text: torch.Tensor) -> torch.Tensor:
-    return _filled_up(text.new_ones(text.shape[:2], dtype=torch.long))
+    mask = all_words(text) if mask is None else filled_up(mask)
+    return {"encoder_hidden_states": filled_up(text), "encoder_hidden_states_mask": mask}
 
 
 def _wide(turns):

@@ -29,7 +29,7 @@ from ..kernels.narrow import Narrow
 from ..kernels.pallas import SUBLANES
 from ..kernels.settings import Settings, current
 from . import norms
-from .made_of import Widened, made_of, operands, widened
+from .made_of import Widened, made_of, operands, same_as, widened
 from .on_host import NotTaken
 from .views import has_values
 
@@ -63,6 +63,7 @@ def register(env):
         (aten.mean.dim, norms.mean),
         (aten.add.Tensor, norms.with_eps),
         (aten.rsqrt.default, norms.inverse),
+        (aten.div.Tensor, _by_one),
     ):
         theirs = env._get_op_or_decomp(overload)
         env.override_op_definition(overload, functools.partial(_noted, env, theirs, note))
@@ -331,6 +332,11 @@ def _gated(result, x, gate):
     if layer.sizes is not None:  # a convolution along one axis
         return None
     return made_of(result, _gated, layer, gate.jax().astype(result.jax().dtype)) if result.shape == x.shape else None
+
+
+def _by_one(result, x, divisor):
+    """x as it is: upstream's attention divides its layer's output by a factor, which is one."""
+    return same_as(x) if isinstance(divisor, (int, float)) and divisor == 1 and result.dtype == x.dtype else None
 
 
 def _added(result, x, residual):

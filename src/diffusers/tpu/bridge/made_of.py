@@ -22,6 +22,14 @@ def operands(x, operator) -> tuple | None:
     return of if made_by is operator and x.jax() is array else None
 
 
+def same_as(x: Tensor) -> Tensor:
+    """Another tensor of x's values, which remembers what x does."""
+    result = Tensor(x.jax(), x._env)
+    if hasattr(x, "_made"):
+        result._made = x._made
+    return result
+
+
 class Widened(NamedTuple):
     """What was made of a narrower array by a cast, and what that comes from: a layer, or a norm; None: another operator."""
 

@@ -8,11 +8,11 @@ one by `BY_OUTPUT` lies as it is stored.
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .mesh import AXES, slices_of
 
@@ -165,34 +165,66 @@ def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = A
     return PartitionSpec()
 
 
+def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """A sharding like this one by which no two chips have the same part, where a dimension can be split so, the largest first."""
+    mesh, entries = sharding.mesh, [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
+    taken = {axis for entry in entries for axis in axes_of(entry)}
+    free = tuple(axis for axis in mesh.axis_names if axis not in taken and mesh.shape[axis] > 1)
+    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+        axes = (*axes_of(entries[dim]), *free)
+        if free and shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            return NamedSharding(mesh, PartitionSpec(*entries[:dim], axes, *entries[dim + 1 :]))
+    return sharding
+
+
+def kind_of(name: str) -> str:
+    """Of a weight: its name with a star for the number of its block, or for those of a stack's blocks."""
+    return re.sub(r"\.(?:\d+|\[\d+:\d+\])(?=\.|$)", ".*", name)
+
+
+def storage_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Over which weights are stored that are not whole: each slice has all of them."""
+    return STORAGE_AXES if slices_of(tuple(mesh.devices.flat)) == 1 else ("sp",)
+
+
+def stored(
+    name: str, shape: tuple[int, ...], rules: Rules, mesh: Mesh | AbstractMesh, over: tuple[str, ...], whole: bool
+) -> PartitionSpec:
+    """How a weight of this shape, a stack's without the stacked axis, is stored over these axes; `whole`: as it is computed with."""
+    _, spec = rule_of(name, rules)
+    if spec == BY_OUTPUT:
+        spec = fit(spec if over == STORAGE_AXES else gathered(spec, over), shape, mesh)
+        axes = axes_of(spec[0])
+        if "sp" in axes and over == STORAGE_AXES:  # `dp` of one chip too: a program may have more of them on it
+            spec = PartitionSpec(tuple(axis for axis in AXES if axis in (*axes, "dp")))
+        return spec
+    inside = () if whole else over
+    return (
+        default_spec(shape, mesh, inside and (*inside, "tp"))
+        if spec is None
+        else fit(gathered(spec, inside), shape, mesh)
+    )
+
+
+def parts_of(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
+    """In how many parts it splits an array."""
+    return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
+
+
 def plan_weights(
-    shapes: Mapping[str, tuple[tuple[int, ...], int]],
-    rules: Rules,
-    mesh: Mesh,
-    storage: tuple[str, ...] = STORAGE_AXES,
+    shapes: Mapping[str, tuple[tuple[int, ...], int]], rules: Rules, mesh: Mesh, whole: Collection[str] = ()
 ) -> tuple[dict[str, PartitionSpec], Coverage]:
     """Storage spec of every weight and the coverage report. Raises ValueError for a rule that matches no weight (a dead rule).
 
     Args:
         shapes: name -> (shape without the stacked axis, bytes of all of it).
-        storage: the axes over which weights are stored, of `STORAGE_AXES`.
+        whole: kinds of weights (`kind_of`) that lie as they are computed with; the others are stored over all chips.
     """
-    specs, coverage = {}, Coverage()
-    one_slice = slices_of(tuple(mesh.devices.flat)) == 1
-    inside = tuple(axis for axis in storage if one_slice or axis == "sp")  # each slice has all of them
-    everywhere = (*inside, "tp") if storage == STORAGE_AXES else inside
+    specs, coverage, over = {}, Coverage(), storage_axes(mesh)
     for name, (shape, size_bytes) in shapes.items():
-        label, spec = rule_of(name, rules)
-        if spec == BY_OUTPUT:
-            spec = fit(spec if one_slice else gathered(spec, ("sp",)), shape, mesh)
-            if one_slice and "sp" in (
-                axes := axes_of(spec[0])
-            ):  # `dp` of one chip too: a program may have more of them on it
-                spec = PartitionSpec(tuple(axis for axis in AXES if axis in (*axes, "dp")))
-        else:
-            spec = default_spec(shape, mesh, everywhere) if spec is None else fit(gathered(spec, inside), shape, mesh)
-        specs[name] = spec
-        parts = math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
+        label, _ = rule_of(name, rules)
+        specs[name] = stored(name, shape, rules, mesh, over, kind_of(name) in whole)
+        parts = parts_of(specs[name], mesh)
         coverage.bytes_per_chip += size_bytes // parts
         coverage.bytes_by_rule[label] = coverage.bytes_by_rule.get(label, 0) + size_bytes
         if parts == 1 and math.prod(shape) >= LARGE_ELEMENTS and mesh.size > 1:

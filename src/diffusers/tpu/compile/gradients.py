@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ...utils import logging
 from .. import bridge
 from ..chips.locks import exclusive
-from ..chips.sharding import STORAGE_AXES, default_spec
+from ..chips.sharding import default_spec
 from ..weights.hbm import room_for_programs, room_on
 from .call import Call
 from .chip_arrays import ChipArray, stand, together
@@ -224,7 +224,7 @@ class DifferentiatedCall:
         asked = sum(t.nbytes for some in self.weights.values() for t in some.values())
         whole = sum(t.nbytes for t in tensors.values())
         if 2 * asked > whole:  # gradients, and what optimizers keep, lie as weights do
-            runner.storage = STORAGE_AXES
+            runner.storage = frozenset()
         self.wanted = Wanted((*self.inputs,), (*self.weights,), self._room(), self.keeps)
 
     def _room(self) -> float:

@@ -20,7 +20,7 @@ from ..chips import hosts
 from ..chips.locks import exclusive
 from ..chips.sharding import ModelPlan
 from ..common import notices
-from ..common.errors import NotFinite
+from ..common.errors import NotFinite, OutOfHBM
 from ..idioms.refusing import asking, without_gradients
 from ..kernels.settings import bound
 from . import nans, tracing
@@ -178,11 +178,19 @@ class CompiledModule(ModulePrograms):
         return call
 
     def make_ready(self, call: Call, program: Program, compile: Callable[[Program], bool] | None = None) -> bool:
-        """Weights placed, program compiled, by `compile` if it is not `_compile`. False: the call has another key, as a trace or another thread changed what it depends on."""
+        """Weights placed, program compiled, by `compile` if it is not `_compile`. False: the call has another key, as
+        a trace or another thread changed what it depends on, or as no program had room beside weights that each chip had whole."""
         if self.state.numbers_are_static and call.scale != 1.0:
             return False
         self.take_values(call, program.mesh)
-        if not self.branches.waits(call, program) and (compile or self._compile)(program):
+        try:
+            released = not self.branches.waits(call, program) and (compile or self._compile)(program)
+        except OutOfHBM:
+            if not self.split_weights():
+                raise
+            self._give_anew([waiting.call for waiting in self.branches.waiting])
+            return False
+        if released:
             self._read_state()  # other threads may have run meanwhile
             if self.state_key != call.state:
                 return False
@@ -215,6 +223,15 @@ class CompiledModule(ModulePrograms):
             inputs=[sent.array(t, everywhere) for t in call.tensors] + cached,
             versions=[version_of(t) for t in call.inputs],
         )
+
+    def _give_anew(self, calls: list[Call]):
+        """Deferred calls compute with weights as they lie now, on the values that they were given."""
+        self.current()
+        for call in calls:
+            given = call.values
+            self.take_values(call)
+            call.values = dataclasses.replace(call.values, inputs=given.inputs, versions=given.versions)
+            call.state = self.state_key
 
     def _execute(self, program: Program, calls: list[Call]) -> list[list[jax.Array]]:
         if len(calls) < program.branches and (alone := self._alone(calls[0])) is not None:

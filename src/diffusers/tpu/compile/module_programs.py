@@ -17,7 +17,7 @@ from ..chips.devices import compiler_options
 from ..chips.figures import generation_of
 from ..chips.locks import exclusive
 from ..chips.mesh import regrouped, slices_of
-from ..chips.sharding import INFERRED, STORAGE_AXES, ModelPlan
+from ..chips.sharding import INFERRED, ModelPlan
 from ..common import notices
 from ..common.config import TPUConfig
 from ..common.errors import within_hbm
@@ -56,7 +56,7 @@ class ModulePrograms(EntryMethods):
 
     Attributes:
         traced: programs, by call and state: kind of call (key, branches side by side, state) and the values of its guards.
-        storage: the axes over which weights are stored (`weights.hbm.choose_storage`); None: over all.
+        storage: the kinds of weights that each chip has whole (`weights.hbm.choose_storage`); None: not chosen, all are stored over all chips.
         known: by kind and the values so far, the guard that follows, or the mark that calls of this kind run alone.
     """
 
@@ -82,7 +82,7 @@ class ModulePrograms(EntryMethods):
         self.known: dict[tuple, bridge.Guard | str] = LRUCache(MOST_GUARDS * config.programs)
         self.branches = GuidanceBatcher(1 if mesh is None else mesh.shape["dp"], self._execute)
         self.executables = Executables(self)
-        self.storage: tuple[str, ...] | None = None
+        self.storage: frozenset[str] | None = None
         self._placed: PlacedWeights | None = None
         self._numbers: tuple[tuple, dict[str, jax.Array]] = (), {}
         self.traces = self.compiled = 0  # how often
@@ -102,7 +102,7 @@ class ModulePrograms(EntryMethods):
     def plan_weights(self, anew: bool = False) -> PlacedWeights:
         """Where the weights lie or will lie; moves nothing."""
         scan = self.config.scan and not self.modes.never_traced
-        storage = STORAGE_AXES if self.storage is None else self.storage
+        storage = self.storage or frozenset()
         planned_for = scan, () if self.split is None else tuple(self.split.runners), storage
         former = self._placed
         if anew or former is None or former.planned_for != planned_for:
@@ -278,6 +278,15 @@ class ModulePrograms(EntryMethods):
             self.traced.fit()
             self.executables.keep_program(program)
         return released
+
+    def split_weights(self) -> bool:
+        """Store all weights over all chips from now on, where a program has no room beside those that each had whole; False: there were none."""
+        if not self.storage or self.mesh.size == 1:
+            return False
+        self.storage = frozenset()
+        words = f"weights of {self.name} that each chip had whole are split over the chips from here on, and gathered in every step"
+        notices.warn_once(f"split {id(self)}", f"{words}: a program has no room beside them")
+        return True
 
     def within_hbm(self, doing):
         manager = self.hbm_manager

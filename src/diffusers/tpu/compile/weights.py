@@ -39,7 +39,7 @@ class PlacedWeights:
     """A module's weights on the mesh. The module keeps its host tensors; what changes there is placed again.
 
     Attributes:
-        planned_for: whether equal blocks are stacked, submodules whose weights are left out, and the axes of storage.
+        planned_for: whether equal blocks are stacked, submodules whose weights are left out, and what each chip has whole.
         arrays: key -> array; a group's weights under `label.name`, stacked. Empty while they are not on the chips.
         sources: key -> the module's tensor names that make it up; None: zeros, for the term of an adapter that a block lacks.
         specs: key -> spec of the array while its block computes, the stacked axis left out.
@@ -58,7 +58,7 @@ class PlacedWeights:
     specs: dict
     avals: dict[str, jax.ShapeDtypeStruct]
     coverage: Coverage
-    planned_for: tuple[bool, tuple[str, ...], tuple[str, ...]]
+    planned_for: tuple[bool, tuple[str, ...], frozenset[str]]
     arrays: dict[str, jax.Array] = field(default_factory=dict)
     versions: dict[str, tuple] = field(default_factory=dict)
     samples: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -218,7 +218,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
 
     Raises ValueError for weights that the checkpoint had no values of, NotImplementedError for quantized ones.
     """
-    (scan, without, storage), adapters, model = planned_for, Adapters(module), type(module).__name__
+    (scan, without, whole), adapters, model = planned_for, Adapters(module), type(module).__name__
     tensors = {name: t for name, t in named_tensors(module).items() if not _is_within(name, without)}
     if missing := sorted(name for name, t in tensors.items() if t.is_meta):
         raise ValueError(missing_message(model, missing))
@@ -243,7 +243,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
         largest = tuple(map(max, zip(*(t.shape for t in some))))
         shapes[key] = largest, len(names) * math.prod(largest) * some[0].itemsize
     rules = () if without else plan.rules
-    stored, coverage = plan_weights(shapes, rules, mesh, storage)
+    stored, coverage = plan_weights(shapes, rules, mesh, whole)
     specs, avals = {key: computed(key, spec, rules) for key, spec in stored.items()}, {}
     for key, names in sources.items():
         stack, spec = ((len(names),), PartitionSpec(None, *stored[key])) if is_stacked(key) else ((), stored[key])

@@ -50,7 +50,7 @@ PIPELINES = {  # of upstream's classes
     for plan, names in {
         PER_BRANCH: "Wan WanImageToVideo WanVideoToVideo WanVACE WanAnimate HunyuanVideo15 HunyuanVideo15ImageToVideo QwenImage"
         " QwenImageImg2Img QwenImageInpaint CogView4 CogView4Control Chroma ChromaImg2Img SkyReelsV2 SkyReelsV2ImageToVideo LucyEdit"
-        " ChronoEdit OvisImage",
+        " ChronoEdit OvisImage Kandinsky5T2V Kandinsky5I2V Kandinsky5T2I Kandinsky5I2I",
         IN_BATCH: "CogVideoX CogVideoXImageToVideo CogVideoXVideoToVideo CogVideoXFunControl LTX LTXImageToVideo LTXCondition"
         " StableDiffusion3 StableDiffusion3Img2Img StableDiffusion3Inpaint",
         RESIDENT: "HunyuanVideo HunyuanVideoImageToVideo HunyuanVideoFramepack HunyuanSkyreelsImageToVideo Flux FluxImg2Img"

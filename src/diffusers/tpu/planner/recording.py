@@ -93,7 +93,7 @@ class Recording:
     ) -> Iterator[tuple[str, CompiledModule, list[RecordedCall]]]:
         """Name, compiled module and calls of each model that is called; it is attached to its module meanwhile."""
         plans = {name: (module, module_plan(module)) for name, module in self.modules.items()}
-        stored = storages(plans, mesh.shape, room_on(mesh.devices.flat[0], config)[1], trained)
+        stored = storages(plans, mesh, room_on(mesh.devices.flat[0], config)[1], trained)
         for name, (module, plan) in plans.items():
             if calls := [recorded for recorded in self.calls if recorded.component == name]:
                 runner = CompiledModule(module, plan, mesh, config)

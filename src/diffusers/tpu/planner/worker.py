@@ -208,6 +208,8 @@ class Planner:
             try:
                 compiled = kept.compiled(compiler, lowered, mesh, options)
             except OutOfMemory as error:
+                if runner.split_weights():
+                    return self._part(recorded, runner, compiler)
                 part.refused = error
                 return part
             self.compiled[program] = (

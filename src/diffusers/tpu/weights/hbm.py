@@ -6,18 +6,19 @@ prefetched while that works: compiled, and moved in if both have room.
 
 import gc
 import itertools
-import math
+import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import torch
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from ...utils import logging
 from ..chips import hosts
 from ..chips.figures import GIB, TOPOLOGIES, chip_of_kind
-from ..chips.sharding import BY_OUTPUT, STORAGE_AXES, ModelPlan, axes_of, rule_of
+from ..chips.mesh import AXES
+from ..chips.sharding import STORAGE_AXES, ModelPlan, kind_of, parts_of, storage_axes, stored
 from ..common.config import TPUConfig
 
 
@@ -74,59 +75,58 @@ Models = dict[str, tuple[torch.nn.Module, ModelPlan]]
 def tensor_degree(models: Models, chips: int, limit: int | None) -> int:
     """The least `tp` with which the weights of `whole` models that have rules for `tp` fit a chip beside the others', stored over all
     `chips`; 1 where none does, or where there is no such model."""
-    found = {name: _bytes_by_rule(*model) for name, model in models.items()}
-    split = [name for name, (_, plan) in models.items() if plan.whole and found[name]["tp"]]
+    split = {name for name, (_, plan) in models.items() if plan.whole and any("tp" in spec for _, spec in plan.rules)}
     degrees = [n for n in range(1, chips + 1) if chips % n == 0] if split and limit is not None else []
 
-    def need(tp: int) -> float:
-        lengths = {"dp": 1, "sp": chips // tp, "tp": tp}
-        return sum(_bytes_of(found[n], lengths, () if n in split else STORAGE_AXES) for n in models)
+    def need(tp: int) -> int:
+        mesh = AbstractMesh((1, chips // tp, tp), AXES)
+        kinds = ((name in split, _on_a_chip(*model, mesh, STORAGE_AXES)) for name, model in models.items())
+        return sum(one[whole] for whole, some in kinds for one in some.values())
 
     return next((tp for tp in degrees if need(tp) <= limit), 1)
 
 
-def _bytes_by_rule(module: torch.nn.Module, plan: ModelPlan) -> dict[str, int]:
-    """Bytes of the weights that rules lay over `tp`, and over all chips ("all"); of the rest ("")."""
-    found = {"tp": 0, "all": 0, "": 0}
+def _on_a_chip(
+    module: torch.nn.Module, plan: ModelPlan, mesh: Mesh | AbstractMesh, over: tuple[str, ...]
+) -> dict[str, tuple[int, int]]:
+    """Bytes on a chip of each kind of weight, in the module's order: stored over these axes, and whole."""
+    found: dict[str, tuple[int, int]] = {}
     for name, t in itertools.chain(module.named_parameters(), module.named_buffers()):
-        _, spec = rule_of(name, plan.rules)
-        over_tp = spec is not None and any("tp" in axes_of(entry) for entry in spec)
-        found["all" if spec == BY_OUTPUT else "tp" if over_tp else ""] += t.nbytes
+        ways = (stored(name, tuple(t.shape), plan.rules, mesh, over, whole) for whole in (False, True))
+        sizes = (t.nbytes // parts_of(spec, mesh) for spec in ways)
+        kind = kind_of(name)
+        found[kind] = tuple(map(operator.add, found.get(kind, (0, 0)), sizes))
     return found
 
 
-def _bytes_of(found: dict[str, int], lengths: Mapping[str, int], axes: tuple[str, ...]) -> float:
-    """Of these a chip's share, stored over `axes` of a mesh of such lengths; a little less than where not all is divided evenly."""
-    chips, tp = math.prod(lengths[axis] for axis in axes), lengths["tp"]
-    rest = chips * tp if axes == STORAGE_AXES else chips
-    return found["all"] / math.prod(lengths.values()) + found["tp"] / (chips * tp) + found[""] / rest
-
-
-def storages(
-    models: Models, lengths: Mapping[str, int], limit: int | None, trained: bool = False
-) -> dict[str, tuple[str, ...]]:
-    """The axes over which each model's weights are stored, by name: all, but of `whole` models as few as leave room for the others, and
-    none of another whose chips share a call where all are small. Models of one class, as two experts are, are stored alike.
+def storages(models: Models, mesh: Mesh, limit: int | None, trained: bool = False) -> dict[str, frozenset[str]]:
+    """The kinds of weights that each chip has whole, by model; the others are stored over all chips, and gathered where a block needs
+    them. As many as there is room for, those first that a block needs first: behind its work the others are gathered.
 
     Args:
-        models: with their plans. `lengths`: of the mesh's axes. `limit`: bytes of a chip that weights may take; None: not known.
+        models: with their plans. Of `whole` ones as much as leaves room for the others, then of those whose chips share a call, while
+            all are small. Models of one class, as two experts are, are stored alike.
+        limit: bytes of a chip that weights may take; None: not known.
         trained: what is trained keeps several times as much where its weights are.
     """
-    found, by_rule = dict.fromkeys(models, STORAGE_AXES), {n: _bytes_by_rule(*model) for n, model in models.items()}
-
-    def need(axes: dict[str, tuple[str, ...]]) -> float:
-        return sum(_bytes_of(by_rule[name], lengths, some) for name, some in axes.items())
-
+    found = dict.fromkeys(models, frozenset())
     if limit is None:
         return found
-    whole = [name for name in sorted(models) if models[name][1].whole]
-    others = [name for name in sorted(models) if models[name][1].parallel and name not in whole and not trained]
-    ways = (whole, ((), ("dp",), ("sp",), STORAGE_AXES), limit), (others, ((), STORAGE_AXES), SMALL * limit)
-    for names, choices, room in ways:
+    over = storage_axes(mesh)
+    kinds = {name: _on_a_chip(*model, mesh, over) for name, model in models.items()}
+    taken = sum(split for some in kinds.values() for split, _ in some.values())
+    first = [name for name in sorted(models) if models[name][1].whole]
+    then = [name for name in sorted(models) if models[name][1].parallel and name not in first and not trained]
+    for names, room in ((first, limit), (then, SMALL * limit)):
         for cls in dict.fromkeys(type(models[name][0]) for name in names):
-            alike = [name for name in names if type(models[name][0]) is cls]
-            tried = ({**found, **dict.fromkeys(alike, axes)} for axes in choices)
-            found = next((one for one in tried if need(one) <= room), found)
+            alike, kept = [name for name in names if type(models[name][0]) is cls], set()
+            for kind in dict.fromkeys(kind for name in alike for kind in kinds[name]):
+                ways = [kinds[name][kind] for name in alike if kind in kinds[name]]
+                more = sum(whole - split for split, whole in ways)
+                if taken + more <= room:
+                    taken += more
+                    kept.add(kind)
+            found |= dict.fromkeys(alike, frozenset(kept))
     return found
 
 
@@ -148,11 +148,11 @@ class HbmManager:
         self.choose_storage(self.orders[owner])
 
     def choose_storage(self, runners: dict, trained: bool = False):
-        """Over which axes the weights of these are stored, once of each. `trained`: perhaps, as a model by itself."""
+        """Which weights of these each chip has whole, once of each. `trained`: perhaps, as a model by itself."""
         if any(runner.storage is None for runner in runners.values()):
             mesh = next(iter(runners.values())).mesh
             models = {name: (runner.module, runner.plan) for name, runner in runners.items()}
-            found = storages(models, mesh.shape, self.limit, trained)
+            found = storages(models, mesh, self.limit, trained)
             for name, runner in runners.items():
                 runner.storage = found[name] if runner.storage is None else runner.storage
 

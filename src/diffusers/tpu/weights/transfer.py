@@ -1,7 +1,7 @@
 """Values on their way from host tensors and files to chips: read in parallel, converted, and sent in order.
 
-An array travels in chunks, some layers of a stack or some chips' parts of a tensor; while one is sent, the next are filled. The host
-holds `STAGED_BYTES` that wait for their transfer and as much that is being read, or one chip's part of a tensor where that is more.
+An array travels in chunks, some layers of a stack or some chips' parts of a tensor; while one is sent, the next are filled. What several
+chips hold is sent once, a part to each, and they hand it to each other. The host holds `STAGED_BYTES` that wait for their transfer and as much that is being read, or one chip's part of a tensor where that is more.
 """
 
 import functools
@@ -20,7 +20,7 @@ from jax import device_put, lax
 from jax.sharding import NamedSharding
 
 from ..chips.figures import MIB
-from ..chips.sharding import Packed
+from ..chips.sharding import LARGE_ELEMENTS, Packed, spread
 from .checkpoint import FileTensor, values
 from .convert import as_numpy
 from .disk import fetch
@@ -48,6 +48,11 @@ class PlacementRequest:
     def simulated(self) -> bool:
         return next(iter(self.aval.sharding.addressable_devices)).platform == "cpu"
 
+    def sent(self, shape: tuple[int, ...]) -> NamedSharding:
+        """The sharding by which values of this shape, layers or all of it, travel to the chips."""
+        sharding = self.aval.sharding
+        return sharding if self.simulated or math.prod(shape) < LARGE_ELEMENTS else spread(sharding, shape)
+
 
 @dataclass
 class Part:
@@ -66,6 +71,7 @@ class Chunk:
     wanted: PlacementRequest
     start: int
     shape: tuple[int, ...]
+    sharding: NamedSharding
     parts: list[Part]
     jobs: list[Future]
     is_last: bool  # of these layers
@@ -98,9 +104,9 @@ class Transfer:
             if not chunk.is_last:
                 continue
             aval = chunk.wanted.aval
-            some, sent = jax.make_array_from_single_device_arrays(chunk.shape, aval.sharding, sent), []
+            some, sent = jax.make_array_from_single_device_arrays(chunk.shape, chunk.sharding, sent), []
             if chunk.shape == aval.shape:
-                yield chunk.wanted.key, some
+                yield chunk.wanted.key, some if chunk.sharding == aval.sharding else _handed_on(aval.sharding)(some)
                 continue
             whole = _zeros(aval.shape, aval.dtype, aval.sharding)() if whole is None else whole
             whole = _write(aval.sharding)(whole, some, chunk.start)
@@ -123,8 +129,8 @@ class Transfer:
         layers = _layers_at_once(wanted)
         for start in range(0, len(wanted.tensors), layers):
             shape = (layers, *wanted.aval.shape[1:]) if wanted.stacked else wanted.aval.shape
-            devices_of = {}
-            for device, index in wanted.aval.sharding.addressable_devices_indices_map(shape).items():
+            sharding, devices_of = wanted.sent(shape), {}
+            for device, index in sharding.addressable_devices_indices_map(shape).items():
                 bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
                 devices_of.setdefault(bounds, []).append(device)
             groups = [[]]  # as much together as `STAGED_BYTES` hold
@@ -136,7 +142,7 @@ class Transfer:
             for group in groups:
                 parts = [self._part(bounds, devices, wanted) for bounds, devices in group]
                 jobs = fill(self._pool, wanted, wanted.tensors[start : start + layers], parts)
-                yield Chunk(wanted, start, shape, parts, jobs, is_last=group is groups[-1])
+                yield Chunk(wanted, start, shape, sharding, parts, jobs, is_last=group is groups[-1])
 
     def _part(self, bounds: tuple[tuple[int, int], ...], devices: list, wanted: PlacementRequest) -> Part:
         nbytes = _nbytes(bounds, wanted)
@@ -178,6 +184,11 @@ def _nbytes(bounds: tuple[tuple[int, int], ...], wanted: PlacementRequest) -> in
 @functools.lru_cache(256)
 def _zeros(shape: tuple, dtype: np.dtype, sharding: NamedSharding):
     return jax.jit(functools.partial(jnp.zeros, shape, dtype), out_shardings=sharding)
+
+
+@functools.cache
+def _handed_on(sharding: NamedSharding):
+    return jax.jit(lambda x: x, out_shardings=sharding)
 
 
 @functools.cache

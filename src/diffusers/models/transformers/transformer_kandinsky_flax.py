@@ -1,0 +1,85 @@
+"""Kandinsky 5's transformer on TPU: its text filled up (filled_text_flax.py), norm and rotation of queries and keys in one pass.
+
+A mask of the words is an argument of its forward and of its blocks (patch 0016). Its layout is inferred.
+"""
+
+import torch
+
+from ...tpu.chips.sharding import INFERRED, ModelPlan
+from ...tpu.compile.call import asked_once
+from ..attention_dispatch import dispatch_attention_fn
+from .filled_text_flax import all_words, filled_up
+from .transformer_kandinsky import Kandinsky5AttnProcessor
+
+
+class KandinskyProcessor:
+    """Attention among latents, among words or of both; with sparse parameters it is upstream's processor's."""
+
+    def __init__(self, upstream: Kandinsky5AttnProcessor):
+        self.upstream = upstream
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        rotary_emb=None,
+        sparse_params=None,
+        attention_mask=None,
+    ):
+        """As upstream's. `rotary_emb`: of each pair of entries a matrix, [B, T, 1, D / 2, 2, 2], alike for all samples."""
+        from ..attention_dispatch_flax import normed_and_rotated
+
+        if sparse_params is not None:
+            return self.upstream(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
+        seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        query, key, value = attn.to_query(hidden_states), attn.to_key(seen), attn.to_value(seen)
+        turns = () if rotary_emb is None else (rotary_emb[:1, ..., n, 0].repeat_interleave(2, -1) for n in range(2))
+        turns = tuple(turns)
+        query = normed_and_rotated(query, attn.query_norm, *turns)
+        key = normed_and_rotated(key, attn.key_norm, *turns)
+        if turns:  # upstream rounds what it has rotated
+            query, key = (x.to(torch.bfloat16).type_as(value) for x in (query, key))
+        query, key, value = (x.unflatten(2, (attn.num_heads, -1)) for x in (query, key, value))
+        backend = self.upstream._attention_backend
+        out = dispatch_attention_fn(query, key, value, attn_mask=attention_mask, backend=backend, parallel_config=None)
+        return attn.out_layer(out.flatten(2, 3))
+
+
+def decide_text(arguments: dict) -> dict:
+    """A text [B, L, C] filled up, the places [L] of its words continued, and the mask [B, 1, 1, L] of those that were given."""
+    text, places = arguments.get("encoder_hidden_states"), arguments.get("text_rope_pos")
+    if text is None or places is None or arguments.get("encoder_attention_mask") is not None:
+        return {}
+    filled = filled_up(text)
+    missing = filled.shape[1] - text.shape[1]
+    return {
+        "encoder_hidden_states": filled,
+        "text_rope_pos": _continued(places) if missing else places,
+        "encoder_attention_mask": _of_keys(text),
+    }
+
+
+@asked_once
+def _continued(places: torch.Tensor) -> torch.Tensor:
+    missing = filled_up(places[None]).shape[1] - len(places)
+    return torch.cat([places, places[-1] + torch.arange(1, missing + 1).to(places)])
+
+
+@asked_once
+def _of_keys(text: torch.Tensor) -> torch.Tensor:
+    return all_words(text).bool()[:, None, None]
+
+
+PLAN = ModelPlan(
+    activation_spec=INFERRED,
+    batched=(
+        "hidden_states",
+        "encoder_hidden_states",
+        "timestep",
+        "pooled_projections",
+        "encoder_attention_mask",
+    ),
+    decide=decide_text,
+    processors={Kandinsky5AttnProcessor: KandinskyProcessor},
+)
