@@ -23,7 +23,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from diffusers.models.transformers.transformer_hunyuan_video_flax import tables_by_axis
 from diffusers.tpu.chips.figures import GIB
 from diffusers.tpu.chips.mesh import AXES
-from diffusers.tpu.chips.sharding import INFERRED, TOKENS, ModelPlan, axes_of
+from diffusers.tpu.chips.sharding import INFERRED, TOKENS, ModelPlan, axes_of, kind_of
 from diffusers.tpu.common.config import TPUConfig
 from diffusers.tpu.compile.weights import named_tensors
 from diffusers.tpu.kernels.attention.api import explain
@@ -199,6 +199,8 @@ def test_weights_are_whole_as_far_as_there_is_room(make_mesh):
     enough = [int(over_tp / tp + size - over_tp + beside) for tp in (1, 2, 4, 8)]
     assert [tensor_degree(models, 8, room) for room in (*enough, enough[-1] - 2)] == [1, 2, 4, 8, 1]
     assert storages(models, make_mesh(2, 2, 2), enough[1])["a"] == {*kinds}
+    names = "blocks.3.to_q.weight", "blocks.[2:5].to_q.base_layer.weight", "blocks.*.to_q.lora_A.style.weight"
+    assert {*map(kind_of, names)} == {"blocks.*.to_q.weight"}
     # Two experts of a video model: alike, in two thirds of the room; what is trained is over all.
     experts = {name: (model, ModelPlan(activation_spec=TOKENS)) for name in ("transformer", "transformer_2")}
     assert storages(experts, mesh, 3 * size) == dict.fromkeys(experts, {*kinds})

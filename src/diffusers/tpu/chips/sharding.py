@@ -178,8 +178,9 @@ def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
 
 
 def kind_of(name: str) -> str:
-    """Of a weight: its name with a star for the number of its block, or for those of a stack's blocks."""
-    return re.sub(r"\.(?:\d+|\[\d+:\d+\])(?=\.|$)", ".*", name)
+    """Of a weight: its name with a star for the number of its block, or for those of a stack's blocks; of an adapter's its layer's."""
+    layer = re.sub(r"\.lora_\w+\.[^.]+(?=\.|$)", "", unwrapped(name))
+    return re.sub(r"\.(?:\d+|\[\d+:\d+\])(?=\.|$)", ".*", layer)
 
 
 def storage_axes(mesh: Mesh) -> tuple[str, ...]:
