@@ -31,31 +31,34 @@ def normed(x, size: int, weight, bias=None, centred: bool = False) -> np.ndarray
 
 
 def turned(x: np.ndarray, angle: np.ndarray, apart: bool = False) -> np.ndarray:
-    """Pairs of channels (of halves where `apart`) of each head of x [B, T, C], turned by angle [T, D / 2]."""
-    pairs = x.reshape(*x.shape[:2], -1, *((2, angle.shape[1]) if apart else (angle.shape[1], 2)))
+    """Pairs of channels (of halves where `apart`) of each head of x [B, T, C], turned by angle [1 or B, T, D / 2]."""
+    pairs = x.reshape(*x.shape[:2], -1, *((2, angle.shape[-1]) if apart else (angle.shape[-1], 2)))
     first, second = np.moveaxis(pairs, -2 if apart else -1, 0)
-    found = (first + 1j * second) * np.exp(1j * angle)[None, :, None]
+    found = (first + 1j * second) * np.exp(1j * angle)[:, :, None]
     return np.stack([found.real, found.imag], -2 if apart else -1).reshape(x.shape)
 
 
-@pytest.mark.parametrize("kernel, degrees", [(True, None), (True, (2, 4, 1)), (False, (2, 4, 1))])
+@pytest.mark.parametrize("kernel, degrees", [(True, None), (True, (2, 4, 1)), (True, (2, 1, 3)), (False, (2, 4, 1))])
 @pytest.mark.parametrize(
-    "dim, per_head, centred, apart",
+    "dim, per_head, centred, apart, of_each",
     [
-        (128, False, False, False),  # Wan
-        (128, True, False, True),  # by halves
-        (64, True, True, False),  # CogVideoX
-        (32, True, False, False),
-        (384, False, True, False),  # LTX, a layer norm
+        (128, False, False, False, False),  # Wan
+        (128, True, False, True, False),  # by halves
+        (64, True, True, False, True),  # CogVideoX
+        (32, True, False, False, False),
+        (384, False, True, False, False),  # LTX, a layer norm
+        (384, False, False, False, True),  # LTX-2, tables of each sample
     ],
 )
-def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart):
+def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart, of_each):
+    """Where chips of `tp` have parts of channels, heads or parts of wide tables are there."""
     tokens, heads = int(np.random.default_rng().integers(1, 600)), 384 // dim
     size = dim if per_head else heads * dim
     x, weight = draw(2, tokens, heads * dim) + 1, draw(size, dtype=jnp.float32)
     bias = draw(size, dtype=jnp.float32) if centred else None
-    angle = np.random.default_rng().uniform(-100, 100, (tokens, dim // 2))
-    both = np.concatenate([angle, angle], 1) if apart else np.repeat(angle, 2, axis=1)
+    angle = np.random.default_rng().uniform(-100, 100, (1 + of_each, tokens, dim // 2))
+    both = np.concatenate([angle, angle], 2) if apart else np.repeat(angle, 2, axis=2)
+    both = both if of_each else both[0]
     cos, sin = (jnp.asarray(f(both), jnp.float32) for f in (np.cos, np.sin))
     settings = Settings(layers="kernel" if kernel else "xla", mesh=degrees and make_mesh(chips, degrees))
 
@@ -65,6 +68,8 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     def rounded(values):
         return wide(jnp.asarray(values, jnp.bfloat16))
 
+    taken = kernel and (degrees != (2, 1, 3) or per_head or not centred and dim == 384)
+    assert ("rotary_kernel" in str(jax.make_jaxpr(run)(x, weight, bias, cos, sin))) == taken
     norm = normed(x, size, weight, bias, centred)
     exact = turned(norm, angle, apart)
     twice = rounded(turned(rounded(norm), angle, apart))  # as upstream does: not by how many tokens are drawn

@@ -66,7 +66,7 @@ def latent_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Tensor, apart=False) -> torch.Tensor:
-    """`norm(x)` of a traced x [B, T, C], every head's pairs of entries rotated by cos and sin [1, T, 1, D], if given.
+    """`norm(x)` of a traced x [B, T, C], every head's pairs of entries rotated by cos and sin [1 or B, T, 1, D], if given.
 
     `norm`: RMS or layer norm over all of C, or of the entries of a head; `apart`: pairs are half a head apart, not neighbours.
     """
@@ -74,7 +74,8 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
     bias = getattr(norm, "bias", None)
     centred = isinstance(norm, torch.nn.LayerNorm)
     ours = Norm(norm.weight.jax(), eps, None if bias is None else bias.jax(), centred)
-    tables = tuple(table.jax()[0, :, 0] for table in tables)
+    tables = (table.jax()[:, :, 0] for table in tables)
+    tables = tuple(table[0] if len(table) == 1 else table for table in tables)
     return Tensor(rotary.normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
 
 

@@ -51,11 +51,12 @@ def _first_of_pairs(shape: tuple[int, ...], distance: int, of: int):
 def normed_and_rotated(
     x: Float[Array, "B T C"],
     norm: Norm,
-    tables: tuple[Float[Array, "T D"], ...],
+    tables: tuple[Float[Array, "T D"] | Float[Array, "B T D"], ...],
     settings: Settings,
     apart: bool = False,
 ) -> Float[Array, "B T C"]:
-    """x normed, then every head of D entries rotated by the tables, cos and sin (`rotate_pairs`); in x's dtype.
+    """x normed, then every head of D entries rotated by the tables, cos and sin (`rotate_pairs`), alike for all samples or of each; in
+    x's dtype.
 
     Without tables nothing is rotated.
     """
@@ -64,25 +65,33 @@ def normed_and_rotated(
 
 
 def by_kernel(
-    x: Float[Array, "B T C"], norm: Norm, tables: tuple[Float[Array, "T D"], ...], settings: Settings, apart: bool
+    x: Float[Array, "B T C"], norm: Norm, tables: tuple[Array, ...], settings: Settings, apart: bool
 ) -> Float[Array, "B T C"] | None:
-    """`normed_and_rotated`, on all chips; None where the kernel does not take it. Heads may lie over `tp`."""
+    """`normed_and_rotated`, on all chips; None where the kernel does not take it. Heads may lie over `tp`, also where the norm is of all
+    their channels and tables are as wide."""
     dim = tables[0].shape[-1] if tables else norm.weight.size
     whole = x.shape[-1] % LANES == 0 and (dim % LANES == 0 or (LANES % dim == 0 and norm.weight.size == dim))
     tp = 1 if settings.mesh is None else settings.mesh.shape["tp"]
-    split = tp > 1 and norm.weight.size == dim and x.shape[-1] % (tp * max(dim, LANES)) == 0
+    wide = bool(tables) and norm.weight.size == dim == x.shape[-1] and not (apart or norm.centred)
+    wide = wide and tp > 1 and dim % (tp * LANES) == 0
+    split = wide or tp > 1 and norm.weight.size == dim and x.shape[-1] % (tp * max(dim, LANES)) == 0
     found = rows_over_mesh(x.shape, settings, split) if settings.own_layers and whole else None
     if found is None or found.rows < min(found.least, LEAST_ROWS):
         return None
     found = replace(found, spec=P(*tuple(found.spec)[:2], "tp")) if split else found
-    table = P(found.spec[1], None) if found.mesh is not None else P()
+    lanes = "tp" if wide else None
+    axes = tuple(found.spec)[-tables[0].ndim : -1] if tables and found.mesh is not None else ()
+    table = P(*axes, lanes)
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
-    static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart}
+    static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart, "scaled": wide}
     local = functools.partial(_by_kernel, **static, interpret=settings.interpreted)
-    specs = found.spec, *(P() for _ in vectors), *(table for _ in tables)
+    specs = found.spec, *(P(lanes) for _ in vectors), *(table for _ in tables)
 
     def run(x, vectors, tables):
-        return found.run(local, (x, *vectors, *tables), specs)
+        if not wide:
+            return found.run(local, (x, *vectors, *tables), specs)
+        inverse = inverse_of([x.astype(jnp.float32)], norm.eps)  # of a row's channels on all its chips
+        return found.run(local, (x, *vectors, *tables, inverse), (*specs, P(*tuple(found.spec)[:2], None)))
 
     def plain(x, vectors, tables):
         return _plainly(x, replace(norm, **dict(zip(("weight", "bias"), vectors))), tables, apart)
@@ -99,9 +108,12 @@ def _plainly(x, norm, tables, apart):
     wide = wide if norm.bias is None else wide + norm.bias.astype(jnp.float32)
     if not tables:
         return wide.astype(x.dtype).reshape(x.shape)
-    cos, sin = tables
-    heads = wide.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1])
-    return _rotated(heads, cos[:, None], sin[:, None], apart, x.dtype).astype(x.dtype).reshape(x.shape)
+    dim = tables[0].shape[-1]
+    if dim == x.shape[-1] and not (apart or dim % LANES):  # pairs of neighbours do not leave their row of lanes
+        dim = LANES
+    cos, sin = (table.reshape(*table.shape[:-1], -1, dim) for table in tables)
+    heads = wide.astype(x.dtype).astype(jnp.float32).reshape(*x.shape[:-1], -1, dim)
+    return _rotated(heads, cos, sin, apart, x.dtype).astype(x.dtype).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -128,8 +140,10 @@ def _mean_of_heads(x, dim: int, parts: int):
     return added_up(x, (row == column).astype(jnp.bfloat16), parts) / dim
 
 
-def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
+def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scaled=False):
+    """`scaled`: what rows are multiplied by comes last, [B, T, 1]; x has a part of their channels."""
     batch, tokens, width = x.shape
+    scale, others = (others[-1:], others[:-1]) if scaled else ((), others)
     vectors, tables = ([weight, others[0]], others[1:]) if biased else ([weight], others)
     per_head = weight.size < width
     dim = tables[0].shape[-1] if tables else weight.size if per_head else LANES
@@ -140,7 +154,7 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     # of wide tables: both in float32, twice, take 4 MiB of VMEM; at least a tile
     block_rows = max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS) if wide else BLOCK_ROWS
     vectors = [jnp.tile(vector, width // vector.size) for vector in vectors]
-    tables = [jnp.tile(table, (1, lanes // dim)) for table in tables] if small else tables
+    tables = [jnp.tile(table, (*(1,) * (table.ndim - 1), lanes // dim)) for table in tables] if small else tables
     grid, b, t = (batch, pl.cdiv(tokens, block_rows)), 0, 1
     if wide:  # a block of tables is read once for the batch
         grid, b, t = grid[::-1], 1, 0
@@ -165,7 +179,9 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
         if not per_head:
             parts = [r.x[rows, head].astype(jnp.float32) for head in heads]
             mean = mean_of(parts) if centred else None
-            inverse = inverse_of([part - mean for part in parts] if centred else parts, eps)
+            inverse = (
+                r.scale[rows, :] if scaled else inverse_of([part - mean for part in parts] if centred else parts, eps)
+            )
         if tables and not wide:
             cos, sin = r.cos[rows, :], r.sin[rows, :]
         first = _first_of_pairs((tile_rows, lanes), *distance) if tables else None
@@ -188,9 +204,13 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret):
     spec = pl.BlockSpec((None, block_rows, width), lambda *at: (at[b], at[t], 0))
     vector = pl.BlockSpec((1, width), lambda *at: (0, 0))
     table = pl.BlockSpec((block_rows, max(dim, LANES)), lambda *at: (at[t], 0))
+    if tables and tables[0].ndim == 3:
+        table = pl.BlockSpec((None, block_rows, max(dim, LANES)), lambda *at: (at[b], at[t], 0))
+    of_rows = pl.BlockSpec((None, block_rows, 1), lambda *at: (at[b], at[t], 0))
     operands = {"x": (x, spec)}
     operands |= {name: (one.astype(jnp.float32)[None], vector) for name, one in zip(("weight", "bias"), vectors)}
     operands |= {name: (one.astype(jnp.float32), table) for name, one in zip(("cos", "sin"), tables)}
+    operands |= {"scale": (one, of_rows) for one in scale}
     outputs = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), spec)}
     how = {"parallel": 2, "work": cost(x, x, *tables, flops=10 * x.size), "interpret": interpret}
     return call_kernel(kernel, "rotary_kernel", grid, operands, outputs, **how)["o"]

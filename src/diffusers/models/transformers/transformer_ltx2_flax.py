@@ -1,0 +1,83 @@
+"""LTX-2's transformer on TPU: norm and rotation of queries and keys in one pass, also where chips of `tp` have parts of their channels.
+
+The layout is inferred. Rotation is of all channels, not of a head, and has tables of each sample: cos and sin [B, T, C].
+"""
+
+from ...tpu.chips.sharding import INFERRED, ModelPlan
+from .transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
+
+
+class _Turning:
+    """The attention, whose norms rotate too."""
+
+    def __init__(self, attn, query_tables, key_tables):
+        self.attn, self.query_tables, self.key_tables = attn, query_tables, key_tables
+
+    def __getattr__(self, name):
+        return getattr(self.attn, name)
+
+    def norm_q(self, query):
+        return _turned(query, self.attn.norm_q, self.query_tables)
+
+    def norm_k(self, key):
+        return _turned(key, self.attn.norm_k, self.key_tables)
+
+
+def _turned(x, norm, tables):
+    from ..attention_dispatch_flax import normed_and_rotated
+
+    return normed_and_rotated(x, norm, *(table[:, :, None] for table in tables))
+
+
+class LTX2Processor:
+    """Upstream's processor, whose rotation of neighbours is its norms'."""
+
+    def __init__(self, upstream):
+        self.upstream = upstream
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        query_rotary_emb=None,
+        key_rotary_emb=None,
+    ):
+        """As upstream's."""
+        given = attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb
+        return self._run(*given)
+
+    def _run(self, attn, hidden_states, encoder_hidden_states, attention_mask, queries, keys, **rest):
+        norms = attn.norm_q, attn.norm_k
+        if queries is not None and attn.rope_type == "interleaved" and all(norm.weight is not None for norm in norms):
+            attn, queries, keys = _Turning(attn, queries, queries if keys is None else keys), None, None
+        return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, queries, keys, **rest)
+
+
+class LTX2PerturbedProcessor(LTX2Processor):
+    """The same of attention that can be perturbed."""
+
+    def __call__(
+        self,
+        attn,
+        hidden_states,
+        encoder_hidden_states=None,
+        attention_mask=None,
+        query_rotary_emb=None,
+        key_rotary_emb=None,
+        perturbation_mask=None,
+        all_perturbed=None,
+    ):
+        """As upstream's."""
+        given = attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb
+        return self._run(*given, perturbation_mask=perturbation_mask, all_perturbed=all_perturbed)
+
+
+PLAN = ModelPlan(
+    activation_spec=INFERRED,
+    processors={
+        LTX2AudioVideoAttnProcessor: LTX2Processor,
+        LTX2PerturbedAttnProcessor: LTX2PerturbedProcessor,
+    },
+)
