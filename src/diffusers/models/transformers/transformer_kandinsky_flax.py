@@ -34,8 +34,8 @@ class KandinskyProcessor:
             return self.upstream(attn, hidden_states, encoder_hidden_states, rotary_emb, sparse_params)
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = attn.to_query(hidden_states), attn.to_key(seen), attn.to_value(seen)
-        turns = () if rotary_emb is None else (rotary_emb[:1, ..., n, 0].repeat_interleave(2, -1) for n in range(2))
-        turns = tuple(turns)
+        columns = () if rotary_emb is None else rotary_emb[:1, ..., 0].unbind(-1)  # of the matrices, cos and sin
+        turns = [column.repeat_interleave(2, -1) for column in columns]
         query = normed_and_rotated(query, attn.query_norm, *turns)
         key = normed_and_rotated(key, attn.key_norm, *turns)
         if turns:  # upstream rounds what it has rotated

@@ -200,11 +200,9 @@ def stored(
             spec = PartitionSpec(tuple(axis for axis in AXES if axis in (*axes, "dp")))
         return spec
     inside = () if whole else over
-    return (
-        default_spec(shape, mesh, inside and (*inside, "tp"))
-        if spec is None
-        else fit(gathered(spec, inside), shape, mesh)
-    )
+    if spec is None:
+        return default_spec(shape, mesh, inside and (*inside, "tp"))
+    return fit(gathered(spec, inside), shape, mesh)
 
 
 def parts_of(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
