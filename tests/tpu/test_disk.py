@@ -89,6 +89,7 @@ def as_for_real_chips(monkeypatch):
 )  # fmt: skip
 def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch, spec, dtype, simulated):
     monkeypatch.setattr(transfer, "SMALL", 0)
+    monkeypatch.setattr(transfer, "LARGE_ELEMENTS", 0)
     monkeypatch.setattr(transfer, "PIECE_BYTES", 5 * 40 * 33 * 4)  # five rows: pieces end within parts
     if not simulated:
         monkeypatch.setattr(transfer, "STAGED_BYTES", 70_000)
@@ -107,8 +108,14 @@ def test_parts_are_numpys_slices_of_what_is_stored(path, make_mesh, monkeypatch,
         PlacementRequest("one", aval(stored.shape), [tensor], False),
         PlacementRequest("stack", aval((4, *stored.shape), None), [tensor, None, short, tensor], True),
     ]
+    counted, put = [], transfer.device_put
+    monkeypatch.setattr(
+        transfer, "device_put", lambda values, device: counted.append(values.size) or put(values, device)
+    )
     with Transfer() as some:
         arrays = dict(some.arrays(asked))
+    once = 1 if not simulated else 4 if "sp" in spec else 8  # to real chips a part each, which they hand on
+    assert sum(counted) == once * 5 * stored.numel()
     padded = torch.cat([short, torch.zeros(len(stored) - 2, *stored.shape[1:], dtype=expected.dtype)])
     for name, oracle in (("one", expected), ("stack", torch.stack([expected, 0 * expected, padded, expected]))):
         for shard in arrays[name].addressable_shards:

@@ -165,18 +165,6 @@ def default_spec(shape: tuple[int, ...], mesh: Mesh, inside: tuple[str, ...] = A
     return PartitionSpec()
 
 
-def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """A sharding like this one by which no two chips have the same part, where a dimension can be split so, the largest first."""
-    mesh, entries = sharding.mesh, [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
-    taken = {axis for entry in entries for axis in axes_of(entry)}
-    free = tuple(axis for axis in mesh.axis_names if axis not in taken and mesh.shape[axis] > 1)
-    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
-        axes = (*axes_of(entries[dim]), *free)
-        if free and shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
-            return NamedSharding(mesh, PartitionSpec(*entries[:dim], axes, *entries[dim + 1 :]))
-    return sharding
-
-
 def kind_of(name: str) -> str:
     """Of a weight: its name with a star for the number of its block, or for those of a stack's blocks; of an adapter's its layer's."""
     layer = re.sub(r"\.lora_\w+\.[^.]+(?=\.|$)", "", unwrapped(name))
@@ -203,6 +191,18 @@ def stored(
     if spec is None:
         return default_spec(shape, mesh, inside and (*inside, "tp"))
     return fit(gathered(spec, inside), shape, mesh)
+
+
+def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
+    """A sharding like this one by which no two chips of a slice have the same part, where a dimension can be split so, the largest first."""
+    mesh, entries = sharding.mesh, [*sharding.spec, *(None,) * (len(shape) - len(sharding.spec))]
+    taken = {axis for entry in entries for axis in axes_of(entry)}
+    free = tuple(axis for axis in (*storage_axes(mesh), "tp") if axis not in taken and mesh.shape[axis] > 1)
+    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+        axes = (*axes_of(entries[dim]), *free)
+        if free and shape[dim] % math.prod(mesh.shape[axis] for axis in axes) == 0:
+            return NamedSharding(mesh, PartitionSpec(*entries[:dim], axes, *entries[dim + 1 :]))
+    return sharding
 
 
 def parts_of(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> int:
