@@ -22,6 +22,7 @@ from .settings import Settings
 
 BLOCK_BYTES = 5 << 19  # of x, and of the result: two buffers each
 LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
+LEAST_WIDTH, LEAST_BYTES = 1024, 8 << 20  # nor with narrower ones that all stay in VMEM: SD 1.5's step 5.6 ms, by the kernel 5.8
 TILE_ROWS = 32  # in registers at once, one row of lanes of them
 
 
@@ -55,7 +56,8 @@ def normed(
     if not settings.own_layers or x.dtype != jnp.bfloat16 or x.ndim != 3 or not whole_lanes(x.shape[2]):
         return None
     found = rows_over_mesh(x.shape, settings)
-    if found is None or found.rows < min(found.least, LEAST_ROWS):
+    least = LEAST_ROWS if x.shape[2] >= LEAST_WIDTH else LEAST_BYTES // (2 * x.shape[2])
+    if found is None or found.rows < least and found.least > 1:
         return None
     own = [(name, a[None, None]) for name, a in (("times", norm.weight), ("plus", norm.bias)) if a is not None]
     names, vectors = zip(*own, *steps) if own or steps else ((), ())
