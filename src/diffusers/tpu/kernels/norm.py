@@ -22,7 +22,8 @@ from .settings import Settings
 
 BLOCK_BYTES = 5 << 19  # of x, and of the result: two buffers each
 LEAST_ROWS = 256  # a chip; with fewer the compiler's way is no slower
-LEAST_WIDTH, LEAST_BYTES = 1024, 8 << 20  # nor with narrower ones that all stay in VMEM: SD 1.5's step 5.6 ms, by the kernel 5.8
+# Nor where all of a chip's stay in VMEM, narrow rows and others: SD 1.5's step on v6e-1 5.6 ms, by the kernel 5.8.
+LEAST_WIDTH, LEAST_BYTES = 1024, {True: 8 << 20, False: 2 << 20}
 TILE_ROWS = 32  # in registers at once, one row of lanes of them
 
 
@@ -56,7 +57,7 @@ def normed(
     if not settings.own_layers or x.dtype != jnp.bfloat16 or x.ndim != 3 or not whole_lanes(x.shape[2]):
         return None
     found = rows_over_mesh(x.shape, settings)
-    least = LEAST_ROWS if x.shape[2] >= LEAST_WIDTH else LEAST_BYTES // (2 * x.shape[2])
+    least = max(LEAST_ROWS, LEAST_BYTES[x.shape[2] < LEAST_WIDTH] // (2 * x.shape[2]))
     if found is None or found.rows < least and found.least > 1:
         return None
     own = [(name, a[None, None]) for name, a in (("times", norm.weight), ("plus", norm.bias)) if a is not None]
