@@ -3,6 +3,8 @@
 The layout is inferred. Rotation is of all channels, not of a head, and has tables of each sample: cos and sin [B, T, C].
 """
 
+import functools
+
 from ...tpu.chips.sharding import INFERRED, ModelPlan
 from .transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
 
@@ -35,6 +37,7 @@ class LTX2Processor:
     def __init__(self, upstream):
         self.upstream = upstream
 
+    @functools.wraps(LTX2AudioVideoAttnProcessor.__call__)  # upstream's attention gives what the signature names
     def __call__(
         self,
         attn,
@@ -43,35 +46,21 @@ class LTX2Processor:
         attention_mask=None,
         query_rotary_emb=None,
         key_rotary_emb=None,
+        **perturbed,
     ):
-        """As upstream's."""
-        given = attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb
-        return self._run(*given)
-
-    def _run(self, attn, hidden_states, encoder_hidden_states, attention_mask, queries, keys, **rest):
+        queries, keys = query_rotary_emb, key_rotary_emb
         norms = attn.norm_q, attn.norm_k
         if queries is not None and attn.rope_type == "interleaved" and all(norm.weight is not None for norm in norms):
             attn, queries, keys = _Turning(attn, queries, queries if keys is None else keys), None, None
-        return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, queries, keys, **rest)
+        return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, queries, keys, **perturbed)
 
 
 class LTX2PerturbedProcessor(LTX2Processor):
     """The same of attention that can be perturbed."""
 
-    def __call__(
-        self,
-        attn,
-        hidden_states,
-        encoder_hidden_states=None,
-        attention_mask=None,
-        query_rotary_emb=None,
-        key_rotary_emb=None,
-        perturbation_mask=None,
-        all_perturbed=None,
-    ):
-        """As upstream's."""
-        given = attn, hidden_states, encoder_hidden_states, attention_mask, query_rotary_emb, key_rotary_emb
-        return self._run(*given, perturbation_mask=perturbation_mask, all_perturbed=all_perturbed)
+    @functools.wraps(LTX2PerturbedAttnProcessor.__call__)
+    def __call__(self, *given, **named):
+        return super().__call__(*given, **named)
 
 
 PLAN = ModelPlan(
