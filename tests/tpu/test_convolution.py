@@ -65,6 +65,24 @@ def test_any_map(taps, edge, repeated, positions, blocks, bias, wide):
     assert relative(ours, exact.numpy()) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("blocks, features", [(None, 3), (Blocks(2, 1, 96, 1), 96), (Blocks(4, 2, 128, 2), 160)])
+def test_a_map_whose_positions_become_four(blocks, features, wide):
+    """Any sizes; more features than one register has, of which blocks leave some; the lines beside a shard are its neighbours'."""
+    rng = np.random.default_rng()
+    batch, lines, frames, positions = (int(n) for n in rng.integers((1, 1, 1, 2), (3, 10, 4, 40)))
+    x, w, b = draw(batch, 64, lines + 2, frames, positions), draw(features, 64, 3, 3), draw(features)
+    four = x.double().repeat_interleave(2, 2)[:, :, 1:-1].repeat_interleave(2, 4).transpose(2, 3)
+    exact = F.conv2d(F.pad(four, (1, 1)).transpose(1, 2).flatten(0, 1), w.double(), b.double())
+    exact = exact.unflatten(0, (batch, frames)).permute(0, 3, 1, 4, 2)
+    taps = 3, 1, 3
+    blocks = blocks or choose((lines, frames, positions), 64, features, taps, doubled=True)
+    how = {"blocks": blocks, "edge": 1, "doubled": True, "wide": wide, "interpret": True}
+    given = arrays(x.permute(0, 2, 3, 4, 1), w.permute(2, 3, 0, 1)[:, None], b)
+    ours = np.asarray(jax.jit(lambda *given: tpu_convolution(*given, **how))(*given).astype(jnp.float32), np.float64)
+    assert relative(ours, exact.numpy()) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
+
+
 @pytest.mark.parametrize(
     "taken, size, taps, given",
     [

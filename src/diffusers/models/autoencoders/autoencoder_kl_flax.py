@@ -6,6 +6,8 @@ keys. A module whose blocks or attention processors are not known to compute on 
 
 from dataclasses import replace
 
+import torch
+
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.kernels.video.tiles import Tiling
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0, FusedAttnProcessor2_0
@@ -19,13 +21,16 @@ BLOCKS = {DownEncoderBlock2D, AttnDownEncoderBlock2D, UpDecoderBlock2D, AttnUpDe
 PROCESSORS = {AttnProcessor2_0, FusedAttnProcessor2_0}  # by SDPA, which knows of shards
 
 
-def _upsampled(layer, x, output_size=None):
+def upsampled(layer, hidden_states, output_size=None, *args, **kwargs):
     """As upstream's: doubles the map and convolves it."""
-    from ...tpu.compile.tracing import doubled, on_a_shard
+    from ...tpu.compile.tracing import doubled, on_one_chip
 
-    if not on_a_shard() or output_size is not None:
-        return type(layer).forward(layer, x, output_size)
-    return doubled(layer.conv, x)
+    conv, asked = getattr(layer, "conv", None), (output_size, layer.norm, layer.use_conv_transpose, layer.interpolate)
+    plain = type(conv) is torch.nn.Conv2d and (conv.kernel_size, conv.padding_mode) == ((3, 3), "zeros")
+    plain = plain and conv.bias is not None
+    if not (plain and asked == (None, None, False, True) and on_one_chip()):
+        return type(layer).forward(layer, hidden_states, output_size, *args, **kwargs)
+    return doubled(conv, hidden_states)
 
 
 class _Maps(Maps):
@@ -55,7 +60,7 @@ class _Maps(Maps):
 def plan_of_images(vae: type) -> ModelPlan:
     """The plan of a class whose encoder and decoder are those of `AutoencoderKL`."""
     processors = {AttnProcessor: lambda processor: AttnProcessor2_0()}  # the same attention
-    return _Maps().plan(vae, {(Upsample2D, "forward"): _upsampled}, processors=processors, axes=4)
+    return _Maps().plan(vae, {(Upsample2D, "forward"): upsampled}, processors=processors, axes=4)
 
 
 PLAN = plan_of_images(AutoencoderKL)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from ...tpu.kernels.settings import current
 from ...tpu.kernels.video.chunks import scan_batches, scan_chunks
-from ...tpu.kernels.video.convolution import by_columns, doubled_by_columns
+from ...tpu.kernels.video.convolution import by_columns, doubled_by_lines
 from ...tpu.kernels.video.halo import halo_shards
 
 
@@ -112,7 +112,7 @@ class Conv(nnx.Module):
     def doubled(self, x: Map) -> Map:
         """The same of frames each of whose positions has become four; of a kernel [1, 3, 3] with zeros around the map."""
         padded = halo_shards().with_neighbours(x, 1, 1, axis=3)
-        y = doubled_by_columns(padded.transpose(0, 3, 1, 2, 4), self.kernel[0], self.bias[...])
+        y = doubled_by_lines(padded.transpose(0, 3, 1, 2, 4), self.kernel[0].swapaxes(0, 1), self.bias[...])
         return y.transpose(0, 2, 3, 1, 4)
 
 

@@ -9,6 +9,8 @@ import inspect
 
 from ...tpu.chips.sharding import ModelPlan
 from ..attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+from ..autoencoders.autoencoder_kl_flax import upsampled
+from ..upsampling import Upsample2D
 from .unet_2d_blocks import (
     CrossAttnDownBlock2D,
     CrossAttnUpBlock2D,
@@ -102,7 +104,7 @@ def plan_of_maps(
     """
     processors = {AttnProcessor: lambda processor: AttnProcessor2_0()}  # the same attention
     forward = functools.partial(_by_shards, output, maps, known)
-    methods = {(cls, "forward"): forward, (Attention, "forward"): _attention}
+    methods = {(cls, "forward"): forward, (Attention, "forward"): _attention, (Upsample2D, "forward"): upsampled}
     methods |= {(one, "forward"): _among_frames for one in of_frames}
     return ModelPlan(parallel=True, methods=methods, processors=processors, axes=5 if of_frames else 4)
 

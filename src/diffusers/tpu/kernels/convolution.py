@@ -10,6 +10,9 @@ frames see lies side by side [positions, taps * C], is multiplied with [taps alo
 features of each tap along the line are moved by whole positions and added where the line has such a position. So nothing is moved
 before the product, and the matrix units are as full as the taps together make them.
 
+Of a map whose lines and positions become two each, x is read as it is: two lines of the result are two products of the same lines in
+another order, and of one product's taps two positions are added up, half the work of the doubled map.
+
 w is read as the TPU lays torch's weights [O, C, ...]: the two last axes last. A block of whole registers has its taps side by side as it
 is; of another they are put so once, in VMEM.
 
@@ -56,11 +59,13 @@ def choose(
     features: int,
     taps: tuple[int, int, int],
     generation: str | None = None,
+    doubled: bool = False,
 ) -> Blocks | None:
     """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the least to fetch; None if none do.
 
     Args:
         sizes: lines and frames of the result, positions of x; taps: along each of them.
+        doubled: of each line and position the result has two, which are not counted.
     """
     lines, frames, positions = sizes
     positions, deep, chip, found = round_up(positions, ROWS), round_up(channels, LANES), chip_of(generation), []
@@ -73,11 +78,14 @@ def choose(
             fixed = 4 * math.prod(taps) * round_up(columns, ROWS) * deep + 8 * piece * positions * wide
             if not _as_it_lies(columns, channels):
                 fixed += 2 * round_up(wide, ROWS) * round_up(math.prod(taps[:2]) * channels, LANES)
+            if doubled:
+                fixed += 8 * piece * positions * round_up(columns, LANES)
+            made = 8 if doubled else 2
             slower = max(piece * positions, LEAST_PIECE) / (piece * positions)
             for t in range(1, frames + 1):
                 for l in range(piece, round_up(lines, piece) + 1, piece):  # noqa: E741
                     fetched = (l + taps[0] - 1) * (t + taps[1] - 1) * deep
-                    vmem = fixed + 4 * positions * (fetched + 2 * l * t * columns)
+                    vmem = fixed + 4 * positions * (fetched + made * l * t * columns)
                     if (l, t) != (piece, 1) and l * t * positions > MOST_POSITIONS or vmem > vmem_room(generation):
                         break
                     filled = round_up(lines, l) * round_up(frames, t)
@@ -97,7 +105,9 @@ def _lanes(features: int, taps: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("blocks", "edge", "repeated", "wide", "generation", "interpret"), inline=True
+    jax.jit,
+    static_argnames=("blocks", "edge", "repeated", "doubled", "wide", "generation", "interpret"),
+    inline=True,
 )
 def tpu_convolution(
     x: Float[Array, "B L T P C"],
@@ -108,6 +118,7 @@ def tpu_convolution(
     blocks: Blocks,
     edge: int,
     repeated: bool = False,
+    doubled: bool = False,
     wide: bool = False,
     generation: str | None = None,
     interpret: bool = False,
@@ -115,6 +126,7 @@ def tpu_convolution(
     """The convolution with `edge` zeros at both ends of each line, and nothing around lines and frames, summed in float32.
 
     If `repeated`, with each line's own end in place of one zero there. Rounded once to x's dtype, or in float32 if `wide`.
+    `doubled`: of x with each line and position twice, by three taps of both and an edge of one: M = 2 (L - 2), Q = 2 P.
     `layer`: which one of a stack w is; a slice of it would be a copy.
     """
     batch, lines, frames, positions, channels = x.shape
@@ -122,12 +134,17 @@ def tpu_convolution(
     dtype = jnp.float32 if wide else x.dtype
     lines, frames, kept = lines - taps[0] + 1, frames - taps[1] + 1, positions + 2 * edge - taps[2] + 1
     line, columns = round_up(positions, 8 if blocks.piece == 1 else ROWS), _lanes(blocks.features, taps[2])
-    longest = min(round_up(kept, ROWS), line)
+    times = 2 if doubled else 1
+    kept, longest = times * kept, min(round_up(times * kept, ROWS), times * line)
     fill = -lines % blocks.lines, -frames % blocks.frames, line - positions
     x = jnp.pad(x, [(0, 0), *((0, n) for n in fill), (0, 0)])
     b = jnp.zeros((1, features), jnp.float32) if b is None else b.astype(jnp.float32)[None]
     size, depth = blocks.piece * line, math.prod(taps[:2]) * channels
     reads_stored = _as_it_lies(blocks.features, channels)
+
+    # Every other row of float32 is written, of one register's lanes: so two positions stand where one was.
+    ends = [*range(0, blocks.features, LANES if doubled else blocks.features), blocks.features]
+    parts = [*map(slice, ends, ends[1:])]
 
     def taps_side_by_side(r):
         """[taps along a line * columns, taps of lines and frames * C]"""
@@ -146,32 +163,53 @@ def tpu_convolution(
 
         pl.loop(0, blocks.lines // blocks.piece * blocks.frames)(functools.partial(piece, r))
 
+    def reached(tap: int, before: int, twin: int) -> int:
+        """How far from its own line or position a tap reads: of two alike, the first or the second one's."""
+        return (tap - before + twin) // 2 if doubled else tap - before
+
     def piece(r, number):
         frame, first = lax.rem(number, blocks.frames), lax.div(number, blocks.frames) * blocks.piece
-        seen = [
-            r.x[pl.ds(first + i, blocks.piece), frame + j].reshape(size, channels)
-            for i in range(taps[0])
-            for j in range(taps[1])
-        ]
-        y = product(jnp.concatenate(seen, 1), taps_side_by_side(r) if reads_stored else r.side_by_side[...], 1)
-        position, total = lax.rem(lax.broadcasted_iota(jnp.int32, (size, 1), 0), line), r.b[...]
+        position = lax.rem(lax.broadcasted_iota(jnp.int32, (size, 1), 0), line)
+        for twin in range(times):
+            of_taps = [first + (1 + reached(i, 1, twin) if doubled else i) for i in range(taps[0])]
+            seen = [
+                r.x[pl.ds(at, blocks.piece), frame + j].reshape(size, channels)
+                for at in of_taps
+                for j in range(taps[1])
+            ]
+            y = product(jnp.concatenate(seen, 1), taps_side_by_side(r) if reads_stored else r.side_by_side[...], 1)
+            for part, in_turns in zip(parts, [getattr(r, f"in_turns{n}", None) for n in range(len(parts))]):
+                for one in range(times):
+                    total = added(y, r.b[:, part], part, position, one)
+                    if doubled:
+                        in_turns[pl.ds(one, size, stride=2)] = total
+                total = (in_turns[...] if doubled else total).astype(dtype).reshape(blocks.piece, times * line, -1)
+                for n in range(blocks.piece):
+                    r.o[times * (first + n) + twin, frame, :, part] = total[n, :longest]
+
+    def added(y, total, part, position, one):
+        """The bias and columns `part` of each tap's features, moved to where the tap is asked for."""
         for k in range(taps[2]):
-            own, ahead = y[:, k * columns : k * columns + blocks.features], k - edge
+            own, ahead = y[:, k * columns + part.start : k * columns + part.stop], reached(k, edge, one)
             of_tap = pltpu.roll(own, -ahead % size, 0) if ahead else own
             if edge and ahead:
                 there = (position >= -ahead) & (position < positions - ahead)
                 of_tap = jnp.where(there, of_tap, own if repeated else 0)
             total = total + of_tap
-        total = total.astype(dtype).reshape(blocks.piece, line, -1)
-        r.o[pl.ds(first, blocks.piece), frame] = total[:, :longest]
+        return total
 
     steps = pl.cdiv(features, blocks.features), batch, pl.cdiv(lines, blocks.lines), pl.cdiv(frames, blocks.frames)
     one_layer = jax.ShapeDtypeStruct(w.shape[-5:], w.dtype)
-    flops = 2 * batch * lines * frames * positions * math.prod(taps) * channels * features
+    flops = 2 * batch * times * lines * frames * positions * math.prod(taps) * channels * features
+    scratch = {} if reads_stored else {"side_by_side": pltpu.VMEM((taps[2] * columns, depth), w.dtype)}
+    for n, part in enumerate(parts if doubled else ()):
+        scratch[f"in_turns{n}"] = pltpu.VMEM((2 * size, part.stop - part.start), jnp.float32)
     scalars, of_weights = layer_of_stack(layer, (*taps, blocks.features, channels), lambda n: (0, 0, 0, n, 0))
-    reached = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
-    out = jax.ShapeDtypeStruct((batch, steps[2] * blocks.lines, steps[3] * blocks.frames, longest, features), dtype)
-    out_block = (None, blocks.lines, blocks.frames, longest, blocks.features)
+    read = (blocks.lines + taps[0] - 1, blocks.frames + taps[1] - 1, line, channels)
+    out = jax.ShapeDtypeStruct(
+        (batch, steps[2] * times * blocks.lines, steps[3] * blocks.frames, longest, features), dtype
+    )
+    out_block = (None, times * blocks.lines, blocks.frames, longest, blocks.features)
     out = call_kernel(
         run,
         "linear_kernel_of_windows",
@@ -180,7 +218,7 @@ def tpu_convolution(
             "x": (
                 x,
                 pl.BlockSpec(
-                    (None, *map(pl.Element, reached)),
+                    (None, *map(pl.Element, read)),
                     lambda n, i, l, t, *_: (i, l * blocks.lines, t * blocks.frames, 0, 0),
                 ),
             ),
@@ -190,12 +228,12 @@ def tpu_convolution(
         {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t, *_: (i, l, t, 0, n)))},
         parallel=1,
         scalars=scalars,
-        scratch={} if reads_stored else {"side_by_side": pltpu.VMEM((taps[2] * columns, depth), w.dtype)},
+        scratch=scratch,
         work=cost(x, one_layer, out, flops=flops),
         interpret=interpret,
         vmem_bytes=vmem_room(generation),
     )["o"]
-    return out[:, :lines, :frames, :kept]
+    return out[:, : times * lines, :frames, :kept]
 
 
 def convolution(
@@ -206,6 +244,7 @@ def convolution(
     *,
     edge: int,
     repeated: bool = False,
+    doubled: bool = False,
     wide: bool = False,
     layers: tuple[Float[Array, "N l t p O C"], Int[Array, ""]] | None = None,
 ) -> Float[Array, "B M U Q O"] | None:
@@ -220,10 +259,10 @@ def convolution(
     taken = taken and channels >= LEAST_CHANNELS and not channels % 32 and (features < LANES or not features % 32)
     taken = taken and 2 * edge < taps[2] <= positions and not (repeated and edge > 1) and min(lines, frames) > 0
     sizes = lines, frames, positions
-    blocks = choose(sizes, channels, features, tuple(taps), settings.generation) if taken else None
+    blocks = choose(sizes, channels, features, tuple(taps), settings.generation, doubled) if taken else None
     if blocks is None:
         return None
-    how = {"edge": edge, "repeated": repeated, "wide": wide}
+    how = {"edge": edge, "repeated": repeated, "doubled": doubled, "wide": wide}
     chip = {"generation": settings.generation, "interpret": settings.interpreted}
     run = functools.partial(tpu_convolution, blocks=blocks, **chip, **how)
     if settings.differentiable:
@@ -231,15 +270,14 @@ def convolution(
     return run(x, w, b) if layers is None else run(x, layers[0], b, layer=layers[1])
 
 
-def _differentiable(run, settings: Settings, edge: int, repeated: bool, wide: bool):
+def _differentiable(run, settings: Settings, edge: int, repeated: bool, doubled: bool, wide: bool):
     """The kernel `run`, whose gradient by x is one too: of w with each tap's place and channels turned."""
 
     def back(given, gradient):
-        of_x, *others = jax.vjp(functools.partial(_plain, edge=edge, repeated=repeated, wide=wide), *given)[1](
-            gradient
-        )
+        plain = functools.partial(_plain, edge=edge, repeated=repeated, doubled=doubled, wide=wide)
+        of_x, *others = jax.vjp(plain, *given)[1](gradient)
         w, found = given[1], None
-        if not (repeated or wide):
+        if not (repeated or doubled or wide):
             lines, frames, positions = (taps - 1 for taps in w.shape[:3])
             own = positions - edge if positions - edge <= edge else 0  # zeros that the kernel need not be given
             beside = positions - edge - own
@@ -253,7 +291,8 @@ def _differentiable(run, settings: Settings, edge: int, repeated: bool, wide: bo
     return layer
 
 
-def _plain(x, w, b, edge, repeated, wide):
+def _plain(x, w, b, edge, repeated, doubled, wide):
+    x = jnp.repeat(jnp.repeat(x, 2, 1)[:, 1:-1], 2, 3) if doubled else x
     x, w = (x.astype(jnp.float32), w.astype(jnp.float32)) if wide else (x, w)
     x = jnp.pad(x, [(0, 0)] * 3 + [(edge, edge), (0, 0)], mode="edge" if repeated else "constant")
     y = lax.conv_general_dilated(x, w, (1,) * 3, "VALID", dimension_numbers=("NDHWC", "DHWOI", "NDHWC"))

@@ -14,6 +14,7 @@ from .video import (
     in_tiles,
     normed_by_place,
     on_a_shard,
+    on_one_chip,
     scan_alike,
     scan_batches,
     scan_chunks,

@@ -11,8 +11,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ...bridge import Tensor, autocast, environment
 from ...bridge.operators import joined_in_time
+from ...kernels.settings import current
 from ...kernels.video import chunks, halo, norm, tiles
-from ...kernels.video.convolution import doubled_by_columns
+from ...kernels.video.convolution import doubled_by_lines
 from .functional import Method
 
 
@@ -100,18 +101,22 @@ def normed_by_place(
 
 
 def doubled(conv: torch.nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """`convolution.doubled_by_columns` of x [B, C, T, H, W] or of maps [N, C, H, W], on a shard, or whole where a VAE is in parts.
+    """`convolution.doubled_by_lines` of x [B, C, T, H, W] or of maps [N, C, H, W]: on a shard by columns, else by rows.
 
     Raises NotByShards for a convolution that pads with other than zeros.
     """
     if conv.padding_mode != "zeros":
         raise halo.NotByShards(f"expected zeros around a map that is doubled, got padding_mode {conv.padding_mode!r}")
+    (array, weight, bias), split = (t.jax() for t in autocast.lowered(x, conv.weight, conv.bias)), halo.halo_shards()
+    if split is None:
+        rows = jnp.pad(jnp.moveaxis(array, 1, -1), [(0, 0)] * (x.ndim - 3) + [(1, 1), (0, 0), (0, 0)])
+        frames, rows = rows.shape[:-3], rows.reshape(-1, rows.shape[-3], 1, *rows.shape[-2:])
+        out = doubled_by_lines(rows, weight.transpose(2, 3, 1, 0), bias)
+        return Tensor(jnp.moveaxis(out.reshape(*frames, out.shape[1], *out.shape[3:]), -1, 1), x._env)
     if x.ndim == 4:  # none of them sees another: as if they were one's frames
         return doubled(conv, x.swapaxes(0, 1)[None])[0].swapaxes(0, 1)
-    (array, weight, bias), split = (t.jax() for t in autocast.lowered(x, conv.weight, conv.bias)), halo.halo_shards()
-    padded = jnp.pad(array, [(0, 0)] * 4 + [(1, 1)]) if split is None else split.with_neighbours(array, 1, 1)
-    columns = padded.transpose(0, 4, 2, 3, 1)
-    out = doubled_by_columns(columns, weight.transpose(2, 3, 1, 0), bias)
+    columns = split.with_neighbours(array, 1, 1).transpose(0, 4, 2, 3, 1)
+    out = doubled_by_lines(columns, weight.transpose(3, 2, 1, 0), bias)
     return Tensor(out.transpose(0, 4, 2, 3, 1), x._env)
 
 
@@ -133,6 +138,11 @@ def shard_maps(function: Callable, arguments: dict, names: tuple[str, ...], x: t
         return function(tree_unflatten(given, spec))
 
     return shard_width(run, x, multiple, maps=tuple(of_maps), beside=tuple(moved[1 + len(of_maps) :]))
+
+
+def on_one_chip() -> bool:
+    """Whether one chip computes what is traced here: all of a map, or its part of one."""
+    return current().chips == 1
 
 
 def on_a_shard() -> bool:

@@ -48,20 +48,20 @@ def by_columns(
     return (y if b is None else y + b).astype(dtype)
 
 
-def doubled_by_columns(
-    x: Float[Array, "B W+2 T H C"], w: Float[Array, "3 3 C O"], b: Float[Array, " O"]
-) -> Float[Array, "B 2*W T 2*H O"]:
-    """The convolution, rounded once, of frames each of whose positions has become four; a column stands beside them on both sides.
+def doubled_by_lines(
+    x: Float[Array, "B L+2 T P C"], w: Float[Array, "l p C O"], b: Float[Array, " O"]
+) -> Float[Array, "B 2*L T 2*P O"]:
+    """The convolution, rounded once, of frames each of whose positions has become four; a line stands beside them on both sides.
 
-    Our kernel convolves all columns; where it does not take a call, those that are alike are convolved once.
+    Lines are columns or rows. Our kernel reads x as it is; where it does not take a call, lines that are alike are convolved once.
     """
     dtype = x.dtype
     x, w = _as_the_unit_has_it(x, w)
-    four = jnp.repeat(jnp.repeat(x, 2, 1)[:, 1:-1], 2, 3)
-    y = convolution(four, w.transpose(1, 0, 3, 2)[:, None], b, current(), edge=1, wide=dtype == jnp.float32)
+    how = {"edge": 1, "doubled": True, "wide": dtype == jnp.float32}
+    y = convolution(x, w.swapaxes(2, 3)[:, None], b, current(), **how)
     if y is not None:
         return y
-    y = _taps(jnp.repeat(x, 2, 3), w[None], [(0, 0), (1, 1)], (1, 1))
+    y = _taps(jnp.repeat(x, 2, 3), w.swapaxes(0, 1)[None], [(0, 0), (1, 1)], (1, 1))
     first, second, third = jnp.split(y, 3, -1)
     left, here, right = slice(0, -2), slice(1, -1), slice(2, None)
     even = first[:, left] + second[:, here] + third[:, here]
