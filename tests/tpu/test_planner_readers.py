@@ -64,6 +64,36 @@ def test_a_program_is_read_with_loops_parts_and_hidden_transfers(written):
     assert gather.seconds == 0 and gather.hidden == pytest.approx(40 * 128 * 256 * 2 * 3 / 4 / chip.link_bandwidth)
 
 
+@pytest.mark.parametrize(
+    "part, moved", [("1,720,96", 3 * 720 * 128 * 2), ("162,7,96", 3 * 162 * 8 * 128 * 2 + 720 * 128 * 2)]
+)
+def test_what_is_written_in_place_is_its_part(part, moved):
+    """Beside another result, in VMEM: a column, of whole tiles, is written and another read; of rows within tiles, those are read too."""
+    whole, column = "bf16[162,720,96]{2,1,0:T(8,128)(2,1)}", "bf16[1,720,96]{2,1,0:T(8,128)(2,1)S(1)}"
+    part = f"bf16[{part}]{{2,1,0:T(8,128)(2,1)}}"
+    text = f"""HloModule m, is_scheduled=true
+
+%inside (p0: {whole}, p1: {part}) -> ({column}, {whole}) {{
+  %p0 = {whole} parameter(0)
+  %p1 = {part} parameter(1)
+  %zero = s32[] constant(0)
+  %first = {column} slice(%p0), slice={{[0:1], [0:720], [0:96]}}
+  %written = {whole} dynamic-update-slice(%p0, %p1, %zero, %zero, %zero)
+  ROOT %both = ({column}, {whole}) tuple(%first, %written)
+}}
+
+ENTRY %main (a: {whole}, b: {part}) -> ({column}, {whole}) {{
+  %a = {whole} parameter(0)
+  %b = {part} parameter(1)
+  ROOT %f = ({column}, {whole}) fusion(%a, %b), kind=kLoop, calls=%inside
+}}
+"""
+    (operation,) = timing.time_program(aot.CompiledProgram(text, {}, {}, 0), CHIPS["v6e"], [(0, 0, 0, 0)])[
+        "bound"
+    ].operations
+    assert operation.bytes == moved
+
+
 GROUPS = {
     "replica_groups={{0,2},{1,3}}": [[0, 2], [1, 3]],
     "replica_groups=[2,2]<=[4]": [[0, 1], [2, 3]],

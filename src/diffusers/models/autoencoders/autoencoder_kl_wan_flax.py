@@ -15,7 +15,16 @@ from ...tpu.chips.sharding import ModelPlan
 from ...tpu.kernels.settings import bound
 from ...tpu.kernels.video.tiles import Tiling
 from ...tpu.pipelines.exports import upstream_names
-from .autoencoder_kl_wan import AutoencoderKLWan, AvgDown3D, WanResample, WanUpsample, patchify, unpatchify
+from .autoencoder_kl_wan import (
+    AutoencoderKLWan,
+    AvgDown3D,
+    WanCausalConv3d,
+    WanResample,
+    WanResidualBlock,
+    WanUpsample,
+    patchify,
+    unpatchify,
+)
 from .vae_maps_flax import Maps
 
 
@@ -50,6 +59,29 @@ def _upsample(upsample, x):
 def _activation(silu, x):
     """As upstream's, for what a convolution looks back at comes out of it."""
     return _only_the_frame(type(silu).forward(silu, x))
+
+
+def _residual(block, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream's signature
+    """As upstream's: two convolutions beside a shortcut."""
+    if feat_cache is None or _number.get() is None or {type(block.conv1), type(block.conv2)} != {WanCausalConv3d}:
+        return type(block).forward(block, x, feat_cache, feat_idx)
+    shortcut = block.conv_shortcut(x)
+    x = _looking_back(block.conv1, block.nonlinearity(block.norm1(x)), feat_cache, feat_idx)
+    x = block.dropout(block.nonlinearity(block.norm2(x)))
+    return _looking_back(block.conv2, x, feat_cache, feat_idx) + shortcut
+
+
+def _looking_back(conv, x, feat_cache, feat_idx):
+    """The convolution of x and what came before it. What it keeps is read from what it has read: nothing has to hold x twice."""
+    from ...tpu.compile.tracing import behind
+
+    slot = feat_idx[0]
+    feat_idx[0] += 1
+    before, (batch, channels, _, *size) = feat_cache[slot], x.shape
+    longer = behind(x.new_zeros(batch, channels, HISTORY, *size) if before is None else before, x)
+    out = torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(longer, conv._padding[:4]))
+    feat_cache[slot] = longer[:, :, -HISTORY:]
+    return out
 
 
 def _average_down(shortcut, x):
@@ -150,7 +182,7 @@ PLAN = WanMaps().plan_of(
     AutoencoderKLWan,
     WanResample,
     WanUpsample,
-    methods={(AvgDown3D, "forward"): _average_down},
+    methods={(AvgDown3D, "forward"): _average_down, (WanResidualBlock, "forward"): _residual},
     remark="upstream's module, scanned over frames, is the default on every chip: its form in plain JAX becomes the same"
     " convolutions and is no faster (diffusers-tpu bench vae)",
 )

@@ -254,8 +254,8 @@ class _Clock:
         inner, total = self.program.inside(i) if i.opcode == "fusion" else [], i.hbm_bytes
         names = {x.name: x for x in inner} or instructions
         for update in (x for x in inner or [i] if x.opcode == UPDATE):  # the rest of the array stays as it is
-            whole, part = (names.get(update.operands[n]) for n in (0, 1))
-            if whole is not None and part is not None and i.arrays and i.arrays[0].space == 0:
+            part, made = names.get(update.operands[1]), update.arrays[0]
+            if part is not None and any((one.dims, one.space) == (made.dims, 0) for one in i.arrays):
                 total -= update.hbm_bytes - part.stored_bytes
         stated = i.attribute(r'"bytes_accessed":"(\d+)"') if KERNEL in i.rest else ""
         most = int(stated) if stated else math.inf  # a kernel reads one of a stack of layers' weights, or some columns
@@ -296,5 +296,10 @@ def _reads_a_part(user: hlo.Instruction, operand: str) -> bool:
 
 
 def _part(user: hlo.Instruction, names: dict) -> int:
-    part = names.get(user.operands[1]) if user.opcode == UPDATE else user
-    return 0 if part is None else part.stored_bytes
+    """Bytes of its first operand that it reads: a part, where a part is written of tiles that are not all of it."""
+    if user.opcode != UPDATE:
+        return user.stored_bytes
+    part, made = names.get(user.operands[1]), user.arrays[0]
+    if part is None or all(part.arrays[0].dims[axis] == made.dims[axis] for axis in made.order[: len(made.tile)]):
+        return 0
+    return part.stored_bytes
