@@ -176,19 +176,19 @@ def test_products_of_8_bits_of_a_denoiser(attach, own_store, monkeypatch, kernel
         return (x_ @ w_.T + b.double()).to(x.dtype)
 
     def found(**more) -> torch.Tensor:
-        runner = attach(model, *((1, 2, 1) if kernel else (2, 4, 1)), **how, **more)
+        runner = attach(model, 2, 4, 1, **how, **more)
         ours = model(*arguments, return_dict=False)[0]
         runner.detach()
         return ours
 
     with torch.no_grad():
-        before, ours = None if kernel else found(), found(linear="int8")
+        before, ours, after = found(), found(linear="int8"), found()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(F, "linear", of_8_bits)
             exact = copy.deepcopy(model).float()(*(a.float() for a in arguments), return_dict=False)[0]
             theirs = model(*arguments, return_dict=False)[0]
-        assert kernel or (torch.equal(before, found()) and not torch.equal(before, ours))
     assert len(rounded) == 2 * (2 * 10 + 2)  # blocks of ten, and the text's two
+    assert torch.equal(before, after) and not torch.equal(before, ours)
     assert relative(ours, exact) < 1.25 * relative(theirs, exact)
 
 

@@ -104,7 +104,8 @@ def _followed(x, vectors, dtype, names: tuple[str, ...], own: int, wide: bool):
 
 def _by_kernel(x, *vectors, eps, centred, interpret, **how):
     batch, tokens, width = x.shape
-    block_rows = max(1, BLOCK_BYTES // (width * x.dtype.itemsize) // TILE_ROWS) * TILE_ROWS
+    tiles = max(1, BLOCK_BYTES // (width * x.dtype.itemsize) // TILE_ROWS)
+    block_rows = min(tiles, pl.cdiv(tokens, TILE_ROWS)) * TILE_ROWS
     parts = [slice(at, min(at + LANES, width)) for at in range(0, width, LANES)]
 
     def tile(r, n):

@@ -155,10 +155,11 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
     block_rows = max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS) if wide else BLOCK_ROWS
     vectors = [jnp.tile(vector, width // vector.size) for vector in vectors]
     tables = [jnp.tile(table, (*(1,) * (table.ndim - 1), lanes // dim)) for table in tables] if small else tables
+    tile_rows = TILE_ROWS_OF_HEADS[small] if by_products else TILE_ROWS
+    block_rows = min(block_rows, pl.cdiv(tokens, tile_rows) * tile_rows)
     grid, b, t = (batch, pl.cdiv(tokens, block_rows)), 0, 1
     if wide:  # a block of tables is read once for the batch
         grid, b, t = grid[::-1], 1, 0
-    tile_rows = TILE_ROWS_OF_HEADS[small] if by_products else TILE_ROWS
 
     def normed(part, of_row):
         """One part of a row, whose mean and inverse deviation `of_row` has if the norm is over all parts."""
