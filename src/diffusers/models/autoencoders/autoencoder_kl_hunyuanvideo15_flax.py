@@ -45,7 +45,7 @@ class Chunk:
 
         before = self.cache[self.asked]
         before = x.new_zeros(*x.shape[:2], frames, *x.shape[3:]) if before is None else before
-        longer = behind(self.or_first(before, x[:, :, :1]), x)
+        longer = behind(before, x, first=self.number == 0)
         padded = F.pad(longer, around, mode=mode)
         self.cache[self.asked] = longer[:, :, -frames:]
         self.asked += 1

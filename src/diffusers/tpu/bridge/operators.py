@@ -18,6 +18,7 @@ from ..kernels import convolution as convolution_kernel
 from ..kernels.attention.api import attention
 from ..kernels.kept import layer_result
 from ..kernels.settings import current, using
+from ..kernels.video.chunks import Behind
 from ..kernels.video.convolution import by_columns
 from ..kernels.video.halo import NotByShards, halo_shards
 from ..kernels.video.norm import normed
@@ -123,16 +124,16 @@ def _normed_shard(x: jax.Array, groups: int, weight, bias, eps: float) -> jax.Ar
 WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already, rows at its ends are to be repeated"
 
 
-def joined_in_time(environment, *parts: jax.Array) -> Tensor:
-    """Frames [B, C, t, H, W] one after another; a convolution that reads them lays them beside its neighbours' itself."""
-    return made_of(Tensor(jnp.concatenate(parts, 2), environment), joined_in_time, *parts)
+def joined_in_time(environment, frames: Behind) -> Tensor:
+    """Frames [B, C, t, H, W] behind others; a convolution that reads them lays them beside its neighbours' itself."""
+    return made_of(Tensor(frames.joined(2), environment), joined_in_time, frames)
 
 
 def _with_neighbours(input, split, left: int, right: int, repeated: bool = False) -> jax.Array:
     """`HaloShards.with_neighbours` of a tensor, which is from then on read from there: nothing has to hold it twice."""
-    parts = operands(input, joined_in_time)
-    beside = split.with_neighbours(parts or input.jax(), left, right, repeated=repeated, time=2 if parts else None)
-    if parts:
+    (behind,) = operands(input, joined_in_time) or (None,)
+    beside = split.with_neighbours(behind or input.jax(), left, right, repeated=repeated, time=2 if behind else None)
+    if behind:
         input._elem = beside[..., left : left + input.shape[-1]]
     return beside
 

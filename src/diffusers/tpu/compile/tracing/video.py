@@ -46,15 +46,19 @@ shard_width = _lifted(halo.shard_width)
 scan_batches = _lifted(chunks.scan_batches, axis=2)
 
 
-def behind(before: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """x [B, C, T, H, W] behind the frames before it, for a convolution: what computes x writes it where that reads it (see `operators`)."""
-    return joined_in_time(environment(), before.jax(), x.jax())
+def behind(before: torch.Tensor, x: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+    """x [B, C, T, H, W] behind the frames before it, for a convolution: what computes x writes it where that reads it (see `operators`).
+
+    `first`: where this truth holds, x's first frame stands in the place of each of those.
+    """
+    first = None if first is None else first.jax()
+    return joined_in_time(environment(), chunks.Behind(before.jax(), x.jax(), first))
 
 
 def causal_pad(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:
-    """`chunks.causal_parts` of x [B, C, T, H, W] as `behind`."""
-    parts = chunks.causal_parts(x.jax(), None if kept is None else kept.jax(), frames, axis=2)
-    return joined_in_time(environment(), *parts)
+    """`chunks.causal_frames` of x [B, C, T, H, W] as `behind`."""
+    kept = None if kept is None else kept.jax()
+    return joined_in_time(environment(), chunks.causal_frames(x.jax(), kept, frames, axis=2))
 
 
 def scan_chunks(step: Callable, x: torch.Tensor, size: int, slots: int) -> torch.Tensor:

@@ -6,6 +6,7 @@
 import contextvars
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -67,32 +68,58 @@ def full_places(frames: int) -> jax.Array | None:
     return first | (jnp.arange(frames) > 0) if longer else None
 
 
+@dataclass(frozen=True)
+class Behind:
+    """Frames x behind others.
+
+    Attributes:
+        before: those others. The last `over` of them stand in the place of x's first.
+        first: where this traced truth holds, x's first frame stands in the place of each of them; None: nowhere.
+    """
+
+    before: jax.Array
+    x: jax.Array
+    first: jax.Array | None = None
+    over: int = 0
+
+    def length(self, axis: int) -> int:
+        return self.before.shape[axis] - self.over + self.x.shape[axis]
+
+    def frames_before(self, own: jax.Array) -> jax.Array:
+        """`before`, for x's first frame."""
+        return self.before if self.first is None else jnp.where(self.first, own, self.before)
+
+    def joined(self, axis: int) -> jax.Array:
+        before = self.frames_before(lax.slice_in_dim(self.x, 0, 1, axis=axis))
+        rest = lax.slice_in_dim(self.x, self.over, self.x.shape[axis], axis=axis)
+        return jnp.concatenate([before, rest], axis)
+
+
 def causal_pad(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> jax.Array:
-    """The `causal_parts` of x as one array."""
-    return jnp.concatenate(causal_parts(x, kept, frames, axis), axis)
+    """The `causal_frames` of x as one array."""
+    return causal_frames(x, kept, frames, axis).joined(axis)
 
 
-def causal_parts(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> tuple[jax.Array, ...]:
+def causal_frames(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> Behind:
     """x with so many frames before it: those `kept` of the batch before, in the first batch its own first frame.
 
-    Where its first place is empty, they come before the second.
+    Where its first place is empty, they come before the second, and something comes before them.
     """
-    (first, longer), own = _batch.get(), lax.slice_in_dim(x, 0, 1, axis=axis)
-    before = jnp.concatenate([own] * frames, axis)
+    first, longer = _batch.get()
     if first is None:
-        return before if kept is None else kept, x
-    before = jnp.where(first, before, kept)
+        return Behind(
+            jnp.concatenate([lax.slice_in_dim(x, 0, 1, axis=axis)] * frames, axis) if kept is None else kept, x
+        )
     if not longer:
-        return before, x
-    none = jnp.where(first, own, lax.slice_in_dim(kept, 0, 1, axis=axis))
-    return none, before, lax.slice_in_dim(x, 1, x.shape[axis], axis=axis)
+        return Behind(kept, x, first)
+    return Behind(jnp.concatenate([lax.slice_in_dim(kept, 0, 1, axis=axis), kept], axis), x, first, over=1)
 
 
 def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.Array:
     """`step` of batches of `size` frames of a traced x, one after another, its outputs joined in time.
 
     The first batch holds the remainder as well. For a remainder of one frame, with an even size, the others have an empty place,
-    so that one program computes them all: `causal_pad` and `full_places` leave it out. With a longer remainder the
+    so that one program computes them all: `causal_frames` and `full_places` leave it out. With a longer remainder the
     first batch is a program of its own. `step`: (batch, cache, None for the first) -> (output, cache, whose shapes stay).
     """
     frames = x.shape[axis]

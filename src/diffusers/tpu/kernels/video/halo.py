@@ -22,6 +22,7 @@ from ..attention.api import attention
 from ..attention.masks import Mask
 from ..attention.reference import Keys, Out, Queries, Values, padded_to
 from ..settings import bound, current, using
+from .chunks import Behind
 
 
 class NotByShards(NotImplementedError):
@@ -67,20 +68,21 @@ class HaloShards:
         return self.width < self.count * self.local
 
     def with_neighbours(
-        self, x: jax.Array | tuple, left: int, right: int, axis: int = -1, repeated=False, time: int | None = None
+        self, x: jax.Array | Behind, left: int, right: int, axis: int = -1, repeated=False, time: int | None = None
     ) -> jax.Array:
         """A shard with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
         Rows that are filled up become as what is beyond the map. What computes a video writes it where it stands in the result: nothing is
-        copied afterwards. `x`: or several videos, which follow each other along `time`.
+        copied afterwards. `x`: or frames behind others along `time`.
 
         Raises NotByShards where a neighbour has fewer columns.
         """
-        parts = x if isinstance(x, tuple) else (x,)
-        axis %= parts[0].ndim
-        local = parts[0].shape[axis]
+        behind = x if isinstance(x, Behind) else None
+        x = x if behind is None else behind.x
+        axis %= x.ndim
+        local = x.shape[axis]
         if not left and not right:
-            return parts[0] if len(parts) == 1 else jnp.concatenate(parts, time)
+            return x if behind is None else behind.joined(time)
         if max(left, right) > local:
             raise NotByShards(
                 f"expected shards of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
@@ -94,20 +96,23 @@ class HaloShards:
                 return _filled_up(_filled_up(part, rows - 1, axis - 1, repeated), columns - 1, axis, repeated)
             return _filled_up(part, last, axis, repeated) if self.filled else part
 
-        in_place = parts[0].ndim == 5  # a map's columns lie within registers, where that is slow
+        in_place = x.ndim == 5  # a map's columns lie within registers, where that is slow
         first = left if in_place else 0
         if in_place:
-            sizes = list(parts[0].shape)
+            sizes, start = list(x.shape), [left if a == axis else 0 for a in range(x.ndim)]
             sizes[axis] += left + right
-            if time is not None:
-                sizes[time] = sum(part.shape[time] for part in parts)
-            whole, before = lax.empty(tuple(sizes), parts[0].dtype), 0
-            for part in parts:
-                start = [left if a == axis else before if a == time else 0 for a in range(part.ndim)]
-                whole = lax.dynamic_update_slice(whole, filled(part), start)
-                before += 0 if time is None else part.shape[time]
+            if behind is None:
+                whole = lax.dynamic_update_slice(lax.empty(tuple(sizes), x.dtype), filled(x), start)
+            else:  # x's first frame is read from where x is written: nothing has to hold x beside that
+                sizes[time], at = behind.length(time), behind.length(time) - x.shape[time]
+                from_there = [at if a == time else place for a, place in enumerate(start)]
+                whole = lax.dynamic_update_slice(lax.empty(tuple(sizes), x.dtype), filled(x), from_there)
+                own = [1 if a == time else size for a, size in enumerate(x.shape)]
+                before = behind.frames_before(lax.dynamic_slice(whole, from_there, own))
+                before = before if behind.first is None else lax.optimization_barrier(before)
+                whole = lax.dynamic_update_slice(whole, filled(before), start)
         else:
-            whole = filled(parts[0])
+            whole = filled(x)
 
         def columns(start, number):
             return lax.slice_in_dim(whole, first + start, first + start + number, axis=axis)
