@@ -259,7 +259,7 @@ def _vae(rows: list[dict]) -> list[str]:
         module = {"ours": "upstream's", "ours, in tiles": "upstream's, in tiles", "nnx": "plain JAX"}[row["variant"]]
         seconds = span(row["seconds"], row.get("slower")) if row["seconds"] else "no room"
         seconds += ", modelled" if row["how"] == "modelled" else ""
-        took = f"{row['compile_seconds']:.0f}" if compiled else ""
+        took = f"{row['compile_seconds']:.0f}" if compiled and row["compile_seconds"] is not None else ""
         work = (work_of(row), row["entry"], row["topology"], row["dtype"], module)
         lines.append((*work, seconds, f"{held['activations']:.1f}", took))
     return markdown((*head, "compilation, s"), lines)

@@ -35,10 +35,12 @@ def _convolved(layer, inputs, conv_cache=None):
         return type(layer).forward(layer, inputs, conv_cache)
     if not back:
         return layer.conv(inputs), None
-    from ...tpu.compile.tracing import causal_pad
+    from ...tpu.compile.tracing import causal_pad, taken_before
 
     inputs = causal_pad(inputs, conv_cache, back)
-    return layer.conv(inputs), inputs[:, :, -back:]  # read from where the convolution has them
+    out = layer.conv(inputs)
+    kept, out = taken_before(inputs[:, :, -back:], out)  # read from where the convolution has them
+    return out, kept
 
 
 def _not_in_parts(conv, x):

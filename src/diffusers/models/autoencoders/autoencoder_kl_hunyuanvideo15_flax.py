@@ -57,10 +57,14 @@ _chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
 
 def _convolved(layer, x):
     """As upstream's: looks back in time, the map's edges repeated around it."""
+    from ...tpu.compile.tracing import taken_before
+
     chunk, (*sides, back, ahead) = _chunk.get(), layer.time_causal_padding
     if chunk is None or not back:
         return type(layer).forward(layer, x)
-    return layer.conv(chunk.padded(x, back, *sides, 0, ahead, mode=layer.pad_mode))
+    slot, out = chunk.asked, layer.conv(chunk.padded(x, back, *sides, 0, ahead, mode=layer.pad_mode))
+    chunk.cache[slot], out = taken_before(chunk.cache[slot], out)
+    return out
 
 
 def _upsampled(layer, x):

@@ -20,4 +20,5 @@ from .video import (
     scan_chunks,
     shard_maps,
     shard_width,
+    taken_before,
 )

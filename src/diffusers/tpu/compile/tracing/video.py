@@ -55,6 +55,11 @@ def behind(before: torch.Tensor, x: torch.Tensor, first: torch.Tensor | None = N
     return joined_in_time(environment(), chunks.Behind(before.jax(), x.jax(), first))
 
 
+def taken_before(kept: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both; what `kept` is a part of has not to be there any more when `out` is used."""
+    return _lifted(lambda *both: lax.optimization_barrier(both))(kept, out)
+
+
 def causal_pad(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:
     """`chunks.causal_frames` of x [B, C, T, H, W] as `behind`."""
     kept = None if kept is None else kept.jax()
