@@ -156,8 +156,8 @@ def of_norm(draw):
     return run, plain, (draw(2, 300, 320), draw(320), draw(2, 1, 320), draw(1, 1, 320))
 
 
-def of_convolution(edge, repeated, draw):
-    how = {"edge": edge, "repeated": repeated}
+def of_convolution(edge, repeated, doubled, draw):
+    how = {"edge": edge, "repeated": repeated, "doubled": doubled}
     run = functools.partial(convolution.convolution, settings=KERNELS, **how)
     plain = functools.partial(convolution._plain, wide=False, **how)
     return run, plain, (draw(1, 18, 3, 32, 64), draw(3, 2, 3, 128, 64), draw(128))
@@ -172,9 +172,10 @@ def of_convolution(edge, repeated, draw):
         functools.partial(of_linear, "", False, 1, True),
         of_rotary,
         of_norm,
-        functools.partial(of_convolution, 1, False),
-        functools.partial(of_convolution, 0, False),
-        functools.partial(of_convolution, 1, True),
+        functools.partial(of_convolution, 1, False, False),
+        functools.partial(of_convolution, 1, False, True),
+        functools.partial(of_convolution, 0, False, False),
+        functools.partial(of_convolution, 1, True, False),
     ],
 )
 def test_other_kernels_have_gradients_of_plain_operations(chips, case, monkeypatch):

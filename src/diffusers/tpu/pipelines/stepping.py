@@ -7,6 +7,7 @@ A step that draws noise, asks for values on the chips, or writes into what it is
 
 import contextlib
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dic
 
 def _static(leaf):
     if isinstance(leaf, (torch.Tensor, np.ndarray)):
-        if np.prod(leaf.shape) > LARGEST_TABLE or leaf.dtype == object or getattr(leaf, "is_meta", False):
+        if math.prod(leaf.shape) > LARGEST_TABLE or leaf.dtype == object or getattr(leaf, "is_meta", False):
             raise Unlike("a large tensor or array of the host's")
         return leaf.dtype, leaf.shape, _bytes(leaf)
     if isinstance(leaf, (float, FrozenDict)):  # its configuration

@@ -112,6 +112,7 @@ class Libraries:
         self.names = [[n for n, x in held.items() if callable(x) and n[:2] != "__"] for held in self.namespaces]
         self.getters = [operator.itemgetter("__name__", "__name__", *some) for some in self.names]
         self.held = self._values()
+        self.all_held = [*itertools.chain.from_iterable(self.held)]
         found = zip(self.modules, self.names, self.held)
         self.key = tuple((Module(m.__name__), _version(m, dict(zip(some, held[2:])))) for m, some, held in found)
 
@@ -123,7 +124,7 @@ class Libraries:
             now = self._values()
         except KeyError:
             return False
-        return all(all(map(operator.is_, one, other)) for one, other in zip(now, self.held))
+        return all(map(operator.is_, itertools.chain.from_iterable(now), self.all_held))
 
     def put_into(self) -> Iterator[types.FunctionType]:
         """What is not the library's."""
