@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .linear import rows_over_mesh, whole_lanes
 from .pallas import LANES, call_kernel, cost, with_gradients_of
+from .rows import rows_over_mesh, whole_lanes
 from .settings import Settings
 
 

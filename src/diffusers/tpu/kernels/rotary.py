@@ -16,9 +16,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from .linear import rows_over_mesh
 from .norm import Norm, inverse_of, mean_of
 from .pallas import LANES, added_up, call_kernel, cost, with_gradients_of
+from .rows import rows_over_mesh
 from .settings import Settings
 
 
