@@ -35,12 +35,9 @@ def _convolved(layer, inputs, conv_cache=None):
         return type(layer).forward(layer, inputs, conv_cache)
     if not back:
         return layer.conv(inputs), None
-    from ...tpu.compile.tracing import causal_pad, taken_before
+    from ...tpu.compile.tracing import causal_pad, keeping_last
 
-    inputs = causal_pad(inputs, conv_cache, back)
-    out = layer.conv(inputs)
-    kept, out = taken_before(inputs[:, :, -back:], out)  # read from where the convolution has them
-    return out, kept
+    return keeping_last(layer.conv, causal_pad(inputs, conv_cache, back), back)
 
 
 def _not_in_parts(conv, x):

@@ -25,12 +25,12 @@ def upsampled(layer, hidden_states, output_size=None, *args, **kwargs):
     """As upstream's: doubles the map and convolves it."""
     from ...tpu.compile.tracing import doubled, on_one_chip
 
-    conv, asked = getattr(layer, "conv", None), (output_size, layer.norm, layer.use_conv_transpose, layer.interpolate)
+    conv = getattr(layer, "conv", None)
+    doubles = layer.interpolate and layer.norm is None and output_size is None
     plain = type(conv) is torch.nn.Conv2d and (conv.kernel_size, conv.padding_mode) == ((3, 3), "zeros")
-    plain = plain and conv.bias is not None
-    if not (plain and asked == (None, None, False, True) and on_one_chip()):
-        return type(layer).forward(layer, hidden_states, output_size, *args, **kwargs)
-    return doubled(conv, hidden_states)
+    if doubles and plain and conv.bias is not None and on_one_chip():
+        return doubled(conv, hidden_states)
+    return type(layer).forward(layer, hidden_states, output_size, *args, **kwargs)
 
 
 class _Maps(Maps):

@@ -39,17 +39,16 @@ class Chunk:
         """`x`, in the first chunk `first` repeated in time."""
         return torch.where(self.number > 0, x, first.expand_as(x))
 
-    def padded(self, x, frames: int, *around, mode):
-        """x [B, C, T, H, W] behind the last `frames` before it, which in the first chunk are its frame, and padded `around`."""
-        from ...tpu.compile.tracing import behind
+    def convolved(self, conv, x, frames: int, *around, mode):
+        """`conv` of x [B, C, T, H, W] behind the last `frames` before it, which in the first chunk are its frame, padded `around`."""
+        from ...tpu.compile.tracing import behind, keeping_last
 
-        before = self.cache[self.asked]
+        slot, before = self.asked, self.cache[self.asked]
+        self.asked += 1
         before = x.new_zeros(*x.shape[:2], frames, *x.shape[3:]) if before is None else before
         longer = behind(before, x, first=self.number == 0)
-        padded = F.pad(longer, around, mode=mode)
-        self.cache[self.asked] = longer[:, :, -frames:]
-        self.asked += 1
-        return padded
+        out, self.cache[slot] = keeping_last(lambda all: conv(F.pad(all, around, mode=mode)), longer, frames)
+        return out
 
 
 _chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
@@ -57,14 +56,10 @@ _chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
 
 def _convolved(layer, x):
     """As upstream's: looks back in time, the map's edges repeated around it."""
-    from ...tpu.compile.tracing import taken_before
-
     chunk, (*sides, back, ahead) = _chunk.get(), layer.time_causal_padding
     if chunk is None or not back:
         return type(layer).forward(layer, x)
-    slot, out = chunk.asked, layer.conv(chunk.padded(x, back, *sides, 0, ahead, mode=layer.pad_mode))
-    chunk.cache[slot], out = taken_before(chunk.cache[slot], out)
-    return out
+    return chunk.convolved(layer.conv, x, back, *sides, 0, ahead, mode=layer.pad_mode)
 
 
 def _upsampled(layer, x):

@@ -72,16 +72,18 @@ def _residual(block, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream'
 
 
 def _looking_back(conv, x, feat_cache, feat_idx):
-    """The convolution of x, three taps each way, and what came before it. What it keeps is read from what it has read: nothing has to hold
-    x twice."""
-    from ...tpu.compile.tracing import behind, taken_before
+    """The convolution of x, three taps each way, behind what came before it."""
+    from ...tpu.compile.tracing import behind, keeping_last
 
     slot = feat_idx[0]
     feat_idx[0] += 1
     before, (batch, channels, _, *size) = feat_cache[slot], x.shape
     longer = behind(x.new_zeros(batch, channels, HISTORY, *size) if before is None else before, x)
-    out = torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(longer, (1, 1, 1, 1)))
-    feat_cache[slot], out = taken_before(longer[:, :, -HISTORY:], out)
+
+    def convolved(frames):
+        return torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(frames, (1, 1, 1, 1)))
+
+    out, feat_cache[slot] = keeping_last(convolved, longer, HISTORY)
     return out
 
 

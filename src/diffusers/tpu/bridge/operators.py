@@ -126,13 +126,13 @@ WITH_NEIGHBOURS = "columns of the neighbours stand beside a shard already, rows 
 
 def joined_in_time(environment, frames: Behind) -> Tensor:
     """Frames [B, C, t, H, W] behind others; a convolution that reads them lays them beside its neighbours' itself."""
-    return made_of(Tensor(frames.joined(2), environment), joined_in_time, frames)
+    return made_of(Tensor(frames.joined(), environment), joined_in_time, frames)
 
 
 def _with_neighbours(input, split, left: int, right: int, repeated: bool = False) -> jax.Array:
     """`HaloShards.with_neighbours` of a tensor, which is from then on read from there: nothing has to hold it twice."""
     (behind,) = operands(input, joined_in_time) or (None,)
-    beside = split.with_neighbours(behind or input.jax(), left, right, repeated=repeated, time=2 if behind else None)
+    beside = split.with_neighbours(behind or input.jax(), left, right, repeated=repeated)
     if behind:
         input._elem = beside[..., left : left + input.shape[-1]]
     return beside

@@ -171,19 +171,21 @@ def tpu_convolution(
         frame, first = lax.rem(number, blocks.frames), lax.div(number, blocks.frames) * blocks.piece
         position = lax.rem(lax.broadcasted_iota(jnp.int32, (size, 1), 0), line)
         for twin in range(times):
-            of_taps = [first + (1 + reached(i, 1, twin) if doubled else i) for i in range(taps[0])]
+            of_taps = [first + 1 + reached(i, 1, twin) for i in range(taps[0])]
             seen = [
                 r.x[pl.ds(at, blocks.piece), frame + j].reshape(size, channels)
                 for at in of_taps
                 for j in range(taps[1])
             ]
             y = product(jnp.concatenate(seen, 1), taps_side_by_side(r) if reads_stored else r.side_by_side[...], 1)
-            for part, in_turns in zip(parts, [getattr(r, f"in_turns{n}", None) for n in range(len(parts))]):
-                for one in range(times):
-                    total = added(y, r.b[:, part], part, position, one)
-                    if doubled:
-                        in_turns[pl.ds(one, size, stride=2)] = total
-                total = (in_turns[...] if doubled else total).astype(dtype).reshape(blocks.piece, times * line, -1)
+            for which, part in enumerate(parts):
+                total = added(y, r.b[:, part], part, position, 0)
+                if doubled:
+                    in_turns = getattr(r, f"in_turns{which}")
+                    in_turns[pl.ds(0, size, stride=2)] = total
+                    in_turns[pl.ds(1, size, stride=2)] = added(y, r.b[:, part], part, position, 1)
+                    total = in_turns[...]
+                total = total.astype(dtype).reshape(blocks.piece, times * line, -1)
                 for n in range(blocks.piece):
                     r.o[times * (first + n) + twin, frame, :, part] = total[n, :longest]
 

@@ -12,6 +12,7 @@ from .video import (
     causal_pad,
     doubled,
     in_tiles,
+    keeping_last,
     normed_by_place,
     on_a_shard,
     on_one_chip,
@@ -20,5 +21,4 @@ from .video import (
     scan_chunks,
     shard_maps,
     shard_width,
-    taken_before,
 )

@@ -52,12 +52,14 @@ def behind(before: torch.Tensor, x: torch.Tensor, first: torch.Tensor | None = N
     `first`: where this truth holds, x's first frame stands in the place of each of those.
     """
     first = None if first is None else first.jax()
-    return joined_in_time(environment(), chunks.Behind(before.jax(), x.jax(), first))
+    return joined_in_time(environment(), chunks.Behind(before.jax(), x.jax(), 2, first))
 
 
-def taken_before(kept: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both; what `kept` is a part of has not to be there any more when `out` is used."""
-    return _lifted(lambda *both: lax.optimization_barrier(both))(kept, out)
+def keeping_last(convolve: Callable, x: torch.Tensor, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`convolve(x)` of x [B, C, T, H, W], and the last frames of x, read from where the convolution has them before its result is used:
+    nothing has to hold x twice, or any longer."""
+    out = convolve(x)
+    return _lifted(lambda *both: lax.optimization_barrier(both))(out, x[:, :, -frames:])
 
 
 def causal_pad(x: torch.Tensor, kept: torch.Tensor | None, frames: int) -> torch.Tensor:

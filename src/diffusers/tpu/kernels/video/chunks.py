@@ -71,7 +71,7 @@ def full_places(frames: int) -> jax.Array | None:
 
 @dataclass(frozen=True)
 class Behind:
-    """Frames x behind others.
+    """Frames x behind others, along `axis`.
 
     Attributes:
         before: those others. The last `over` of them stand in the place of x's first.
@@ -80,25 +80,28 @@ class Behind:
 
     before: jax.Array
     x: jax.Array
+    axis: int
     first: jax.Array | None = None
     over: int = 0
 
-    def length(self, axis: int) -> int:
-        return self.before.shape[axis] - self.over + self.x.shape[axis]
+    @property
+    def place(self) -> int:
+        """Of x's first frame."""
+        return self.before.shape[self.axis] - self.over
 
     def frames_before(self, own: jax.Array) -> jax.Array:
         """`before`, for x's first frame."""
         return self.before if self.first is None else jnp.where(self.first, own, self.before)
 
-    def joined(self, axis: int) -> jax.Array:
-        before = self.frames_before(lax.slice_in_dim(self.x, 0, 1, axis=axis))
-        rest = lax.slice_in_dim(self.x, self.over, self.x.shape[axis], axis=axis)
-        return jnp.concatenate([before, rest], axis)
+    def joined(self) -> jax.Array:
+        before = self.frames_before(lax.slice_in_dim(self.x, 0, 1, axis=self.axis))
+        rest = lax.slice_in_dim(self.x, self.over, self.x.shape[self.axis], axis=self.axis)
+        return jnp.concatenate([before, rest], self.axis)
 
 
 def causal_pad(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> jax.Array:
     """The `causal_frames` of x as one array."""
-    return causal_frames(x, kept, frames, axis).joined(axis)
+    return causal_frames(x, kept, frames, axis).joined()
 
 
 def causal_frames(x: jax.Array, kept: jax.Array | None, frames: int, axis: int = 1) -> Behind:
@@ -107,13 +110,11 @@ def causal_frames(x: jax.Array, kept: jax.Array | None, frames: int, axis: int =
     Where its first place is empty, they come before the second, and something comes before them.
     """
     first, longer = _batch.get()
-    if first is None:
-        return Behind(
-            jnp.concatenate([lax.slice_in_dim(x, 0, 1, axis=axis)] * frames, axis) if kept is None else kept, x
-        )
+    if kept is None:
+        kept = jnp.concatenate([lax.slice_in_dim(x, 0, 1, axis=axis)] * frames, axis)
     if not longer:
-        return Behind(kept, x, first)
-    return Behind(jnp.concatenate([lax.slice_in_dim(kept, 0, 1, axis=axis), kept], axis), x, first, over=1)
+        return Behind(kept, x, axis, first)
+    return Behind(jnp.concatenate([lax.slice_in_dim(kept, 0, 1, axis=axis), kept], axis), x, axis, first, over=1)
 
 
 def scan_batches(step: Callable, x: jax.Array, size: int, axis: int = 1) -> jax.Array:

@@ -68,12 +68,12 @@ class HaloShards:
         return self.width < self.count * self.local
 
     def with_neighbours(
-        self, x: jax.Array | Behind, left: int, right: int, axis: int = -1, repeated=False, time: int | None = None
+        self, x: jax.Array | Behind, left: int, right: int, axis: int = -1, repeated=False
     ) -> jax.Array:
         """A shard with `left` and `right` columns of its neighbours; beyond the map zeros, or its last column `repeated`.
 
         Rows that are filled up become as what is beyond the map. What computes a video writes it where it stands in the result: nothing is
-        copied afterwards. `x`: or frames behind others along `time`.
+        copied afterwards. `x`: or frames behind others.
 
         Raises NotByShards where a neighbour has fewer columns.
         """
@@ -82,7 +82,7 @@ class HaloShards:
         axis %= x.ndim
         local = x.shape[axis]
         if not left and not right:
-            return x if behind is None else behind.joined(time)
+            return x if behind is None else behind.joined()
         if max(left, right) > local:
             raise NotByShards(
                 f"expected shards of at least {max(left, right)} columns, got {local}: split this width over fewer chips"
@@ -99,16 +99,18 @@ class HaloShards:
         in_place = x.ndim == 5  # a map's columns lie within registers, where that is slow
         first = left if in_place else 0
         if in_place:
-            sizes, start = list(x.shape), [left if a == axis else 0 for a in range(x.ndim)]
+            sizes, there = list(x.shape), [left if a == axis else 0 for a in range(x.ndim)]
             sizes[axis] += left + right
-            if behind is None:
-                whole = lax.dynamic_update_slice(lax.empty(tuple(sizes), x.dtype), filled(x), start)
-            else:  # x's first frame is read from where x is written: nothing has to hold x beside that
-                sizes[time], at = behind.length(time), behind.length(time) - x.shape[time]
-                from_there = [at if a == time else place for a, place in enumerate(start)]
-                whole = lax.dynamic_update_slice(lax.empty(tuple(sizes), x.dtype), filled(x), from_there)
-                own = [1 if a == time else size for a, size in enumerate(x.shape)]
-                before = behind.frames_before(lax.dynamic_slice(whole, from_there, own))
+            start = [*there]
+            if behind is not None:
+                sizes[behind.axis] += behind.place
+                there[behind.axis] = behind.place
+            whole = lax.dynamic_update_slice(lax.empty(tuple(sizes), x.dtype), filled(x), there)
+            if (
+                behind is not None
+            ):  # x's first frame is read from where x is written: nothing has to hold x beside that
+                own = [1 if a == behind.axis else size for a, size in enumerate(x.shape)]
+                before = behind.frames_before(lax.dynamic_slice(whole, there, own))
                 before = before if behind.first is None else lax.optimization_barrier(before)
                 whole = lax.dynamic_update_slice(whole, filled(before), start)
         else:
