@@ -111,9 +111,8 @@ class Libraries:
         self.namespaces = [*map(vars, self.modules)]
         self.names = [[n for n, x in held.items() if callable(x) and n[:2] != "__"] for held in self.namespaces]
         self.getters = [operator.itemgetter("__name__", "__name__", *some) for some in self.names]
-        values = self._values()
-        self.held = [*itertools.chain.from_iterable(values)]
-        found = zip(self.modules, self.names, values)
+        self.held = self._values()
+        found = zip(self.modules, self.names, self.held)
         self.key = tuple((Module(m.__name__), _version(m, dict(zip(some, held[2:])))) for m, some, held in found)
 
     def _values(self) -> list[tuple]:
@@ -124,11 +123,11 @@ class Libraries:
             now = self._values()
         except KeyError:
             return False
-        return all(map(operator.is_, itertools.chain.from_iterable(now), self.held))
+        return all(map(operator.is_, itertools.chain.from_iterable(now), itertools.chain.from_iterable(self.held)))
 
     def put_into(self) -> Iterator[types.FunctionType]:
         """What is not the library's."""
-        return (x for x in self.held if isinstance(x, types.FunctionType) and not is_library(x))
+        return (x for held in self.held for x in held if isinstance(x, types.FunctionType) and not is_library(x))
 
 
 class Module(str):
