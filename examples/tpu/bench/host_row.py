@@ -16,7 +16,7 @@ from . import run_module, versions
 
 SCHEDULERS = ("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler")
 CHIPS = (1, 8)
-STEPS, RUNS = 30, 5
+STEPS, RUNS = 30, 60
 CALL = {"height": 32, "width": 32, "num_frames": 5, "guidance_scale": 2.0, "output_type": "latent"}
 
 
