@@ -57,12 +57,20 @@ def test_any_map(taps, edge, repeated, positions, blocks, bias, wide):
     around = F.pad(x.double(), (edge, edge, 0, 0, 0, 0), mode="replicate" if repeated else "constant")
     exact = F.conv3d(around, w.double(), b.double() if bias else None)
     blocks = blocks or choose((*exact.shape[2:4], positions), channels, features, taps)
-    given = arrays(x.permute(0, 2, 3, 4, 1), w.permute(2, 3, 4, 0, 1), b)
+    residual = torch.randn(exact.shape, dtype=torch.float32 if wide else torch.bfloat16)
+    given = arrays(x.permute(0, 2, 3, 4, 1), w.permute(2, 3, 4, 0, 1), b, residual.permute(0, 2, 3, 4, 1))
     how = {"blocks": blocks, "edge": edge, "repeated": repeated, "wide": wide, "interpret": True}
-    ours = jax.jit(lambda x, w, b: tpu_convolution(x, w, b if bias else None, **how))(*given)
-    assert ours.dtype == (jnp.float32 if wide else jnp.bfloat16)
-    ours = np.asarray(ours.astype(jnp.float32), np.float64).transpose(0, 4, 1, 2, 3)
-    assert relative(ours, exact.numpy()) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
+
+    @jax.jit
+    def both(x, w, b, residual):
+        given = x, w, b if bias else None
+        return tpu_convolution(*given, **how), tpu_convolution(*given, residual, **how)
+
+    for ours, oracle in zip(both(*given), (exact, (exact if wide else exact.bfloat16()) + residual)):
+        assert ours.dtype == (jnp.float32 if wide else jnp.bfloat16)
+        ours = np.asarray(ours.astype(jnp.float32), np.float64).transpose(0, 4, 1, 2, 3)
+        oracle = oracle.double().numpy()
+        assert relative(ours, oracle) < (1e-5 if wide else 1.05 * rounding(exact)), (x.shape, w.shape, blocks)
 
 
 @pytest.mark.parametrize("wide", [False, True])

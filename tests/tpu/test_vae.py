@@ -211,7 +211,7 @@ WIDE = [
 
 @pytest.mark.parametrize("family, config, degrees", WIDE)
 def test_by_our_kernels_within_upstreams_error(attach, family, config, degrees):
-    """A whole VAE in bfloat16 by interpreted kernels: what convolutions read, columns of neighbours, earlier frames, doubled maps."""
+    """A whole VAE in bfloat16 by interpreted kernels: what convolutions read, columns of neighbours, earlier frames, doubled maps, shortcuts."""
     theirs, ours = both(family, functools.partial(attach, layers="kernel"), degrees, torch.bfloat16, **config)
     exact, ratios = copy.deepcopy(theirs).double(), []
     for run, x in zip((decoded, encoded), draw(family, 1, 9, 4, 6)):

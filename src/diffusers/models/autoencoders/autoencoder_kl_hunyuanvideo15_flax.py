@@ -22,6 +22,7 @@ from .autoencoder_kl_hunyuanvideo15 import (
     HunyuanVideo15AttnBlock,
     HunyuanVideo15CausalConv3d,
     HunyuanVideo15Downsample,
+    HunyuanVideo15ResnetBlock,
     HunyuanVideo15Upsample,
 )
 from .vae_maps_flax import Maps, overlapping_tiles
@@ -39,15 +40,22 @@ class Chunk:
         """`x`, in the first chunk `first` repeated in time."""
         return torch.where(self.number > 0, x, first.expand_as(x))
 
-    def convolved(self, conv, x, frames: int, *around, mode):
-        """`conv` of x [B, C, T, H, W] behind the last `frames` before it, which in the first chunk are its frame, padded `around`."""
+    def convolved(self, layer, x, shortcut=None):
+        """The layer's convolution of x [B, C, T, H, W] behind the last frames before it, which in the first chunk are its frame; the
+        map's edges are repeated around it. Beside a shortcut."""
         from ...tpu.compile.tracing import behind, keeping_last
 
+        *sides, frames, ahead = layer.time_causal_padding
         slot, before = self.asked, self.cache[self.asked]
         self.asked += 1
         before = x.new_zeros(*x.shape[:2], frames, *x.shape[3:]) if before is None else before
         longer = behind(before, x, first=self.number == 0)
-        out, self.cache[slot] = keeping_last(lambda all: conv(F.pad(all, around, mode=mode)), longer, frames)
+
+        def convolved(all):
+            out = layer.conv(F.pad(all, (*sides, 0, ahead), mode=layer.pad_mode))
+            return out if shortcut is None else out + shortcut
+
+        out, self.cache[slot] = keeping_last(convolved, longer, frames)
         return out
 
 
@@ -55,11 +63,23 @@ _chunk = contextvars.ContextVar("diffusers_tpu_hunyuan_chunk", default=None)
 
 
 def _convolved(layer, x):
-    """As upstream's: looks back in time, the map's edges repeated around it."""
-    chunk, (*sides, back, ahead) = _chunk.get(), layer.time_causal_padding
-    if chunk is None or not back:
-        return type(layer).forward(layer, x)
-    return chunk.convolved(layer.conv, x, back, *sides, 0, ahead, mode=layer.pad_mode)
+    """As upstream's, of a chunk behind what came before it."""
+    chunk = _chunk.get()
+    return type(layer).forward(layer, x) if chunk is None or not _looks_back(layer) else chunk.convolved(layer, x)
+
+
+def _looks_back(layer) -> bool:
+    return layer.time_causal_padding[4] > 0
+
+
+def _residual(block, x):
+    """As upstream's: norm, activation and convolution, twice, beside a shortcut."""
+    chunk = _chunk.get()
+    if chunk is None or type(block.conv2) is not HunyuanVideo15CausalConv3d or not _looks_back(block.conv2):
+        return type(block).forward(block, x)
+    shortcut = x if block.conv_shortcut is None else block.conv_shortcut(x)
+    x = block.conv1(block.nonlinearity(block.norm1(x)))
+    return chunk.convolved(block.conv2, block.nonlinearity(block.norm2(x)), shortcut)
 
 
 def _upsampled(layer, x):
@@ -170,6 +190,7 @@ PLAN = _Maps().plan(
     AutoencoderKLHunyuanVideo15,
     methods={
         (HunyuanVideo15CausalConv3d, "forward"): _convolved,
+        (HunyuanVideo15ResnetBlock, "forward"): _residual,
         (HunyuanVideo15Upsample, "forward"): _upsampled,
         (HunyuanVideo15Downsample, "forward"): _downsampled,
         (HunyuanVideo15AttnBlock, "forward"): _attended,

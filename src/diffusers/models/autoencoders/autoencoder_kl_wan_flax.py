@@ -68,11 +68,11 @@ def _residual(block, x, feat_cache=None, feat_idx=[0]):  # noqa: B006  upstream'
     shortcut = block.conv_shortcut(x)
     x = _looking_back(block.conv1, block.nonlinearity(block.norm1(x)), feat_cache, feat_idx)
     x = block.dropout(block.nonlinearity(block.norm2(x)))
-    return _looking_back(block.conv2, x, feat_cache, feat_idx) + shortcut
+    return _looking_back(block.conv2, x, feat_cache, feat_idx, shortcut)
 
 
-def _looking_back(conv, x, feat_cache, feat_idx):
-    """The convolution of x, three taps each way, behind what came before it."""
+def _looking_back(conv, x, feat_cache, feat_idx, shortcut=None):
+    """The convolution of x, three taps each way, behind what came before it, beside a shortcut."""
     from ...tpu.compile.tracing import behind, keeping_last
 
     slot = feat_idx[0]
@@ -81,7 +81,8 @@ def _looking_back(conv, x, feat_cache, feat_idx):
     longer = behind(x.new_zeros(batch, channels, HISTORY, *size) if before is None else before, x)
 
     def convolved(frames):
-        return torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(frames, (1, 1, 1, 1)))
+        out = torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(frames, (1, 1, 1, 1)))
+        return out if shortcut is None else out + shortcut
 
     out, feat_cache[slot] = keeping_last(convolved, longer, HISTORY)
     return out

@@ -11,6 +11,7 @@ rounds where the single operations round; they are dead code then.
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ def register(env):
         env.override_op_definition(overload, functools.partial(ours, env._get_op_or_decomp(overload).func))
     for overload, one, *follow in (
         (aten.mul.Tensor, jnp.multiply, _gated, norms.times, norms.by_hand, norms.turned, norms.turned_complex),
-        (aten.add.Tensor, jnp.add, _added, norms.plus),
+        (aten.add.Tensor, jnp.add, _added, _with_residual, norms.plus),
         (aten.sub.Tensor, jnp.subtract),
     ):
         theirs = env._get_op_or_decomp(overload)
@@ -349,6 +350,17 @@ def _added(result, x, residual):
         return None if wide is None else made_of(result, _added, layer, gate, wide.narrow)
     whole = _again(layer, gate, residual.jax())
     return None if whole is None else Tensor(whole, result._env)
+
+
+def takes_residual(result: Tensor, again: Callable[[jax.Array], jax.Array]) -> Tensor:
+    """The result, of which `again` of a residual is the sum, at little more than its own cost."""
+    return made_of(result, takes_residual, again)
+
+
+def _with_residual(result, x, residual):
+    (again,) = operands(x, takes_residual) or (None,)
+    alike = result.shape == x.shape == residual.shape and result.dtype == x.dtype == residual.dtype
+    return Tensor(again(residual.jax()), result._env) if again is not None and alike else None
 
 
 def _again(layer: Layer, gate=None, residual=None, activation: str = "") -> jax.Array | None:

@@ -227,7 +227,10 @@ def _convolution(
     if split is not None and stride == (1,) * axes and simple and not (axes == 2 and x.dtype == jnp.bfloat16):
         rows_repeated = axes == 3 and repeated == [(0, 0), (1, 1)] and not any(map(any, widths))
         x, widths = (beside, [*repeated, (0, 0)]) if rows_repeated else (x, widths)
-        return Tensor(_by_columns(x, w, b, widths[:-1], rows_repeated), input._env)
+        how = x, w, b, widths[:-1], rows_repeated
+        return layers.takes_residual(
+            Tensor(_by_columns(*how), input._env), lambda residual: _by_columns(*how, residual)
+        )
     here = split is not None or current().chips == 1  # a sum of slices the partitioner would exchange slice by slice
     if here and dilation == stride == (1,) * axes and groups == x.shape[1] == len(w) > 1:
         return Tensor(_by_channel(x, w, b, widths).astype(x.dtype), input._env)
@@ -285,13 +288,16 @@ def _by_patches(x, w, b):
     return jnp.moveaxis(y if b is None else y + b, -1, 1)
 
 
-def _by_columns(x, w, b, widths, repeated=False):
+def _by_columns(x, w, b, widths, repeated=False, residual=None):
     """A convolution [N, C, (T,) H, W] of stride 1 as `by_columns` computes it."""
     if x.ndim == 4:  # many maps, none of which sees another: as if they were one's frames
-        out = _by_columns(x.swapaxes(0, 1)[None], w[:, :, None], b, [(0, 0), *widths])
+        residual = None if residual is None else residual.swapaxes(0, 1)[None]
+        out = _by_columns(x.swapaxes(0, 1)[None], w[:, :, None], b, [(0, 0), *widths], residual=residual)
         return out[0].swapaxes(0, 1)
     columns, by_tap = x.transpose(0, 4, 2, 3, 1), w.transpose(2, 3, 4, 1, 0)
-    return by_columns(columns, by_tap, b, widths, repeated=repeated).transpose(0, 4, 2, 3, 1)
+    residual = None if residual is None else residual.transpose(0, 4, 2, 3, 1)
+    out = by_columns(columns, by_tap, b, widths, repeated=repeated, residual=residual)
+    return out.transpose(0, 4, 2, 3, 1)
 
 
 def _in_float32(jax_function, x, *args, **kwargs):

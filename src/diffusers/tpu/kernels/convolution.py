@@ -16,7 +16,7 @@ another order, and of one product's taps two positions are added up, half the wo
 w is read as the TPU lays torch's weights [O, C, ...]: the two last axes last. A block of whole registers has its taps side by side as it
 is; of another they are put so once, in VMEM.
 
-VMEM: two buffers of x [lines + taps - 1, frames + taps - 1, P, C], w [taps, features, C], the result; a spilled piece, twice.
+VMEM: two buffers of x [lines + taps - 1, frames + taps - 1, P, C], w [taps, features, C], the result and a residual; a spilled piece, twice.
 """
 
 import functools
@@ -60,6 +60,7 @@ def choose(
     taps: tuple[int, int, int],
     generation: str | None = None,
     doubled: bool = False,
+    with_residual: bool = False,
 ) -> Blocks | None:
     """Blocks that fit VMEM and compile in seconds: with least work for what fills up matrix units, then the least to fetch; None if none do.
 
@@ -80,7 +81,7 @@ def choose(
                 fixed += 2 * round_up(wide, ROWS) * round_up(math.prod(taps[:2]) * channels, LANES)
             if doubled:
                 fixed += 8 * piece * positions * round_up(columns, LANES)
-            made = 8 if doubled else 2
+            made = (8 if doubled else 2) * (2 if with_residual else 1)
             slower = max(piece * positions, LEAST_PIECE) / (piece * positions)
             for t in range(1, frames + 1):
                 for l in range(piece, round_up(lines, piece) + 1, piece):  # noqa: E741
@@ -113,6 +114,7 @@ def tpu_convolution(
     x: Float[Array, "B L T P C"],
     w: Float[Array, "l t p O C"] | Float[Array, "N l t p O C"],
     b: Float[Array, " O"] | None,
+    residual: Float[Array, "B M U Q O"] | None = None,
     *,
     layer: Int[Array, ""] | None = None,
     blocks: Blocks,
@@ -125,7 +127,8 @@ def tpu_convolution(
 ) -> Float[Array, "B M U Q O"]:
     """The convolution with `edge` zeros at both ends of each line, and nothing around lines and frames, summed in float32.
 
-    If `repeated`, with each line's own end in place of one zero there. Rounded once to x's dtype, or in float32 if `wide`.
+    If `repeated`, with each line's own end in place of one zero there. Rounded once to x's dtype, or in float32 if `wide`; then the
+    residual is added, and the sum rounded.
     `doubled`: of x with each line and position twice, by three taps of both and an edge of one: M = 2 (L - 2), Q = 2 P.
     `layer`: which one of a stack w is; a slice of it would be a copy.
     """
@@ -187,7 +190,14 @@ def tpu_convolution(
                     total = in_turns[...]
                 total = total.astype(dtype).reshape(blocks.piece, times * line, -1)
                 for n in range(blocks.piece):
-                    r.o[times * (first + n) + twin, frame, :, part] = total[n, :longest]
+                    place = times * (first + n) + twin, frame, slice(None), part
+                    r.o[place] = (
+                        total[n, :longest]
+                        if residual is None
+                        else (total[n, :longest].astype(jnp.float32) + r.residual[place].astype(jnp.float32)).astype(
+                            dtype
+                        )
+                    )
 
     def added(y, total, part, position, one):
         """The bias and columns `part` of each tap's features, moved to where the tap is asked for."""
@@ -211,7 +221,12 @@ def tpu_convolution(
     out = jax.ShapeDtypeStruct(
         (batch, steps[2] * times * blocks.lines, steps[3] * blocks.frames, longest, features), dtype
     )
-    out_block = (None, times * blocks.lines, blocks.frames, longest, blocks.features)
+    out_block = pl.BlockSpec(
+        (None, times * blocks.lines, blocks.frames, longest, blocks.features), lambda n, i, l, t, *_: (i, l, t, 0, n)
+    )
+    added_up = {}
+    if residual is not None:
+        added_up["residual"] = jnp.pad(residual, [(0, 0)] * 3 + [(0, longest - kept), (0, 0)]), out_block
     out = call_kernel(
         run,
         "linear_kernel_of_windows",
@@ -226,12 +241,13 @@ def tpu_convolution(
             ),
             "w": (w, of_weights),
             "b": (b, pl.BlockSpec((1, blocks.features), lambda n, *_: (0, n))),
+            **added_up,
         },
-        {"o": (out, pl.BlockSpec(out_block, lambda n, i, l, t, *_: (i, l, t, 0, n)))},
+        {"o": (out, out_block)},
         parallel=1,
         scalars=scalars,
         scratch=scratch,
-        work=cost(x, one_layer, out, flops=flops),
+        work=cost(x, one_layer, out, *(array for array, _ in added_up.values()), flops=flops),
         interpret=interpret,
         vmem_bytes=vmem_room(generation),
     )["o"]
@@ -243,6 +259,7 @@ def convolution(
     w: Float[Array, "l t p O C"],
     b: Float[Array, " O"] | None,
     settings: Settings,
+    residual: Float[Array, "B M U Q O"] | None = None,
     *,
     edge: int,
     repeated: bool = False,
@@ -261,15 +278,17 @@ def convolution(
     taken = taken and channels >= LEAST_CHANNELS and not channels % 32 and (features < LANES or not features % 32)
     taken = taken and 2 * edge < taps[2] <= positions and not (repeated and edge > 1) and min(lines, frames) > 0
     sizes = lines, frames, positions
-    blocks = choose(sizes, channels, features, tuple(taps), settings.generation, doubled) if taken else None
+    of_call = sizes, channels, features, tuple(taps), settings.generation, doubled, residual is not None
+    blocks = choose(*of_call) if taken else None
     if blocks is None:
         return None
     how = {"edge": edge, "repeated": repeated, "doubled": doubled, "wide": wide}
     chip = {"generation": settings.generation, "interpret": settings.interpreted}
     run = functools.partial(tpu_convolution, blocks=blocks, **chip, **how)
     if settings.differentiable:
-        return _differentiable(run, settings, **how)(x, w, b)
-    return run(x, w, b) if layers is None else run(x, layers[0], b, layer=layers[1])
+        y = _differentiable(run, settings, **how)(x, w, b)
+        return y if residual is None else y + residual
+    return run(x, w, b, residual) if layers is None else run(x, layers[0], b, residual, layer=layers[1])
 
 
 def _differentiable(run, settings: Settings, edge: int, repeated: bool, doubled: bool, wide: bool):

@@ -28,24 +28,26 @@ def by_columns(
     padding: list[tuple[int, int]],
     strides: tuple[int, int] = (1, 1),
     repeated: bool = False,
+    residual: Float[Array, "B V U G O"] | None = None,
 ) -> Float[Array, "B V U G O"]:
     """A convolution summed in float32 and rounded once: `padding` and `strides` of time and height; the width is padded already, its stride is 1.
 
-    `repeated`: the height is padded by its ends, not by zeros.
+    `repeated`: the height is padded by its ends, not by zeros. `residual`: what is then added.
     """
     dtype, taps, features, (in_time, (top, bottom)) = x.dtype, w.shape[2], w.shape[4], padding
     x, w = _as_the_unit_has_it(x, w)
     if tuple(strides) == (1, 1) and top == bottom:
         lines = jnp.pad(x, [(0, 0), (0, 0), in_time, (0, 0), (0, 0)])
         how = {"edge": top, "repeated": repeated, "wide": dtype == jnp.float32}
-        y = convolution(lines, w.transpose(2, 0, 1, 4, 3), b, current(), **how)
+        y = convolution(lines, w.transpose(2, 0, 1, 4, 3), b, current(), residual, **how)
         if y is not None:
             return y
     if repeated:
         x, padding = jnp.pad(x, [(0, 0)] * 3 + [(top, bottom), (0, 0)], mode="edge"), [in_time, (0, 0)]
     y, columns = _taps(x, w, padding, strides), x.shape[1] - taps + 1
     y = sum(y[:, tap : tap + columns, ..., tap * features : (tap + 1) * features] for tap in range(taps))
-    return (y if b is None else y + b).astype(dtype)
+    y = (y if b is None else y + b).astype(dtype)
+    return y if residual is None else y + residual
 
 
 def doubled_by_lines(
