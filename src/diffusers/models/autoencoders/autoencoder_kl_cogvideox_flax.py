@@ -28,16 +28,21 @@ from .autoencoder_kl_cogvideox import (
 from .vae_maps_flax import Maps, overlapping_tiles, spatial_ratio
 
 
-def _convolved(layer, inputs, conv_cache=None):
-    """As upstream's: (the convolution of the inputs behind the last frames before them, its last frames)."""
+def _convolved(layer, inputs, conv_cache=None, shortcut=None):
+    """As upstream's: (the convolution of the inputs behind the last frames before them, its last frames), beside a shortcut."""
+
+    def convolved(x):
+        return layer.conv(x) if shortcut is None else layer.conv(x) + shortcut
+
     back = layer.time_kernel_size - 1
     if layer.pad_mode == "replicate":
-        return type(layer).forward(layer, inputs, conv_cache)
+        out, kept = type(layer).forward(layer, inputs, conv_cache)
+        return out if shortcut is None else out + shortcut, kept
     if not back:
-        return layer.conv(inputs), None
+        return convolved(inputs), None
     from ...tpu.compile.tracing import causal_pad, keeping_last
 
-    return keeping_last(layer.conv, causal_pad(inputs, conv_cache, back), back)
+    return keeping_last(convolved, causal_pad(inputs, conv_cache, back), back)
 
 
 def _not_in_parts(conv, x):
@@ -53,24 +58,20 @@ def _spatial_norm(norm, f, zq, conv_cache=None, silu=False):
 
 
 def _residual(block, inputs, temb=None, zq=None, conv_cache=None):
-    """As upstream's: norm, SiLU and convolution, twice, beside a shortcut; where no channels change, as one scan."""
-    from ...tpu.compile.tracing import scan_alike
+    """As upstream's: norm, SiLU and convolution, twice, beside a shortcut."""
+    if type(block.conv2) is not CogVideoXCausalConv3d:
+        return type(block).forward(block, inputs, temb, zq, conv_cache)
+    silu = zq is not None and type(block.nonlinearity) is torch.nn.SiLU
 
-    def half(norm_and_conv, x, kept):
-        norm, conv = norm_and_conv
-        silu = zq is not None and type(block.nonlinearity) is torch.nn.SiLU
+    def activated(norm, x):
         x = norm(x) if zq is None else norm(x, zq, silu=silu)[0]
-        return conv(x if silu else block.nonlinearity(x), conv_cache=kept)
+        return x if silu else block.nonlinearity(x)
 
-    halves = [torch.nn.ModuleList([block.norm1, block.conv1]), torch.nn.ModuleList([block.norm2, block.conv2])]
-    if block.in_channels == block.out_channels:
-        x, keeps = scan_alike(half, halves, inputs, conv_cache)
-        return x + inputs, keeps
-    x, keeps = inputs, []
-    for one, kept in zip(halves, conv_cache or (None, None)):
-        x, kept = half(one, x, kept)
-        keeps.append(kept)
-    return x + block.conv_shortcut(inputs), keeps
+    first, second = conv_cache or (None, None)
+    shortcut = inputs if block.in_channels == block.out_channels else block.conv_shortcut(inputs)
+    x, first = block.conv1(activated(block.norm1, inputs), conv_cache=first)
+    x, second = _convolved(block.conv2, activated(block.norm2, x), second, shortcut)
+    return x, [first, second]
 
 
 def _level(block, hidden_states, temb=None, zq=None, conv_cache=None):

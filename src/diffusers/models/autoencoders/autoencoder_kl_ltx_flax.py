@@ -27,30 +27,6 @@ from .autoencoder_kl_ltx import (
 from .vae import DecoderOutput
 
 
-def _residual(block, inputs, temb=None, generator=None):
-    """As upstream's: norm, SiLU and convolution, twice, beside a shortcut; where no channels change, as one scan."""
-    from ...tpu.compile.tracing import on_a_shard, scan_alike
-
-    if not on_a_shard() or block.conv_shortcut is not None:
-        return type(block).forward(block, inputs, temb, generator)
-
-    def half(norm_and_conv, x, modulation):
-        norm, conv = norm_and_conv
-        x = norm(x.movedim(1, -1)).movedim(-1, 1)
-        if modulation is not None:
-            shift, scale = modulation
-            x = x * (1 + scale) + shift
-        return conv(block.nonlinearity(x)), None
-
-    halves = [torch.nn.ModuleList([block.norm1, block.conv1]), torch.nn.ModuleList([block.norm2, block.conv2])]
-    modulations = None
-    if block.scale_shift_table is not None:
-        table = block.scale_shift_table[None, ..., None, None, None]
-        shift_1, scale_1, shift_2, scale_2 = (temb.unflatten(1, (4, -1)) + table).unbind(1)
-        modulations = torch.stack([shift_1, shift_2]), torch.stack([scale_1, scale_2])
-    return inputs + scan_alike(half, halves, inputs, modulations)[0]
-
-
 def _level(block, hidden_states, temb=None, generator=None):
     """As upstream's: what resamples and changes channels, before or behind residual blocks, which are one scan."""
     from ...tpu.compile.tracing import on_a_shard, scan_alike
@@ -134,7 +110,6 @@ PLAN = ModelPlan(
         (AutoencoderKLLTXVideo, "tiled_encode"): tiled_encode,
         (LTXVideoDecoder3d, "forward"): _decoded,
         (LTXVideoEncoder3d, "forward"): _encoded,
-        (LTXVideoResnetBlock3d, "forward"): _residual,
         **{
             (level, "forward"): _level
             for level in (LTXVideoDownBlock3D, LTXVideo095DownBlock3D, LTXVideoMidBlock3d, LTXVideoUpBlock3d)
