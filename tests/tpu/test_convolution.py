@@ -15,7 +15,7 @@ from diffusers.tpu.bridge import layers
 from diffusers.tpu.chips.figures import CHIPS
 from diffusers.tpu.chips.mesh import make_mesh
 from diffusers.tpu.kernels import convolution as convolution_kernel
-from diffusers.tpu.kernels import linear
+from diffusers.tpu.kernels import depthwise, linear
 from diffusers.tpu.kernels.convolution import LANES, MOST_WORK, Blocks, choose, convolution, tpu_convolution
 from diffusers.tpu.kernels.settings import Settings, using
 
@@ -123,6 +123,28 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
 
     exact, found = convolved(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
     assert bool(runs) == taken
+    assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+
+
+@pytest.mark.parametrize("rows, positions, taken", [(3, 16, True), (9, 48, True), (2, 32, False), (9, 20, False)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_one_of_each_channel_alone(monkeypatch, rows, positions, taken, bias):
+    """By its kernel where rows are whole registers, else as a sum of nine maps; a last block of channels that is not full."""
+    runs, run = [], depthwise._by_kernel
+    monkeypatch.setattr(depthwise, "_by_kernel", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
+    monkeypatch.setattr(depthwise, "BLOCK_BYTES", 1 << 17)
+    channels = 128 + 8 * int(np.random.default_rng().integers(100))
+    x, w, b = draw(2, channels, rows, positions), draw(channels, 1, 3, 3), draw(channels)
+
+    def convolved(x, w, b):
+        return F.conv2d(x, w, b if bias else None, padding=1, groups=channels)
+
+    def ours(*tensors):
+        with using(KERNEL), bridge.quiet_integers(), bridge.environment():
+            return convolved(*map(bridge.to_torch, tensors)).jax()
+
+    exact, found = convolved(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
+    assert len(runs) == taken
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
 

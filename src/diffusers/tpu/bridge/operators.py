@@ -15,6 +15,7 @@ from torchax.ops import mappings
 from torchax.tensor import Tensor
 
 from ..kernels import convolution as convolution_kernel
+from ..kernels import depthwise
 from ..kernels.attention.api import attention
 from ..kernels.kept import layer_result
 from ..kernels.settings import current, using
@@ -233,7 +234,7 @@ def _convolution(
         )
     here = split is not None or current().chips == 1  # a sum of slices the partitioner would exchange slice by slice
     if here and dilation == stride == (1,) * axes and groups == x.shape[1] == len(w) > 1:
-        return Tensor(_by_channel(x, w, b, widths).astype(x.dtype), input._env)
+        return Tensor(_by_channel(x, w, b, widths), input._env)
     if split is None and simple and math.prod((*stride, *taps)) == 1 and not any(map(any, widths)):
         if (result := layers.by_position(padded, weight, b)) is not None:
             return result
@@ -265,14 +266,17 @@ def _by_lines(w, axes: int):
 
 def _by_channel(x, w, b, widths):
     """A convolution of each channel alone, in float32: a sum of shifted maps. The compiler's uses a few rows of the matrix units."""
-    channels_last = jnp.pad(x, [(0, 0), (0, 0), *widths]).transpose(0, *range(2, x.ndim), 1)
+    channels_last, by_tap = jnp.moveaxis(x, 1, -1), jnp.moveaxis(w[:, 0], 0, -1)
+    if widths == [(1, 1), (1, 1)] and (y := depthwise.by_channel(channels_last, by_tap, b, current())) is not None:
+        return jnp.moveaxis(y, -1, 1)
+    channels_last = jnp.pad(channels_last, [(0, 0), *widths, (0, 0)])
     wide = jnp.promote_types(x.dtype, jnp.float32)
     sizes = [n - taps + 1 for n, taps in zip(channels_last.shape[1:], w.shape[2:])]
     y = 0 if b is None else b.astype(wide)
     for tap in np.ndindex(w.shape[2:]):
         part = channels_last[(slice(None), *(slice(at, at + size) for at, size in zip(tap, sizes)))]
-        y = y + part.astype(wide) * w[(slice(None), 0, *tap)].astype(wide)
-    return y.transpose(0, y.ndim - 1, *range(1, y.ndim - 1))
+        y = y + part.astype(wide) * by_tap[tap].astype(wide)
+    return jnp.moveaxis(y, -1, 1).astype(x.dtype)
 
 
 def _by_patches(x, w, b):

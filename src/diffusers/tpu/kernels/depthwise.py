@@ -1,0 +1,103 @@
+"""Convolution of each channel alone, 3 x 3 positions of a map with zeros around it, for one TPU chip.
+
+The compiler's is a sum of nine maps: positions lie along sublanes, so that six of the nine are moved before they are multiplied, and x is
+filled up with zeros in memory first. Here each row is read once, what taps of one column give is summed over three rows where it
+is, and two of these three sums are moved by a position.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from .pallas import LANES, ROWS, call_kernel, cost, with_gradients_of
+from .settings import Settings
+
+
+TAPS = 3
+ROWS_AT_ONCE = 3  # in straight code: one by one takes a quarter longer
+BLOCK_BYTES = 2 << 20  # of whole maps of some channels: two buffers each of x and of the result
+MOST_BYTES = 8 << 20  # of those of a register's lanes
+
+
+def by_channel(
+    x: Float[Array, "B H W C"], w: Float[Array, "3 3 C"], b: Float[Array, " C"] | None, settings: Settings
+) -> Float[Array, "B H W C"] | None:
+    """Each channel's own convolution, summed in float32 and rounded once; None for a call that the kernel does not take.
+
+    It takes bfloat16, rows of whole registers of positions, maps that VMEM holds, and one chip.
+    """
+    _, height, width, channels = x.shape
+    taken = settings.own_layers and settings.chips == 1 and x.dtype == w.dtype == jnp.bfloat16
+    taken = taken and w.shape[:2] == (TAPS, TAPS) and height >= TAPS and width % ROWS == 0 and channels >= LANES
+    if not taken or 2 * height * width * LANES > MOST_BYTES:
+        return None
+    b = jnp.zeros(channels, jnp.float32) if b is None else b
+    run = functools.partial(_by_kernel, interpret=settings.interpreted)
+    return (with_gradients_of(plainly, run) if settings.differentiable else run)(x, w, b)
+
+
+def plainly(x, w, b):
+    """The same as a sum of nine maps."""
+    padded, total = jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), b.astype(jnp.float32)
+    for i in range(TAPS):
+        for k in range(TAPS):
+            part = padded[:, i : i + x.shape[1], k : k + x.shape[2]]
+            total = total + part.astype(jnp.float32) * w[i, k].astype(jnp.float32)
+    return total.astype(x.dtype)
+
+
+def _by_kernel(x, w, b, interpret):
+    batch, height, width, channels = x.shape
+    tiles = max(1, BLOCK_BYTES // (2 * height * width * LANES))
+    lanes = min(tiles, pl.cdiv(channels, LANES)) * LANES
+
+    def run(r):
+        for at in range(0, lanes, LANES):
+            channels_of_lanes(r, slice(at, at + LANES))
+
+    def channels_of_lanes(r, part):
+        position = lax.broadcasted_iota(jnp.int32, (width, LANES), 0)
+        columns = [[r.w[TAPS * i + k : TAPS * i + k + 1, part] for i in range(TAPS)] for k in range(TAPS)]
+
+        def read(row):
+            return r.x[row, :, part].astype(jnp.float32)
+
+        def write(row, *seen):
+            rows = [(i, x) for i, x in enumerate(seen) if x is not None]
+            left, own, right = (sum(x * taps[i] for i, x in rows) for taps in columns)
+            left = jnp.where(position > 0, pltpu.roll(left, 1, 0), 0)
+            right = jnp.where(position < width - 1, pltpu.roll(right, width - 1, 0), 0)
+            r.o[row, :, part] = (r.b[:, part] + own + left + right).astype(x.dtype)
+
+        def some(start, count, above, here):
+            for row in range(count):
+                below = read(start + row + 1)
+                write(start + row, above, here, below)
+                above, here = here, below
+            return above, here
+
+        above, here = some(0, 1, None, read(0))
+        times, rest = divmod(height - 2, ROWS_AT_ONCE)
+        above, here = lax.fori_loop(
+            0, times, lambda n, rows: some(1 + n * ROWS_AT_ONCE, ROWS_AT_ONCE, *rows), (above, here)
+        )
+        above, here = some(height - 1 - rest, rest, above, here)
+        write(height - 1, above, here, None)
+
+    block = pl.BlockSpec((None, height, width, lanes), lambda n, c: (n, 0, 0, c))
+    of_channels = lambda rows: pl.BlockSpec((rows, lanes), lambda n, c: (0, c))  # noqa: E731
+    operands = {
+        "x": (x, block),
+        "w": (w.reshape(TAPS * TAPS, channels).astype(jnp.float32), of_channels(TAPS * TAPS)),
+        "b": (b.astype(jnp.float32)[None], of_channels(1)),
+    }
+    work = cost(x, x, flops=2 * TAPS * TAPS * x.size)
+    outputs, grid = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), block)}, (batch, pl.cdiv(channels, lanes))
+    return call_kernel(run, "depthwise_kernel", grid, operands, outputs, parallel=2, work=work, interpret=interpret)[
+        "o"
+    ]
