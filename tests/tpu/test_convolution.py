@@ -126,26 +126,45 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
 
-@pytest.mark.parametrize("rows, positions, taken", [(3, 16, True), (9, 48, True), (2, 32, False), (9, 20, False)])
+@pytest.mark.parametrize(
+    "batch, rows, positions, mesh, taken",
+    [(2, 3, 16, None, True), (1, 9, 48, None, True), (2, 2, 32, None, False), (2, 9, 20, None, False),
+     (2, 27, 16, (2, 4, 1), True), (1, 24, 20, (2, 2, 2), False), (2, 23, 16, (1, 8, 1), False)],
+)  # fmt: skip
 @pytest.mark.parametrize("bias", [True, False])
-def test_one_of_each_channel_alone(monkeypatch, rows, positions, taken, bias):
-    """By its kernel where rows are whole registers, else as a sum of nine maps; a last block of channels that is not full."""
+def test_one_of_each_channel_alone(chips, monkeypatch, batch, rows, positions, mesh, taken, bias):
+    """By its kernel where rows are whole registers, else as a sum of nine maps; a last block of channels that is not full. Of chips that
+    share the map each has some rows, the last ones fewer, unless there are too few."""
     runs, run = [], depthwise._by_kernel
     monkeypatch.setattr(depthwise, "_by_kernel", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
     monkeypatch.setattr(depthwise, "BLOCK_BYTES", 1 << 17)
     channels = 128 + 8 * int(np.random.default_rng().integers(100))
-    x, w, b = draw(2, channels, rows, positions), draw(channels, 1, 3, 3), draw(channels)
+    x, w, b = draw(batch, channels, rows, positions), draw(channels, 1, 3, 3), draw(channels)
+    settings = Settings(layers="kernel", mesh=mesh and make_mesh(chips, mesh))
 
     def convolved(x, w, b):
         return F.conv2d(x, w, b if bias else None, padding=1, groups=channels)
 
     def ours(*tensors):
-        with using(KERNEL), bridge.quiet_integers(), bridge.environment():
+        with using(settings), bridge.quiet_integers(), bridge.environment():
             return convolved(*map(bridge.to_torch, tensors)).jax()
 
     exact, found = convolved(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
-    assert len(runs) == taken
+    assert bool(runs) == taken
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
+
+
+def test_one_of_each_position_on_all_chips(chips):
+    x, w, b = draw(1, 72, 24, 5), draw(40, 72, 1, 1), draw(40)
+
+    def ours(*tensors):
+        with using(Settings(mesh=make_mesh(chips, (1, 8, 1)))), bridge.quiet_integers(), bridge.environment():
+            return F.conv2d(*map(bridge.to_torch, tensors)).jax()
+
+    exact, run = F.conv2d(x.double(), w.double(), b.double()), jax.jit(ours)
+    found = np.asarray(run(*arrays(x, w, b)).astype(jnp.float32), np.float64)
+    assert relative(found, exact.numpy()) < 1.05 * rounding(exact)
+    assert "convolution" not in run.lower(*arrays(x, w, b)).as_text()  # which the partitioner takes apart
 
 
 @pytest.mark.parametrize(

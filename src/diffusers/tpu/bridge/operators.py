@@ -21,7 +21,7 @@ from ..kernels.kept import layer_result
 from ..kernels.settings import current, using
 from ..kernels.video.chunks import Behind
 from ..kernels.video.convolution import by_columns
-from ..kernels.video.halo import NotByShards, halo_shards
+from ..kernels.video.halo import NotByShards, halo_shards, shard_width
 from ..kernels.video.norm import normed
 from . import indexing, joined, layers, norms, resizing
 from .layers import how_it_lies
@@ -229,15 +229,21 @@ def _convolution(
         rows_repeated = axes == 3 and repeated == [(0, 0), (1, 1)] and not any(map(any, widths))
         x, widths = (beside, [*repeated, (0, 0)]) if rows_repeated else (x, widths)
         how = x, w, b, widths[:-1], rows_repeated
-        return layers.takes_residual(
-            Tensor(_by_columns(*how), input._env), lambda residual: _by_columns(*how, residual)
-        )
-    here = split is not None or current().chips == 1  # a sum of slices the partitioner would exchange slice by slice
-    if here and dilation == stride == (1,) * axes and groups == x.shape[1] == len(w) > 1:
-        return Tensor(_by_channel(x, w, b, widths), input._env)
+        result = Tensor(_by_columns(*how), input._env)
+        return layers.takes_residual(result, lambda residual: _by_columns(*how, residual))
+    if dilation == stride == (1,) * axes and groups == x.shape[1] == len(w) > 1:
+        if split is not None or current().chips == 1:
+            return Tensor(_by_channel(x, w, b, widths), input._env)
+        if axes == 2 and taps[0] % 2 and widths[0] == (taps[0] // 2,) * 2 and x.shape[2] >= current().chips * taps[0]:
+            return Tensor(_by_channel_of_rows(x, w, b, widths), input._env)
     if split is None and simple and math.prod((*stride, *taps)) == 1 and not any(map(any, widths)):
         if (result := layers.by_position(padded, weight, b)) is not None:
             return result
+        if current().chips > 1:  # which share the positions: as a layer of tokens
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+            y = jnp.einsum("bc...,oc->b...o", x, w.reshape(w.shape[:2]), preferred_element_type=wide)
+            y = (y if b is None else y + b).astype(x.dtype)
+            return Tensor(jnp.moveaxis(y, -1, 1), input._env)
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     of_videos = axes == 3 and split is None and stride == (1,) * axes
@@ -277,6 +283,17 @@ def _by_channel(x, w, b, widths):
         part = channels_last[(slice(None), *(slice(at, at + size) for at, size in zip(tap, sizes)))]
         y = y + part.astype(wide) * by_tap[tap].astype(wide)
     return jnp.moveaxis(y, -1, 1).astype(x.dtype)
+
+
+def _by_channel_of_rows(x, w, b, widths):
+    """`_by_channel` of maps whose rows lie on all chips. The partitioner would exchange nine slices, or write the map filled up."""
+    edge = widths[0][0]
+
+    def on_shard(columns):
+        rows = halo_shards().with_neighbours(columns, edge, edge).swapaxes(2, 3)
+        return _by_channel(rows, w, b, widths)[:, :, edge : rows.shape[2] - edge].swapaxes(2, 3)
+
+    return shard_width(on_shard, x.swapaxes(2, 3)).swapaxes(2, 3)
 
 
 def _by_patches(x, w, b):

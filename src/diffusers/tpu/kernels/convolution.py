@@ -190,14 +190,10 @@ def tpu_convolution(
                     total = in_turns[...]
                 total = total.astype(dtype).reshape(blocks.piece, times * line, -1)
                 for n in range(blocks.piece):
-                    place = times * (first + n) + twin, frame, slice(None), part
-                    r.o[place] = (
-                        total[n, :longest]
-                        if residual is None
-                        else (total[n, :longest].astype(jnp.float32) + r.residual[place].astype(jnp.float32)).astype(
-                            dtype
-                        )
-                    )
+                    place, own = (times * (first + n) + twin, frame, slice(None), part), total[n, :longest]
+                    if residual is not None:
+                        own = (own.astype(jnp.float32) + r.residual[place].astype(jnp.float32)).astype(dtype)
+                    r.o[place] = own
 
     def added(y, total, part, position, one):
         """The bias and columns `part` of each tap's features, moved to where the tap is asked for."""
