@@ -128,13 +128,13 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
 
 @pytest.mark.parametrize(
     "batch, rows, positions, mesh, taken",
-    [(2, 3, 16, None, True), (1, 9, 48, None, True), (2, 2, 32, None, False), (2, 9, 20, None, False),
-     (2, 27, 16, (2, 4, 1), True), (1, 24, 20, (2, 2, 2), False), (2, 23, 16, (1, 8, 1), False)],
+    [(2, 3, 16, None, True), (1, 9, 48, None, True), (2, 2, 32, None, False), (2, 9, 20, None, True),
+     (2, 27, 16, (2, 4, 1), True), (1, 24, 21, (2, 2, 2), True), (2, 23, 16, (1, 8, 1), False)],
 )  # fmt: skip
 @pytest.mark.parametrize("bias", [True, False])
 def test_one_of_each_channel_alone(chips, monkeypatch, batch, rows, positions, mesh, taken, bias):
-    """By its kernel where rows are whole registers, else as a sum of nine maps; a last block of channels that is not full. Of chips that
-    share the map each has some rows, the last ones fewer, unless there are too few."""
+    """By its kernel, but for a map of two rows; positions that are no whole registers, a last block of channels that is not full. Of
+    chips that share the map each has some rows, the last ones fewer, unless there are too few."""
     runs, run = [], depthwise._by_kernel
     monkeypatch.setattr(depthwise, "_by_kernel", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
     monkeypatch.setattr(depthwise, "BLOCK_BYTES", 1 << 17)

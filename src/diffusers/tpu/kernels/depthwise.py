@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from .pallas import LANES, ROWS, call_kernel, cost, with_gradients_of
+from .pallas import LANES, ROWS, call_kernel, cost, round_up, vmem_room, with_gradients_of
 from .settings import Settings
 
 
@@ -29,15 +29,15 @@ def by_channel(
 ) -> Float[Array, "B H W C"] | None:
     """Each channel's own convolution, summed in float32 and rounded once; None for a call that the kernel does not take.
 
-    It takes bfloat16, rows of whole registers of positions, maps that VMEM holds, and one chip.
+    It takes bfloat16, maps that VMEM holds, and one chip.
     """
     _, height, width, channels = x.shape
     taken = settings.own_layers and settings.chips == 1 and x.dtype == w.dtype == jnp.bfloat16
-    taken = taken and w.shape[:2] == (TAPS, TAPS) and height >= TAPS and width % ROWS == 0 and channels >= LANES
-    if not taken or 2 * height * width * LANES > MOST_BYTES:
+    taken = taken and w.shape[:2] == (TAPS, TAPS) and height >= TAPS and channels >= LANES
+    if not taken or 2 * height * round_up(width, ROWS) * LANES > MOST_BYTES:
         return None
     b = jnp.zeros(channels, jnp.float32) if b is None else b
-    run = functools.partial(_by_kernel, interpret=settings.interpreted)
+    run = functools.partial(_by_kernel, generation=settings.generation, interpret=settings.interpreted)
     return (with_gradients_of(plainly, run) if settings.differentiable else run)(x, w, b)
 
 
@@ -51,9 +51,10 @@ def plainly(x, w, b):
     return total.astype(x.dtype)
 
 
-def _by_kernel(x, w, b, interpret):
+def _by_kernel(x, w, b, generation, interpret):
     batch, height, width, channels = x.shape
-    tiles = max(1, BLOCK_BYTES // (2 * height * width * LANES))
+    filled = round_up(width, ROWS)  # what is behind a row is anything
+    tiles = max(1, BLOCK_BYTES // (2 * height * filled * LANES))
     lanes = min(tiles, pl.cdiv(channels, LANES)) * LANES
 
     def run(r):
@@ -61,7 +62,7 @@ def _by_kernel(x, w, b, interpret):
             channels_of_lanes(r, slice(at, at + LANES))
 
     def channels_of_lanes(r, part):
-        position = lax.broadcasted_iota(jnp.int32, (width, LANES), 0)
+        position = lax.broadcasted_iota(jnp.int32, (filled, LANES), 0)
         columns = [[r.w[TAPS * i + k : TAPS * i + k + 1, part] for i in range(TAPS)] for k in range(TAPS)]
 
         def read(row):
@@ -71,7 +72,7 @@ def _by_kernel(x, w, b, interpret):
             rows = [(i, x) for i, x in enumerate(seen) if x is not None]
             left, own, right = (sum(x * taps[i] for i, x in rows) for taps in columns)
             left = jnp.where(position > 0, pltpu.roll(left, 1, 0), 0)
-            right = jnp.where(position < width - 1, pltpu.roll(right, width - 1, 0), 0)
+            right = jnp.where(position < width - 1, pltpu.roll(right, filled - 1, 0), 0)
             r.o[row, :, part] = (r.b[:, part] + own + left + right).astype(x.dtype)
 
         def some(start, count, above, here):
@@ -89,7 +90,7 @@ def _by_kernel(x, w, b, interpret):
         above, here = some(height - 1 - rest, rest, above, here)
         write(height - 1, above, here, None)
 
-    block = pl.BlockSpec((None, height, width, lanes), lambda n, c: (n, 0, 0, c))
+    block = pl.BlockSpec((None, height, filled, lanes), lambda n, c: (n, 0, 0, c))
     of_channels = lambda rows: pl.BlockSpec((rows, lanes), lambda n, c: (0, c))  # noqa: E731
     operands = {
         "x": (x, block),
@@ -97,7 +98,10 @@ def _by_kernel(x, w, b, interpret):
         "b": (b.astype(jnp.float32)[None], of_channels(1)),
     }
     work = cost(x, x, flops=2 * TAPS * TAPS * x.size)
+    large = (
+        height * filled * lanes * x.dtype.itemsize > BLOCK_BYTES
+    )  # else what a kernel has anyway; more the program would lack
+    room = vmem_room(generation) if large else None
+    how = {"parallel": 2, "work": work, "interpret": interpret, "vmem_bytes": room}
     outputs, grid = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), block)}, (batch, pl.cdiv(channels, lanes))
-    return call_kernel(run, "depthwise_kernel", grid, operands, outputs, parallel=2, work=work, interpret=interpret)[
-        "o"
-    ]
+    return call_kernel(run, "depthwise_kernel", grid, operands, outputs, **how)["o"]
