@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 import torch.nn.functional as F
 from jax.sharding import PartitionSpec as P
@@ -271,18 +270,9 @@ def _by_lines(w, axes: int):
 
 
 def _by_channel(x, w, b, widths):
-    """A convolution of each channel alone, in float32: a sum of shifted maps. The compiler's uses a few rows of the matrix units."""
-    channels_last, by_tap = jnp.moveaxis(x, 1, -1), jnp.moveaxis(w[:, 0], 0, -1)
-    if widths == [(1, 1), (1, 1)] and (y := depthwise.by_channel(channels_last, by_tap, b, current())) is not None:
-        return jnp.moveaxis(y, -1, 1)
-    channels_last = jnp.pad(channels_last, [(0, 0), *widths, (0, 0)])
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    sizes = [n - taps + 1 for n, taps in zip(channels_last.shape[1:], w.shape[2:])]
-    y = 0 if b is None else b.astype(wide)
-    for tap in np.ndindex(w.shape[2:]):
-        part = channels_last[(slice(None), *(slice(at, at + size) for at, size in zip(tap, sizes)))]
-        y = y + part.astype(wide) * by_tap[tap].astype(wide)
-    return jnp.moveaxis(y, -1, 1).astype(x.dtype)
+    """A convolution of each channel alone; the compiler's uses a few rows of the matrix units."""
+    y = depthwise.by_channel(jnp.moveaxis(x, 1, -1), jnp.moveaxis(w[:, 0], 0, -1), b, widths, current())
+    return jnp.moveaxis(y, -1, 1)
 
 
 def _by_channel_of_rows(x, w, b, widths):

@@ -1,14 +1,15 @@
-"""Convolution of each channel alone, 3 x 3 positions of a map with zeros around it, for one TPU chip.
+"""Convolution of each channel alone: 3 x 3 positions of a map with zeros around it by a kernel for one TPU chip, others as a sum of maps.
 
-The compiler's is a sum of nine maps: positions lie along sublanes, so that six of the nine are moved before they are multiplied, and x is
-filled up with zeros in memory first. Here each row is read once, what taps of one column give is summed over three rows where it
-is, and two of these three sums are moved by a position.
+The compiler's sum of nine maps moves six of them before they are multiplied, as positions lie along sublanes, and has the map filled up
+with zeros in memory first. The kernel reads each row once; what taps of one column give is summed over three rows where it is, and
+two of these three sums are moved by a position.
 """
 
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -25,29 +26,34 @@ MOST_BYTES = 8 << 20  # of those of a register's lanes
 
 
 def by_channel(
-    x: Float[Array, "B H W C"], w: Float[Array, "3 3 C"], b: Float[Array, " C"] | None, settings: Settings
-) -> Float[Array, "B H W C"] | None:
-    """Each channel's own convolution, summed in float32 and rounded once; None for a call that the kernel does not take.
+    x: Float[Array, "B *sizes C"],
+    w: Float[Array, "*taps C"],
+    b: Float[Array, " C"] | None,
+    widths: list[tuple[int, int]],
+    settings: Settings,
+) -> Float[Array, "B *sizes C"]:
+    """Each channel's own convolution of x with so many zeros around it, summed in float32 and rounded once.
 
-    It takes bfloat16, maps that VMEM holds, and one chip.
+    The kernel takes bfloat16, maps that VMEM holds, and one chip.
     """
-    _, height, width, channels = x.shape
     taken = settings.own_layers and settings.chips == 1 and x.dtype == w.dtype == jnp.bfloat16
-    taken = taken and w.shape[:2] == (TAPS, TAPS) and height >= TAPS and channels >= LANES
-    if not taken or 2 * height * round_up(width, ROWS) * LANES > MOST_BYTES:
-        return None
-    b = jnp.zeros(channels, jnp.float32) if b is None else b
-    run = functools.partial(_by_kernel, generation=settings.generation, interpret=settings.interpreted)
-    return (with_gradients_of(plainly, run) if settings.differentiable else run)(x, w, b)
+    if taken and w.shape[:-1] == (TAPS, TAPS) and widths == [(1, 1), (1, 1)]:
+        _, height, width, channels = x.shape
+        room = 2 * height * round_up(width, ROWS) * LANES <= MOST_BYTES
+        if height >= TAPS and channels >= LANES and room:
+            b = jnp.zeros(channels, jnp.float32) if b is None else b
+            run = functools.partial(_by_kernel, generation=settings.generation, interpret=settings.interpreted)
+            return (with_gradients_of(_sum_of_maps, run) if settings.differentiable else run)(x, w, b)
+    return _sum_of_maps(x, w, b, widths)
 
 
-def plainly(x, w, b):
-    """The same as a sum of nine maps."""
-    padded, total = jnp.pad(x, [(0, 0), (1, 1), (1, 1), (0, 0)]), b.astype(jnp.float32)
-    for i in range(TAPS):
-        for k in range(TAPS):
-            part = padded[:, i : i + x.shape[1], k : k + x.shape[2]]
-            total = total + part.astype(jnp.float32) * w[i, k].astype(jnp.float32)
+def _sum_of_maps(x, w, b, widths=((1, 1), (1, 1))):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    filled, total = jnp.pad(x, [(0, 0), *widths, (0, 0)]), 0 if b is None else b.astype(wide)
+    sizes = [n - taps + 1 for n, taps in zip(filled.shape[1:], w.shape)]
+    for tap in np.ndindex(w.shape[:-1]):
+        part = filled[(slice(None), *(slice(at, at + size) for at, size in zip(tap, sizes)))]
+        total = total + part.astype(wide) * w[tap].astype(wide)
     return total.astype(x.dtype)
 
 
@@ -98,9 +104,7 @@ def _by_kernel(x, w, b, generation, interpret):
         "b": (b.astype(jnp.float32)[None], of_channels(1)),
     }
     work = cost(x, x, flops=2 * TAPS * TAPS * x.size)
-    large = (
-        height * filled * lanes * x.dtype.itemsize > BLOCK_BYTES
-    )  # else what a kernel has anyway; more the program would lack
+    large = 2 * height * filled * lanes > BLOCK_BYTES  # else it asks for nothing, which others would lack
     room = vmem_room(generation) if large else None
     how = {"parallel": 2, "work": work, "interpret": interpret, "vmem_bytes": room}
     outputs, grid = {"o": (jax.ShapeDtypeStruct(x.shape, x.dtype), block)}, (batch, pl.cdiv(channels, lanes))
