@@ -1,5 +1,6 @@
 """Oracle: torch's convolution in float64, of the same bfloat16 numbers, rounded once."""
 
+import functools
 import math
 
 import jax
@@ -29,6 +30,16 @@ def draw(*shape):
 
 def arrays(*tensors):
     return [jnp.asarray(bridge.as_numpy(tensor)) for tensor in tensors]
+
+
+def traced(settings, function):
+    """A function of torch's tensors as one of arrays, compiled with these settings."""
+
+    def of_arrays(*given):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            return function(*map(bridge.to_torch, given)).jax()
+
+    return jax.jit(of_arrays)
 
 
 def rounding(exact) -> float:
@@ -117,11 +128,7 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
     def convolved(x, w, b):
         return of_torch(x if padded is None else F.pad(x, padded), w, b, **given)
 
-    def ours(*tensors):
-        with using(KERNEL), bridge.quiet_integers(), bridge.environment():
-            return convolved(*map(bridge.to_torch, tensors)).jax()
-
-    exact, found = convolved(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
+    exact, found = convolved(x.double(), w.double(), b.double()), traced(KERNEL, convolved)(*arrays(x, w, b))
     assert bool(runs) == taken
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
@@ -145,11 +152,7 @@ def test_one_of_each_channel_alone(chips, monkeypatch, batch, rows, positions, m
     def convolved(x, w, b):
         return F.conv2d(x, w, b if bias else None, padding=1, groups=channels)
 
-    def ours(*tensors):
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            return convolved(*map(bridge.to_torch, tensors)).jax()
-
-    exact, found = convolved(x.double(), w.double(), b.double()), jax.jit(ours)(*arrays(x, w, b))
+    exact, found = convolved(x.double(), w.double(), b.double()), traced(settings, convolved)(*arrays(x, w, b))
     assert bool(runs) == taken
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
@@ -157,11 +160,8 @@ def test_one_of_each_channel_alone(chips, monkeypatch, batch, rows, positions, m
 def test_one_of_each_position_on_all_chips(chips):
     x, w, b = draw(1, 72, 24, 5), draw(40, 72, 1, 1), draw(40)
 
-    def ours(*tensors):
-        with using(Settings(mesh=make_mesh(chips, (1, 8, 1)))), bridge.quiet_integers(), bridge.environment():
-            return F.conv2d(*map(bridge.to_torch, tensors)).jax()
-
-    exact, run = F.conv2d(x.double(), w.double(), b.double()), jax.jit(ours)
+    run = traced(Settings(mesh=make_mesh(chips, (1, 8, 1))), F.conv2d)
+    exact = F.conv2d(x.double(), w.double(), b.double())
     found = np.asarray(run(*arrays(x, w, b)).astype(jnp.float32), np.float64)
     assert relative(found, exact.numpy()) < 1.05 * rounding(exact)
     assert "convolution" not in run.lower(*arrays(x, w, b)).as_text()  # which the partitioner takes apart
@@ -179,11 +179,10 @@ def test_chips_share_images(chips, monkeypatch, images, given, taken):
     settings = Settings(layers="kernel", mesh=make_mesh(chips, (2, 4, 1)))
     x, w, b = draw(images, 64, 9, 12), draw(64, 64, 3, 3), draw(64)
 
-    def ours(*tensors):
-        with using(settings), bridge.quiet_integers(), bridge.environment():
-            return F.conv2d(*map(bridge.to_torch, tensors), **given).jax()
-
-    exact, found = F.conv2d(x.double(), w.double(), b.double(), **given), jax.jit(ours)(*arrays(x, w, b))
+    exact, found = (
+        F.conv2d(x.double(), w.double(), b.double(), **given),
+        traced(settings, functools.partial(F.conv2d, **given))(*arrays(x, w, b)),
+    )
     assert runs == ([1] if taken else [])
     assert relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy()) < 1.05 * rounding(exact)
 
@@ -216,12 +215,8 @@ def test_one_of_each_position_is_a_linear_layer(monkeypatch, features, words):
         y = F.conv1d(x.flatten(2), w.flatten(2), b) if flat else F.conv2d(x, w, b)
         return follow(y, h, g)
 
-    def ours(*tensors):
-        with using(KERNEL), bridge.quiet_integers(), bridge.environment():
-            return run(*map(bridge.to_torch, tensors)).jax()
-
     given = x, w, b, h, g
-    exact, theirs, found = run(*(t.double() for t in given)), run(*given), jax.jit(ours)(*arrays(*given))
+    exact, theirs, found = run(*(t.double() for t in given)), run(*given), traced(KERNEL, run)(*arrays(*given))
     assert asked == [["", False, False], *([] if second is None else [second])]
     error = relative(np.asarray(found.astype(jnp.float32), np.float64), exact.numpy())
     assert error < 1.05 * relative(theirs.double().numpy(), exact.numpy())

@@ -30,19 +30,13 @@ from .vae_maps_flax import Maps, overlapping_tiles, spatial_ratio
 
 def _convolved(layer, inputs, conv_cache=None, shortcut=None):
     """As upstream's: (the convolution of the inputs behind the last frames before them, its last frames), beside a shortcut."""
+    back, upstreams = layer.time_kernel_size - 1, layer.pad_mode == "replicate"
+    if back and not upstreams:
+        from ...tpu.compile.tracing import causal_pad, keeping_last
 
-    def convolved(x):
-        return layer.conv(x) if shortcut is None else layer.conv(x) + shortcut
-
-    back = layer.time_kernel_size - 1
-    if layer.pad_mode == "replicate":
-        out, kept = type(layer).forward(layer, inputs, conv_cache)
-        return out if shortcut is None else out + shortcut, kept
-    if not back:
-        return convolved(inputs), None
-    from ...tpu.compile.tracing import causal_pad, keeping_last
-
-    return keeping_last(convolved, causal_pad(inputs, conv_cache, back), back)
+        return keeping_last(layer.conv, causal_pad(inputs, conv_cache, back), back, shortcut)
+    out, kept = type(layer).forward(layer, inputs, conv_cache) if upstreams else (layer.conv(inputs), None)
+    return out if shortcut is None else out + shortcut, kept
 
 
 def _not_in_parts(conv, x):

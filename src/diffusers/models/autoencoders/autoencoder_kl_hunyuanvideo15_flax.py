@@ -52,10 +52,9 @@ class Chunk:
         longer = behind(before, x, first=self.number == 0)
 
         def convolved(all):
-            out = layer.conv(F.pad(all, (*sides, 0, ahead), mode=layer.pad_mode))
-            return out if shortcut is None else out + shortcut
+            return layer.conv(F.pad(all, (*sides, 0, ahead), mode=layer.pad_mode))
 
-        out, self.cache[slot] = keeping_last(convolved, longer, frames)
+        out, self.cache[slot] = keeping_last(convolved, longer, frames, shortcut)
         return out
 
 

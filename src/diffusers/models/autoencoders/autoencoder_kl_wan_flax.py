@@ -81,10 +81,9 @@ def _looking_back(conv, x, feat_cache, feat_idx, shortcut=None):
     longer = behind(x.new_zeros(batch, channels, HISTORY, *size) if before is None else before, x)
 
     def convolved(frames):
-        out = torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(frames, (1, 1, 1, 1)))
-        return out if shortcut is None else out + shortcut
+        return torch.nn.Conv3d.forward(conv, torch.nn.functional.pad(frames, (1, 1, 1, 1)))
 
-    out, feat_cache[slot] = keeping_last(convolved, longer, HISTORY)
+    out, feat_cache[slot] = keeping_last(convolved, longer, HISTORY, shortcut)
     return out
 
 

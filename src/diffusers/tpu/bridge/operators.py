@@ -239,10 +239,10 @@ def _convolution(
         if (result := layers.by_position(padded, weight, b)) is not None:
             return result
         if current().chips > 1:  # which share the positions: as a layer of tokens
-            wide = jnp.promote_types(x.dtype, jnp.float32)
-            y = jnp.einsum("bc...,oc->b...o", x, w.reshape(w.shape[:2]), preferred_element_type=wide)
-            y = (y if b is None else y + b).astype(x.dtype)
-            return Tensor(jnp.moveaxis(y, -1, 1), input._env)
+            tokens, of_token = (
+                Tensor(array, input._env) for array in (jnp.moveaxis(x, 1, -1), w.reshape(w.shape[:2]))
+            )
+            return Tensor(jnp.moveaxis(layers.linear(tokens, of_token, bias).jax(), -1, 1), input._env)
     if simple and stride == taps != (1,) * axes and not any(map(any, widths)):
         return Tensor(_by_patches(x, w, b).astype(x.dtype), input._env)
     of_videos = axes == 3 and split is None and stride == (1,) * axes

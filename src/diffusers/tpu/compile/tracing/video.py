@@ -55,10 +55,12 @@ def behind(before: torch.Tensor, x: torch.Tensor, first: torch.Tensor | None = N
     return joined_in_time(environment(), chunks.Behind(before.jax(), x.jax(), 2, first))
 
 
-def keeping_last(convolve: Callable, x: torch.Tensor, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`convolve(x)` of x [B, C, T, H, W], and the last frames of x, read from where the convolution has them before its result is used:
-    nothing has to hold x twice, or any longer."""
-    out = convolve(x)
+def keeping_last(
+    convolve: Callable, x: torch.Tensor, frames: int, shortcut: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`convolve(x)` of x [B, C, T, H, W] beside a shortcut, and the last frames of x, read from where the convolution has them before its
+    result is used: nothing has to hold x twice, or any longer."""
+    out = convolve(x) if shortcut is None else convolve(x) + shortcut
     return _lifted(lambda *both: lax.optimization_barrier(both))(out, x[:, :, -frames:])
 
 

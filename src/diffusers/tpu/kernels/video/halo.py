@@ -106,9 +106,8 @@ class HaloShards:
                 sizes[behind.axis] += behind.place
                 there[behind.axis] = behind.place
             whole = lax.dynamic_update_slice(lax.empty(tuple(sizes), x.dtype), filled(x), there)
-            if (
-                behind is not None
-            ):  # x's first frame is read from where x is written: nothing has to hold x beside that
+            if behind is not None:
+                # x's first frame is read from where x is written: nothing has to hold x beside that.
                 own = [1 if a == behind.axis else size for a, size in enumerate(x.shape)]
                 before = behind.frames_before(lax.dynamic_slice(whole, there, own))
                 before = before if behind.first is None else lax.optimization_barrier(before)
