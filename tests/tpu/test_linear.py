@@ -244,6 +244,69 @@ def test_an_activation_a_gate_and_a_residual_after_a_layer_are_the_layers(chips,
     assert relative(ours, exact) < 1.05 * relative(theirs, exact)
 
 
+def halves(y, other):
+    values, gate = y.chunk(2, -1)
+    return values * F.gelu(gate)
+
+
+def packed(y, other):
+    gate, values = y.split([128, 128], dim=-1)
+    return F.silu(gate) * values
+
+
+def written(y, other):
+    values, gate = y.chunk(2, -1)
+    gate.mul_(2)
+    return values * F.gelu(gate)
+
+
+GATED = {  # upstream's words for a layer's product with an activated one, and whether the kernel computes it
+    "geglu": (halves, True),
+    "swiglu, gate first": (packed, True),
+    "two layers": (lambda y, other: F.silu(other) * y, True),
+    "written to": (written, False),
+    "by itself": (lambda y, other: y * F.silu(y), False),
+    "slices": (lambda y, other: y[..., :128] * F.silu(y[..., 128:]), True),
+    "quarters": (lambda y, other: y[..., :64] * F.silu(y[..., 64:128]), False),
+}
+
+
+@pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
+@pytest.mark.parametrize("words", GATED)
+@torch.no_grad()
+def test_a_layer_times_another_ones_activation(chips, monkeypatch, degrees, words):
+    """Upstream's operations in float64; weights by themselves and of a stack; frames beside frames, whose rows change places."""
+    follow, taken = GATED[words]
+    found, fast = [], linear.tpu_linear
+    monkeypatch.setattr(
+        linear, "tpu_linear", lambda *a, **k: (found.append(k["factor"] is not None), fast(*a, **k))[1]
+    )
+    rng, layer, other = np.random.default_rng(), *(torch.nn.Linear(320, 256).bfloat16() for _ in range(2))
+    shape = (2, int(rng.integers(9, 300))) if degrees else (16, int(rng.integers(9, 40)))
+    x = torch.randn(*shape, 320).bfloat16()
+    arrays = [
+        jnp.asarray(bridge.as_numpy(t.detach())) for t in (x, layer.weight, layer.bias, other.weight, other.bias)
+    ]
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+
+    def run(stacked, *arrays):
+        def lying(w):
+            stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)
+            return layers.lying(bridge.to_torch(w), None, stack if stacked else None)
+
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            x, w, b, v, c = (lying(t) if t.ndim == 2 else bridge.to_torch(t) for t in arrays)
+            return follow(F.linear(x, w, b), F.linear(x, v, c)).jax()
+
+    theirs = follow(layer(x), other(x))
+    exact = follow(layer.double()(x.double()), other.double()(x.double()))
+    for stacked in (False, True):
+        found.clear()
+        ours = jax.jit(run, static_argnums=0)(stacked, *arrays)
+        assert any(found) == taken
+        assert relative(ours, exact) < 1.05 * relative(theirs, exact), stacked
+
+
 @pytest.mark.parametrize(
     "degrees, tokens",
     [((2, 4, 1), (3, 8, 16)), slow((1, 1, 1), (1, 6, 10)), slow((1, 8, 1), (1, 6, 10))],

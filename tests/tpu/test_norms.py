@@ -98,7 +98,13 @@ ROTATIONS = {
 )
 def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, rotation, monkeypatch):
     asked, fast = [], rotary.by_kernel
-    monkeypatch.setattr(rotary, "by_kernel", lambda *given: asked.append(fast(*given)) or asked[-1])
+
+    def noting(x, norm, tables, *how, **more):
+        result = fast(x, norm, tables, *how, **more)
+        asked.extend([result] if tables else [])  # the norm alone is dead code
+        return result
+
+    monkeypatch.setattr(rotary, "by_kernel", noting)
     norm = torch.nn.RMSNorm(128, eps=1e-6).bfloat16()
     norm.weight.data.uniform_(0.5, 2)
     x, tables = torch.randn(2, 150, 4, 128).bfloat16(), torch.rand(2, 150, 128)
@@ -117,6 +123,40 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, r
     exact = run(x.double(), copy.deepcopy(norm).double(), tables.double()).detach()
     assert len(asked) == 1 and asked[0] is not None
     assert relative(ours, exact) < 1.02 * relative(run(x, norm, tables).detach(), exact)
+
+
+class InFloat32(torch.nn.LayerNorm):
+    """As AuraFlow's."""
+
+    def forward(self, x):
+        return super().forward(x.float()).type_as(x)
+
+
+@pytest.mark.parametrize("degrees, heads_first", [(None, False), (None, True), ((2, 4, 1), True)])
+@pytest.mark.parametrize(
+    "kind, affine", [(torch.nn.RMSNorm, True), (RMSNorm, True), (RMSNorm, False), (InFloat32, False)]
+)
+@torch.no_grad()
+def test_heads_that_are_not_rotated_are_normed_by_the_kernel(chips, degrees, heads_first, kind, affine):
+    """Also where upstream has heads before tokens; diffusers' RMS norm rounds before its weight."""
+    rng = np.random.default_rng()
+    tokens, dim = int(rng.integers(5, 300)), int(rng.choice([64, 128, 256]))
+    norm = kind(dim, 1e-6, elementwise_affine=affine).bfloat16()
+    for weight in norm.parameters():
+        weight.data.uniform_(0.5, 2)
+    x = torch.randn(2, tokens, 4, dim).bfloat16() * 2 + 1
+    x = x.transpose(1, 2) if heads_first else x
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+
+    def run(x, *weights):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            own = {"weight": bridge.to_torch(weight) for weight in weights}
+            return torch.func.functional_call(norm, own, bridge.to_torch(x)).jax()
+
+    arrays = [jnp.asarray(bridge.as_numpy(t.detach().contiguous())) for t in (x, *norm.parameters())]
+    assert "rotary_kernel" in str(jax.make_jaxpr(run)(*arrays))
+    exact = copy.deepcopy(norm).float()(x.float())
+    assert relative(jax.jit(run)(*arrays), exact) < 1.02 * relative(norm(x), exact)
 
 
 # Upstream's words for a norm over all channels and what follows it, whether it is of float32, and for how many steps the kernel is asked.

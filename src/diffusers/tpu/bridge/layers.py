@@ -1,7 +1,7 @@
 """Linear layers with what follows them: upstream says it operation by operation, one kernel does it on the way out.
 
     activation(linear(x))
-    h + linear(x)                                   h + gate * linear(x)
+    h + linear(x)                                   h + gate * linear(x)                       (a layer's product with another: `gated`)
     (h.float() + linear(x) * gate).to(h.dtype)
 
 Each result on that way remembers of what it was made (`made_of`). Who makes the last one asks the kernel for the whole, which
@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,9 @@ from ..kernels.linear import ACTIVATIONS as COMPUTED
 from ..kernels.linear import linear as fast_linear
 from ..kernels.narrow import Narrow
 from ..kernels.pallas import SUBLANES
-from ..kernels.settings import Settings, current
-from . import norms
-from .made_of import Widened, made_of, operands, same_as, widened
+from ..kernels.settings import current
+from . import gated, norms
+from .made_of import Layer, Widened, layer_of, made_of, of_layer, operands, same_as, widened
 from .on_host import NotTaken
 from .views import has_values
 
@@ -51,8 +50,9 @@ def register(env):
         (aten.view_as_real.default, norms.as_real),
     ):
         env.override_op_definition(overload, functools.partial(ours, env._get_op_or_decomp(overload).func))
+    of_norms = norms.times, norms.by_hand, norms.turned, norms.turned_complex
     for overload, one, *follow in (
-        (aten.mul.Tensor, jnp.multiply, _gated, norms.times, norms.by_hand, norms.turned, norms.turned_complex),
+        (aten.mul.Tensor, jnp.multiply, gated.product, _gated, *of_norms),
         (aten.add.Tensor, jnp.add, _added, _with_residual, norms.plus),
         (aten.sub.Tensor, jnp.subtract),
     ):
@@ -102,23 +102,6 @@ def how_it_lies(weight: Tensor) -> dict:
     return dict(zip(("split", "layers", "narrow"), operands(weight, lying) or ()))
 
 
-class Layer(NamedTuple):
-    """What the kernel made a result of. `sizes`: of the map [B, N, *sizes] that the result [B, T, N] is for upstream; None: none."""
-
-    x: jax.Array
-    w: jax.Array
-    b: jax.Array | None
-    settings: Settings
-    lies: dict
-    sizes: tuple[int, ...] | None = None
-
-
-def layer_of(x) -> Layer | None:
-    """The layer that x comes from as it is; None where it does not."""
-    (layer,) = operands(x, linear) or (None,)
-    return layer
-
-
 def linear(input, weight, bias=None):
     """x w^T + b, summed in float32 and rounded once, as torch does it; torchax rounds before it adds the bias."""
     if (of := operands(weight, unpacked)) is not None:
@@ -130,16 +113,17 @@ def linear(input, weight, bias=None):
     everywhere = operands(weight, by_output)
     if everywhere is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a time by token, as image-to-video has it
         w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
-    lies = how_it_lies(weight)
-    if everywhere is None and (result := fast_linear(x, w, b, "", current(), **lies)) is not None:
-        return made_of(Tensor(result, input._env), linear, Layer(x, w, b, current(), lies))
+    layer = Layer(x, w, b, current(), how_it_lies(weight))
+    if everywhere is None and (result := fast_linear(x, w, b, "", current(), **layer.lies)) is not None:
+        return of_layer(Tensor(result, input._env), layer)
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
     result = (result if b is None else result + b).astype(dtype)
     if everywhere is not None:
         # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
         result = jax.lax.with_sharding_constraint(result, *everywhere)
-    return Tensor(layer_result(result, w.shape[1]), input._env)
+    result = Tensor(layer_result(result, w.shape[1]), input._env)
+    return result if everywhere is not None else of_layer(result, layer._replace(by_kernel=False))
 
 
 def by_position(input, weight, b) -> Tensor | None:
@@ -154,7 +138,7 @@ def by_position(input, weight, b) -> Tensor | None:
     settings = replace(current(), linear="bfloat16")
     layer = Layer(x, w.reshape(w.shape[:2]), b, settings, lies, input.shape[2:])
     result = _again(layer)
-    return None if result is None else made_of(Tensor(result, input._env), linear, layer)
+    return None if result is None else of_layer(Tensor(result, input._env), layer)
 
 
 def tokens_of(x: jax.Array) -> jax.Array:
@@ -250,11 +234,13 @@ def activated(overload, plain, x, *args, **kwargs):
     """The operator, by `linear` itself where its input comes from there and the kernel has such an activation."""
     layer, activation = layer_of(x), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
     if layer is not None and activation:
-        return Tensor(_again(layer, activation=activation), x._env)
-    if activation == "gelu" and x.dtype == torch.bfloat16:
+        result = Tensor(_again(layer, activation=activation), x._env)
+    elif activation == "gelu" and x.dtype == torch.bfloat16:
         array = x.jax()
-        return Tensor(COMPUTED[activation](array.astype(jnp.float32)).astype(array.dtype), x._env)
-    return plain(x, *args, **kwargs)
+        result = Tensor(COMPUTED[activation](array.astype(jnp.float32)).astype(array.dtype), x._env)
+    else:
+        result = plain(x, *args, **kwargs)
+    return gated.noted(result, x, activation) if activation else result
 
 
 def cast(x, result):
@@ -365,7 +351,7 @@ def _with_residual(result, x, residual):
 
 def _again(layer: Layer, gate=None, residual=None, activation: str = "") -> jax.Array | None:
     """A layer with what follows it, on the chips where it was; None where the kernel does not take it."""
-    x, w, b, settings, lies, sizes = layer
+    x, w, b, settings, lies, sizes, _ = layer
     if residual is not None and residual.dtype != x.dtype:
         return None
     residual = residual if residual is None or sizes is None else tokens_of(residual)

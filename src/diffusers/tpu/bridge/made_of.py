@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 from torchax.tensor import Tensor
 
+from ..kernels.settings import Settings
+
 
 def made_of(result: Tensor, operator, *operands) -> Tensor:
     """The result, which remembers of what `operator` made it: who reads it next may do that operator's work with its own.
@@ -30,11 +32,34 @@ def same_as(x: Tensor) -> Tensor:
     return result
 
 
+class Layer(NamedTuple):
+    """What a linear layer made a result of. `sizes`: of the map [B, N, *sizes] that the result [B, T, N] is for upstream; None: none."""
+
+    x: jax.Array
+    w: jax.Array
+    b: jax.Array | None
+    settings: Settings
+    lies: dict  # as `kernels.linear` takes it
+    sizes: tuple[int, ...] | None = None
+    by_kernel: bool = True
+
+
+def of_layer(result: Tensor, layer: Layer) -> Tensor:
+    """The result, which remembers its layer."""
+    return made_of(result, Layer, layer)
+
+
+def layer_of(x, by_kernel: bool = True) -> Layer | None:
+    """The layer that x comes from as it is, of any where not `by_kernel`; None where it comes from none."""
+    (layer,) = operands(x, Layer) or (None,)
+    return layer if layer is None or layer.by_kernel or not by_kernel else None
+
+
 class Widened(NamedTuple):
     """What was made of a narrower array by a cast, and what that comes from: a layer, or a norm; None: another operator."""
 
     narrow: jax.Array
-    layer: tuple | None
+    layer: Layer | None
     norm: tuple | None
 
 

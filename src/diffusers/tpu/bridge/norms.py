@@ -12,6 +12,7 @@ and rotation by upstream's `apply_rotary_emb`, by matrices, or by complex number
     view_as_real(view_as_complex(x.reshape(..., D / 2, 2)) * turns)
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,9 @@ from .made_of import made_of, operands, widened
 from .on_host import NotTaken
 
 
+WIDEST = 8192  # heads of a token side by side, in the kernel that norms each: blocks of 256 tokens take 16 MiB of VMEM
+
+
 class Normed(NamedTuple):
     """What was normed and what was done to it since; `narrow`: before it was widened for that, None: it was not."""
 
@@ -39,8 +43,23 @@ class Normed(NamedTuple):
         """All of it by the kernel, in the dtype of what was not widened yet; the result where that does not take it."""
         wide = self.narrow is not None
         x = self.narrow if wide else self.x
-        whole = fast_norm(x, self.norm, current(), self.steps, wide) if x.shape == result.shape else None
+        if x.shape != result.shape:
+            return result
+        whole = self._of_heads(x) if x.ndim == 4 else fast_norm(x, self.norm, current(), self.steps, wide)
         return result if whole is None else Tensor(whole, result._env)
+
+    def _of_heads(self, x: jax.Array) -> jax.Array | None:
+        """Heads [B, T, N, D] or [B, N, T, D], each normed by itself, and perhaps times a vector of D entries; None: not by the kernel."""
+        heads_first, own = x.shape[1] < x.shape[2], [] if self.norm.weight is None else [self.norm.weight]
+        own = [*own, *(vector for _, vector in self.steps)] or [jnp.ones(x.shape[3], x.dtype)]
+        alone = len(own) == 1 and own[0].size == x.shape[3] and "plus" not in dict(self.steps)
+        if x.dtype != jnp.bfloat16 or not alone or min(x.shape[1:3]) * x.shape[3] > WIDEST:
+            return None
+        rows, rounded = jnp.swapaxes(x, 1, 2) if heads_first else x, bool(self.steps) and self.narrow is None
+        norm = replace(self.norm, weight=own[0].reshape(-1))
+        result = rotary.by_kernel(rows.reshape(*rows.shape[:2], -1), norm, (), current(), rounded=rounded)
+        result = None if result is None else result.reshape(rows.shape)
+        return jnp.swapaxes(result, 1, 2) if heads_first and result is not None else result
 
 
 def normed(x) -> Normed | None:
@@ -113,7 +132,7 @@ def plus(result, x, summand):
 
 def _followed(name: str, result, x, vector) -> Tensor | None:
     of, shape = normed(x), vector.shape if vector.ndim == 3 else (1, 1, *vector.shape)
-    known = of is not None and of.x.shape == x.shape and x.ndim == 3 and shape[1:] == (1, x.shape[2])
+    known = of is not None and of.x.shape == x.shape and x.ndim in (3, 4) and shape[1:] == (1, x.shape[-1])
     if not known or (result.shape, result.dtype) != (x.shape, x.dtype):
         return None
     return _with(result, Normed(*of[:-1], (*of.steps, (name, vector.jax().reshape(shape)))))

@@ -109,6 +109,16 @@ def parts(t: Tensor) -> str | None:
     return None if shared is None else str(shared.steps)
 
 
+def part_of_base(t: Tensor) -> tuple[Tensor, int] | None:
+    """The base of a view that is one of equal parts of its last axis, and which; None of other tensors."""
+    if (shared := vars(t).get("_shared")) is None:
+        return None
+    laid, whole = _laid(t), _laid(shared.base)
+    number, rest = divmod(laid.storage_offset(), laid.shape[-1] or 1) if laid.ndim else (0, 1)
+    equal = laid.shape[:-1] == whole.shape[:-1] and laid.stride() == whole.stride() and not rest
+    return (shared.base, number) if equal and not whole.shape[-1] % laid.shape[-1] else None
+
+
 def as_view(base: Tensor, view: Tensor, step: Step) -> Tensor:
     """`view`, which the step made of `base`, as a view of it."""
     of, array = vars(base).get("_shared"), view.jax()

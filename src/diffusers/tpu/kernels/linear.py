@@ -33,7 +33,7 @@ from .pallas import (
     vmem_room,
     with_gradients_of,
 )
-from .rows import LEAST_ROWS, rows_over_mesh, whole_lanes
+from .rows import LEAST_ROWS, LEAST_WHOLE_ROWS, rows_over_mesh, whole_lanes
 from .settings import Settings
 
 
@@ -45,17 +45,14 @@ MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
 DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
 SHORT = 2e-5  # seconds of a layer for which the compiler would take up to a minute, with what comes before it in one loop (SD 1.5)
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
-# Of log(cdf(-x)) of the normal distribution by powers of x from 0 to 13.5, where it is zero in float32: least squares,
-# reweighted to equal errors; the cdf is within 1e-5 of itself up to 5, within 1.1e-4 beyond.
-LOG_CDF = (
-    -0.6931472, -0.7980204, -0.3175716, -0.03774508, 0.006144374, -0.0007380667, 6.192494e-05, -3.39091e-06, 1.080171e-07,
-    -1.51024e-09,
-)  # fmt: skip
+# Of log(cdf(-x)) of the normal distribution by powers of x from 0 to 6: least squares, reweighted to equal errors. The cdf is within
+# 5e-5 of itself; beyond, -6e-9 stands for results between that and zero.
+LOG_CDF = -0.6931921, -0.79724, -0.3197294, -0.03547896, 0.004987583, -0.0004235818, 1.593547e-05
 
 
 def _gelu(x):
     # x cdf(x) is max(x, 0) - |x| cdf(-|x|): one exponential and no division, a third of an error function's operations
-    size = jnp.minimum(jnp.abs(x), 13.5)
+    size = jnp.minimum(jnp.abs(x), 6)
     log = functools.reduce(lambda total, factor: total * size + factor, [factor * LOG2_E for factor in LOG_CDF[::-1]])
     return jnp.maximum(x, 0) - size * jnp.exp2(log)
 
@@ -83,16 +80,24 @@ class Blocks(NamedTuple):
 
 
 def choose(
-    rows: int, columns: int, depth: int, generation: str | None = None, residual=False, patient=False, narrow=False
+    rows: int,
+    columns: int,
+    depth: int,
+    generation: str | None = None,
+    residual=False,
+    patient=False,
+    narrow=False,
+    products: int = 1,
 ) -> Blocks | None:
     """The blocks of bfloat16 operands, or `narrow` ones of 8 bits, that read HBM least, or None where many rows would leave the units
     waiting for it, or computing `MOST_FILL`, in a layer that is not `SHORT` and nothing makes `patient`.
 
-    Two buffers of x [rows, depth], w [columns, depth], the result and perhaps a residual [rows, columns], and what the
-    compiler spills: a tile of the result in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a tile of x too.
+    Two buffers of x [rows, depth], w [columns, depth] of each of the `products`, the result and perhaps a residual [rows, columns], and
+    what the compiler spills: a tile of each product in float32, twice; where matrix units have 128 rows (v5e) or rows are `DEEP`, a
+    tile of x too.
     """
     chip, found, results = chip_of(generation), [], 2 if residual else 1
-    depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1)
+    depth, size, flops = round_up(depth, LANES), 1 if narrow else 2, chip.flops * (2 if narrow else 1) / products
     useful, whole = 2 * rows * columns * depth / flops, round_up(rows, TILE_ROWS)
     patient = patient or narrow or rows < LEAST_ROWS or useful < SHORT or columns < LANES
     # Beside a layer of this kernel, a residual would be added in a pass of its own.
@@ -101,17 +106,17 @@ def choose(
     for count in range(1, max(columns // LANES, 1) + 1):
         width = round_up(-(-columns // count), LANES)
         for height in heights:
-            vmem = 2 * size * (height + width) * depth + 4 * results * height * width + 8 * TILE_ROWS * width
+            vmem = 2 * size * (height + products * width) * depth + 4 * results * height * width
+            vmem += 8 * TILE_ROWS * width * products
             vmem += size * TILE_ROWS * depth if chip.matrix_side < 256 or depth > DEEP else 0
             vmem += 8 * LANES * height if narrow else 0  # scales of rows, in whole lanes
-            work = width * depth * size // 2
+            work = width * depth * size * products // 2
             if work > MOST_WORK or vmem > vmem_room(generation):
                 continue
             across, down = -(-columns // width), -(-rows // height)
             # Where all rows are one block, x is read once.
-            moved = (
-                size * ((across if down > 1 else 1) * rows * depth + columns * depth) + 2 * results * rows * columns
-            )
+            read = (across if down > 1 else 1) * rows * depth + products * columns * depth
+            moved = size * read + 2 * results * rows * columns
             compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
             waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
@@ -129,8 +134,9 @@ def tpu_linear(
     w: Float[Array, "N K"] | Float[Array, "L N K"],
     b: Float[Array, " N"] | None,
     *,
-    layer: Int[Array, ""] | None = None,
+    layer: Int[Array, ""] | Int[Array, "2"] | None = None,
     turned: bool = False,
+    factor: tuple[Float[Array, "*L N K"], Float[Array, " N"] | None] | None = None,
     scales: tuple[Float[Array, "B M 1"], Float[Array, "N 1"]] | None = None,
     activation: str = "",
     gate: Float[Array, "B 1 N"] | None = None,
@@ -142,6 +148,7 @@ def tpu_linear(
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
     `layer`: which one of a stack w is; a slice of it would be a copy. `turned`: w lies in memory with its outputs last.
+    `factor`: weights and bias of another layer, by whose result the activated one is multiplied; `layer` has both places then.
     `scales`: of the rows of x and w in 8 bits, for a result in bfloat16.
     `gate`: in the dtype to which the gated result is rounded; only with a residual, which has the result's dtype.
     """
@@ -149,17 +156,18 @@ def tpu_linear(
     columns, dtype = w.shape[-2], x.dtype if scales is None else jnp.bfloat16
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
-    if turned:
-        w = jnp.swapaxes(w, -1, -2)
-        scalars, of_weight = layer_of_stack(layer, (depth, blocks.columns), lambda n: (0, n))
-    else:
-        scalars, of_weight = layer_of_stack(layer, (blocks.columns, depth), lambda n: (n, 0))
-    b = jnp.zeros((1, columns), jnp.float32) if b is None else b.astype(jnp.float32)[None]
-    operands = {
-        "x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m, *_: (i, m, 0))),
-        "w": (w, of_weight),
-        "b": (b, pl.BlockSpec((1, blocks.columns), lambda n, i, m, *_: (0, n))),
-    }
+    operands, scalars = {"x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m, *_: (i, m, 0)))}, {}
+    for number, (names, (weights, bias)) in enumerate(
+        zip(("wb", "vc"), [(w, b)] if factor is None else [(w, b), factor])
+    ):
+        if turned:
+            weights = jnp.swapaxes(weights, -1, -2)
+            scalars, of_weight = layer_of_stack(layer, (depth, blocks.columns), lambda n: (0, n), number)
+        else:
+            scalars, of_weight = layer_of_stack(layer, (blocks.columns, depth), lambda n: (n, 0), number)
+        bias = jnp.zeros((1, columns), jnp.float32) if bias is None else bias.astype(jnp.float32)[None]
+        of_bias = pl.BlockSpec((1, blocks.columns), lambda n, i, m, *_: (0, n))
+        operands |= dict(zip(names, ((weights, of_weight), (bias, of_bias))))
     if scales is not None:
         place = pl.BlockSpec((None, blocks.rows, 1), lambda n, i, m, *_: (i, m, 0))
         operands |= {"row_scales": (scales[0], place), "scales": (scales[1].T, operands["b"][1])}
@@ -170,7 +178,7 @@ def tpu_linear(
         operands["residual"] = residual, of_rows
 
     one_layer, out = (jax.ShapeDtypeStruct(*of) for of in ((w.shape[-2:], w.dtype), ((batch, rows, columns), dtype)))
-    read = [one_layer if array is w else array for array, _ in operands.values()]
+    read = [one_layer if name in ("w", "v") else array for name, (array, _) in operands.items()]
 
     def tile(r, n):
         at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
@@ -181,6 +189,9 @@ def tpu_linear(
         result = (result + r.b[...]).astype(dtype)
         if activation:
             result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(dtype)
+        if factor is not None:
+            other = (product(r.x[at, :], r.v[...], 0 if turned else 1) + r.c[...]).astype(dtype)
+            result = result * other
         if gate is not None:
             result = (result.astype(jnp.float32) * r.gate[...]).astype(gate.dtype)
         if residual is not None:
@@ -195,7 +206,7 @@ def tpu_linear(
         {"o": (out, of_rows)},
         parallel=1,
         scalars=scalars,
-        work=cost(*read, out, flops=2 * x.size * columns),
+        work=cost(*read, out, flops=2 * x.size * columns * (1 if factor is None else 2)),
         interpret=interpret,
         vmem_bytes=vmem_room(generation),
     )["o"]
@@ -241,8 +252,29 @@ def linear(
     return with_gradients_of(plain, lambda *given: run(*given))(x, w, b, gate, residual)
 
 
-def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False) -> Callable[..., Array] | None:
-    """What computes `linear` of such arrays, or of a `Narrow` w, from x, w, b, the gate, the residual and perhaps a stack's layer."""
+def gated(
+    x: Float[Array, "... K"],
+    layers: tuple[tuple[Float[Array, "*L N K"], Float[Array, " N"] | None], ...],
+    place: Int[Array, "2"] | None,
+    activation: str,
+    settings: Settings,
+) -> Float[Array, "... N"] | None:
+    """activation(x w^T + b) (x v^T + c) of the layers (w, b) and (v, c), on all chips of the mesh; None for what the kernel does not take.
+
+    `place`: w and v are stacks, of which the layers have these places. Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    (w, b), factor = layers
+    of_one = jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)
+    plain = not settings.differentiable and settings.linear == "bfloat16" and x.dtype == w.dtype == jnp.bfloat16
+    run = _kernel_for(x, of_one, activation, settings, None, None, None, products=2) if plain else None
+    return None if run is None else run(x, w, b, None, None, None if place is None else (w, place), factor)
+
+
+def _kernel_for(
+    x, w, activation, settings, gate, residual, split, turned=False, products=1
+) -> Callable[..., Array] | None:
+    """What computes `linear` of such arrays, or of a `Narrow` w, from x, w, b, the gate, the residual and perhaps a stack's layer; of two
+    `products` `gated`."""
     narrow = isinstance(w, Narrow)
     few = w.shape[0] < LANES and not w.shape[0] % (2 * SUBLANES) and split is None
     if (
@@ -261,17 +293,22 @@ def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False)
     followed = activation or gate is not None or residual is not None
     if (max(parts) > 1 and (gate is not None or residual is not None)) or (parts[1] > 1 and followed):
         return None
-    # The compiler's sums of several chips are exchanged in float32.
-    how = {"patient": parts[1] > 1, "narrow": narrow}
+    # The compiler takes seconds for a layer of samples that end within a register, and exchanges sums of several chips in float32.
+    uneven = math.prod(x.shape[:-2]) > 1 and x.shape[-2] % SUBLANES != 0
+    how = {"patient": uneven or max(parts[1], products) > 1, "narrow": narrow, "products": products}
     blocks = choose(found.rows, columns, depth, settings.generation, residual is not None, **how)
-    if blocks is None or found.rows < found.least or not ((few or whole_lanes(columns)) and whole_lanes(depth)):
+    least = min(found.least, LEAST_WHOLE_ROWS) if uneven else found.least
+    if blocks is None or found.rows < least or not ((few or whole_lanes(columns)) and whole_lanes(depth)):
         return None
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
 
-    def local(x, w, b, gate, residual, layer):
+    def local(x, w, b, gate, residual, layer, factor):
         # Rows of several samples are one's, unless gates tell them apart, or part of a register would be each one's last: there
-        # such a reshape is a copy, for which the compiler takes minutes (47,700 rows of 3,072).
-        apart = gate is not None or (x.shape[-2] % SUBLANES and x.shape[-2] > blocks.rows)
+        # such a reshape is a copy, for which the compiler takes minutes (47,700 rows of 3,072). Their order is free.
+        ends_within = x.shape[-2] % SUBLANES
+        turns = gate is None and x.ndim > 2 and ends_within and not x.shape[-3] % SUBLANES
+        x, residual = (jnp.swapaxes(rows, -2, -3) if turns and rows is not None else rows for rows in (x, residual))
+        apart = gate is not None or (ends_within and not turns and x.shape[-2] > blocks.rows)
         batch = math.prod(x.shape[:-2]) if apart else 1
         flat, scales = x.reshape(batch, -1, x.shape[-1]), None
         if narrow:
@@ -283,6 +320,7 @@ def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False)
             b,
             layer=layer,
             turned=turned,
+            factor=factor,
             scales=scales,
             activation=activation,
             gate=None if gate is None else jnp.broadcast_to(gate, (batch, *gate.shape[1:])),
@@ -291,17 +329,18 @@ def _kernel_for(x, w, activation, settings, gate, residual, split, turned=False)
             generation=settings.generation,
             interpret=settings.interpreted,
         ).reshape(*x.shape[:-1], -1)
+        out = jnp.swapaxes(out, -2, -3) if turns else out
         return jax.lax.psum(out, "tp") if summed else out
 
-    def run(x, w, b, gate=None, residual=None, layers=None):
+    def run(x, w, b, gate=None, residual=None, layers=None, factor=None):
         w, layer = (w, None) if layers is None else layers
         rows, of_gate = tuple(found.spec)[:2], P("dp" if gate is not None and gate.shape[0] > 1 else None)
         inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
         of_weights = P(*over) if layer is None else P(None, *over)
         of_weights = Narrow(of_weights, P(over[0], None)) if narrow else of_weights
-        specs = inputs, of_weights, P(over[0]), of_gate, outputs, P()
+        specs = inputs, of_weights, P(over[0]), of_gate, outputs, P(), P()
         b, after = (None, b) if summed else (b, None)
-        out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer), specs)
+        out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer, factor), specs)
         return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)
 
     return run

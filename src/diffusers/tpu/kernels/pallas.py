@@ -70,12 +70,14 @@ def vmem_room(generation: str | None) -> int:
     return chip_of(generation).vmem_bytes - MARGIN
 
 
-def layer_of_stack(layer, shape: tuple[int, ...], place) -> tuple[dict, pl.BlockSpec]:
-    """Scalars of `call_kernel`, and the block of weights of this shape: of the layer of this number in a stack of them, or of weights by
-    themselves where it is None. `place`: from the grid's first index to the block's indices."""
+def layer_of_stack(layer, shape: tuple[int, ...], place, number: int = 0) -> tuple[dict, pl.BlockSpec]:
+    """Scalars of `call_kernel`, and the block of weights of this shape: of the layer of this number in a stack of them (of several
+    numbers of the one at `number`), or of weights by themselves where it is None. `place`: from the grid's first index to the block's."""
     if layer is None:
         return {}, pl.BlockSpec(shape, lambda n, *_: place(n))
-    return {"layer": layer.reshape(1)}, pl.BlockSpec((None, *shape), lambda n, *others: (others[-1][0], *place(n)))
+    return {"layer": layer.reshape(-1)}, pl.BlockSpec(
+        (None, *shape), lambda n, *others: (others[-1][number], *place(n))
+    )
 
 
 def with_gradients_of(plain, kernel):

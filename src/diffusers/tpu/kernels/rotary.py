@@ -65,10 +65,15 @@ def normed_and_rotated(
 
 
 def by_kernel(
-    x: Float[Array, "B T C"], norm: Norm, tables: tuple[Array, ...], settings: Settings, apart: bool
+    x: Float[Array, "B T C"],
+    norm: Norm,
+    tables: tuple[Array, ...],
+    settings: Settings,
+    apart: bool = False,
+    rounded: bool = False,
 ) -> Float[Array, "B T C"] | None:
     """`normed_and_rotated`, on all chips; None where the kernel does not take it. Heads may lie over `tp`, also where the norm is of all
-    their channels and tables are as wide."""
+    their channels and tables are as wide. `rounded`: before the weight, too."""
     dim = tables[0].shape[-1] if tables else norm.weight.size
     whole = x.shape[-1] % LANES == 0 and (dim % LANES == 0 or (LANES % dim == 0 and norm.weight.size == dim))
     tp = 1 if settings.mesh is None else settings.mesh.shape["tp"]
@@ -84,6 +89,7 @@ def by_kernel(
     table = P(*axes, lanes)
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart, "scaled": wide}
+    static |= {"rounded": rounded}
     local = functools.partial(_by_kernel, **static, interpret=settings.interpreted)
     specs = found.spec, *(P(lanes) for _ in vectors), *(table for _ in tables)
 
@@ -94,17 +100,18 @@ def by_kernel(
         return found.run(local, (x, *vectors, *tables, inverse), (*specs, P(*tuple(found.spec)[:2], None)))
 
     def plain(x, vectors, tables):
-        return _plainly(x, replace(norm, **dict(zip(("weight", "bias"), vectors))), tables, apart)
+        return _plainly(x, replace(norm, **dict(zip(("weight", "bias"), vectors))), tables, apart, rounded)
 
     run = with_gradients_of(plain, run) if settings.differentiable else run
     return run(x, vectors, tables)
 
 
-def _plainly(x, norm, tables, apart):
+def _plainly(x, norm, tables, apart, rounded=False):
     wide = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, norm.weight.size)
     if norm.centred:
         wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + norm.eps) * norm.weight.astype(jnp.float32)
+    wide = wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True) + norm.eps)
+    wide = (wide.astype(x.dtype).astype(jnp.float32) if rounded else wide) * norm.weight.astype(jnp.float32)
     wide = wide if norm.bias is None else wide + norm.bias.astype(jnp.float32)
     if not tables:
         return wide.astype(x.dtype).reshape(x.shape)
@@ -140,8 +147,8 @@ def _mean_of_heads(x, dim: int, parts: int):
     return added_up(x, (row == column).astype(jnp.bfloat16), parts) / dim
 
 
-def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scaled=False):
-    """`scaled`: what rows are multiplied by comes last, [B, T, 1]; x has a part of their channels."""
+def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scaled=False, rounded=False):
+    """`rounded`: as of `by_kernel`. `scaled`: what rows are multiplied by comes last, [B, T, 1]; x has a part of their channels."""
     batch, tokens, width = x.shape
     scale, others = (others[-1:], others[:-1]) if scaled else ((), others)
     vectors, tables = ([weight, others[0]], others[1:]) if biased else ([weight], others)
@@ -187,7 +194,8 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
             cos, sin = r.cos[rows, :], r.sin[rows, :]
         first = _first_of_pairs((tile_rows, lanes), *distance) if tables else None
         for head in heads:
-            part = normed(r.x[rows, head].astype(jnp.float32), (mean, inverse)) * r.weight[:, head]
+            part = normed(r.x[rows, head].astype(jnp.float32), (mean, inverse))
+            part = (part.astype(x.dtype).astype(jnp.float32) if rounded else part) * r.weight[:, head]
             if biased:
                 part = part + r.bias[:, head]
             if wide:
