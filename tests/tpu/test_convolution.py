@@ -109,6 +109,7 @@ def test_a_map_whose_positions_become_four(blocks, features, wide):
         (True, (9, 11), (3, 3), {"padding": 0, "padded": (1, 1, 1, 1)}),
         (False, (9, 11), (3, 3), {"padding": 1, "padded": (0, 1, 0, 1)}),
         (True, (9, 11), (3, 3), {"padding": 1, "stride": (2, 3)}),
+        (True, (9, 11), (3, 3), {"padding": 1, "channels": 4}),
         (False, (9, 11), (3, 3), {"padding": 0, "padded": (0, 1, 0, 1), "stride": 2}),
         (False, (9, 11), (3, 3), {"padding": 2, "dilation": 2}),
         (False, (9, 11), (3, 3), {"padding": 1, "groups": 2}),
@@ -122,7 +123,8 @@ def test_which_of_torchs_convolutions_it_computes(monkeypatch, taken, size, taps
     """The others are the compiler's; all have torch's values."""
     given, runs, run = dict(given), [], tpu_convolution
     monkeypatch.setattr(convolution_kernel, "tpu_convolution", lambda *a, **k: (runs.append(a), run(*a, **k))[1])
-    x, w, b = draw(2, 128, *size), draw(64, 128 // given.get("groups", 1), *taps), draw(64)
+    channels = given.pop("channels", 128)
+    x, w, b = draw(2, channels, *size), draw(64, channels // given.get("groups", 1), *taps), draw(64)
     padded, of_torch = given.pop("padded", None), F.conv2d if len(size) == 2 else F.conv3d
 
     def convolved(x, w, b):
@@ -234,7 +236,7 @@ def test_what_is_not_taken(chips):
     assert convolution(x, w, None, KERNEL, edge=1).shape == (1, 6, 1, 8, 64)
     refused = [
         (x.astype(jnp.float32), w.astype(jnp.float32), KERNEL),
-        (x[..., :4], w[..., :4], KERNEL),
+        (jnp.zeros((1, 8, 3, 1 << 13, 4), jnp.bfloat16), w[..., :4], KERNEL),
         (x, jnp.zeros((3, 3, 3, 130, 64), jnp.bfloat16), KERNEL),
         (x, w[:, :, :2], KERNEL),  # lines that get longer
         (x[:, :, :2], w, KERNEL),

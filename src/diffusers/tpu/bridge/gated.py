@@ -25,7 +25,7 @@ class Factor(NamedTuple):
 def noted(result: Tensor, x: Tensor, activation: str) -> Tensor:
     """`result`, which is x activated: remembers of which layer that is."""
     factor = _factor_of(x)
-    return result if factor is None else made_of(result, noted, factor._replace(activation=activation))
+    return result if factor is None else made_of(result, noted, Factor(*factor[:2], activation))
 
 
 def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:

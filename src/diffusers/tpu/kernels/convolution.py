@@ -41,6 +41,9 @@ LEAST_PIECE = 224  # positions that take as long as weights take to get into a m
 MOST_POSITIONS = 8192  # of one step
 MOST_WORK = 4_000_000  # taps x channels x features of a block: 4 s of a core to compile; twice as much is no faster
 LEAST_CHANNELS = 64
+FILLED_BYTES = (
+    32 << 20
+)  # of a map of few channels: the compiler takes half a minute for a UNet's first layer and the norm behind it
 
 
 class Blocks(NamedTuple):
@@ -265,8 +268,11 @@ def convolution(
 ) -> Float[Array, "B M U Q O"] | None:
     """As `tpu_convolution`, with its blocks; None for a call that the kernel does not take.
 
-    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS`, and one chip. `layers`: the stack that w is a layer of, and which.
+    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS` (maps of up to `FILLED_BYTES` are filled up), and one chip. `layers`: the stack that w is a layer of, and which.
     """
+    if x.shape[-1] < LEAST_CHANNELS and x.size // x.shape[-1] * LANES * x.dtype.itemsize <= FILLED_BYTES:
+        x, w = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, LEAST_CHANNELS - a.shape[-1])]) for a in (x, w))
+        layers = None
     _, lines, frames, positions, channels = x.shape
     *taps, features, _ = w.shape
     lines, frames = lines - taps[0] + 1, frames - taps[1] + 1
