@@ -75,9 +75,9 @@ OPERATORS = {
 BEHIND = slice(None), slice(3, None)
 
 
-@pytest.mark.parametrize("chips, cut", [(1, BEHIND), (2, BEHIND), (2, (slice(None), slice(2, 9))), (2, (slice(2),))])
-def test_a_part_that_is_written_among_chips_or_at_the_end_is_no_scatter(env, make_mesh, chips, cut):
-    batch = 1 if chips == 1 else 4
+@pytest.mark.parametrize("count, cut", [(1, BEHIND), (2, BEHIND), (2, (slice(None), slice(2, 9))), (2, (slice(2),))])
+def test_a_part_that_is_written_among_chips_or_at_the_end_is_no_scatter(env, make_mesh, count, cut):
+    batch = 1 if count == 1 else 4
     x, value = torch.randn(batch, 21, 3), torch.randn(batch, 21, 3)[cut]
     expected = x.clone()
     expected[cut] = value
@@ -87,7 +87,7 @@ def test_a_part_that_is_written_among_chips_or_at_the_end_is_no_scatter(env, mak
         there[cut] = bridge.to_torch(value)
         return there.jax()
 
-    with env, using(Settings(mesh=make_mesh(1, chips, 1))):
+    with env, using(Settings(mesh=make_mesh(1, count, 1))):
         traced = jax.jit(run).trace(x.numpy(), value.numpy())
         assert "scatter" not in str(traced.jaxpr)
         assert torch.equal(torch.from_numpy(np.array(traced.lower().compile()(x.numpy(), value.numpy()))), expected)
