@@ -1,7 +1,9 @@
 """A layer's result times another one's activation, which one kernel computes:
 
-values, gate = linear(x).chunk(2, -1);  values * activation(gate)        (GEGLU, SwiGLU)
-activation(linear(x)) * other_linear(x)                                  (feed-forward of Llama)
+    values, gate = linear(x).chunk(2, -1);  values * activation(gate)        (GEGLU, SwiGLU)
+    activation(linear(x)) * other_linear(x)                                  (feed-forward of Llama)
+
+Halves of one layer are for the kernel two layers of a stack.
 """
 
 from typing import NamedTuple
@@ -35,10 +37,11 @@ def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
     if values is None or not result.shape == x.shape == y.shape or gate.layer.x is not values.layer.x:
         return None
     pair = gate.layer, values.layer
-    if any(layer.sizes or layer.lies.get("split") is not None for layer in pair):
+    apart = any(layer.sizes or layer.lies.get("split") is not None for layer in pair)
+    if apart or pair[0].settings != pair[1].settings:
         return None
     stacks, numbers = zip(*(layer.lies.get("layers") or (None, None) for layer in pair))
-    if pair[0] is pair[1] and {gate.half, values.half} == {0, 1}:  # as two layers of a stack
+    if pair[0] is pair[1] and {gate.half, values.half} == {0, 1}:
         (w, b), halves = pair[0][1:3], (gate.half, values.half)
         w = (w if stacks[0] is None else stacks[0]).reshape(-1, w.shape[0] // 2, w.shape[1])
         layers = [(w, b if b is None else b.reshape(2, -1)[half]) for half in halves]

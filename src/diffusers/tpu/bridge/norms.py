@@ -53,6 +53,7 @@ class Normed(NamedTuple):
         heads_first, own = x.shape[1] < x.shape[2], [] if self.norm.weight is None else [self.norm.weight]
         own = [*own, *(vector for _, vector in self.steps)] or [jnp.ones(x.shape[3], x.dtype)]
         alone = len(own) == 1 and own[0].size == x.shape[3] and "plus" not in dict(self.steps)
+        alone = alone and not (self.steps and self.norm.bias is not None)
         if x.dtype != jnp.bfloat16 or not alone or min(x.shape[1:3]) * x.shape[3] > WIDEST:
             return None
         rows, rounded = jnp.swapaxes(x, 1, 2) if heads_first else x, bool(self.steps) and self.narrow is None

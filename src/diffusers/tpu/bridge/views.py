@@ -114,9 +114,10 @@ def part_of_base(t: Tensor) -> tuple[Tensor, int] | None:
     if (shared := vars(t).get("_shared")) is None:
         return None
     laid, whole = _laid(t), _laid(shared.base)
-    number, rest = divmod(laid.storage_offset(), laid.shape[-1] or 1) if laid.ndim else (0, 1)
-    equal = laid.shape[:-1] == whole.shape[:-1] and laid.stride() == whole.stride() and not rest
-    return (shared.base, number) if equal and not whole.shape[-1] % laid.shape[-1] else None
+    if not laid.ndim or not laid.numel() or laid.shape[:-1] != whole.shape[:-1] or laid.stride() != whole.stride():
+        return None
+    number, rest = divmod(laid.storage_offset(), laid.shape[-1])
+    return None if rest or whole.shape[-1] % laid.shape[-1] else (shared.base, number)
 
 
 def as_view(base: Tensor, view: Tensor, step: Step) -> Tensor:
