@@ -71,9 +71,10 @@ def by_kernel(
     settings: Settings,
     apart: bool = False,
     rounded: bool = False,
+    least_bytes: int = 0,
 ) -> Float[Array, "B T C"] | None:
     """`normed_and_rotated`, on all chips; None where the kernel does not take it. Heads may lie over `tp`, also where the norm is of all
-    their channels and tables are as wide. `rounded`: before the weight, too."""
+    their channels and tables are as wide. `rounded`: before the weight, too. `least_bytes`: of x on a chip, on a TPU."""
     dim = tables[0].shape[-1] if tables else norm.weight.size
     whole = x.shape[-1] % LANES == 0 and (dim % LANES == 0 or (LANES % dim == 0 and norm.weight.size == dim))
     tp = 1 if settings.mesh is None else settings.mesh.shape["tp"]
@@ -82,6 +83,8 @@ def by_kernel(
     split = wide or tp > 1 and norm.weight.size == dim and x.shape[-1] % (tp * max(dim, LANES)) == 0
     found = rows_over_mesh(x.shape, settings, split) if settings.own_layers and whole else None
     if found is None or found.rows < min(found.least, LEAST_ROWS):
+        return None
+    if not settings.interpreted and found.rows * x.shape[-1] * x.dtype.itemsize < least_bytes:
         return None
     found = replace(found, spec=P(*tuple(found.spec)[:2], "tp")) if split else found
     lanes = "tp" if wide else None
