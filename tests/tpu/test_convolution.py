@@ -236,7 +236,7 @@ def test_what_is_not_taken(chips):
     assert convolution(x, w, None, KERNEL, edge=1).shape == (1, 6, 1, 8, 64)
     refused = [
         (x.astype(jnp.float32), w.astype(jnp.float32), KERNEL),
-        (jnp.zeros((1, 8, 3, 1 << 13, 4), jnp.bfloat16), w[..., :4], KERNEL),
+        (x[..., :4], w[..., :4], KERNEL),
         (x, jnp.zeros((3, 3, 3, 130, 64), jnp.bfloat16), KERNEL),
         (x, w[:, :, :2], KERNEL),  # lines that get longer
         (x[:, :, :2], w, KERNEL),
@@ -244,6 +244,9 @@ def test_what_is_not_taken(chips):
         (x, w, Settings(layers="kernel", mesh=make_mesh(chips, (2, 4, 1)))),
     ]
     assert [convolution(x, w, None, settings, edge=1) for x, w, settings in refused] == [None] * 7
+    large = jnp.zeros((1, 8, 3, 1 << 13, 4), jnp.bfloat16)
+    taken = [convolution(x, w[..., :4], None, KERNEL, edge=1, fill=True) is not None for x in (x[..., :4], large)]
+    assert taken == [True, False]
 
 
 @pytest.mark.parametrize("generation", CHIPS)

@@ -123,7 +123,7 @@ def linear(input, weight, bias=None):
         # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
         result = jax.lax.with_sharding_constraint(result, *everywhere)
     result = Tensor(layer_result(result, w.shape[1]), input._env)
-    return result if everywhere is not None else of_layer(result, layer._replace(by_kernel=False))
+    return result if everywhere is not None else of_layer(result, Layer(*layer[:-1], by_kernel=False))
 
 
 def by_position(input, weight, b) -> Tensor | None:

@@ -251,7 +251,7 @@ def _convolution(
         lines = lines if of_videos else lines[:, :, None]
         of_stack = how_it_lies(weight).get("layers")
         of_stack = None if of_stack is None else (_by_lines(of_stack[0], axes), of_stack[1])
-        how = {"edge": widths[-1][0], "layers": of_stack}
+        how = {"edge": widths[-1][0], "layers": of_stack, "fill": axes == 2}
         large = convolution_kernel.convolution(lines, _by_lines(w, axes), b, current(), **how)
         if large is not None:  # of every position: with strides, of which a UNet has a few, some are for nothing
             large = large if of_videos else large[:, :: stride[0], 0, :: stride[1]]

@@ -264,13 +264,15 @@ def convolution(
     repeated: bool = False,
     doubled: bool = False,
     wide: bool = False,
+    fill: bool = False,
     layers: tuple[Float[Array, "N l t p O C"], Int[Array, ""]] | None = None,
 ) -> Float[Array, "B M U Q O"] | None:
     """As `tpu_convolution`, with its blocks; None for a call that the kernel does not take.
 
-    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS` (maps of up to `FILLED_BYTES` are filled up), and one chip. `layers`: the stack that w is a layer of, and which.
+    It takes bfloat16, lines that get no longer, at least `LEAST_CHANNELS`, and one chip. `fill`: maps of up to `FILLED_BYTES` are given as
+    many. `layers`: the stack that w is a layer of, and which.
     """
-    if x.shape[-1] < LEAST_CHANNELS and x.size // x.shape[-1] * LANES * x.dtype.itemsize <= FILLED_BYTES:
+    if fill and x.shape[-1] < LEAST_CHANNELS and x.size // x.shape[-1] * LANES * x.dtype.itemsize <= FILLED_BYTES:
         x, w = (jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, LEAST_CHANNELS - a.shape[-1])]) for a in (x, w))
         layers = None
     _, lines, frames, positions, channels = x.shape
