@@ -31,7 +31,7 @@ from .on_host import NotTaken
 LEAST_BYTES = (
     16 << 20
 )  # of heads on a chip: fewer stay in VMEM, where the compiler's way is quicker (CogView4 on v6e-8)
-WIDEST = 8192  # heads of a token side by side, in the kernel that norms each: blocks of 256 tokens take 16 MiB of VMEM
+WIDEST = 6144  # heads of a token side by side, in the kernel that norms each: blocks of 256 tokens take 12 MiB of VMEM, v5e gives 16
 
 
 class Normed(NamedTuple):
