@@ -195,6 +195,7 @@ def test_products_of_8_bits_of_a_denoiser(attach, own_store, monkeypatch, kernel
 # Upstream's words for what follows a layer, and what the layer does with it: its activation, its gate and residual. None: neither.
 FOLLOWING = {
     "silu": (lambda y, h, g: F.silu(y), ["silu", False, False]),
+    "lumina's silu": (lambda y, h, g: F.silu(y.float()).type_as(y), ["silu", False, False]),
     "gelu_tanh": (lambda y, h, g: F.gelu(y, approximate="tanh"), ["gelu_tanh", False, False]),
     "gelu": (lambda y, h, g: F.gelu(y), ["gelu", False, False]),
     "wan": (lambda y, h, g: (h.float() + y * g).type_as(h), ["", True, True]),
@@ -264,6 +265,7 @@ GATED = {  # upstream's words for a layer's product with an activated one, and w
     "geglu": (halves, True),
     "swiglu, gate first": (packed, True),
     "two layers": (lambda y, other: F.silu(other) * y, True),
+    "lumina's": (lambda y, other: F.silu(y.float()).to(y.dtype) * other, True),
     "written to": (written, False),
     "by itself": (lambda y, other: y * F.silu(y), False),
     "slices": (lambda y, other: y[..., :128] * F.silu(y[..., 128:]), True),

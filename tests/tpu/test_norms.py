@@ -12,6 +12,7 @@ import torch
 from conftest import relative, wide
 from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen
 from diffusers.tpu import bridge
 from diffusers.tpu.bridge import norms
 from diffusers.tpu.chips.mesh import make_mesh
@@ -46,6 +47,7 @@ def turned(x: np.ndarray, angle: np.ndarray, apart: bool = False) -> np.ndarray:
         (128, True, False, True, False),  # by halves
         (64, True, True, False, True),  # CogVideoX
         (32, True, False, False, False),
+        (96, True, False, False, True),  # Lumina 2: heads that end where no row of lanes does
         (384, False, True, False, False),  # LTX, a layer norm
         (384, False, False, False, True),  # LTX-2, tables of each sample
     ],
@@ -68,7 +70,7 @@ def test_norm_and_rotation(chips, degrees, kernel, dim, per_head, centred, apart
     def rounded(values):
         return wide(jnp.asarray(values, jnp.bfloat16))
 
-    taken = kernel and (degrees != (2, 1, 3) or per_head or not centred and dim == 384)
+    taken = kernel and (degrees != (2, 1, 3) or per_head and dim != 96 or not centred and dim == 384)
     assert ("rotary_kernel" in str(jax.make_jaxpr(run)(x, weight, bias, cos, sin))) == taken
     norm = normed(x, size, weight, bias, centred)
     exact = turned(norm, angle, apart)
@@ -84,19 +86,41 @@ def by_matrices(x, norm, tables):
     return apply_rotary(norm(x.float()).type_as(x), torch.stack([*tables], -1).reshape(1, x.shape[1], 1, -1, 2, 2))
 
 
+def by_complex_numbers(x, norm, tables, of_each=True):
+    angle = tables[0][:, ::2]
+    turns = torch.polar(torch.ones_like(angle), angle)
+    if of_each:
+        return apply_rotary_emb(norm(x), turns.expand(len(x), -1, -1), use_real=False)
+    return apply_rotary_emb_qwen(norm(x), turns, use_real=False)
+
+
 # Upstream's ways to say it, of heads normed and tables [2, T, D].
 ROTATIONS = {
     "neighbours": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, sequence_dim=1),
     "halves": lambda x, norm, tables: apply_rotary_emb(norm(x), tables, use_real_unbind_dim=-2, sequence_dim=1),
     "matrices": by_matrices,
+    "text and latents": lambda x, norm, tables: apply_rotary_emb(
+        torch.cat([norm(x[:, :64] * 2), norm(x[:, 64:])], 1), tables, sequence_dim=1
+    ),
+    "complex": by_complex_numbers,
+    "complex, alike": functools.partial(by_complex_numbers, of_each=False),
 }
 
 
 @pytest.mark.parametrize(
-    "degrees, rotation",
-    [(None, "neighbours"), ((1, 2, 2), "neighbours"), ((2, 2, 1), "halves"), ((2, 2, 1), "matrices")],
+    "degrees, rotation, kind",
+    [
+        (None, "neighbours", torch.nn.RMSNorm),
+        ((1, 2, 2), "neighbours", RMSNorm),
+        ((2, 2, 1), "halves", torch.nn.RMSNorm),
+        ((2, 2, 1), "matrices", torch.nn.RMSNorm),
+        ((2, 2, 1), "complex", RMSNorm),
+        (None, "complex, alike", torch.nn.RMSNorm),
+        (None, "text and latents", torch.nn.RMSNorm),
+        ((2, 2, 1), "text and latents", RMSNorm),
+    ],
 )
-def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, rotation, monkeypatch):
+def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, rotation, kind, monkeypatch):
     asked, fast = [], rotary.by_kernel
 
     def noting(x, norm, tables, *how, **more):
@@ -105,7 +129,7 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, r
         return result
 
     monkeypatch.setattr(rotary, "by_kernel", noting)
-    norm = torch.nn.RMSNorm(128, eps=1e-6).bfloat16()
+    norm = kind(128, eps=1e-6).bfloat16()
     norm.weight.data.uniform_(0.5, 2)
     x, tables = torch.randn(2, 150, 4, 128).bfloat16(), torch.rand(2, 150, 128)
     settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
@@ -121,7 +145,7 @@ def test_upstreams_rotation_after_its_norm_is_the_norms_kernel(chips, degrees, r
     arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (norm.weight, x, *tables)]
     ours, _ = jax.jit(traced)(*arrays)
     exact = run(x.double(), copy.deepcopy(norm).double(), tables.double()).detach()
-    assert len(asked) == 1 and asked[0] is not None
+    assert len(asked) == (2 if rotation == "text and latents" else 1) and all(result is not None for result in asked)
     assert relative(ours, exact) < 1.02 * relative(run(x, norm, tables).detach(), exact)
 
 

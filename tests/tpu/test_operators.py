@@ -63,6 +63,8 @@ OPERATORS = {
         [(2, 3, 5, 8), (2, 3, 1, 4, 2)], 1e-6,
     ),
     "gather of rows": (lambda x, at: x.gather(1, at.expand(2, 7, 5)), [(2, 3, 5), torch.tensor([0, 2, 1, 1, 0, 2, 2])[None, :, None]], 0),
+    "gather of repeated rows": (lambda x, at: x.gather(1, at.int().repeat(2, 1, 5).to(torch.int64)), [(2, 3, 5), torch.tensor([0, 2, 1, 1])[None, :, None]], 0),
+    "gather of other rows": (lambda x, at: x.gather(1, at.repeat(2, 2, 1)), [(2, 3, 5), torch.tensor([[[0, 2, 1, 1, 0]]])], 0),
     "gather": (lambda x, at: x.gather(-1, at), [(2, 3, 5), torch.tensor([[[0, 4]] * 3, [[3, 1]] * 3])], 0),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (7,), w, b, 1e-6), [WIDE, (7,), (7,)], 1e-6),
     "layer norm, plain": (lambda x: F.layer_norm(x, (7,)), [WIDE], 1e-6),

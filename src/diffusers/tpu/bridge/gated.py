@@ -24,9 +24,9 @@ class Factor(NamedTuple):
     activation: str = ""
 
 
-def noted(result: Tensor, x: Tensor, activation: str) -> Tensor:
-    """`result`, which is x activated: remembers of which layer that is."""
-    factor = _factor_of(x)
+def noted(result: Tensor, x: Tensor | Layer, activation: str) -> Tensor:
+    """`result`, which is x, or a whole layer's result, activated: remembers of which layer that is."""
+    factor = Factor(x, None) if isinstance(x, Layer) else _factor_of(x)
     return result if factor is None else made_of(result, noted, Factor(*factor[:2], activation))
 
 

@@ -21,6 +21,7 @@ def register(env, over):
     """Put every operator of this file into the environment. `over`: as `operators.register` has it."""
     ours = {
         aten.expand.default: over(_expand, aten.expand.default),
+        aten.repeat.default: over(_repeat, aten.repeat.default),
         aten.gather.default: over(_gather, aten.gather.default),
         aten.index_put.default: over(_index_put, aten.index_put.default),
         aten.embedding.default: over(_embedding, aten.embedding.default),
@@ -128,6 +129,13 @@ def _embedding(plain, weight, indices, *args, **kwargs):
 def _expand(plain, x, sizes, *, implicit=False):
     """torchax's; the result remembers what it repeats."""
     return made_of(Tensor(plain(x.jax(), sizes), x._env), _expand, x.jax())
+
+
+def _repeat(plain, x, repeats):
+    """torchax's; of axes of one entry it is `expand`."""
+    result, more = Tensor(plain(x.jax(), repeats), x._env), len(repeats) - x.ndim
+    expands = all(size == 1 or count == 1 for size, count in zip(x.shape, repeats[more:]))
+    return made_of(result, _expand, x.jax()) if expands else result
 
 
 def _gather(plain, x, dim, index, *, sparse_grad=False):

@@ -22,6 +22,7 @@ from ..chips.sharding import taken_apart, together
 from ..kernels.settings import current, using
 from . import autocast, norms
 from .by_token import ReadsOthers, axes_of_tokens
+from .made_of import made_of, operands, same_as
 from .views import WRITES_TO_FIRST, Step, as_view, storage
 
 
@@ -193,26 +194,49 @@ def cat(tensors, dim=0, **kwargs):
     shared = settings.sequence and settings.mesh is not None and not settings.pad_tokens and settings.window is None
     chips = settings.mesh.shape["sp"] if shared else 1
     axis = dim % first.ndim if first.ndim in (3, 4) else 0
-    if chips == 1 or kwargs or len(tensors) == 1 or not 0 < axis < first.ndim - 1:
+    if kwargs or len(tensors) == 1 or not 0 < axis < first.ndim - 1:
         return plain(tensors, dim, **kwargs)
+    if chips == 1:
+        return _of_normed(plain(tensors, dim), tensors)
     arrays = [t.jax() for t in tensors if isinstance(t, Tensor) and t.ndim == first.ndim and t.dtype == first.dtype]
     divided = all(isinstance(x, jax.core.Tracer) and x.shape[axis] and x.shape[axis] % chips == 0 for x in arrays)
     if len(arrays) < len(tensors) or not divided:
         return plain(tensors, dim)
     joined = Joined(tuple(x.shape[axis] for x in arrays), chips)
-    return joined.deferred(Tensor(together(arrays, axis, chips), first._env), axis, lambda: plain(tensors, dim).jax())
+    inner = _of_normed(Tensor(together(arrays, axis, chips), first._env), tensors)
+    return joined.deferred(inner, axis, lambda: plain(tensors, dim).jax())
+
+
+def _of_normed(result, tensors):
+    """`result`, of tensors one behind the other: remembers them where one was normed."""
+    of_norms = all(isinstance(t, Tensor) for t in tensors) and any(norms.normed(t) is not None for t in tensors)
+    return made_of(result, cat, *map(same_as, tensors)) if of_norms else result
 
 
 def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
-    """As `norms.rotated`, also in the chips' order."""
+    """As `norms.rotated`, also in the chips' order, and of heads that are normed each sequence by itself."""
     how = use_real, use_real_unbind_dim, sequence_dim
-    if not is_joined(x):
-        return norms.rotated(x, tables, *how)
-    joined, inner, axis = x.source
-    if axis != sequence_dim or not all(isinstance(table, Tensor) and table.ndim == 2 for table in tables):
+    joined, inner, axis = x.source if is_joined(x) else (None, x, sequence_dim)
+    of_tokens = all(isinstance(table, Tensor) and table.ndim == 2 for table in tables)
+    if joined is not None and (axis != sequence_dim or not of_tokens):
         return None
-    result = norms.rotated(inner, tuple(joined.in_order(table, 0) for table in tables), *how)
-    return None if result is None else joined.beside(result, axis)
+    if (parts := operands(inner, cat)) is not None and of_tokens:
+        ends = list(itertools.accumulate(part.shape[sequence_dim] for part in parts))[:-1]
+        pieces = zip(parts, *(jnp.split(table.jax(), ends) for table in tables))
+        found = [
+            (part, of, norms.rotated(part, [Tensor(table, x._env) for table in of], *how)) for part, *of in pieces
+        ]
+        if all(result is None for *_, result in found):
+            return None
+        apart = use_real_unbind_dim == -2
+        arrays = [
+            norms.plainly_rotated(part.jax(), *of, apart) if one is None else one.jax() for part, of, one in found
+        ]
+        result = Tensor(together(arrays, sequence_dim, joined.chips if joined else 1), x._env)
+    else:
+        tables = tables if joined is None else tuple(joined.in_order(table, 0) for table in tables)
+        result = norms.rotated(inner, tables, *how)
+    return result if result is None or joined is None else joined.beside(result, axis)
 
 
 def _axes_of_results(function: Callable, given: list, spec: TreeSpec, axes: dict[int, int]) -> list[int] | None:

@@ -192,12 +192,14 @@ def _by_projection(input, bias, stored: Tensor, packed: Packed) -> Tensor:
 
 
 def reshaped(x, shape):
-    """The operator; of what was normed it is still known, for pairs of its entries."""
+    """The operator; of what was normed it is still known, for pairs of its entries, also of what was widened since."""
     array = x.jax()
     result = array.reshape(shape)
     if isinstance(array, jax.core.Tracer) and (behind := _behind_each_other(array, result.shape)) is not None:
         result = behind
-    result, of = Tensor(result, x._env), norms.normed(x)
+    result, of, wide = Tensor(result, x._env), norms.normed(x), widened(x)
+    if wide is not None and wide.norm is not None:
+        return made_of(result, Widened, wide.narrow.reshape(shape), None, wide.norm)
     return result if of is None else made_of(result, norms.Normed, *of)
 
 
@@ -233,6 +235,8 @@ ACTIVATIONS = {  # to names of `COMPUTED`
 def activated(overload, plain, x, *args, **kwargs):
     """The operator, by `linear` itself where its input comes from there and the kernel has such an activation."""
     layer, activation = layer_of(x), ACTIVATIONS.get(overload, lambda: "")(*args, **kwargs)
+    if activation and (wide := widened(x)) is not None and wide.layer is not None:
+        return made_of(plain(x, *args, **kwargs), activated, wide.layer, activation)
     if layer is not None and activation:
         result = Tensor(_again(layer, activation=activation), x._env)
     elif activation == "gelu" and x.dtype == torch.bfloat16:
@@ -249,8 +253,10 @@ def cast(x, result):
     There and back through a dtype that holds every value of the first is x itself: weights that are stored in one dtype and
     cast for each call (upstream's layerwise casting) are not written to.
     """
-    if not (isinstance(x, Tensor) and isinstance(result, Tensor)) or x.dtype == result.dtype:
+    if result is x or not (isinstance(x, Tensor) and isinstance(result, Tensor)):
         return result
+    if x.dtype == result.dtype:
+        return same_as(x) if result.jax() is x.jax() else result
     before = widened(x)
     if before is not None and before.narrow.dtype == result.jax().dtype:
         return Tensor(before.narrow, result._env)
@@ -258,8 +264,13 @@ def cast(x, result):
         return made_of(result, Widened, x.jax(), layer_of(x), norms.normed(x))
     if (norm := norms.narrowed(x, result)) is not None:
         return norm
+    if result.dtype != torch.bfloat16:
+        return result
+    if (of := operands(x, activated)) is not None and of[0].x.dtype == result.jax().dtype:
+        layer, activation = of
+        return gated.noted(Tensor(_again(layer, activation=activation), result._env), layer, activation)
     total = operands(x, _added)
-    whole = _again(*total) if total is not None and result.dtype == torch.bfloat16 else None
+    whole = None if total is None else _again(*total)
     return result if whole is None else Tensor(whole, result._env)
 
 

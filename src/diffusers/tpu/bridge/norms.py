@@ -48,21 +48,31 @@ class Normed(NamedTuple):
         x = self.narrow if wide else self.x
         if x.shape != result.shape:
             return result
-        whole = self._of_heads(x) if x.ndim == 4 else fast_norm(x, self.norm, current(), self.steps, wide)
+        whole = self.of_heads() if x.ndim == 4 else fast_norm(x, self.norm, current(), self.steps, wide)
         return result if whole is None else Tensor(whole, result._env)
 
-    def _of_heads(self, x: jax.Array) -> jax.Array | None:
-        """Heads [B, T, N, D] or [B, N, T, D], each normed by itself, and perhaps times a vector of D entries; None: not by the kernel."""
-        heads_first, own = x.shape[1] < x.shape[2], [] if self.norm.weight is None else [self.norm.weight]
-        own = [*own, *(vector for _, vector in self.steps)] or [jnp.ones(x.shape[3], x.dtype)]
+    def of_heads(self, tables: tuple[jax.Array, ...] = (), apart: bool = False) -> jax.Array | None:
+        """Heads [B, T, N, D] or [B, N, T, D], each normed by itself, and perhaps times a vector of D entries; None: not by the kernel.
+
+        Of [B, T, N, D] pairs of entries, or of halves `apart`, are turned by tables [T, D] or [B, T, D], cos and sin; not of what was
+        normed in float32 by hand and is not narrowed yet.
+        """
+        if tables and self.narrow is self.x:
+            return None
+        x = self.x if tables or self.narrow is None else self.narrow
+        heads_first, own = (
+            not tables and x.shape[1] < x.shape[2],
+            [self.norm.weight, *(vector for _, vector in self.steps)],
+        )
+        own = [vector for vector in own if vector is not None] or [jnp.ones(x.shape[3], x.dtype)]
         alone = len(own) == 1 and own[0].size == x.shape[3] and "plus" not in dict(self.steps)
-        alone = alone and not (self.steps and self.norm.bias is not None)
-        if x.dtype != jnp.bfloat16 or not alone or min(x.shape[1:3]) * x.shape[3] > WIDEST:
+        alone = alone and not (self.steps and self.norm.bias is not None) and (tables or x.dtype == jnp.bfloat16)
+        if not alone or min(x.shape[1:3]) * x.shape[3] > WIDEST:
             return None
         rows, rounded = jnp.swapaxes(x, 1, 2) if heads_first else x, bool(self.steps) and self.narrow is None
         norm = replace(self.norm, weight=own[0].reshape(-1))
-        how = {"rounded": rounded, "least_bytes": LEAST_BYTES}
-        result = rotary.by_kernel(rows.reshape(*rows.shape[:2], -1), norm, (), current(), **how)
+        how = {"apart": apart, "rounded": rounded, "least_bytes": 0 if tables else LEAST_BYTES}
+        result = rotary.by_kernel(rows.reshape(*rows.shape[:2], -1), norm, tables, current(), **how)
         result = None if result is None else result.reshape(rows.shape)
         return jnp.swapaxes(result, 1, 2) if heads_first and result is not None else result
 
@@ -188,33 +198,41 @@ def rotated(x, tables, use_real=True, use_real_unbind_dim=-1, sequence_dim=2):
     of, known = normed(x), use_real and sequence_dim == 1 and all(isinstance(t, Tensor) for t in tables)
     if of is None or not known or x.shape != of.x.shape:
         return None
-    result = _normed_and_rotated(of, tuple(table.jax() for table in tables), apart=use_real_unbind_dim == -2)
+    arrays = tuple(table.jax() for table in tables)
+    result = _normed_and_rotated(of, arrays, apart=use_real_unbind_dim == -2)
     return None if result is None else Tensor(result, x._env)
 
 
-def _normed_and_rotated(of: Normed, tables: tuple[jax.Array, jax.Array], apart: bool = False):
-    """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D]."""
-    x, weight = of.x, of.norm.weight
-    known = x.ndim == 4 and not of.steps and all(table.shape == (x.shape[1], x.shape[3]) for table in tables)
-    if not known or weight is None or weight.shape != x.shape[3:]:
-        return None
-    result = rotary.by_kernel(x.reshape(*x.shape[:2], -1), of.norm, tables, current(), apart)
-    return None if result is None else result.reshape(x.shape)
+def plainly_rotated(x: jax.Array, cos: jax.Array, sin: jax.Array, apart: bool) -> jax.Array:
+    """Heads x [B, T, N, D] rotated by tables [T, D] in float32."""
+    return rotary.rotate_pairs(x.astype(jnp.float32), cos[:, None], sin[:, None], apart).astype(x.dtype)
+
+
+def _normed_and_rotated(of: Normed, tables: tuple[jax.Array, jax.Array], apart: bool = False) -> jax.Array | None:
+    """Heads [B, T, N, D] normed and rotated by one kernel; None where it does not take them, or the tables are not [T, D] or [B, T, D]."""
+    (batch, tokens, _, dim), shape = of.x.shape, tables[0].shape
+    return of.of_heads(tables, apart) if shape in ((tokens, dim), (batch, tokens, dim)) else None
 
 
 def turned(result, pairs, matrices):
     """Remembers that pairs [..., D / 2, 1, 2] are multiplied by matrices [..., D / 2, 2, 2]: their sums are pairs turned."""
     if pairs.ndim < 4 or pairs.shape[-2:] != (1, 2) or matrices.shape[-2:] != (2, 2) or result.dtype != torch.float32:
         return None
-    wide = widened(pairs)
-    norm = normed(pairs) if wide is None else wide.norm
-    norm = norm if norm is not None and pairs.shape == (*norm.x.shape[:-1], norm.x.shape[-1] // 2, 1, 2) else None
-    return made_of(result, turned, pairs.jax(), matrices.jax(), norm)
+    return made_of(result, turned, pairs.jax(), matrices.jax(), _norm_of_pairs(pairs, (1, 2)))
 
 
 def as_complex(plain, pairs):
     """torch's `view_as_complex` of pairs [..., D / 2, 2], which the result remembers."""
-    return made_of(Tensor(plain(pairs.jax()), pairs._env), as_complex, pairs.jax())
+    norm = _norm_of_pairs(pairs, (2,))
+    return made_of(Tensor(plain(pairs.jax()), pairs._env), as_complex, pairs.jax(), norm)
+
+
+def _norm_of_pairs(pairs, pair: tuple[int, ...]) -> Normed | None:
+    """The norm that heads come from of which these are pairs, [B, T, N, D / 2, *pair]; None where they come from none."""
+    wide = widened(pairs)
+    norm = normed(pairs) if wide is None else wide.norm
+    shape = (*norm.x.shape[:-1], norm.x.shape[-1] // 2, *pair) if norm is not None else None
+    return norm if pairs.shape == shape and len(norm.x.shape) == 4 else None
 
 
 def turned_complex(result, x, turns):
@@ -227,9 +245,9 @@ def as_real(plain, x):
     """torch's `view_as_real`; of pairs that are turned, on whole heads: XLA would keep pairs in rows of 128 lanes."""
     if (of := operands(x, turned_complex)) is None:
         return Tensor(plain(x.jax()), x._env)
-    pairs, turns = of
-    tables = (jnp.repeat(part, 2, -1) for part in (turns.real, turns.imag))
-    return Tensor(rotary.rotate_pairs(pairs.reshape(*pairs.shape[:-2], -1), *tables).reshape(pairs.shape), x._env)
+    pairs, norm, turns = of
+    tables = tuple(jnp.repeat(part, 2, -1) for part in (turns.real, turns.imag))
+    return _turned_heads(pairs, 1, norm, tables, x._env)
 
 
 def summed(plain, x, dim=None, keepdim=False, **kwargs):
@@ -238,11 +256,18 @@ def summed(plain, x, dim=None, keepdim=False, **kwargs):
     if of is None or dim not in ([-1], [x.ndim - 1]) or keepdim or kwargs:
         return plain(x, dim, keepdim, **kwargs)
     pairs, matrices, norm = of
-    heads = pairs.reshape(*pairs.shape[:-3], -1)
     tables = matrices[..., 0, 0], matrices[..., 1, 1], -matrices[..., 0, 1], matrices[..., 1, 0]
     own, other = (jnp.stack(two, -1).reshape(*matrices.shape[:-3], -1) for two in (tables[:2], tables[2:]))
-    result = None
-    if norm is not None and own.ndim == 4 and own.shape[0] == own.shape[2] == 1:
-        result = _normed_and_rotated(norm, (own[0, :, 0], other[0, :, 0]))
-    result = rotary.rotate_pairs(heads, own, other) if result is None else result.astype(jnp.float32)
-    return Tensor(result.reshape(*heads.shape[:-1], -1, 2), x._env)
+    return _turned_heads(pairs, 2, norm, (own, other), x._env)
+
+
+def _turned_heads(
+    pairs: jax.Array, axes: int, norm: Normed | None, tables: tuple[jax.Array, jax.Array], env
+) -> Tensor:
+    """Pairs of heads, of the last `axes` axes, turned by tables, [B, T, 1, D] or [T, 1, D] if of all heads: [..., D / 2, 2] in float32."""
+    heads, result = pairs.reshape(*pairs.shape[: -1 - axes], -1), None
+    if norm is not None and tables[0].ndim in (3, 4) and tables[0].shape[-2] == 1:
+        alike = [table[0] if table.ndim == 4 and len(table) == 1 else table for table in tables]
+        result = _normed_and_rotated(norm, tuple(table[..., 0, :] for table in alike))
+    result = rotary.rotate_pairs(heads, *tables) if result is None else result.astype(jnp.float32)
+    return Tensor(result.reshape(*heads.shape[:-1], -1, 2), env)

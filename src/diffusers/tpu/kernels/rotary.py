@@ -2,10 +2,11 @@
 
 One kernel on a TPU reads x once and writes it once; XLA, given upstream's strided writes (`out[..., 0::2] = ...`), takes five
 passes. Both round where upstream does: after the norm and after the rotation, each computed in float32. Sums over a head of up to 128
-lanes, a row, are products with ones on the matrix unit, of bfloat16 parts, which a square of a bfloat16 number has two of.
+lanes are products with ones on the matrix unit, of bfloat16 parts, which a square of a bfloat16 number has two of.
 """
 
 import functools
+import math
 from dataclasses import replace
 
 import jax
@@ -29,6 +30,7 @@ TILE_ROWS_OF_HEADS = {
     True: 256,
     False: 128,
 }  # each normed by itself, by whether it is smaller than a row of lanes: a product takes long
+MOST_LANES = 384  # in which heads of fewer than 128 entries end: four of 96
 
 
 def rotate_pairs(
@@ -76,25 +78,26 @@ def by_kernel(
     """`normed_and_rotated`, on all chips; None where the kernel does not take it. Heads may lie over `tp`, also where the norm is of all
     their channels and tables are as wide. `rounded`: before the weight, too. `least_bytes`: of x on a chip, on a TPU."""
     dim = tables[0].shape[-1] if tables else norm.weight.size
-    whole = x.shape[-1] % LANES == 0 and (dim % LANES == 0 or (LANES % dim == 0 and norm.weight.size == dim))
+    lanes = math.lcm(dim, LANES)
+    whole = x.shape[-1] % lanes == 0 and (dim % LANES == 0 or lanes <= MOST_LANES and norm.weight.size == dim)
     tp = 1 if settings.mesh is None else settings.mesh.shape["tp"]
     wide = bool(tables) and norm.weight.size == dim == x.shape[-1] and not (apart or norm.centred)
     wide = wide and tp > 1 and dim % (tp * LANES) == 0
-    split = wide or tp > 1 and norm.weight.size == dim and x.shape[-1] % (tp * max(dim, LANES)) == 0
+    split = wide or tp > 1 and norm.weight.size == dim and x.shape[-1] % (tp * lanes) == 0
     found = rows_over_mesh(x.shape, settings, split) if settings.own_layers and whole else None
     if found is None or found.rows < min(found.least, LEAST_ROWS):
         return None
     if not settings.interpreted and found.rows * x.shape[-1] * x.dtype.itemsize < least_bytes:
         return None
     found = replace(found, spec=P(*tuple(found.spec)[:2], "tp")) if split else found
-    lanes = "tp" if wide else None
+    across = "tp" if wide else None
     axes = tuple(found.spec)[-tables[0].ndim : -1] if tables and found.mesh is not None else ()
-    table = P(*axes, lanes)
+    table = P(*axes, across)
     vectors = [norm.weight] if norm.bias is None else [norm.weight, norm.bias]
     static = {"eps": norm.eps, "centred": norm.centred, "biased": len(vectors) == 2, "apart": apart, "scaled": wide}
     static |= {"rounded": rounded}
     local = functools.partial(_by_kernel, **static, interpret=settings.interpreted)
-    specs = found.spec, *(P(lanes) for _ in vectors), *(table for _ in tables)
+    specs = found.spec, *(P(across) for _ in vectors), *(table for _ in tables)
 
     def run(x, vectors, tables):
         if not wide:
@@ -146,7 +149,7 @@ _rotated.defvjp(lambda x, cos, sin, apart, dtype: (rotate_pairs(x, cos, sin, apa
 
 def _mean_of_heads(x, dim: int, parts: int):
     """Of each `dim` lanes, in all of them. `parts`: as of `added_up`."""
-    row, column = (lax.div(lax.broadcasted_iota(jnp.int32, (LANES, LANES), axis), dim) for axis in (0, 1))
+    row, column = (lax.div(lax.broadcasted_iota(jnp.int32, (x.shape[1],) * 2, axis), dim) for axis in (0, 1))
     return added_up(x, (row == column).astype(jnp.bfloat16), parts) / dim
 
 
@@ -159,13 +162,13 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
     dim = tables[0].shape[-1] if tables else weight.size if per_head else LANES
     distance = (dim // 2 if apart else 1, dim)
     wide = dim > LANES and bool(tables) and not apart and not per_head  # neighbours: of each row of lanes by itself
-    small, lanes = dim < LANES, LANES if wide else max(dim, LANES)
+    small, lanes = dim < LANES, LANES if wide else math.lcm(dim, LANES)
     by_products = per_head and dim <= LANES
     # of wide tables: both in float32, twice, take 4 MiB of VMEM; at least a tile
     block_rows = max(TILE_ROWS, (1 << 18) // dim // TILE_ROWS * TILE_ROWS) if wide else BLOCK_ROWS
     vectors = [jnp.tile(vector, width // vector.size) for vector in vectors]
     tables = [jnp.tile(table, (*(1,) * (table.ndim - 1), lanes // dim)) for table in tables] if small else tables
-    tile_rows = TILE_ROWS_OF_HEADS[small] if by_products else TILE_ROWS
+    tile_rows = TILE_ROWS_OF_HEADS[small] if by_products and lanes == LANES else TILE_ROWS
     block_rows = min(block_rows, pl.cdiv(tokens, tile_rows) * tile_rows)
     grid, b, t = (batch, pl.cdiv(tokens, block_rows)), 0, 1
     if wide:  # a block of tables is read once for the batch
@@ -215,9 +218,9 @@ def _by_kernel(x, weight, *others, eps, centred, biased, apart, interpret, scale
 
     spec = pl.BlockSpec((None, block_rows, width), lambda *at: (at[b], at[t], 0))
     vector = pl.BlockSpec((1, width), lambda *at: (0, 0))
-    table = pl.BlockSpec((block_rows, max(dim, LANES)), lambda *at: (at[t], 0))
+    table = pl.BlockSpec((block_rows, max(dim, lanes)), lambda *at: (at[t], 0))
     if tables and tables[0].ndim == 3:
-        table = pl.BlockSpec((None, block_rows, max(dim, LANES)), lambda *at: (at[b], at[t], 0))
+        table = pl.BlockSpec((None, block_rows, max(dim, lanes)), lambda *at: (at[b], at[t], 0))
     of_rows = pl.BlockSpec((None, block_rows, 1), lambda *at: (at[b], at[t], 0))
     operands = {"x": (x, spec)}
     operands |= {name: (one.astype(jnp.float32)[None], vector) for name, one in zip(("weight", "bias"), vectors)}
