@@ -41,6 +41,10 @@ def spread(mask: Mask | None, shape) -> np.ndarray:
         if values is not None:
             assert values.shape[3] == length and values.shape[2] in ((1,) if values is mask.keys else (shape[2],))
             bias = bias + as_bias(values)
+    if mask.product is not None:
+        by_query, by_key = mask.product
+        assert by_query.shape[2:] == (shape[2], 1) and by_key.shape[2:] == (1, shape[3])
+        bias = bias + as_bias(np.asarray(by_query) * np.asarray(by_key))
     assert mask.queries is None or mask.queries.dtype == bool
     if mask.band is not None:
         ahead = np.arange(shape[3]) // mask.frame[1] - np.arange(shape[2])[:, None] // mask.frame[0]

@@ -76,6 +76,27 @@ def test_masks_as_given_by_the_kernel(kind):
         assert ours is None or relative(ours, oracle) < 3e-6, (t, s)  # measured: 5e-7
 
 
+@pytest.mark.parametrize(
+    "degrees, dtype, dim", [(None, jnp.bfloat16, 128), (None, jnp.float32, 72), ((2, 4, 1), jnp.bfloat16, 64)]
+)
+def test_a_bias_that_is_a_product_is_a_part_of_the_scores(degrees, dtype, dim, make_mesh):
+    """As Chroma's, of one factor by query and one by key; no worse than attention without it. Entries fill rows of lanes."""
+    t = int(np.random.default_rng().integers(5, 400))
+    q, k, v = draw(t, t, dim=dim, dtype=dtype)
+    factors = [jnp.asarray(3 * np.random.default_rng().standard_normal((2, 1, t)), dtype) for _ in range(2)]
+    settings = dataclasses.replace(KERNEL, mesh=degrees and make_mesh(*degrees))
+
+    def call(q, k, v, queries, keys):
+        with using(settings):
+            return api.attention(q, k, v, mask=queries[..., None] * keys[:, :, None])
+
+    ours = jax.jit(call, compiler_options=QUICKLY)(q, k, v, *factors)
+    queries, keys = (np.asarray(factor, np.float64) for factor in factors)
+    plain = relative(run(settings, q, k, v), formula(q, k, v))
+    assert relative(ours, formula(q, k, v, queries[..., None] * keys[:, :, None])) < 1.5 * plain
+    assert any(how.k[2:] == (t, dim // 128 * 128 + 128) and how.mask == "" and n for how, n in api.explain().items())
+
+
 def test_causality_and_the_window_of_the_settings():
     q, k, v = draw(300, 300)
     x, y = draw(300, 290)[1:]

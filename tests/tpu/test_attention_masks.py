@@ -137,6 +137,20 @@ TRACED = {
     "a column back in": (lambda m: outer(m).at[..., 0].set(True), "dense"),
     "either": (lambda m: m[:, None, :, None] | m[:, None, None], "dense"),
     "apart": (lambda m: m[:, None, :, None] ^ m[:, None, None], "dense"),
+    "product and more": (
+        lambda m: m.cumsum(1)[:, None, :, None] * m.cumsum(1).astype(float)[:, None, None] + m[:, None, None],
+        "bias",
+    ),
+    "product of biases": (
+        lambda m: m.cumsum(1).astype(float)[:, None, :, None] * -m.cumsum(1)[:, None, None],
+        "product",
+    ),
+    "product, expanded": (
+        lambda m: jnp.broadcast_to(
+            m.astype(float).cumsum(1)[:, None] * m.astype(float).cumsum(1)[..., None], (N, B, T, T)
+        ).swapaxes(0, 1),
+        "product",
+    ),
     "weak bias": (lambda m: jnp.where(outer(m), 0, -1e4), "bias"),
 }
 

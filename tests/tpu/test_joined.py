@@ -14,6 +14,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 from diffusers.tpu.bridge import Tensor, environment
 from diffusers.tpu.bridge.joined import is_joined
 from diffusers.tpu.chips.mesh import make_mesh
+from diffusers.tpu.kernels.attention import api
 from diffusers.tpu.kernels.settings import Settings, using
 
 
@@ -86,6 +87,19 @@ def test_heads_of_two_streams_keep_it_through_the_dispatcher():
         return say(answer.flatten(2, 3)).split_with_sizes([L, T], dim=1) + (some,)
 
     assert compared(lines, (1, 4, 2)) == [True, True]
+
+
+def test_a_mask_that_is_a_product_keeps_its_factors_in_it():
+    """As Chroma's. Read back through the order of the chips it would be of tokens x tokens."""
+
+    def lines(say, text, latents, mask, **rest):
+        heads = torch.cat([text, latents], dim=1).unflatten(-1, (-1, D)).transpose(1, 2)
+        products = mask[:, None, :, None] * mask[:, None, None]
+        return (say(F.scaled_dot_product_attention(heads, heads, heads, attn_mask=products)).transpose(1, 2),)
+
+    before = api.explain()
+    assert compared(lines, (1, 8, 1), mask=(B, L + T)) == [True]
+    assert {how.mask for how, n in api.explain().items() if n > before.get(how, 0)} == {""}
 
 
 def test_what_is_written_to_has_its_values_and_so_have_its_views():

@@ -6,7 +6,9 @@ nearly all tokens move between chips. Layers, norms and rotations are of each to
 its values gets them in upstream's order.
 """
 
+import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from torchax.tensor import Tensor
 
 from ..chips.sharding import taken_apart, together
+from ..kernels.attention.masks import product_of
 from ..kernels.settings import current, using
 from . import autocast, norms
 from .by_token import ReadsOthers, axes_of_tokens
@@ -131,9 +134,14 @@ class Joined:
         known = all(axis == x.ndim - 2 for _, x, axis in given) and given[1][0] and given[2][0]
         if dropout_p or is_causal or not known:
             return NotImplemented
-        for axis, of in ((-2, given[0][0]), (-1, self)) if attn_mask is not None else ():
-            if of is not None and attn_mask.shape[axis] != 1:
-                attn_mask = self.in_order(attn_mask, attn_mask.ndim + axis)
+        masks = () if attn_mask is None else product_of(attn_mask.jax()) or (attn_mask.jax(),)
+        for axis, of in ((-2, given[0][0]), (-1, self)):
+            if of is not None:
+                masks = [
+                    m if m.shape[axis] == 1 else self.in_order(Tensor(m, attn_mask._env), m.ndim + axis).jax()
+                    for m in masks
+                ]
+        attn_mask = attn_mask if attn_mask is None else Tensor(functools.reduce(operator.mul, masks), attn_mask._env)
         with autocast.without(), self.root._env:
             tensors, how = (x for _, x, _ in given), {"scale": scale, "enable_gqa": enable_gqa}
             answer = F.scaled_dot_product_attention(*tensors, attn_mask, **how)

@@ -80,12 +80,17 @@ def attention(
     if mask is None and q.shape[2] == k.shape[2]:
         near = _nearest(settings, q.shape[2], q.shape[2])
         mask = near and masks.Mask(nearest=near)
-    run, how = _dispatch(settings, q, k, v, mask)
+    whole = functools.partial(masks.in_scores, mask=mask, scale=scale)
+    run, how = _dispatch(settings, *jax.eval_shape(whole, q, k, v))
     _record(how)
     if not isinstance(q, jax.core.Tracer):
         return _program(settings, scale)(q, k, v, mask)
 
-    return _named(lambda q, k, v: run(q, k, v, mask=mask, scale=scale), mask and mask.nearest)(q, k, v)
+    def attend(q, k, v):
+        *operands, left = whole(q, k, v)
+        return run(*operands, mask=left, scale=scale)
+
+    return _named(attend, mask and mask.nearest)(q, k, v)
 
 
 def joint(q: Queries, k: Keys, v: Values, text: Text) -> tuple[Out, Out]:

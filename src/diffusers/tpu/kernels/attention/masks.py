@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..pallas import LANES, round_up
 from . import provenance
 from .sparse import Nearest
 
@@ -48,6 +49,7 @@ class Mask:
         band: static (left, right): query i sees keys i - left to i + right; None is open. Causal is (None, 0).
         frame: static (queries, keys): the band counts in frames of so many, from the first query and key on.
         whole: static: `keys` takes none of so many first keys away, and adds nothing to their scores.
+        product: (by query, by key) whose product is added to the scaled scores.
         nearest: static: a video's tokens see those nearest in time and space; beside it there is `keys` alone, if anything.
     """
 
@@ -57,11 +59,13 @@ class Mask:
     band: Band | None = field(default=None, metadata={"static": True})
     frame: tuple[int, int] = field(default=(1, 1), metadata={"static": True})
     whole: int = field(default=0, metadata={"static": True})
+    product: tuple[Float[Array, "b n T 1"], Float[Array, "b n 1 S"]] | None = None
     nearest: Nearest | None = field(default=None, metadata={"static": True})
 
     @property
     def kind(self) -> str:
-        """ "keys", "outer" (of queries, and keys if any), "causal", "window", either by frame, "dense" or "bias", "nearest", joined by +."""
+        """ "keys", "outer" (of queries, and keys if any), "causal", "window", either by frame, "dense" or "bias", "product", "nearest",
+        joined by +."""
         names = []
         if self.keys is not None or self.queries is not None:
             names.append("keys" if self.queries is None else "outer")
@@ -70,6 +74,8 @@ class Mask:
             names.append(("causal" if self.band == (None, 0) else "window") + by)
         if self.dense is not None:
             names.append("dense" if self.dense.dtype == jnp.bool_ else "bias")
+        if self.product is not None:
+            names.append("product")
         if self.nearest is not None:
             names.append("nearest")
         return "+".join(names)
@@ -128,7 +134,50 @@ def _of_lineage(mask: jax.Array) -> Mask:
         value = value.part()
     if 2 not in value.varies:
         return Mask(keys=value.make())
+    if (product := _factors(value)) is not None:
+        return Mask(product=product)
     return Mask(dense=mask) if 3 in value.varies else Mask(queries=takes_part(value.make()))
+
+
+def _factors(value: provenance.Part) -> tuple[jax.Array, jax.Array] | None:
+    """(by query, by key) whose product it is; None where that is not known."""
+    sides = sorted(value.factors or (), key=lambda factor: 3 in factor.varies)
+    if [{2, 3} & factor.varies for factor in sides] != [{2}, {3}]:
+        return None
+    queries, keys = (factor.make() for factor in sides)
+    return queries, keys
+
+
+def product_of(mask: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+    """(by query, by key) whose product a traced mask [.., T, S] is, by the way it was computed; None where that is not known."""
+    value = provenance.read(mask.reshape((1,) * (4 - mask.ndim) + mask.shape))
+    return _factors(value) if isinstance(value, provenance.Part) else None
+
+
+def in_scores(q, k, v, mask: Mask | None, scale: float) -> tuple[jax.Array, jax.Array, jax.Array, Mask | None]:
+    """(q, k, v, mask) of the same scores, without `Mask.product`: further entries of q and k give it, up to whole rows of lanes.
+
+    Matrix units of 256 rows take 128 more for nothing. One entry of a bfloat16 q stands beside three of k, whose sum is the factor by key
+    over the scale.
+    """
+    if mask is None or mask.product is None:
+        return q, k, v, mask
+    queries, keys = mask.product
+    if scale == 0 or queries.dtype != q.dtype or keys.shape[1] not in (1, k.shape[1]):
+        return q, k, v, replace(mask, dense=queries * keys, product=None)
+    keys, parts = keys.astype(jnp.float32) / scale, []
+    for _ in range(1 if k.dtype == jnp.float32 else 3):
+        parts.append(keys.astype(k.dtype))
+        keys = jnp.where(jnp.isfinite(keys), keys - parts[-1].astype(jnp.float32), 0)
+    further = round_up(q.shape[-1] + len(parts), LANES) - q.shape[-1]
+
+    def longer(x, entries):
+        entries = jnp.broadcast_to(entries, (*x.shape[:3], len(parts)))
+        return jnp.concatenate([x, entries, jnp.zeros((*x.shape[:3], further - len(parts)), x.dtype)], -1)
+
+    of_keys = jnp.concatenate([jnp.swapaxes(part, 2, 3) for part in parts], -1)
+    left = replace(mask, product=None)
+    return longer(q, queries), longer(k, of_keys), v, left if left.kind else None
 
 
 def _of_parts(parts: tuple[provenance.Part, ...]) -> Mask:

@@ -53,7 +53,7 @@ class Stripe:
 class Part:
     """An array that is the same along every axis not in `varies`; `make()` computes it with length one along those.
 
-    `index` and `stripe` are its values where they are that.
+    `index` and `stripe` are its values where they are that; `factors`: of floats that vary along different axes, whose product it is.
     """
 
     shape: tuple[int, ...]
@@ -62,6 +62,7 @@ class Part:
     make: Callable[[], jax.Array]
     index: Index | None = None
     stripe: Stripe | None = None
+    factors: tuple["Part", "Part"] | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "make", functools.cache(self.make))
@@ -162,7 +163,15 @@ def elementwise(eqn, values: list[Value], aval) -> Value:
         return choice
     parts = [as_part(v) for v in values]
     index, stripe = _indices(eqn.primitive.name, parts, aval.dtype)
-    return _applied(eqn, parts, aval, frozenset().union(*(p.varies for p in parts)), index, stripe)
+    result = _applied(eqn, parts, aval, frozenset().union(*(p.varies for p in parts)), index, stripe)
+    if (
+        eqn.primitive.name != "mul"
+        or not jnp.issubdtype(aval.dtype, jnp.floating)
+        or any(p.varies == result.varies for p in parts)
+    ):
+        return result
+    whole = {a: a for a in range(len(aval.shape))}
+    return replace(result, factors=tuple(p.moved(aval.shape, whole, lambda x: x) for p in parts))
 
 
 def _spread(value: Value, rank: int) -> Value:
@@ -325,9 +334,12 @@ def _joined(eqn, values: list[Value], aval, along: set[int]) -> Value:
 
 def _moving(how: Callable) -> Callable:
     """The rule of an equation that moves elements. `how`: (parameters, part, shape) -> what `Part.moved` takes after the shape."""
-    return lambda eqn, values, aval: _each(
-        values[0], aval.shape, lambda part: part.moved(aval.shape, *how(eqn.params, part, aval.shape))
-    )
+
+    def moved(params, part: Part, shape) -> Part:
+        factors = part.factors and tuple(moved(params, factor, shape) for factor in part.factors)
+        return replace(part.moved(shape, *how(params, part, shape)), factors=factors)
+
+    return lambda eqn, values, aval: _each(values[0], aval.shape, lambda part: moved(eqn.params, part, aval.shape))
 
 
 RULES = {
