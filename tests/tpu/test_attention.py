@@ -77,7 +77,7 @@ def test_masks_as_given_by_the_kernel(kind):
 
 
 @pytest.mark.parametrize(
-    "degrees, dtype, dim", [(None, jnp.bfloat16, 128), (None, jnp.float32, 72), ((2, 4, 1), jnp.bfloat16, 64)]
+    "degrees, dtype, dim", [(None, jnp.bfloat16, 128), (None, jnp.float32, 72), ((2, 4, 1), jnp.bfloat16, 128)]
 )
 def test_a_bias_that_is_a_product_is_a_part_of_the_scores(degrees, dtype, dim, make_mesh):
     """As Chroma's, of one factor by query and one by key; no worse than attention without it. Entries fill rows of lanes."""

@@ -128,15 +128,17 @@ def in_8_bits(x: np.ndarray, kind: str) -> np.ndarray:
 @pytest.mark.parametrize("degrees, split", [(None, None), ((2, 4, 1), None), ((2, 2, 2), 0), ((2, 2, 2), 1)])
 @pytest.mark.parametrize("kind", narrow.TYPES)
 def test_products_of_8_bits(chips, monkeypatch, kind, degrees, split):
-    """By the kernels and by plain operations; of inputs over `tp` each chip has scales of its own, which are no worse."""
+    """By the kernels and by plain operations; of inputs over `tp` each chip has scales of its own, which are no worse. The stack that a
+    weight is a layer of is not read."""
     monkeypatch.setattr(narrow, "BYTES_OF_A_WEIGHT", 0)
     rng, mesh = np.random.default_rng(), degrees and make_mesh(chips, degrees)
     tokens, columns, depth = int(rng.integers(40, 400)), 128 * int(rng.integers(2, 6)), 256 * int(rng.integers(1, 4))
     x, w, b, residual = draw(2, tokens, depth), draw(columns, depth), draw(columns), draw(2, tokens, columns)
     exact, sums = wide(x) @ wide(w).T + wide(b), in_8_bits(wide(x), kind) @ in_8_bits(wide(w), kind).T + wide(b)
+    stack = jnp.stack([-w, w]), jnp.int32(1)
     for layers in ("kernel", "xla"):
         settings = Settings(layers=layers, linear=kind, mesh=mesh)
-        run = jax.jit(lambda x, w, b, *more: linear.linear(x, w, b, "", settings, *more, split=split))
+        run = jax.jit(lambda x, w, b, *more: linear.linear(x, w, b, "", settings, *more, split=split, layers=stack))
         ours, loss = run(x, w, b), relative(sums, exact)
         assert relative(ours, exact) < 1.01 * np.hypot(loss, 2**-8), (layers, tokens, columns, depth)
         if split != 1:
@@ -158,7 +160,7 @@ def test_numbers_that_a_chip_does_not_multiply_are_refused():
         TPUConfig(linear="int4")
 
 
-@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("kernel", [False, slow(True)])
 def test_products_of_8_bits_of_a_denoiser(attach, own_store, monkeypatch, kernel):
     """Against upstream with the same rounding, computed in float64; asked for no more, values are those of before to the last bit."""
     monkeypatch.setattr(narrow, "BYTES_OF_A_WEIGHT", 0)
@@ -243,6 +245,34 @@ def test_an_activation_a_gate_and_a_residual_after_a_layer_are_the_layers(chips,
     assert asked == [[""], *([] if second is None else [second])]
     assert ours.dtype == (jnp.float32 if words == "in float32" else jnp.bfloat16)
     assert relative(ours, exact) < 1.05 * relative(theirs, exact)
+
+
+@pytest.mark.parametrize("degrees, own", [(None, 256), (None, 192), ((2, 4, 1), 128)])
+@torch.no_grad()
+def test_a_layer_of_channels_side_by_side_reads_them_where_they_are(chips, monkeypatch, degrees, own):
+    """As FLUX's blocks of one stream: attention's beside the feed-forward's. Of what fills no whole lanes they are put together."""
+    asked, fast = [], linear.tpu_linear
+    monkeypatch.setattr(
+        linear, "tpu_linear", lambda *a, **k: (asked.append(k["beside"] is not None), fast(*a, **k))[1]
+    )
+    layer, tokens = torch.nn.Linear(own + 320, 256).bfloat16(), int(np.random.default_rng().integers(9, 300))
+    h, first, last = (torch.randn(2, tokens, size).bfloat16() for size in (256, own, 320))
+    g = torch.randn(2, 1, 256).bfloat16()
+    arrays = [jnp.asarray(bridge.as_numpy(t.detach())) for t in (layer.weight, layer.bias, first, last, h, g)]
+    settings = Settings(layers="kernel", mesh=degrees and make_mesh(chips, degrees))
+
+    def run(*arrays):
+        with using(settings), bridge.quiet_integers(), bridge.environment():
+            w, b, first, last, h, g = map(bridge.to_torch, arrays)
+            return (h + g * F.linear(torch.cat([first, last], dim=2), w, b)).jax()
+
+    def upstream(layer, first, last, h, g):
+        return h + g * layer(torch.cat([first, last], dim=2))
+
+    theirs = upstream(layer, first, last, h, g)
+    exact = upstream(layer.double(), *(t.double() for t in (first, last, h, g)))
+    assert relative(jax.jit(run)(*arrays), exact) < 1.05 * relative(theirs, exact)
+    assert set(asked) == {own % 128 == 0}
 
 
 def halves(y, other):

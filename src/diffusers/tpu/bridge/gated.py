@@ -37,7 +37,7 @@ def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
     if values is None or not result.shape == x.shape == y.shape or gate.layer.x is not values.layer.x:
         return None
     pair = gate.layer, values.layer
-    apart = any(layer.sizes or layer.lies.get("split") is not None for layer in pair)
+    apart = any(layer.sizes or layer.lies.get("split") is not None or "beside" in layer.lies for layer in pair)
     if apart or pair[0].settings != pair[1].settings:
         return None
     stacks, numbers = zip(*(layer.lies.get("layers") or (None, None) for layer in pair))

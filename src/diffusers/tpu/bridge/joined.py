@@ -25,7 +25,7 @@ from ..kernels.attention.masks import product_of
 from ..kernels.settings import current, using
 from . import autocast, norms
 from .by_token import ReadsOthers, axes_of_tokens
-from .made_of import made_of, operands, same_as
+from .made_of import beside, made_of, operands, same_as
 from .views import WRITES_TO_FIRST, Step, as_view, storage
 
 
@@ -202,6 +202,10 @@ def cat(tensors, dim=0, **kwargs):
     shared = settings.sequence and settings.mesh is not None and not settings.pad_tokens and settings.window is None
     chips = settings.mesh.shape["sp"] if shared else 1
     axis = dim % first.ndim if first.ndim in (3, 4) else 0
+    if not kwargs and len(tensors) == 2 and axis == first.ndim - 1 > 1 and all(isinstance(t, Tensor) for t in tensors):
+        result = plain(tensors, dim)
+        alike = all(t.dtype == result.dtype and t.ndim == result.ndim for t in tensors)
+        return beside(result, *(t.jax() for t in tensors)) if alike else result
     if kwargs or len(tensors) == 1 or not 0 < axis < first.ndim - 1:
         return plain(tensors, dim, **kwargs)
     if chips == 1:

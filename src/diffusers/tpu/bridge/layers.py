@@ -29,7 +29,7 @@ from ..kernels.narrow import Narrow
 from ..kernels.pallas import SUBLANES
 from ..kernels.settings import current
 from . import gated, norms
-from .made_of import Layer, Widened, layer_of, made_of, of_layer, operands, same_as, widened
+from .made_of import Layer, Widened, beside, layer_of, made_of, of_layer, operands, same_as, widened
 from .on_host import NotTaken
 from .views import has_values
 
@@ -113,8 +113,9 @@ def linear(input, weight, bias=None):
     everywhere = operands(weight, by_output)
     if everywhere is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a time by token, as image-to-video has it
         w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
-    layer = Layer(x, w, b, current(), how_it_lies(weight))
-    if everywhere is None and (result := fast_linear(x, w, b, "", current(), **layer.lies)) is not None:
+    first, last = operands(input, beside) or (x, None)
+    layer = Layer(first, w, b, current(), how_it_lies(weight) | ({} if last is None else {"beside": last}))
+    if everywhere is None and (result := fast_linear(first, w, b, "", current(), **layer.lies)) is not None:
         return of_layer(Tensor(result, input._env), layer)
     dtype = jnp.promote_types(x.dtype, w.dtype)
     result = jnp.einsum("...a,ba->...b", x, w, preferred_element_type=jnp.promote_types(dtype, jnp.float32))
@@ -123,7 +124,9 @@ def linear(input, weight, bias=None):
         # In one exchange: scales and shifts are cut out of it, of which the compiler would send each by itself.
         result = jax.lax.with_sharding_constraint(result, *everywhere)
     result = Tensor(layer_result(result, w.shape[1]), input._env)
-    return result if everywhere is not None else of_layer(result, Layer(*layer[:-1], by_kernel=False))
+    if everywhere is not None:
+        return result
+    return of_layer(result, Layer(x, w, b, layer.settings, how_it_lies(weight), by_kernel=False))
 
 
 def by_position(input, weight, b) -> Tensor | None:
@@ -159,7 +162,7 @@ def _packed(input, bias, stored: Tensor, packed: Packed) -> Tensor:
     if shared and (len(packed.sizes) > 2 if outward else packed.tp == 1):
         return _by_projection(input, bias, stored, packed)
     if not outward:
-        return linear(Tensor(packed.together(input.jax()), input._env), stored, bias)
+        return linear(input if packed.tp == 1 else Tensor(packed.together(input.jax()), input._env), stored, bias)
     result = linear(input, stored, bias)
     return result if packed.tp == 1 else Tensor(packed.apart(result.jax(), input.ndim - 1), input._env)
 

@@ -24,6 +24,11 @@ def operands(x, operator) -> tuple | None:
     return of if made_by is operator and x.jax() is array else None
 
 
+def beside(result: Tensor, first: jax.Array, last: jax.Array) -> Tensor:
+    """The result, in whose last axis two arrays lie side by side."""
+    return made_of(result, beside, first, last)
+
+
 def same_as(x: Tensor) -> Tensor:
     """Another tensor of x's values, which remembers what x does."""
     result = Tensor(x.jax(), x._env)

@@ -134,6 +134,7 @@ def tpu_linear(
     w: Float[Array, "N K"] | Float[Array, "L N K"],
     b: Float[Array, " N"] | None,
     *,
+    beside: Float[Array, "B M J"] | None = None,
     layer: Int[Array, ""] | Int[Array, "2"] | None = None,
     turned: bool = False,
     factor: tuple[Float[Array, "*L N K"], Float[Array, " N"] | None] | None = None,
@@ -147,16 +148,24 @@ def tpu_linear(
 ) -> Float[Array, "B M N"]:
     """activation(x w^T + b), or residual + gate (x w^T + b), in x's dtype; the activation is one of `ACTIVATIONS`.
 
+    `beside`: further channels of the rows of x, for the last of w's inputs; K is a multiple of 128 then.
     `layer`: which one of a stack w is; a slice of it would be a copy. `turned`: w lies in memory with its outputs last.
     `factor`: weights and bias of another layer, by whose result the activated one is multiplied; `layer` has both places then.
     `scales`: of the rows of x and w in 8 bits, for a result in bfloat16.
     `gate`: in the dtype to which the gated result is rounded; only with a residual, which has the result's dtype.
     """
-    batch, rows, depth = x.shape
-    columns, dtype = w.shape[-2], x.dtype if scales is None else jnp.bfloat16
+    (batch, rows, own), (columns, depth) = x.shape, w.shape[-2:]
+    dtype = x.dtype if scales is None else jnp.bfloat16
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
-    operands, scalars = {"x": (x, pl.BlockSpec((None, blocks.rows, depth), lambda n, i, m, *_: (i, m, 0)))}, {}
+    inputs = {"x": x} if beside is None else {"x": x, "y": beside}
+    operands, scalars = (
+        {
+            name: (array, pl.BlockSpec((None, blocks.rows, array.shape[-1]), lambda n, i, m, *_: (i, m, 0)))
+            for name, array in inputs.items()
+        },
+        {},
+    )
     for number, (names, (weights, bias)) in enumerate(
         zip(("wb", "vc"), [(w, b)] if factor is None else [(w, b), factor])
     ):
@@ -180,17 +189,23 @@ def tpu_linear(
     one_layer, out = (jax.ShapeDtypeStruct(*of) for of in ((w.shape[-2:], w.dtype), ((batch, rows, columns), dtype)))
     read = [one_layer if name in ("w", "v") else array for name, (array, _) in operands.items()]
 
+    def of_inputs(r, at, w):
+        if beside is None:
+            return product(r.x[at, :], w[...], 0 if turned else 1)
+        first, last = (w[:own, :], w[own:, :]) if turned else (w[:, :own], w[:, own:])
+        return product(r.x[at, :], first, 0 if turned else 1) + product(r.y[at, :], last, 0 if turned else 1)
+
     def tile(r, n):
         at = pl.ds(pl.multiple_of(n * TILE_ROWS, TILE_ROWS), TILE_ROWS)
         if scales is None:
-            result = product(r.x[at, :], r.w[...], 0 if turned else 1)
+            result = of_inputs(r, at, r.w)
         else:
             result = narrow_product(r.x[at, :], r.w[...]) * r.row_scales[at, :] * r.scales[...]
         result = (result + r.b[...]).astype(dtype)
         if activation:
             result = ACTIVATIONS[activation](result.astype(jnp.float32)).astype(dtype)
         if factor is not None:
-            other = (product(r.x[at, :], r.v[...], 0 if turned else 1) + r.c[...]).astype(dtype)
+            other = (of_inputs(r, at, r.v) + r.c[...]).astype(dtype)
             result = result * other
         if gate is not None:
             result = (result.astype(jnp.float32) * r.gate[...]).astype(gate.dtype)
@@ -206,7 +221,7 @@ def tpu_linear(
         {"o": (out, of_rows)},
         parallel=1,
         scalars=scalars,
-        work=cost(*read, out, flops=2 * x.size * columns * (1 if factor is None else 2)),
+        work=cost(*read, out, flops=2 * batch * rows * depth * columns * (1 if factor is None else 2)),
         interpret=interpret,
         vmem_bytes=vmem_room(generation),
     )["o"]
@@ -224,17 +239,20 @@ def linear(
     layers: tuple[Float[Array, "L N K"], Int[Array, ""]] | None = None,
     narrow: Narrow | None = None,
     turned: bool = False,
+    beside: Float[Array, "... J"] | None = None,
 ) -> Float[Array, "... N"] | None:
     """As `tpu_linear`, on all chips of the mesh; None for a call that the kernel does not take. With a gate x is [B, T, K].
 
     `split`: the axis of w that lies over `tp`. Of inputs the chips' sums are added, rounded, as the compiler does. `layers`: the stack that
-    w is a layer of, and which. `narrow`: w in 8 bits, where that is known. `turned`: as of `tpu_linear`, in bfloat16.
+    w is a layer of, and which. `narrow`: w in 8 bits, where that is known. `turned`, `beside`: as of `tpu_linear`, the first in bfloat16.
     """
     narrows = settings.linear != "bfloat16" and not settings.differentiable and takes(x, w, settings)
     if narrows:
         w = narrowed(w, settings.linear) if narrow is None else narrow
     elif x.dtype != jnp.bfloat16 or w.dtype != x.dtype:
         return None
+    if beside is not None and (narrows or settings.differentiable or split is not None or x.shape[-1] % LANES):
+        x, beside = jnp.concatenate([x, beside], -1), None
     followed = activation or gate is not None or residual is not None
     if settings.differentiable and (not followed or is_worth_its_room(w.shape[1], settings.generation)):
         result = _differentiable(x, w, b, settings, split, turned)  # what follows reads it, there and back
@@ -244,7 +262,7 @@ def linear(
     if run is None:
         return _plain(activation, narrowed(x, settings.linear), w, b, gate, residual) if narrows else None
     if not settings.differentiable:
-        return run(x, w, b, gate, residual, None if narrows else layers)
+        return run(x, w, b, gate, residual, None if narrows else layers, beside=beside)
 
     def plain(x, w, b, gate, residual):
         return _followed(_differentiable(x, w, b, settings, split, turned), activation, gate, residual)
@@ -302,12 +320,13 @@ def _kernel_for(
         return None
     over, summed = ["tp" if part > 1 else None for part in parts], parts[1] > 1
 
-    def local(x, w, b, gate, residual, layer, factor):
+    def local(x, w, b, gate, residual, layer, factor, beside):
         # Rows of several samples are one's, unless gates tell them apart, or part of a register would be each one's last: there
         # such a reshape is a copy, for which the compiler takes minutes (47,700 rows of 3,072). Their order is free.
         ends_within = x.shape[-2] % SUBLANES
         turns = gate is None and x.ndim > 2 and ends_within and not x.shape[-3] % SUBLANES
-        x, residual = (jnp.swapaxes(rows, -2, -3) if turns and rows is not None else rows for rows in (x, residual))
+        by_row = x, residual, beside
+        x, residual, beside = (jnp.swapaxes(rows, -2, -3) if turns and rows is not None else rows for rows in by_row)
         apart = gate is not None or (ends_within and not turns and x.shape[-2] > blocks.rows)
         batch = math.prod(x.shape[:-2]) if apart else 1
         flat, scales = x.reshape(batch, -1, x.shape[-1]), None
@@ -318,6 +337,7 @@ def _kernel_for(
             flat,
             w,
             b,
+            beside=None if beside is None else beside.reshape(*flat.shape[:-1], -1),
             layer=layer,
             turned=turned,
             factor=factor,
@@ -332,15 +352,15 @@ def _kernel_for(
         out = jnp.swapaxes(out, -2, -3) if turns else out
         return jax.lax.psum(out, "tp") if summed else out
 
-    def run(x, w, b, gate=None, residual=None, layers=None, factor=None):
+    def run(x, w, b, gate=None, residual=None, layers=None, factor=None, beside=None):
         w, layer = (w, None) if layers is None else layers
         rows, of_gate = tuple(found.spec)[:2], P("dp" if gate is not None and gate.shape[0] > 1 else None)
         inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
         of_weights = P(*over) if layer is None else P(None, *over)
         of_weights = Narrow(of_weights, P(over[0], None)) if narrow else of_weights
-        specs = inputs, of_weights, P(over[0]), of_gate, outputs, P(), P()
+        specs = inputs, of_weights, P(over[0]), of_gate, outputs, P(), P(), inputs
         b, after = (None, b) if summed else (b, None)
-        out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer, factor), specs)
+        out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer, factor, beside), specs)
         return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)
 
     return run

@@ -94,7 +94,7 @@ class Exchange:
             there = (self.to_heads(*each) for each in zip((q, k, v), TURNED, others[0]))
             out = attend(0, *there, self._own_bounds(bounds_of and bounds_of())[0])
             return self.to_sequence(out, length), [out[:, :, out.shape[2] - length :]]
-        tokens, dim, rows = q.shape[2], q.shape[3], [by_token(x) for x in (q, k, v)]
+        tokens, dims, rows = q.shape[2], [x.shape[3] for x in (q, k, v)], [by_token(x) for x in (q, k, v)]
         q, k, v = (cut([x], self.chips, self.interpret, 0, self.shares) for x in rows)
 
         def meanwhile(mean, maxima):
@@ -117,15 +117,15 @@ class Exchange:
                 pieces = cut(rows, self.chips, self.interpret, group + 1, self.shares)
                 there, pieces = lax.optimization_barrier((there, pieces))
                 pieces = self._traded(pieces)
-            there = (_as_heads(x, dim, turned) for x, turned in zip(there, TURNED))
+            there = (as_heads(x, dim, turned) for x, dim, turned in zip(there, dims, TURNED))
             out = _tokens_minor(attend(group, *there, of_group))
             if following:
                 out, pieces = lax.optimization_barrier((out, pieces))
                 sent = [(pieces, place, 3) for place in range(3)]
             out, results = lax.optimization_barrier((out, results))
             results.append(self._traded(part(out, self.chips, tokens, self.interpret)))
-            answers.append(_as_heads(out[:, :, self.chips * tokens :], dim, turned=True))
-        return self._of_tokens(paste(results, self.interpret), dim), answers
+            answers.append(as_heads(out[:, :, self.chips * tokens :], dims[2], turned=True))
+        return self._of_tokens(paste(results, self.interpret), dims[2]), answers
 
     def _own_bounds(self, bounds: KeyBounds | None) -> list[dict]:
         """Of this chip's heads of every group, as arguments by name."""
@@ -168,10 +168,10 @@ class Exchange:
         x, dim, behind = by_token(x), x.shape[3], None if behind is None else by_token(behind)
         if self.interpret is not None:
             x = join(self._traded(cut([x], self.chips, self.interpret)), turned, self.interpret, behind)
-            return _as_heads(x, dim, turned)
+            return as_heads(x, dim, turned)
         # Columns cut as such: a reshape that does the same took the compiler a minute (v6e, 8,190 rows).
         x = self._joined(self._traded(jnp.stack(jnp.split(x, self.chips, 2))))
-        return _as_heads(x if behind is None else jnp.concatenate([x, behind], 1), dim)
+        return as_heads(x if behind is None else jnp.concatenate([x, behind], 1), dim)
 
     def _to_sequence(self, x, behind: int):
         tokens, dim = x.shape[2] - behind, x.shape[3]
@@ -183,7 +183,7 @@ class Exchange:
 
     def _of_tokens(self, x: Float[Array, "B T C"], dim: int) -> Float[Array, "B N T D"]:
         # Without the barrier the compiler makes tokens minor here, for the heads' axis, and turns all back for the layer after it.
-        return _as_heads(lax.optimization_barrier(x), dim)
+        return as_heads(lax.optimization_barrier(x), dim)
 
     def _traded(self, pieces):
         return lax.all_to_all(pieces, "ulysses", split_axis=0, concat_axis=0, tiled=True)
@@ -220,7 +220,7 @@ def _permuted(run, back, *given) -> Array:
     return run(*given)
 
 
-def _as_heads(x, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
+def as_heads(x, dim: int, turned: bool = False) -> Float[Array, "B N T D"]:
     """Of tokens [B, T, N D], or turned [B, N D, T]."""
     if turned:
         return jnp.swapaxes(x.reshape(x.shape[0], x.shape[1] // dim, dim, x.shape[2]), 2, 3)

@@ -172,12 +172,16 @@ def in_scores(q, k, v, mask: Mask | None, scale: float) -> tuple[jax.Array, jax.
     further = round_up(q.shape[-1] + len(parts), LANES) - q.shape[-1]
 
     def longer(x, entries):
-        entries = jnp.broadcast_to(entries, (*x.shape[:3], len(parts)))
-        return jnp.concatenate([x, entries, jnp.zeros((*x.shape[:3], further - len(parts)), x.dtype)], -1)
+        entries = jnp.pad(
+            entries, [(0, 0)] * 3 + [(0, further - len(parts))]
+        )  # before they are each head's: whole lanes
+        return jnp.concatenate([x, jnp.broadcast_to(entries, (*x.shape[:3], further))], -1)
 
-    of_keys = jnp.concatenate([jnp.swapaxes(part, 2, 3) for part in parts], -1)
+    of_queries, of_keys = (
+        jnp.concatenate(of, -1) for of in ([queries] * len(parts), [jnp.swapaxes(p, 2, 3) for p in parts])
+    )
     left = replace(mask, product=None)
-    return longer(q, queries), longer(k, of_keys), v, left if left.kind else None
+    return longer(q, of_queries), longer(k, of_keys), v, left if left.kind else None
 
 
 def _of_parts(parts: tuple[provenance.Part, ...]) -> Mask:

@@ -22,9 +22,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from ..pallas import by_token
 from ..settings import current
 from . import masks
-from .exchange import Exchange
+from .exchange import Exchange, as_heads
 from .key_bounds import KeyBounds, key_bounds
 from .masks import Mask
 from .reference import Keys, Out, Queries, Values, padded_to, reference_attention
@@ -278,7 +279,9 @@ def joint_attention(
     if mesh is None or mesh.size == 1 or not sequence or tokens < mesh.shape["sp"]:
         if mesh is not None and mesh.size > 1:
             local = functools.partial(attention_by_heads, mesh=mesh, local=local)
-        both = (jnp.concatenate(pair, 2) for pair in ((q, text.q), (k, text.k), (v, text.v)))
+        # All heads of a token side by side: heads of 64 entries by themselves XLA writes at a quarter of HBM's speed.
+        rows = (jnp.concatenate([by_token(x) for x in pair], 1) for pair in ((q, text.q), (k, text.k), (v, text.v)))
+        both = (as_heads(x, of.shape[3]) for x, of in zip(rows, (q, k, v)))
         out = local(*both, mask=joint_mask(tokens - pad_tokens, tokens, text, near), scale=scale)
         return out[:, :, :tokens], _without_padding(out[:, :, tokens:], text)
     split, padded = split_over(mesh, q, k, ring), tokens + -tokens % mesh.shape["sp"]
