@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -40,6 +42,12 @@ def write(tmp_path):
     return write
 
 
+def damaged() -> bytes:
+    """Of a picture, whose second piece has no name."""
+    Image.fromarray(np.random.randint(0, 255, (200, 200, 3), np.uint8)).save(file := io.BytesIO(), "PNG")
+    return b"\0\0\0\0".join(file.getvalue().rsplit(b"IDAT", 1))
+
+
 def by_hand(pipe, prompt: str, seed: int, **changes) -> np.ndarray:
     generator = torch.Generator().manual_seed(seed)
     return np.asarray(pipe(prompt, generator=generator, **{**SIZE, **changes}).images[0], int)
@@ -57,10 +65,10 @@ def names(folder) -> set[str]:
 
 
 def test_a_line_has_its_place_its_seed_and_its_own_arguments(write):
-    lines = [{"prompt": "a"}, "\n", {"prompt": "b", "id": "mine", "seed": 3, "height": 32}, {"prompt": "c", "id": 7}]
-    found = prompt_files.read(write(*lines), 100, {"height": 16})
+    lines = [{"prompt": "b", "id": "mine", "seed": 3, "height": 32}, {"prompt": "c", "id": 7}]
+    found = prompt_files.read(write('\ufeff{"prompt": "a\u2028"}\n\n', *lines), 100, {"height": 16})
     assert [(p.place, p.id, p.prompt, p.seed, p.arguments) for p in found] == [
-        (0, "00000", "a", 100, {"height": 16}),
+        (0, "00000", "a\u2028", 100, {"height": 16}),
         (1, "mine", "b", 3, {"height": 32}),
         (2, "7", "c", 102, {"height": 16}),
     ]
@@ -210,7 +218,7 @@ def test_a_batch_gives_what_single_calls_give(flux, write, tmp_path, monkeypatch
 
 def test_a_picture_to_start_from_is_named_by_its_file(flux, write, tmp_path):
     Image.fromarray(np.random.randint(0, 255, (16, 16, 3), np.uint8)).save(tmp_path / "a.png")
-    (tmp_path / "b.png").write_text("no picture")
+    (tmp_path / "b.png").write_bytes(damaged())
     files = [str(tmp_path / name) for name in ("a.png", "b.png", "c.png")]
     prompts = prompt_files.read(write(*({"prompt": "a", "image": file} for file in files)), 0, SIZE)
     pipe = FluxImg2ImgPipeline(**flux.components)
@@ -273,6 +281,7 @@ def test_the_command_makes_goes_on_and_says_what_failed(flux, write, tmp_path, m
     words += "--num-inference-steps 2 --max-sequence-length 8".split()
     for _ in range(2):
         assert main(words) == 1
+        Path("out/.records/00000.json").write_text("")  # as a crash leaves it
         out = capsys.readouterr().out
         assert "1 of 2 prompts made" in out and "strength" in out
     np.testing.assert_array_equal(picture("out/00000.png"), by_hand(flux, "a red circle", 4))
@@ -281,6 +290,8 @@ def test_the_command_makes_goes_on_and_says_what_failed(flux, write, tmp_path, m
         (["--prompt", "x"], "without --prompt"),
         (["--batch", "0"], "at least 1"),
         (["--output", "x.mp4"], "a directory"),
+        (["--output", "x2.1", "--num-images-per-prompt", "2"], "got 'num_images_per_prompt'"),
+        (["--debug-nans"], "without --debug-nans"),
         (["--ray-resources", "TPU=4"], "--ray with"),
     ):
         assert main([*words, *change]) == 2

@@ -237,7 +237,10 @@ def test_two_reports_are_set_side_by_side(tmp_path, capsys):
     assert rows[3, "an empty dispatch"]["statuses"] == ["ok", None] and len(rows) == 7
     assert main(["check", "--compare", *paths]) == 0
     assert "v5e, 2027-01-02 beside v6e" in capsys.readouterr().out
-    assert main(["check", "--compare", paths[0], str(tmp_path)]) == 2
+    for rows, said in (([], "without chip, day"), ([{}], "stage, status"), ([1], "a report")):
+        (tmp_path / "c.json").write_text(json.dumps({"format": 1, "simulated": False, "rows": rows}))
+        assert main(["check", "--compare", paths[0], str(tmp_path / "c.json")]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["tpu", "simulated"])

@@ -13,8 +13,8 @@ from PIL import Image
 import diffusers.utils
 import tiny
 from conftest import relative, run_python, slow
-from diffusers import WanImageToVideoPipeline, WanPipeline
-from diffusers.tpu.apps.cli import arguments, env, main
+from diffusers import WanImageToVideoPipeline, WanPipeline, tpu
+from diffusers.tpu.apps.cli import arguments, env, main, session
 from diffusers.tpu.apps.cli.output import say
 
 
@@ -39,6 +39,15 @@ BAD = {
     "--prompt x --device upstream --output x.avi": ".mp4 or .png",
     "--device upstream": "Provide either `prompt`",
     "--prompt x --device upstream --height 33": "divisible by 16",
+    "--prompt x --device upstream --linear int8": "no --linear",
+    "--prompt x --device upstream --fps 0": "--fps of at least 1",
+    "--prompt x --device upstream --seed 99999999999999999999": "--seed of at least 0",
+    "--prompt x --device upstream --num-inference-steps 0": "num_inference_steps of at least 1",
+    "--prompt x --device upstream --guidance-scale nan": "to be finite",
+    "--prompt x --device simulated --stage text --profile d": "--profile of a whole run",
+    "plan wan2.1-t2v-14b --topology ,": "expected a topology",
+    "compile wan2.1-t2v-14b --topology simulated --output /etc/hostname": "write into /etc/hostname",
+    "bench attention --json /nodir/rows.json": "a writable folder",
 }
 
 
@@ -46,10 +55,17 @@ BAD = {
 def test_bad_input_is_one_line_and_status_2(bare, wan_folder, capsys, words):
     """Further rows in test_faults.py."""
     capsys.readouterr()
-    assert main(["generate", wan_folder, *words.split()]) == 2
+    assert main([*(["generate", wan_folder] if words.startswith("-") else []), *words.split()]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("diffusers-tpu: ") and BAD[words] in error
     assert not list(bare.rglob("*.mp4"))
+
+
+def test_upstreams_device_is_torchs_and_no_idioms(chips):
+    there = torch.cuda.is_available()
+    tpu.activate()
+    assert torch.cuda.is_available() and session.choose_target("upstream") is None
+    assert torch.cuda.is_available() == there
 
 
 def test_nonsense_in_the_environment_is_refused_with_the_list(bare, wan_folder, capsys, monkeypatch):

@@ -24,10 +24,10 @@ needs("fastapi.sse", "prometheus_client", "uvicorn")
 import uvicorn  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
-from diffusers import FluxPipeline, tpu  # noqa: E402
+from diffusers import FluxImg2ImgPipeline, FluxPipeline, tpu  # noqa: E402
 from diffusers.tpu.apps.serving.server import Server, Service, Settings  # noqa: E402
 from diffusers.tpu.apps.serving.sizes import Limits, Size  # noqa: E402
-from test_bulk import by_hand  # noqa: E402
+from test_bulk import by_hand, damaged  # noqa: E402
 from test_pages import first_cells, section  # noqa: E402
 
 
@@ -168,6 +168,12 @@ def test_other_requests_that_nothing_answers(idle):
     assert health.status_code == 503 and health.json()["status"] == "worker died"
 
 
+def test_a_damaged_picture_is_refused(flux, serving):
+    client = serving(FluxImg2ImgPipeline(**flux.components), start=False)
+    form = {"input_reference": ("a.png", damaged(), "image/png"), "prompt": (None, "a")}
+    refuses(client.post(IMAGES, files=form), 400, "input_reference to be a picture: broken PNG")
+
+
 def test_elsewhere_a_token_is_needed_and_held_against(flux, serving, monkeypatch, capsys):
     with pytest.raises(ValueError, match="a token.*--token or DIFFUSERS_TPU_TOKEN.*0.0.0.0"):
         Settings("tiny", {}, host="0.0.0.0")
@@ -182,6 +188,9 @@ def test_elsewhere_a_token_is_needed_and_held_against(flux, serving, monkeypatch
             refuses(client.get(path, headers=headers), 401, f"Authorization: Bearer TOKEN.*got {got}")
     answer = client.get("/v1/models", headers={"authorization": "Bearer secret", "host": "elsewhere.example"})
     assert answer.json()["data"][0]["id"] == "tiny"
+    client.service.app.token = "geh\xe4\xe0"
+    for given in (b"geh\xc3\xa4\xc3\xa0", b"geh\xe4\xe0"):
+        assert client.get("/metrics", headers={"authorization": b"Bearer " + given}).status_code == 200
     assert client.get("/health").status_code == 503  # open, of a worker that has not started
 
 
@@ -224,6 +233,7 @@ def test_a_video_from_its_creation_to_its_end(wan, serving):
     assert not list(client.service.folder.iterdir())
     for body, message in (
         ({"seconds": 4}, r"compiled \(32x32x5 \(0.625 s\)\), got 32x32x32"),
+        ({"seconds": 1e308}, "less than or equal to 86400.*got 1e.308"),
         ({"num_frames": 9}, "got 32x32x9"),
         ({"num_frames": 5, "seconds": 1}, "seconds or num_frames, got both"),
         ({"input_reference": "x"}, "input_reference"),

@@ -164,8 +164,9 @@ def test_the_command_says_what_no_server_can_be_started_with(flux, tmp_path, mon
         (["--sizes", "16"], "a size as WIDTHxHEIGHT, got '16'"),
         (["--height", "16"], "no --height: requests say it"),
         (["--port", "99999"], "a free address, got 127.0.0.1:99999"),
-        (["--queue", "0"], "limit queue to be at least 1"),
-        (["--max-batch", "0"], "max_batch and fps of at least 1"),
+        (["--queue", "0"], "--queue of at least 1"),
+        (["--max-batch", "0"], "--max-batch of at least 1"),
+        (["--grace", "nan"], "--grace of at least 0"),
     ):
         assert main(["serve", str(tmp_path), "--device", "upstream", "--no-page", *words]) == 2
         assert message in capsys.readouterr().err

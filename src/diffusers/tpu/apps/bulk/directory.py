@@ -55,10 +55,10 @@ class Directory:
                 self._write("prompts.jsonl", wanted)
 
     def record(self, prompt: Prompt) -> dict | None:
-        """What became of a prompt; None where nothing did yet."""
+        """What became of a prompt; None where nothing did yet, or a full disk or a crash left no JSON."""
         try:
             return json.loads((self.records / f"{prompt.id}.json").read_text())
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError):
             return None
 
     def write_record(self, prompt: Prompt, **facts):

@@ -5,9 +5,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..generation.signature import SEEDS
+
 
 ID = re.compile(r"[A-Za-z0-9][\w-]{0,99}", re.ASCII)
-SEEDS = range(2**63)
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ def read(path: Path, seed: int, arguments: dict) -> list[Prompt]:
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"expected a .txt (one prompt a line) or a .jsonl (one object a line), got {str(path)!r}")
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # U+2028 and the like are of texts
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"expected a file of prompts in UTF-8, got {str(path)!r}: {error}") from error
     found, ids = [], {}

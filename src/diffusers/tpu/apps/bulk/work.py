@@ -89,6 +89,6 @@ class Work:
         check_arguments(self.cls, arguments)
         try:
             pictures = {"image": load_image(image)} if takes_image else {}
-        except OSError as error:
+        except media.NO_PICTURE as error:
             raise ValueError(f"expected image to be a picture, got {image!r}: {error}") from error
         return Request(prompt.prompt, prompt.seed, arguments | pictures)

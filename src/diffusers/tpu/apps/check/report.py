@@ -82,7 +82,11 @@ def read(path: str) -> dict:
         found = json.loads(Path(path).read_text())
         if found["format"] != FORMAT or not isinstance(found["rows"], list):
             raise ValueError(f"format {found['format']}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        missing = {"chip", "simulated", "day"} - found.keys()
+        missing |= {name for row in found["rows"] for name in {*COLUMNS} - row.keys()}
+        if missing or {type(row["stage"]) for row in found["rows"]} - {int}:
+            raise ValueError(f"one without {', '.join(sorted(missing)) or 'numbers of stages'}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"expected a report that diffusers-tpu check wrote (format {FORMAT}), got {path}: {error}"
         ) from error

@@ -4,6 +4,8 @@ Exit status: 0 done; 1 something failed; 2 bad input, said in one line; 130 inte
 """
 
 import argparse
+import contextlib
+import functools
 import importlib
 import os
 import sys
@@ -13,14 +15,16 @@ from pathlib import Path
 from ...chips import hosts
 from ...common.config import ATTENTIONS, LINEAR
 from ...common.errors import Failure
+from ..generation.signature import SEEDS
 from .errors import one_line, raised_here
+from .output import check_writable
 
 
 TABLE = tomllib.loads((Path(__file__).parent / "commands.toml").read_text())
 DEFAULTS = {name[2:]: option["default"] for name, option in TABLE["options"].items() if "default" in option}
 ACTIONS = {"yes or no": argparse.BooleanOptionalAction}
 CHOICES = {"attentions": ATTENTIONS, "linear": LINEAR, "any": None}
-TYPES = {"int": int, "float": float}
+NUMBERS = {"int": (int, 0, SEEDS[-1]), "count": (int, 1, SEEDS[-1]), "float": (float, 0, 10**9)}  # the least, the most
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,14 +55,26 @@ def _add_options(parser, table: dict):
     for name, own in options.items() if isinstance(options, dict) else dict.fromkeys(options, {}).items():
         shared = {} if own.get("action") == "store_true" else TABLE["options"].get(name, {})
         given = {**shared, **table.get("each", {}), **own}
-        for key, named in (("action", ACTIONS), ("choices", CHOICES), ("type", TYPES)):
+        for key, named in (("action", ACTIONS), ("choices", CHOICES)):
             if isinstance(given.get(key), str):
                 given[key] = named.get(given[key], given[key])
+        if "type" in given:
+            given["type"] = functools.partial(number, name, NUMBERS[given["type"]])
         parser.add_argument(name, **given)
 
 
+def number(flag: str, limits: tuple, text: str) -> int | float:
+    """A number within `limits`, of NUMBERS, which NaN is not. Raises argparse.ArgumentError."""
+    kind, least, most = limits
+    with contextlib.suppress(ValueError):
+        if least <= (value := kind(text)) <= most:
+            return value
+    limits = f"of at least {least}, at most {most} ({kind.__name__})"
+    raise argparse.ArgumentError(None, f"expected {flag} {limits}, got {text!r}")
+
+
 def _check(options: argparse.Namespace):
-    """Raises ValueError for flags that a rule of the command refuses beside the others."""
+    """Raises ValueError for flags that a rule of the command refuses beside the others, and files that cannot be written."""
     given = {n: v for n, v in vars(options).items() if v is not None and v is not False and v != DEFAULTS.get(n)}
     for rule in TABLE["commands"][options.command].get("rules", ()):
         refused = all(
@@ -69,6 +85,9 @@ def _check(options: argparse.Namespace):
             if refused and name in given:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(rule["message"].format(flag=flag, **vars(options)))
+    for name, suffix in (("json", ".json"), ("report", ".html")):
+        if isinstance(path := given.get(name), str):
+            check_writable(path, suffix)
 
 
 def _function(options: argparse.Namespace) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import inspect
 
-from ..generation.signature import OURS, parameters_of, types_of
+from ..generation.signature import OURS, check_number, parameters_of, types_of
 from . import TABLE
 
 
@@ -28,9 +28,9 @@ def given_arguments(options, rest: list[str]) -> dict[str, list[str]]:
     return given
 
 
-def config_of(options) -> dict:
-    """What the options say of `TPUConfig`, beside the mesh: what is not as it is without them."""
-    plain = {"attention": "auto", "linear": "bfloat16", "attention_sparsity": 0.0}
+def config_of(options, **more) -> dict:
+    """What the options say of `TPUConfig`, beside the mesh, and `more`: what is not as it is without them."""
+    plain = {**more, "attention": "auto", "linear": "bfloat16", "attention_sparsity": 0.0}
     return {name: value for name, default in plain.items() if (value := getattr(options, name)) != default}
 
 
@@ -41,6 +41,7 @@ def numbers(options, rest: list[str]) -> dict:
         if len(words) != 1:
             raise ValueError(f"expected {flag(name)} once with a value, got {words}")
         found[name] = next((x for kind in (int, float) if (x := _number(kind, words[0])) is not None), words[0])
+        check_number(name, found[name])
     return found
 
 
@@ -98,6 +99,7 @@ def _converted(name: str, word: str, types: list[str]):
         return TRUTH[word.lower()]
     for kind in (int, float):
         if kind.__name__ in types and (value := _number(kind, word)) is not None:
+            check_number(name, value)
             return value
     raise ValueError(f"expected {flag(name)} of type {' or '.join(dict.fromkeys(types))}, got {word!r}")
 

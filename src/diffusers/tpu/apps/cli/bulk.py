@@ -8,14 +8,15 @@ from pathlib import Path
 from ..bulk import prompts as prompt_files
 from ..bulk.directory import Directory
 from ..bulk.work import Work
-from . import session
+from ..generation.signature import check_arguments
+from . import NUMBERS, arguments, number, session
 from .errors import loading
-from .output import say
+from .output import SUFFIXES, say
 
 
 def _load(options: argparse.Namespace):
     """The command's pipeline, in this process or in an actor's."""
-    target = session.choose_target(options.device)
+    target = session.chosen(options)
     pipe = session.load(options, target, session.mesh_of(options.mesh, target))
     pipe.set_progress_bar_config(disable=True)
     if target is not None:
@@ -34,10 +35,13 @@ def run(options, rest: list[str]) -> int:
     """The command; returns its exit status: 1 where a prompt could not be made."""
     resources = _checked(options)
     if options.ray is None:
-        session.choose_target(options.device)  # refused before anything is written
+        session.chosen(options)  # refused before anything is written
     cls, call = session.asked(options, rest)
     with loading():
         prompts = prompt_files.read(Path(options.prompts), options.seed or 0, call)
+        check_arguments(cls, call)  # what every prompt would fail by
+        given = {"prompt", *(name for prompt in prompts for name in prompt.arguments)}
+        arguments.require(cls, given & arguments.parameters_of(cls).keys())
         directory = Directory(Path(options.output or Path("out") / Path(options.prompts).stem))
         directory.agree(prompts, {"model": options.model, "dtype": options.dtype, "fps": options.fps})
 
@@ -66,9 +70,7 @@ def run(options, rest: list[str]) -> int:
 
 def _checked(options) -> dict[str, float]:
     """`--ray-resources` as numbers by name. Raises ValueError for flags that do not go together."""
-    if options.batch < 1 or (options.ray is not None and options.ray < 1):
-        raise ValueError("expected --batch and --ray of at least 1")
-    if options.output is not None and Path(options.output).suffix:
+    if options.output is not None and Path(options.output).suffix in (*SUFFIXES, ".safetensors"):
         raise ValueError(f"expected --output to be a directory with --prompts, got {options.output!r}")
     if options.ray is not None and None in map(importlib.util.find_spec, ("ray", "pyarrow")):
         raise ValueError("expected Ray Data with --ray, it is not installed: pip install '.[ray]'")
@@ -76,7 +78,7 @@ def _checked(options) -> dict[str, float]:
     for text in options.ray_resources or []:
         name, _, count = text.partition("=")
         try:
-            found[name] = float(count)
-        except ValueError:
+            found[name] = number("--ray-resources", NUMBERS["float"], count)
+        except argparse.ArgumentError:
             raise ValueError(f"expected --ray-resources NAME=COUNT, such as TPU=8, got {text!r}") from None
     return found

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from . import session
 from .arguments import flag, numbers
 from .errors import from_checkout
-from .output import check_writable, say, table
+from .output import say, table
 
 
 def run(options, rest: list[str]) -> int:
@@ -23,7 +23,6 @@ def run(options, rest: list[str]) -> int:
     if (target := session.choose_target("auto")) is None:
         raise ValueError("expected the TPU path, got DIFFUSERS_TPU=off; DIFFUSERS_TPU=cpu compares on simulated chips")
     cls, call = session.asked(options, rest)
-    check_writable(options.report, ".html")
     seed = session.seed_of(options.seed)
     if options.component:
         return from_checkout("submodules.command").run(options, target, call, seed)

@@ -97,7 +97,7 @@ def call_extras(cls: type, options, seed: int) -> dict:
     if options.image is not None:
         try:
             extra["image"] = load_image(options.image)
-        except (OSError, ValueError) as error:
+        except media.NO_PICTURE as error:
             raise ValueError(f"expected --image to be a picture, got {options.image!r}: {error}") from error
     return extra
 

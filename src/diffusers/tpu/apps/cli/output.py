@@ -2,6 +2,7 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -50,19 +51,22 @@ def output_path(wanted: str | None, prompt, suffixes: tuple[str, ...] = SUFFIXES
     words = prompt[0] if isinstance(prompt, list) else prompt or ""
     words = "-".join("".join(c if c.isalnum() else " " for c in words.lower()).split())[:60].strip("-")
     path = Path(wanted) if wanted else Path("out") / ((words or "generated") + kind + suffixes[0])
+    path = path if path.suffix or not path.name or path.is_dir() else path.with_suffix(suffixes[0])
     if not path.name or path.is_dir():
         raise ValueError(f"expected --output to be a file, got the folder {str(path)!r}")
-    path = path if path.suffix else path.with_suffix(suffixes[0])
     if path.suffix not in suffixes:
         raise ValueError(f"expected --output to end in {' or '.join(suffixes)}, got {wanted!r}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        words = f"expected to write into {path.parent}, got {error.strerror}; choose another --output"
-        raise ValueError(words) from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"expected --output to be a file in a writable folder, got {str(path)!r}")
+    check_folder(path.parent)
     return path
+
+
+def check_folder(folder: Path):
+    """Make a folder, before minutes of work. Raises ValueError where that cannot be, or nothing can be written into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"expected to write into {folder}, got {error.strerror}; choose another --output") from error
 
 
 def check_writable(wanted: str | None, suffix: str):
@@ -75,10 +79,9 @@ def check_writable(wanted: str | None, suffix: str):
 
 
 def write_json(wanted: str | None, value):
-    """`--json`: to the output where it is "-", else to a file; None: not asked for. Raises as `check_writable`."""
+    """`--json`: to the output where it is "-", else to a file; None: not asked for."""
     text = json.dumps(value, indent=1)
     if wanted == "-":
         print(text)
     elif wanted:
-        check_writable(wanted, ".json")
         write_whole(Path(wanted), text + "\n")

@@ -15,13 +15,11 @@ from ...planner import ahead
 from ...planner.measured import read_rates
 from ...planner.report import page, step_ranges, summed
 from .arguments import config_of, numbers
-from .output import check_writable, say, table, write_json
+from .output import check_folder, say, table, write_json
 
 
 def _asked(options, rest: list[str]) -> dict:
     """What the planner is asked with, beside model, slice and mesh."""
-    if options.batch < 1:
-        raise ValueError(f"expected --batch of at least 1, got {options.batch}")
     return {
         "dtype": options.dtype,
         "batch": options.batch,
@@ -33,15 +31,13 @@ def _asked(options, rest: list[str]) -> dict:
 
 def run(options, rest: list[str]) -> int:
     """Run the command; exit status 1 if the model fits none of the slices that were named."""
-    topologies = [find_topology(name).name for word in options.topology for name in word.split(",") if name]
+    topologies = [find_topology(name).name for word in options.topology for name in word.split(",")]
     mesh = options.mesh if options.mesh in (None, "auto") else parse_mesh(options.mesh)
     settings = {**_asked(options, rest), "mesh": mesh, "everything": options.everything, "seconds": options.time_limit}
     settings["train"] = options.train
     if options.measured:
         generations = [find_topology(name).chip.generation for name in topologies]
         settings["measured"] = read_rates(options.measured, generations)
-    check_writable(options.report, ".html")
-    check_writable(options.json, ".json")
     quiet, plans = Console(stderr=True), []
     for name in topologies:
         with quiet.status(f"asking the compiler about {name}") as status:
@@ -62,9 +58,9 @@ def make_executables(options, rest: list[str]) -> int:
     if (folder := options.output or read_environment().cache_dir) is None:
         raise ValueError("expected --output DIR where DIFFUSERS_TPU_CACHE=off keeps nothing")
     settings = _asked(options, rest)
-    check_writable(options.json, ".json")
     mesh = options.mesh and parse_mesh(options.mesh)
     request = planner.request_of(options.model, options.topology, mesh=mesh, **settings)
+    check_folder(Path(folder))
     with Console(stderr=True).status(f"compiling for {options.topology}") as status:
         made = ahead.make(request, Path(folder).absolute(), status.update)
     write_json(options.json, made)

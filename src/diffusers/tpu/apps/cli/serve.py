@@ -19,7 +19,7 @@ def run(options, rest: list[str]) -> int:
     """The command; returns its exit status, 0 when it was asked to end."""
     if missing := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         raise ValueError(f"expected what serving needs, {', '.join(missing)} is not installed: pip install '.[serve]'")
-    target = session.choose_target(options.device)
+    target = session.chosen(options)
     mesh = session.mesh_of(options.mesh, target)
     cls, call = session.asked(options, rest)
     for name in OF_REQUESTS:

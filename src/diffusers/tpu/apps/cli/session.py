@@ -37,6 +37,16 @@ def choose_target(device: str) -> Target | None:
             f"expected a TPU, found none ({why_off(environment)}). DIFFUSERS_TPU=cpu (or --device simulated) runs the same path on"
             " simulated chips, slowly: for small models and checks. --device upstream runs plain diffusers."
         )
+    if target is None and "idioms" in vars(tpu):  # on since diffusers was imported, as the environment said then
+        tpu.idioms.off()
+    return target
+
+
+def chosen(options) -> Target | None:
+    """`choose_target` of the command's `--device`. Raises ValueError for flags that plain diffusers has not."""
+    target = choose_target(options.device)
+    if target is None and (ours := arguments.config_of(options, mesh=None)):
+        raise ValueError(f"expected no {arguments.flag([*ours][0])} without the TPU path: plain diffusers has none")
     return target
 
 
@@ -65,7 +75,7 @@ def asked(options, rest: list[str]) -> tuple[type, dict]:
 
 def begin(options, rest: list[str]) -> tuple:
     """Target, whether this process is the first, mesh, pipeline class and arguments of a command that runs a pipeline."""
-    target = choose_target(options.device)
+    target = chosen(options)
     return target, is_first(target), mesh_of(options.mesh, target), *asked(options, rest)
 
 
@@ -83,10 +93,8 @@ def pipeline_class(model: str) -> type:
 
 def mesh_of(text: str | None, target: Target | None) -> tuple[int, int, int] | None:
     """`--mesh` as degrees, or None where none is given. Raises ValueError where it or the environment's does not fit the chips."""
-    if target is None and text is None:
-        return None
     if target is None:
-        raise ValueError("expected no --mesh without the TPU path: plain diffusers has none")
+        return None
     from ...chips.mesh import plan_degrees
 
     wanted = read_environment().mesh if text is None else parse_mesh(text)

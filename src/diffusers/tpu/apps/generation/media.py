@@ -13,6 +13,7 @@ from ...common.files import whole_files
 
 
 FPS = 16
+NO_PICTURE = (OSError, ValueError, SyntaxError, RuntimeError, Image.DecompressionBombError)  # what PIL raises for one
 TILES_IN_A_ROW, MAX_TILES, TILE_WIDTHS = 9, 18, (128, 256)  # of contact sheets
 
 

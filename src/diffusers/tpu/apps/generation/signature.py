@@ -7,6 +7,8 @@ import re
 SIMPLE = re.compile(r"\b(bool|int|float|str)\b")
 COMPLEX = re.compile(r"dict|Callable", re.IGNORECASE)
 OURS = {"output_type", "return_dict", "callback_on_step_end", "callback_on_step_end_tensor_inputs"}
+SEEDS = range(2**63)
+COUNTS = re.compile(r"height|width|max_sequence_length|num_frames|\w*num_inference_steps|num_\w+_per_\w+")
 OF_BATCHES = ("generator", "num_videos_per_prompt", "num_images_per_prompt")
 
 
@@ -40,6 +42,14 @@ def check_arguments(pipeline_class: type, arguments: dict):
         as_is = value is None and parameters[name].default is None
         if not as_is and not _fits(value, types, "list" in str(parameters[name].annotation)):
             raise ValueError(f"expected {name!r} of type {' or '.join(dict.fromkeys(types))}, got {value!r}")
+        check_number(name, value)
+
+
+def check_number(name: str, value):
+    """Raises ValueError for NaN, an infinity, and a size or a count below 1."""
+    least, what = (1, "of at least 1") if COUNTS.fullmatch(name) else (-1e308, "to be finite")
+    if isinstance(value, (int, float)) and not least <= value <= 1e308:
+        raise ValueError(f"expected {name} {what}, got {value}")
 
 
 def takes_batches(pipeline_class: type) -> bool:

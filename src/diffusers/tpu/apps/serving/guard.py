@@ -78,7 +78,8 @@ class Guard:
             raise Refused(404, f"expected no files at {UPLOAD}: the page takes none", code="not_found")
         if self.token is not None and path.startswith(TOKEN_PATHS):
             kind, _, given = headers.get("authorization", "").partition(" ")
-            if kind.lower() != "bearer" or not same(self.token, given.strip()):
+            texts = given, given.encode("latin-1").decode("utf-8", "replace")  # which one a client means is not said
+            if kind.lower() != "bearer" or not any(same(self.token, text.strip()) for text in texts):
                 header = "expected the header Authorization: Bearer TOKEN with this server's token"
                 got = "another one" if given else "none"
                 raise Refused(401, f"{header}, got {got}", code="invalid_api_key", WWW_Authenticate="Bearer")

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.datastructures import UploadFile
 
 from ..generation.call import Request
-from ..generation.signature import parameters_of
+from ..generation.media import NO_PICTURE
+from ..generation.signature import SEEDS, parameters_of
 from .errors import Refused
 from .jobs import Job
 from .sizes import Sizes
@@ -34,14 +35,14 @@ class Wanted(BaseModel):
     negative_prompt: str | None = None
     num_inference_steps: int | None = Field(None, ge=1)
     guidance_scale: float | None = Field(None, ge=0, le=100)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=SEEDS.start, lt=SEEDS.stop)
     input_reference: UploadFile | None = None
 
 
 class WantedVideo(Wanted):
     """`POST /v1/videos`."""
 
-    seconds: float | None = Field(None, gt=0)
+    seconds: float | None = Field(None, gt=0, le=86_400)
     num_frames: int | None = Field(None, ge=1)
 
 
@@ -116,7 +117,7 @@ class Reader:
             if max(picture.size) > 2 * self.limits.side:
                 raise ValueError(f"sides of at most {2 * self.limits.side} pixels, got {picture.size}")
             return picture.convert("RGB")
-        except (OSError, ValueError, Image.DecompressionBombError) as error:
+        except NO_PICTURE as error:
             raise refused(f"expected input_reference to be a picture: {error}") from error
 
 

@@ -154,5 +154,5 @@ class Settings:
     def __post_init__(self):
         if not is_loopback(self.host) and not self.token:
             raise ValueError(f"expected a token (--token or DIFFUSERS_TPU_TOKEN) with --host {self.host}, got none")
-        if self.max_batch < 1 or self.fps < 1 or self.grace < 0:
+        if self.max_batch < 1 or self.fps < 1 or not self.grace >= 0:
             raise ValueError("expected max_batch and fps of at least 1, and grace of at least 0")
