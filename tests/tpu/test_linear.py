@@ -1,6 +1,7 @@
 """Oracles: float64 for the linear kernel, and upstream's own modules in one process for where it is used."""
 
 import copy
+import itertools
 from dataclasses import replace
 
 import jax
@@ -303,13 +304,16 @@ GATED = {  # upstream's words for a layer's product with an activated one, and w
 }
 
 
-@pytest.mark.parametrize("degrees", [None, (2, 4, 1)])
-@pytest.mark.parametrize("words", GATED)
+@pytest.mark.parametrize(
+    "words, degrees",
+    [*itertools.product(GATED, [None, (2, 4, 1)]), *((w, (2, 2, 2)) for w in ("two layers", "slices"))],
+)
 @torch.no_grad()
-def test_a_layer_times_another_ones_activation(chips, monkeypatch, degrees, words):
+def test_a_layer_times_another_ones_activation(chips, monkeypatch, words, degrees):
     """Upstream's operations in float64; weights by themselves and of a stack; frames beside frames, whose rows change places."""
     follow, taken = GATED[words]
-    found, fast = [], linear.tpu_linear
+    split = 0 if degrees == (2, 2, 2) else None  # outputs over `tp`
+    found, fast, taken = [], linear.tpu_linear, taken and (split is None or words == "two layers")
     monkeypatch.setattr(
         linear, "tpu_linear", lambda *a, **k: (found.append(k["factor"] is not None), fast(*a, **k))[1]
     )
@@ -324,7 +328,7 @@ def test_a_layer_times_another_ones_activation(chips, monkeypatch, degrees, word
     def run(stacked, *arrays):
         def lying(w):
             stack = jnp.stack([-w, w, 2 * w]), jnp.int32(1)
-            return layers.lying(bridge.to_torch(w), None, stack if stacked else None)
+            return layers.lying(bridge.to_torch(w), split, stack if stacked else None)
 
         with using(settings), bridge.quiet_integers(), bridge.environment():
             x, w, b, v, c = (lying(t) if t.ndim == 2 else bridge.to_torch(t) for t in arrays)

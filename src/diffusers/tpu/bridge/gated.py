@@ -37,8 +37,10 @@ def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
     if values is None or not result.shape == x.shape == y.shape or gate.layer.x is not values.layer.x:
         return None
     pair = gate.layer, values.layer
-    apart = any(layer.sizes or layer.lies.get("split") is not None or "beside" in layer.lies for layer in pair)
-    if apart or pair[0].settings != pair[1].settings:
+    split, *others = {layer.lies.get("split") for layer in pair}
+    if any(layer.sizes or "beside" in layer.lies for layer in pair) or pair[0].settings != pair[1].settings:
+        return None
+    if others or split == 1 or (split == 0 and gate.half is not None):  # halves of outputs that lie over chips
         return None
     stacks, numbers = zip(*(layer.lies.get("layers") or (None, None) for layer in pair))
     if pair[0] is pair[1] and {gate.half, values.half} == {0, 1}:
@@ -52,7 +54,7 @@ def product(result: Tensor, x: Tensor, y: Tensor) -> Tensor | None:
         place = jnp.stack(numbers) if stacked else None
     else:
         return None
-    whole = gated(gate.layer.x, layers, place, gate.activation, gate.layer.settings)
+    whole = gated(gate.layer.x, layers, place, gate.activation, gate.layer.settings, split)
     return None if whole is None else Tensor(whole, result._env)
 
 

@@ -276,15 +276,16 @@ def gated(
     place: Int[Array, "2"] | None,
     activation: str,
     settings: Settings,
+    split: int | None = None,
 ) -> Float[Array, "... N"] | None:
     """activation(x w^T + b) (x v^T + c) of the layers (w, b) and (v, c), on all chips of the mesh; None for what the kernel does not take.
 
-    `place`: w and v are stacks, of which the layers have these places. Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    `place`: w and v are stacks, of which the layers have these places. `split`: 0, the outputs of both lie over `tp`. Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
     (w, b), factor = layers
     of_one = jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)
     plain = not settings.differentiable and settings.linear == "bfloat16" and x.dtype == w.dtype == jnp.bfloat16
-    run = _kernel_for(x, of_one, activation, settings, None, None, None, products=2) if plain else None
+    run = _kernel_for(x, of_one, activation, settings, None, None, split, products=2) if plain else None
     return None if run is None else run(x, w, b, None, None, None if place is None else (w, place), factor)
 
 
@@ -358,7 +359,8 @@ def _kernel_for(
         inputs, outputs = (found.spec if split is None else P(*rows, axis) for axis in (over[1], over[0]))
         of_weights = P(*over) if layer is None else P(None, *over)
         of_weights = Narrow(of_weights, P(over[0], None)) if narrow else of_weights
-        specs = inputs, of_weights, P(over[0]), of_gate, outputs, P(), P(), inputs
+        of_factor = P() if factor is None else (of_weights, P(over[0]))
+        specs = inputs, of_weights, P(over[0]), of_gate, outputs, P(), of_factor, inputs
         b, after = (None, b) if summed else (b, None)
         out = replace(found, spec=outputs).run(local, (x, w, b, gate, residual, layer, factor, beside), specs)
         return out if after is None else (out.astype(jnp.float32) + after).astype(out.dtype)

@@ -118,6 +118,8 @@ def _measured(k, v, point, seen, interpret):
     def longest(x):
         return jnp.sqrt((x * x).sum(-1).max(-1))
 
+    if by_kernel and k.shape == v.shape and k.shape[3] < LANES:
+        return key_norms(by_token(k), point, interpret, for_kernel, by_token(v))
     if by_kernel:
         reach, radius = key_norms(by_token(k), point, interpret, for_kernel)
     else:
@@ -133,8 +135,9 @@ def key_norms(
     centre: Float[Array, "B K D"],
     interpret,
     seen: Int[Array, ""] | Bool[Array, "B|1 S"] | None = None,
-) -> tuple[Float[Array, "B K"], Float[Array, "B K"]]:
-    """max |k| and max |k - centre| in float32, in one pass over keys; `width_of` is not None.
+    v: Float[Array, "B S K*D"] | None = None,
+) -> tuple[Float[Array, "B K"], ...]:
+    """max |k| and max |k - centre| in float32, and max |v| of values, in one pass over them; `width_of` is not None.
 
     Head by head XLA wants tokens before heads: it widens all keys, turns them in memory and reads them twice. Squares of small heads are
     added up by the matrix unit. `seen`: those that count, or so many of the first; None: all. Others may hold anything.
@@ -148,7 +151,8 @@ def key_norms(
     def kernel(r):
         @pl.when(pl.program_id(1) == 0)
         def _():
-            r.o[...] = jnp.zeros_like(r.o)
+            for name in outputs:
+                getattr(r, name)[...] = jnp.zeros_like(getattr(r, name))
 
         first = pl.program_id(1) * BLOCK_ROWS
         last = r.own[0] if hasattr(r, "own") else tokens
@@ -166,11 +170,17 @@ def key_norms(
                     most = jnp.where(there, squares, 0.0).reshape(-1, SUBLANES, squares.shape[1]).max(0)
                     own = slice(place * lanes, (place + 1) * lanes)
                     r.o[row, :, own] = jnp.maximum(r.o[row, :, own], most)  # down the sublanes once, outside
+                if v is not None:
+                    values = jnp.where(there, jnp.abs(r.v[rows, of_heads].astype(jnp.float32)), 0.0)
+                    most = values.reshape(-1, SUBLANES, width).max(0)
+                    r.m[:, of_heads] = jnp.maximum(r.m[:, of_heads], most)
 
     operands = {
         "k": (k, pl.BlockSpec((None, BLOCK_ROWS, columns), lambda b, t: (b, t, 0))),
         "centre": (centre.reshape(batch, 1, columns), pl.BlockSpec((None, 1, columns), lambda b, t: (b, 0, 0))),
     }
+    if v is not None:
+        operands["v"] = v, operands["k"][1]
     if small:
         ones = jnp.arange(width)[:, None] // dim == jnp.arange(LANES)
         operands["ones"] = ones.astype(jnp.bfloat16), pl.BlockSpec((width, LANES), lambda b, t: (0, 0))
@@ -181,12 +191,15 @@ def key_norms(
         operands["seen"] = seen[..., None].astype(jnp.int32), of_rows
     squares = jax.ShapeDtypeStruct((batch, 2, SUBLANES, columns // width * lanes), jnp.float32)
     outputs = {"o": (squares, pl.BlockSpec((None, 2, *squares.shape[2:]), lambda b, t: (b, 0, 0, 0)))}
-    how = {"parallel": 1, "work": cost(k, flops=6 * k.size), "interpret": interpret}
+    if v is not None:
+        largest = jax.ShapeDtypeStruct((batch, SUBLANES, columns), jnp.float32)
+        outputs["m"] = largest, pl.BlockSpec((None, *largest.shape[1:]), lambda b, t: (b, 0, 0))
+    how = {"parallel": 1, "work": cost(k, *[] if v is None else [v], flops=6 * k.size), "interpret": interpret}
     grid = batch, pl.cdiv(tokens, BLOCK_ROWS)
-    squares = call_kernel(kernel, "key_norms_kernel", grid, operands, outputs, **how)["o"].max(2)
-    squares = squares.reshape(batch, 2, -1, lanes)[..., : width // dim]
+    found = call_kernel(kernel, "key_norms_kernel", grid, operands, outputs, **how)
+    squares = found["o"].max(2).reshape(batch, 2, -1, lanes)[..., : width // dim]
     reach, radius = jnp.moveaxis(jnp.sqrt(squares), 1, 0).reshape(2, batch, heads)
-    return reach, radius
+    return (reach, radius) if v is None else (reach, radius, found["m"].max(1).reshape(batch, heads, dim).max(2))
 
 
 def width_of(heads: int, dim: int) -> int | None:
