@@ -84,6 +84,10 @@ def test_a_bias_that_is_a_product_is_a_part_of_the_scores(degrees, dtype, dim, m
     t = int(np.random.default_rng().integers(5, 400))
     q, k, v = draw(t, t, dim=dim, dtype=dtype)
     factors = [jnp.asarray(3 * np.random.default_rng().standard_normal((2, 1, t)), dtype) for _ in range(2)]
+    factors[0] = jnp.abs(factors[0]).at[..., 0].set(0)
+    factors[1] = (
+        factors[1].at[..., 2].set(jnp.finfo(dtype).min / 16)
+    )  # takes its key away where the other one is not zero
     settings = dataclasses.replace(KERNEL, mesh=degrees and make_mesh(*degrees))
 
     def call(q, k, v, queries, keys):

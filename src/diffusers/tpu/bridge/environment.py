@@ -53,6 +53,10 @@ class Deferred(Tensor):
     def __init__(self, aval: jax.ShapeDtypeStruct, compute: Callable[[], None], source: tuple = ()):
         self._aval, self._env, self._compute, self._array, self.source = aval, environment(), compute, None, source
 
+    def _torch_Tensor_to(self, args, kwargs):
+        result = super()._torch_Tensor_to(args, kwargs)
+        return Tensor(result.jax(), self) if kwargs.get("copy") and result is args[0] else result
+
     @property
     def waits(self) -> bool:
         """Whether nobody has asked for its value yet."""
@@ -216,7 +220,13 @@ class Environment(_Environment):
             if views.WRITES_TO_FIRST.fullmatch(getattr(func, "__name__", "")) and not on_device(args[0]):
                 return self._on_host(func, *tree_map_only(Tensor, self.host, (args, kwargs)))
             # A scalar keeps torch's meaning (it does not widen the other side) through torchax's own rule.
-            args, kwargs = tree_map_only(torch.Tensor, lambda t: t if t.ndim == 0 else self.moved(t), (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor, lambda t: t if t.ndim == 0 and traits.pointwise else self.moved(t), (args, kwargs)
+            )
+        if traits.pointwise and (wide := [t.dtype for t in tensors if t.ndim]) and len(wide) < len(tensors):
+            args, kwargs = tree_map_only(
+                Tensor, functools.partial(_as_scalar, functools.reduce(torch.promote_types, wide)), (args, kwargs)
+            )
         try:
             result = self.with_decided(functools.partial(self._computed, func, types, traits), args, kwargs)
         except OperatorNotFound:
@@ -348,6 +358,7 @@ class Traits:
     lists: bool
     moves: bool
     asks: bool
+    pointwise: bool
 
 
 @functools.cache
@@ -363,7 +374,17 @@ def traits_of(func) -> Traits:
         lists=func == torch.tensor,  # or what stands in its place (`idioms`)
         moves=func == torch.Tensor.to or "_to_copy" in name or "lift_fresh" in name,
         asks=func in host_values.ASKING,
+        pointwise=is_overload and torch.Tag.pointwise in func.tags,
     )
+
+
+@plain()
+def _as_scalar(dtype: torch.dtype, t: Tensor) -> Tensor:
+    """A tensor beside others of this dtype: one without axes does not widen them, but to another kind of number."""
+    if t.ndim or t.dtype == dtype:
+        return t
+    kinds = torch.empty(1, dtype=dtype), torch.empty((), dtype=t.dtype)
+    return Tensor(t.jax().astype(mappings.t2j_dtype(dtype)), t._env) if torch.result_type(*kinds) == dtype else t
 
 
 _INTEGERS_FIT = ("ignore", re.compile("Explicitly requested dtype.*is not available"), Warning, None, 0)

@@ -36,14 +36,29 @@ def register(env, over):
 
 def _get_item(plain, self, key):
     """torchax's; of slices and numbers a view (`views`)."""
-    parts = key if isinstance(key, tuple) else (key,)
+    parts = _parts(key)
     if any(isinstance(part, (list, torch.Tensor, jax.Array)) for part in parts):
         return plain(self, key)
     array = self.jax()
+    _check_places(array.shape, parts)
     of_a_list = type(key) is int and array.ndim > 0 and -len(array) <= key < len(array) and has_values(array)
     part = Tensor(_entry(array, key % len(array)) if of_a_list else array[key], self._env)
     named = any(isinstance(one, (bool, np.ndarray)) for one in parts)
     return part if named else as_view(self, part, Step(torch.Tensor.__getitem__, (key,), {}))
+
+
+def _parts(key) -> tuple:
+    return key if isinstance(key, tuple) else (key,)
+
+
+def _check_places(shape: tuple[int, ...], parts: tuple):
+    """Raises NotTaken for numbers beyond an axis, where JAX takes its last entry or writes nothing, and steps back, which torch has not."""
+    try:
+        np.broadcast_to(np.int8(0), shape)[parts]
+    except IndexError as error:
+        raise NotTaken from error
+    if any(isinstance(part, slice) and isinstance(part.step, int) and part.step < 0 for part in parts):
+        raise NotTaken
 
 
 @jax.jit
@@ -61,7 +76,10 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
         value = value.to(dtype=self.dtype)
     elif isinstance(value, (bool, int, float)):
         value = self.jax().dtype.type(value)
-    key, value = tree_map_only(torch.Tensor, self._env.moved, (key, value))
+    parts = [np.asarray(part, None if part else int) if isinstance(part, list) else part for part in _parts(key)]
+    key, value = tree_map_only(torch.Tensor, self._env.moved, (tuple(parts), value))
+    if not any(isinstance(part, torch.Tensor) for part in parts):
+        np.broadcast_to(np.int8(0), self.shape)[key]  # raises IndexError as torch does; JAX would write nothing
     while isinstance(value, torch.Tensor) and value.shape[:1] == (1,):  # torch takes more such axes than places have
         value = value.squeeze(0)
     if _moves_edges(key, value):
@@ -79,14 +97,14 @@ def set_item(self, key, value, _upstream=Tensor.__setitem__):
 def _moves_edges(key, value) -> bool:
     """Whether to write through a view: chips that share a sequence exchange the edges that move. JAX's scatter, of which the
     partitioner gathers the whole tensor on every chip, is left the rest."""
-    parts, shared = key if isinstance(key, tuple) else (key,), current().sequence and current().chips > 1
+    parts, shared = _parts(key), current().sequence and current().chips > 1
     return shared and isinstance(value, torch.Tensor) and all(type(part) is slice for part in parts)
 
 
 def _beside(x: Tensor, key, value) -> tuple[list[jax.Array], int] | None:
     """What `x[key] = value` leaves of x and the value, one behind the other, and along which axis: of a trace on one chip, where the value
     is all behind a place. A scatter is a pass by itself, a concatenation part of what computes the value (CogView4's rotation: 28 of 125 ms)."""
-    key, array = key if isinstance(key, tuple) else (key,), x.jax()
+    key, array = _parts(key), x.jax()
     traced = isinstance(value, Tensor) and current().chips == 1 and not has_values(array)
     cut = [n for n, part in enumerate(key) if type(part) is not slice or part != slice(None)]
     if not traced or len(cut) != 1 or type(key[cut[0]]) is not slice:

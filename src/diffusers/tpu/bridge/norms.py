@@ -218,6 +218,8 @@ def turned(result, pairs, matrices):
     """Remembers that pairs [..., D / 2, 1, 2] are multiplied by matrices [..., D / 2, 2, 2]: their sums are pairs turned."""
     if pairs.ndim < 4 or pairs.shape[-2:] != (1, 2) or matrices.shape[-2:] != (2, 2) or result.dtype != torch.float32:
         return None
+    if result.shape[:-2] != pairs.shape[:-2] or matrices.shape[-3] != pairs.shape[-3]:
+        return None
     return made_of(result, turned, pairs.jax(), matrices.jax(), _norm_of_pairs(pairs, (1, 2)))
 
 
@@ -238,7 +240,8 @@ def _norm_of_pairs(pairs, pair: tuple[int, ...]) -> Normed | None:
 def turned_complex(result, x, turns):
     """Remembers that pairs are multiplied as complex numbers, each by one."""
     of = operands(x, as_complex)
-    return None if of is None or result.shape != x.shape else made_of(result, turned_complex, *of, turns.jax())
+    known = of is not None and result.shape == x.shape and turns.shape[-1:] == x.shape[-1:]
+    return made_of(result, turned_complex, *of, turns.jax()) if known else None
 
 
 def as_real(plain, x):

@@ -47,10 +47,13 @@ def register(env):
         F.group_norm: group_norm,
         aten.convolution.default: over(_at_its_precision, aten.convolution.default),
         aten._is_all_true.default: is_all_true,
+        aten.copy_.default: copy_,
         aten.cumsum_.default: lambda x, dim, dtype=None: x.copy_(x.cumsum(dim, dtype=dtype)),
         aten._softmax.default: lambda x, dim, half_to_float: softmax(x, dim, torch.float32 if half_to_float else None),
         aten.softmax.int: softmax,
     }
+    for overload in (aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default):
+        ours[overload] = over(_mean_of_windows, overload)
     for overload in (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.matmul.default):
         ours[overload] = over(_product, overload)
     ours[torch.einsum] = over(_einsum, torch.einsum)
@@ -82,6 +85,8 @@ def scaled_dot_product_attention(
     q, k, v = (x.jax() for x in (query, key, value))
     mask = None if attn_mask is None else attn_mask.jax()
     lead = jnp.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    if 0 in (*q.shape, *k.shape, *v.shape):
+        return Tensor(jnp.zeros((*lead, *q.shape[-3:-1], v.shape[-1]), q.dtype), env)
     q4, k4, v4 = (_four_axes(x, lead) for x in (q, k, v))
     if mask is not None and mask.ndim > 4:
         mask = jnp.broadcast_to(mask, (*lead, *mask.shape[-3:])).reshape(-1, *mask.shape[-3:])
@@ -210,8 +215,12 @@ def _convolution(
     if transposed or x.ndim != w.ndim:
         if split is not None:
             raise NotByShards("expected a convolution of a split map, got a transposed one")
-        wide = [None if a is None else a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w, b)]
-        result = torchax_convolution(*wide, stride, padding, dilation, transposed, output_padding, groups)
+        wide = [a.astype(jnp.promote_types(a.dtype, jnp.float32)) for a in (x, w)]
+        apart = groups if transposed and groups < x.shape[1] else 1  # of several channels a group torchax mixes them
+        how = None, stride, padding, dilation, transposed, output_padding, groups // apart
+        pieces = zip(jnp.split(wide[0], apart, 1), jnp.split(wide[1], apart))
+        result = jnp.concatenate([torchax_convolution(*piece, *how) for piece in pieces], 1)
+        result = result if b is None else result + b.astype(result.dtype).reshape(-1, *(1,) * (w.ndim - 2))
         return Tensor(result.astype(x.dtype), input._env)
     axes = w.ndim - 2
     stride, padding, dilation = (tuple(s) * (axes if len(s) == 1 else 1) for s in (stride, padding, dilation))
@@ -325,6 +334,42 @@ def _cast_before(operator, x, *args, dtype=None, **kwargs):
     if operator.is_jax_function:
         return Tensor(operator.func(array, *args, **kwargs), x._env)
     return operator.func(Tensor(array, x._env), *args, **kwargs)
+
+
+def _mean_of_windows(
+    plain, x, size, stride=(), padding=0, ceil_mode=False, count_include_pad=True, divisor_override=None
+):
+    """torchax's; where the last window may end behind the map, over the entries that are there, of padding too if that counts."""
+    array = x.jax()
+    if not ceil_mode:
+        result = plain(array, size, stride or size, padding, ceil_mode, count_include_pad, divisor_override)
+        return Tensor(result, x._env)
+    axes = len(size)
+    stride, padding = (list(n) * (axes if len(n) == 1 else 1) for n in (stride or size, padding or [0]))
+    behind = []
+    for length, window, step, pad in zip(array.shape[-axes:], size, stride, padding):
+        last = (
+            -(-(length + 2 * pad - window) // step) * step
+        )  # where the last window begins: within the map, or before it
+        last -= step if last >= length + pad else 0
+        behind.append(max(last + window - length - 2 * pad, 0))
+    ones, none = (1,) * (array.ndim - axes), [(0, 0)] * (array.ndim - axes)
+
+    def sums(array, widths):
+        return jax.lax.reduce_window(array, 0.0, jax.lax.add, (*ones, *size), (*ones, *stride), [*none, *widths])
+
+    around = [(pad, pad + more) for pad, more in zip(padding, behind)]
+    counted = jnp.pad(
+        jnp.ones(array.shape[-axes:]), [(pad, pad) for pad in padding], constant_values=float(count_include_pad)
+    )
+    counts = divisor_override or sums(counted.reshape(*ones, *counted.shape), [(0, more) for more in behind])
+    return Tensor((sums(array.astype(jnp.float32), around) / counts).astype(array.dtype), x._env)
+
+
+def copy_(x, source, non_blocking=False):
+    """Gives x the values of `source`, spread over its places; torchax gives it the shape too."""
+    x._elem = jnp.broadcast_to(x._env.moved(source).jax().astype(x.jax().dtype), x.shape)
+    return x
 
 
 def is_all_true(x):

@@ -165,10 +165,11 @@ def in_scores(q, k, v, mask: Mask | None, scale: float) -> tuple[jax.Array, jax.
     queries, keys = mask.product
     if scale == 0 or queries.dtype != q.dtype or keys.shape[1] not in (1, k.shape[1]):
         return q, k, v, replace(mask, dense=queries * keys, product=None)
-    keys, parts = keys.astype(jnp.float32) / scale, []
+    # Times a factor of zero an infinity would be NaN, which the lowest numbers become in a product.
+    keys, parts = jnp.clip(keys.astype(jnp.float32), -1e36, 1e36) / scale, []
     for _ in range(1 if k.dtype == jnp.float32 else 3):
         parts.append(keys.astype(k.dtype))
-        keys = jnp.where(jnp.isfinite(keys), keys - parts[-1].astype(jnp.float32), 0)
+        keys = keys - parts[-1].astype(jnp.float32)
     further = round_up(q.shape[-1] + len(parts), LANES) - q.shape[-1]
 
     def longer(x, entries):
