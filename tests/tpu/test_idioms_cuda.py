@@ -9,10 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState, cpu_offload_with_hook, dispatch_model
+from accelerate.utils import find_executable_batch_size
+from torch.profiler import ProfilerActivity
 
 import tiny
 from conftest import assert_same
 from diffusers import ContextParallelConfig, PixArtTransformer2DModel, TensorParallelConfig, tpu
+from diffusers.tpu import bridge
+from diffusers.tpu.common.errors import within_hbm
 from diffusers.utils.torch_utils import get_device
 
 
@@ -76,6 +80,28 @@ def test_a_process_for_each_gpu_is_one_for_all_chips(alone, said, given):
         dist.init_device_mesh("cuda", (4,))
 
 
+IN_A_GROUP = {
+    "barrier": lambda layer, x: dist.barrier(),
+    "barrier of a device": lambda layer, x: dist.barrier(device_ids=[0]),
+    "DistributedDataParallel": lambda layer, x: torch.nn.parallel.DistributedDataParallel(layer, [0], 0)(x),
+    "of a device": lambda layer, x: torch.nn.parallel.DistributedDataParallel(layer, device_ids=["cuda:0"])(x),
+    "DataParallel": lambda layer, x: torch.nn.DataParallel(layer)(x),
+    "DataParallel of two": lambda layer, x: torch.nn.DataParallel(layer, device_ids=[0, 1], output_device=1)(x),
+}
+
+
+@idiom("distributed", "data-parallel")
+@pytest.mark.parametrize("line", IN_A_GROUP)
+def test_what_a_group_does_once_a_model_is_on_the_path(alone, line):
+    bridge.environment()  # torchax is there
+    dist.init_process_group("nccl")
+    layer, x = torch.nn.Linear(2, 2).cuda(), torch.randn(3, 2)
+    if (result := IN_A_GROUP[line](layer, x)) is not None:
+        assert_same(result, layer(x))
+        result.sum().backward()
+        assert_same(layer.bias.grad, torch.full((2,), 3.0))
+
+
 @idiom("torchrun")
 def test_one_of_several_processes_is_told_to_start_one(alone, said):
     with pytest.raises(RuntimeError, match="world_size 1 on the TPU path, got 8: .*python script.py"):
@@ -97,6 +123,25 @@ def test_parallelism_over_processes_is_waived(said, tmp_path):
     assert "TPUConfig(mesh=(dp, sp, tp))" in said.pop() and not said and model._parallel_config is None
 
 
+@idiom("out-of-memory")
+@pytest.mark.parametrize("scripts", ["except", "accelerate"])
+def test_a_chip_without_room_raises_what_scripts_catch(scripts):
+    tried = []
+
+    def work(batch_size):
+        tried.append(batch_size)
+        with within_hbm(lambda: "to run X", lambda: "diffusers-tpu plan"):
+            if batch_size > 2:
+                raise RuntimeError("RESOURCE_EXHAUSTED: Attempting to reserve 5.00G. There are 1.00G free")
+
+    if scripts == "accelerate":
+        find_executable_batch_size(work, starting_batch_size=8)()
+        assert tried[0] == 8 and tried[-1] <= 2
+    else:
+        with pytest.raises(torch.cuda.OutOfMemoryError, match=r"a chip to run X.*\(5 GiB asked for, 1 GiB there\)"):
+            work(4)
+
+
 @idiom("cuda-memory")
 def test_memory_counts_what_is_on_the_chips():
     torch.cuda.reset_peak_memory_stats()
@@ -111,6 +156,53 @@ def test_memory_counts_what_is_on_the_chips():
     del array
     assert torch.cuda.memory_allocated() == before
     torch.cuda.ipc_collect()
+
+
+SENSORS = ["utilization", "memory_usage", "temperature", "power_draw", "clock_rate"]
+ANSWERS = {
+    "get_per_process_memory_fraction": 1.0,
+    "get_allocator_backend": "native",
+    "memory_snapshot": [],
+    "host_memory_stats": {},
+    "host_memory_stats_as_nested_dict": {},
+    "reset_peak_host_memory_stats": None,
+    "reset_accumulated_host_memory_stats": None,
+    "get_sync_debug_mode": 0,
+}
+
+
+@idiom("cuda-memory", "cuda-sensors")
+@pytest.mark.parametrize("name", [*ANSWERS, "memory_stats_as_nested_dict", "record_stream", *SENSORS])
+def test_every_question_about_a_gpu_has_an_answer_or_a_way_out(name):
+    if name == "record_stream":
+        assert torch.ones(2, device="cuda").record_stream(torch.cuda.current_stream()) is None
+    elif name == "memory_stats_as_nested_dict":
+        for module in (torch.cuda, torch.accelerator):
+            flat = {key: n for key, n in module.memory_stats().items() if key.startswith("active")}
+            nested = torch.cuda.memory_stats_as_nested_dict()["active_bytes"]["all"]
+            assert flat == {f"active_bytes.all.{time}": nested[time] for time in ("current", "peak")}
+    elif name in SENSORS:
+        with pytest.raises(NotImplementedError, match="leave it out; `tpu-info`"):
+            getattr(torch.cuda, name)()
+    else:
+        assert getattr(torch.cuda, name)() == ANSWERS[name]
+
+
+@idiom("cuda-profiler")
+@pytest.mark.parametrize(
+    "profile",
+    [
+        lambda: torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]),
+        lambda: torch.profiler.profile(activities=[ProfilerActivity.CUDA], record_shapes=True),
+        lambda: torch.autograd.profiler.profile(use_device="cuda"),
+    ],
+    ids=["both", "cuda", "autograd"],
+)
+def test_a_profile_of_the_gpu_is_the_hosts(profile, capfd):
+    with profile() as traced:
+        torch.ones(2) + 1
+    assert "CUDA event" not in capfd.readouterr().err
+    assert "aten::add" in traced.key_averages().table(sort_by="cuda_time_total")
 
 
 @idiom("cuda-synchronize", "cuda-event", "cuda-stream")
@@ -156,7 +248,8 @@ def test_settings_that_mean_nothing_here_are_taken():
     torch.cuda.set_device(0)
     torch.cuda.set_per_process_memory_fraction(0.9)
     graph = torch.cuda.graph
-    for record in (torch.cuda.CUDAGraph, lambda: graph(None), lambda: torch.cuda.make_graphed_callables([], [])):
+    makers = torch.cuda.make_graphed_callables, torch.cuda.graph_pool_handle
+    for record in (torch.cuda.CUDAGraph, lambda: graph(None), lambda: makers[0]([], []), makers[1]):
         with pytest.raises(NotImplementedError, match="compiled whole"):
             record()
 

@@ -9,6 +9,8 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 
+import torch
+
 from .notices import warn_while
 
 
@@ -29,8 +31,8 @@ class NoChip(Failure):
     """A TPU is here, and this process cannot have it."""
 
 
-class OutOfHBM(Failure):
-    """A chip has no room for what is to be compiled, run or placed."""
+class OutOfHBM(Failure, torch.OutOfMemoryError):
+    """A chip has no room for what is to be compiled, run or placed; also what scripts for a GPU catch."""
 
 
 class OutOfCoreMemory(Failure):
@@ -87,7 +89,7 @@ def within_hbm(doing: Callable[[], str], question: Callable[[], str]) -> Iterato
         asked, there = hbm_asked(str(error))
         sizes = "" if asked is None else f" ({asked / 2**30:.3g} GiB asked for, {there / 2**30:.3g} GiB there)"
         raise OutOfHBM(
-            f"expected room on a chip {doing()}, got none{sizes}: {said}. Use more chips, a mesh that"
+            f"expected room on a chip {doing()}, got one out of memory. {said}{sizes}. Use more chips, a mesh that"
             " splits more, a smaller size or bfloat16, or leave weights less (TPUConfig.reserve_gib); what would fit says:"
             f" {question()}"
         ) from error

@@ -6,6 +6,7 @@ import types
 import torch
 
 from ..chips.figures import GIB
+from ..common.config import names_accelerator
 from . import chips
 from .chips import Event, Guard, NoGraph, Stream
 from .replacing import Replacements
@@ -28,10 +29,9 @@ def _memory(device=None) -> tuple[int, int]:
     return max(0, total - chips.bytes_in_use()), total
 
 
-def _stats(device=None) -> dict[str, int]:
-    used, peak = chips.bytes_in_use(), _peak.bytes()
-    kinds = ("allocated_bytes", "reserved_bytes", "active_bytes")
-    return {f"{kind}.all.{time}": n for kind in kinds for time, n in (("current", used), ("peak", peak))}
+def _nested(device=None) -> dict[str, dict]:
+    bytes_of_all = {"current": chips.bytes_in_use(), "peak": _peak.bytes()}
+    return {kind: {"all": {**bytes_of_all}} for kind in ("allocated_bytes", "reserved_bytes", "active_bytes")}
 
 
 def _summary(device=None, abbreviated=False) -> str:
@@ -43,6 +43,18 @@ def _summary(device=None, abbreviated=False) -> str:
 def _seed(seed):
     """Draws on an accelerator are the CPU generator's."""
     torch.default_generator.manual_seed(int(seed))
+
+
+def _unread(device=None):
+    raise NotImplementedError(
+        "expected no reading of a GPU's sensors on the TPU path: leave it out; `tpu-info` shows how busy the chips are"
+    )
+
+
+def _profiled(init, profile, *args, use_cuda=False, use_device=None, **kwargs):
+    if use_cuda or names_accelerator(use_device):
+        use_device, kwargs["use_cpu"] = None, True
+    init(profile, *args, use_device=use_device, **kwargs)
 
 
 def _gives(value=None):
@@ -63,8 +75,8 @@ _BOTH = {
     **_named("memory_allocated memory_reserved", _allocated),
     **_named("max_memory_allocated max_memory_reserved", _highest),
     **_named("reset_peak_memory_stats reset_accumulated_memory_stats", _reset),
-    **_named("empty_cache set_stream", _gives()),
-    "memory_stats": _stats,
+    **_named("empty_cache set_stream reset_peak_host_memory_stats reset_accumulated_host_memory_stats", _gives()),
+    "memory_stats": torch.cuda.memory_stats,  # makes one level of `memory_stats_as_nested_dict`
     "is_available": _gives(True),
     "device_count": _gives(1),
     "synchronize": _wait,
@@ -72,14 +84,19 @@ _BOTH = {
 }
 CUDA = {
     **_BOTH,
-    **_named("init set_device set_per_process_memory_fraction ipc_collect", _gives()),
+    **_named("init set_device set_per_process_memory_fraction set_sync_debug_mode ipc_collect", _gives()),
     **_named("is_initialized is_bf16_supported", _gives(True)),
     **_named("can_device_access_peer is_tf32_supported is_current_stream_capturing", _gives(False)),
-    "current_device": _gives(0),
+    **_named("current_device get_sync_debug_mode", _gives(0)),
+    "get_per_process_memory_fraction": _gives(1.0),
+    "get_allocator_backend": _gives("native"),
+    **_named("host_memory_stats host_memory_stats_as_nested_dict", _gives({})),
+    "memory_stats_as_nested_dict": _nested,
+    **_named("utilization memory_usage temperature power_draw clock_rate", _unread),
     "get_device_name": lambda device=None: chips.name(),
     "get_device_properties": _properties,
     "get_device_capability": _gives(CAPABILITY),
-    "get_arch_list": _gives([]),
+    **_named("get_arch_list memory_snapshot", _gives([])),
     "mem_get_info": _memory,
     **_named("memory_cached device_memory_used", _allocated),
     "max_memory_cached": _highest,
@@ -95,7 +112,7 @@ CUDA = {
     **_named("device device_of StreamContext", Guard),
     "stream": lambda stream=None: Guard(),
     "Event": Event,
-    **_named("CUDAGraph graph", NoGraph),
+    **_named("CUDAGraph graph graph_pool_handle", NoGraph),
     "make_graphed_callables": lambda *args, **kwargs: NoGraph(),
     **_named("Stream ExternalStream", Stream),
     "default_stream": lambda device=None: Stream(),
@@ -108,7 +125,7 @@ ACCELERATOR = {
     **_BOTH,
     "current_accelerator": _gives(torch.device("cuda")),
     **_named("current_device_index current_device_idx", _gives(0)),
-    **_named("set_device_index set_device_idx", _gives()),
+    **_named("set_device_index set_device_idx empty_host_cache", _gives()),
     "device_index": Guard,
     "get_memory_info": _memory,
 }
@@ -133,6 +150,7 @@ def replace(replacements: Replacements):
             for module in modules:
                 if name in vars(module):
                     replacements.put(module, name, own.setdefault((id(functions), name), _of_its_own(name, function)))
+    replacements.wrap(torch.autograd.profiler.profile, "__init__", _profiled)
 
 
 def _of_its_own(name: str, function):

@@ -44,6 +44,7 @@ def replace(replacements: Replacements):
     rows = [(torch, name, _made) for name in CONSTRUCTORS]
     rows += [(torch.fft, name, _made) for name in ("fftfreq", "rfftfreq")]
     moves = {"to": _moved, "cuda": _to_accelerator, "pin_memory": _kept, "type": _typed, "type_as": _alike}
+    moves["record_stream"] = lambda *args: None
     rows += [(torch.Tensor, name, call) for name, call in (dict.fromkeys(NEW, _made) | moves).items()]
     rows += [(storage, "cuda", _kept) for storage in (torch.storage._StorageBase, torch.TypedStorage)]
     rows += [

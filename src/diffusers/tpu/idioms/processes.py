@@ -30,6 +30,10 @@ def replace(replacements: Replacements):
     ):
         replacements.wrap(owner, name, call)
         replacements.put(torch.distributed, name, vars(owner)[name])
+    for owner in (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel):
+        replacements.wrap(owner, "__init__", _wrapped)
+    # For `barrier` and groups without a backend: torch's own raises once torchax is imported, whose device has no hooks.
+    replacements.wrap(torch._C, "_get_accelerator", lambda *args: torch.device("cpu"))
 
 
 def refuse_several():
@@ -63,6 +67,11 @@ def _initialised(original, backend=None, *args, **kwargs):
 def _grouped(original, ranks=None, timeout=None, backend=None, *args, **kwargs):
     kwargs.pop("device_id", None)
     return original(ranks, timeout, None if _of_accelerators(backend) else backend, *args, **kwargs)
+
+
+def _wrapped(init, parallel, module, device_ids=None, output_device=None, *args, **kwargs):
+    init(parallel, module, None, None, *args, **kwargs)
+    parallel.device_ids = None  # DataParallel's are all there are, and it expects weights there
 
 
 def _meshed(original, device_type, mesh_shape, **kwargs):
