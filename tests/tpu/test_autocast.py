@@ -132,7 +132,7 @@ def test_models_compute_as_upstreams_do(kind, mesh):
     assert not tpu.report(ours)["eager"]
 
 
-@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("training", [slow(True), False])
 def test_gradients_go_back_through_the_casts(training):
     """To float32 weights; after autocast is left, as in every loop."""
     theirs, given = denoisers.built("flux", 4).train(training), denoisers.inputs("flux", 1)

@@ -192,6 +192,7 @@ def test_what_zeros_cannot_stand_for_is_scanned_apart(chips, pipes):
     assert session.error() < 1e-4 and not session.runner.eager
 
 
+@pytest.mark.slow
 def test_two_experts_and_a_guidance_of_one(chips):
     """Few-step adapters: of both experts, each its own file, without a second branch."""
     pipes = [tiny.wan_a14b() for _ in range(2)]

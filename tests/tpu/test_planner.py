@@ -11,13 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tiny
 from bench.naming import programs_of
+from conftest import slow
 from diffusers import StableDiffusionControlNetPipeline, WanPipeline
 from diffusers.models.transformers.transformer_wan_flax import PLAN as WAN
 from diffusers.tpu import planner
 from diffusers.tpu.apps import cli
 from diffusers.tpu.chips.figures import find_topology
 from diffusers.tpu.compile import programs
-from diffusers.tpu.planner import aot, plan, worker
+from diffusers.tpu.planner import aot, building, plan, worker
 from diffusers.tpu.planner.building import build, configuration_of
 from diffusers.tpu.planner.meshes import Denoiser, allowed, guess
 from diffusers.tpu.planner.published import ALIASES, MODELS
@@ -36,17 +37,26 @@ FIELDS = {
 }
 
 
-@pytest.fixture
-def cached(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("DIFFUSERS_TPU_CACHE", str(tmp_path_factory.getbasetemp() / "plans"))
-
-
 # A pipeline without weights
 
 
+@pytest.fixture(scope="module")
+def parts() -> dict:
+    return {}
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_published_models_have_their_published_size(name):
-    """As their authors state it."""
+def test_published_models_have_their_published_size(name, parts, monkeypatch):
+    """As their authors state it; a part of several models is built once."""
+    build_part = building._component
+
+    def part(component, class_name, config, configuration, dtype):
+        key = class_name, json.dumps(config, sort_keys=True), configuration.tokens.get(component)
+        if key not in parts:
+            parts[key] = build_part(component, class_name, config, configuration, dtype)
+        return parts[key]
+
+    monkeypatch.setattr(building, "_component", part)
     built = build(configuration_of(name), torch.bfloat16)
     for component, billions in MODELS[name].billions.items():
         parameters = getattr(built, component).parameters()
@@ -57,7 +67,7 @@ def test_published_models_have_their_published_size(name):
 # What a run asks of its models
 
 
-@pytest.mark.parametrize("name", ["wan", "hunyuan15", "hunyuan15_i2v", "cogvideox"])
+@pytest.mark.parametrize("name", ["wan", slow("hunyuan15"), "hunyuan15_i2v", "cogvideox"])
 def test_recorded_calls_are_those_of_upstreams_run(name, monkeypatch):
     monkeypatch.setenv("DIFFUSERS_TPU", "off")
     arguments = {**tiny.arguments(name), "output_type": "pt"}
@@ -142,7 +152,7 @@ def test_the_cheap_model_prefers_what_compiled_programs_show(counted):
 # The answer
 
 
-def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, capsys):
+def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, capsys):
     arguments = ["plan", str(root / SHAPES), *"--topology v6e-8 --height 64 --width 64 --num-frames 9".split()]
     assert cli.main([*arguments, "--num-inference-steps", "4", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -179,7 +189,7 @@ def test_the_answer_has_its_fields_and_is_what_the_compiler_says(root, cached, c
 
 
 @pytest.mark.slow
-def test_programs_are_named_without_compiling(root, cached):
+def test_programs_are_named_without_compiling(root):
     """As the answer names them; a program that is traced otherwise has another name, the others keep theirs."""
     size = {"height": 64, "width": 64, "num_frames": 9, "num_inference_steps": 4}
     questions = [
@@ -224,7 +234,7 @@ def test_what_is_planned_is_what_runs(wan_folder, chips, monkeypatch, own_store)
 
 
 @pytest.mark.slow
-def test_the_best_mesh_is_chosen_from_compiled_ones(root, cached):
+def test_the_best_mesh_is_chosen_from_compiled_ones(root):
     size, one_way = {"height": 64, "width": 64, "num_frames": 9}, {"attention": "online"}  # compiles in half the time
     answer = plan(str(root / SHAPES), "v6e-4", mesh="auto", arguments=size, config=one_way)
     compiled = [r for r in answer["ranking"] if r["seconds_per_step"] is not None]
@@ -247,7 +257,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("words", BAD)
-def test_bad_input_is_one_line(words, root, cached, capsys, monkeypatch):
+def test_bad_input_is_one_line(words, root, capsys, monkeypatch):
     """Here what a child would raise; that a refusal comes back from there, test_planner_program shows."""
     monkeypatch.setattr(
         planner, "run_in_child", lambda _, request, **rest: worker.answer(request, rest["on_progress"])
@@ -259,7 +269,7 @@ def test_bad_input_is_one_line(words, root, cached, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_says_by_how_much_and_what_would(cached, capsys):
+def test_what_does_not_fit_says_by_how_much_and_what_would(capsys):
     assert cli.main(["plan", "wan2.1-t2v-14b", "--topology", "v5e-1", "--height", "480", "--width", "832"]) == 1
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"does not fit by \d+\.\d+ GiB per chip", shown)

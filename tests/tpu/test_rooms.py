@@ -5,6 +5,7 @@ import functools
 import graphlib
 import json
 import re
+from collections.abc import Iterator
 
 from conftest import ROOT as TREE
 from conftest import run_python
@@ -98,6 +99,24 @@ print(*(m for m in ("flax", "torchax") if m in sys.modules))
 def test_imports_bring_no_more_than_they_must():
     """The public face starts nothing; VAEs' plans do not import Flax, and their Flax modules no torchax."""
     assert run_python("-c", IMPORTS, DIFFUSERS_TPU="cpu").stdout.splitlines() == ["", "", "flax"]
+
+
+def imports_at_once(node) -> Iterator[str]:
+    """Names that a module imports when it is imported: outside of functions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom) and not child.level:
+            yield child.module
+        elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from imports_at_once(child)
+
+
+def test_peft_is_an_extras():
+    """Where it is not installed, models are planned all the same: who asks for an adapter imports it."""
+    for path in (*FILES.values(), *TREE.glob("src/diffusers/**/*_flax.py")):
+        names = {name.partition(".")[0] for name in imports_at_once(ast.parse(path.read_text()))}
+        assert "peft" not in names, path
 
 
 def test_every_planted_fault_is_where_the_table_has_it(root, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from conftest import relative
+from conftest import relative, slow
 from diffusers import UNetMotionModel, UNetSpatioTemporalConditionModel, tpu
 from diffusers.tpu.common import notices
 from diffusers.tpu.pipelines.attach import runs
@@ -30,7 +30,7 @@ def installed(model, mesh):
 
 @pytest.mark.parametrize(
     "mesh, batch, height, width",
-    [((2, 4, 1), 2, 12, 16), ((1, 3, 1), 1, 10, 20), ((2, 2, 2), 4, 8, 24)],
+    [slow((2, 4, 1), 2, 12, 16), ((1, 3, 1), 1, 10, 20), ((2, 2, 2), 4, 8, 24)],
 )
 def test_a_unet_with_the_residuals_of_a_controlnet(chips, warned, mesh, batch, height, width):
     """Also where the chips do not divide the width."""
@@ -68,8 +68,13 @@ def unet_of_frames(name: str) -> torch.nn.Module:
     return blocks(**sizes).eval()
 
 
-@pytest.mark.parametrize("name", ["AnimateDiff", "SVD"])
-@pytest.mark.parametrize("mesh, batch, height, width", [((2, 4, 1), 2, 6, 16), ((1, 3, 1), 1, 8, 10)])
+EVEN, ODD = ((2, 4, 1), 2, 6, 16), ((1, 3, 1), 1, 8, 10)
+
+
+@pytest.mark.parametrize(
+    "name, mesh, batch, height, width",
+    [("AnimateDiff", *EVEN), slow("AnimateDiff", *ODD), slow("SVD", *EVEN), ("SVD", *ODD)],
+)
 def test_a_unet_of_frames(chips, warned, name, mesh, batch, height, width):
     """The frames of a position are on one chip; also where the chips do not divide the width."""
     unet, frames = unet_of_frames(name), 5
