@@ -132,6 +132,17 @@ def test_ratios_and_thresholds_of_magnitudes_are_the_hosts(chips):
     assert len(compiled) == 1
 
 
+@pytest.mark.parametrize("cached, skipped", [(r"1", None), (r"\d+", [r"blocks\.0\.attn1"])])
+def test_blocks_that_have_other_hooks_run_them(chips, cached, skipped):
+    """Of some blocks only, or with other settings."""
+    session, names = Session((1, 1, 1)), [rf"blocks\.{cached}\.attn1"]
+    identifiers = {"cache_identifiers": names, "skip_predict_identifiers": skipped}
+    session.enable(lambda pipe: TaylorSeerCacheConfig(**TAYLOR, **identifiers), compiled=False)
+    for _ in range(2):
+        session.oracle()
+    assert session.runner.step_cache is None
+
+
 @pytest.mark.slow
 def test_calibration_of_magnitudes_reads_values(chips):
     """It runs eagerly and gives upstream's ratios."""

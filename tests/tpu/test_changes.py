@@ -10,11 +10,13 @@ import functools
 import peft
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook
 
 from conftest import relative, slow, table
 from diffusers.hooks import apply_layerwise_casting
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
+from diffusers.tpu.compile.tracing.user_code import is_watched_inside
 
 
 WIDTH, BLOCKS = 8, 4
@@ -117,6 +119,15 @@ def test_every_change_is_seen(attach, calls):
         both.change(lambda model: exec(lines, {**globals(), "m": model}))
         assert all(both.error() < 1e-6 for _ in range(calls or 1)), name
     assert not both.runner.eager
+
+
+@pytest.mark.idiom("hooks")
+def test_a_hook_of_all_modules_is_seen(both):
+    for _ in range(2):
+        with register_module_forward_hook(lambda m, args, out: out * 2 if type(m) is torch.nn.Linear else None):
+            assert both.error() < 1e-6 and is_watched_inside(both.ours)
+        assert both.error() < 1e-6 and not is_watched_inside(both.ours)
+    assert both.runner.compilations == 2
 
 
 @pytest.mark.idiom("layerwise-casting")

@@ -17,7 +17,7 @@ import tiny
 from diffusers import tpu
 from diffusers.models import attention_dispatch_flax as attention
 from diffusers.models.autoencoders.vae_nnx_layers_flax import RMSNorm
-from diffusers.models.transformers import transformer_wan, transformer_wan_flax
+from diffusers.models.transformers import transformer_wan
 from diffusers.tpu.apps.cli import main
 from diffusers.tpu.compare import pipelines as fidelity
 from diffusers.tpu.compare import roundings
@@ -79,7 +79,7 @@ WAN, HUNYUAN, COG = ("wan", "transformer"), ("hunyuan15", "transformer"), ("cogv
 TEXT, VAE = ("wan", "text_encoder"), ("wan", "vae", "decode")
 FAULTS = [  # one of each kind and of each component
     (WAN, "scanned", swapped_pairs, "blocks.0.attn1"),
-    (WAN, "scanned", masked_key, "blocks.0.attn2"),
+    (WAN, "scanned", masked_key, "blocks.0.attn1"),
     (WAN, "torchax", lambda module, _: module.blocks[1].attn2.to_q.bias.data.zero_(), "blocks.1.attn2.to_q"),
     (WAN, "scanned", not_finite, "blocks.1.ffn.net.2"),
     (
@@ -283,10 +283,7 @@ def test_the_command_prints_writes_and_answers(wan_folder, tmp_path, capsys, mon
     assert text.count("<circle") == 86 and "blocks.2.ffn.net.2" in text
     assert "<script" not in text and "http" not in text
 
-    theirs = transformer_wan_flax.dispatch_attention_fn
-    monkeypatch.setattr(
-        transformer_wan_flax, "dispatch_attention_fn", lambda q, k, v, **more: theirs(q, k[:, 1:], v[:, 1:], **more)
-    )
+    swapped_pairs(None, monkeypatch)
     assert main([*words, "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)["comparisons"]
     assert [c["first"] for c in answer] == ["blocks.0.attn1"] and answer[0]["form"] == "scanned float32 mesh 1,1,1"

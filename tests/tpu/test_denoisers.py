@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import PartitionSpec as P
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 from conftest import relative, slow
 from denoisers import WIDTH, built, inputs
 from diffusers import Flux2Transformer2DModel, tpu
 from diffusers.hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParallel
 from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+from diffusers.models.transformers import transformer_flux
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxAttnProcessor, FluxIPAdapterAttnProcessor
 from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoRotaryPosEmbed
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15RotaryPosEmbed
@@ -115,11 +116,21 @@ def with_hooks(model, given):
     return given
 
 
-@pytest.mark.parametrize("changes", [(with_ip_adapter, with_control), slow((with_processors,)), (with_hooks,)])
+@pytest.mark.parametrize(
+    "changes, replaced",
+    [
+        ((with_ip_adapter, with_control), ()), slow((with_processors,), ()), ((with_hooks,), ()),
+        ((), (FluxAttnProcessor, "__call__")), ((), (transformer_flux, "dispatch_attention_fn")),
+    ],
+)  # fmt: skip
 @torch.no_grad()
-def test_what_users_of_flux_change_is_kept(chips, changes):
+def test_what_users_of_flux_change_is_kept(chips, monkeypatch, changes, replaced):
+    """`replaced`: where a function stands that gives the double, in the place of upstream's."""
     theirs = built("flux", 4)
     given = inputs("flux", images=1)
+    if replaced:
+        own = getattr(*replaced)
+        monkeypatch.setattr(*replaced, lambda *args, **kwargs: tree_map(lambda x: 2 * x, own(*args, **kwargs)))
     for change in changes:
         given = change(theirs, given)
     assert_equal(theirs, given, (2, 4, 1))

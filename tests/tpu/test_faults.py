@@ -205,7 +205,7 @@ def test_no_room_on_a_chip_comes_with_the_question_to_the_planner(
 
     def compiled(self, *args, **kwargs):
         late = types.SimpleNamespace(block_until_ready=refuse)
-        self.compiled = refuse if moment == "run" else lambda *args: [[late]]
+        self.executables[""] = refuse if moment == "run" else lambda *args: [[late]]
 
     monkeypatch.setattr(Program, "compile", refuse if moment == "compile" else compiled)
     expected = f"{asked} asked for, {there} there", f"diffusers-tpu plan {wan_folder} --topology", "--mesh auto"

@@ -175,7 +175,7 @@ def test_a_core_without_room_for_a_kernel_is_no_matter_of_hbm(memory):
 def test_a_first_run_that_stands_is_said_while_it_does(warned, monkeypatch):
     monkeypatch.setattr(failures, "WORTH_A_WORD", 0.02)
     waits = types.SimpleNamespace(block_until_ready=lambda: time.sleep(0.5))
-    program = Program("Wan", "forward", (), 1, None, {}, None, None, 0.0, compiled=lambda *args: [[waits]])
+    program = Program("Wan", "forward", (), 1, None, {}, None, None, 0.0, executables={"": lambda *args: [[waits]]})
     values = types.SimpleNamespace(weights={}, numbers={}, inputs=[])
     program.run([types.SimpleNamespace(values=values)])
     program.run([types.SimpleNamespace(values=values)])  # nobody waits

@@ -6,10 +6,12 @@ once for the chips; both are changed by the same lines.
 
 import ast
 import copy
+import gc
 import os
 import random
 import tempfile
 import types
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -286,6 +288,18 @@ class Held(torch.nn.Module):
 
     def forward(self, x):
         return self.tripled(x)
+
+
+def test_a_class_that_holds_its_model_does_not_keep_it(chips):
+    def used() -> weakref.ref:
+        model = Held()
+        model.tripled = type("Scaled", (), {"__call__": lambda self, x: x * len([*model.children()]) + 1})()
+        diffusers.tpu.install(model)(torch.ones(3))
+        return weakref.ref(model)
+
+    reference = used()
+    gc.collect()
+    assert reference() is None
 
 
 def test_what_python_adds_to_a_class_is_no_change(chips, own_store):

@@ -138,6 +138,16 @@ def test_a_part_shares_its_callers_memory(attach, how):
     assert rungs(runner)["shares"] == "parts"
 
 
+def looped(model, words) -> list:
+    """What a script's own loop finds, which hands on the cache that it is given."""
+    found, cache = [], None
+    for _ in range(4):
+        output = model(words, past_key_values=cache)
+        words, cache = output.logits[:, -1:].argmax(-1), output.past_key_values
+        found += words.flatten().tolist()
+    return found
+
+
 def test_a_language_model_goes_on_from_its_keys_and_values(attach):
     """On the host, as no length comes twice; the encoder that it is for pipelines is a program, before and after."""
     config = Qwen3Config(
@@ -152,3 +162,4 @@ def test_a_language_model_goes_on_from_its_keys_and_values(attach):
     for _ in range(2):
         assert relative(*(model(words, use_cache=False).logits for model in (ours, theirs))) < 1e-6
     assert [one["rung"] for one in explain.rungs(runner)] == ["compiled", "host"] and programs_of(runner) == 1
+    assert looped(attach(copy.deepcopy(theirs), 1, 2, 1).module, words) == looped(theirs, words)

@@ -1,7 +1,9 @@
 """One pipeline and its scheduler's steps. Oracle: the same without the TPU path, in the same process, with the same weights and generator."""
 
+import collections
 import copy
 import importlib
+import pickle
 
 import numpy as np
 import pytest
@@ -80,6 +82,13 @@ def test_embeddings_given_latents_given_and_encode_prompt(installed, wan):
     assert relative(installed(**given).frames, wan(**given).frames) < 1e-5
 
 
+@pytest.mark.parametrize("name, given", [("__call__", {"guidance_scale": 1.5}), ("encode_prompt", {"prompt": "left"})])
+def test_a_method_replaced_on_upstreams_class_is_called(installed, wan, monkeypatch, name, given):
+    own = getattr(WanPipeline, name)
+    monkeypatch.setattr(WanPipeline, name, lambda self, **kwargs: own(self, **kwargs | given))
+    assert relative(installed(**call()).frames, wan(**call()).frames) < 1e-5
+
+
 def test_install_and_uninstall_touch_one_instance(chips, wan, monkeypatch):
     other = WanPipeline(**wan.components)
     cls, forward = type(wan), wan.transformer.forward
@@ -150,7 +159,9 @@ def test_a_module_by_its_own_name_has_every_name_of_upstreams():
     for module in (f"diffusers.{start}{end}" for start, ends in BESIDE.items() for end in ends):
         ours, theirs = (importlib.import_module(f"{module}{end}") for end in ("_flax", ""))
         for name, value in vars(theirs).items():
-            assert name in vars(ours) or getattr(ours, name) is value, (module, name)
+            found, installs = getattr(ours, name), name.endswith("Pipeline") and value.__module__ == theirs.__name__
+            assert name in vars(ours) or (found is value) != installs, (module, name)
+            assert not installs or (issubclass(found, value) and found is getattr(ours, name)), (module, name)
         with pytest.raises(AttributeError, match="FlaxNothing"):
             ours.FlaxNothing
 
@@ -169,6 +180,16 @@ def inside(chips):
         yield env.moved
 
 
+class Counting(FlowMatchEulerDiscreteScheduler):
+    """Reads what no attribute holds: how often each was stepped."""
+
+    steps = collections.Counter()
+
+    def step(self, model_output, *args, **kwargs):
+        self.steps[id(self)] += 1
+        return super().step(model_output * self.steps[id(self)], *args, **kwargs)
+
+
 def made(name):
     flow = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     return {
@@ -180,6 +201,7 @@ def made(name):
         "cogvideox": CogVideoXDDIMScheduler,
         "euler": EulerDiscreteScheduler,
         "ancestral": EulerAncestralDiscreteScheduler,
+        "script's": lambda: Counting(shift=3.0),
     }[name]()
 
 
@@ -209,7 +231,7 @@ def on_host(samples):
     "name, tables",
     [
         *((name, "jax") for name in ("unipc", "unipc 3", "flow", "dpm", "ddim", "cogvideox", "euler", "ancestral")),
-        ("unipc", "cpu"), ("euler", "cpu"),
+        ("unipc", "cpu"), ("euler", "cpu"), ("script's", "cpu"),
     ],
 )  # fmt: skip
 def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
@@ -221,10 +243,14 @@ def test_steps_are_upstreams_the_first_time_and_later(inside, name, tables):
             got = on_host(stepped(ours, inside, steps, seed, tables=tables))
             torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
             traces.append(steps_of(ours).traces)
+        with bridge.environment().left():  # in a callback
+            assert {*map(type, (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))))} == {type(theirs)}
     assert type(ours) is type(theirs)
     assert traces[-1] - traces[-2] <= 3 or name == "ancestral"  # UniPC's first ones see what the schedule before left
     programs = [one for steps in steps_of(ours).recorded.values() for one in steps.values() if one is not None]
-    assert bool(programs) == (name != "ancestral")  # it draws noise: operation by operation, the same noise
+    assert bool(programs) == (
+        name not in ("ancestral", "script's")
+    )  # it draws noise: operation by operation, the same noise
 
 
 @pytest.mark.parametrize("name, executables", [("unipc", 4), ("flow", 1)])  # first, second, middle, last

@@ -1,10 +1,12 @@
 """Oracle: the module in torch. What is compiled, how often, and that a changed module is never answered from before."""
 
+import contextlib
 import copy
 
 import jax
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from conftest import relative
 from diffusers.models.autoencoders.vae import IdentityDistribution
@@ -12,6 +14,7 @@ from diffusers.models.transformers.transformer_flux2 import Flux2KVCache
 from diffusers.tpu import bridge
 from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
+from diffusers.tpu.compile.host import HostModel
 from diffusers.tpu.compile.state.state import State
 from diffusers.tpu.weights.hbm import hbm_manager_of
 from test_changes import resident
@@ -159,6 +162,95 @@ def test_objects_of_upstreams_are_given_back_with_their_tensors(attach):
         ):
             assert relative(ours, theirs) < 1e-6
     assert runner.compilations == 1
+
+
+class Noting(torch.nn.Module):
+    """Writes into what it is given, and then does what only the host can, if it is `sparse`."""
+
+    def __init__(self, sparse: bool):
+        super().__init__()
+        self.sparse = sparse
+
+    def forward(self, x, kept):
+        x.mul_(2)
+        kept.append(x.sum())
+        kept[0] = "seen"
+        return x.to_sparse().to_dense() if self.sparse else x + 1
+
+
+class Around(torch.nn.Module):
+    def __init__(self, sparse: bool):
+        super().__init__()
+        self.inner = Noting(sparse)
+
+    def forward(self, x):
+        y, kept = x * (1 if float(x.sum()) < 1e9 else 2), ["new"]  # its own lines run one by one
+        answer = self.inner(y, kept) + y + kept[-1] * len(kept)
+        return answer if kept[0] == "seen" else answer * 3
+
+
+@pytest.mark.parametrize("where", ["chips", "falls back", "host"])
+def test_what_a_part_writes_into_its_arguments_is_there_once(attach, where):
+    """The first call that falls back has run on the chips until it failed."""
+    module, x = Around(where == "falls back"), torch.randn(2, 8)
+    theirs = module(x)
+    runner = attach(module, 1, 2, 1)
+    if where == "host":
+        HostModel(module.inner, ("forward",), runner.mesh).attach()
+    for _ in range(3):
+        assert relative(module(x), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_model_on_the_host_writes_into_what_it_is_given(make_mesh, device):
+    module, kept = Noting(False), ["new"]
+    HostModel(module, ("forward",), make_mesh(1, 2, 1)).attach()
+    with contextlib.ExitStack() as stack:
+        x = torch.ones(2, 8)
+        if device:
+            x = stack.enter_context(bridge.environment()).moved(x)
+        module(x, kept)
+        assert float(x.sum()) == 32 and kept[0] == "seen" and float(kept[1]) == 32
+
+
+def test_modules_that_are_named_as_stacks_are_none(attach):
+    module, x = torch.nn.Sequential(), torch.randn(2, 8)
+    for name in ("3*3", "[0]"):
+        module.add_module(name, torch.nn.Linear(8, 8))
+    theirs = module(x)
+    attach(module, 1, 2, 1)
+    assert relative(module(x), theirs) < 1e-6
+
+
+def dual(module, x):
+    with forward_ad.dual_level():
+        return module(forward_ad.make_dual(x, x))
+
+
+OTHERS = {
+    "second": lambda module, x: torch.autograd.grad(module(x.requires_grad_()).sum(), x, create_graph=True),
+    "forward": dual,
+    "torch.func": lambda module, x: torch.func.jvp(module, (x,), (x,)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_derivatives_than_the_first_are_refused(attach, name):
+    attach(module := torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), 1, 2, 1)
+    with pytest.raises(NotImplementedError, match="expected first derivatives by backward"):
+        OTHERS[name](module, torch.randn(2, 8))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_hooks_on_gradients_inside_of_a_model_run(attach, training):
+    theirs, x, found = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()), torch.randn(2, 8), []
+    ours = copy.deepcopy(theirs)
+    attach(ours, 1, 2, 1)
+    for module in (ours.train(training), theirs.train(training)):
+        module[1].register_full_backward_hook(lambda module, given, gradients: (given[0] * 0.5,))
+        module(x).sum().backward()
+        found.append(module[0].weight.grad)
+    assert relative(*found) < 1e-5
 
 
 PAIRED = ModelPlan(batched=("hidden_states", "timestep"))

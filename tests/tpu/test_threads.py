@@ -4,11 +4,13 @@ import copy
 import itertools
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
+from transformers import CLIPTextConfig, CLIPTextModel, modeling_utils
 
 import diffusers.models.attention_dispatch_flax  # noqa: F401  # which a trace imports
 import tiny
@@ -21,6 +23,7 @@ from diffusers.tpu.chips.sharding import ModelPlan
 from diffusers.tpu.compile import programs
 from diffusers.tpu.compile.state import state as tracing
 from diffusers.tpu.compile.tracing import blocks
+from diffusers.tpu.weights import checkpoint
 
 
 PROMPTS = ("a red circle", "moving left", "a circle moving", "red")
@@ -175,6 +178,25 @@ def test_branches_of_two_threads_do_not_pair(attach):
             assert relative(bridge.from_numpy(answer.jax()), theirs[number]) < 1e-6
         with pytest.raises(RuntimeError, match="expected a value of Scaled, got none"):
             mine.jax()
+
+
+def test_loaders_of_transformers_put_back_what_they_replace(tmp_path, monkeypatch):
+    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
+    config = CLIPTextConfig(**sizes, num_hidden_layers=1, num_attention_heads=2, bos_token_id=0, eos_token_id=1)
+    CLIPTextModel(config).save_pretrained(tmp_path)
+    load, before, open_file = (
+        checkpoint.checked(CLIPTextModel.from_pretrained),
+        modeling_utils.safe_open,
+        checkpoint._File,
+    )
+
+    def slowly(*args, **kwargs):
+        time.sleep(0.3)
+        return open_file(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "_File", slowly)
+    together([lambda: load(tmp_path), lambda: (time.sleep(0.15), load(tmp_path))])  # one begins within the other
+    assert modeling_utils.safe_open is before
 
 
 AFTER_ONE = 0  # a call that gave something

@@ -79,6 +79,23 @@ def normed_and_rotated(x: torch.Tensor, norm: torch.nn.Module, *tables: torch.Te
     return Tensor(rotary.normed_and_rotated(x.jax(), ours, tables, current(), apart), environment())
 
 
+class RotatingNorms:
+    """An attention whose norms of queries and keys rotate too, by tables of each as `normed_and_rotated` takes them: upstream's
+    processor is given it, and nothing to rotate by."""
+
+    def __init__(self, attn: torch.nn.Module, queries: tuple, keys: tuple):
+        self.attn, self.queries, self.keys = attn, queries, keys
+
+    def __getattr__(self, name):
+        return getattr(self.attn, name)
+
+    def norm_q(self, query):
+        return normed_and_rotated(query, self.attn.norm_q, *self.queries)
+
+    def norm_k(self, key):
+        return normed_and_rotated(key, self.attn.norm_k, *self.keys)
+
+
 def filled(table: torch.Tensor) -> torch.Tensor:
     """A traced table [T, D] of the latents, with rows of zeros for those that are none (`Settings.pad_tokens`)."""
     return torch.nn.functional.pad(table, (0, 0, 0, current().pad_tokens)) if current().pad_tokens else table

@@ -121,30 +121,6 @@ def rotated(x, *how):
     return bridge.rotated(x, *how)
 
 
-def resolve_model_device_map(device_map):
-    """The seam in a model's `from_pretrained`: (what upstream is to do about `device_map`, is the model for the TPU)."""
-    if device_map is None or not is_active():
-        return device_map, False
-    from .pipelines import moving
-
-    return moving.resolve_device_map(device_map)
-
-
-def on_modular_built(pipeline):
-    """The seam at the end of a modular pipeline's `__init__`: it runs on the TPU, as one that was loaded does."""
-    if is_active():
-        install(pipeline)
-
-
-def manage_offload(manager, device, strategy) -> bool:
-    """The seam of `ComponentsManager.enable_auto_cpu_offload`: whether the TPU path manages where components are."""
-    if not ignore_idiom("ComponentsManager.enable_auto_cpu_offload", "cuda" if device is None else device):
-        return False
-    manager.model_hooks, manager._auto_offload_enabled = [], True
-    manager._auto_offload_device, manager._offload_strategy = device, strategy
-    return True
-
-
 def install(model_or_pipeline, config: TPUConfig | None = None):
     """Route one pipeline's models, or one model, through JAX; returns the same instance. See `pipeline`, `attach`.
 

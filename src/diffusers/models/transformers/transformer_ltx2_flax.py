@@ -9,28 +9,6 @@ from ...tpu.chips.sharding import INFERRED, ModelPlan
 from .transformer_ltx2 import LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor
 
 
-class _Turning:
-    """The attention, whose norms rotate too."""
-
-    def __init__(self, attn, query_tables, key_tables):
-        self.attn, self.query_tables, self.key_tables = attn, query_tables, key_tables
-
-    def __getattr__(self, name):
-        return getattr(self.attn, name)
-
-    def norm_q(self, query):
-        return _turned(query, self.attn.norm_q, self.query_tables)
-
-    def norm_k(self, key):
-        return _turned(key, self.attn.norm_k, self.key_tables)
-
-
-def _turned(x, norm, tables):
-    from ..attention_dispatch_flax import normed_and_rotated
-
-    return normed_and_rotated(x, norm, *(table[:, :, None] for table in tables))
-
-
 class LTX2Processor:
     """Upstream's processor, whose rotation of neighbours is its norms'."""
 
@@ -48,10 +26,13 @@ class LTX2Processor:
         key_rotary_emb=None,
         **perturbed,
     ):
+        from ..attention_dispatch_flax import RotatingNorms
+
         queries, keys = query_rotary_emb, key_rotary_emb
         norms = attn.norm_q, attn.norm_k
         if queries is not None and attn.rope_type == "interleaved" and all(norm.weight is not None for norm in norms):
-            attn, queries, keys = _Turning(attn, queries, queries if keys is None else keys), None, None
+            tables = [[x[:, :, None] for x in turns] for turns in (queries, queries if keys is None else keys)]
+            attn, queries, keys = RotatingNorms(attn, *tables), None, None
         return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, queries, keys, **perturbed)
 
 

@@ -5,7 +5,6 @@ a batch unless a pipeline says where each item's tokens are (`video_coords`).
 """
 
 from ...tpu.chips.sharding import ModelPlan
-from ..attention_dispatch import dispatch_attention_fn
 from .transformer_ltx import LTXVideoAttnProcessor, LTXVideoRotaryPosEmbed
 from .two_streams_flax import LATENTS
 
@@ -18,17 +17,13 @@ class LTXProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, image_rotary_emb=None):
         """As upstream's. `image_rotary_emb`: cos and sin [1, T, C], each value twice, or [B, T, C]."""
-        from ..attention_dispatch_flax import normed_and_rotated
+        from ..attention_dispatch_flax import RotatingNorms
 
         own = encoder_hidden_states is None and attention_mask is None and image_rotary_emb is not None
-        if not own or len(image_rotary_emb[0]) != 1:
-            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
-        tables = [table[:, :, None] for table in image_rotary_emb]
-        query = normed_and_rotated(attn.to_q(hidden_states), attn.norm_q, *tables)
-        key = normed_and_rotated(attn.to_k(hidden_states), attn.norm_k, *tables)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, attn.to_v(hidden_states)))
-        out = dispatch_attention_fn(query, key, value, backend=self.upstream._attention_backend, parallel_config=None)
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).type_as(query)))
+        if own and len(image_rotary_emb[0]) == 1:
+            tables = [table[:, :, None] for table in image_rotary_emb]
+            attn, image_rotary_emb = RotatingNorms(attn, tables, tables), None
+        return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
 
 
 def _tables(embed, hidden_states, *args, **kwargs):

@@ -9,8 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from ...tpu.chips.sharding import ModelPlan
 from ...tpu.pipelines.exports import upstream_names
-from ..attention_dispatch import dispatch_attention_fn
-from .transformer_wan import WanAttnProcessor, _get_qkv_projections
+from .transformer_wan import WanAttnProcessor
 
 
 STORED = ("dp", "sp")
@@ -24,19 +23,11 @@ class WanProcessor:
 
     def __call__(self, attn, hidden_states, encoder_hidden_states=None, attention_mask=None, rotary_emb=None):
         """As upstream's. `rotary_emb`: cos and sin [1, T, 1, D], each value twice."""
-        from ..attention_dispatch_flax import normed_and_rotated
+        from ..attention_dispatch_flax import RotatingNorms
 
-        if rotary_emb is None or encoder_hidden_states is not None:
-            return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
-        query, key, value = _get_qkv_projections(attn, hidden_states, encoder_hidden_states)
-        query = normed_and_rotated(query, attn.norm_q, *rotary_emb)
-        key = normed_and_rotated(key, attn.norm_k, *rotary_emb)
-        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (query, key, value))
-        out = dispatch_attention_fn(
-            query, key, value, attn_mask=attention_mask, backend=self.upstream._attention_backend, parallel_config=None
-        )
-        out = attn.to_out[0](out.flatten(2, 3).type_as(query))
-        return attn.to_out[1](out)
+        if rotary_emb is not None and encoder_hidden_states is None:
+            attn, rotary_emb = RotatingNorms(attn, rotary_emb, rotary_emb), None
+        return self.upstream(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
 
 __getattr__ = upstream_names(__name__)

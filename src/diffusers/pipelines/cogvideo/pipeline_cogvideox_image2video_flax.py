@@ -1,9 +1,6 @@
 """CogVideoX's image-to-video on TPU: `CogVideoXImageToVideoPipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
 
 from ...tpu.pipelines.exports import upstream_names
-from ...tpu.pipelines.pipeline import self_installing
-from .pipeline_cogvideox_image2video import CogVideoXImageToVideoPipeline as Upstream
 
 
-CogVideoXImageToVideoPipeline = self_installing(Upstream, __name__)
 __getattr__ = upstream_names(__name__)

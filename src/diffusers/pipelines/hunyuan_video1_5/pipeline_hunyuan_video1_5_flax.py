@@ -1,9 +1,6 @@
 """HunyuanVideo-1.5 text-to-video on TPU: `HunyuanVideo15Pipeline` installs the TPU path on itself when a TPU is there (see pipeline_wan_flax.py)."""
 
 from ...tpu.pipelines.exports import upstream_names
-from ...tpu.pipelines.pipeline import self_installing
-from .pipeline_hunyuan_video1_5 import HunyuanVideo15Pipeline as Upstream
 
 
-HunyuanVideo15Pipeline = self_installing(Upstream, __name__)
 __getattr__ = upstream_names(__name__)

@@ -7,9 +7,6 @@ are those of upstream's `pipeline_wan`.
 """
 
 from ...tpu.pipelines.exports import upstream_names
-from ...tpu.pipelines.pipeline import self_installing
-from .pipeline_wan import WanPipeline as Upstream
 
 
-WanPipeline = self_installing(Upstream, __name__)
 __getattr__ = upstream_names(__name__)

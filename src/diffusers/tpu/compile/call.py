@@ -1,6 +1,5 @@
 """One call of a module's method, flattened into tensors and what is static; and its values, taken when it was made."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 import torch
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -21,6 +21,7 @@ from .state import Unread, is_data, of_object, opened
 
 MOST_COMPARED = 1 << 16  # of a tensor's values: places of tokens, which each guidance branch has its own of
 LATENTS, TIMESTEPS = ("hidden_states", "sample"), ("timestep", "timesteps", "t")  # of a denoiser's arguments
+ONLY_BACKWARD = "expected first derivatives by backward(), got {}: for others call diffusers.tpu.uninstall(pipe) first"
 _HASHABLE = frozenset((type(None), bool, int, str, bytes, torch.dtype, torch.device, torch.Size))
 
 
@@ -117,7 +118,7 @@ class Call:
 
 
 def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args: tuple, kwargs: dict) -> Call:
-    """A call of a module's `entry(*args, **kwargs)`."""
+    """A call of a module's `entry(*args, **kwargs)`. Raises NotImplementedError for other derivatives."""
     by_place = dict(zip(signature.parameters, args))
     if plan.decide is not None:
         decided = plan.decide(signature.bind(*args, **kwargs).arguments)
@@ -125,7 +126,7 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
             args, kwargs, by_place = (), by_place | kwargs, {}
         kwargs = kwargs | decided
     unread, classes, bound = None, set(), by_place | kwargs
-    leaves, spec = _flat(args, kwargs)
+    leaves, spec = tree_flatten((args, kwargs))
     try:
         if any(map(is_data, leaves)):
             leaves, spec = tree_flatten(opened((args, kwargs), classes))
@@ -135,6 +136,8 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
         leaves, spec = tree_flatten((args, kwargs))
         unread, static = str(error), ()
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if any(torch.func.debug_unwrap(t) is not t or forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(ONLY_BACKWARD.format("a tensor of torch.func or torch.autograd.forward_ad"))
     autocast = bridge.autocast.dtype_now()
     static += () if autocast is None else ("autocast", autocast)
     with torch._C.DisableTorchFunction():  # the environment has nothing to say to shapes
@@ -153,19 +156,6 @@ def flatten_call(entry: str, signature: inspect.Signature, plan: ModelPlan, args
     said = {"given": (args, kwargs), "unread": unread, "images": images, "autocast": autocast}
     said |= {"latents": latents, "timestep": timestep}
     return Call(entry, leaves, spec, tensors, key, batched, batch, **said)
-
-
-def _flat(args: tuple, kwargs: dict) -> tuple[list, object]:
-    """`tree_flatten((args, kwargs))`."""
-    leaves = [*args, *kwargs.values()]
-    if all(type(leaf) in _HASHABLE or isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return leaves, _spec_of_leaves(len(args), tuple(kwargs))
-    return tree_flatten((args, kwargs))
-
-
-@functools.lru_cache(maxsize=4096)
-def _spec_of_leaves(positional: int, names: tuple[str, ...]):
-    return tree_flatten(((None,) * positional, dict.fromkeys(names)))[1]
 
 
 def version_of(tensor: torch.Tensor):
@@ -233,7 +223,7 @@ def _are_same(mine: torch.Tensor, theirs: torch.Tensor, version) -> bool:
 
 
 def _static(leaf):
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return leaf.shape, leaf.dtype.str, leaf.tobytes()
     if isinstance(leaf, torch.Generator):  # what draws from it has no program; to the rest one is as good as another
         return type(leaf), leaf.device

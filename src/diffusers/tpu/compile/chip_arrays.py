@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from ..bridge import from_numpy, numpy_dtype
 from ..weights.checkpoint import FileTensor, is_about_values, settled
 from ..weights.transfer import PlacementRequest, Transfer
-from .weights import PlacedWeights, is_stacked
+from .weights import PlacedWeights
 
 
 @dataclass(eq=False)
@@ -48,7 +48,7 @@ class ChipArray:
         """The part of the tensor with this number, on the host."""
         if self._host is None:
             self._host = from_numpy(self.placed.in_order(self.key, self.array))
-        return self._host[number] if is_stacked(self.key) else self._host
+        return self._host[number] if self.placed.is_stacked(self.key) else self._host
 
     def leave(self):
         """Its values to the host, for as long as something stands for them."""
@@ -178,7 +178,7 @@ def brought(tensors: list[torch.Tensor], like: ChipArray) -> ChipArray:
     placed, key = like.placed, like.key
     aval = jax.ShapeDtypeStruct(like.array.shape, numpy_dtype(tensors[0].dtype), sharding=like.array.sharding)
     on_host = [t.host() if type(t) is OnChips else t for t in tensors]
-    request = PlacementRequest(key, aval, on_host, is_stacked(key), placed.packed.get(key))
+    request = PlacementRequest(key, aval, on_host, placed.is_stacked(key), placed.packed.get(key))
     with Transfer() as transfer:
         ((_, array),) = transfer.arrays([request])
     return ChipArray(placed, key, array)
@@ -188,7 +188,7 @@ def stand(held: ChipArray, tensors: list[torch.Tensor | None], dtype: torch.dtyp
     """Tensors that stand for all that is held: these, where they can."""
     found = [*tensors]
     for n, t in enumerate(tensors):
-        part = held.part(n, torch.Size(held.array.shape[is_stacked(held.key) :]), dtype)
+        part = held.part(n, torch.Size(held.array.shape[held.placed.is_stacked(held.key) :]), dtype)
         if type(t) is OnChips:
             t.hold(part)
         else:

@@ -132,17 +132,12 @@ class Executables:
                 found.mesh = regrouped(self.runner.mesh, found.mesh)
                 devices = [*found.mesh.devices.flat]
 
-                def loaded(serialized, part: str = ""):
+                for part, serialized in found.executables.items():
                     if (compiled := _loaded.get(key.name + part)) is None:
                         compiled = serialize_executable.deserialize_and_load(*serialized, devices[0].client, devices)
-                    _loaded[key.name + part] = compiled
-                    return compiled
-
-                if (parts := found.differentiable) is None:
-                    found.compiled = loaded(found.compiled)
-                else:
-                    compiled = {part: loaded(serialized, part) for part, serialized in parts.compiled.items()}
-                    found.differentiable = parts.with_compiled(found, compiled)
+                    found.executables[part] = _loaded[key.name + part] = compiled
+                if found.differentiable is not None:
+                    found.differentiable.program = found
             return found
         except Exception as error:  # of a runtime that refuses it: whatever it is, the program can be compiled
             return self.cache.remove(key.name, error)
@@ -172,19 +167,11 @@ class Executables:
     def keep_program(self, program: Program, ahead: bool = False):
         """Write a compiled program. `ahead`: for a run to come."""
 
-        def serialized(compiled: jax.stages.Compiled, part: str = ""):
-            _loaded[program.key.name + part] = compiled
-            return serialize_executable.serialize(compiled)
-
         def make() -> Program:
             stored = {"mesh": program.mesh.shape["dp"], "options": {}, "calls": 0, "key": None, "recalled": True}
-            stored |= {"given": (), "traced": None}
-            if (parts := program.differentiable) is None:
-                stored["compiled"] = serialized(program.compiled)
-            else:
-                compiled = {part: serialized(one, part) for part, one in parts.compiled.items()}
-                stored["differentiable"] = parts.with_compiled(None, compiled)
-            return dataclasses.replace(program, **stored)
+            _loaded.update((program.key.name + part, one) for part, one in program.executables.items())
+            executables = {part: serialize_executable.serialize(one) for part, one in program.executables.items()}
+            return dataclasses.replace(program, **stored, given=(), traced=None, executables=executables)
 
         self.keep(program.key, make, ahead)
 

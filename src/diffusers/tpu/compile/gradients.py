@@ -6,7 +6,6 @@ forgot `torch.no_grad` pays nothing. Blocks that are scanned keep their inputs, 
 of their layers (`tracing.keeping`), with upstream's gradient checkpointing or without; what lies between is computed again.
 """
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -26,12 +25,11 @@ from .. import bridge
 from ..chips.locks import exclusive
 from ..chips.sharding import default_spec
 from ..weights.hbm import room_for_programs, room_on
-from .call import Call
+from .call import ONLY_BACKWARD, Call
 from .chip_arrays import ChipArray, stand, together
 from .optimizers import STATES, serve
 from .programs import Program
 from .tracing.sums import with_wide_sums
-from .weights import is_stacked
 
 
 logger = logging.get_logger(__name__)
@@ -59,13 +57,11 @@ class Differentiable:
     Gradients of weights lie as these are stored, over the chips.
 
     Attributes:
-        compiled: by name.
         reached: of each of what is wanted, whether an output depends on it; the others have no gradient.
     """
 
     def __init__(self, program: Program, wanted: Wanted):
         self.program, self.wanted = program, wanted
-        self.compiled: dict[str, jax.stages.Compiled] = {}
         self.reached: list[bool] = []
         # Residuals lie as weights without a rule do: the compiler would split one over a part of an axis, as JAX does not.
         self._spread = False
@@ -79,11 +75,9 @@ class Differentiable:
         flat = jax.tree.leaves(given)
         return outputs, [flat[n] if is_given else new[n] for is_given, n in self._places]
 
-    def with_compiled(self, program: Program | None, compiled: dict) -> "Differentiable":
-        """The same of another program, or None to be written down; without what only tracing needs."""
-        other = copy.copy(self)
-        other.program, other.compiled, other._tree = program, compiled, None
-        return other
+    def __getstate__(self) -> dict:
+        """Without what only tracing needs."""
+        return vars(self) | {"program": None, "_tree": None}
 
     def compile_forward(self, *given) -> bool:
         """Compile it; False where that is done already."""
@@ -99,15 +93,15 @@ class Differentiable:
 
     def _run(self, name: str, *arguments):
         self._compile(name, *arguments)
-        return self.compiled[name](*arguments)
+        return self.program.executables[name](*arguments)
 
     def _compile(self, name: str, *arguments) -> bool:
-        if name in self.compiled:
+        if name in self.program.executables:
             return False
         start = time.perf_counter()
         lowered = self._lower(name, *arguments)
         try:
-            self.compiled[name] = self.program.compile_lowered(lowered, f", {name}")
+            self.program.executables[name] = self.program.compile_lowered(lowered, f", {name}")
         except ValueError as error:
             if type(error).__name__ != "IndivisibleError" or self._spread:
                 raise
@@ -203,6 +197,8 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor):
+        if torch.is_grad_enabled():
+            raise NotImplementedError(ONLY_BACKWARD.format("create_graph=True"))
         (token,) = ctx.saved_tensors
         return None, *ctx.call.back(token.kept, gradients, [node for node, _ in ctx.next_functions])
 
@@ -293,12 +289,12 @@ class DifferentiatedCall:
                 if not self.keeps:
                     program = self._program_again()
                 differentiable = self._differentiable(program)
-                before = len(differentiable.compiled)
+                before = len(program.executables)
                 if self.keeps:
                     found = differentiable.backward(kept, given)
                 else:
                     found = differentiable.whole_backward(*kept, given)
-            if len(differentiable.compiled) > before:
+            if len(program.executables) > before:
                 self._count()
                 runner.executables.keep_program(program)
             reached = iter(found)
@@ -336,7 +332,7 @@ class DifferentiatedCall:
 
 def _kept(held: ChipArray, asked: dict[int, torch.Tensor], nodes: list) -> bool:
     """Whether gradients of weights stay on the chips, added to what these have there; not what torch hands on elsewhere than to `.grad`."""
-    stack, dtype = held.array.shape[: is_stacked(held.key)], held.array.dtype
+    stack, dtype = held.array.shape[: held.placed.is_stacked(held.key)], held.array.dtype
     like = all((*stack, *t.shape) == held.array.shape and t.itemsize == dtype.itemsize for t in asked.values())
     if not like or len(asked) != held.tensors or not all(map(_accumulates, asked.values(), nodes)):
         return False

@@ -8,11 +8,11 @@ import inspect
 
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import bridge
 from ..weights.checkpoint import settled
-from .state import is_entry
+from .state import Arguments, is_entry, write_back
 
 
 class EntryMethods:
@@ -62,17 +62,23 @@ class EntryMethods:
         return getattr(type(self.module), name).__get__(self.module) if own is None else own
 
     def on_host(self, name: str, args: tuple, kwargs: dict):
-        """The original's return value in plain torch; on the chips again where glue handles device tensors."""
-        env = bridge.environment()
+        """The original's return value in plain torch; on the chips again where glue handles device tensors. It may write to arguments."""
+        env, given = bridge.environment(), (args, kwargs)
         settled(list(self.module.parameters()), list(self.module.buffers()))
-        args, kwargs = tree_map_only(bridge.Tensor, env.host, (args, kwargs))
+        tensors = {id(t): t for t in tree_leaves(given) if isinstance(t, bridge.Tensor)}
+        with torch.inference_mode(False):
+            hosts = {key: env.host(t) for key, t in tensors.items()}
+        args, kwargs = tree_map_only(bridge.Tensor, lambda t: hosts[id(t)], given) if hosts else given
+        held = Arguments((args, kwargs) if hosts else (), [*hosts.values()])
         differentiable = torch.is_grad_enabled() and not env.active  # not within a call of the chips' own
         with env.left(), torch.inference_mode(False), torch.set_grad_enabled(differentiable):
             output = self.original(name)(*args, **kwargs)
-        if not env.active:
-            return output
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
-        return tree_map_only(torch.Tensor, lambda t: bridge.to_torch(bridge.to_jax(t, everywhere)), output)
+        written, values = held.written([n for n, t in enumerate(held.tensors) if t._version], lambda leaf: leaf)
+        if env.active:
+            there = functools.partial(bridge.to_jax, sharding=NamedSharding(self.mesh, PartitionSpec()))
+            output, values = tree_map_only(torch.Tensor, lambda t: bridge.to_torch(there(t)), (output, values))
+        write_back(written, given, [*tensors.values()], values, bridge.write)
+        return output
 
     def _entry(self, name: str):
         @functools.wraps(self.original(name))

@@ -30,7 +30,7 @@ from .modes import Mode, from_libraries
 from .module_programs import ModulePrograms
 from .programs import Program, cached_sharding
 from .sparsity import thin_out
-from .state import write_back
+from .state import Arguments, write_back
 from .state.adapters import scaled_by, take_scale
 from .weights import PlacedWeights
 
@@ -128,6 +128,10 @@ class CompiledModule(ModulePrograms):
                 self.look()
             self.current()
             mode = self.modes.of(call, self.within)
+            owners = (torch.nn.modules.module if m is self.module else m for m in self.module.modules())
+            if back and any(tracing.hooks_of(owner, "backward") for owner in owners):
+                self.modes.host["a submodule has hooks on gradients"] = None
+                return self._trained_on_host(entry, args, kwargs)
             if back and mode is Mode.COMPILED and self.step_cache is None:
                 differentiated = DifferentiatedCall(self, call)
                 if differentiated.find() is None:
@@ -283,6 +287,7 @@ class CompiledModule(ModulePrograms):
         self.take_values(call)
         if split is None:
             return self._run_eagerly(call, args, kwargs)
+        held = Arguments((args, kwargs), [])
         with self.modes.whole_on_error():
             try:
                 with split.running(), bridge.whole_tracebacks():
@@ -294,6 +299,10 @@ class CompiledModule(ModulePrograms):
                     raise
                 failed = error
             self.state.now.restore()
+            held.put_back()
+            for t, value, version in zip(call.tensors, call.values.inputs, call.values.versions):
+                if version_of(t) is not version:
+                    bridge.write(t, bridge.to_torch(value))
             result = self.on_host(entry, args, kwargs)
         split.move_to_host(f"{self.name}.{entry}", failed)
         return result

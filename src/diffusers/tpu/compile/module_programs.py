@@ -131,7 +131,7 @@ class ModulePrograms(EntryMethods):
         return self._placed
 
     def _read_state(self):
-        if self.state.changed(None if self.within else self.plan_weights().groups):
+        if self.state.changed(None if self.within else self.config.scan):
             self.modes.follow(self.state.now)
 
     @property

@@ -26,12 +26,12 @@ class ModuleState:
         self._ids, self._next_id = LRUCache(most), itertools.count()
         self._key = (), ()
 
-    def changed(self, groups: list | None) -> bool:
-        """Read the state again if it is not as it was. `groups`: scanned blocks; None: another module's caches count."""
+    def changed(self, scan: bool | None) -> bool:
+        """Read the state again if it is not as it was. `scan`: of equal blocks; None: another module's caches count."""
         if self.now is not None and self.now.same():
             return False
-        if groups is not None:
-            self._cache = tracing.kept_by(self.module, groups, self._cache)
+        if scan is not None:
+            self._cache = tracing.kept_by(self.module, scan, self._cache)
         self.now = read(self.module, () if self.step_cache is None else self.step_cache.apart)
         return True
 

@@ -46,7 +46,8 @@ class Program:
         key: its name on disk, for other processes; None: it is not written.
         recalled: another process has compiled it.
         given: shapes and shardings of weights, numbers and inputs of one call that it was traced for.
-        differentiable: of a call that asks for gradients, its executables (`gradients.Differentiable`).
+        executables: what is compiled of it, by name: that of a call without gradients has none.
+        differentiable: of a call that asks for gradients (`gradients.Differentiable`).
     """
 
     name: str
@@ -58,7 +59,7 @@ class Program:
     traced: jax.stages.Traced | None
     result: tracing.TraceResult
     compile_seconds: float
-    compiled: jax.stages.Compiled | None = None
+    executables: dict[str, jax.stages.Compiled] = field(default_factory=dict)
     calls: int = 0
     avals: list = field(default_factory=list)
     key: Key | None = None
@@ -67,10 +68,8 @@ class Program:
     differentiable: object = None
 
     @property
-    def executables(self) -> dict[str, jax.stages.Compiled]:
-        """What is compiled of it, by name: that of a call without gradients has none."""
-        own = {} if self.compiled is None else {"": self.compiled}
-        return own if self.differentiable is None else own | self.differentiable.compiled
+    def compiled(self) -> jax.stages.Compiled | None:
+        return self.executables.get("")
 
     @property
     def code_bytes(self) -> int:
@@ -98,7 +97,7 @@ class Program:
             if self.compiled is not None:
                 return False
             start = time.perf_counter()
-            self.compiled = self.compile_lowered(self.traced.lower())
+            self.executables[""] = self.compile_lowered(self.traced.lower())
             self.traced = None
             self.compile_seconds += time.perf_counter() - start
             logger.info(f"compiled {self.name}.{self.entry} in {self.compile_seconds:.1f} s")

@@ -136,7 +136,7 @@ class PlacedWeights:
         for key, names in self.sources.items():
             for n, name in enumerate(names):
                 if name is not None:
-                    array = self.arrays[key][n] if is_stacked(key) else self.arrays[key]
+                    array = self.arrays[key][n] if self.is_stacked(key) else self.arrays[key]
                     array = self.packed[key].apart(array, self.packed[key].axis) if key in self.packed else array
                     arrays[name] = array[tuple(map(slice, self.watched[1][name].shape))]
                     specs[name] = self.specs[key]
@@ -145,7 +145,11 @@ class PlacedWeights:
     def in_order(self, key: str, array: jax.Array) -> jax.Array:
         """An array that is stored as ours under this key, its axes as its tensors have them."""
         packed = self.packed.get(key)
-        return array if packed is None else packed.apart(array, packed.axis + is_stacked(key))
+        return array if packed is None else packed.apart(array, packed.axis + self.is_stacked(key))
+
+    def is_stacked(self, key: str) -> bool:
+        """Whether the array is of several blocks' tensors."""
+        return len(self.sources[key]) > 1
 
     def beside(self) -> list:
         """What is held that is not the weights' own arrays."""
@@ -173,7 +177,7 @@ class PlacedWeights:
     def settled(self) -> frozenset[str]:
         """Keys of arrays that are stored as they are computed with."""
         specs = {
-            key: NamedSharding(self.mesh, PartitionSpec(*[None] * is_stacked(key), *spec))
+            key: NamedSharding(self.mesh, PartitionSpec(*[None] * self.is_stacked(key), *spec))
             for key, spec in self.specs.items()
         }
         return frozenset(key for key, a in self.avals.items() if a.sharding.is_equivalent_to(specs[key], a.ndim))
@@ -189,7 +193,7 @@ class PlacedWeights:
     def _fits(self, key: str, tensor: torch.Tensor) -> bool:
         """Of a stack's terms of adapters a lower rank fits too."""
         aval, shape = self.avals[key], tuple(tensor.shape)
-        stacked = is_stacked(key)
+        stacked = self.is_stacked(key)
         planned = aval.shape[1:] if stacked else aval.shape
         lower = stacked and key in self.terms and len(shape) == len(planned) and all(map(operator.le, shape, planned))
         return is_ordinary(tensor) and (shape == planned or lower) and numpy_dtype(tensor.dtype) == aval.dtype
@@ -200,7 +204,7 @@ class PlacedWeights:
         def request(key: str) -> PlacementRequest:
             self.arrays.pop(key, None)  # first: the old and the new need not both have room
             given = [tensors.get(name) for name in self.sources[key]]
-            return PlacementRequest(key, self.avals[key], given, is_stacked(key), self.packed.get(key))
+            return PlacementRequest(key, self.avals[key], given, self.is_stacked(key), self.packed.get(key))
 
         nbytes = sum(self.avals[key].size * self.avals[key].dtype.itemsize for key in stale)
         bar = logging.tqdm(total=nbytes, desc=f"Placing {type(self.module).__name__}", **BAR)
@@ -246,7 +250,7 @@ def plan_placement(module: torch.nn.Module, plan: ModelPlan, mesh: Mesh, planned
     stored, coverage = plan_weights(shapes, rules, mesh, whole)
     specs, avals = {key: computed(key, spec, rules) for key, spec in stored.items()}, {}
     for key, names in sources.items():
-        stack, spec = ((len(names),), PartitionSpec(None, *stored[key])) if is_stacked(key) else ((), stored[key])
+        stack, spec = ((len(names),), PartitionSpec(None, *stored[key])) if len(names) > 1 else ((), stored[key])
         dtype = numpy_dtype(next(tensors[name].dtype for name in names if name is not None))
         avals[key] = jax.ShapeDtypeStruct((*stack, *shapes[key][0]), dtype, sharding=NamedSharding(mesh, spec))
     terms = {key for key, names in sources.items() if any(map(adapters.in_a_term, filter(None, names)))}
@@ -304,10 +308,6 @@ def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _is_within(name: str, submodules: tuple[str, ...]) -> bool:
     """Whether a tensor of this name is of one of the submodules."""
     return any(name.startswith(f"{submodule}.") for submodule in submodules)
-
-
-def is_stacked(key: str) -> bool:
-    return "*" in key or "[" in key
 
 
 def _version(tensors: dict, names: list[str]) -> tuple:

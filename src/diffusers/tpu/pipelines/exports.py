@@ -5,12 +5,18 @@ from collections.abc import Callable
 
 
 def upstream_names(module: str) -> Callable:
-    """The `__getattr__` of the module of this name: what it does not define is upstream's, `Flax...` that of `NAME_nnx_flax`."""
+    """The `__getattr__` of the module of this name: what it does not define is upstream's, `Flax...` that of `NAME_nnx_flax`; a pipeline
+    of upstream's module installs itself."""
     upstream = module.removesuffix("_flax")
     in_jax = f"{upstream}_nnx_flax"
 
     def __getattr__(name: str):
         is_flax = name.startswith("Flax") and importlib.util.find_spec(in_jax) is not None
-        return getattr(importlib.import_module(in_jax if is_flax else upstream), name)
+        found = getattr(importlib.import_module(in_jax if is_flax else upstream), name)
+        if name.endswith("Pipeline") and found.__module__ == upstream:
+            from .pipeline import self_installing
+
+            return self_installing(found, module)
+        return found
 
     return __getattr__

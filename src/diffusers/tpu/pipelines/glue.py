@@ -18,6 +18,7 @@ from ..chips.locks import exclusive
 from ..kernels.settings import bound
 
 
+ASKED = torch.device("cuda", 0)  # what torch says of a tensor that was moved by `.to("cuda")`
 CALLBACKS = ("callback_on_step_end", "callback")
 _inside = contextvars.ContextVar("diffusers_tpu_in_a_call", default=False)
 

@@ -22,8 +22,9 @@ from ..common.config import ACCELERATORS, names_accelerator
 from ..idioms.replacing import Replacements
 
 
-TRANSFORMERS, DIFFUSERS = "transformers.modeling_utils", f"{__package__.split('.')[0]}.models.modeling_utils"
-ASKED = torch.device("cuda", 0)  # what torch says of a tensor that was moved by `.to("cuda")`
+ROOT = __package__.split(".")[0]
+TRANSFORMERS, DIFFUSERS = "transformers.modeling_utils", f"{ROOT}.models.modeling_utils"
+MODULAR, MANAGER = (f"{ROOT}.modular_pipelines.{name}" for name in ("modular_pipeline", "components_manager"))
 LIBRARIES = ("accelerate", "diffusers", "peft", "torch", "torchax", "transformers")
 
 
@@ -41,7 +42,21 @@ def replace(replacements: Replacements):
         replacements.put(cls, "device", property(functools.partial(_device, original), doc=original.__doc__))
 
     replacements.when_imported(TRANSFORMERS, of_transformers)
-    replacements.when_imported(DIFFUSERS, lambda module: of_device(module.ModelMixin))
+
+    def of_diffusers(module: types.ModuleType):
+        replacements.wrap(module.ModelMixin, "from_pretrained", _from_pretrained)
+        replacements.wrap(module.ModelMixin, "enable_parallelism", _parallel)
+        of_device(module.ModelMixin)
+
+    def of_modular(module: types.ModuleType):
+        replacements.wrap(module.ModularPipeline, "__init__", _built)
+        replacements.wrap(module.ModularPipeline, "to", _pipeline_to)
+
+    def of_manager(module: types.ModuleType):
+        replacements.wrap(module.ComponentsManager, "enable_auto_cpu_offload", _managed)
+
+    for name, then in ((DIFFUSERS, of_diffusers), (MODULAR, of_modular), (MANAGER, of_manager)):
+        replacements.when_imported(name, then)
 
 
 def _to(original, self, *args, **kwargs):
@@ -76,11 +91,41 @@ def _device(original: property, self) -> torch.device:
     from .. import bridge
     from . import glue
 
-    return original.fget(self) if glue.in_a_call() or bridge.environment().active else ASKED
+    return original.fget(self) if glue.in_a_call() or bridge.environment().active else glue.ASKED
+
+
+def _built(init, self, *args, **kwargs):
+    """A modular pipeline runs on the TPU from its construction on, as one that was loaded does."""
+    init(self, *args, **kwargs)
+    if is_active():
+        from . import pipeline
+
+        pipeline.install(self)
+
+
+def _pipeline_to(to, self, *args, **kwargs):
+    from . import pipeline
+
+    on_tpu = is_active() and names_accelerator(kwargs.get("device", args[0] if args else None))
+    return pipeline.install(self).to(*args, **kwargs) if on_tpu else to(self, *args, **kwargs)
+
+
+def _parallel(enable, self, *args, **kwargs):
+    notices.warn_once("parallelism") if is_active() else enable(self, *args, **kwargs)
+
+
+def _managed(enable, manager, device=None, memory_reserve_margin="3GB", offload_strategy=None):
+    if not is_active() or not names_accelerator("cuda" if device is None else device):
+        return enable(manager, device, memory_reserve_margin, offload_strategy)
+    notices.warn_once("ComponentsManager.enable_auto_cpu_offload")
+    manager.model_hooks, manager._auto_offload_enabled = [], True
+    manager._auto_offload_device, manager._offload_strategy = device, offload_strategy
 
 
 def _from_pretrained(load, cls, *args, device_map=None, **kwargs):
     asked, on_tpu = resolve_device_map(device_map)
+    if is_active() and kwargs.pop("parallel_config", None) is not None:
+        notices.warn_once("parallelism")
     given = {} if asked is None else {"device_map": asked}
     loaded = load(cls, *args, **given, **kwargs)  # a model or (model, information)
     if on_tpu:

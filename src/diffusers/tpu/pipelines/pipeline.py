@@ -28,7 +28,6 @@ from ..compile.module import one_call
 from ..weights.hbm import hbm_manager_of
 from . import attach, glue
 from .components import Installation, attach_all, check, deleted, installation, modules_of, replaced, taken_over
-from .moving import ASKED
 from .plans import pipeline_plan
 from .stepping import as_programs, under_its_name
 
@@ -115,7 +114,7 @@ class TPUPipelineMixin:
         super().__init_subclass__(**kwargs)
         for name in ("__call__", "encode_prompt"):
             if hasattr(cls, name):
-                setattr(cls, name, entered(getattr(cls, name)))
+                setattr(cls, name, entered(vars(cls).get(name) or _inherited(cls, name)))
 
     def to(self, *args, **kwargs):
         """As upstream's: an accelerator's name means the TPU, "cpu" leaves the TPU path, a dtype converts the weights."""
@@ -153,7 +152,9 @@ class TPUPipelineMixin:
         """In a call where upstream's code handles its tensors; to a script the accelerator."""
         if installation(self) is None:
             return super()._execution_device
-        return bridge.DEVICE if bridge.environment().active else torch.device("cpu") if glue.in_a_call() else ASKED
+        return (
+            bridge.DEVICE if bridge.environment().active else torch.device("cpu") if glue.in_a_call() else glue.ASKED
+        )
 
     @property
     def device(self) -> torch.device:
@@ -203,6 +204,7 @@ def tpu_class(cls: type) -> type:
     return cls if issubclass(cls, TPUPipelineMixin) else under_its_name(cls, (TPUPipelineMixin, cls))
 
 
+@functools.cache
 def self_installing(cls: type, module: str) -> type:
     """The class that `module` exports for `cls`: the same name and signature; an instance installs itself if it can."""
 
@@ -216,6 +218,16 @@ def self_installing(cls: type, module: str) -> type:
 
 
 # Calls
+
+
+def _inherited(cls: type, name: str):
+    """A method as the classes above this one have it when it is called: a script may replace it there."""
+
+    @functools.wraps(getattr(cls, name))
+    def run(self, *args, **kwargs):
+        return getattr(super(cls, cls), name)(self, *args, **kwargs)
+
+    return run
 
 
 def entered(method):

@@ -9,6 +9,7 @@ import functools
 import importlib.util
 import inspect
 import re
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -19,9 +20,12 @@ from ...hooks.tensor_parallel import PackedColwiseParallel, PackedRowwiseParalle
 from ...models.modeling_utils import ModelMixin
 from ..chips.sharding import BY_OUTPUT, INFERRED, STORAGE_AXES, ModelPlan, Packed, Rules, rule_of, unwrapped
 from ..compile.tracing.scan import is_repeated
+from . import glue
 
 
 VAE_ENTRIES = ("encode", "decode")
+# From a caller to a model.
+CALLED_THROUGH = ("contextlib", "accelerate.", "peft.", "torch.", "transformers.", __package__.rpartition(".")[0])
 FLAX = "AutoencoderKLWan", "AutoencoderKLHunyuanVideo15", "AutoencoderKLCogVideoX"  # in plain JAX too
 
 
@@ -147,9 +151,16 @@ def _plan_of(module: torch.nn.Module) -> ModelPlan:
 
 
 def _without_cache(arguments: dict) -> dict:
-    """A text encoder reads its prompt once: the key-value cache that a language model would fill is never read."""
+    """A pipeline's text encoder reads its prompt once: the key-value cache that a language model would fill is read by scripts alone."""
     given = {**arguments.get("kwargs", {}), **arguments}
-    return {} if given.get("use_cache") is not None else {"use_cache": False}
+    return {} if given.get("use_cache") is not None or not _in_a_pipeline() else {"use_cache": False}
+
+
+def _in_a_pipeline() -> bool:
+    """Whether code of a pipeline calls a model, upstream's without the TPU path too, as where its calls are recorded."""
+    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
+    caller = next((name for name in names if not name.startswith(CALLED_THROUGH)), "")
+    return glue.in_a_call() or caller.startswith(__package__.split(".")[0])
 
 
 # Plans from what upstream's classes declare: which blocks are repeated, between which the sequence lies over `sp`, and `_tp_plan`, a

@@ -2,7 +2,8 @@
 
 What the host knows of the scheduler (counters, tables, what it keeps of steps before) is the key; other tensors are arguments; what
 `step` leaves on the scheduler is put there again each time. Numbers that differ from step to step are arguments of the executable.
-A step that draws noise, asks for values on the chips, or writes into what it is given runs operation by operation.
+A step that draws noise, asks for values on the chips, writes into what it is given, or runs code of the script's runs operation by
+operation.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from ..compile.lru import Key, LRUCache
 from ..compile.module_programs import random_state_kept
 from ..compile.numbers import Lifted
 from ..compile.state import InputRef, OutputRef
+from ..compile.tracing.user_code import has_own_code, is_own
 
 
 LARGEST_TABLE = 1 << 16  # entries of a host tensor that a key holds
@@ -61,7 +63,7 @@ class Steps:
         """What `original(*args, **kwargs)` returns and does."""
         scheduler = self.scheduler()
         try:
-            key, tensors, arrays = _read((args, kwargs), vars(scheduler))
+            key, tensors, arrays = _read((args, kwargs), scheduler)
         except Unlike:
             return original(*args, **kwargs)
         steps = self.recorded.setdefault(frozenset(x.shape for x in arrays.values()), LRUCache(MOST_KEPT))
@@ -177,8 +179,12 @@ def stepping_class(cls: type) -> type:
         original = cls.step.__get__(self)
         return steps_of(self).run(original, args, kwargs) if bridge.environment().active else original(*args, **kwargs)
 
+    def __reduce_ex__(self, protocol):
+        """A copy or a pickle that the script makes is of upstream's class."""
+        return object.__new__, (type(self) if bridge.environment().active else cls,), vars(self)
+
     step.stepping = cls
-    return under_its_name(cls, (cls,), step=step)
+    return under_its_name(cls, (cls,), step=step, __reduce_ex__=__reduce_ex__)
 
 
 def under_its_name(cls: type, bases: tuple[type, ...], **attributes) -> type:
@@ -190,11 +196,13 @@ def under_its_name(cls: type, bases: tuple[type, ...], **attributes) -> type:
 # What a step reads
 
 
-def _read(call: tuple, attributes: dict) -> tuple[tuple, list[torch.Tensor], dict[int, jax.Array]]:
+def _read(call: tuple, scheduler) -> tuple[tuple, list[torch.Tensor], dict[int, jax.Array]]:
     """(the key, the tensors on the chips among the leaves, by their number arrays of those that are arguments). Raises Unlike."""
+    if has_own_code(type(scheduler)):
+        raise Unlike("its class has code of the script's")
     tensors, arrays, numbers, words = [], {}, {}, {}
     try:
-        leaves, spec = jax.tree.flatten((call, attributes))  # which costs little beside torch's
+        leaves, spec = jax.tree.flatten((call, vars(scheduler)))  # which costs little beside torch's
     except (TypeError, ValueError) as error:
         raise Unlike("keys of a dict that have no order") from error
     for leaf in leaves:
@@ -223,6 +231,8 @@ def _static(leaf):
         return type(leaf), repr(leaf)
     if isinstance(leaf, torch.Generator):
         return type(leaf)  # one that is drawn from has no program
+    if not isinstance(leaf, _PLAIN) and is_own(leaf):
+        raise Unlike("code of the script's")
     try:
         hash(leaf)
     except TypeError as error:

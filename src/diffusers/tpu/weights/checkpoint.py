@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from .disk import load_file
 
 
-_settling = threading.Lock()
+_settling, _loading = threading.Lock(), threading.RLock()
 
 
 @dataclass(eq=False)
@@ -241,7 +241,8 @@ def checked(load: Callable) -> Callable:
         folder = os.path.join(path, kwargs.get("subfolder") or "")
         with contextlib.ExitStack() as stack:
             if load.__func__ is loaders[PreTrainedModel] and kwargs.get("quantization_config") is None:
-                # Transformers' loader has no way of its own to ask for waiting tensors.
+                # Transformers' loader has no way of its own to ask for waiting tensors; each thread puts back what it found.
+                stack.enter_context(_loading)
                 stack.callback(setattr, modeling_utils, "safe_open", modeling_utils.safe_open)
                 modeling_utils.safe_open = _File
             try:

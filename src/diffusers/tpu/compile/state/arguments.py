@@ -120,15 +120,15 @@ class Written:
     arrays: int = 0
 
 
-def holders(tree) -> Iterator:
-    """The lists, dicts and objects of a tree that can change, in one order for equal trees."""
+def holders(tree, around: tuple = ()) -> Iterator:
+    """The lists, dicts and objects of a tree that can change, in one order for equal trees. `around`: ids of what holds it."""
     if isinstance(tree, tuple):
         for item in tree:
-            yield from holders(item)
-    elif isinstance(tree, (list, dict)) or is_data(tree):
+            yield from holders(item, around)
+    elif id(tree) not in around and (isinstance(tree, (list, dict)) or is_data(tree)):
         yield tree
         for item in _content(tree).values():
-            yield from holders(item)
+            yield from holders(item, (*around, id(tree)))
 
 
 class Arguments:
@@ -167,6 +167,10 @@ class Arguments:
         found.arrays = len(outputs)
         return found, outputs
 
+    def put_back(self):
+        """Lists, dicts and objects hold again what they held."""
+        [*map(_fill, self.holders, self.before)]
+
 
 def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: list[torch.Tensor], write: Callable):
     """What a call left in its arguments is in the caller's own. `write(tensor, value)` gives a tensor other values."""
@@ -176,13 +180,17 @@ def write_back(written: Written, tree, tensors: list[torch.Tensor], outputs: lis
         write(tensors[number], value)
     for number, spec, leaves in written.holders:
         leaves = [sources[type(x)][x.index] if type(x) in sources else x for x in leaves]
-        x, now = own[number], tree_unflatten(leaves, unpickled(spec))
-        if isinstance(x, list):
-            x[:] = now.values()
-        elif isinstance(x, dict):
-            put_back(x, now)
-        else:
-            for name in _content(x).keys() - now.keys():
-                object.__delattr__(x, name)
-            for name, value in now.items():
-                object.__setattr__(x, name, value)
+        _fill(own[number], tree_unflatten(leaves, unpickled(spec)))
+
+
+def _fill(x, content: dict):
+    """A list, dict or object has this, and nothing else."""
+    if isinstance(x, list):
+        x[:] = content.values()
+    elif isinstance(x, dict):
+        put_back(x, content)
+    else:
+        for name in _content(x).keys() - content.keys():
+            object.__delattr__(x, name)
+        for name, value in content.items():
+            object.__setattr__(x, name, value)

@@ -6,6 +6,7 @@ A text constant counts as the name of an attribute (`getattr(settings, "strength
 import builtins
 import dis
 import functools
+import inspect
 import json
 import os
 import sys
@@ -145,8 +146,7 @@ class CodeReader:
         if not library:
             read += self.named(function)
             self.watch(function, watch.CODE)
-            if vars(function):
-                read.append(self.attributes_of(function, True))
+            read.append(self.attributes_of(function, True))
         if function.__defaults__ or function.__kwdefaults__:
             read.append((self.value(function.__defaults__, True), self.value(function.__kwdefaults__, True)))
         return Held(function.__code__), tuple(read)
@@ -196,26 +196,38 @@ class CodeReader:
             done.add(True)
             yield self.value(x, True)
 
+    def flags(self, x, done: set) -> Iterator[Hashable]:
+        """Of an object that orders threads the flags that code of the user's asks for."""
+        for name in (watch.FLAGS.keys() & self.names) - done:
+            if hasattr(x, name):
+                done.add(name)
+                self.watch(x, watch.FLAGS[name])
+                yield name, getattr(x, name)()
+
     def by_name(self, x, done: set) -> Iterator[Hashable]:
-        """Of an object the attributes that code of the user's names; all, once it names a method."""
+        """Of an object the attributes that the user's code names, itself or by a property; all, once it names a method."""
         held, at = getattr(x, "__dict__", {}), self.at
         if None in done:
             return
-        if any(callable(getattr(type(x), name, None)) for name in self.names - held.keys() if name[:2] != "__"):
+        of_class = {name: getattr(type(x), name, None) for name in self.names - held.keys()}
+        getters = (inspect.unwrap(one.fget) for one in of_class.values() if isinstance(one, property))
+        named = (names_of(f.__code__).attributes for f in getters if isinstance(f, types.FunctionType))
+        self.names.update(n for some in named for n in some if not callable(getattr(type(x), n, None)))
+        if any(callable(one) for name, one in of_class.items() if name[:2] != "__"):
             done.add(None)
             yield self.type(type(x)), self.attributes_of(x, True)
         else:
-            yield from self._names(held, self.names & held.keys(), done, at)
+            yield from self._names(held, self.names, done, at)
 
     def of_namespace(self, module: types.ModuleType, done: set) -> Iterator[Hashable]:
         """Of a module of the user's what is named, of a library's what of that is a plain value."""
         held, at = vars(module), self.at
-        names = (self.names & held.keys()) - done
+        names = self.names - done
         if is_library_module(module.__name__):
-            names = {name for name in names if isinstance(held[name], (bool, int, float, str))}
+            names = {name for name in names if isinstance(held.get(name), (bool, int, float, str))}
         elif not done.issuperset(DYNAMIC & self.names):
             done |= DYNAMIC & self.names  # by names that are computed: any
-            names = {name for name in held if name[:2] != "__"}
+            names |= {name for name in held if name[:2] != "__"}
         yield from self._names(held, names, done, at)
 
     def of_class(self, cls: type, done: set) -> Iterator[Hashable]:
@@ -235,6 +247,6 @@ class CodeReader:
         done.update(names)
         if names:
             self.watch(held, watch.of_names(names))
-        for name in names:
+        for name in filter(held.__contains__, names):
             self.at = f"{at}.{name}"
             yield name, self.value(held[name], True)

@@ -14,7 +14,7 @@ import torch
 from . import watch
 from .adapters import BOOKKEEPING, SIZES, Adapters
 from .libraries import Libraries
-from .state import HOOK_REGISTRY, HOOKS, TENSORS, TORCHS, Quick, State
+from .state import HOOK_REGISTRY, HOOKS, OF_ALL, TENSORS, TORCHS, Quick, State
 from .values import PLAIN, Reader, is_ours
 from .watch import Watch, alike
 
@@ -84,6 +84,8 @@ class _Modules(Reader):
 
     def tree(self) -> Hashable:
         read, state = [], self.state
+        for kind in OF_ALL:
+            self.watch(getattr(torch.nn.modules.module, kind), watch.MAPPING)
         for path, m in self.root.named_modules():
             terms, seen, own = self.adapters.layers.get(path), self.adapters.seen(path), vars(m)
             if terms is None and seen is None:
@@ -124,11 +126,14 @@ class _Modules(Reader):
                 yield name, self.value(self.adapters.by_place(path, layer, value), False)
 
     def whole(self, path: str, seen: str, module: torch.nn.Module, own: list) -> Hashable:
-        self.at, hooks = f"a hook of {path}", []
-        for kind in HOOKS if path else ():  # torch runs hooks of the root around what is traced
-            ways = [getattr(module, f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called")]
-            for number, function in vars(module)[kind].items():
-                hooks.append((kind, tuple(number in way for way in ways), self.value(function, True)))
+        self.at, hooks = f"a hook of {path or 'all modules'}", []
+        # torch runs hooks of the root around what is traced: in their place are those of all modules.
+        held, kinds = (vars(module), HOOKS) if path else (vars(torch.nn.modules.module), OF_ALL)
+        for kind in kinds:
+            ways = [held.get(f"{kind}_{flag}", ()) for flag in ("with_kwargs", "always_called")]
+            for number, function in held[kind].items():
+                if not is_ours(function):
+                    hooks.append((kind, tuple(number in way for way in ways), self.value(function, True)))
         return seen, self.type(type(module)), tuple(own), tuple(hooks), tuple(self.adapters.children(path, module))
 
     def scales(self, path: str, scaling: dict, terms: tuple[str, ...]) -> Hashable:

@@ -13,7 +13,6 @@ import sys
 import sysconfig
 import types
 import weakref
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,9 +24,13 @@ KNOWN = ("torch", "transformers", "peft", "accelerate", "torchax", "jax", "numpy
 # Modules whose functions and classes a trace may run: those whose names start so, where it reaches them, and these.
 READ = ("diffusers.models.", "diffusers.hooks.", "transformers.models.", "transformers.modeling_", "peft.tuners.")
 ALSO = ("torch.nn.functional", "transformers.activations", "transformers.masking_utils")
-MOST_SEEN = 64  # states of a class or a module that are known again
-_seen: "weakref.WeakKeyDictionary[type | types.ModuleType, deque[tuple[int, dict]]]" = weakref.WeakKeyDictionary()
-_numbers = itertools.count()
+_seen: "weakref.WeakKeyDictionary[type | types.ModuleType, weakref.WeakSet[Seen]]" = weakref.WeakKeyDictionary()
+
+
+class Seen(dict):
+    """What a class or a module held, known again for as long as a key has it: a method may hold the model."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
 
 
 @functools.cache
@@ -72,17 +75,17 @@ def is_library(x: types.FunctionType | type) -> bool:
     return is_library_file(file)
 
 
-def _version(thing: type | types.ModuleType, now: dict) -> int:
+def _version(thing: type | types.ModuleType, now: dict) -> Seen:
     """Which of the states that it was seen in this is; no two things have the same."""
-    states = _seen.setdefault(thing, deque(maxlen=MOST_SEEN))
-    for number, before in states:
+    states = _seen.setdefault(thing, weakref.WeakSet())
+    for before in states:
         if not dicts_differ(now, before):
-            return number
-    states.append((next(_numbers), dict(now)))
-    return states[-1][0]
+            return before
+    states.add(found := Seen(now))
+    return found
 
 
-def class_version(cls: type) -> int:
+def class_version(cls: type) -> Seen:
     """Which of the states that this class's attributes were seen in this is."""
     return _version(cls, class_attributes(cls))
 
@@ -96,7 +99,7 @@ def foreign(x) -> bool:
 
 
 @functools.lru_cache(maxsize=16384)
-def put_into(cls: type, version: int) -> tuple[str, ...]:
+def put_into(cls: type, version: Seen) -> tuple[str, ...]:
     """Names of a library's class that need reading: what is not the library's, and what can change in place."""
     changing = {name for name, x in vars(cls).items() if isinstance(x, (dict, list, set)) and name[:2] != "__"}
     return tuple(name for name, x in vars(cls).items() if name in changing or (not isinstance(x, type) and foreign(x)))

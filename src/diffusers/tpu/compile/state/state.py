@@ -19,6 +19,7 @@ from .watch import CLASS, DICT, SEQUENCE, Watch, all_alike
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+OF_ALL = tuple(name for name in vars(torch.nn.modules.module) if name.endswith(HOOKS))  # torch's, for all modules
 HOOK_REGISTRY = "_diffusers_hook"
 TENSORS = ("_parameters", "_buffers")
 DICTS = (*HOOKS, "_modules", *TENSORS)

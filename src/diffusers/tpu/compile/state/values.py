@@ -40,8 +40,9 @@ from .watch import Watch, content
 
 
 LARGEST = 16 << 20  # bytes of an array that is a constant of a program, and looked at before each call
-MOST_OBJECTS = 200_000
+MOST_OBJECTS, DEEPEST = 200_000, 150  # deeper ones would end in a RecursionError
 PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, torch.layout, enum.Enum)
+_slots: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
 _NUMBERS = (bool, int, float, complex, str, bytes)
 _PARTS = {
     functools.partial: ("func", "args", "keywords"),
@@ -59,7 +60,7 @@ IMMUTABLE = (
     types.GetSetDescriptorType, types.CodeType, typing.TypeVar, np.dtype, torch.finfo, torch.iinfo,
     torch.memory_format,
 )  # fmt: skip
-# No number comes of them: they order threads, write a log, or take a hook away. torch's generators are noted when they draw.
+# No number comes of them but `watch.FLAGS`: they order threads, write a log, take a hook away. Generators are noted when they draw.
 IRRELEVANT = (
     type(threading.Lock()), type(threading.RLock()), threading.Thread, threading.Event, threading.Condition,
     threading.Semaphore, logging.Handler, logging.Filter, torch.utils.hooks.RemovableHandle, torch.Generator,
@@ -84,7 +85,7 @@ class Reader(CodeReader):
         self.state, self.paths, self.apart = state, paths, {*map(id, apart)}
         self.met: dict[int, int] = {}
         self.kept: list = []  # what was met, so that nothing else gets its id
-        self.at = ""  # of what is read now
+        self.at, self.depth = "", 0  # of what is read now
         self.types: dict[type, Hashable] = {}
         self.bases: set[type] = set()
 
@@ -96,7 +97,7 @@ class Reader(CodeReader):
         return Reader(State(self.state.module), {})
 
     def unread(self, why: str) -> Hashable:
-        self.state.unread.setdefault(self.at, why)
+        self.state.unread.setdefault(f"{self.at:.200}", why)
         return "unread", self.at
 
     def value(self, x, foreign: bool) -> Hashable:
@@ -108,17 +109,19 @@ class Reader(CodeReader):
             return kind, x
         if isinstance(x, torch.nn.Module) and id(x) in self.paths:
             return "module", self.paths[id(x)]
-        if kind is tuple:
-            return kind, tuple(self.value(item, foreign) for item in x)
-        if id(x) in self.apart:
-            return kind
-        if id(x) in self.met:
-            return "met", self.met[id(x)]
-        self.met[id(x)] = len(self.met)
-        self.kept.append(x)
-        if len(self.met) > MOST_OBJECTS:
-            return self.unread(f"it holds more than {MOST_OBJECTS} objects")
-        return self.thing(x, foreign)
+        if kind is not tuple:
+            if id(x) in self.apart:
+                return kind
+            if id(x) in self.met:
+                return "met", self.met[id(x)]
+            self.met[id(x)] = len(self.met)
+            self.kept.append(x)
+        if len(self.met) > MOST_OBJECTS or self.depth == DEEPEST:
+            return self.unread(f"it holds more than {MOST_OBJECTS} objects, or {DEEPEST} within each other")
+        self.depth += 1
+        key = self.thing(x, foreign)
+        self.depth -= 1
+        return key
 
     def thing(self, x, foreign: bool) -> Hashable:
         if isinstance(x, torch.Tensor):
@@ -229,6 +232,7 @@ class Reader(CodeReader):
             self.state.generators.append(getattr(x, "bit_generator", x))
             return Held(x)
         if isinstance(x, IRRELEVANT) or isinstance(x, logging.Logger) or is_ours(x):
+            self.later(self.flags, x)
             return Held(x)
         if isinstance(x, weakref.ReferenceType):
             return "reference", self.value(x(), foreign)
@@ -295,12 +299,13 @@ def is_ours(value) -> bool:
     return (where or "").startswith("diffusers.tpu.")
 
 
-@functools.lru_cache(maxsize=16384)
 def slots_of(cls: type) -> tuple[str, ...]:
     """Names of attributes that instances have without a dict; members of types written in C are read by what they are."""
-    held = (item for base in cls.__mro__ for item in vars(base).items())
-    found = {name: x for name, x in held if type(x) is types.MemberDescriptorType}
-    return tuple(sorted(name for name, x in found.items() if x.__objclass__.__flags__ & (1 << 9)))
+    if cls not in _slots:
+        held = (item for base in cls.__mro__ for item in vars(base).items())
+        found = {name: x for name, x in held if type(x) is types.MemberDescriptorType}
+        _slots[cls] = tuple(sorted(name for name, x in found.items() if x.__objclass__.__flags__ & (1 << 9)))
+    return _slots[cls]
 
 
 def attributes(x) -> dict[str, object]:

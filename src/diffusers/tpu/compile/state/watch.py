@@ -172,6 +172,7 @@ VERSION = lambda x: (x._version,), _fixed
 ON_CHIPS = lambda x: (storage(x),), _fixed
 OBJECTS = lambda x: [*x.flat], lambda x, before: x.flat.__setitem__(slice(None), before)
 MAPPING = _pairs, _fixed
+FLAGS = {n: (lambda x, n=n: (getattr(x, n)(),), _fixed) for n in ("is_set", "locked", "is_alive")}
 CODE = lambda f: (f.__code__, f.__defaults__, f.__kwdefaults__), _fixed
 
 

@@ -183,7 +183,7 @@ def _class_words(cls: type) -> str:
 
 
 @functools.cache
-def _words_of(cls: type, version: int) -> str:
+def _words_of(cls: type, version: dict) -> str:
     """A class by name, and a digest of what it holds. `version`: which of the states that its attributes have had this is."""
     held = [(name, held_words(value)) for name, value in sorted(vars(cls).items()) if name not in _OF_CLASSES]
     return f"{cls.__module__}.{cls.__qualname__}<{digest(repr(held).encode())}>"

@@ -39,7 +39,7 @@ from .functional import Method, numbered, put, written
 from .results import TENSOR, Entangled, TraceResult, WeightWritten, flattened, plain, refuse_shared, unflattened
 from .scan import Group
 from .scopes import module_scopes
-from .user_code import is_watched_inside, scripted
+from .user_code import is_watched_inside, rewritten, scripted
 
 
 MOST_FILL = 0.02  # of the tokens, for whole tiles of them on every chip
@@ -142,10 +142,16 @@ class PureFunction:
 
     def _by_plan(self) -> Iterator[tuple]:
         """Processors, methods and replicated parts of the plan, but not in the place of what the user or a hook has put there."""
-        plan = self.plan
+        plan, planned = self.plan, []
         for m in self.module.modules():
             kind, methods = type(getattr(m, "processor", None)), [k for k in plan.methods if k[0] is type(m)]
-            if (kind in plan.processors or methods) and not is_watched_inside(m, self.apart):
+            if kind in plan.processors or methods:
+                planned.append((m, kind, methods))
+        # All or none: they hand each other what upstream's would not take. Linear layers are called, whatever they are.
+        parts = [part for m, *_ in planned for part in (m, *m.children()) if not isinstance(part, torch.nn.Linear)]
+        classes = {*map(type, parts), *(kind for _, kind, _ in planned)}
+        for m, kind, methods in () if not plan.by_width and any(map(rewritten, classes)) else planned:
+            if not is_watched_inside(m, self.apart):
                 if kind in plan.processors:
                     yield vars(m), "processor", plan.processors[kind](m.processor)
                 for cls, name in methods:

@@ -6,6 +6,7 @@ a part of a map is not known. So such a module runs as upstream wrote it.
 """
 
 import functools
+import sys
 import types
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from ....hooks.layerwise_casting import LayerwiseCastingHook
 from ..state import is_entry
 from ..state.libraries import is_library
-from ..state.state import HOOKS
+from ..state.values import is_ours
 
 
 def is_watched_inside(module: torch.nn.Module, apart: tuple = ()) -> bool:
@@ -26,12 +27,18 @@ def is_watched_inside(module: torch.nn.Module, apart: tuple = ()) -> bool:
 
 def _is_watched(part: torch.nn.Module, apart: tuple) -> bool:
     own = vars(part)
-    if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+    if hooks_of(part) or hooks_of(torch.nn.modules.module):
         return True
     if hooks := [*getattr(own.get("_diffusers_hook"), "hooks", {}).values()]:
         return not all(isinstance(hook, LayerwiseCastingHook) or any(hook is one for one in apart) for hook in hooks)
     forward = own.get("forward")
     return not (forward is None or is_entry(forward) or getattr(forward, "__func__", None) is type(part).forward)
+
+
+def hooks_of(owner, way: str = "forward") -> list:
+    """Of a module, or torch's of all modules (`torch.nn.modules.module`), on the way forward or backward; but ours."""
+    found = (x for name, x in vars(owner).items() if way in name and name.endswith("hooks") and isinstance(x, dict))
+    return [f for some in found for f in some.values() if not is_ours(f)]
 
 
 def scripted(module: torch.nn.Module) -> str | None:
@@ -40,25 +47,30 @@ def scripted(module: torch.nn.Module) -> str | None:
     What the script put on the module itself runs around its parts, not in them: of it only the class counts.
     """
     for cls in {type(m): None for m in module.modules()}:
-        if _has_own_code(cls):
+        if has_own_code(cls):
             return f"{cls.__name__} has code of the script's"
     for name, m in module.named_modules():
-        hooks = (hook for kind in HOOKS for hook in vars(m)[kind].values())
         others = (value for value in vars(m).values() if not isinstance(value, (type, torch.nn.Module)))
-        if name and any(map(_is_own, (*hooks, *others))):
+        if name and any(map(is_own, (*hooks_of(m), *hooks_of(torch.nn.modules.module), *others))):
             return f"{name} has a hook, a method or a processor of the script's"
     return None
 
 
-def _is_own(x) -> bool:
+def rewritten(cls: type) -> bool:
+    """Whether the script has put code into this class, or a function into its module or `torch.nn.functional`."""
+    held = (*vars(sys.modules[cls.__module__]).values(), *vars(torch.nn.functional).values())
+    return has_own_code(cls) or any(isinstance(x, types.FunctionType) and not is_library(x) for x in held)
+
+
+def is_own(x) -> bool:
     if isinstance(x, types.MethodType):
-        return _is_own(x.__func__) or _is_own(x.__self__)
+        return is_own(x.__func__) or is_own(x.__self__)
     if isinstance(x, functools.partial):
-        return any(map(_is_own, (x.func, *x.args, *x.keywords.values())))
-    return not is_library(x) if isinstance(x, types.FunctionType) else _has_own_code(type(x))
+        return any(map(is_own, (x.func, *x.args, *x.keywords.values())))
+    return not is_library(x) if isinstance(x, types.FunctionType) else has_own_code(type(x))
 
 
-def _has_own_code(cls: type) -> bool:
+def has_own_code(cls: type) -> bool:
     """Whether the class or a method that it has now is the script's."""
     functions = (f for base in cls.__mro__ for f in vars(base).values() if isinstance(f, types.FunctionType))
     return not all(map(is_library, (*cls.__mro__, *functions)))

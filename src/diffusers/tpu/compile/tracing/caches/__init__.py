@@ -10,7 +10,7 @@
 
 import torch
 
-from ..scan import Group
+from ..scan import find_groups
 from .counted import PyramidAttentionBroadcast, TaylorSeer
 from .step_cache import Results, Step, StepCache
 from .whole import FirstBlockCache, MagCache
@@ -19,14 +19,14 @@ from .whole import FirstBlockCache, MagCache
 KINDS = {cls.HOOKS: cls for cls in (FirstBlockCache, MagCache, PyramidAttentionBroadcast, TaylorSeer)}
 
 
-def kept_by(model: torch.nn.Module, groups: list[Group], known: StepCache | None = None) -> StepCache | None:
+def kept_by(model: torch.nn.Module, scan: bool, known: StepCache | None = None) -> StepCache | None:
     """The cache on the model, where programs can stand for its steps; None without one, or with other hooks beside it.
 
-    `known`: what was found before, returned again if it has the same hooks.
+    `scan`: whether its equal blocks are scanned. `known`: what was found before, returned again if it has the same hooks.
     """
     registries = ((module, vars(module).get("_diffusers_hook")) for module in model.modules())
     hooked = [(module, hook) for module, registry in registries for hook in getattr(registry, "hooks", {}).values()]
     cls = KINDS.get(frozenset(type(hook).__name__ for _, hook in hooked))
-    found = cls and cls.found(model, hooked, groups)
+    found = cls and cls.found(model, hooked, find_groups(model) if scan else [])
     same = found and known and [*map(id, found.hooks)] == [*map(id, known.hooks)]
     return known if same else found

@@ -130,21 +130,23 @@ class Modules(StepCache):
 
     @classmethod
     def found(cls, model: torch.nn.Module, hooked: list[tuple], groups: list[Group]) -> "Modules | None":
-        """None for hooks inside of hooked modules, which do not count where those do not run, and for some blocks of a group only."""
+        """None for hooks inside of hooked modules, which do not count where those do not run, and for equal hooks in some blocks only."""
         names = {id(module): name for name, module in model.named_modules()}
         hooks = [(names[id(module)], hook) for module, hook in hooked]
         if any(one.startswith(f"{other}.") for (one, _), (other, _) in itertools.permutations(hooks, 2)):
             return None
-        places: dict[tuple[str, str], list] = {}
+        places: dict[tuple[str, str, str], list] = {}
         for name, hook in hooks:
             within = [place for group in groups if (place := group.place_of(name)) and place[1]]
             if len(within) > 1:
                 return None
-            places.setdefault(within[0] if within else ("", name), []).append(hook)
+            settings = {n: x for n, x in vars(hook).items() if n not in ("fn_ref", "state", "state_manager")}
+            settings = repr((settings, getattr(getattr(hook, "state_manager", None), "_init_kwargs", None)))
+            places.setdefault((*(within[0] if within else ("", name)), settings), []).append(hook)
         blocks = {group.label: group.stop - group.start for group in groups}
-        if any(label and len(some) != blocks[label] for (label, _), some in places.items()):
+        if any(label and len(some) != blocks[label] for (label, *_), some in places.items()):
             return None
-        return cls([Place(label, path, some) for (label, path), some in places.items()])
+        return cls([Place(label, path, some) for (label, path, _), some in places.items()])
 
     @property
     def apart(self) -> tuple:
