@@ -294,7 +294,7 @@ BAD = {
     "--component transformer --entry decode": "an entry of transformer that a run calls",
     "--component transformer --form nnx": "expected a form of WanTransformer3DModel",
     "--form nnx": "expected --component NAME with --form",
-    "--depth 0": "expected --component NAME with --depth",
+    "--depth 1": "expected --component NAME with --depth",
     "--component vae --against-mesh 1,2,1": "expected no mesh of upstream's own form",
     "--component vae --form nnx --attention online": "expected no attention",
     "--component vae --mesh 1,1,1 --mesh 1,2,1": "expected --mesh once",
