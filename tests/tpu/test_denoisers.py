@@ -390,12 +390,17 @@ def test_only_what_can_be_said_is_taken_from_a_declaration():
 
 
 @pytest.mark.parametrize("made", ["chronoedit", slow("helios"), slow("minimax")])
-def test_what_upstream_keeps_in_float32_stays_so(chips, made, tmp_path):
+def test_what_upstream_keeps_in_float32_stays_so(chips, made, tmp_path, monkeypatch):
     theirs, _, given = drawn(made)
     exact = answers(theirs.double(), tree_map_only(torch.FloatTensor, torch.Tensor.double, given))
     theirs.float().save_pretrained(tmp_path)
     load = functools.partial(type(theirs).from_pretrained, tmp_path, torch_dtype=torch.bfloat16)
-    theirs, ours = load(), load(device_map="cuda")
+    monkeypatch.setenv("DIFFUSERS_TPU", "cpu")
+    tpu.activate()
+    try:
+        theirs, ours = load(), load(device_map="cuda")
+    finally:
+        tpu.idioms.off()
     kept = {name: tensor.dtype for name, tensor in named_tensors(theirs).items()}
     assert {torch.float32, torch.bfloat16} == {*kept.values()}
     given = tree_map_only(torch.Tensor, lambda x: x.bfloat16() if x.ndim > 2 else x, given)

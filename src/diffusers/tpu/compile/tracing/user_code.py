@@ -57,9 +57,11 @@ def scripted(module: torch.nn.Module) -> str | None:
 
 
 def rewritten(cls: type) -> bool:
-    """Whether the script has put code into this class, or a function into its module or `torch.nn.functional`."""
+    """Whether the script has put code into this class of a library's, or a function into its module or `torch.nn.functional`."""
     held = (*vars(sys.modules[cls.__module__]).values(), *vars(torch.nn.functional).values())
-    return has_own_code(cls) or any(isinstance(x, types.FunctionType) and not is_library(x) for x in held)
+    return is_library(cls) and (
+        has_own_code(cls) or any(isinstance(x, types.FunctionType) and not is_library(x) for x in held)
+    )
 
 
 def is_own(x) -> bool:
