@@ -53,10 +53,6 @@ class Deferred(Tensor):
     def __init__(self, aval: jax.ShapeDtypeStruct, compute: Callable[[], None], source: tuple = ()):
         self._aval, self._env, self._compute, self._array, self.source = aval, environment(), compute, None, source
 
-    def _torch_Tensor_to(self, args, kwargs):
-        result = super()._torch_Tensor_to(args, kwargs)
-        return Tensor(result.jax(), self) if kwargs.get("copy") and result is args[0] else result
-
     @property
     def waits(self) -> bool:
         """Whether nobody has asked for its value yet."""
@@ -154,6 +150,10 @@ class Environment(_Environment):
         if new_device is not None and self._should_use_torchax_tensor(new_device):
             new_device = DEVICE  # whatever its name
         return cast(the_tensor, super()._to_copy(the_tensor, new_dtype, new_device))
+
+    def _torch_Tensor_to(self, args, kwargs):
+        result = super()._torch_Tensor_to(args, kwargs)
+        return result.clone() if kwargs.get("copy") and result is args[0] else result
 
     @property
     def waits(self) -> bool:

@@ -113,8 +113,8 @@ def linear(input, weight, bias=None):
     everywhere = operands(weight, by_output)
     if everywhere is not None and math.prod(x.shape[:-1]) > FEW_ROWS:  # a time by token, as image-to-video has it
         w, everywhere = jax.lax.with_sharding_constraint(w, *everywhere), None
-    first, last = operands(input, beside) or (x, None)
-    layer = Layer(first, w, b, current(), how_it_lies(weight) | ({} if last is None else {"beside": last}))
+    (first, last), lies = operands(input, beside) or (x, None), how_it_lies(weight)
+    layer = Layer(first, w, b, current(), lies if last is None else {**lies, "beside": last})
     if everywhere is None and (result := fast_linear(first, w, b, "", current(), **layer.lies)) is not None:
         return of_layer(Tensor(result, input._env), layer)
     dtype = jnp.promote_types(x.dtype, w.dtype)
@@ -126,7 +126,7 @@ def linear(input, weight, bias=None):
     result = Tensor(layer_result(result, w.shape[1]), input._env)
     if everywhere is not None:
         return result
-    return of_layer(result, Layer(x, w, b, layer.settings, how_it_lies(weight), by_kernel=False))
+    return of_layer(result, Layer(x, w, b, layer.settings, lies, by_kernel=False))
 
 
 def by_position(input, weight, b) -> Tensor | None:

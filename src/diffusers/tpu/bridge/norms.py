@@ -60,11 +60,9 @@ class Normed(NamedTuple):
         if tables and self.narrow is self.x:
             return None
         x = self.x if tables or self.narrow is None else self.narrow
-        heads_first, own = (
-            not tables and x.shape[1] < x.shape[2],
-            [self.norm.weight, *(vector for _, vector in self.steps)],
-        )
-        own = [vector for vector in own if vector is not None] or [jnp.ones(x.shape[3], x.dtype)]
+        heads_first = not tables and x.shape[1] < x.shape[2]
+        own = [vector for vector in (self.norm.weight, *(v for _, v in self.steps)) if vector is not None]
+        own = own or [jnp.ones(x.shape[3], x.dtype)]
         alone = len(own) == 1 and own[0].size == x.shape[3] and "plus" not in dict(self.steps)
         alone = alone and not (self.steps and self.norm.bias is not None) and (tables or x.dtype == jnp.bfloat16)
         if not alone or min(x.shape[1:3]) * x.shape[3] > WIDEST:

@@ -348,9 +348,8 @@ def _mean_of_windows(
     stride, padding = (list(n) * (axes if len(n) == 1 else 1) for n in (stride or size, padding or [0]))
     behind = []
     for length, window, step, pad in zip(array.shape[-axes:], size, stride, padding):
-        last = (
-            -(-(length + 2 * pad - window) // step) * step
-        )  # where the last window begins: within the map, or before it
+        # Where the last window begins: within the map, or before it.
+        last = -(-(length + 2 * pad - window) // step) * step
         last -= step if last >= length + pad else 0
         behind.append(max(last + window - length - 2 * pad, 0))
     ones, none = (1,) * (array.ndim - axes), [(0, 0)] * (array.ndim - axes)

@@ -159,13 +159,10 @@ def tpu_linear(
 
     of_rows = pl.BlockSpec((None, blocks.rows, blocks.columns), lambda n, i, m, *_: (i, m, n))
     inputs = {"x": x} if beside is None else {"x": x, "y": beside}
-    operands, scalars = (
-        {
-            name: (array, pl.BlockSpec((None, blocks.rows, array.shape[-1]), lambda n, i, m, *_: (i, m, 0)))
-            for name, array in inputs.items()
-        },
-        {},
-    )
+    operands = {
+        name: (array, pl.BlockSpec((None, blocks.rows, array.shape[-1]), lambda n, i, m, *_: (i, m, 0)))
+        for name, array in inputs.items()
+    }
     for number, (names, (weights, bias)) in enumerate(
         zip(("wb", "vc"), [(w, b)] if factor is None else [(w, b), factor])
     ):
@@ -280,7 +277,8 @@ def gated(
 ) -> Float[Array, "... N"] | None:
     """activation(x w^T + b) (x v^T + c) of the layers (w, b) and (v, c), on all chips of the mesh; None for what the kernel does not take.
 
-    `place`: w and v are stacks, of which the layers have these places. `split`: 0, the outputs of both lie over `tp`. Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    `place`: w and v are stacks, of which the layers have these places. `split`: 0, the outputs of both lie over `tp`.
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
     """
     (w, b), factor = layers
     of_one = jax.ShapeDtypeStruct(w.shape[-2:], w.dtype)

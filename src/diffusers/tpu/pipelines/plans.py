@@ -158,9 +158,11 @@ def _without_cache(arguments: dict) -> dict:
 
 def _in_a_pipeline() -> bool:
     """Whether code of a pipeline calls a model, upstream's without the TPU path too, as where its calls are recorded."""
+    if glue.in_a_call():
+        return True
     names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_stack(None))
     caller = next((name for name in names if not name.startswith(CALLED_THROUGH)), "")
-    return glue.in_a_call() or caller.startswith(__package__.split(".")[0])
+    return caller.startswith(__package__.split(".")[0])
 
 
 # Plans from what upstream's classes declare: which blocks are repeated, between which the sequence lies over `sp`, and `_tp_plan`, a

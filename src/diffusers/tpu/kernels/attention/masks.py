@@ -173,9 +173,8 @@ def in_scores(q, k, v, mask: Mask | None, scale: float) -> tuple[jax.Array, jax.
     further = round_up(q.shape[-1] + len(parts), LANES) - q.shape[-1]
 
     def longer(x, entries):
-        entries = jnp.pad(
-            entries, [(0, 0)] * 3 + [(0, further - len(parts))]
-        )  # before they are each head's: whole lanes
+        # Whole lanes before they are each head's.
+        entries = jnp.pad(entries, [(0, 0)] * 3 + [(0, further - len(parts))])
         return jnp.concatenate([x, jnp.broadcast_to(entries, (*x.shape[:3], further))], -1)
 
     of_queries, of_keys = (
