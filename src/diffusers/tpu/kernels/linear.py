@@ -41,7 +41,7 @@ TILE_ROWS = 256  # of x against one block of w: straight code
 MOST_WHOLE_ROWS = 1536  # in one block
 MOST_FILL = 1.25  # times the rows and columns of a layer: of 512 rows in a block of 1,024 half is computed for nothing
 MUCH_WORK = 9_300_000  # columns x depth of one tile, straight code: what compiles in some 3 s on two cores
-MOST_WORK = 18_000_000  # the same where the units would wait with less: 6 s
+MOST_WORK = 18_000_000  # the same where the layer takes a tenth more time with less: 6 s
 DEEP = 13_824  # of more, the compiler keeps a copy of a tile of x: v6e, 7.5 MiB at 15,360, none at 12,288
 SHORT = 2e-5  # seconds of a layer for which the compiler would take up to a minute, with what comes before it in one loop (SD 1.5)
 SQRT_8_OVER_PI = math.sqrt(8 / math.pi)
@@ -120,11 +120,13 @@ def choose(
             compute, stepping = 2 * down * height * across * width * depth / flops, across * down * 200 / chip.clock
             wait = moved / chip.hbm_bandwidth
             waits = wait / (compute + stepping) if compute <= MOST_FILL * useful else math.inf
-            found.append((max(compute + stepping, wait), moved, compute, work, waits, Blocks(height, width)))
-    # At most so much work a tile, where HBM takes less than a share of the units' time.
-    for most, share in ((MUCH_WORK, 0.8), (MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
+            # Columns fill whole units, and of each tile they fill and drain: some 250 cycles, as the schedules of 4 to 12 units have it.
+            taken = compute * round_up(width, chip.matrix_side) / width + down * height * across / chip.clock
+            found.append((max(taken + stepping, wait), moved, compute, work, waits, Blocks(height, width)))
+    # Where HBM takes less than a share of the units' time, more work a tile if that makes the layer a tenth quicker.
+    for most, share in ((MOST_WORK, 0.8), (MUCH_WORK, math.inf if patient else 0)):
         if fitting := [one for one in found if one[3] <= most and one[4] <= share]:
-            return min(fitting, key=lambda one: one[:3])[-1]
+            return min(fitting, key=lambda one: (one[0] * (1 if one[3] <= MUCH_WORK else 1.1), *one[1:3]))[-1]
     return None
 
 
